@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+ARGS ?=
+# Oversubscribed cores ruin both timings and tests: two busy multi-threaded processes stall each other.
+export RAY_USAGE_STATS_ENABLED ?= 0
+export RAY_AUTH_MODE ?= disabled
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test serve lint package clean help
+
+help:
+	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, about 6 minutes"
+	@echo "make test  [ARGS='-k name']            every test that needs no GPU"
+	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
+	@echo "make lint                              ruff and mypy"
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 12) else "Paceline needs Python 3.11 or 3.12; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "setuptools>=77" wheel
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[embedded,test,dev]"
+	@touch $@
+
+demo: $(VENV)/.ready
+	$(VENV)/bin/paceline demo $(ARGS)
+
+test: $(VENV)/.ready
+	$(PY) -m pytest tests $(ARGS)
+
+serve: $(VENV)/.ready
+	$(VENV)/bin/paceline serve $(ARGS)
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(PY) tests/link_tree.py .mypy_tree
+	cd .mypy_tree && ../$(PY) -m mypy --config-file ../pyproject.toml -p paceline
+
+package: $(VENV)/.ready
+	$(PY) -m build --no-isolation --outdir dist
+
+clean:
+	rm -rf build dist .mypy_tree *.egg-info

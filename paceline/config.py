@@ -1,0 +1,217 @@
+"""Every configuration class and the loader that refuses unknown keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def _require(ok: bool, rule: str, value: object) -> None:
+    if not ok:
+        raise ConfigError(f"{rule}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TreeConfig:
+    """Shape limits of a draft tree."""
+
+    max_draft_tokens: int = 16
+    """Draft nodes per request per round, root excluded."""
+    node_buckets: tuple[int, ...] = (0, 2, 4, 6, 8, 12, 16)
+    """Draft nodes per request that the budget controller chooses among; 0 is plain decoding."""
+    max_frontier: int = 4
+    """Leaves of the first block that a re-entrant drafter continues from; 0 turns the second block off."""
+    is_adaptive: bool = True
+    """False: always max_draft_tokens nodes (fixed budget), for comparisons."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.max_draft_tokens <= 256, "tree.max_draft_tokens must be in [1, 256]", self.max_draft_tokens)
+        _require(0 <= self.max_frontier <= 64, "tree.max_frontier must be in [0, 64]", self.max_frontier)
+        _require(
+            len(self.node_buckets) > 0 and self.node_buckets[0] == 0 and list(self.node_buckets) == sorted(set(self.node_buckets)),
+            "tree.node_buckets must rise and begin with 0",
+            self.node_buckets,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """The round loop, its KV pool and its limits."""
+
+    max_running: int = 16
+    """Requests in one round."""
+    max_waiting: int = 256
+    """Requests in the queue before 429."""
+    page_tokens: int = 16
+    """Rows of one KV page."""
+    kv_bytes: int = 64 * 2**20
+    """Byte budget of target and drafter KV together."""
+    prefill_chunk_tokens: int = 256
+    """Prompt rows that one round may prefill, over all requests."""
+    max_context_tokens: int | None = None
+    """None: the target's own limit."""
+    num_threads: int | None = None
+    """torch threads of the engine process; None leaves torch's choice."""
+    tree: TreeConfig = field(default_factory=TreeConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.max_running >= 1, "engine.max_running must be >= 1", self.max_running)
+        _require(self.max_waiting >= 1, "engine.max_waiting must be >= 1", self.max_waiting)
+        _require(self.page_tokens >= 1, "engine.page_tokens must be >= 1", self.page_tokens)
+        _require(self.prefill_chunk_tokens >= 1, "engine.prefill_chunk_tokens must be >= 1", self.prefill_chunk_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedbackConfig:
+    """Round statistics on their way to Redis."""
+
+    max_rows: int = 8192
+    """Rows kept while Redis is away; the oldest are dropped and counted."""
+    flush_interval_s: float = 0.25
+    max_stream_entries: int = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceConfig:
+    """Feature traces on their way to the trace store."""
+
+    share: float = 1.0
+    """Share of requests traced, by crc32 of the request id."""
+    max_pending: int = 64
+    """Traces waiting for the writer; more are dropped and counted."""
+    shard_rows: int = 1024
+    """Rows per shard file."""
+    flush_interval_s: float = 2.0
+    """A shard is closed at this age even when it is not full."""
+    max_bytes: int = 256 * 2**20
+    """Size of the store; the oldest shards are deleted."""
+    max_age_s: float = 3600.0
+    topk: int = 8
+    """Target log-probabilities kept per output token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """The controller's policy and its limits; money is device-seconds."""
+
+    policy: str = "payoff"
+    """never | always | interval | payoff."""
+    epoch_s: float = 30.0
+    """Seconds between decisions of one bucket."""
+    interval_s: float = 120.0
+    """Period of the `interval` policy."""
+    bank_s: float = 20.0
+    """Starting balance; the policy spends only what the bank covers."""
+    hysteresis: float = 1.1
+    """Expected saving must exceed expected cost by this factor."""
+    min_dwell_s: float = 10.0
+    """Shortest time between two swaps of a bucket."""
+    min_rows: int = 768
+    """Fresh supervised rows a bucket needs before a job."""
+    horizon_s: float = 120.0
+    """Prior for the remaining life of a traffic regime."""
+    holdback_percent: int = 10
+    """Share of requests that keep the first drafter."""
+    job_time_limit_s: float = 120.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        known = ("never", "always", "interval", "payoff")
+        _require(self.policy in known, f"policy.policy must be one of {', '.join(known)}", self.policy)
+        _require(self.epoch_s > 0, "policy.epoch_s must be > 0", self.epoch_s)
+        _require(
+            0 <= self.holdback_percent <= 100, "policy.holdback_percent must be in [0, 100]", self.holdback_percent
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceConfig:
+    """One Paceline service: model, replicas, stores, feedback, policy."""
+
+    model: str = "bundled"
+    """'bundled' or the folder of a local transformers checkpoint."""
+    drafter: str = "bundled"
+    """'bundled', 'none', 'lookup' or the folder of a drafter (manifest and weights)."""
+    model_name: str = "paceline"
+    """Name in /v1/models."""
+    dtype: str = "auto"
+    """auto | float32 | bfloat16 | float16."""
+    device: str = "auto"
+    """auto | cpu | cuda."""
+    num_replicas: int = 1
+    data_dir: str = "~/.cache/paceline"
+    """Trace store, drafter registry, Redis data and logs."""
+    redis_url: str | None = field(default=None, repr=False)
+    """None: an embedded Redis child process."""
+    api_token: str | None = field(default=None, repr=False)
+    """Bearer token that clients must send; None = open (loopback)."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    trainer_threads: int = 1
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.num_replicas <= 1024, "num_replicas must be in [1, 1024]", self.num_replicas)
+        _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), "dtype must be auto, float32, bfloat16 or float16", self.dtype)  # fmt: skip
+        _require(self.device in ("auto", "cpu", "cuda"), "device must be auto, cpu or cuda", self.device)
+
+
+def build_config(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:
+    """Build a configuration from plain values; raises ConfigError on an unknown key or a wrong type."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path or 'configuration'} must be a mapping, got {type(values).__name__}")
+    hints = typing.get_type_hints(kind)
+    names = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(values) - names)
+    if unknown:
+        raise ConfigError(f"{path}{unknown[0]} is not a setting; known settings: {', '.join(sorted(names))}")
+    out = {key: _coerce(hints[key], value, f"{path}{key}") for key, value in values.items()}
+    return kind(**out)
+
+
+def _coerce(hint: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return build_config(typing.cast(type, hint), value, f"{path}.")
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        options = [a for a in typing.get_args(hint) if a is not type(None)]
+        return None if value is None else _coerce(options[0], value, path)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{path} must be a list, got {value!r}")
+        return tuple(_coerce(typing.get_args(hint)[0], v, path) for v in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{path} must be {hint.__name__}, got {value!r}")
+    return value
+
+
+def load_config(path: str | Path) -> ServiceConfig:
+    """Read a YAML service configuration; raises ConfigError with the offending key."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"configuration {path} must be a readable file: {e.strerror}") from e
+    except yaml.YAMLError as e:
+        raise ConfigError(f"configuration {path} must be YAML: {e}") from e
+    return build_config(ServiceConfig, values or {})
+
+
+def to_dict(config: Any) -> dict:
+    """Plain values of a configuration, the inverse of build_config."""
+    return dataclasses.asdict(config)

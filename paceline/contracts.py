@@ -1,0 +1,219 @@
+"""Records that cross a process or a folder boundary: frozen, tensor-free, encoded with msgspec."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class Group(StrEnum):
+    """Which drafter a request is served with: the live one, the first one (hold-back), or none."""
+
+    ADAPTIVE = "adaptive"
+    STATIC = "static"
+    PLAIN = "plain"
+
+
+class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Round statistics of one replica in columns; one element a request and round (equal lengths in all columns).
+
+    (replica_id, boot_epoch, seq) identifies the batch: consumers drop a seq that they have already folded.
+    """
+
+    replica_id: str
+    boot_epoch: int
+    """Start time of the replica's process in ns."""
+    seq: int
+    """1, 2, 3, ... within (replica_id, boot_epoch)."""
+    target_version: str
+    num_dropped: int
+    """Rows dropped by the producer since the batch before."""
+    request_id: list[str]
+    bucket: list[str]
+    group: list[str]
+    drafter_version: list[str]
+    """'' for rows decoded without a drafter."""
+    is_greedy: list[bool]
+    round_index: list[int]
+    num_draft_tokens: list[int]
+    num_accepted_tokens: list[int]
+    """Bonus token excluded; before truncation by stop or length."""
+    num_emitted_tokens: list[int]
+    """After truncation."""
+    batch_size: list[int]
+    """Requests in the round."""
+    draft_ms: list[float]
+    """Drafting time of the round divided by the requests that drafted."""
+    verify_ms: list[float]
+    """Verify time of the round divided by its requests."""
+    share_ms: list[float]
+    """Whole round time divided by its requests: the device time that this row is charged with."""
+    is_training: list[bool]
+    """Whether a training job was running on this host during the round (for interference)."""
+    ts: list[float]
+    """End of the round, seconds since the epoch."""
+
+
+class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
+    """The one generation-numbered record that every replica reconciles to."""
+
+    gen: int
+    version: str
+    """Drafter version that new adaptive requests are pinned to."""
+    first_version: str
+    """Drafter version of the hold-back group."""
+    holdback_percent: int
+    """Share of requests, by crc32(request id), that keep the first drafter."""
+    reason: str = ""
+    ts: float = 0.0
+
+
+class DrafterManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a drafter version is; its weights are `<registry>/blobs/<sha256>.safetensors`."""
+
+    version: str
+    """Short content id: first 12 characters of sha256."""
+    sha256: str
+    num_bytes: int
+    drafter_type: str
+    """'specblock'."""
+    config: dict
+    """Architecture settings of the drafter."""
+    shapes_hash: str
+    target_version: str
+    """Hash of the target's config, weights and tokenizer; a mismatch is refused."""
+    parent: str | None
+    arm: str
+    """Training arm that made it, 'initial' for the first."""
+    bucket: str | None
+    num_train_rows: int
+    metrics: dict
+    created: float
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica runs now; written to Redis with a time to live."""
+
+    replica_id: str
+    gen: int
+    version: str
+    slots: dict[str, str]
+    """Drafter slot name -> version."""
+    failed_gen: int | None
+    failed_reason: str
+    swap_pause_ms: list[float]
+    """Pauses of the latest swaps (time the engine thread spent in the flip)."""
+    staging_s: float = 0.0
+    """Seconds that loading, validating and copying the current version took."""
+    counters: dict[str, int] = {}
+    """Feedback rows: produced, delivered, dropped."""
+    ts: float
+
+
+class ArmSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to train: which parameters, on how many rows."""
+
+    name: str
+    parameters: str
+    """'calibration' | 'head' | 'full'."""
+    num_rows: int
+    """Fresh supervised rows to train on (the newest of the bucket)."""
+    rehearsal_share: float = 0.33
+    """Rehearsal rows from other buckets, as a share of all rows."""
+    learning_rate: float = 5e-4
+    epochs: int = 1
+
+
+class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A training order; job_id = hash(base version, bucket, arm, newest shard), so that repeating it is harmless."""
+
+    job_id: str
+    bucket: str
+    arm: ArmSpec
+    base_version: str
+    first_version: str
+    shard_ids: list[str]
+    """Trace shards of the bucket, oldest first."""
+    rehearsal_shard_ids: list[str]
+    seed: int
+    time_limit_s: float
+
+
+class ShadowScore(msgspec.Struct, frozen=True, kw_only=True):
+    """Acceptance length of one version on held-out rows by exact replay, with its paired gain over the incumbent."""
+
+    version: str
+    acceptance_length: float
+    num_requests: int
+    num_tokens: int
+    gain_mean: float
+    """Paired mean of acceptance_length minus the incumbent's, per held-out request."""
+    gain_lower: float
+    """Lower end of the 90% bootstrap interval of gain_mean."""
+
+
+class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a training job."""
+
+    job_id: str
+    status: str
+    """'accepted' | 'rejected' | 'failed' | 'stopped'."""
+    version: str | None
+    reason: str
+    train_s: float
+    shadow_s: float
+    candidate: ShadowScore | None = None
+    incumbent: ShadowScore | None = None
+    first: ShadowScore | None = None
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision of the controller, with everything needed to replay it."""
+
+    decision_id: int
+    ts: float
+    bucket: str
+    action: str
+    """'hold' | 'train' | 'recall' | 'rollback' | 'pin'."""
+    arm: str | None
+    version: str | None
+    policy: str
+    context: dict
+    expected_gain: float
+    """Expected relative fall of device time per token."""
+    expected_saving_s: float
+    expected_cost_s: float
+    propensity: float
+    reason: str
+    """One sentence with its numbers."""
+    realised_gain: float | None = None
+    realised_saving_s: float | None = None
+    realised_cost_s: float | None = None
+    outcome: str | None = None
+
+
+class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Device-seconds spent (positive) or saved (positive) under one heading."""
+
+    entry_id: str
+    """Unique; folding the same id twice changes nothing."""
+    ts: float
+    kind: str
+    """'training' | 'shadow' | 'interference' | 'staging' | 'saving'."""
+    bucket: str
+    version: str | None
+    seconds: float
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Encode a record as MessagePack."""
+    return msgspec.msgpack.encode(record)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Decode MessagePack into a record; raises msgspec.ValidationError on a wrong shape."""
+    return msgspec.msgpack.decode(data, type=kind)

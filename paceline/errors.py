@@ -1,0 +1,41 @@
+"""Every error that Paceline raises on purpose; each message says what to do."""
+
+
+class PacelineError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class ConfigError(PacelineError, ValueError):
+    """A setting or argument is not allowed."""
+
+
+class RequestError(PacelineError, ValueError):
+    """A request cannot be honoured; becomes HTTP 400 with this message."""
+
+
+class CapacityError(PacelineError):
+    """The engine's queue is full; becomes HTTP 429."""
+
+
+class DrafterMismatchError(PacelineError, ValueError):
+    """Drafter weights do not fit this target (hash, shapes, dtypes or non-finite values)."""
+
+
+class ManifestError(PacelineError, ValueError):
+    """A drafter manifest is missing, unreadable or does not match its weights."""
+
+
+class IllegalTransitionError(PacelineError):
+    """A life-cycle transition that the table does not allow."""
+
+
+class FencedError(PacelineError):
+    """Another controller took over (newer epoch); this one must stop writing."""
+
+
+class EngineStoppedError(PacelineError):
+    """The engine is shutting down or has failed; the request was not completed."""
+
+
+class TraceError(PacelineError, ValueError):
+    """A trace or trace shard is inconsistent, damaged or gone."""

@@ -1,0 +1,43 @@
+"""Where bundled and local models lie."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from paceline.errors import ConfigError
+
+BUNDLED_TARGET = "target"
+BUNDLED_DRAFTER = "specblock"
+
+
+def bundled(name: str) -> Path:
+    """Return the folder of a bundled model; raises ConfigError when the installation lacks it."""
+    path = Path(str(files("paceline") / "models" / name))
+    if not path.is_dir():
+        raise ConfigError(f"the bundled model {name!r} is missing at {path}; reinstall paceline")
+    return path
+
+
+def resolve_model(model: str) -> Path:
+    """Return the folder of the target: 'bundled' or a local transformers checkpoint."""
+    if model == "bundled":
+        return bundled(BUNDLED_TARGET)
+    path = Path(model).expanduser().resolve()
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model must be 'bundled' or a folder with config.json, got {model!r}")
+    return path
+
+
+def resolve_drafter(drafter: str) -> Path | None:
+    """Return the folder of drafter weights; None for the drafters without weights ('none', 'lookup')."""
+    if drafter in ("none", "lookup"):
+        return None
+    if drafter == "bundled":
+        return bundled(BUNDLED_DRAFTER)
+    path = Path(drafter).expanduser().resolve()
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"drafter must be 'bundled', 'none', 'lookup' or a folder with config.json and drafter.safetensors, got {drafter!r}"
+        )
+    return path

@@ -1,0 +1,57 @@
+"""The wheel holds exactly the package, and an installation shadows nobody else's `kernels`."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("kernels", "serving", "bandit", "adapt", "infra", "bench")
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory):
+    out = tmp_path_factory.mktemp("wheel")
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = out.glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def _tracked(folder: str, target: str) -> set[str]:
+    return {f"{target}/{p.name}" for p in (ROOT / folder).glob("*.py")}
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module_and_only_under_paceline(wheel_names):
+    expected = _tracked("paceline", "paceline") | {n for f in FOLDERS for n in _tracked(f, f"paceline/{f}")}
+    modules = {n for n in wheel_names if n.endswith(".py")}
+    assert modules == expected
+    assert {n.split("/")[0] for n in wheel_names if ".dist-info" not in n} == {"paceline"}
+
+
+@pytest.mark.slow
+def test_wheel_holds_bundled_models_and_prompts(wheel_names):
+    for path in [*(ROOT / "paceline" / "models").rglob("*"), *(ROOT / "paceline" / "prompts").glob("*.jsonl")]:
+        if path.is_file():
+            assert str(path.relative_to(ROOT)) in wheel_names
+
+
+def test_hugging_face_kernels_is_not_shadowed_by_our_folder(tmp_path):
+    site = tmp_path / "site"
+    (site / "kernels").mkdir(parents=True)
+    (site / "kernels" / "__init__.py").write_text("WHOSE = 'hugging face'\n")
+    code = f"import sys; sys.path.append({str(site)!r}); import kernels; print(kernels.WHOSE)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "hugging face", done.stderr
+
+
+def test_importing_the_vocabulary_does_not_load_torch():
+    code = "import sys, paceline.contracts, paceline.config, paceline.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False", done.stderr
