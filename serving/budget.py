@@ -1,0 +1,369 @@
+"""How many draft nodes, if any, does each request of a round get?
+
+Two questions, both answered in tokens per second: `wants_draft` (is calling the drafter worth its time, per drafter
+version, traffic bucket and greedy or sampled?) and `choose` (how many nodes, given the masses that it proposed?).
+Source: BASTION's rate argmax (tree_speculation.md 3.3, 4.5), evaluated over all budgets, jointly over the batch.
+Every method is a pure function of its arguments and the observations so far; no clock, no randomness.
+
+Shape legend: B requests of the round, M best candidates of a request.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paceline.config import TreeConfig
+from paceline.serving.cost_model import CostModel, log2_bucket
+
+DraftKey = tuple[str, str, bool]
+"""(drafter version, traffic bucket, is_greedy): what statistics are kept by."""
+
+_MAX_KEYS = 512  # buckets are named by clients: bound what they can make us remember
+
+
+@dataclass(slots=True)
+class KeyStats:
+    """What is known about one (drafter version, bucket, greedy or sampled)."""
+
+    state: str = "trial"
+    """trial: new, always drafts | on | off: plain decoding, credit grows | probe: drafts to look again."""
+    num_accepted: float = 0.0
+    """EMA of accepted tokens per drafted round and request."""
+    num_nodes: float = 0.0
+    """EMA of draft nodes per drafted round and request."""
+    weight: float = 0.0
+    """Observations behind the EMAs, capped."""
+    rounds_left: int = 0
+    """Forced rounds left of a trial or probe."""
+    credit_s: float = 0.0
+    """Seconds that probing may lose; may be negative."""
+    share: float = 0.0
+    """Part of plain decoding's time that becomes credit."""
+    rounds_on: int = 0
+    losses: float = 0.0
+    """Rounds' worth of drafting time that recent rounds lost beyond what they gained, while on; not below 0."""
+    expand_gain: float = 2.0
+    """Decayed sum of tokens accepted in re-entered blocks (with a prior)."""
+    expand_mass: float = 2.0
+    """Decayed sum of the frontier mass that was re-entered."""
+    expand_wait: int = 0
+    """Rounds until the next trial expansion."""
+    expand_backoff: int = 32
+
+
+@dataclass(kw_only=True, slots=True)
+class RoundObservation:
+    """One verified round, B requests."""
+
+    keys: Sequence[DraftKey | None]
+    is_drafted: Sequence[bool]
+    num_nodes: Sequence[int]
+    num_accepted: Sequence[int]
+    context_rows: int
+    draft_s: float
+    """Drafters and tree building, 0 when nobody drafted."""
+    verify_s: float
+    round_s: float
+    num_new_rows: int = 0
+    """Rows that drafters ingested; catching up after plain rounds is not a typical drafting cost."""
+    expand_s: float = 0.0
+    """Part of draft_s spent in re-entry."""
+    frontier_mass: Sequence[float] = field(default_factory=list)
+    """(B,) mass re-entered; empty when no block was re-entered."""
+    num_accepted_reentered: Sequence[int] = field(default_factory=list)
+
+
+class BudgetController:
+    """Decides from measured costs; one per engine."""
+
+    TRIAL_ROUNDS = 12
+    PROBE_ROUNDS = 4
+    MAX_WEIGHT = 40.0
+    MAX_LOSSES = 6.0
+    """More lost rounds than this in a row are no accident: the average then forgets what was before."""
+    SHORT_WEIGHT = 6.0
+    PROBE_SHARE = 0.015
+    """Largest share of plain decoding's time that probing may lose; halves with every losing probe."""
+    MIN_PROBE_SHARE = 0.001
+    PLAIN_EVERY = 128
+    """While the advantage of drafting is small, one plain round in this many keeps plain decoding's cost honest."""
+
+    def __init__(self, config: TreeConfig, cost: CostModel | None = None) -> None:
+        self.config = config
+        self.cost = cost or CostModel()
+        self._stats: OrderedDict[DraftKey, KeyStats] = OrderedDict()
+        self._draft_s: dict[int, float] = {}  # log2 of drafting requests -> EMA, at calibration speed
+        self._expand_s: dict[int, float] = {}
+        self._aux_s: dict[bool, float] = {}  # drafted? -> EMA of round - draft - verify, per round
+        self._rate = 0.0  # EMA of tokens per second over rounds
+        nonzero = [n for n in config.node_buckets if 0 < n <= config.max_draft_tokens] or [config.max_draft_tokens]
+        self._buckets = (0, *nonzero)
+        self._forced_nodes = nonzero[min(1, len(nonzero) - 1)]
+
+    def stats(self, key: DraftKey) -> KeyStats:
+        """The statistics of a key, made on first use (for tests and metrics)."""
+        found = self._stats.get(key)
+        if found is None:
+            found = self._stats[key] = KeyStats(rounds_left=self.TRIAL_ROUNDS, share=self.PROBE_SHARE)
+            if len(self._stats) > _MAX_KEYS:
+                self._stats.popitem(last=False)
+        else:
+            self._stats.move_to_end(key)
+        return found
+
+    def forget(self, version: str) -> None:
+        """Drop the statistics of a drafter version."""
+        for key in [k for k in self._stats if k[0] == version]:
+            del self._stats[key]
+
+    # Whether to draft
+
+    def wants_draft(self, keys: Sequence[DraftKey | None], context_rows: int) -> list[bool]:
+        """Which of the B requests to draft for; None = has no drafter. Call once per round: it moves probe states.
+
+        New keys draft for a short trial; keys known to lose decode plainly and draft again in rare probes; among the
+        rest, the set with the highest rate (tokens per second) drafts.
+        """
+        num: dict[DraftKey, int] = {}
+        for key in keys:
+            if key is not None:
+                num[key] = num.get(key, 0) + 1
+        if not self.config.is_adaptive:
+            return [k is not None for k in keys]
+        forced: list[DraftKey] = []
+        known: list[DraftKey] = []
+        for key in num:
+            stats = self.stats(key)
+            self._advance(key, stats, num[key], len(keys), context_rows)
+            (forced if stats.state in ("trial", "probe") else known).append(key)
+        known.sort(key=lambda k: -self._stats[k].num_accepted)
+        rate, value = self._rate_of(forced, num, len(keys), context_rows), len(forced)
+        base, first = rate, value
+        for i in range(1, len(known) + 1):
+            drafting = forced + known[:i]
+            slack = 1.01 if self._stats[known[i - 1]].state == "on" else 0.98  # hysteresis
+            new = self._rate_of(drafting, num, len(keys), context_rows) * slack
+            if new > rate:
+                rate, value = new, len(drafting)
+        chosen = set((forced + known)[:value])
+        for key in known:
+            self._switch(key, key in chosen)
+        if value > first and rate < 1.25 * base:
+            for key in chosen - set(forced):
+                stats = self._stats[key]
+                stats.rounds_on += 1
+                if stats.rounds_on % self.PLAIN_EVERY == 0:
+                    chosen.discard(key)
+        return [k in chosen for k in keys]
+
+    def _switch(self, key: DraftKey, is_on: bool) -> None:
+        stats = self._stats[key]
+        if is_on and stats.state != "on":
+            stats.state, stats.share, stats.credit_s = "on", self.PROBE_SHARE, min(stats.credit_s, 0.0)
+            stats.losses = 0.0
+        elif not is_on and stats.state == "on":
+            stats.state = "off"
+
+    def _advance(self, key: DraftKey, stats: KeyStats, num: int, num_requests: int, context_rows: int) -> None:
+        """End trials and probes, start probes."""
+        if stats.state in ("trial", "probe"):
+            is_hopeless = stats.state == "trial" and stats.weight >= 6 and not self._pays(key, stats, context_rows, 1.2)
+            if stats.rounds_left > 0 and not is_hopeless:
+                return
+            is_paying = self._pays(key, stats, context_rows, 1.0)
+            if stats.state == "probe" and not is_paying:
+                stats.share = max(stats.share / 2, self.MIN_PROBE_SHARE)
+            stats.state, stats.rounds_left = ("on" if is_paying else "off"), 0
+        elif stats.state == "off":
+            plain_s = self.cost.seconds(num_requests, context_rows)
+            added_s = self._predict_draft(num) - plain_s
+            added_s += self.cost.seconds(num_requests + num * self._forced_nodes, context_rows)
+            if stats.credit_s >= self.PROBE_ROUNDS * added_s:
+                stats.state, stats.rounds_left = "probe", self.PROBE_ROUNDS
+                stats.weight = min(stats.weight, self.PROBE_ROUNDS / 2)  # the probe outweighs the past
+
+    def _pays(self, key: DraftKey, stats: KeyStats, context_rows: int, benefit: float) -> bool:
+        """Whether this key alone would decode faster with drafting, its acceptance taken `benefit` times."""
+        plain = self._rate_of([], {}, 1, context_rows)
+        time_s = self._round_s(1 + stats.num_nodes, 1, context_rows)
+        return (1 + benefit * stats.num_accepted) / time_s > plain
+
+    def _rate_of(
+        self, drafting: Sequence[DraftKey], num: dict[DraftKey, int], num_requests: int, context_rows: int
+    ) -> float:
+        """Expected tokens per second when the requests of these keys draft."""
+        tokens = rows = float(num_requests)
+        num_drafting = 0
+        for key in drafting:
+            stats = self._stats[key]
+            tokens += num[key] * stats.num_accepted
+            rows += num[key] * stats.num_nodes
+            num_drafting += num[key]
+        return tokens / self._round_s(rows, num_drafting, context_rows)
+
+    def _round_s(self, rows: float, num_drafting: int, context_rows: int) -> float:
+        verify_s = self.cost.seconds(rows, context_rows)
+        return verify_s + self._predict_draft(num_drafting) + self._aux(num_drafting)
+
+    def _aux(self, num_drafting: int) -> float:
+        """Seconds of a round outside drafting and verify."""
+        aux = self._aux_s.get(num_drafting > 0, self._aux_s.get(num_drafting == 0, 0.0))
+        return aux * self.cost.speed
+
+    def _predict_draft(self, num_drafting: int) -> float:
+        """Seconds of drafting for so many requests; a guess of 0.4 plain forwards until measured."""
+        if num_drafting == 0:
+            return 0.0
+        if not self._draft_s:
+            return 0.4 * self.cost.seconds(1)
+        bucket = log2_bucket(num_drafting)
+        nearest = min(self._draft_s, key=lambda b: abs(b - bucket))
+        return self._draft_s[nearest] * 1.5 ** (bucket - nearest) * self.cost.speed
+
+    # How many nodes
+
+    def choose(
+        self, masses: np.ndarray, keys: Sequence[DraftKey | None], context_rows: int, num_drafting: int | None = None
+    ) -> np.ndarray:
+        """Nodes per request that maximise (B + expected accepted tokens) / (T_draft + T_aux + T_verify(B + nodes)).
+
+        Args:
+            masses: (B, M) float64, estimated path masses of the candidates, falling, 0 = absent (or not drafted).
+            keys: (B,), to give requests on trial or probe a minimum of nodes, so that they have something to learn from.
+            num_drafting: requests the drafter was called for; None = those with any mass.
+        Returns: (B,) int64, at most max_draft_tokens each. One request chooses among node_buckets; a batch splits every
+        total by the merged order of masses, which is the optimal split of each total.
+        """
+        num_requests = masses.shape[0]
+        masses = masses[:, : self.config.max_draft_tokens]
+        available = (masses > 0).sum(1)
+        if num_drafting is None:
+            num_drafting = int((available > 0).sum())
+        if num_requests == 1:
+            return np.array([self.choose_one(masses[0, : available[0]].tolist(), keys[0], context_rows, num_drafting)])
+        if not self.config.is_adaptive:
+            return available
+        fixed_s = self._predict_draft(num_drafting) + self._aux(num_drafting)
+        flat = masses.ravel()
+        order = np.argsort(-flat, kind="stable")[: int(available.sum())]
+        gains = np.concatenate([[0.0], flat[order].cumsum()])
+        times = fixed_s + self.cost.predict(num_requests + np.arange(len(gains)), context_rows)
+        best = int(((num_requests + gains) / times).argmax())
+        width = max(masses.shape[1], 1)
+        nodes = np.bincount(order[:best] // width, minlength=num_requests)
+        for i, key in enumerate(keys):
+            if key is not None and nodes[i] < self._forced_nodes and self._is_forced(key):
+                nodes[i] = min(self._forced_nodes, available[i])
+        return nodes
+
+    def choose_one(
+        self, masses: Sequence[float], key: DraftKey | None, context_rows: int, num_drafting: int = 1
+    ) -> int:
+        """`choose` for a lone request; masses: estimated path masses of its candidates, falling, all above 0."""
+        available = min(len(masses), self.config.max_draft_tokens)
+        if not self.config.is_adaptive:
+            return available
+        fixed_s = self._predict_draft(num_drafting) + self._aux(num_drafting)
+        best, best_rate, gain, taken = 0, 0.0, 1.0, 0
+        for option in self._buckets:
+            option = min(option, available)
+            gain += sum(masses[taken:option])
+            taken = option
+            rate = gain / (fixed_s + self.cost.seconds(1 + option, context_rows))
+            if rate > best_rate:
+                best, best_rate = option, rate
+        if key is not None and best < self._forced_nodes and self._is_forced(key):
+            best = min(self._forced_nodes, available)
+        return best
+
+    def _is_forced(self, key: DraftKey) -> bool:
+        stats = self._stats.get(key)
+        return stats is not None and stats.state in ("trial", "probe")
+
+    def should_expand(self, keys: Sequence[DraftKey], frontier_mass: Sequence[float], context_rows: int) -> bool:
+        """Whether re-entering the drafter at the chosen leaves earns more than its time (re-entry rule, 4.5).
+
+        keys and frontier_mass: (G,) requests of one drafter. Call once per group and round: it counts down trials.
+        """
+        if not self.config.is_adaptive or not self._expand_s or self._rate <= 0:
+            return True
+        bucket = log2_bucket(len(keys))
+        nearest = min(self._expand_s, key=lambda b: abs(b - bucket))
+        cost_s = self._expand_s[nearest] * 1.5 ** (bucket - nearest) * self.cost.speed
+        gain = sum(
+            m * self._stats[k].expand_gain / self._stats[k].expand_mass if k in self._stats else m
+            for k, m in zip(keys, frontier_mass, strict=True)
+        )
+        if gain > self._rate * cost_s:
+            return True
+        first = self.stats(keys[0])
+        if first.expand_wait > 0:
+            first.expand_wait -= 1
+            return False
+        first.expand_wait = first.expand_backoff
+        first.expand_backoff = min(2 * first.expand_backoff, 1024)
+        return True
+
+    # Learning
+
+    def observe(self, seen: RoundObservation) -> None:
+        """Fold one verified round."""
+        num_requests = len(seen.keys)
+        num_drafting = sum(seen.is_drafted)
+        plain_s = self.cost.seconds(num_requests, seen.context_rows)
+        self.cost.observe(num_requests + sum(seen.num_nodes), seen.context_rows, seen.verify_s)
+        speed = self.cost.speed
+        aux = max(seen.round_s - seen.draft_s - seen.verify_s, 0.0) / speed
+        _ema(self._aux_s, num_drafting > 0, aux, 0.05)
+        if num_drafting > 0 and seen.num_new_rows <= 12 * num_drafting:
+            _ema(self._draft_s, log2_bucket(num_drafting), seen.draft_s / speed, 0.05)
+        if seen.frontier_mass and seen.expand_s > 0:
+            _ema(self._expand_s, log2_bucket(num_drafting), seen.expand_s / speed, 0.05)
+        tokens = num_requests + sum(seen.num_accepted)
+        if seen.round_s > 0:
+            now = tokens / seen.round_s
+            self._rate += (0.05 if self._rate > 0 else 1.0) * (now - self._rate)
+        self._learn_keys(seen, num_requests, num_drafting, plain_s)
+
+    def _learn_keys(self, seen: RoundObservation, num_requests: int, num_drafting: int, plain_s: float) -> None:
+        num_rows = num_requests + sum(seen.num_nodes)
+        # More than a plain round takes, per drafted request; predicted, because a hiccup would have hit either.
+        lost_s = self._predict_draft(num_drafting) + self.cost.seconds(num_rows, seen.context_rows) - plain_s
+        lost_s /= max(num_drafting, 1)
+        forced: set[DraftKey] = set()
+        for i, key in enumerate(seen.keys):
+            if key is None:
+                continue
+            stats = self.stats(key)
+            if seen.is_drafted[i]:
+                stats.weight = min(stats.weight + 1, self.MAX_WEIGHT)
+                stats.num_accepted += (seen.num_accepted[i] - stats.num_accepted) / stats.weight
+                stats.num_nodes += (seen.num_nodes[i] - stats.num_nodes) / stats.weight
+                gained_s = seen.num_accepted[i] * plain_s / num_requests
+                if stats.state in ("trial", "probe"):
+                    stats.credit_s -= lost_s - gained_s
+                    forced.add(key)
+                elif lost_s > 0:
+                    stats.losses = max(stats.losses + 1.0 - gained_s / lost_s, 0.0)
+                    if stats.losses > self.MAX_LOSSES:
+                        stats.losses, stats.weight = 0.0, min(stats.weight, self.SHORT_WEIGHT)
+                if seen.frontier_mass:
+                    stats.expand_gain = stats.expand_gain * 0.98 + seen.num_accepted_reentered[i]
+                    stats.expand_mass = stats.expand_mass * 0.98 + seen.frontier_mass[i]
+                    if stats.expand_gain > 2.0:
+                        stats.expand_backoff = 32
+            elif stats.state == "off":
+                stats.credit_s += stats.share * seen.round_s / num_requests
+        for key in forced:
+            self._stats[key].rounds_left -= 1
+
+
+def _ema(table: dict, key: object, value: float, rate: float) -> None:
+    old = table.get(key)
+    if old is not None:
+        value = min(value, 4 * old)  # one hiccup must not look like a regime
+    table[key] = value if old is None else old + rate * (value - old)

@@ -1,0 +1,53 @@
+"""TreeBatch: the draft trees of one round, packed, roots included.
+
+Shape legend: B requests, N packed tree rows (all requests, roots included), W widest tree of the round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(kw_only=True, slots=True)
+class HostTree:
+    """The same tree as Python numbers, for a lone request on the CPU."""
+
+    token_ids: list[int]  # (N,)
+    parents: list[int]  # (N,)
+    depths: list[int]  # (N,)
+    scores: list[float]  # (N,)
+    cells: list[int]  # (N,) calibration cell of each row, -1 for the root
+
+
+@dataclass(kw_only=True, slots=True)
+class TreeBatch:
+    """Packed trees; within a request row 0 is the root (anchor) and a parent comes before its children."""
+
+    token_ids: torch.Tensor  # (N,) int64
+    parents: torch.Tensor  # (N,) int64, index within the request's own tree; -1 for the root
+    depths: torch.Tensor  # (N,) int64, 0 for the root
+    scores: torch.Tensor  # (N,) float32, log of the estimated path mass; 0 for the root
+    cu_nodes: torch.Tensor  # (B + 1,) int64
+    ancestors: torch.Tensor  # (N, W) bool, [i, j]: j (own tree) is i or an ancestor of i
+    host: HostTree | None = None
+    """Set when there is one request and the tree was built on the host."""
+
+    @property
+    def num_requests(self) -> int:
+        return self.cu_nodes.numel() - 1
+
+    @staticmethod
+    def roots(anchor_token_ids: torch.Tensor) -> TreeBatch:
+        """One-node trees: plain decoding."""
+        n = anchor_token_ids.numel()
+        zeros = torch.zeros(n, dtype=torch.int64, device=anchor_token_ids.device)
+        return TreeBatch(
+            token_ids=anchor_token_ids,
+            parents=zeros - 1,
+            depths=zeros,
+            scores=zeros.float(),
+            cu_nodes=torch.arange(n + 1, device=zeros.device),
+            ancestors=torch.ones(n, 1, dtype=torch.bool, device=zeros.device),
+        )

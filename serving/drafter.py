@@ -1,0 +1,98 @@
+"""The one drafter interface: every drafter is a block proposer (slots x candidates), re-entrant or not.
+
+Shape legend: B requests, R new rows, L longest context, S draft slots per block, K candidates per slot, F frontier
+leaves, m tapped layers, Dm target hidden size, Dd drafter hidden size.
+Source: the block-proposer abstraction covers SpecBlock (arXiv 2605.07243), JetSpec, DFlash and EAGLE-3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterCaps:
+    """What a drafter can do; fixed for its life."""
+
+    name: str
+    num_slots: int
+    """S; 0 means that it never proposes (plain decoding)."""
+    num_candidates: int
+    """K."""
+    max_depth: int
+    """Deepest draft token, over all blocks."""
+    is_reentrant: bool
+    """Whether `expand` may be called on leaves of the first block."""
+    needs_features: bool
+    """Whether the engine must hand over tapped target hidden states."""
+    is_product: bool = False
+    """True: slot s offers the same candidates below every parent (table drafters); False: alternatives branch off the
+    slot-0 chain only (BLOCK semantics)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DraftInputs:
+    """What changed since the drafter was last called, for the B requests of one round that use it.
+
+    Row r of a request pairs the target's feature at position r with the token at position r + 1 (aligned refresh):
+    after a round with `a` accepted tokens there are exactly a + 1 new rows. Rows are packed request after request.
+    """
+
+    request_ids: list[str]
+    context_lens: torch.Tensor  # (B,) int64, committed rows in the target KV; the anchor's position
+    anchor_token_ids: torch.Tensor  # (B,) int64, newest committed token, not yet in the target KV
+    temperatures: torch.Tensor  # (B,) float32, 0 = greedy
+    slot_table: torch.Tensor  # (B, L) int64, KV pool row of each position; entries >= context_len are undefined
+    cu_new: torch.Tensor  # (B + 1,) int64, offsets of each request's new rows
+    new_positions: torch.Tensor  # (R,) int64
+    new_token_ids: torch.Tensor  # (R,) int64, token at position + 1
+    new_features: torch.Tensor | None  # (R, m * Dm), None when caps.needs_features is False
+    new_slots: torch.Tensor  # (R,) int64, KV pool row of each new row
+    histories: list[list[int]]
+    """Committed token ids of each request including the anchor (prompt + output); owned by the engine, read only."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Proposal:
+    """Candidates for S slots below each of F nodes, calibrated, sorted by falling score within a slot."""
+
+    token_ids: torch.Tensor  # (F, S, K) int64, target vocabulary
+    logprobs: torch.Tensor  # (F, S, K) float32, <= 0, calibrated; -inf marks an absent candidate
+    widths: torch.Tensor | None  # (F, S) int64, candidates to keep per slot (rank head); None = K
+    hidden: torch.Tensor | None = None  # (F, S, Dd), for re-entry only
+
+
+@dataclass(kw_only=True, slots=True)
+class Frontier:
+    """Leaves of the first block at which a re-entrant drafter continues."""
+
+    request: torch.Tensor  # (F,) int64, index into the B requests of the inputs
+    slot: torch.Tensor  # (F,) int64, slot of the first block that the leaf sits in
+    token_ids: torch.Tensor  # (F,) int64, the leaf's token
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens; never sees the verifier's randomness.
+
+    Drafter KV lives at the same pool rows as the target's (same page table), so the engine's page allocator owns it.
+    """
+
+    caps: DrafterCaps
+
+    def alloc(self, num_pool_rows: int) -> None:
+        """Allocate drafter KV for pool rows 0..num_pool_rows-1. Called once before the first use."""
+
+    def ingest(self, inputs: DraftInputs) -> None:
+        """Write drafter KV for the new rows without proposing (prefill chunks). Anchor fields are not read."""
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        """Ingest the new rows and propose the first block at each anchor; F = B."""
+
+    def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
+        """Propose the next block at F leaves of `proposal`; only if caps.is_reentrant. Writes no KV."""
+
+    def release(self, request_id: str) -> None:
+        """Forget per-request state."""

@@ -1,0 +1,296 @@
+"""The round loop: how do requests come in, and what happens in one step?
+
+One thread calls `step`; every other thread talks to it through `submit`, `abort` and `call_between_rounds`, whose effect
+begins at the next round boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.clock import Clock, SystemClock
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError, EngineStoppedError, RequestError
+from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.engine_checks import check_balance
+from paceline.serving.engine_inbox import Call, EngineInbox
+from paceline.serving.engine_prefill import PrefillRunner
+from paceline.serving.engine_rounds import DecodeRunner
+from paceline.serving.kv_cache import PageAllocator
+from paceline.serving.request import GenerationRequest, RoundEvent
+from paceline.serving.round_output import RoundOutput
+from paceline.serving.running_request import RunningRequest
+from paceline.serving.sampling import TokenCounts, has_penalties
+from paceline.serving.scheduler import Scheduler
+from paceline.serving.sinks import FeedbackSink, TraceSink
+from paceline.serving.stop_check import StopStringChecker
+from paceline.serving.target import TargetBatch, TargetModel
+from paceline.serving.text_stream import TokenText
+from paceline.serving.tree_policy import TreePolicy
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Generates for many requests at once with one target and pinned drafters."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        slots: DrafterSlots,
+        config: EngineConfig,
+        *,
+        clock: Clock | None = None,
+        feedback: FeedbackSink | None = None,
+        traces: TraceSink | None = None,
+        trace_topk: int = 8,
+        policy: TreePolicy | None = None,
+        rng: np.random.Generator | None = None,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Allocate the KV pool from the byte budget and bind the drafters to it.
+
+        Args:
+            policy: tree policy; one for `config.tree` when None.
+            rng: source of the seeds of requests without one.
+            timer: monotonic seconds, for durations (`clock` is for time stamps).
+        Raises: ConfigError when the budget does not hold one page per running request.
+        """
+        self.target = target
+        self.slots = slots
+        self.config = config
+        self._clock = clock or SystemClock()
+        self._timer = timer
+        row_bytes = target.kv_row_bytes + slots.kv_row_bytes
+        num_scratch = config.max_running * (config.tree.max_draft_tokens + 1)
+        num_pages = config.kv_bytes // (config.page_tokens * row_bytes)
+        if num_pages < 2:
+            raise ConfigError(
+                f"engine.kv_bytes must hold at least 2 pages of {config.page_tokens * row_bytes} bytes, "
+                f"got {config.kv_bytes}"
+            )
+        limit = min(target.context_tokens, num_pages * config.page_tokens)
+        self.max_context_tokens = min(limit, config.max_context_tokens or limit)
+        """Prompt and output tokens that one request may have."""
+        self.allocator = PageAllocator(num_pages, config.page_tokens)
+        self.kv = target.new_kv_pool(num_pages, config.page_tokens, num_scratch)
+        slots.alloc(num_pages * config.page_tokens)
+        self.scheduler = Scheduler(
+            self.allocator,
+            page_tokens=config.page_tokens,
+            max_running=config.max_running,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            on_preempt=lambda r: self.output.forget_draft_state(r),
+        )
+        self._inbox = EngineInbox(
+            config.max_waiting,
+            lambda: len(self.scheduler.waiting),
+            rng if rng is not None else np.random.default_rng(),
+        )
+        self.output = RoundOutput(
+            self.scheduler,
+            slots,
+            clock=self._clock,
+            target_version=target.version,
+            feedback=feedback,
+            traces=traces,
+            trace_topk=trace_topk,
+            on_end=self._inbox.forget,
+        )
+        self.policy = policy or TreePolicy(config.tree, vocab_size=target.vocab_size)
+        self._prefill = PrefillRunner(target, self.kv, self.scheduler, self.output)
+        self._decode = DecodeRunner(
+            target, self.kv, self.scheduler, slots, self.policy, self.output,
+            chunk_rows=config.prefill_chunk_tokens, timer=timer,
+        )  # fmt: skip
+        self._token_text = TokenText(target.tokenizer)
+        self._known_versions = set(slots.versions().values())
+
+    # ---- any thread ---------------------------------------------------------------------------------------------
+    def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
+        """Queue a request; `on_event` is called from the engine thread once per round, last with a finish_reason.
+
+        Raises: RequestError (prompt empty, too long or with unknown ids; request id in use), CapacityError (queue full),
+            EngineStoppedError.
+        """
+        prompt, params = request.prompt_token_ids, request.params
+        if not prompt:
+            raise RequestError("prompt must have at least one token, got none")
+        if len(prompt) >= self.max_context_tokens:
+            raise RequestError(
+                f"prompt must be shorter than the context of {self.max_context_tokens} tokens, got {len(prompt)} tokens"
+            )
+        if min(prompt) < 0 or max(prompt) >= self.target.vocab_size:
+            raise RequestError(
+                f"prompt token ids must be in [0, {self.target.vocab_size}), got {min(prompt)}..{max(prompt)}"
+            )
+        stops = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= self.target.eos_token_ids
+        running = RunningRequest(
+            request=request,
+            on_event=on_event,
+            arrival=0,
+            seed=params.seed if params.seed is not None else 0,
+            token_limit=min(len(prompt) + params.max_tokens, self.max_context_tokens),
+            stop_token_ids=stops,
+            stop_checker=StopStringChecker(self._token_text, params.stop, prompt) if params.stop else None,
+            counts=TokenCounts(prompt, self.target.vocab_size, self.target.device) if has_penalties(params) else None,
+            submitted_s=self._clock.now(),
+        )
+        self._inbox.put(running)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next round boundary (finish reason 'abort'); unknown or finished ids are ignored."""
+        self._inbox.abort(request_id)
+
+    def call_between_rounds(self, fn: Callable[[], Any]) -> Future:
+        """Run `fn` in the engine thread at the next round boundary; the future gives its result or exception."""
+        return self._inbox.call(fn)
+
+    def wait_for_work(self, timeout_s: float) -> None:
+        """Block an idle engine's thread until something arrives, `wake` is called or the time is over."""
+        self._inbox.wait(timeout_s)
+
+    def wake(self) -> None:
+        """End a `wait_for_work`."""
+        self._inbox.wake()
+
+    def close_inbox(self, reason: str) -> None:
+        """Refuse new requests from now on; running ones continue."""
+        self._inbox.close(reason)
+
+    # ---- engine thread ------------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """One round: boundary work, admit, one prefill chunk, one decode round. False when there was nothing to do."""
+        self._boundary()
+        scheduler = self.scheduler
+        if not scheduler.active and not scheduler.waiting:
+            return False
+        for request in scheduler.admit():
+            self._pin(request)
+        chunks = scheduler.prefill_chunks()
+        if chunks:
+            self._prefill.run(chunks)
+        batch = scheduler.reserve(self.config.tree.max_draft_tokens)
+        if batch:
+            self._decode.run(batch)
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is queued, running or in the inbox."""
+        return self._inbox.num_unfinished == 0
+
+    def warm_up(self) -> None:
+        """Measure the verify cost by rows for the tree policy; before the first request, in the engine's thread."""
+        self.policy.calibrate(self._measure_verify, max_rows=min(65, self.kv.num_scratch_rows))
+
+    def fail_all(self, error: str) -> None:
+        """End every request with finish reason 'error' and refuse new ones; the engine cannot be used afterwards."""
+        self.close_inbox(error)
+        calls = self._take(*self._inbox.take())
+        for request in list(self.output.by_id.values()):
+            try:
+                self.output.end_early(request, "error", error)
+            except Exception:  # the failed round left the state inconsistent; the owner must still hear of it
+                logger.exception("request %s could not be ended cleanly", request.request_id)
+                request.on_event(request.event(self._clock.now(), finish_reason="error", error=error))
+        for _, future in calls:
+            future.set_exception(EngineStoppedError(error))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges; safe from any thread (values may be one round old)."""
+        return {
+            "num_running": len(self.scheduler.active),
+            "num_waiting": len(self.scheduler.waiting) + len(self._inbox),
+            "num_pages": self.allocator.num_pages,
+            "num_free_pages": self.allocator.num_free_pages,
+            "num_rounds": self._decode.num_rounds,
+            "num_prefill_rows": self._prefill.num_rows,
+            "num_tokens": self.output.num_tokens,
+            "num_finished": self.output.num_finished,
+            "num_aborted": self.output.num_aborted,
+            "num_preemptions": self.scheduler.num_preemptions,
+            "num_callback_errors": self.output.num_callback_errors,
+            "num_drafter_failures": self.slots.num_failures,
+            "drafter_failures": self.slots.failures(),
+            "slots": self.slots.versions(),
+            "live_version": self.slots.live_version,
+            "num_swaps": self.slots.num_swaps,
+        }
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when pages, pins or request states do not balance. Engine thread, between rounds."""
+        check_balance(self.allocator, self.scheduler, self.slots, self.output)
+        assert self._inbox.num_unfinished == len(self.output.by_id) + len(self._inbox), "request ids leak"
+
+    # ---- private ------------------------------------------------------------------------------------------------
+    def _boundary(self) -> None:
+        if self._inbox.is_empty:  # the hot path takes no lock
+            return
+        calls = self._take(*self._inbox.take())
+        for fn, future in calls:
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(fn())
+            except Exception as e:  # belongs to the caller, who reads the future
+                future.set_exception(e)
+        if calls:
+            self._forget_versions()
+
+    def _take(self, arrived: list[RunningRequest], aborts: set[str], calls: list[Call]) -> list[Call]:
+        for request in arrived:
+            self.output.by_id[request.request_id] = request
+            self.scheduler.add(request)
+        for request_id in aborts:
+            running = self.output.by_id.get(request_id)
+            if running is not None:
+                self.output.end_early(running, "abort")
+        return calls
+
+    def _forget_versions(self) -> None:
+        """Drop what the policy learnt about drafter versions that are no longer resident."""
+        held = set(self.slots.versions().values())
+        for version in self._known_versions - held:
+            self.policy.forget(version)
+        self._known_versions = held
+
+    def _pin(self, request: RunningRequest) -> None:
+        """Choose the drafter version once; a preempted request keeps its own."""
+        has_features = bool(self.target.tap_layers)
+        if not request.is_pinned:
+            request.slot, request.version = self.slots.pin(request.request.group)
+            request.is_pinned = True
+            self.output.start_trace(request, has_features)
+        drafter = self.slots.drafter(request.slot)
+        request.needs_features = drafter is not None and drafter.caps.needs_features and has_features
+
+    def _measure_verify(self, num_rows: int) -> float:
+        """Seconds of one forward over num_rows scratch rows without context."""
+        device = self.target.device
+        rows = torch.arange(num_rows, device=device)
+        batch = TargetBatch(
+            token_ids=torch.zeros_like(rows),
+            positions=rows,
+            cu_rows=torch.tensor([0, num_rows], device=device),
+            context_lens=torch.zeros(1, dtype=torch.int64, device=device),
+            slot_table=torch.zeros(1, 0, dtype=torch.int64, device=device),
+            out_rows=self.kv.scratch_rows(num_rows),
+            ancestors=torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril_(),
+            logit_rows=None,
+        )
+        start = self._timer()
+        self.target.forward(batch, self.kv)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return self._timer() - start

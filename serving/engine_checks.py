@@ -1,0 +1,34 @@
+"""Do pages, drafter pins and request states of an engine balance?"""
+
+from __future__ import annotations
+
+from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.kv_cache import PageAllocator
+from paceline.serving.request import RequestStatus
+from paceline.serving.round_output import RoundOutput
+from paceline.serving.scheduler import Scheduler
+
+
+def check_balance(allocator: PageAllocator, scheduler: Scheduler, slots: DrafterSlots, output: RoundOutput) -> None:
+    """Raise AssertionError naming what does not balance; for tests and idle engines, between rounds."""
+    allocator.check_integrity()
+    pins = dict.fromkeys(slots.num_pins(), 0)
+    num_held = 0
+    for r in output.by_id.values():
+        if r.is_pinned and r.slot is not None:
+            pins[r.slot] += 1
+        num_pages = len(allocator.pages(r.request_id))
+        num_held += num_pages
+        is_active = r in scheduler.active
+        assert is_active != (r in scheduler.waiting), f"{r.request_id} is in both lists or in none"
+        assert r.row_capacity == num_pages * allocator.page_tokens, f"{r.request_id}: stale row table"
+        assert is_active or num_pages == 0, f"{r.request_id} waits but holds pages"
+        if r.status is RequestStatus.RUNNING:
+            assert r.context_len == len(r.tokens) - 1, f"{r.request_id}: KV length is not committed - 1"
+        assert r.drafted_len <= r.context_len <= r.row_capacity, f"{r.request_id}: row counts are inconsistent"
+        if r.needs_features:
+            num_pending = sum(p.shape[0] for p in r.pending)
+            assert num_pending == r.context_len - r.drafted_len, f"{r.request_id}: feature rows are missing"
+    assert pins == slots.num_pins(), f"drafter pins do not balance: {pins} != {slots.num_pins()}"
+    assert num_held + allocator.num_free_pages == allocator.num_pages, "pages of ended requests are held"
+    assert len(scheduler.active) + len(scheduler.waiting) == len(output.by_id), "a request is lost"

@@ -1,0 +1,122 @@
+"""How does a drafter get the rows that it has not seen yet?
+
+Shape legend: B requests, R new rows, L longest context.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.serving.drafter import Drafter, DraftInputs
+from paceline.serving.running_request import RunningRequest
+
+MAX_BACKLOG_ROWS = 32
+"""More new rows than this in one request are ingested before the drafting pass."""
+
+
+def draft_inputs(
+    requests: list[RunningRequest],
+    slot_table: torch.Tensor,
+    temperatures: torch.Tensor,
+    *,
+    needs_features: bool,
+    stops: list[int] | None = None,
+) -> DraftInputs:
+    """Collect what the drafter has not seen: rows drafted_len..context_len-1 of each request, each with the next token.
+
+    Args:
+        slot_table: (B, L) int64, rows of these requests.
+        temperatures: (B,) float32.
+        needs_features: hand over the pending feature rows.
+        stops: end of the new rows per request, for ingesting only a part; context_len when None.
+    Mutates: nothing; call `mark_ingested` when the drafter took the rows.
+    """
+    device = slot_table.device
+    offsets = [0]
+    positions: list[int] = []
+    token_ids: list[int] = []
+    slots, features = [], []
+    for i, r in enumerate(requests):
+        stop = r.context_len if stops is None else stops[i]
+        positions += range(r.drafted_len, stop)
+        token_ids += r.tokens[r.drafted_len + 1 : stop + 1]
+        slots.append(slot_table[i, r.drafted_len : stop])
+        if needs_features:
+            features += _first_rows(r.pending, stop - r.drafted_len)
+        offsets.append(len(positions))
+    return DraftInputs(
+        request_ids=[r.request_id for r in requests],
+        context_lens=torch.tensor([r.context_len for r in requests], device=device),
+        anchor_token_ids=torch.tensor([r.tokens[r.context_len] for r in requests], device=device),
+        temperatures=temperatures,
+        slot_table=slot_table,
+        cu_new=torch.tensor(offsets, device=device),
+        new_positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        new_token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        new_features=_cat(features) if features else None,
+        new_slots=_cat(slots),
+        histories=[r.tokens for r in requests],
+    )
+
+
+def mark_ingested(requests: list[RunningRequest], stops: list[int] | None = None) -> None:
+    """The drafter has taken the rows that `draft_inputs` handed over."""
+    for i, r in enumerate(requests):
+        stop = r.context_len if stops is None else stops[i]
+        if stop == r.context_len:
+            r.pending.clear()
+        elif r.pending:
+            r.pending = _skip_rows(r.pending, stop - r.drafted_len)
+        r.drafted_len = stop
+
+
+def catch_up(
+    drafter: Drafter,
+    requests: list[RunningRequest],
+    slot_table: torch.Tensor,
+    temperatures: torch.Tensor,
+    chunk_rows: int,
+) -> bool:
+    """Ingest long backlogs (prompts, rounds without drafting) in chunks; one row per request stays for `propose`.
+
+    Without it a proposal's time would not be that of a typical round, and the rows of one drafter call would be
+    unbounded. Returns whether there was a backlog.
+    """
+    if max(r.context_len - r.drafted_len for r in requests) <= MAX_BACKLOG_ROWS:
+        return False
+    while True:
+        budget, stops = chunk_rows, []
+        for r in requests:
+            num_rows = max(0, min(budget, r.context_len - 1 - r.drafted_len))
+            budget -= num_rows
+            stops.append(r.drafted_len + num_rows)
+        if budget == chunk_rows:
+            return True
+        needs_features = drafter.caps.needs_features
+        drafter.ingest(draft_inputs(requests, slot_table, temperatures, needs_features=needs_features, stops=stops))
+        mark_ingested(requests, stops)
+
+
+def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _first_rows(parts: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
+    """The first num_rows rows of a list of row blocks."""
+    out = []
+    for part in parts:
+        if num_rows <= 0:
+            break
+        out.append(part if part.shape[0] <= num_rows else part[:num_rows])
+        num_rows -= part.shape[0]
+    assert num_rows <= 0, "feature rows are missing"
+    return out
+
+
+def _skip_rows(parts: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
+    out = []
+    for part in parts:
+        if num_rows < part.shape[0]:
+            out.append(part[num_rows:] if num_rows > 0 else part)
+        num_rows -= part.shape[0]
+    return out

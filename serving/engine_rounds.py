@@ -1,0 +1,297 @@
+"""How does one decode round run: draft, verify, accept, commit, emit?
+
+Shape legend: B requests of the round, N packed tree rows (roots included), L longest context, D deepest accepted path,
+V vocab, m tapped layers, Dm hidden size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.engine_drafting import catch_up, draft_inputs, mark_ingested
+from paceline.serving.kv_cache import KVPool
+from paceline.serving.round_output import RoundOutput, round_logprobs
+from paceline.serving.running_request import RunningRequest
+from paceline.serving.sampling import SamplingBatch
+from paceline.serving.scheduler import Scheduler
+from paceline.serving.stop_check import cut_tokens
+from paceline.serving.target import TargetBatch, TargetModel, TargetOutput
+from paceline.serving.tree_policy import DraftGroup, DraftKey, RoundDraft, TreePolicy
+from paceline.serving.verify import AcceptPlan, verify
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What stays the same while the same requests run: tensors and groups are built once."""
+
+    requests: list[RunningRequest]
+    ids: list[str]
+    sampling: SamplingBatch
+    temperatures: torch.Tensor  # (B,) float32
+    keys: list[DraftKey | None]
+    slots: list[str | None]
+    num_failures: int
+    table: torch.Tensor | None = None  # (B, widest row capacity) int64
+    generation: int = -1  # of the scheduler when `table` was built
+
+
+class DecodeRunner:
+    """Runs decode rounds over one packed batch. Engine thread only."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        kv: KVPool,
+        scheduler: Scheduler,
+        slots: DrafterSlots,
+        policy: TreePolicy,
+        output: RoundOutput,
+        *,
+        chunk_rows: int,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._target = target
+        self._kv = kv
+        self._scheduler = scheduler
+        self._slots = slots
+        self._policy = policy
+        self._output = output
+        self._chunk_rows = chunk_rows
+        self._timer = timer
+        self._scratch = kv.scratch_rows(kv.num_scratch_rows)  # (max rows of a round,) int64
+        self._batch: _Batch | None = None
+        self._catch_up_s = 0.0
+        self.num_rounds = 0
+
+    def run(self, requests: list[RunningRequest]) -> None:
+        """One round for all running requests; every one of them emits at least one token.
+
+        Syncs: one host read of the accepted paths (and what drafters and policy read).
+        """
+        start = self._timer()
+        batch = self._prepare(requests)
+        table = batch.table
+        assert table is not None
+        context_lens = torch.tensor([r.context_len for r in requests], device=self._target.device)
+        table = table[:, : max(r.context_len for r in requests)]
+        draft, model_s, catch_up_s = self._draft(batch, table)
+        tree = draft.tree
+
+        verify_start = self._timer()
+        if len(requests) == 1:
+            positions = tree.depths + context_lens
+        else:
+            counts = tree.cu_nodes[1:] - tree.cu_nodes[:-1]
+            positions = tree.depths + context_lens.repeat_interleave(counts)
+        out = self._target.forward(
+            TargetBatch(
+                token_ids=tree.token_ids,
+                positions=positions,
+                cu_rows=tree.cu_nodes,
+                context_lens=context_lens,
+                slot_table=table,
+                out_rows=self._scratch[: tree.token_ids.numel()],
+                ancestors=tree.ancestors,
+                logit_rows=None,
+            ),
+            self._kv,
+        )
+        verify_s = self._timer() - verify_start
+        plan = verify(tree, out.logits, batch.sampling, context_lens)
+        self._finish_round(batch, draft, plan, out, start, model_s, catch_up_s, verify_s)
+
+    # ---- draft --------------------------------------------------------------------------------------------------
+    def _prepare(self, requests: list[RunningRequest]) -> _Batch:
+        batch, device = self._batch, self._target.device
+        if batch is None or batch.requests != requests or batch.num_failures != self._slots.num_failures:
+            params = [r.request.params for r in requests]
+            slots = [r.slot if self._can_draft(r.slot) else None for r in requests]
+            batch = self._batch = _Batch(
+                requests=list(requests),
+                ids=[r.request_id for r in requests],
+                sampling=SamplingBatch.from_params(
+                    params, [r.seed for r in requests], [r.counts for r in requests], device
+                ),
+                temperatures=torch.tensor([p.temperature for p in params], device=device),
+                keys=[
+                    (r.version, r.request.bucket, r.is_greedy) if slot is not None else None
+                    for r, slot in zip(requests, slots, strict=True)
+                ],
+                slots=slots,
+                num_failures=self._slots.num_failures,
+            )
+            for r, slot in zip(requests, slots, strict=True):
+                if slot is None and r.pending:  # its drafter failed: nobody will read the rows
+                    r.needs_features = False
+                    r.pending.clear()
+        if batch.table is None or batch.generation != self._scheduler.generation:
+            batch.generation = self._scheduler.generation
+            if len(requests) == 1:
+                table = requests[0].rows[None]  # type: ignore[index]
+            else:
+                table = torch.zeros(len(requests), max(r.row_capacity for r in requests), dtype=torch.int64)
+                for i, r in enumerate(requests):
+                    table[i, : r.row_capacity] = r.rows  # type: ignore[assignment]
+            batch.table = table.to(device)
+        return batch
+
+    def _can_draft(self, slot: str | None) -> bool:
+        drafter = self._slots.drafter(slot)
+        return drafter is not None and drafter.caps.num_slots > 0
+
+    def _draft(self, batch: _Batch, table: torch.Tensor) -> tuple[RoundDraft, float, float]:
+        """Draft for the requests that the policy wants drafted.
+
+        Returns: trees, seconds inside drafters, and how many of them went into backlogs that no typical round has.
+        """
+        requests = batch.requests
+        context_rows = sum(r.context_len for r in requests)
+        # With one token left there is nothing to gain from a draft.
+        keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
+        wants = self._policy.wants_draft(keys, context_rows)
+        by_slot: dict[str, list[int]] = {}
+        for i, is_wanted in enumerate(wants):
+            if is_wanted:
+                by_slot.setdefault(batch.slots[i], []).append(i)  # type: ignore[arg-type]
+        groups, group_slots = [], []
+        self._catch_up_s = 0.0
+        for slot, rows in by_slot.items():
+            group = self._group(batch, slot, rows, table)
+            if group is not None:
+                groups.append(group)
+                group_slots.append(slot)
+        anchors = torch.tensor([r.tokens[r.context_len] for r in requests], device=table.device)
+        draft = self._policy.draft(groups, keys, anchors, context_rows)
+        for i, (slot, group) in enumerate(zip(group_slots, groups, strict=True)):
+            reason = draft.failures.get(i)
+            if reason is not None:
+                self._slots.mark_failed(slot, reason)
+            elif draft.is_drafted[group.rows[0]]:
+                mark_ingested([requests[row] for row in group.rows])
+        return draft, draft.model_s + self._catch_up_s, self._catch_up_s
+
+    def _group(self, batch: _Batch, slot: str, rows: list[int], table: torch.Tensor) -> DraftGroup | None:
+        """Inputs of one drafting pass; None when the drafter fails while it catches up."""
+        drafter = self._slots.drafter(slot)
+        assert drafter is not None
+        requests = [batch.requests[i] for i in rows]
+        temperatures = batch.temperatures
+        if len(rows) < len(batch.requests):
+            table, temperatures = table[rows], temperatures[rows]
+        start = self._timer()
+        try:
+            if catch_up(drafter, requests, table, temperatures, self._chunk_rows):
+                self._catch_up_s += self._timer() - start
+        except Exception as e:  # a broken drafter costs speed, never a request
+            self._slots.mark_failed(slot, f"ingest raised {type(e).__name__}: {e}")
+            return None
+        needs_features = drafter.caps.needs_features
+        inputs = draft_inputs(requests, table, temperatures, needs_features=needs_features)
+        return DraftGroup(drafter=drafter, inputs=inputs, rows=rows)
+
+    # ---- after the verify forward -------------------------------------------------------------------------------
+    def _finish_round(
+        self,
+        batch: _Batch,
+        draft: RoundDraft,
+        plan: AcceptPlan,
+        out: TargetOutput,
+        start: float,
+        model_s: float,
+        catch_up_s: float,
+        verify_s: float,
+    ) -> None:
+        requests, tree = batch.requests, draft.tree
+        paths = plan.on_host()
+        tree_tokens = tree.token_ids.tolist() if tree.host is None else tree.host.token_ids
+        rows: list[list[int]] = []
+        tokens: list[list[int]] = []
+        ends: list[tuple[str | None, str | None]] = []
+        accepted: list[int] = []
+        for r, (path, bonus) in zip(requests, paths, strict=True):
+            new = [tree_tokens[row] for row in path[1:]]
+            new.append(bonus)
+            # The path may be cut anywhere: an accepted node's token is what the target would have drawn there.
+            new, reason, match = cut_tokens(r, new[: r.row_capacity - r.context_len])
+            accepted.append(len(path) - 1)
+            tokens.append(new)
+            rows.append(path[: len(new)])
+            ends.append((reason, match))
+        self._commit(requests, rows, ends, out.features)
+        logprobs = round_logprobs(requests, out.logits, rows, tokens)
+        self._trace_logits(requests, rows, out.logits)
+
+        num_drafted = sum(draft.is_drafted)
+        draft_ms = model_s * 1e3 / num_drafted if num_drafted else 0.0
+        verify_ms = verify_s * 1e3 / len(requests)
+        stat_rows = []
+        share = 1e3 / len(requests)
+        emit_start = self._timer()
+        for i, r in enumerate(requests):
+            new, num_accepted = tokens[i], accepted[i]
+            r.append_output(new)
+            r.context_len += len(new)
+            r.num_rounds += 1
+            r.num_draft_tokens += draft.num_draft_tokens[i]
+            r.num_accepted_tokens += num_accepted
+            own_draft_ms = draft_ms if draft.is_drafted[i] else 0.0
+            r.draft_ms += own_draft_ms
+            r.verify_ms += verify_ms
+            r.round_ms += (emit_start - start) * share
+            version = r.version if batch.slots[i] is not None else ""
+            stat_rows.append((r, version, draft.num_draft_tokens[i], num_accepted, len(new), own_draft_ms))
+        for i, r in enumerate(requests):
+            reason, match = ends[i]
+            num_kept = min(accepted[i], len(tokens[i]))
+            self._output.emit(r, tokens[i], num_kept, logprobs[i] if logprobs else None, reason, match)
+        self.num_rounds += 1
+        round_s = self._timer() - start
+        self._policy.observe(draft, plan, verify_s=verify_s, round_s=round_s - catch_up_s)
+        self._output.record_rounds(stat_rows, verify_ms, round_s * share)
+        end_ms = (self._timer() - emit_start) * share
+        for r in requests:
+            r.round_ms += end_ms  # reported with the next round
+
+    def _commit(
+        self,
+        requests: list[RunningRequest],
+        rows: list[list[int]],
+        ends: list[tuple[str | None, str | None]],
+        features: torch.Tensor | None,
+    ) -> None:
+        """Copy accepted KV rows to their pages and keep the feature rows that drafters and traces will want."""
+        src: list[int] = []
+        dst: list[torch.Tensor] = []
+        wanted: list[int] = []
+        takers: list[tuple[RunningRequest, int, bool]] = []
+        for r, own, (reason, _) in zip(requests, rows, ends, strict=True):
+            is_running = reason is None
+            if is_running:
+                src += own
+                dst.append(r.rows[r.context_len : r.context_len + len(own)])  # type: ignore[index]
+            if features is not None and ((is_running and r.needs_features) or r.trace is not None):
+                wanted += own
+                takers.append((r, len(own), is_running))
+        if src:
+            device = self._scratch.device
+            target_rows = dst[0] if len(dst) == 1 else torch.cat(dst)
+            self._kv.commit(torch.tensor(src, device=device) + self._kv.scratch_start, target_rows.to(device))
+        if takers:
+            assert features is not None
+            taken = features[torch.tensor(wanted, device=features.device)]
+            for (r, _, is_running), part in zip(takers, taken.split([n for _, n, _ in takers]), strict=True):
+                if is_running and r.needs_features:
+                    r.pending.append(part)
+                if r.trace is not None:
+                    self._output.trace_features(r, r.context_len, part)
+
+    def _trace_logits(self, requests: list[RunningRequest], rows: list[list[int]], logits: torch.Tensor) -> None:
+        for r, own in zip(requests, rows, strict=True):
+            if r.trace is not None:
+                # A copy: a view would keep the logits of the whole round alive.
+                self._output.trace_logits(r, logits[torch.tensor(own, device=logits.device)])

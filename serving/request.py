@@ -1,0 +1,155 @@
+"""What a request asks for, what a round gives back, and the states in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from paceline.contracts import Group
+from paceline.errors import IllegalTransitionError, RequestError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn from the target's distribution; greedy when temperature is 0."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 = all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the most likely one."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    """None draws a random seed at admission. A token's draw depends on (seed, position) only."""
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Top log-probabilities per emitted token; None = off, 0 = only the emitted token's own."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            (0.0 <= self.temperature <= 100.0, "temperature must be in [0, 100]", self.temperature),
+            (self.top_k >= 0, "top_k must be >= 0 (0 = all)", self.top_k),
+            (0.0 < self.top_p <= 1.0, "top_p must be in (0, 1]", self.top_p),
+            (0.0 <= self.min_p <= 1.0, "min_p must be in [0, 1]", self.min_p),
+            (0.0 < self.repetition_penalty <= 10.0, "repetition_penalty must be in (0, 10]", self.repetition_penalty),
+            (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty must be in [-2, 2]", self.presence_penalty),
+            (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty must be in [-2, 2]", self.frequency_penalty),
+            (self.max_tokens >= 1, "max_tokens must be >= 1", self.max_tokens),
+            (len(self.stop) <= 16 and all(self.stop), "stop must be at most 16 non-empty strings", self.stop),
+            (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs must be in [0, 20]", self.logprobs),
+        )
+        for ok, rule, value in checks:
+            if not ok:
+                raise RequestError(f"{rule}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """One request as the engine takes it."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    bucket: str = "default"
+    group: Group = Group.ADAPTIVE
+    is_traced: bool = True
+    """False: no feature trace is ever written for this request (opt-out)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    """Log-probability under the target's unprocessed distribution."""
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestStats:
+    """Totals of a request so far."""
+
+    drafter_version: str
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_emitted_tokens: int
+    draft_ms: float
+    """The request's share of the time inside drafters."""
+    verify_ms: float
+    """Its share of the verify forwards."""
+    total_ms: float
+    """From submission until now."""
+    round_ms: float = 0.0
+    """Its share of its decode rounds: drafting, verify and everything around them; no prefill, no queue."""
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.num_accepted_tokens / self.num_rounds + 1 if self.num_rounds else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundEvent:
+    """What one round emitted for one request; the last event has a finish_reason."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_accepted_tokens: int
+    """How many of this round's tokens were draft tokens (0 for prefill's first token)."""
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: str | None
+    """None | 'stop' | 'length' | 'abort' | 'error'."""
+    stop_match: str | None
+    """The stop string that ended the request: the text before it is the answer."""
+    stats: RequestStats
+    error: str | None = None
+
+
+class RequestStatus(StrEnum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+_S = RequestStatus
+NEXT_STATUS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    _S.WAITING: frozenset({_S.PREFILL, _S.ABORTED}),
+    _S.PREFILL: frozenset({_S.RUNNING, _S.PREEMPTED, _S.FINISHED, _S.ABORTED}),
+    _S.RUNNING: frozenset({_S.PREEMPTED, _S.FINISHED, _S.ABORTED}),
+    _S.PREEMPTED: frozenset({_S.PREFILL, _S.ABORTED}),
+    _S.FINISHED: frozenset(),
+    _S.ABORTED: frozenset(),
+}
+
+
+def advance_status(status: RequestStatus, to: RequestStatus) -> RequestStatus:
+    """Return `to` if the table allows it; raises IllegalTransitionError otherwise."""
+    if to not in NEXT_STATUS[status]:
+        raise IllegalTransitionError(f"request {status.value} -> {to.value} is not allowed")
+    return to
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """Everything a trace needs from one finished request; tensors are on the CPU."""
+
+    request_id: str
+    bucket: str
+    temperature: float
+    prompt_len: int
+    token_ids: list[int]
+    """Prompt and output, T tokens."""
+    features: object  # torch.Tensor (T - 1, m * Dm): rows 0..T-2, in the target's dtype
+    topk_ids: object  # torch.Tensor (T - prompt_len, k) int32: the target's top-k for each output token
+    topk_logprobs: object  # torch.Tensor (T - prompt_len, k) float32, at temperature 1, unprocessed
+    target_version: str
+    finish_reason: str = ""
+    extra: dict = field(default_factory=dict)

@@ -1,0 +1,135 @@
+"""What does the engine remember of one request between rounds?
+
+With n = context_len: tokens x_0..x_n are committed (prompt + output), rows 0..n-1 are in the target KV and x_n, the
+anchor, is not. The drafter has seen rows 0..drafted_len-1; the feature rows between drafted_len and n wait in `pending`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.serving.request import GenerationRequest, RequestStats, RequestStatus, RoundEvent, advance_status
+
+if TYPE_CHECKING:
+    from paceline.serving.sampling import TokenCounts
+    from paceline.serving.stop_check import StopStringChecker
+
+
+@dataclass(slots=True)
+class TraceRows:
+    """The growing trace of one request: parts in row order, concatenated when the request finishes."""
+
+    features: list[torch.Tensor] = field(default_factory=list)  # (r, m * Dm) each
+    num_rows: int = 0
+    logits: list[torch.Tensor] = field(default_factory=list)  # (r, V) float32 each, not yet reduced to the top k
+    num_logits: int = 0
+    topk_ids: list[torch.Tensor] = field(default_factory=list)  # (r, k) int32 each
+    topk_logprobs: list[torch.Tensor] = field(default_factory=list)  # (r, k) float32 each
+
+
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """Mutable state of one request; touched by the engine thread only after submission."""
+
+    request: GenerationRequest
+    on_event: Callable[[RoundEvent], None]
+    arrival: int
+    seed: int
+    token_limit: int
+    """Prompt and output tokens at which the request ends with 'length'."""
+    stop_token_ids: frozenset[int]
+    stop_checker: StopStringChecker | None
+    counts: TokenCounts | None
+    """Tokens seen, for penalties; None without penalties."""
+    submitted_s: float
+
+    status: RequestStatus = RequestStatus.WAITING
+    is_pinned: bool = False
+    slot: str | None = None
+    version: str = ""
+    tokens: list[int] = field(default_factory=list)
+    context_len: int = 0
+    drafted_len: int = 0
+    pending: list[torch.Tensor] = field(default_factory=list)  # feature rows drafted_len..context_len-1
+    rows: torch.Tensor | None = None  # (row_capacity,) int64, pool row of each position
+    trace: TraceRows | None = None
+    needs_features: bool = False
+    """Whether the pinned drafter wants tapped hidden states."""
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    round_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_token_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def prefill_len(self) -> int:
+        """Rows to compute before the request can decode: the prompt, or everything but the anchor after preemption."""
+        return max(self.prompt_len, len(self.tokens) - 1)
+
+    @property
+    def row_capacity(self) -> int:
+        return 0 if self.rows is None else self.rows.numel()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.request.params.temperature == 0.0
+
+    def advance(self, to: RequestStatus) -> None:
+        self.status = advance_status(self.status, to)
+
+    def append_output(self, token_ids: list[int]) -> None:
+        """Commit emitted tokens."""
+        self.tokens += token_ids
+        if self.counts is not None:
+            self.counts.add(token_ids)
+
+    def forget_rows(self) -> None:
+        """Drop everything that preemption loses; tokens, seed, pin, counters and trace stay."""
+        self.context_len = self.drafted_len = 0
+        self.pending.clear()
+        self.rows = None
+
+    def stats(self, now_s: float) -> RequestStats:
+        return RequestStats(
+            drafter_version=self.version,
+            num_rounds=self.num_rounds,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+            num_emitted_tokens=self.num_output,
+            draft_ms=self.draft_ms,
+            verify_ms=self.verify_ms,
+            round_ms=self.round_ms,
+            total_ms=(now_s - self.submitted_s) * 1e3,
+        )
+
+    def event(self, now_s: float, token_ids: tuple[int, ...] = (), **fields: Any) -> RoundEvent:
+        """A RoundEvent of this request; everything not named is empty."""
+        values: dict[str, Any] = {
+            "num_accepted_tokens": 0,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_match": None,
+            **fields,
+        }
+        return RoundEvent(request_id=self.request_id, token_ids=token_ids, stats=self.stats(now_s), **values)

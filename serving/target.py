@@ -1,0 +1,355 @@
+"""How does one packed ragged forward of the target run: transformers model, paged KV, tree mask, feature taps?
+
+Shape legend: B requests, N packed rows (all requests), W widest tree, L longest context, M rows whose logits are
+wanted, V vocab, m tapped layers, Dm hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.utils import logging as transformers_logging
+
+from paceline.errors import ConfigError
+from paceline.kernels.dispatch import Kernels, select_kernels
+from paceline.kernels.tree_attention_ref import AttentionPlan
+from paceline.serving.fused_forward import KV_DTYPE, FusedForward, supports_fused
+from paceline.serving.kv_cache import KVPool
+
+log = logging.getLogger(__name__)
+
+ATTENTION = "paceline_paged"
+_MAX_FUSED_ERROR_FP32 = 1e-4
+_MAX_FUSED_ERROR_BF16 = 5e-2
+"""Two correct bfloat16 forwards differ by their rounding, about 1e-2 after 32 layers."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TargetBatch:
+    """Packed rows of one forward, request after request."""
+
+    token_ids: torch.Tensor  # (N,) int64
+    positions: torch.Tensor  # (N,) int64, RoPE positions (context length + depth for tree rows)
+    cu_rows: torch.Tensor  # (B + 1,) int64
+    context_lens: torch.Tensor  # (B,) int64, committed rows visible to every row of the request
+    slot_table: torch.Tensor  # (B, L) int64, pool row of each position; entries >= context_len are not read
+    out_rows: torch.Tensor  # (N,) int64, pool row that takes each packed row's K/V
+    ancestors: torch.Tensor | None = None  # (N, W) bool; None = causal inside the request (prefill)
+    logit_rows: torch.Tensor | None = None  # (M,) int64 packed rows; None = all N
+
+
+@dataclass(kw_only=True, slots=True)
+class TargetOutput:
+    """What a forward yields."""
+
+    logits: torch.Tensor  # (M, V) float32
+    features: torch.Tensor | None  # (N, m * Dm) in the model's dtype; None when the target has no taps
+
+
+@dataclass(slots=True)
+class _Pass:
+    """State of one forward, handed to the attention function through the model's keyword arguments."""
+
+    kv: KVPool
+    plan: AttentionPlan
+    out_rows: torch.Tensor
+    kernels: Kernels
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # (1, H, N, Dh)
+    key: torch.Tensor,  # (1, Hkv, N, Dh)
+    value: torch.Tensor,  # (1, Hkv, N, Dh)
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    paceline_pass: _Pass | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function registered with transformers; without a pass it is plain SDPA (generate() keeps working)."""
+    if paceline_pass is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ConfigError("the target must use plain softmax attention, got logit soft-capping or attention sinks")
+    state = paceline_pass
+    pool = state.kv.layers[module.layer_idx]  # type: ignore[index]
+    state.kernels.scatter_rows(pool, state.out_rows, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = state.kernels.tree_attention(query[0].transpose(0, 1), pool, state.plan, scale)
+    return out[None], None
+
+
+def _register_attention() -> None:
+    AttentionInterface.register(ATTENTION, _paged_attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def default_tap_layers(num_layers: int) -> tuple[int, ...]:
+    """SpecBlock's three taps 1, L/2 - 1, L - 4 (outputs of those layers); they may coincide in shallow targets."""
+    return tuple(min(max(i, 0), num_layers - 1) for i in (1, num_layers // 2 - 1, num_layers - 4))
+
+
+class TargetModel:
+    """A transformers causal LM, unmodified, with paged KV and feature taps; not thread-safe."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        tap_layers: tuple[int, ...] | None,
+        version: str,
+        fast_path: bool | None = None,
+    ) -> None:
+        _register_attention()
+        model.set_attn_implementation(ATTENTION)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.version = version
+        config = model.config.get_text_config()
+        self.config = config
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // self.num_heads
+        self.context_tokens = _context_tokens(config)
+        self.embed_weight: torch.Tensor = model.get_input_embeddings().weight  # (V, Dm)
+        self.lm_head: torch.nn.Module = model.get_output_embeddings()
+        self.device: torch.device = self.embed_weight.device
+        self.dtype: torch.dtype = self.embed_weight.dtype
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.kernels = select_kernels(self.device)
+        decoder = model.get_decoder()
+        self.norm: torch.nn.Module = decoder.norm
+        taps = default_tap_layers(self.num_layers) if tap_layers is None else tuple(tap_layers)
+        if any(not 0 <= t < self.num_layers for t in taps):
+            raise ConfigError(f"tap_layers must lie in [0, {self.num_layers}), got {taps}")
+        self.tap_layers = taps
+        self.feature_size = len(taps) * self.hidden_size
+        self._tapped: dict[int, torch.Tensor] = {}
+        for tap in set(taps):
+            decoder.layers[tap].register_forward_hook(self._make_hook(tap), with_kwargs=True)
+        self.kv_dtype = self.dtype
+        self._fused: FusedForward | None = None
+        if fast_path is not False:
+            self._choose_fast_path(is_required=fast_path is True)
+
+    @property
+    def is_fast_path(self) -> bool:
+        """Whether forwards run fused (fused_forward.py) instead of through the transformers modules."""
+        return self._fused is not None
+
+    @torch.inference_mode()
+    def _choose_fast_path(self, *, is_required: bool) -> None:
+        """Use the fused forward if the family is supported and it reproduces the transformers forward."""
+        error = None
+        if supports_fused(self.model):
+            self._fused = FusedForward(self.model, self.tap_layers, self.kernels)
+            self.kv_dtype = KV_DTYPE
+            error = self._fused_error()
+            if error > (_MAX_FUSED_ERROR_FP32 if self.dtype == torch.float32 else _MAX_FUSED_ERROR_BF16):
+                self._fused, self.kv_dtype = None, self.dtype
+        if is_required and self._fused is None:
+            raise ConfigError(f"fast_path must be None or False for this target, got True (relative error {error})")
+        log.info("target forward chosen fused=%s relative_error=%s", self.is_fast_path, error)
+
+    def _fused_error(self) -> float:
+        """Root-mean-square difference of fused and transformers logits over the logits' own, on fixed tokens."""
+        count = min(32, self.context_tokens)
+        ids = (torch.arange(count) * 7919 + 13) % self.vocab_size
+        expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+        rows = torch.arange(count)
+        batch = TargetBatch(
+            token_ids=ids,
+            positions=rows,
+            cu_rows=torch.tensor([0, count]),
+            context_lens=torch.tensor([0]),
+            slot_table=rows[None],
+            out_rows=rows,
+        )
+        got = self.forward(batch, self.new_kv_pool(1, count, 0)).logits
+        error = float((got - expected).norm() / expected.norm().clamp_min(1e-12))
+        return error if math.isfinite(error) else math.inf
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        tap_layers: tuple[int, ...] | None = None,
+        fast_path: bool | None = None,
+    ) -> TargetModel:
+        """Load a local transformers checkpoint (safetensors only).
+
+        Args:
+            path: folder with config.json, *.safetensors and tokenizer.json.
+            device: cpu | cuda | auto.
+            dtype: auto (the checkpoint's) | float32 | bfloat16 | float16.
+            tap_layers: None = SpecBlock's three; () = no taps.
+            fast_path: None = fused forward when supported and checked equal; False = never; True = required.
+        Raises: ConfigError when the folder is not a usable checkpoint.
+        """
+        folder = Path(path)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model must be the folder of a transformers checkpoint with a config.json, got {folder}")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        _register_attention()
+        transformers_logging.disable_progress_bar()  # it would write over the command line's own output
+        model: torch.nn.Module
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                attn_implementation=ATTENTION,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+            model, info = loaded  # a pair because of output_loading_info
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+            raise ConfigError(f"model folder {folder} must hold a readable transformers checkpoint: {e}") from e
+        if info["missing_keys"]:
+            # transformers would fill them with random numbers and serve nonsense
+            raise ConfigError(
+                f"model {folder} lacks weights, first {sorted(info['missing_keys'])[0]}; download it again"
+            )
+        bad = next((n for n, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None)
+        if bad is not None:
+            raise ConfigError(f"model {folder} has non-finite weights in {bad}; download it again")
+        version = checkpoint_version(folder)
+        return cls(model.to(device), tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        *,
+        tap_layers: tuple[int, ...] | None = None,
+        version: str | None = None,
+        fast_path: bool | None = None,
+    ) -> TargetModel:
+        """Wrap a model that is in memory; its version hashes the config and the weights unless given."""
+        version = version or _model_version(model)
+        return cls(model, tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path)
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of one pool row over all layers, K and V."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
+
+    def new_kv_pool(self, num_pages: int, page_tokens: int, num_scratch_rows: int) -> KVPool:
+        """Allocate a pool of this model's shape."""
+        return KVPool(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            num_pages=num_pages,
+            page_tokens=page_tokens,
+            num_scratch_rows=num_scratch_rows,
+            dtype=self.kv_dtype,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: TargetBatch, kv: KVPool) -> TargetOutput:
+        """Run the packed rows, write their K/V to `out_rows`, return logits and tapped features.
+
+        Every row sees its request's committed rows and, of the request's own rows, its ancestors (or all earlier rows).
+        """
+        plan = self.kernels.plan_attention(
+            cu_rows=batch.cu_rows,
+            context_lens=batch.context_lens,
+            slot_table=batch.slot_table,
+            out_rows=batch.out_rows,
+            ancestors=batch.ancestors,
+            num_groups=self.num_heads // self.num_kv_heads,
+            dtype=self.kv_dtype,
+        )
+        if self._fused is not None:
+            logits, features = self._fused.run(
+                batch.token_ids, batch.positions, batch.out_rows, batch.logit_rows, plan, kv
+            )
+            return TargetOutput(logits=logits, features=features)
+        state = _Pass(kv=kv, plan=plan, out_rows=batch.out_rows, kernels=self.kernels)
+        try:
+            out = self.model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                # A 4-D mask makes transformers build none; the attention function reads the plan instead.
+                attention_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.device),
+                use_cache=False,
+                logits_to_keep=0 if batch.logit_rows is None else batch.logit_rows,
+                paceline_pass=state,
+            )
+            features = torch.cat([self._tapped[t] for t in self.tap_layers], -1) if self.tap_layers else None
+        finally:
+            self._tapped.clear()
+        return TargetOutput(logits=out.logits[0].float(), features=features)
+
+    def _make_hook(self, tap: int) -> Any:
+        def hook(_module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if kwargs.get("paceline_pass") is not None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                self._tapped[tap] = hidden[0]
+
+        return hook
+
+
+def checkpoint_version(folder: str | Path) -> str:
+    """First 16 hex digits of sha256 over config.json, the weights and tokenizer.json."""
+    digest = hashlib.sha256()
+    root = Path(folder)
+    for path in (root / "config.json", *sorted(root.glob("*.safetensors")), root / "tokenizer.json"):
+        if path.is_file():
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+    return digest.hexdigest()[:16]
+
+
+def _model_version(model: Any) -> str:
+    digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _context_tokens(config: Any) -> int:
+    """Longest context that full attention reproduces: a sliding window must never cut."""
+    limit = int(config.max_position_embeddings)
+    layer_types = getattr(config, "layer_types", None) or ()
+    window = getattr(config, "sliding_window", None)
+    is_sliding = "sliding_attention" in layer_types or (not layer_types and getattr(config, "use_sliding_window", True))
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ConfigError(f"the target must use softmax attention in every layer, got {', '.join(sorted(unknown))}")
+    return min(limit, int(window)) if window and is_sliding else limit
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    found: set[int] = set()
+    for source in (generation, model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            found.update(ids if isinstance(ids, list | tuple) else [ids])
+    return frozenset(int(i) for i in found)

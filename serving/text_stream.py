@@ -1,0 +1,182 @@
+"""How do token ids become text that can be sent at once: no broken character, nothing of a stop string?
+
+Byte-level tokenizers (Llama 3, Qwen, the bundled one) are decoded byte by byte with an incremental UTF-8 decoder; other
+tokenizers by decoding a short window before and after the new token and sending the difference.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+_WINDOW_TOKENS = 5
+"""Prompt tokens decoded together with the first output token, so that a leading space is neither lost nor invented."""
+_MAX_PENDING_TOKENS = 16
+"""After so many tokens without a complete character the bytes are invalid, not incomplete."""
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """The GPT-2 table of printable stand-ins for bytes, inverted."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    table = {chr(b): b for b in plain}
+    rest = [b for b in range(256) if b not in set(plain)]
+    table.update({chr(256 + i): b for i, b in enumerate(rest)})
+    return table
+
+
+class TokenText:
+    """Text and bytes of single tokens of one tokenizer; made once and shared by all requests."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
+        self.added = {int(i): str(t.content) for i, t in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.is_byte_level = backend is not None and "ByteLevel" in repr(getattr(backend, "decoder", None))
+        self._bytes: dict[int, bytes] = {}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for (special tokens: their written form)."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._compute(token_id)
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """A token alone as text; bytes that are no whole character become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def decode(self, token_ids: Sequence[int], skip_special: bool) -> str:
+        return self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
+
+    def _compute(self, token_id: int) -> bytes:
+        if token_id in self.added:
+            return self.added[token_id].encode()
+        if self.is_byte_level:
+            written = self.tokenizer.convert_ids_to_tokens(token_id)
+            table = _byte_of_char()
+            if written is not None and all(c in table for c in written):
+                return bytes(table[c] for c in written)
+            return (written or "").encode()
+        written = self.tokenizer.convert_ids_to_tokens(token_id) or ""
+        if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):  # SentencePiece byte token
+            return bytes([int(written[3:5], 16)])
+        return self.decode([token_id], skip_special=False).encode()
+
+
+class TextStream:
+    """The text of one answer as it grows; `push` returns what may be sent, `finish` the rest."""
+
+    def __init__(
+        self,
+        tokens: TokenText,
+        *,
+        prompt_token_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        skip_special: bool = True,
+    ) -> None:
+        self._tokens = tokens
+        self._stop = tuple(stop)
+        self._skip_special = skip_special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        window = list(prompt_token_ids[-_WINDOW_TOKENS:]) if not tokens.is_byte_level else []
+        if window and tokens.decode(window, skip_special).endswith("�"):
+            window = []  # the prompt ends inside a character; a difference of texts would cut the wrong place
+        self._window = window
+        self._window_read = len(window)
+        self._held = ""
+        self._is_stopped = False
+        self.text = ""
+        """Everything sent so far."""
+        self.starts: list[int] = []
+        """For each token pushed, the number of characters decoded before it."""
+        self._num_decoded = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string was met; no further text will be sent."""
+        return self._is_stopped
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens and return the text that is complete and cannot be part of a stop string."""
+        fresh = ""
+        for token_id in token_ids:
+            self.starts.append(self._num_decoded)
+            piece = self._decode_one(int(token_id))
+            self._num_decoded += len(piece)
+            fresh += piece
+        return self._send(fresh)
+
+    def finish(self, stop_match: str | None = None) -> str:
+        """Return the text still held back; with `stop_match` only what comes before that string."""
+        tail = self._utf8.decode(b"", final=True) if self._tokens.is_byte_level else self._flush_window()
+        self._num_decoded += len(tail)
+        if self._is_stopped:
+            return ""
+        rest = self._held + tail
+        cut = self._find_stop(rest)
+        if cut is None and stop_match:
+            at = rest.find(stop_match)
+            cut = at if at >= 0 else None
+        if cut is not None:
+            rest, self._is_stopped = rest[:cut], True
+        self._held = ""
+        self.text += rest
+        return rest
+
+    def _send(self, fresh: str) -> str:
+        if self._is_stopped or not fresh:
+            return ""
+        if not self._stop:
+            self.text += fresh
+            return fresh
+        text = self._held + fresh
+        cut = self._find_stop(text)
+        if cut is not None:
+            self._is_stopped, self._held = True, ""
+            out = text[:cut]
+        else:
+            keep = self._num_held(text)
+            out, self._held = text[: len(text) - keep], text[len(text) - keep :]
+        self.text += out
+        return out
+
+    def _find_stop(self, text: str) -> int | None:
+        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
+        return min(found) if found else None
+
+    def _num_held(self, text: str) -> int:
+        """Characters at the end of `text` that begin a stop string."""
+        best = 0
+        for stop in self._stop:
+            for n in range(min(len(stop) - 1, len(text)), best, -1):
+                if text.endswith(stop[:n]):
+                    best = n
+                    break
+        return best
+
+    def _decode_one(self, token_id: int) -> str:
+        if self._tokens.is_byte_level:
+            if self._skip_special and token_id in self._tokens.special_ids:
+                return ""
+            return self._utf8.decode(self._tokens.token_bytes(token_id))
+        self._window.append(token_id)
+        before = self._tokens.decode(self._window[: self._window_read], self._skip_special)
+        after = self._tokens.decode(self._window, self._skip_special)
+        is_incomplete = after.endswith("�") and len(self._window) - self._window_read < _MAX_PENDING_TOKENS
+        if len(after) <= len(before) or is_incomplete:
+            return ""
+        self._window = self._window[self._window_read :]
+        self._window_read = len(self._window)
+        return after[len(before) :]
+
+    def _flush_window(self) -> str:
+        before = self._tokens.decode(self._window[: self._window_read], self._skip_special)
+        after = self._tokens.decode(self._window, self._skip_special)
+        self._window_read = len(self._window)
+        return after[len(before) :]

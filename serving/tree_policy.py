@@ -1,0 +1,333 @@
+"""Which draft tree does each request of a round get?
+
+Shape legend: B requests of the round, G requests of one drafter, C candidates, N packed tree rows (roots included).
+The policy ties drafter, builder and budget together: ask `wants_draft`, build `DraftInputs` for those requests, call
+`draft`, verify, then `observe`. It never sees the verification's random numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from paceline.config import TreeConfig
+from paceline.serving.budget import BudgetController, DraftKey, RoundObservation
+from paceline.serving.cost_model import CostModel
+from paceline.serving.draft_tree import TreeBatch
+from paceline.serving.drafter import Drafter, DraftInputs, Proposal
+from paceline.serving.host_tree import HostCandidates, HostProposal
+from paceline.serving.score_calibration import ScoreCalibration
+from paceline.serving.tree_builder import (
+    NUM_RANK_CLASSES,
+    Candidates,
+    append_block,
+    block_candidates,
+    choose_frontier,
+    merge_order,
+    merge_trees,
+    rank_candidates,
+    select_tree,
+)
+from paceline.serving.verify import AcceptPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class DraftGroup:
+    """The requests of a round that share one drafter."""
+
+    drafter: Drafter
+    inputs: DraftInputs
+    rows: list[int]
+    """(G,) index of each request of `inputs` into the round's B requests."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RoundDraft:
+    """The trees of a round and what `observe` needs to learn from them."""
+
+    tree: TreeBatch
+    keys: list[DraftKey | None]  # (B,)
+    num_draft_tokens: list[int]  # (B,)
+    is_drafted: list[bool]  # (B,) whether a drafter was called for the request and succeeded
+    draft_s: float = 0.0
+    """Seconds spent in drafters and in building trees."""
+    model_s: float = 0.0
+    """Part of draft_s spent inside drafters."""
+    expand_s: float = 0.0
+    """Part of draft_s spent in re-entry."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Index into `groups` -> reason, for drafters that raised or proposed invalid log-probabilities; their requests got
+    roots."""
+    context_rows: int = 0
+    num_new_rows: int = 0
+    cells: torch.Tensor | None = None  # (N,) int64, calibration cell of each row, -1 for roots; None with tree.host
+    num_cells: int = 0
+    """Cells of the first block: cells beyond belong to re-entered blocks."""
+    frontier_mass: list[float] = field(default_factory=list)  # (B,) or empty
+
+
+class TreePolicy:
+    """Plans, builds and learns; one per engine, used by the engine's thread only."""
+
+    def __init__(
+        self,
+        config: TreeConfig,
+        *,
+        cost: CostModel | None = None,
+        timer: Callable[[], float] = time.perf_counter,
+        vocab_size: int | None = None,
+    ) -> None:
+        """timer: seconds, monotonic. vocab_size: when given, proposals outside [0, vocab_size) count as failures."""
+        self.config = config
+        self.budget = BudgetController(config, cost)
+        self._calibration = ScoreCalibration()
+        self._timer = timer
+        self._vocab_size = vocab_size
+
+    def calibrate(self, measure_verify: Callable[[int], float], max_rows: int = 65) -> None:
+        """Measure the prior of the verify cost at start: `measure_verify(num_rows)` runs one forward, returns seconds."""
+        self.budget.cost.calibrate(measure_verify, max_rows)
+
+    def wants_draft(self, keys: list[DraftKey | None], context_rows: int) -> list[bool]:
+        """Whether to call the drafter for each of the round's B requests.
+
+        keys: None for requests without a (working) drafter. context_rows: sum of their context_lens. Call exactly once
+        per round and before `draft`: it moves the probing state.
+        """
+        return self.budget.wants_draft(keys, context_rows)
+
+    def draft(
+        self,
+        groups: list[DraftGroup],
+        keys: list[DraftKey | None],
+        anchor_token_ids: torch.Tensor,
+        context_rows: int,
+    ) -> RoundDraft:
+        """Propose, build, maybe re-enter, and cut all trees of the round to the budget that maximises tokens per second.
+
+        Args:
+            groups: the requests for which wants_draft said True, by drafter.
+            keys: (B,), as for wants_draft.
+            anchor_token_ids: (B,) int64, of all B requests.
+        Returns: trees of the B requests in round order. A drafter that raises or proposes invalid log-probabilities
+        is reported in `failures` (the caller stops using it); its requests decode plainly.  Syncs: a few per group.
+        """
+        num_requests = anchor_token_ids.numel()
+        out = RoundDraft(
+            tree=TreeBatch.roots(anchor_token_ids),
+            keys=keys,
+            num_draft_tokens=[0] * num_requests,
+            is_drafted=[False] * num_requests,
+            context_rows=context_rows,
+        )
+        if not groups:
+            return out
+        start = self._timer()
+        if num_requests == 1 and self._draft_one(out, groups[0], keys, anchor_token_ids):
+            out.draft_s = self._timer() - start
+            return out
+        limit = self.config.max_draft_tokens
+        built, masses = [], np.zeros((num_requests, limit))
+        for index, group in enumerate(groups):
+            try:
+                candidates = self._propose(group, keys, out)
+            except Exception as e:  # a drafter is untrusted code with untrusted weights; decoding must go on
+                logger.exception("drafter %s failed; its requests decode plainly", group.drafter.caps.name)
+                out.failures[index] = f"{type(e).__name__}: {e}"
+                continue
+            if candidates is None:
+                continue
+            ranked = rank_candidates(candidates, limit)
+            mass = np.exp(ranked.scores[:, :limit].double().cpu().numpy())
+            masses[np.ix_(group.rows, range(mass.shape[1]))] = mass
+            built.append((group, ranked))
+            for row in group.rows:
+                out.is_drafted[row] = True
+        if built:
+            nodes = self.budget.choose(masses, keys, context_rows, sum(out.is_drafted))
+            self._assemble(out, built, nodes, anchor_token_ids)
+        out.draft_s = self._timer() - start
+        return out
+
+    def _draft_one(
+        self, out: RoundDraft, group: DraftGroup, keys: list[DraftKey | None], anchor_token_ids: torch.Tensor
+    ) -> bool:
+        """The round of a lone request in Python numbers; False when the batch path has to draft it: off the CPU and
+        for product tables."""
+        drafter, inputs, limit = group.drafter, group.inputs, self.config.max_draft_tokens
+        if drafter.caps.is_product or anchor_token_ids.device.type != "cpu":
+            return False
+        try:
+            found = self._candidates_of_one(out, drafter, inputs, keys)
+        except Exception as e:  # a drafter is untrusted code with untrusted weights; decoding must go on
+            logger.exception("drafter %s failed; its requests decode plainly", drafter.caps.name)
+            out.failures[0] = f"{type(e).__name__}: {e}"
+            return True
+        if found is None:
+            return True
+        order = found.ranked(limit)
+        if found.has_duplicates(order):
+            found.merge_duplicates()
+            order = found.ranked(limit)
+        masses = [math.exp(found.scores[i]) for i in order]
+        num_nodes = self.budget.choose_one(masses, keys[0], out.context_rows)
+        out.is_drafted[0] = True
+        out.tree = found.tree(order[:num_nodes], int(anchor_token_ids[0]))
+        out.num_draft_tokens[0] = num_nodes
+        return True
+
+    def _candidates_of_one(
+        self, out: RoundDraft, drafter: Drafter, inputs: DraftInputs, keys: list[DraftKey | None]
+    ) -> HostCandidates | None:
+        key = keys[0]
+        out.num_new_rows = inputs.new_token_ids.numel()
+        start = self._timer()
+        proposal = drafter.propose(inputs)
+        out.model_s = self._timer() - start
+        num_slots = proposal.logprobs.shape[1]
+        if num_slots == 0:
+            return None
+        cells = num_slots * NUM_RANK_CLASSES
+        kappa = self._calibration.row(key, 2 * cells)
+        found = HostCandidates()
+        found.add_block(HostProposal.of(proposal, self._vocab_size), 0, kappa)
+        if key is None or not drafter.caps.is_reentrant or self.config.max_frontier == 0:
+            return found
+        leaves = found.leaves(self.config.max_frontier)
+        mass = sum(math.exp(found.scores[i]) for i in leaves)
+        if not mass > 0 or not self.budget.should_expand([key], [mass], out.context_rows):
+            return found
+        start = self._timer()
+        block = drafter.expand(inputs, proposal, found.frontier(leaves))
+        out.model_s += self._timer() - start
+        read, late = HostProposal.of(block, self._vocab_size), kappa[cells:]
+        floor = found.floor(self.config.max_draft_tokens)
+        for node, leaf in enumerate(leaves):
+            found.add_block(read, node, late, entry=leaf, first_cell=cells, floor=floor)
+        out.expand_s, out.num_cells, out.frontier_mass = self._timer() - start, cells, [mass]
+        return found
+
+    def _propose(self, group: DraftGroup, keys: list[DraftKey | None], out: RoundDraft) -> Candidates | None:
+        drafter, inputs = group.drafter, group.inputs
+        out.num_new_rows += inputs.new_token_ids.numel()
+        start = self._timer()
+        proposal = drafter.propose(inputs)
+        out.model_s += self._timer() - start
+        num_slots = proposal.logprobs.shape[1]
+        if num_slots == 0:
+            return None
+        self._check(proposal)
+        group_keys = [keys[r] for r in group.rows]
+        kappa = self._calibration.table(group_keys, num_slots).to(proposal.logprobs.device)  # (2, G, S, R)
+        limit = self.config.max_draft_tokens
+        candidates = block_candidates(proposal, drafter.caps.is_product, limit, kappa[0])
+        if not drafter.caps.is_reentrant or self.config.max_frontier == 0:
+            return candidates
+        leaves = choose_frontier(candidates, self.config.max_frontier)
+        request = leaves.frontier.request
+        mass = torch.zeros(len(group.rows)).index_add_(0, request.cpu(), leaves.scores.exp().cpu()).tolist()
+        known = [(k, m) for k, m in zip(group_keys, mass, strict=True) if k is not None]
+        if not known or not sum(mass) > 0:
+            return candidates
+        if not self.budget.should_expand([k for k, _ in known], [m for _, m in known], out.context_rows):
+            return candidates
+        start = self._timer()
+        block = drafter.expand(inputs, proposal, leaves.frontier)
+        out.model_s += self._timer() - start
+        self._check(block)
+        candidates = append_block(candidates, leaves, block, kappa[1][request])
+        out.expand_s += self._timer() - start
+        out.num_cells = num_slots * NUM_RANK_CLASSES
+        out.frontier_mass = out.frontier_mass or [0.0] * len(keys)
+        for row, m in zip(group.rows, mass, strict=True):
+            out.frontier_mass[row] = m
+        return candidates
+
+    def _check(self, proposal: Proposal) -> None:
+        highest = float(proposal.logprobs.max())  # NaN wins a maximum
+        if not highest <= 1e-3:
+            raise ValueError(f"log-probabilities must be at most 0 (-inf = absent), got {highest}")
+        if self._vocab_size is not None:
+            low, high = torch.aminmax(proposal.token_ids)
+            if int(low) < 0 or int(high) >= self._vocab_size:
+                raise ValueError(f"proposed token ids must be in [0, {self._vocab_size}), got {int(low)}..{int(high)}")
+
+    def _assemble(self, out: RoundDraft, built: list, nodes: np.ndarray, anchor_token_ids: torch.Tensor) -> None:
+        num_requests = anchor_token_ids.numel()
+        parts, cells = [], []
+        for group, ranked in built:
+            is_whole = group.rows == list(range(num_requests))
+            anchors = anchor_token_ids if is_whole else anchor_token_ids[group.rows]
+            tree, tree_cells = select_tree(ranked, anchors, nodes[group.rows].tolist())
+            parts.append((tree, group.rows))
+            cells.append(tree_cells)
+        rest = [i for i, drafted in enumerate(out.is_drafted) if not drafted]
+        if rest:
+            roots = TreeBatch.roots(anchor_token_ids[rest])
+            parts.append((roots, rest))
+            cells.append(roots.parents)
+        out.tree = merge_trees(parts, num_requests)
+        if len(parts) == 1 and parts[0][0] is out.tree:
+            out.cells = cells[0]
+        else:
+            index, _ = merge_order([(t.cu_nodes, rows) for t, rows in parts], num_requests)
+            out.cells = torch.cat(cells)[index]
+        out.num_draft_tokens = (out.tree.cu_nodes[1:] - out.tree.cu_nodes[:-1] - 1).tolist()
+
+    def observe(self, draft: RoundDraft, plan: AcceptPlan, *, verify_s: float, round_s: float) -> None:
+        """Learn from a verified round.
+
+        verify_s: seconds of the verify forward. round_s: seconds of the whole round, prefill excluded.
+        """
+        paths = plan.on_host()
+        num_accepted = [len(rows) - 1 for rows, _ in paths]
+        reentered = [0] * len(num_accepted)
+        if any(draft.is_drafted) and (draft.cells is not None or draft.tree.host is not None):
+            reentered = self._calibration.observe(draft, [rows for rows, _ in paths])
+        self.budget.observe(
+            RoundObservation(
+                keys=draft.keys,
+                is_drafted=draft.is_drafted,
+                num_nodes=draft.num_draft_tokens,
+                num_accepted=num_accepted,
+                context_rows=draft.context_rows,
+                draft_s=draft.draft_s,
+                verify_s=verify_s,
+                round_s=round_s,
+                num_new_rows=draft.num_new_rows,
+                expand_s=draft.expand_s,
+                frontier_mass=draft.frontier_mass,
+                num_accepted_reentered=reentered,
+            )
+        )
+
+    def forget(self, version: str) -> None:
+        """Drop what was learnt about a drafter version that is no longer loaded."""
+        self.budget.forget(version)
+        self._calibration.forget(version)
+
+
+def draft_fixed(drafter: Drafter, inputs: DraftInputs, num_nodes: int, max_frontier: int = 4) -> TreeBatch:
+    """Trees with `num_nodes` draft nodes (fewer only where candidates run out): no cost model, no learning.
+
+    For shadow scoring and tests; every request of `inputs` gets a tree, in order. Re-entrant drafters are re-entered
+    when max_frontier > 0. Errors of the drafter pass through.
+    """
+    proposal = drafter.propose(inputs)
+    if proposal.logprobs.shape[1] == 0 or num_nodes == 0:
+        return TreeBatch.roots(inputs.anchor_token_ids)
+    candidates = block_candidates(proposal, drafter.caps.is_product, num_nodes)
+    if drafter.caps.is_reentrant and max_frontier > 0:
+        leaves = choose_frontier(candidates, max_frontier)
+        if leaves.candidates.numel() > 0:
+            candidates = append_block(candidates, leaves, drafter.expand(inputs, proposal, leaves.frontier))
+    ranked = rank_candidates(candidates, num_nodes)
+    return select_tree(ranked, inputs.anchor_token_ids, [num_nodes] * inputs.anchor_token_ids.numel())[0]

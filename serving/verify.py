@@ -1,0 +1,177 @@
+"""Which path of each tree does the target accept, and what is the bonus token?
+
+Shape legend: B requests, N packed tree rows (roots included), W widest tree, D deepest accepted depth, V vocabulary.
+Sample-match: draw one token per node from the processed target distribution and walk while the drawn token is a child.
+Lossless for every tree that does not depend on the draws (tree_speculation.md, decision on verification).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.serving.draft_tree import HostTree, TreeBatch
+from paceline.serving.host_tree import walk
+from paceline.serving.sampling import SamplingBatch, argmax_rows, draw_tokens
+
+
+@dataclass(kw_only=True, slots=True)
+class AcceptPlan:
+    """The accepted path of every request, before truncation by stop or length."""
+
+    path: torch.Tensor  # (B, D + 1) int64, packed row ids into the TreeBatch; column 0 = root; -1 padded
+    num_accepted_tokens: torch.Tensor  # (B,) int64, bonus token excluded
+    bonus_token_ids: torch.Tensor  # (B,) int64
+    host: list[tuple[list[int], int]] | None = None
+    """(B,) path rows and bonus token, once they were read."""
+
+    def on_host(self) -> list[tuple[list[int], int]]:
+        """Path rows (root first, padding dropped) and bonus token of each request.  Syncs: one, the first time."""
+        if self.host is None:
+            width = self.path.shape[1]
+            lines = torch.cat((self.path, self.num_accepted_tokens[:, None], self.bonus_token_ids[:, None]), 1).tolist()
+            self.host = [(line[: line[width] + 1], line[-1]) for line in lines]
+        return self.host
+
+
+def owners(tree: TreeBatch) -> torch.Tensor:
+    """Request index of every packed row, (N,) int64."""
+    if tree.num_requests == 1:
+        return torch.zeros_like(tree.parents)
+    counts = tree.cu_nodes[1:] - tree.cu_nodes[:-1]
+    return torch.repeat_interleave(counts, output_size=tree.token_ids.numel())
+
+
+def accept(tree: TreeBatch, next_token_ids: torch.Tensor) -> AcceptPlan:
+    """Walk every tree while the token drawn at a node is one of its children.
+
+    next_token_ids: (N,) int64, the token drawn at each row. Siblings of a tree have different tokens.
+    Syncs: one (the depth of the longest accepted path).
+    """
+    if tree.host is not None:
+        drawn = next_token_ids.tolist()
+        found = walk(tree.host, drawn)
+        return _host_plan(found, drawn[found[-1]])
+    if tree.token_ids.numel() == tree.num_requests:  # roots only
+        return AcceptPlan(
+            path=torch.arange(tree.num_requests, device=next_token_ids.device)[:, None],
+            num_accepted_tokens=torch.zeros_like(next_token_ids),
+            bonus_token_ids=next_token_ids,
+            host=[([row], bonus) for row, bonus in enumerate(next_token_ids.tolist())],
+        )
+    owner = owners(tree)
+    start = tree.cu_nodes[owner]
+    is_root = tree.parents < 0
+    parent = torch.where(is_root, start, start + tree.parents)  # packed row of the parent
+    matches = is_root | (tree.token_ids == next_token_ids[parent])
+    # A node is accepted when it and all its ancestors match: no ancestor may be a miss.
+    width = tree.ancestors.shape[1]
+    misses = torch.zeros(tree.num_requests, width, dtype=torch.bool, device=start.device)
+    local = torch.arange(start.numel(), device=start.device) - start
+    misses[owner, local] = ~matches
+    accepted = ~(tree.ancestors & misses[owner]).any(1)
+    rows = accepted.nonzero()[:, 0]
+    depths = tree.depths[rows]
+    path = torch.full((tree.num_requests, int(depths.max()) + 1), -1, dtype=torch.int64, device=start.device)
+    path[owner[rows], depths] = rows
+    num_accepted = (path >= 0).sum(1) - 1
+    last = path.gather(1, num_accepted[:, None])[:, 0]
+    return AcceptPlan(path=path, num_accepted_tokens=num_accepted, bonus_token_ids=next_token_ids[last])
+
+
+def verify(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor) -> AcceptPlan:
+    """Draw from the processed target distribution and accept: what the engine calls each round.
+
+    Args:
+        logits: (N, V) float32, one row per tree row.
+        context_lens: (B,) int64, the anchors' positions: the token drawn at a row of depth d has position
+            context_len + d + 1.
+    All-greedy batches take one argmax. Otherwise tokens are drawn level by level, only at the nodes that the walk
+    reaches, which gives what drawing at every node would give.
+    """
+    if sampling.is_all_greedy:
+        return accept(tree, argmax_rows(logits))
+    if tree.host is not None:
+        return _walk_host(tree.host, logits, sampling, context_lens)
+    return _walk(tree, logits, sampling, context_lens)
+
+
+def _host_plan(rows: list[int], bonus: int) -> AcceptPlan:
+    return AcceptPlan(
+        path=torch.tensor([rows]),
+        num_accepted_tokens=torch.tensor([len(rows) - 1]),
+        bonus_token_ids=torch.tensor([bonus]),
+        host=[(rows, bonus)],
+    )
+
+
+def _walk_host(host: HostTree, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor) -> AcceptPlan:
+    """`_walk` of a lone request: draw at a node, descend while the token is one of its children."""
+    owner = torch.zeros(1, dtype=torch.int64)
+    children: dict[tuple[int, int], int] = {}
+    for row in range(1, len(host.parents)):
+        children[host.parents[row], host.token_ids[row]] = row
+    rows, tokens = [0], list[int]()
+    is_penalised = any(sampling.is_penalised)
+    while True:
+        current = rows[-1]
+        extra = torch.tensor([tokens], dtype=torch.int64) if is_penalised else None
+        drawn = draw_tokens(logits[current : current + 1], owner, context_lens + len(rows), sampling, extra)
+        token = int(drawn[0])
+        child = children.get((current, token))
+        if child is None:
+            return _host_plan(rows, token)
+        rows.append(child)
+        tokens.append(token)
+
+
+def draw_all(
+    tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor
+) -> torch.Tensor:
+    """Draw at every tree row, (N,) int64; `accept(tree, draw_all(...))` equals `verify(...)`, without per-level syncs."""
+    owner = owners(tree)
+    above = tree.ancestors.clone()
+    above[:, 0] = False  # the root is committed, so it is counted already
+    packed = (tree.cu_nodes[owner][:, None] + torch.arange(above.shape[1], device=owner.device)).clamp(
+        max=owner.numel() - 1
+    )
+    extra = torch.where(above, tree.token_ids[packed], -1)
+    return draw_tokens(logits, owner, context_lens[owner] + tree.depths + 1, sampling, extra)
+
+
+def _walk(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor) -> AcceptPlan:
+    """Loop over depths; each level draws for the requests whose last draw was a child."""
+    num_requests = tree.num_requests
+    has_children = tree.token_ids.numel() > num_requests
+    owner = owners(tree)
+    start = tree.cu_nodes[owner]
+    parent = torch.where(tree.parents < 0, -1, start + tree.parents)
+    active = torch.arange(num_requests, device=owner.device)
+    current = tree.cu_nodes[:-1]
+    levels = [current]
+    extra = torch.empty(num_requests, 0, dtype=torch.int64, device=owner.device)
+    bonus = torch.empty(num_requests, dtype=torch.int64, device=owner.device)
+    depth = 0
+    while True:
+        drawn = draw_tokens(logits[current], active, context_lens[active] + (depth + 1), sampling, extra)
+        bonus[active] = drawn
+        if not has_children:
+            break
+        wanted = torch.full((num_requests, 2), -2, dtype=torch.int64, device=owner.device)  # current row, token
+        wanted[active, 0] = current
+        wanted[active, 1] = drawn
+        want = wanted[owner]
+        found = ((parent == want[:, 0]) & (tree.token_ids == want[:, 1])).nonzero()[:, 0]
+        if found.numel() == 0:
+            break
+        active = owner[found]
+        current = found
+        depth += 1
+        level = torch.full((num_requests,), -1, dtype=torch.int64, device=owner.device)
+        level[active] = found
+        levels.append(level)
+        path_tokens = torch.where(torch.stack(levels[1:], 1) >= 0, tree.token_ids[torch.stack(levels[1:], 1)], -1)
+        extra = path_tokens[active]
+    path = torch.stack(levels, 1)
+    return AcceptPlan(path=path, num_accepted_tokens=(path >= 0).sum(1) - 1, bonus_token_ids=bonus)

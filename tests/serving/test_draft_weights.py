@@ -1,0 +1,188 @@
+"""Two adaptive drafter slots and the hold-back's: staging, publishing, pinning, failing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.contracts import Group
+from paceline.errors import DrafterMismatchError
+from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.drafter import DrafterCaps
+
+
+class WeightDrafter:
+    """A drafter whose only weight is one vector."""
+
+    caps = DrafterCaps(
+        name="weights", num_slots=1, num_candidates=1, max_depth=1, is_reentrant=False, needs_features=False
+    )
+    kv_row_bytes = 10
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.weight = torch.full((3,), value)
+        self.num_pool_rows = None
+
+    def alloc(self, num_pool_rows):
+        self.num_pool_rows = num_pool_rows
+
+    def load_state(self, state):
+        if state["weight"].shape != self.weight.shape:
+            raise DrafterMismatchError(f"weight must have shape (3,), got {tuple(state['weight'].shape)}")
+        self.weight.copy_(state["weight"])
+
+
+def state(value: float, size: int = 3) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((size,), value)}
+
+
+def make_slots(**kwargs) -> DrafterSlots:
+    return DrafterSlots(WeightDrafter(1.0), "v1", spawn=WeightDrafter, **kwargs)
+
+
+def test_a_request_keeps_the_version_it_was_admitted_with():
+    slots = make_slots()
+    old = slots.pin(Group.ADAPTIVE)
+    assert slots.stage("v2", state(2.0))
+    assert slots.pin(Group.ADAPTIVE) == ("A", "v1"), "staging must not change what requests get"
+    slots.publish("v2")
+    new = slots.pin(Group.ADAPTIVE)
+    assert (old, new) == (("A", "v1"), ("B", "v2"))
+    assert slots.drafter("A").weight[0] == 1.0 and slots.drafter("B").weight[0] == 2.0
+
+
+def test_a_third_version_waits_for_a_free_slot_and_the_newest_wins():
+    slots = make_slots()
+    slot, _ = slots.pin(Group.ADAPTIVE)
+    slots.stage("v2", state(2.0))
+    slots.publish()
+    assert not slots.stage("v3", state(3.0))
+    assert not slots.stage("v4", state(4.0))
+    assert slots.waiting_version == "v4"
+    slots.unpin(slot)
+    assert slots.stage_waiting() and slots.waiting_version is None
+    slots.publish("v4")
+    assert slots.pin(Group.ADAPTIVE) == ("A", "v4")
+    assert slots.drafter("A").weight[0] == 4.0
+
+
+def test_staging_copies_in_place():
+    slots = make_slots()
+    slots.stage("v2", state(2.0))
+    address = slots._slots["B"].drafter.weight.data_ptr()
+    slots.publish()
+    slots.stage("v3", state(3.0))
+    slots.publish()
+    slots.stage("v4", state(4.0))
+    assert slots._slots["B"].drafter.weight.data_ptr() == address
+
+
+def test_rollback_to_a_resident_version_needs_no_copy_even_while_it_is_pinned():
+    slots = make_slots()
+    slots.pin(Group.ADAPTIVE)
+    slots.stage("v2", state(2.0))
+    slots.publish()
+    assert slots.stage("v1", {"weight": torch.full((3,), float("nan"))})
+    slots.publish("v1")
+    assert slots.live_version == "v1" and slots.drafter("A").weight[0] == 1.0
+
+
+@pytest.mark.parametrize("bad", [state(float("nan")), state(float("inf")), state(1.0, size=4)])
+def test_bad_weights_are_refused_before_anything_is_copied(bad):
+    slots = make_slots()
+    slots.stage("v2", state(2.0))
+    slots.publish()
+    slots.stage("v1b", state(5.0))  # into A
+    with pytest.raises(DrafterMismatchError):
+        slots.stage("v3", bad)
+    assert slots.live_version == "v2" and slots.drafter("B").weight[0] == 2.0
+
+
+def test_publishing_what_is_not_staged_is_refused():
+    slots = make_slots()
+    with pytest.raises(DrafterMismatchError, match="staged"):
+        slots.publish("v9")
+
+
+def test_only_usable_weights_of_an_adaptive_slot_are_resident():
+    slots = make_slots(first=WeightDrafter(1.0))
+    for version in ("v2", "v3"):
+        assert slots.stage(version, state(2.0))
+        slots.publish()
+    assert "v1" in slots.versions().values() and not slots.is_resident("v1"), "the hold-back group's copy is its own"
+    assert slots.is_resident("v2") and slots.is_resident("v3")
+    slots.mark_failed("A", "test")
+    assert [slots.is_resident(v) for v in ("v2", "v3")].count(True) == 1
+
+
+def test_the_hold_back_group_uses_the_first_drafter():
+    slots = make_slots(first=WeightDrafter(1.0))
+    shared = slots.pin(Group.STATIC)
+    assert shared == ("A", "v1"), "while the live version is the first one, both groups share a drafting pass"
+    slots.stage("v2", state(2.0))
+    slots.publish()
+    assert slots.pin(Group.STATIC) == ("first", "v1")
+    assert slots.pin(Group.ADAPTIVE) == ("B", "v2")
+
+
+def test_plain_requests_and_engines_without_drafter_pin_nothing():
+    assert make_slots().pin(Group.PLAIN) == (None, "")
+    empty = DrafterSlots()
+    assert empty.pin(Group.ADAPTIVE) == (None, "") and empty.versions() == {}
+    empty.unpin(None)
+
+
+def test_a_failed_slot_drafts_no_more_and_takes_no_new_requests():
+    slots = make_slots()
+    name, _ = slots.pin(Group.ADAPTIVE)
+    slots.mark_failed(name, "NaN")
+    slots.mark_failed(name, "again")
+    assert slots.drafter(name) is None and slots.num_failures == 1
+    assert slots.pin(Group.ADAPTIVE) == (None, "")
+    assert slots.failures() == {"v1": "NaN"}
+    slots.stage("v2", state(2.0))
+    slots.publish()
+    assert slots.pin(Group.ADAPTIVE) == ("B", "v2")
+
+
+def test_a_failed_version_can_be_staged_again_once_its_slot_is_idle():
+    slots = make_slots()
+    slots.stage("v2", state(2.0))
+    slots.publish()
+    slots.mark_failed("B", "NaN")
+    assert slots.stage("v2", state(2.5))
+    slots.publish()
+    assert slots.pin(Group.ADAPTIVE) == ("A", "v2")
+
+
+def test_every_drafter_gets_kv_for_all_pool_rows():
+    slots = make_slots(first=WeightDrafter(1.0))
+    assert slots.kv_row_bytes == 30
+    slots.alloc(64)
+    slots.stage("v2", state(2.0))
+    assert all(slots._slots[n].drafter.num_pool_rows == 64 for n in ("A", "B", "first"))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["pin", "unpin", "stage", "publish", "fail"]), st.integers(0, 5))))
+def test_pins_balance_and_a_pinned_slot_never_changes_version(operations):
+    slots = make_slots(first=WeightDrafter(1.0))
+    pins: list[tuple[str | None, str]] = []
+    number = 1
+    for name, value in operations:
+        if name == "pin":
+            pins.append(slots.pin([Group.ADAPTIVE, Group.STATIC, Group.PLAIN][value % 3]))
+        elif name == "unpin" and pins:
+            slots.unpin(pins.pop(value % len(pins))[0])
+        elif name == "stage":
+            number += 1
+            slots.stage(f"v{number}", state(float(number)))
+        elif name == "publish" and slots._staged is not None:
+            slots.publish()
+        elif name == "fail" and value == 0:
+            slots.mark_failed(slots._live, "test")
+        held = slots.versions()
+        for slot, version in pins:
+            assert slot is None or held[slot] == version
+        assert sum(slots.num_pins().values()) == sum(slot is not None for slot, _ in pins)
