@@ -1,0 +1,103 @@
+"""What do we believe about a bucket now: load, device time per token, acceptance length, rows?"""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.bandit.observation import BucketObservation, speculative
+from paceline.contracts import Group
+
+FAST = 0.7
+"""Weight of the newest epoch in load and time per token."""
+ACTIVE_SHARE = 0.02
+"""Share of the load below which a bucket does not count."""
+PLAIN_SHARE = 0.2
+"""Share of undrafted rounds above which their cost is taken as the price of not drafting."""
+
+
+class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
+    """One bucket at the end of an epoch, about the version that is live."""
+
+    bucket: str
+    load: float
+    """Tokens per second of the adaptive group."""
+    time_per_token_s: float
+    round_s: float
+    """Device seconds of a drafted round, per request."""
+    plain_token_s: float | None
+    """Device seconds per token without drafting, when seen."""
+    length: float
+    """Acceptance length of the live version."""
+    length_se: float
+    usable_rows: int
+    """Rows in the trace store that describe the bucket as it is now."""
+    fresh_rows: int
+    """Of these, written since the last job on the bucket."""
+    learned_rows: int
+    """Rows of the bucket that the live version was trained on."""
+    required_rows: int
+    """Fresh rows that the pay-off rule waits for: doubles after a job that the gate refused."""
+    is_active: bool
+
+    @property
+    def busy(self) -> float:
+        """Device-seconds per second."""
+        return self.load * self.time_per_token_s
+
+    def token_s(self, length: float) -> float:
+        """Device seconds per token at another acceptance length; never dearer than plain decoding."""
+        drafted = self.round_s / max(length, 1.0)
+        return drafted if self.plain_token_s is None else min(drafted, self.plain_token_s)
+
+    def relative_gain(self, length_from: float, length_to: float) -> float:
+        """Relative fall of device time per token between two acceptance lengths (negative: a rise)."""
+        now = self.token_s(length_from)
+        return 1.0 - self.token_s(length_to) / now if now > 0 else 0.0
+
+
+class BucketMeter(msgspec.Struct):
+    """Exponential means behind a belief; one per bucket."""
+
+    load: float = 0.0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    drafted_s: float = 0.0
+    drafted_rounds: float = 0.0
+    plain_s: float = 0.0
+    plain_tokens: float = 0.0
+    rounds: float = 0.0
+    num_epochs: int = 0
+
+    def update(self, observation: BucketObservation | None) -> None:
+        """Fold one epoch; None = no traffic in this bucket."""
+        first = self.num_epochs == 0
+        self.num_epochs += 1
+        load = observation.load(Group.ADAPTIVE) if observation is not None else 0.0
+        self.load = load if first else (1 - FAST) * self.load + FAST * load
+        if observation is None or not observation.stats:
+            return
+        for name in ("seconds", "tokens", "drafted_s", "drafted_rounds", "plain_s", "plain_tokens", "rounds"):
+            setattr(self, name, getattr(self, name) * (1 - FAST))
+        for s in observation.stats:
+            if not speculative(s):
+                continue
+            if s.group == Group.ADAPTIVE:
+                self.seconds += s.device_s
+                self.tokens += s.num_tokens
+            self.drafted_s += s.drafted_s
+            self.drafted_rounds += s.drafted_rounds
+            self.plain_s += s.plain_s
+            self.plain_tokens += s.plain_tokens
+            self.rounds += s.num_rounds
+
+    def time_per_token_s(self) -> float | None:
+        return self.seconds / self.tokens if self.tokens > 0 else None
+
+    def round_s(self) -> float | None:
+        return self.drafted_s / self.drafted_rounds if self.drafted_rounds >= 1 else None
+
+    def plain_token_s(self) -> float | None:
+        undrafted = self.rounds - self.drafted_rounds
+        if self.plain_tokens < 1 or undrafted < PLAIN_SHARE * self.rounds:
+            return None
+        return self.plain_s / self.plain_tokens

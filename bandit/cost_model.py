@@ -1,0 +1,93 @@
+"""How many device-seconds will a training job cost?"""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.contracts import ArmSpec
+
+TRAIN_PRIOR = {"calibration": (0.4, 0.1), "head": (0.6, 0.4), "full": (1.2, 0.75)}
+"""Parameter set -> (fixed seconds, seconds per 1,000 rows and epoch) on one CPU thread."""
+SHADOW_PRIOR_S = 2.0
+STAGING_PRIOR_S = 0.1
+"""Per replica."""
+SLOWDOWN_PRIOR = 0.05
+"""Relative slow-down of rounds while a job runs."""
+PRIOR_WEIGHT = 1.0
+"""Jobs that the prior counts for."""
+DISCOUNT = 0.8
+
+
+class Scale(msgspec.Struct):
+    """Discounted mean of measured over predicted, starting at one."""
+
+    weight: float = PRIOR_WEIGHT
+    total: float = PRIOR_WEIGHT
+
+    def value(self) -> float:
+        return self.total / self.weight
+
+    def update(self, ratio: float) -> None:
+        ratio = min(max(ratio, 0.01), 100.0)
+        self.weight = self.weight * DISCOUNT + 1.0
+        self.total = self.total * DISCOUNT + ratio
+
+
+def prior_training_s(arm: ArmSpec) -> float:
+    """Training time of an arm by the prior table, seconds; rehearsal rows come on top of arm.num_rows."""
+    fixed, per_1k = TRAIN_PRIOR.get(arm.parameters, TRAIN_PRIOR["full"])
+    return fixed + per_1k * arm.num_rows * arm.epochs / max(1.0 - arm.rehearsal_share, 0.1) / 1000.0
+
+
+class JobCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Expected device-seconds of a job, by ledger kind."""
+
+    training_s: float
+    shadow_s: float
+    interference_s: float
+    staging_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.training_s + self.shadow_s + self.interference_s + self.staging_s
+
+
+class CostModel(msgspec.Struct):
+    """Linear priors per parameter set, scaled by what jobs really cost (an arm's jobs and, more weakly, all jobs)."""
+
+    all_jobs: Scale = msgspec.field(default_factory=Scale)
+    by_arm: dict[str, Scale] = {}
+    shadow: Scale = msgspec.field(default_factory=Scale)
+    staging: Scale = msgspec.field(default_factory=Scale)
+    slowdown: float = SLOWDOWN_PRIOR
+
+    def predict(self, arm: ArmSpec, *, busy: float, num_replicas: int) -> JobCost:
+        """Cost of one job; busy = device-seconds that serving uses per second."""
+        scale = self.by_arm[arm.name].value() if arm.name in self.by_arm else self.all_jobs.value()
+        training = prior_training_s(arm) * scale
+        shadow = SHADOW_PRIOR_S * self.shadow.value()
+        return JobCost(
+            training_s=training,
+            shadow_s=shadow,
+            interference_s=max(self.slowdown, 0.0) * busy * (training + shadow),
+            staging_s=self.staging_s(num_replicas),
+        )
+
+    def staging_s(self, num_replicas: int) -> float:
+        """Cost of making another version live on every replica."""
+        return STAGING_PRIOR_S * num_replicas * self.staging.value()
+
+    def update(self, arm: ArmSpec, train_s: float, shadow_s: float, staging_s: float, num_replicas: int) -> None:
+        """Learn from a finished job that was not cut short; seconds measured, staging_s 0 when nothing was staged."""
+        ratio = train_s / prior_training_s(arm)
+        start = self.all_jobs.value()
+        self.by_arm.setdefault(arm.name, Scale(PRIOR_WEIGHT, PRIOR_WEIGHT * start)).update(ratio)
+        self.all_jobs.update(ratio)
+        if shadow_s > 0:
+            self.shadow.update(shadow_s / SHADOW_PRIOR_S)
+        if staging_s > 0:
+            self.staging.update(staging_s / (STAGING_PRIOR_S * max(num_replicas, 1)))
+
+    def observe_slowdown(self, relative: float, weight: float) -> None:
+        """Blend in a measured relative slow-down; weight in [0, 1]."""
+        self.slowdown += weight * (min(max(relative, 0.0), 3.0) - self.slowdown)

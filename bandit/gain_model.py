@@ -1,0 +1,121 @@
+"""By how much would a training job raise the acceptance length?"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from paceline.contracts import ArmSpec
+
+TAU_ROWS = 3000.0
+"""Rows after which a full fine-tune has reached 1 - 1/e of what it can reach."""
+POWER = 0.5
+"""Stretching exponent of the curve: measured gains grow like the square root of rows at first."""
+ARM_SHARE = {"calibration": 0.10, "head": 0.62, "full": 1.0}
+"""Prior gain of each parameter set relative to a full fine-tune on the same rows."""
+K_MEAN, K_SD = 0.65, 0.25
+"""Prior share of the headroom that training without end closes, over all buckets."""
+BUCKET_SD = 0.35
+"""Prior spread of that share between buckets."""
+ARM_SD = 0.2
+"""Prior spread of an arm's share, relative to it."""
+MODEL_SD = 0.12
+"""Misfit of the curve itself, in units of the share."""
+DISCOUNT = 0.93
+"""Weight that the evidence keeps at each new job; the rest returns to the prior."""
+FORGET_REHEARSED, FORGET_BARE = 0.07, 0.25
+"""Relative loss of acceptance length on other buckets after endless training, with and without rehearsal rows."""
+
+
+def learned_share(num_rows: float) -> float:
+    """Share of the reachable gain after num_rows rows, in [0, 1): 1 - exp(-(rows / tau) ** power)."""
+    return 1.0 - math.exp(-((max(num_rows, 0.0) / TAU_ROWS) ** POWER))
+
+
+def further_share(before: float, after: float) -> float:
+    """Share of the *remaining* gain that rows number before+1 .. after close, in [0, 1)."""
+    left = 1.0 - learned_share(before)
+    return max(learned_share(after) - learned_share(before), 0.0) / left if left > 1e-9 else 0.0
+
+
+def forgetting(arm: ArmSpec) -> float:
+    """Prior relative fall of the acceptance length on buckets that the job does not train on."""
+    if arm.parameters == "calibration":
+        return 0.0
+    limit = FORGET_REHEARSED if arm.rehearsal_share >= 0.2 else FORGET_BARE
+    return limit * ARM_SHARE.get(arm.parameters, 1.0) * learned_share(arm.num_rows)
+
+
+class GainModel(msgspec.Struct):
+    """Discounted Bayesian linear regression of realised gain over headroom times curve.
+
+    y = gain / (headroom * further_share) = share_arm * (k + d_bucket) + e_arm + noise, all coefficients Gaussian.
+    k is shared by every arm and bucket, so one job teaches the others; discounting pulls the posterior back to the
+    prior at each update (the D-LinUCB weighting, Russac et al. 2019, arXiv 1909.09146, eq. 4, with a prior mean).
+    """
+
+    names: list[str] = msgspec.field(default_factory=lambda: ["k"])
+    mean: list[float] = msgspec.field(default_factory=lambda: [K_MEAN])
+    cov: list[list[float]] = msgspec.field(default_factory=lambda: [[K_SD**2]])
+    prior_sd: list[float] = msgspec.field(default_factory=lambda: [K_SD])
+    num_jobs: int = 0
+
+    def _index(self, name: str, prior_sd: float) -> int:
+        if name not in self.names:
+            self.names.append(name)
+            self.mean.append(0.0)
+            self.prior_sd.append(prior_sd)
+            for row in self.cov:
+                row.append(0.0)
+            self.cov.append([0.0] * (len(self.names) - 1) + [prior_sd**2])
+        return self.names.index(name)
+
+    def _features(self, bucket: str, arm: ArmSpec) -> np.ndarray:
+        share = ARM_SHARE.get(arm.parameters, 1.0)
+        at_bucket = self._index(f"bucket:{bucket}", BUCKET_SD)
+        at_arm = self._index(f"arm:{arm.name}", ARM_SD * share)
+        x = np.zeros(len(self.names))
+        x[0] = x[at_bucket] = share
+        x[at_arm] = 1.0
+        return x
+
+    def predict(self, bucket: str, arm: ArmSpec, headroom: float, share: float) -> tuple[float, float]:
+        """Mean and standard deviation of the gain in acceptance length; headroom in tokens a round, share in [0, 1]."""
+        x = self._features(bucket, arm)
+        scale = headroom * share
+        variance = float(x @ np.asarray(self.cov) @ x) + (MODEL_SD * ARM_SHARE.get(arm.parameters, 1.0)) ** 2
+        return float(x @ np.asarray(self.mean)) * scale, math.sqrt(max(variance, 0.0)) * scale
+
+    def update(self, bucket: str, arm: ArmSpec, headroom: float, share: float, gain: float, gain_se: float) -> None:
+        """Learn from a finished job; gain in tokens a round, 0 or less for one that the gate refused."""
+        scale = max(headroom * share, 1e-3)
+        x = self._features(bucket, arm)
+        self._discount()
+        mean, cov = np.asarray(self.mean), np.asarray(self.cov)
+        noise = (gain_se / scale) ** 2 + (MODEL_SD * ARM_SHARE.get(arm.parameters, 1.0)) ** 2
+        y = min(max(gain / scale, -1.0), 3.0)
+        gained = cov @ x / (float(x @ cov @ x) + noise)
+        mean = mean + gained * (y - float(x @ mean))
+        cov = cov - np.outer(gained, x @ cov)
+        self.mean, self.cov = mean.tolist(), ((cov + cov.T) / 2).tolist()
+        self.num_jobs += 1
+
+    def _discount(self) -> None:
+        prior_mean = np.zeros(len(self.names))
+        prior_mean[0] = K_MEAN
+        prior = np.diag(1.0 / np.asarray(self.prior_sd) ** 2)
+        precision = np.linalg.inv(np.asarray(self.cov))
+        blended = DISCOUNT * precision + (1.0 - DISCOUNT) * prior
+        cov = np.linalg.inv(blended)
+        mean = cov @ (DISCOUNT * precision @ np.asarray(self.mean) + (1.0 - DISCOUNT) * prior @ prior_mean)
+        self.mean, self.cov = mean.tolist(), ((cov + cov.T) / 2).tolist()
+
+    def reset_bucket(self, bucket: str) -> None:
+        """Forget what was learned about one bucket (its text changed); shared coefficients stay."""
+        i = self._index(f"bucket:{bucket}", BUCKET_SD)
+        self.mean[i] = 0.0
+        for j in range(len(self.names)):
+            self.cov[i][j] = self.cov[j][i] = 0.0
+        self.cov[i][i] = self.prior_sd[i] ** 2

@@ -1,0 +1,124 @@
+"""How long has the traffic been like this, how long will it last, and did a bucket's text change?"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from river.drift import PageHinkley
+
+from paceline.bandit.ratio import RatioSums
+
+MIX_DISTANCE = 0.6
+"""Total variation between the recent and the regime's mean bucket mix that ends a regime."""
+MIX_FAST = 0.7
+"""Weight of the newest epoch in the recent mix."""
+PRIOR_REGIMES = 2.0
+"""Past regimes that the prior horizon counts for."""
+MAX_AGE_FACTOR = 6.0
+"""Age beyond this multiple of the prior horizon promises no longer life."""
+MAX_RESIDUALS = 96
+CLIP = 6.0
+"""Largest standardised residual, so that one odd epoch is no drift."""
+
+
+def has_drifted(residuals: list[float]) -> bool:
+    """Page-Hinkley test (Page 1954) on standardised residuals; True when the last one raises the alarm."""
+    detector = PageHinkley(min_instances=3, delta=0.5, threshold=10.0, alpha=1.0, mode="both")
+    for value in residuals:
+        detector.update(value)
+    return bool(detector.drift_detected)
+
+
+class BucketRegime(msgspec.Struct):
+    """Drift watch of one bucket: acceptance length against its own past, version by version."""
+
+    start: float
+    rows_at_start: int = 0
+    """Rows ever written to the trace store for this bucket when its text last changed."""
+    expected: dict[str, RatioSums] = {}
+    residuals: list[float] = []
+    num_alarms: int = 0
+
+    def update(self, lengths: dict[str, RatioSums]) -> bool:
+        """Fold one epoch's acceptance lengths by version; True on an alarm.
+
+        Residuals are conditioned on the version, so a swap is no drift. The caller resets after an alarm.
+        """
+        total = weight = 0.0
+        for version in sorted(lengths):
+            seen, known = lengths[version], self.expected.setdefault(version, RatioSums())
+            if seen.n >= 3 and known.n >= 6:
+                value, reference = seen.ratio(), known.ratio()
+                error = math.hypot(seen.standard_error(), known.standard_error())
+                if value is not None and reference is not None and math.isfinite(error):
+                    # within-bucket prompts differ: 3% of the level is always noise
+                    z = (value - reference) / math.hypot(error, 0.03 * reference)
+                    total += z * math.sqrt(seen.x)
+                    weight += seen.x
+            known.discount(0.98)
+            known.merge(seen)
+        if weight <= 0:
+            return False
+        self.residuals = [*self.residuals, min(max(total / math.sqrt(weight), -CLIP), CLIP)][-MAX_RESIDUALS:]
+        return has_drifted(self.residuals)
+
+    def reset(self, now: float, rows_written: int) -> None:
+        """Begin anew after an alarm."""
+        self.start = now
+        self.rows_at_start = rows_written
+        self.expected = {}
+        self.residuals = []
+        self.num_alarms += 1
+
+
+class MixRegime(msgspec.Struct):
+    """The mix of buckets over time; a regime ends when the mix moves or a bucket's text drifts."""
+
+    start: float
+    mean: dict[str, float] = {}
+    recent: dict[str, float] = {}
+    num_epochs: int = 0
+    lengths: list[float] = []
+    """Durations of past regimes, seconds."""
+
+    def update(self, tokens: dict[str, int], epoch_start: float) -> bool:
+        """Fold one epoch's tokens per bucket; True when a new regime begins with this epoch."""
+        total = sum(tokens.values())
+        if total <= 0:
+            return False
+        mix = {b: n / total for b, n in tokens.items() if n > 0}
+        if not self.recent:
+            self.recent = dict(mix)
+        names = sorted(set(self.recent) | set(mix))
+        self.recent = {b: (1 - MIX_FAST) * self.recent.get(b, 0.0) + MIX_FAST * mix.get(b, 0.0) for b in names}
+        if self.mean and _distance(self.recent, self.mean) > MIX_DISTANCE:
+            self.begin(epoch_start)
+            self.recent = dict(mix)
+        is_new = self.num_epochs == 0
+        self.num_epochs += 1
+        step = 1.0 / self.num_epochs
+        names = sorted(set(self.mean) | set(mix))
+        self.mean = {b: (1 - step) * self.mean.get(b, 0.0) + step * mix.get(b, 0.0) for b in names}
+        return is_new
+
+    def begin(self, now: float) -> None:
+        """End the current regime at `now` and begin another."""
+        if now > self.start:
+            self.lengths = [*self.lengths, now - self.start][-64:]
+        self.start, self.mean, self.num_epochs = now, {}, 0
+
+    def horizon_s(self, now: float, prior_s: float) -> float:
+        """Expected remaining life of the regime, seconds.
+
+        Prior: a Lomax life of shape 3 and scale 2 prior_s, whose mean residual is prior_s + age / 2 (what has lasted
+        will last); evidence: mean residual of past regimes that outlived this age. Weighted by their numbers.
+        """
+        age = max(now - self.start, 0.0)
+        prior = prior_s + 0.5 * min(age, MAX_AGE_FACTOR * prior_s)
+        longer = [length - age for length in self.lengths if length > age]
+        return (PRIOR_REGIMES * prior + sum(longer)) / (PRIOR_REGIMES + len(longer))
+
+
+def _distance(a: dict[str, float], b: dict[str, float]) -> float:
+    return 0.5 * sum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in set(a) | set(b))

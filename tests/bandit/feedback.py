@@ -1,0 +1,31 @@
+"""Feedback batches from a few rows, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.contracts import FeedbackBatch
+
+DEFAULTS: dict[str, Any] = {
+    "request_id": "q",
+    "bucket": "a",
+    "group": "adaptive",
+    "drafter_version": "v0",
+    "is_greedy": False,
+    "round_index": 0,
+    "num_draft_tokens": 8,
+    "num_accepted_tokens": 1,
+    "num_emitted_tokens": 2,
+    "batch_size": 4,
+    "draft_ms": 0.5,
+    "verify_ms": 1.0,
+    "share_ms": 10.0,
+    "is_training": False,
+    "ts": 0.0,
+}
+
+
+def batch(rows: list[dict[str, Any]], *, seq: int = 1, replica: str = "r0", boot: int = 1) -> FeedbackBatch:
+    """One batch; a row names what differs from DEFAULTS."""
+    columns = {name: [row.get(name, value) for row in rows] for name, value in DEFAULTS.items()}
+    return FeedbackBatch(replica_id=replica, boot_epoch=boot, seq=seq, target_version="t", num_dropped=0, **columns)

@@ -1,0 +1,130 @@
+"""Claims about the pay-off rule over whole simulated services."""
+
+import itertools
+
+import pytest
+
+from paceline.config import PolicyConfig
+from tests.bandit.world import FIRST, World
+
+LENGTHS = {"a": 2.46, "b": 2.79, "c": 1.4}
+CEILINGS = {"a": 2.46, "b": 2.79, "c": 2.3}
+
+
+def _world(
+    mix, *, seed: int = 0, epoch_s: float = 10.0, policy: str = "payoff", bank_s: float = 20.0, **changes
+) -> World:
+    config = PolicyConfig(epoch_s=epoch_s, policy=policy, bank_s=bank_s)
+    return World(config=config, mix=mix, lengths=dict(LENGTHS), ceilings=dict(CEILINGS), seed=seed, **changes)
+
+
+def _spent(w: World) -> float:
+    return w.controller.snapshot()["ledger"]["spent_s"]
+
+
+def _net(w: World) -> float:
+    return w.controller.snapshot()["ledger"]["net_s"]
+
+
+@pytest.mark.parametrize(("seed", "bank_s"), [(0, 20.0), (1, 200.0), (2, 20.0)])
+def test_an_hour_without_a_shift_costs_at_most_one_percent(seed, bank_s):
+    w = _world(lambda t: {"a": 0.5, "b": 0.5}, seed=seed, bank_s=bank_s, round_s=0.1, step_s=5.0)
+    w.run(3600)
+    assert _spent(w) <= 0.01 * 3600
+    assert w.controller.snapshot()["drift_alarms"] == {"a": 0, "b": 0}
+
+
+def test_known_training_rows_of_the_first_drafter_spare_even_the_first_try():
+    learned = {FIRST: {"a": 200_000, "b": 200_000}}
+    w = _world(lambda t: {"a": 0.5, "b": 0.5}, learned=learned, round_s=0.1, step_s=5.0)
+    w.run(1800)
+    assert _spent(w) == 0.0
+
+
+@pytest.mark.parametrize("epoch_s", [5.0, 10.0, 30.0])
+def test_a_shift_to_an_unseen_domain_is_trained_for_within_two_epochs_of_enough_rows(epoch_s):
+    w = _world(lambda t: {"a": 0.5, "b": 0.5} if t < 60 else {"c": 1.0}, epoch_s=epoch_s)
+    enough = None
+    while not w.of("train"):
+        w.step()
+        if enough is None and w.rows.get("c", 0) >= w.config.min_rows:
+            enough = w.t
+        assert w.t < 300
+    assert w.of("train")[0].bucket == "c"
+    assert w.t - enough <= 2 * epoch_s + 1
+
+
+def test_training_goes_on_while_it_pays_and_stops_when_the_headroom_is_used_up():
+    w = _world(lambda t: {"a": 0.5, "b": 0.5} if t < 60 else {"c": 1.0}, epoch_s=5.0)
+    w.run(660)
+    rows = [d.context["belief"]["usable_rows"] for d in w.of("train")]
+    assert len(rows) >= 3 and rows[0] < 2500 and any(2500 < r < 9000 for r in rows) and any(r > 9000 for r in rows)
+    assert w.true[w.live]["c"] > 2.1
+    assert _net(w) > 20.0
+    assert len(w.of("train")) <= 7
+
+
+def test_domains_that_return_are_served_by_recall_without_training():
+    w = _world(lambda t: {"a": 0.5, "b": 0.5} if t < 50 or 180 <= t < 240 else {"c": 1.0}, epoch_s=5.0, forget=0.15)
+    w.run(180)
+    adapted = w.live
+    assert adapted != FIRST
+    w.run(60)
+    assert w.live == FIRST
+    w.run(40)
+    assert w.true[w.live]["c"] > 1.6 and w.live != FIRST
+    late = [d for d in w.decisions if d.ts - 1000 > 180]
+    assert {d.action for d in late} == {"hold", "recall"}
+    assert all(a != b for a, b in itertools.pairwise(w.swaps))
+
+
+def test_swaps_keep_the_minimum_dwell():
+    w = _world(lambda t: {"a": 1.0} if int(t / 25) % 2 else {"c": 1.0}, epoch_s=5.0, forget=0.2)
+    w.run(400)
+    times = [t for t, _ in w.swaps]
+    assert all(b - a >= w.config.min_dwell_s - 1 for a, b in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize("period", [20, 45, 90])
+def test_the_loss_never_exceeds_the_bank_however_the_traffic_turns(period):
+    w = _world(lambda t: {"abc"[int(t / period) % 3]: 1.0}, forget=0.3, slowdown=0.1, epoch_s=5.0)
+    for _ in range(600):
+        w.step()
+        bank = w.controller.bank()
+        assert bank.spent_s - max(bank.saved_s, 0.0) <= w.config.bank_s + 1.0
+
+
+def test_jobs_that_teach_nothing_stop_within_the_bank():
+    w = _world(lambda t: {"c": 1.0}, policy="payoff")
+    w.ceilings["c"] = w.lengths["c"]
+    w.run(900)
+    assert 1 <= len(w.of("train")) <= 3
+    assert _spent(w) <= w.config.bank_s + 1.0
+
+
+def test_a_changed_text_inside_one_bucket_is_noticed_and_trained_for():
+    w = _world(lambda t: {"a": 1.0}, learned={FIRST: {"a": 200_000}})
+    w.run(200)
+    assert w.of("train") == []
+    for lengths in w.true.values():
+        lengths["a"] = 1.4
+    w.ceilings["a"] = 2.3
+    w.run(120)
+    assert w.controller.snapshot()["drift_alarms"]["a"] == 1
+    assert w.of("train") and w.true[w.live]["a"] > 1.6
+
+
+def test_always_spends_where_the_payoff_rule_does_not():
+    spent = {}
+    for policy in ("always", "interval", "payoff"):
+        w = _world(lambda t: {"a": 0.5, "b": 0.5}, policy=policy)
+        w.run(300)
+        spent[policy] = _spent(w)
+    assert spent["always"] > spent["interval"] > 10.0 > spent["payoff"]
+
+
+def test_drafting_that_was_turned_off_is_trained_for_when_that_would_make_it_pay():
+    w = _world(lambda t: {"a": 0.5, "b": 0.5} if t < 60 else {"c": 1.0}, epoch_s=5.0, off_below=1.65)
+    w.run(300)
+    assert w.of("train") and w.true[w.live]["c"] > 1.65
+    assert _net(w) > 0.0
