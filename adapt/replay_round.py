@@ -1,0 +1,136 @@
+"""How many draft tokens would one round have accepted, given the text that followed?
+
+`whole_tree` builds the tree as serving does and walks it. `decided_early` gives the same answer with less work: it
+re-enters the drafter only where the second block can change the outcome, which is the exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.errors import DrafterMismatchError
+from paceline.serving.draft_tree import TreeBatch
+from paceline.serving.drafter import Drafter, DraftInputs, Frontier, Proposal
+from paceline.serving.tree_builder import (
+    Candidates,
+    Leaves,
+    append_block,
+    block_candidates,
+    choose_frontier,
+    rank_candidates,
+    select_tree,
+)
+
+BuildTree = Callable[[Drafter, DraftInputs], TreeBatch]
+AcceptRound = Callable[[Drafter, DraftInputs, torch.Tensor], torch.Tensor]
+"""(drafter, inputs of B requests, continuation (B, D)) -> num_accepted_tokens (B,) int64."""
+
+
+def deepest_match(tree: TreeBatch, continuation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Deepest node of each tree whose whole path the target's text follows.
+
+    Args:
+        tree: trees of B requests; a parent has at most one child per token.
+        continuation: (B, D) int64, the tokens behind each anchor, padded with -1.
+    Returns: depth (B,) int64, 0 = the root, and the node's score (B,) float32.
+    """
+    num_requests, sizes = tree.num_requests, tree.cu_nodes.diff()
+    owner = torch.repeat_interleave(torch.arange(num_requests, device=sizes.device), sizes)
+    local = torch.arange(owner.numel(), device=sizes.device) - tree.cu_nodes[owner]
+    wanted = torch.cat([continuation.new_full((num_requests, 1), -1), continuation], dim=1)  # column = depth
+    column = tree.depths.clamp(max=wanted.shape[1] - 1)
+    is_match = (tree.depths == 0) | ((wanted[owner, column] == tree.token_ids) & (tree.depths < wanted.shape[1]))
+    table = is_match.new_zeros(num_requests, tree.ancestors.shape[1])
+    table[owner, local] = is_match
+    on_path = (~tree.ancestors | table[owner]).all(dim=1)
+    depth = torch.zeros(num_requests, dtype=torch.int64, device=sizes.device)
+    depth = depth.scatter_reduce(0, owner, tree.depths.masked_fill(~on_path, 0), "amax")
+    lowest = tree.scores.masked_fill(~on_path, 0.0)  # scores fall along the path, so the deepest one is the least
+    return depth, torch.zeros_like(depth, dtype=lowest.dtype).scatter_reduce(0, owner, lowest, "amin")
+
+
+def whole_tree(build_tree: BuildTree) -> AcceptRound:
+    """Rounds that build the whole tree with `build_tree` and walk it."""
+
+    def accept(drafter: Drafter, inputs: DraftInputs, continuation: torch.Tensor) -> torch.Tensor:
+        tree = build_tree(drafter, inputs)
+        _check(tree.scores)
+        return deepest_match(tree, continuation)[0]
+
+    return accept
+
+
+def decided_early(num_nodes: int, max_frontier: int) -> AcceptRound:
+    """Rounds at a fixed node budget that equal `whole_tree` of `draft_fixed`, node for node.
+
+    Let v be the deepest matching node of the best tree of first-block candidates alone. More candidates can only push
+    nodes out, and only candidates that score above v push v out; these hang below leaves that score above v. So when v
+    is the root, or no leaf that would be re-entered scores as high as v (v itself is not such a leaf, then), the second
+    block changes nothing and is not computed.
+    """
+
+    def accept(drafter: Drafter, inputs: DraftInputs, continuation: torch.Tensor) -> torch.Tensor:
+        proposal = drafter.propose(inputs)
+        _check(proposal.logprobs)
+        if num_nodes == 0 or proposal.logprobs.shape[1] == 0:
+            return torch.zeros_like(inputs.anchor_token_ids)
+        first = block_candidates(proposal, drafter.caps.is_product, num_nodes)
+        depth, score = _best(first, inputs.anchor_token_ids, continuation, num_nodes)
+        if not drafter.caps.is_reentrant or max_frontier == 0:
+            return depth
+        leaves = choose_frontier(first, max_frontier)
+        request = leaves.frontier.request
+        is_open = torch.zeros_like(depth, dtype=torch.bool)
+        is_open[request[(leaves.scores >= score[request]) & (depth[request] > 0)]] = True
+        if bool(is_open.any()):
+            chosen = is_open.nonzero()[:, 0]
+            more = _reenter(drafter, inputs, proposal, first, leaves, is_open)
+            depth[chosen] = _best(more, inputs.anchor_token_ids[chosen], continuation[chosen], num_nodes)[0]
+        return depth
+
+    return accept
+
+
+def _reenter(
+    drafter: Drafter, inputs: DraftInputs, proposal: Proposal, first: Candidates, leaves: Leaves, is_open: torch.Tensor
+) -> Candidates:
+    """Candidates of both blocks for the requests in `is_open` (B,) bool only."""
+    keep = is_open[leaves.frontier.request]
+    frontier = Frontier(
+        request=leaves.frontier.request[keep],
+        slot=leaves.frontier.slot[keep],
+        token_ids=leaves.frontier.token_ids[keep],
+    )
+    second = drafter.expand(inputs, proposal, frontier)
+    _check(second.logprobs)
+    place = is_open.long().cumsum(0) - 1
+    kept = Leaves(
+        frontier=Frontier(request=place[frontier.request], slot=frontier.slot, token_ids=frontier.token_ids),
+        candidates=leaves.candidates[keep],
+        columns=leaves.columns[keep],
+        scores=leaves.scores[keep],
+    )
+    mine = Candidates(
+        token_ids=first.token_ids[is_open],
+        parents=first.parents[is_open],
+        scores=first.scores[is_open],
+        depths=first.depths[is_open],
+        cells=first.cells[is_open],
+    )
+    return append_block(mine, kept, second)
+
+
+def _best(
+    candidates: Candidates, anchors: torch.Tensor, continuation: torch.Tensor, num_nodes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tree, _ = select_tree(rank_candidates(candidates, num_nodes), anchors, [num_nodes] * anchors.numel())
+    return deepest_match(tree, continuation)
+
+
+def _check(logprobs: torch.Tensor) -> None:
+    if not bool((logprobs <= 1e-3).all()):  # false for NaN too; -inf marks an absent candidate
+        raise DrafterMismatchError(
+            "drafter log-probabilities must be numbers <= 0; train it again or use another version"
+        )

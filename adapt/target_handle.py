@@ -1,0 +1,69 @@
+"""What does a training job need of the target, without loading the whole model?
+
+Its version hash, its sizes and its token embedding (frozen, shared with the drafter); one tensor is read from disk.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
+
+from paceline.errors import ConfigError
+from paceline.serving.target import checkpoint_version, default_tap_layers
+
+_EMBEDDING = "embed_tokens.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetHandle:
+    """The target as a drafter sees it."""
+
+    version: str
+    vocab_size: int
+    feature_size: int
+    """Width of a fused feature row: tapped layers x hidden size."""
+    device: torch.device
+    embed_weight: torch.Tensor  # (V, Dm)
+
+
+def load_target_handle(folder: str | Path, *, device: str = "cpu", version: str | None = None) -> TargetHandle:
+    """Read a checkpoint folder's version, sizes and token embedding.
+
+    Args:
+        version: known hash; None hashes the files.
+    Raises: ConfigError when the folder is not a usable checkpoint.
+    """
+    root = Path(folder)
+    if not (root / "config.json").is_file():
+        raise ConfigError(f"model must be the folder of a transformers checkpoint with a config.json, got {root}")
+    config = AutoConfig.from_pretrained(root, local_files_only=True).get_text_config()
+    return TargetHandle(
+        version=version or checkpoint_version(root),
+        vocab_size=config.vocab_size,
+        feature_size=len(default_tap_layers(config.num_hidden_layers)) * config.hidden_size,
+        device=torch.device(device),
+        embed_weight=_read_embedding(root).to(device),
+    )
+
+
+def _read_embedding(root: Path) -> torch.Tensor:
+    index = root / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = [root / file for name, file in names.items() if name.endswith(_EMBEDDING)]
+        else:
+            files = sorted(root.glob("*.safetensors"))
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    if name.endswith(_EMBEDDING):
+                        return tensors.get_tensor(name)
+    except (OSError, ValueError, KeyError, SafetensorError) as e:
+        raise ConfigError(f"weights in {root} must be readable safetensors: {e}") from e
+    raise ConfigError(f"weights in {root} must hold a tensor named *.{_EMBEDDING}")
