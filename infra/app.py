@@ -1,0 +1,202 @@
+"""How is a service put together: the Serve application, and the one-computer service of the command line?"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
+
+from paceline.config import ServiceConfig, build_config, to_dict
+from paceline.errors import ConfigError, PacelineError
+from paceline.infra.controller_actor import stop_controller
+from paceline.infra.redis_clients import Keys, redact
+from paceline.infra.redis_server import EmbeddedRedis, configured_redis_url, resolve_redis
+from paceline.infra.replica_parts import StorePaths, ensure_first_version, is_adaptive
+from paceline.paths import resolve_drafter, resolve_model
+from paceline.serving.deployment import DeploymentLimits, bind_replicas
+
+log = logging.getLogger(__name__)
+
+APP_NAME = "paceline"
+FACTORY = "paceline.infra.replica_parts:replica_parts"
+OBJECT_STORE_BYTES = 150 * 2**20
+LOCAL_GRACE_S = 30.0
+"""Drain of a service on one computer; a cluster's Serve configuration sets its own."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Service:
+    """A running service on this computer; give it to stop_service."""
+
+    url: str
+    config: ServiceConfig
+    """As given, with redis_url and port filled in."""
+    handle: DeploymentHandle
+    redis: EmbeddedRedis | None
+    owns_ray: bool
+
+
+def build(args: Mapping[str, Any]) -> Application:
+    """The Serve application for the plain values of a ServiceConfig: `import_path: paceline.infra.app:build`.
+
+    Raises: ConfigError on an unknown key. Without redis_url (or PACELINE_REDIS_URL) replicas serve their first drafter and nothing adapts.
+    """
+    config = build_config(ServiceConfig, dict(args))
+    config = replace(config, redis_url=configured_redis_url(config))
+    return bind_replicas(FACTORY, to_dict(config), deployment_limits(config))
+
+
+def deployment_limits(config: ServiceConfig, *, grace_s: float = 900.0) -> DeploymentLimits:
+    """What Serve is told for a configuration; the engine's own queue answers 429 before Serve's does."""
+    return DeploymentLimits(
+        num_replicas=config.num_replicas,
+        max_ongoing_requests=config.engine.max_running + config.engine.max_waiting + 48,
+        graceful_shutdown_timeout_s=grace_s,
+        num_gpus=1.0 if config.device == "cuda" else 0.0,
+    )
+
+
+def run_service(config: ServiceConfig) -> Service:
+    """Start everything that `config` asks for on this computer and return when requests can be sent.
+
+    Starts Ray (unless RAY_ADDRESS names a cluster or this process is connected), an embedded Redis (unless redis_url is
+    set), Serve's proxy and the replicas, which start the controller when the drafter can be trained. Port 0 takes a free one.
+    Raises: ConfigError for settings, PacelineError when something does not come up; what was started is stopped again.
+    """
+    resolve_model(config.model)
+    resolve_drafter(config.drafter)
+    config = replace(config, port=claim_port(config.host, config.port), device=_resolve_device(config.device))
+    paths = StorePaths.of(config)
+    paths.data_dir.mkdir(parents=True, exist_ok=True)
+    redis: EmbeddedRedis | None = None
+    owns_ray = owns_app = False
+    try:
+        if is_adaptive(config) or configured_redis_url(config) is not None:
+            url, redis = resolve_redis(config)
+            config = replace(config, redis_url=url)
+            log.info("redis url=%s", redact(url))
+        owns_ray = start_ray(config)
+        if APP_NAME in _running_apps():
+            raise ConfigError("a Paceline service already runs in this Ray cluster; stop it first")
+        serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": config.port})
+        app = bind_replicas(FACTORY, to_dict(config), deployment_limits(config, grace_s=LOCAL_GRACE_S))
+        if is_adaptive(config):
+            register_first_drafter(config)
+        owns_app = True
+        handle = serve.run(app, name=APP_NAME, route_prefix="/")
+    except BaseException as e:
+        _stop(config, redis, owns_ray, owns_app=owns_app)
+        if isinstance(e, PacelineError) or not isinstance(e, Exception):
+            raise
+        raise PacelineError(f"the service did not start: {e}") from e
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    url = f"http://{host}:{config.port}"
+    log.info("service ready url=%s replicas=%d", url, config.num_replicas)
+    return Service(url=url, config=config, handle=handle, redis=redis, owns_ray=owns_ray)
+
+
+def stop_service(service: Service) -> None:
+    """Stop what run_service started, in reverse order; safe to call twice."""
+    _stop(service.config, service.redis, service.owns_ray)
+    service.redis, service.owns_ray = None, False
+
+
+def register_first_drafter(config: ServiceConfig) -> None:
+    """Check the drafter against the target, register it and write the first desired state.
+
+    Done before the replicas start, so that a wrong drafter ends in one clear error.
+    Raises: ConfigError, DrafterMismatchError.
+    """
+    from paceline.adapt.registry import DrafterRegistry
+    from paceline.clock import SystemClock
+    from paceline.infra.replica_parts import make_slots
+    from paceline.serving.target import TargetModel
+
+    assert config.redis_url is not None
+    target = TargetModel.load(resolve_model(config.model), device="cpu", dtype=config.dtype)
+    slots = make_slots(config, target, DrafterRegistry(StorePaths.of(config).registry))
+    keys, now = Keys(config.model_name), SystemClock().now()
+    ensure_first_version(config.redis_url, keys, slots.first_version, config.policy.holdback_percent, now)
+
+
+def claim_port(host: str, port: int) -> int:
+    """`port` when it is free, a free one for 0; raises ConfigError when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError as e:
+            raise ConfigError(f"port {port} on {host} must be free ({e.strerror}); choose another, 0 takes any") from e
+        return s.getsockname()[1]
+
+
+def start_ray(config: ServiceConfig) -> bool:
+    """Connect to the cluster of RAY_ADDRESS or start Ray here; True when it was started here."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, namespace=APP_NAME, log_to_driver=False)
+        return False
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # one computer, loopback only; also leaves ~/.ray alone
+    # on a busy computer a proxy takes longer to start than Serve's 5 s, and Serve would kill it for that
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    ray.init(
+        address="local",
+        namespace=APP_NAME,
+        # logical CPUs: replicas book one each, everything else books next to nothing
+        num_cpus=max(os.cpu_count() or 1, config.num_replicas * 2 + 1),
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        configure_logging=False,
+        _metrics_export_port=_free_port(),
+    )
+    return True
+
+
+def _free_port() -> int:
+    return claim_port("127.0.0.1", 0)
+
+
+def _running_apps() -> set[str]:
+    try:
+        return set(serve.status().applications)
+    except Exception as e:  # Serve has not been started in this cluster
+        log.debug("no Serve instance: %s", e)
+        return set()
+
+
+def _resolve_device(device: str) -> str:
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _stop(config: ServiceConfig, redis: EmbeddedRedis | None, owns_ray: bool, *, owns_app: bool = True) -> None:
+    """Stop Redis and, as far as this process started them, the application with its controller, Serve and Ray."""
+    if ray.is_initialized():
+        for name, step in (
+            ("application", lambda: serve.delete(APP_NAME) if owns_app else None),
+            ("controller", lambda: stop_controller(config.model_name) if owns_app else None),
+            ("Serve", serve.shutdown if owns_ray else lambda: None),
+            ("Ray", ray.shutdown if owns_ray else lambda: None),
+        ):
+            try:
+                step()
+            except Exception:  # the next must still be stopped
+                log.exception("stopping the %s failed", name)
+    if redis is not None:
+        redis.stop()

@@ -1,0 +1,218 @@
+"""RAY LEAF: how does the controller run in a cluster: one detached named actor that comes back after a kill.
+
+The actor holds no logic; tests target ControllerHost. Its `__init__` does no I/O and cannot fail, since an exception
+there during a restart would leave the actor dead for good; a background thread connects with backoff.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from paceline.config import PolicyConfig, build_config
+from paceline.contracts import TrainJob, TrainResult
+from paceline.errors import PacelineError
+from paceline.infra.controller_host import ControllerHost, HostConfig
+from paceline.infra.train_coordinator import JobHandle, WorkerLease, failed
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "paceline"
+COMMAND_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerSpec:
+    """Everything the actor needs to build its host, also after a restart; plain values."""
+
+    redis_url: str = field(repr=False)
+    model: str
+    """Prefix of the Redis keys and part of the actor's name."""
+    data_dir: str
+    trace_root: str
+    registry_root: str
+    target_dir: str
+    target_version: str
+    policy: dict
+    """Values of PolicyConfig."""
+    trainer_threads: int = 1
+    num_gpus: float = 0.0
+    """GPUs of a training job."""
+    log_level: str = "INFO"
+
+
+class RayJob:
+    """A training job that runs as a Ray task."""
+
+    def __init__(self, ref: ray.ObjectRef, job_id: str) -> None:
+        self._ref, self._job_id = ref, job_id
+
+    def is_alive(self) -> bool:
+        return not ray.wait([self._ref], timeout=0)[0]
+
+    def result(self) -> TrainResult | None:
+        if self.is_alive():
+            return None
+        try:
+            return ray.get(self._ref)
+        except RayError as e:  # killed worker, cancelled task, or an error inside it
+            lines = str(e).strip().splitlines() or [type(e).__name__]
+            return failed(self._job_id, f"the training process ended: {lines[-1][:300]}")
+
+    def kill(self) -> None:
+        ray.cancel(self._ref, force=True)
+
+
+class RayLauncher:
+    """Starts jobs as Ray tasks."""
+
+    def __init__(self, spec: ControllerSpec) -> None:
+        self._spec = spec
+
+    def launch(self, job: TrainJob, lease: WorkerLease) -> JobHandle:
+        from paceline.adapt.trainer_task import launch_training
+
+        spec = self._spec
+        ref = launch_training(
+            job,
+            threads=spec.trainer_threads,
+            num_gpus=spec.num_gpus,
+            trace_root=spec.trace_root,
+            registry_root=spec.registry_root,
+            target_dir=spec.target_dir,
+            lease=lease,
+        )
+        return RayJob(ref, job.job_id)
+
+
+def build_host(spec: ControllerSpec) -> ControllerHost:
+    """The host that a spec describes; no connection is made yet."""
+    from paceline.adapt.registry import DrafterRegistry
+    from paceline.adapt.trace_store import TraceStore
+
+    return ControllerHost(
+        HostConfig(
+            redis_url=spec.redis_url,
+            model=spec.model,
+            data_dir=Path(spec.data_dir),
+            policy=build_config(PolicyConfig, spec.policy, "policy."),
+            target_version=spec.target_version,
+        ),
+        store=TraceStore(spec.trace_root),
+        registry=DrafterRegistry(spec.registry_root),
+        launcher=RayLauncher(spec),
+    )
+
+
+class ControllerActor:
+    """Hosts one ControllerHost. Contains no logic."""
+
+    def __init__(self, spec: ControllerSpec) -> None:
+        self._spec = spec
+        self._host: ControllerHost | None = None
+        self._is_stopped = False
+        self._error = ""
+        threading.Thread(target=self._build, name="controller-build", daemon=True).start()
+
+    def _build(self) -> None:
+        delay_s = 0.2
+        while not self._is_stopped:
+            try:
+                from paceline.infra.log import configure_logging
+
+                configure_logging(self._spec.log_level, file=Path(self._spec.data_dir).expanduser() / "controller.log")
+                self._host = build_host(self._spec).start()
+                return
+            except Exception as e:
+                self._error = str(e)
+                logger.exception("controller could not be built, trying again")
+                time.sleep(delay_s)
+                delay_s = min(5.0, 2 * delay_s)
+
+    async def snapshot(self) -> dict:
+        """See ControllerHost.snapshot; while it is being built only redis_up and errors."""
+        if self._host is None:
+            return {"redis_up": False, "errors": {"count": int(bool(self._error)), "last": self._error}}
+        return self._host.snapshot()
+
+    async def command(self, name: str, *args: Any) -> Any:
+        """Run pause, set_policy, pin, unpin or rollback; raises what the host raises."""
+        host = self._host
+        if name not in ("pause", "set_policy", "pin", "unpin", "rollback"):
+            raise PacelineError(f"command must be pause, set_policy, pin, unpin or rollback, got {name!r}")
+        if host is None:
+            raise PacelineError("the controller is starting; try again in a few seconds")
+        future = asyncio.wrap_future(host.call(lambda: getattr(host, name)(*args)))
+        try:
+            return await asyncio.wait_for(future, COMMAND_TIMEOUT_S)
+        except TimeoutError as e:
+            raise PacelineError("Redis is unreachable, nothing was changed; try again when it is back") from e
+
+    async def serves(self, redis_url: str) -> bool:
+        """Whether this actor was made for that Redis."""
+        return self._spec.redis_url == redis_url
+
+    async def pid(self) -> int:
+        import os
+
+        return os.getpid()
+
+    async def stop(self) -> None:
+        """Commit and end the loop; a training job in flight is stopped. Kill the actor afterwards."""
+        self._is_stopped = True
+        if self._host is not None:
+            await asyncio.to_thread(self._host.stop)
+
+
+def actor_name(model: str) -> str:
+    return f"paceline-controller-{model}"
+
+
+def ensure_controller(spec: ControllerSpec) -> Any:
+    """Handle of the service's controller, made when there is none or the old one is dead. Do not keep the handle.
+
+    Raises: PacelineError when it does not answer.
+    """
+    remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(ControllerActor)
+    named = remote.options(
+        name=actor_name(spec.model), namespace=NAMESPACE, lifetime="detached", get_if_exists=True, max_concurrency=32
+    )
+    last: Exception | None = None
+    for _ in range(3):
+        handle = named.remote(spec)
+        try:
+            if ray.get(handle.serves.remote(spec.redis_url), timeout=60):  # type: ignore[attr-defined]
+                return handle
+            logger.warning("the controller belongs to a Redis of an earlier start; replaced")
+            stop_controller(spec.model)
+        except (RayActorError, ray.exceptions.GetTimeoutError) as e:
+            last = e
+            logger.warning("controller actor does not answer: %s", e)
+            time.sleep(0.5)
+    raise PacelineError(f"the controller actor could not be started: {last}")
+
+
+def get_controller(model: str) -> Any:
+    """Handle of a running controller; raises ValueError when there is none."""
+    return ray.get_actor(actor_name(model), namespace=NAMESPACE)
+
+
+def stop_controller(model: str, timeout_s: float = 15.0) -> None:
+    """Stop the controller's loop and remove the actor; no error when there is none."""
+    try:
+        handle = get_controller(model)
+    except ValueError:
+        return
+    try:
+        ray.get(handle.stop.remote(), timeout=timeout_s)
+    except (RayError, TimeoutError) as e:
+        logger.warning("controller did not stop in time: %s", e)
+    ray.kill(handle, no_restart=True)

@@ -1,0 +1,248 @@
+"""What happens in one pass of the controller: feedback, context, decisions, the job in flight, commit."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from paceline.bandit.observation import HostContext, JobCosts
+from paceline.contracts import (
+    Decision,
+    DesiredState,
+    ReplicaReport,
+    TrainJob,
+    TrainResult,
+)
+from paceline.errors import PacelineError
+from paceline.infra.controller_core import COMMIT_ENTRIES, ControllerCore
+from paceline.infra.controller_store import PendingJob, SwapInFlight
+from paceline.infra.desired_state import read_reports
+from paceline.infra.job_order import order_job
+from paceline.infra.manifest_facts import learned_rows, shadow_lengths
+
+logger = logging.getLogger(__name__)
+
+_MAX_SWAPS = 500
+_SWAP_PATIENCE_S = 60.0
+
+
+class ControllerPass(ControllerCore):
+    """Asks the Controller what to do and does it; single-threaded."""
+
+    def step(self, block_ms: int = 250) -> int:
+        """One pass: feedback, context, decisions, the job, commit. Returns the entries read.
+
+        Raises: redis errors (call again later, nothing is lost), FencedError (stop).
+        """
+        self._settle()
+        num_entries = self._read(block_ms)
+        now = self._clock.now()
+        if now >= self._context_due:
+            self._context_due = now + self.config.context_every_s
+            self._refresh_context()
+        self._poll_job(now)
+        self._tick(now)
+        self._take_drained()
+        due = now >= self._commit_due or len(self._commit.ack_ids) >= COMMIT_ENTRIES
+        if not self._commit.is_empty and (due or self._commit.decisions or self._commit.desired):
+            self._flush()
+        return num_entries
+
+    def _settle(self) -> None:
+        """Find out first whether a commit whose reply was lost has happened; nothing may be folded before."""
+        if not self._commit.is_empty and self._commit.is_uncertain:
+            self._flush()
+
+    def _tick(self, now: float) -> None:
+        state = self.state
+        if state.is_paused or state.desired is None:
+            return
+        context = HostContext(
+            live_version=state.desired.version,
+            first_version=state.desired.first_version,
+            rows=dict(self._rows),
+            rows_written=dict(state.rows_written),
+            versions=[m.version for m in self._versions],
+            job_running=state.pending is not None,
+            num_replicas=max(1, len(self._reports)),
+            learned_rows=learned_rows(self._versions),
+            shadow=shadow_lengths(self._versions),
+        )
+        try:
+            decisions = self.controller.tick(now, context)
+        except Exception as e:  # serving and feedback go on without decisions
+            self._note_error("the policy failed to decide", e)
+            return
+        for decision in decisions:
+            self._act(decision, now)
+
+    def _act(self, decision: Decision, now: float) -> None:
+        if decision.action == "train":
+            job = self._make_job(decision)
+            if job is None or self.state.pending is not None:
+                why = "no trace shards are left" if job is None else "a job is in flight"
+                self._finish_job(
+                    decision.decision_id,
+                    TrainResult(
+                        job_id=f"none-{decision.decision_id}",
+                        status="failed",
+                        version=None,
+                        reason=why,
+                        train_s=0.0,
+                        shadow_s=0.0,
+                    ),
+                    now,
+                )
+                return
+            self.state.pending = PendingJob(job=job, decision_id=decision.decision_id, since=now)
+        elif decision.action in ("recall", "rollback", "pin") and decision.version is not None:
+            self._want(decision.version, decision.reason, now, decision.decision_id)
+
+    def _want(self, version: str, reason: str, now: float, decision_id: int) -> None:
+        self._book_swap(now, is_superseded=True)
+        self.state.swap = SwapInFlight(decision_id=decision_id, since=now)
+        desired = self.state.desired
+        first = desired.first_version if desired is not None else version
+        self._commit.desired = DesiredState(
+            gen=0, version=version, first_version=first, holdback_percent=self.config.policy.holdback_percent,
+            reason=reason, ts=now,
+        )  # fmt: skip
+
+    # ---- training -----------------------------------------------------------------------------------------------
+    def _make_job(self, decision: Decision) -> TrainJob | None:
+        assert self.state.desired is not None
+        return order_job(
+            decision,
+            self.controller.arm_of(decision),
+            self._own_shards(),
+            desired=self.state.desired,
+            policy=self.config.policy,
+        )
+
+    def _own_shards(self) -> list[Any]:
+        return [s for s in self._shards.list_shards() if self.config.target_version in ("", s.target_version)]
+
+    def _poll_job(self, now: float) -> None:
+        pending = self.state.pending
+        if pending is None or self._commit.decisions or self._commit.desired:
+            return  # the order is not committed yet: nothing may be launched before it is
+        result = self._coordinator.poll(self._client, pending.job)
+        if result is None:
+            return
+        self.state.pending = None
+        self._commit.delete += self._coordinator.leftovers(pending.job.job_id)
+        self._coordinator.forget()
+        self._commit.log.append(
+            ("job", {**msgspec.to_builtins(result), "bucket": pending.job.bucket, "arm": pending.job.arm.name})
+        )
+        self._finish_job(pending.decision_id, result, now)
+        logger.info("training ended job=%s status=%s reason=%s", result.job_id, result.status, result.reason)
+
+    def _finish_job(self, decision_id: int, result: TrainResult, now: float) -> None:
+        try:
+            outcome = self.controller.job_finished(result, decision_id=decision_id, now=now, costs=JobCosts())
+        except Exception as e:
+            self._note_error("the policy could not take a training result", e)
+            return
+        if outcome.publish is not None:
+            self._want(outcome.publish, outcome.reason, now, decision_id)
+
+    # ---- what replicas and stores say ---------------------------------------------------------------------------
+    def _refresh_context(self) -> None:
+        try:
+            self._look_at_stores()
+        except (OSError, PacelineError) as e:
+            self._note_error("trace store or registry cannot be read", e)
+        self._reports = read_reports(self._client, self._keys)
+        self._lag = self._consumer.lag()
+        now = self._clock.now()
+        for report in self._reports:
+            self._take_report(report, now)
+        self._book_swap(now)
+
+    def _book_swap(self, now: float, *, is_superseded: bool = False) -> None:
+        """Charge the decision behind the live version with what staging it cost, once all replicas run it."""
+        swap, desired = self.state.swap, self.state.desired
+        if swap is None or desired is None or self._commit.desired is not None:
+            return
+        arrived = [r for r in self._reports if r.gen == desired.gen]
+        waiting = [r for r in self._reports if desired.gen not in (r.gen, r.failed_gen)]
+        if not is_superseded and now - swap.since < _SWAP_PATIENCE_S and (waiting or not self._reports):
+            return
+        self.state.swap = None
+        seconds = sum(r.staging_s + (r.swap_pause_ms[-1] / 1e3 if r.swap_pause_ms else 0.0) for r in arrived)
+        if seconds > 0:
+            self.controller.staged(swap.decision_id, seconds, now)
+
+    def _look_at_stores(self) -> None:
+        shards = self._own_shards()
+        seen = set(self.state.seen_shards)
+        rows: dict[str, int] = {}
+        for s in shards:
+            rows[s.bucket] = rows.get(s.bucket, 0) + s.num_rows
+            if s.shard_id not in seen:
+                self.state.rows_written[s.bucket] = self.state.rows_written.get(s.bucket, 0) + s.num_rows
+        self._rows = rows
+        self.state.seen_shards = [s.shard_id for s in shards]
+        self._versions = self._registry.list()
+
+    def _take_report(self, report: ReplicaReport, now: float) -> None:
+        state, desired = self.state, self.state.desired
+        if report.counters:
+            self._counters_seen[report.replica_id] = dict(report.counters)
+        mark = f"{report.replica_id}:{report.gen}"
+        if report.gen > 1 and report.swap_pause_ms and mark not in state.seen_swaps:
+            state.seen_swaps = [*state.seen_swaps, mark][-_MAX_SWAPS:]
+            state.swap_times = [*state.swap_times, report.ts][-_MAX_SWAPS:]
+            state.swap_pauses_ms = [*state.swap_pauses_ms, report.swap_pause_ms[-1]][-_MAX_SWAPS:]
+        if desired is not None and report.failed_gen == desired.gen and self._commit.desired is None:
+            back = next((v for v in reversed(state.history) if v != desired.version), desired.first_version)
+            if back != desired.version:
+                # a later rollback must not lead back to it
+                state.history = [v for v in state.history if v != desired.version]
+                self._manual(
+                    "rollback", back, f"replica {report.replica_id} refused {desired.version}: {report.failed_reason}"
+                )
+
+    # ---- the operator's orders ----------------------------------------------------------------------------------
+    def pause(self, is_paused: bool = True) -> None:
+        """Make no decisions (feedback is still folded), or make them again."""
+        self.state.is_paused = is_paused
+        self._commit.log.append(("note", {"text": "decisions paused" if is_paused else "decisions resumed"}))
+
+    def set_policy(self, name: str) -> None:
+        """Switch the policy; raises ConfigError for an unknown one."""
+        self.controller.set_policy(name)
+        self.state.policy = name
+        self._commit.log.append(("note", {"text": f"policy set to {name}"}))
+
+    def pin(self, version: str) -> None:
+        """Make a version live and keep it until `unpin`; raises ManifestError when it is not in the registry."""
+        self._registry.get_manifest(version)
+        self._manual("pin", version, f"pinned to {version} by the operator")
+
+    def unpin(self) -> None:
+        self.controller.unpin()
+        self._commit.log.append(("note", {"text": "pin removed"}))
+
+    def rollback(self, version: str | None = None) -> str:
+        """Make the version before the live one (or the named one) live again; returns it."""
+        desired = self.state.desired
+        if desired is None:
+            raise PacelineError("there is no live drafter to roll back from")
+        back = version or next((v for v in reversed(self.state.history) if v != desired.version), None)
+        if back is None:
+            raise PacelineError(
+                f"{desired.version} is the only version that was ever live; pin one of `paceline versions`"
+            )
+        self._registry.get_manifest(back)
+        self._manual("rollback", back, f"rolled back from {desired.version} to {back} by the operator")
+        return back
+
+    def _manual(self, action: str, version: str, reason: str) -> None:
+        now = self._clock.now()
+        made = self.controller.manual(action, version, now, reason)
+        self._want(version, reason, now, made.decision_id)
+        logger.warning("drafter %s version=%s reason=%s", action, version, reason)

@@ -1,0 +1,105 @@
+"""What does traffic look like per bucket and group: totals and a recent window of acceptance and speed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.contracts import FeedbackBatch
+
+BIN_S = 5.0
+NUM_BINS = 240
+RECENT_S = 30.0
+
+
+class GroupTotals(msgspec.Struct, kw_only=True):
+    """Sums over rows of one bucket and group."""
+
+    rounds: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    emitted: int = 0
+    device_ms: float = 0.0
+
+    def add(self, accepted: int, drafted: int, emitted: int, share_ms: float) -> None:
+        self.rounds += 1
+        self.accepted += accepted
+        self.drafted += drafted
+        self.emitted += emitted
+        self.device_ms += share_ms
+
+    def plus(self, other: GroupTotals) -> None:
+        self.rounds += other.rounds
+        self.accepted += other.accepted
+        self.drafted += other.drafted
+        self.emitted += other.emitted
+        self.device_ms += other.device_ms
+
+    def to_dict(self) -> dict:
+        """acceptance_length = accepted / rounds + 1; tokens_per_s = emitted tokens per second of device time."""
+        return {
+            "rounds": self.rounds,
+            "tokens": self.emitted,
+            "acceptance_length": self.accepted / self.rounds + 1.0 if self.rounds else None,
+            "acceptance_rate": self.accepted / self.drafted if self.drafted else None,
+            "tokens_per_s": self.emitted / (self.device_ms / 1e3) if self.device_ms > 0 else None,
+        }
+
+
+class TrafficStats(msgspec.Struct, kw_only=True):
+    """Totals and time bins; encodable, so that they survive a restart of the controller."""
+
+    totals: dict[str, dict[str, GroupTotals]] = {}
+    """bucket -> group -> sums since the beginning."""
+    bins: list[tuple[int, dict[str, dict[str, GroupTotals]]]] = []
+    """(bin number of BIN_S seconds, bucket -> group -> sums), oldest first."""
+
+    def observe(self, batch: FeedbackBatch) -> None:
+        """Add the rows of one batch."""
+        rows = zip(
+            batch.bucket, batch.group, batch.num_accepted_tokens, batch.num_draft_tokens, batch.num_emitted_tokens,
+            batch.share_ms, batch.ts, strict=True,
+        )  # fmt: skip
+        for bucket, group, accepted, drafted, emitted, share_ms, ts in rows:
+            _cell(self.totals, bucket, group).add(accepted, drafted, emitted, share_ms)
+            _cell(self._bin(int(ts // BIN_S)), bucket, group).add(accepted, drafted, emitted, share_ms)
+
+    def _bin(self, number: int) -> dict[str, dict[str, GroupTotals]]:
+        for n, cells in reversed(self.bins):
+            if n == number:
+                return cells
+            if n < number:
+                break
+        cells = {}
+        self.bins = sorted([*self.bins, (number, cells)], key=lambda b: b[0])[-NUM_BINS:]
+        return cells
+
+    def buckets(self, now: float) -> dict[str, dict]:
+        """bucket -> {group: totals, recent: {group: sums of the last RECENT_S}}."""
+        first = int((now - RECENT_S) // BIN_S)
+        recent: dict[str, dict[str, GroupTotals]] = {}
+        for number, cells in self.bins:
+            if number >= first:
+                for bucket, groups in cells.items():
+                    for group, sums in groups.items():
+                        _cell(recent, bucket, group).plus(sums)
+        return {
+            bucket: {
+                **{group: sums.to_dict() for group, sums in groups.items()},
+                "recent": {group: sums.to_dict() for group, sums in recent.get(bucket, {}).items()},
+            }
+            for bucket, groups in self.totals.items()
+        }
+
+    def series(self) -> list[dict]:
+        """One dict a bin: ts and, per bucket and group, the values of GroupTotals.to_dict."""
+        return [
+            {"ts": n * BIN_S, "buckets": {b: {g: s.to_dict() for g, s in gs.items()} for b, gs in cells.items()}}
+            for n, cells in self.bins
+        ]
+
+    def num_rows(self) -> int:
+        return sum(s.rounds for groups in self.totals.values() for s in groups.values())
+
+
+def _cell(cells: dict[str, dict[str, GroupTotals]], bucket: str, group: str) -> GroupTotals:
+    return cells.setdefault(bucket, {}).setdefault(group, GroupTotals())
