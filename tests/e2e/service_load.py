@@ -1,0 +1,207 @@
+"""A tiny two-replica service's files, and a client that notes exactly how every answer ended."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from paceline.serving.specblock_drafter import save_drafter
+from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
+from paceline.serving.target import TargetModel
+from tests.fakes import greedy_continuation, plain_logits, tiny_model, tiny_target, tiny_tokenizer
+
+VOCAB, WIDTH, NUM_PROMPTS, MAX_TOKENS = 300, 32, 16, 64
+PROMPTS = [[3 + (17 * i + 5 * k) % (VOCAB - 3) for k in range(2 + i)] for i in range(NUM_PROMPTS)]
+MAX_TRIES = 60
+
+
+def write_model(folder: Path) -> None:
+    tiny_model(vocab=VOCAB, width=WIDTH).save_pretrained(folder)
+    tiny_tokenizer(VOCAB).save_pretrained(folder)
+
+
+def write_drafter(folder: Path, target: TargetModel, seed: int, hidden_size: int = 16) -> None:
+    """A drafter with random weights: of the right shape, never trained."""
+    config = SpecBlockConfig(
+        hidden_size=hidden_size, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=VOCAB,
+        feature_size=target.feature_size, embed_size=WIDTH, rank_hidden=8,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        save_drafter(folder, SpecBlockModel(config), target.version)
+
+
+@functools.cache
+def reference() -> list[list[int]]:
+    """The target's own greedy tokens behind every prompt, by plain forwards of the transformers model."""
+    target = tiny_target(vocab=VOCAB, width=WIDTH)
+    return [greedy_continuation(target, p, MAX_TOKENS) for p in PROMPTS]
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """How one request ended, as its client saw it."""
+
+    prompt: int
+    num_wanted: int
+    is_stream: bool
+    status: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    is_done: bool = False
+    """A stream's [DONE] arrived, or a whole body."""
+    error: str | None = None
+    """An explicit error: status, error event or broken connection."""
+    stats: list[dict] = field(default_factory=list)
+    """Every `paceline` object of the answer."""
+    num_refusals: int = 0
+    """429 answers before this one."""
+
+    @property
+    def looks_complete(self) -> bool:
+        return self.error is None and self.status == 200 and self.is_done and self.finish_reason is not None
+
+    def check_complete(self) -> None:
+        assert self.looks_complete, (self.status, self.error, self.finish_reason, self.is_done)
+        assert self.finish_reason == "length"
+        assert len(self.token_ids) == self.num_wanted
+        self.check_tokens()
+        assert len({s["drafter_version"] for s in self.stats}) == 1
+
+    def check_tokens(self) -> None:
+        """The tokens are the target's own; behind a near tie of two logits fp32 rounding may choose."""
+        want = reference()[self.prompt][: len(self.token_ids)]
+        if self.token_ids == want:
+            return
+        at = next(k for k, (a, b) in enumerate(zip(self.token_ids, want, strict=True)) if a != b)
+        logits = plain_logits(tiny_target(vocab=VOCAB, width=WIDTH), [*PROMPTS[self.prompt], *want[:at]])[-1]
+        gap = float(logits.max() - logits[self.token_ids[at]])
+        assert gap < 1e-4, f"prompt {self.prompt} differs at token {at}, logit gap {gap}"
+
+    def check_explicit(self) -> None:
+        """Complete and right, or visibly broken off: never a part that looks like the whole."""
+        if self.looks_complete:
+            self.check_complete()
+            return
+        assert not self.is_done and self.finish_reason is None
+        assert self.is_stream or self.error is not None
+        self.check_tokens()
+
+    @property
+    def version(self) -> str:
+        return self.stats[-1]["drafter_version"]
+
+
+async def ask(
+    client: httpx.AsyncClient, prompt: int, *, stream: bool, num_tokens: int = 24, bucket: str = "load", retry: bool = True
+) -> Answer:  # fmt: skip
+    """Send one greedy request; after a 429 wait as told and send it again."""
+    answer = Answer(prompt=prompt, num_wanted=num_tokens, is_stream=stream)
+    body = {
+        "prompt": PROMPTS[prompt], "max_tokens": num_tokens, "temperature": 0, "stream": stream, "ignore_eos": True,
+        "return_token_ids": True, **({"stream_options": {"include_usage": True}} if stream else {}),
+    }  # fmt: skip
+    headers = {"x-paceline-bucket": bucket}
+    for _ in range(MAX_TRIES):
+        try:
+            async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+                answer.status = response.status_code
+                if response.status_code == 200:
+                    await (_read_stream if stream else _read_whole)(response, answer)
+                else:
+                    answer.error = (await response.aread()).decode()
+        except httpx.TransportError as e:
+            answer.error = repr(e)
+            return answer
+        if answer.status != 429 or not retry:
+            return answer
+        await asyncio.sleep(float(response.headers["retry-after"]))
+        answer.num_refusals += 1
+        answer.error = None
+    raise AssertionError(f"refused {MAX_TRIES} times")
+
+
+async def _read_whole(response: httpx.Response, answer: Answer) -> None:
+    body = json.loads(await response.aread())
+    choice = body["choices"][0]
+    answer.token_ids, answer.finish_reason = choice["token_ids"], choice["finish_reason"]
+    answer.stats, answer.is_done = [body["paceline"]], True
+
+
+async def _read_stream(response: httpx.Response, answer: Answer) -> None:
+    async for line in response.aiter_lines():
+        if not line.startswith("data: "):
+            continue
+        assert not answer.is_done, "an event after [DONE]"
+        if line == "data: [DONE]":
+            answer.is_done = True
+            continue
+        event: dict[str, Any] = json.loads(line[6:])
+        if "error" in event:
+            answer.error = event["error"]["message"]
+        if "paceline" in event:
+            answer.stats.append(event["paceline"])
+        for choice in event.get("choices", ()):
+            answer.token_ids += choice["token_ids"]
+            answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+
+
+def new_client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None))
+
+
+def under_load(
+    url: str, fault: Callable[[], Any], *, width: int = 6, num_tokens: int = 24, only_streams: bool = False
+) -> list[Answer]:
+    """Keep `width` requests in flight while `fault` runs in a thread; every answer, also those that outlive it.
+
+    Buckets change from request to request: drafters stay on trial in a new one, so that rounds do speculate.
+    """
+    answers: list[Answer] = []
+
+    async def main() -> None:
+        is_over = False
+        async with new_client(url) as client:
+
+            async def work(k: int) -> None:
+                i = k
+                while not is_over:
+                    stream = only_streams or i % 2 == 0
+                    bucket = f"b{i % 48}"
+                    answers.append(
+                        await ask(client, i % NUM_PROMPTS, stream=stream, num_tokens=num_tokens, bucket=bucket)
+                    )
+                    i += width
+
+            workers = [asyncio.ensure_future(work(k)) for k in range(width)]
+            try:
+                await asyncio.to_thread(fault)
+            finally:
+                is_over = True
+                await asyncio.gather(*workers)
+
+    asyncio.run(main())
+    return answers
+
+
+def wait_for(read: Callable[[], Any], what: str, timeout_s: float = 120.0, every_s: float = 0.1) -> Any:
+    """The first true value of `read`; errors of the connection count as false."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            value = read()
+        except httpx.TransportError:
+            value = None
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s:g} s"
+        time.sleep(every_s)

@@ -1,0 +1,460 @@
+"""What clients see when parts of a running two-replica service are killed, poisoned or swapped: nothing is lost silently."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import ray
+
+from paceline.adapt.blob_io import pack_tensors
+from paceline.adapt.registry import DrafterRegistry, shapes_hash
+from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig
+from paceline.contracts import DrafterManifest
+from paceline.infra.app import Service, run_service, stop_service
+from paceline.infra.controller_actor import get_controller
+from paceline.serving.specblock_drafter import read_drafter_files
+from paceline.serving.target import TargetModel
+from tests.e2e.service_load import (
+    NUM_PROMPTS,
+    PROMPTS,
+    Answer,
+    ask,
+    new_client,
+    under_load,
+    wait_for,
+    write_drafter,
+    write_model,
+)
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+NUM_REPLICAS = 2
+RESTART_S = 200.0
+"""A process that imports torch and Ray starts in about 10 s; much later where everything else runs too."""
+LOAD_AFTER_KILL_S = 5.0
+
+
+@dataclass(kw_only=True)
+class Place:
+    """The running service, its registry and two random drafters next to the first one."""
+
+    service: Service
+    registry: DrafterRegistry
+    target: TargetModel
+    first: str
+    others: list[str]
+
+    @property
+    def url(self) -> str:
+        return self.service.url
+
+    def get(self, route: str) -> dict[str, Any]:
+        response = httpx.get(f"{self.url}{route}", timeout=30)
+        return response.json() if response.status_code == 200 else {}
+
+    def post(self, command: str, **values: str) -> httpx.Response:
+        return httpx.post(f"{self.url}/paceline/{command}", json=values, timeout=60)
+
+    def state(self) -> dict[str, Any]:
+        """A snapshot of the controller that is younger than this call; replicas may show one from their short cache."""
+        asked = time.time()
+
+        def read() -> dict[str, Any] | None:
+            state = self.get("/paceline/state")
+            return state if state.get("has_controller") and state["ts"] > asked else None
+
+        return wait_for(read, "a fresh snapshot of the controller")
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        """Replica id -> its own part of the state; requests are spread, so ask until every one has answered."""
+        seen: dict[str, dict[str, Any]] = {}
+
+        def look() -> bool:
+            replica = self.get("/paceline/state").get("replica")
+            if replica:
+                seen[replica["replica_id"]] = replica
+            return len(seen) == NUM_REPLICAS
+
+        wait_for(look, "an answer of every replica", RESTART_S, every_s=0.01)
+        return seen
+
+    def are_idle(self) -> bool:
+        engines = [r["engine"] for r in self.replicas().values()]
+        return all(e["num_running"] == e["num_waiting"] == 0 and e["num_free_pages"] == e["num_pages"] for e in engines)
+
+    def wait_version(self, version: str) -> None:
+        """Every replica runs the version in the desired generation."""
+
+        def runs() -> bool:
+            gen = self.state()["gen"]
+            return all((r["version"], r["gen"]) == (version, gen) for r in self.replicas().values())
+
+        wait_for(runs, f"version {version} on all replicas")
+
+    def make_live(self, version: str) -> None:
+        if self.state()["version"] != version:
+            self.post("pin", version=version).raise_for_status()
+        self.wait_version(version)
+
+    def feedback(self) -> tuple[int, int, int, int]:
+        """(produced, delivered, dropped) rows of the live replicas and rows folded by the controller, when all is quiet."""
+
+        def read() -> tuple[int, int, int, int] | None:
+            parts = [r["feedback"] for r in self.replicas().values()]
+            folded = self.state()["feedback"]
+            if any(p["pending"] for p in parts) or folded["lag"] != 0:
+                return None
+            sums = tuple(sum(p[k] for p in parts) for k in ("produced", "delivered", "dropped"))
+            return (*sums, folded["delivered"])  # type: ignore[return-value]
+
+        last: list[Any] = [None]
+
+        def settled() -> bool:
+            before, last[0] = last[0], read()
+            return last[0] is not None and before == last[0]
+
+        wait_for(settled, "quiet feedback", every_s=0.5)
+        return last[0]
+
+
+def put_drafter(registry: DrafterRegistry, target: TargetModel, folder: Path, seed: int, **shape: int) -> str:
+    write_drafter(folder, target, seed, **shape)
+    settings, state = read_drafter_files(folder)
+    return registry.put(state, drafter_type="specblock", config=settings, target_version=target.version).version
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    root = tmp_path_factory.mktemp("faults")
+    write_model(root / "model")
+    target = TargetModel.load(root / "model")
+    write_drafter(root / "drafter", target, seed=0)
+    config = ServiceConfig(
+        model=str(root / "model"),
+        drafter=str(root / "drafter"),
+        model_name="faults",
+        device="cpu",
+        data_dir=str(root / "data"),
+        port=0,
+        num_replicas=NUM_REPLICAS,
+        engine=EngineConfig(max_running=8, max_waiting=16, kv_bytes=8 * 2**20, num_threads=1),
+        policy=PolicyConfig(policy="never", holdback_percent=0),
+        trace=TraceConfig(share=0.1, flush_interval_s=0.5),
+    )
+    registry = DrafterRegistry(root / "data" / "registry")
+    others = [put_drafter(registry, target, root / f"d{seed}", seed) for seed in (7, 8)]
+    service = run_service(config)
+    try:
+        place = Place(service=service, registry=registry, target=target, first="", others=others)
+        place.first = place.state()["first_version"]
+        place.wait_version(place.first)
+        yield place
+    finally:
+        stop_service(service)
+
+
+def ask_all(url: str, num_requests: int, **options: Any) -> list[Answer]:
+    """Send them all at once, streaming and not in turn."""
+
+    async def main() -> list[Answer]:
+        async with new_client(url) as client:
+            return await asyncio.gather(
+                *(ask(client, i % NUM_PROMPTS, stream=i % 2 == 0, **options) for i in range(num_requests))
+            )
+
+    return asyncio.run(main())
+
+
+def ask_in_turn(url: str, num_requests: int, **options: Any) -> list[Answer]:
+    async def main() -> list[Answer]:
+        async with new_client(url) as client:
+            return [await ask(client, i % NUM_PROMPTS, stream=False, **options) for i in range(num_requests)]
+
+    return asyncio.run(main())
+
+
+def test_200_requests_at_once_are_answered_or_told_when_to_come_back(place: Place) -> None:
+    answers = ask_all(place.url, 200)
+    assert len(answers) == 200
+    for answer in answers:
+        answer.check_complete()
+    assert sum(a.num_refusals for a in answers) > 0  # more than the queues of both replicas hold
+    wait_for(place.are_idle, "empty engines")
+
+
+def test_swaps_under_live_streams_drop_nothing_and_mix_no_versions(place: Place) -> None:
+    def make_live(version: str, command: str = "pin") -> None:
+        values = {"version": version} if command == "pin" else {}
+        place.post(command, **values).raise_for_status()
+        place.wait_version(version)
+        answers.extend(ask_in_turn(place.url, 1))  # also when it is live for a moment only
+        assert answers[-1].version == version
+
+    def swap() -> None:
+        for version in place.others:
+            make_live(version)
+        make_live(place.others[0], "rollback")
+        make_live(place.first)
+
+    answers: list[Answer] = []
+    place.make_live(place.first)
+    swaps = {i: r["num_swaps"] for i, r in place.replicas().items()}
+    answers += (streams := under_load(place.url, swap, width=8, num_tokens=48, only_streams=True))
+    for answer in answers:
+        answer.check_complete()
+    for answer in streams:
+        assert len(answer.stats) == 2  # the last chunk and the usage chunk name the same version
+    assert len({a.version for a in streams}) > 1
+    assert any(a.stats[-1]["num_draft_tokens"] > 0 for a in answers)
+    for replica_id, replica in place.replicas().items():
+        assert replica["num_swaps"] == swaps[replica_id] + 4
+        assert replica["engine"]["num_drafter_failures"] == replica["engine"]["num_callback_errors"] == 0
+    wait_for(lambda: not any(sum(r["pins"].values()) for r in place.replicas().values()), "released pins")
+
+
+def test_clients_that_hang_up_free_the_engine(place: Place) -> None:
+    def num_aborted() -> int:
+        return sum(r["engine"]["num_aborted"] for r in place.replicas().values())
+
+    def is_running() -> bool:
+        return place.get("/paceline/state")["replica"]["engine"]["num_running"] > 0
+
+    body = {"prompt": PROMPTS[3], "max_tokens": 480, "temperature": 0, "ignore_eos": True}
+
+    async def leave_streams() -> None:
+        async with new_client(place.url) as client:
+            for _ in range(6):  # left after their first event
+                async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+                    await anext(response.aiter_lines())
+
+    async def leave_whole_answers() -> None:
+        async with new_client(place.url) as client:
+            whole = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(8)]
+            while not await asyncio.to_thread(is_running) and not all(w.done() for w in whole):
+                pass
+            for w in whole:
+                w.cancel()
+            await asyncio.gather(*whole, return_exceptions=True)
+
+    before = num_aborted()
+    asyncio.run(leave_streams())
+    wait_for(place.are_idle, "empty engines")
+    streams = num_aborted() - before
+    assert 0 < streams <= 6  # a busy machine may finish one before it notices that its client is gone
+
+    def some_were_aborted() -> bool:  # how many reach their engine before the client leaves is a matter of timing
+        asyncio.run(leave_whole_answers())
+        wait_for(place.are_idle, "empty engines")
+        return num_aborted() > before + streams
+
+    wait_for(some_were_aborted, "a whole answer aborted because its client left")
+    ask_in_turn(place.url, 1)[0].check_complete()
+
+
+def write_manifest(place: Place, version: str, sha: str, num_bytes: int, state: dict, config: dict) -> None:
+    """A manifest that `put` would never write, published behind the registry's back."""
+    manifest = DrafterManifest(
+        version=version, sha256=sha, num_bytes=num_bytes, drafter_type="specblock", config=config,
+        shapes_hash=shapes_hash(state), target_version=place.target.version, parent=None, arm="initial", bucket=None,
+        num_train_rows=0, metrics={}, created=0.0,
+    )  # fmt: skip
+    root = Path(place.service.config.data_dir, "registry", "manifests")
+    (root / f"{version}.json").write_bytes(msgspec.json.encode(manifest))
+
+
+def poisoned(place: Place, tmp_path: Path) -> str:
+    """Weights with one NaN under a manifest that fits them."""
+    write_drafter(tmp_path, place.target, seed=9)
+    config, state = read_drafter_files(tmp_path)
+    name = next(k for k, v in state.items() if v.is_floating_point() and v.numel() > 4)
+    state[name].view(-1)[3] = float("nan")
+    info = {"drafter_type": "specblock", "config": config, "target_version": place.target.version}
+    data = pack_tensors(state, info)
+    sha = hashlib.sha256(data).hexdigest()
+    Path(place.service.config.data_dir, "registry", "blobs", f"{sha}.safetensors").write_bytes(data)
+    write_manifest(place, sha[:12], sha, len(data), state, config)
+    return sha[:12]
+
+
+def of_another_shape(place: Place, tmp_path: Path) -> str:
+    return put_drafter(place.registry, place.target, tmp_path, 9, hidden_size=24)
+
+
+def with_damaged_weights(place: Place, tmp_path: Path) -> str:
+    version = put_drafter(place.registry, place.target, tmp_path, 11)
+    sha = place.registry.get_manifest(version).sha256
+    blob = Path(place.service.config.data_dir, "registry", "blobs", f"{sha}.safetensors")
+    data = bytearray(blob.read_bytes())
+    data[-5] ^= 0x40
+    blob.write_bytes(data)
+    return version
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (poisoned, "must be finite"),
+        (of_another_shape, "must be ("),
+        (with_damaged_weights, "differ from their manifest"),
+    ],
+)
+def test_a_drafter_that_replicas_refuse_never_serves(place: Place, tmp_path: Path, make: Any, reason: str) -> None:
+    place.make_live(place.first)
+    gen = place.state()["gen"]
+    version = make(place, tmp_path)
+    assert place.post("pin", version=version).status_code == 200
+
+    def is_back() -> bool:
+        state = place.state()
+        return state["gen"] == gen + 2 and state["version"] == place.first
+
+    answers = under_load(place.url, lambda: wait_for(is_back, "the roll-back"), width=3)
+    for answer in answers:
+        answer.check_complete()
+        assert answer.version == place.first
+    # the roll-back follows a replica's report of this generation, and carries its reason
+    last = [d for d in place.state()["decisions"] if d["action"] != "hold"][-1]
+    assert (last["action"], last["version"]) == ("rollback", place.first)
+    assert f"refused {version}" in last["reason"] and reason in last["reason"]
+    place.wait_version(place.first)
+    assert all(r["failed_gen"] is None and not r["failures"] for r in place.replicas().values())
+    assert place.state()["bandit"]["pinned"] is None  # the operator's pin ended with the version
+    assert version not in place.state()["history"]
+
+
+def test_a_damaged_or_unknown_manifest_is_refused_at_once(place: Place) -> None:
+    gen = place.state()["gen"]
+    root = Path(place.service.config.data_dir, "registry", "manifests")
+    (root / "0123456789ab.json").write_text('{"version": "0123')
+    good = json.loads((root / f"{place.first}.json").read_text())
+    (root / "ba9876543210.json").write_text(json.dumps(good))
+    try:
+        for version, reason in (
+            ("0123456789ab", "is damaged"), ("ba9876543210", "belongs to another version"),
+            ("00000000aaaa", "not in the registry"), ("../../etc", "12 hexadecimal digits"),
+        ):  # fmt: skip
+            refused = place.post("pin", version=version)
+            assert refused.status_code == 400 and reason in refused.json()["error"]["message"], refused.text
+    finally:
+        (root / "0123456789ab.json").unlink()
+        (root / "ba9876543210.json").unlink()
+    assert place.state()["gen"] == gen
+    ask_in_turn(place.url, 1)[0].check_complete()
+
+
+def test_a_drafter_that_accepts_nothing_changes_no_text_and_stops_drafting(place: Place) -> None:
+    place.make_live(place.first)
+    place.make_live(place.others[0])
+    early = ask_in_turn(place.url, 8, bucket="nothing", num_tokens=32)
+    ask_in_turn(place.url, 16, bucket="nothing", num_tokens=32)
+    late = ask_in_turn(place.url, 16, bucket="nothing", num_tokens=32)
+    for answer in (*early, *late):
+        answer.check_complete()
+        assert answer.version == place.others[0]
+    drafted = [sum(a.stats[-1]["num_draft_tokens"] for a in answers) / len(answers) for answers in (early, late)]
+    assert drafted[0] > 0  # it was tried
+    assert drafted[1] < 1.0  # and switched off, but for rare probes
+    place.post("rollback").raise_for_status()
+    place.wait_version(place.first)
+    assert ask_in_turn(place.url, 1)[0].version == place.first
+
+
+def test_ten_seconds_without_redis_lose_no_request_and_no_count(place: Place) -> None:
+    before = place.feedback()
+    redis = place.service.redis
+    assert redis is not None
+    kills = 0
+
+    def kill() -> None:
+        nonlocal kills
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            if (pid := redis.pid) is not None:  # as often as the supervisor brings it back
+                os.kill(pid, signal.SIGKILL)
+                kills += 1
+            if kills % 8 == 0:
+                assert httpx.get(f"{place.url}/healthz", timeout=30).status_code == 200
+            time.sleep(0.05)
+        is_up = lambda: all(r["feedback"]["redis_up"] for r in place.replicas().values())  # noqa: E731
+        wait_for(is_up, "Redis back in every replica")
+
+    answers = under_load(place.url, kill)
+    for answer in answers:
+        answer.check_complete()
+    assert kills > 1
+    produced, delivered, dropped, folded = (b - a for a, b in zip(before, place.feedback(), strict=True))
+    assert produced == delivered + dropped
+    assert folded == delivered  # every delivered row exactly once
+    assert produced == sum(a.stats[-1]["num_rounds"] for a in answers)
+    assert dropped == 0  # the rings hold more than ten seconds of this load
+    assert place.state()["redis_up"] is True
+
+
+def test_the_controller_comes_back_as_it_was(place: Place) -> None:
+    place.make_live(place.others[1])
+    before, rows = place.state(), place.feedback()
+    old = ray.get(get_controller("faults").pid.remote(), timeout=30)
+
+    def kill() -> None:
+        os.kill(old, signal.SIGKILL)
+        time.sleep(LOAD_AFTER_KILL_S)
+
+    def is_new() -> bool:
+        state = place.get("/paceline/state")
+        return bool(state.get("has_controller")) and state["epoch"] > before["epoch"]
+
+    answers = under_load(place.url, kill)
+    for answer in answers:
+        answer.check_complete()
+        assert answer.version == place.others[1]
+    wait_for(is_new, "a new controller", RESTART_S)
+    assert ray.get(get_controller("faults").pid.remote(), timeout=30) != old
+    after = place.state()
+    for key in ("gen", "version", "first_version", "history", "policy"):
+        assert after[key] == before[key], key
+    for key, name in (("decisions", "decision_id"), ("ledger_entries", "entry_id")):
+        ids = [entry[name] for entry in after[key]]
+        assert len(ids) == len(set(ids)) and {entry[name] for entry in before[key]} <= set(ids), key
+    produced, delivered, dropped, folded = (b - a for a, b in zip(rows, place.feedback(), strict=True))
+    assert produced == delivered == folded and dropped == 0
+    assert produced == sum(a.stats[-1]["num_rounds"] for a in answers)
+    assert place.post("rollback").status_code == 200  # and takes commands again
+
+
+def test_requests_of_a_killed_replica_break_off_visibly_and_the_rest_succeed(place: Place) -> None:
+    place.make_live(place.others[0])
+    victim, replica = next(iter(place.replicas().items()))
+
+    def kill() -> None:
+        def is_busy() -> bool:
+            state = place.get("/paceline/state").get("replica")
+            return bool(state) and state["replica_id"] == victim and state["engine"]["num_running"] > 0
+
+        wait_for(is_busy, "a busy replica", every_s=0.01)
+        os.kill(replica["pid"], signal.SIGKILL)
+        time.sleep(LOAD_AFTER_KILL_S)
+
+    answers = under_load(place.url, kill, width=8, num_tokens=48)
+    for answer in answers:
+        answer.check_explicit()
+    broken = [a for a in answers if not a.looks_complete]
+    assert 0 < len(broken) <= 24  # at most what the replica held, not everything sent meanwhile
+    assert victim not in place.replicas()
+    place.wait_version(place.others[0])  # also the new one, which began with the first drafter
+    later = ask_all(place.url, 16)
+    for answer in later:
+        answer.check_complete()
+        assert answer.version == place.others[0]
+    wait_for(place.are_idle, "empty engines")
+    assert httpx.get(f"{place.url}/healthz", timeout=30).json()["status"] == "ok"

@@ -1,0 +1,44 @@
+"""Write docs/metrics.md from the metric tables: `python tests/metrics_page.py`."""
+
+from pathlib import Path
+
+from paceline.infra.engine_metrics import REPLICA_METRICS
+from paceline.infra.metrics import CONTROLLER_METRICS, MetricSpec
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+HEAD = """# Metrics
+
+`GET /metrics` of a replica, in Prometheus' text format. With `--api-token` a scrape needs the token too. Labels never hold
+request ids, users or drafter versions: a series of each would grow without end. The drafter version of an answer is in its
+`paceline` object; versions, decisions and ledger entries are in `GET /paceline/state`.
+"""
+REPLICA = """
+## Of the replica that was asked
+
+Scrape every replica by itself for sums: the proxy's address reaches one of them. Feedback and trace metrics exist where
+the service has a Redis and a trainable drafter, the swap pause from the first swap on.
+"""
+CONTROLLER = """
+## Of the controller
+
+Every replica appends the same values, from a snapshot less than a second old; they are absent while the controller is
+away (a scrape waits at most 0.8 s for it). Take them from one replica, or with `max`.
+"""
+
+
+def _table(specs: tuple[MetricSpec, ...]) -> str:
+    rows = "".join(
+        f"| `{s.name}{'_total' if s.kind == 'counter' else ''}` | {s.kind} | {s.unit} | "
+        f"{', '.join(f'`{label}`' for label in s.labels) or '-'} | {s.text} |\n"
+        for s in specs
+    )
+    return f"\n| name | kind | unit | labels | meaning |\n|---|---|---|---|---|\n{rows}"
+
+
+def page() -> str:
+    """The whole page."""
+    return HEAD + REPLICA + _table(REPLICA_METRICS) + CONTROLLER + _table(CONTROLLER_METRICS)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
