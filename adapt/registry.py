@@ -105,8 +105,11 @@ class DrafterRegistry:
         write_atomic(self._fs, self._manifest_path(version), msgspec.json.encode(manifest))
         return manifest
 
-    def get_manifest(self, version: str) -> DrafterManifest:
-        """Read a manifest. Raises ManifestError, with what to do, when it is missing or unreadable."""
+    def get_manifest(self, version: str, *, target_version: str | None = None) -> DrafterManifest:
+        """Read a manifest. Raises ManifestError, with what to do, when it is missing or unreadable.
+
+        With target_version: raises DrafterMismatchError when the drafter was trained for another target.
+        """
         path = self._manifest_path(version)
         try:
             manifest = msgspec.json.decode(self._fs.cat_file(path), type=DrafterManifest)
@@ -121,6 +124,11 @@ class DrafterRegistry:
                 f"manifest {path} belongs to another version ({manifest.version}); "
                 "delete it and publish the drafter again"
             )
+        if target_version is not None and manifest.target_version != target_version:
+            raise DrafterMismatchError(
+                f"drafter {version} was trained for target {manifest.target_version}, this target is {target_version}; "
+                "use a drafter of this target or train one with `paceline train-drafter`"
+            )
         return manifest
 
     def load_state(self, version: str, *, target_version: str | None = None) -> dict[str, torch.Tensor]:
@@ -129,12 +137,7 @@ class DrafterRegistry:
         Raises: DrafterMismatchError when the drafter was trained for another target or holds non-finite values;
         ManifestError when the weights are missing or differ from the manifest.
         """
-        manifest = self.get_manifest(version)
-        if target_version is not None and manifest.target_version != target_version:
-            raise DrafterMismatchError(
-                f"drafter {version} was trained for target {manifest.target_version}, this target is {target_version}; "
-                "use a drafter of this target or train one with `paceline train-drafter`"
-            )
+        manifest = self.get_manifest(version, target_version=target_version)
         path = self._blob_path(manifest.sha256)
         try:
             data = self._fs.cat_file(path)
@@ -159,7 +162,7 @@ class DrafterRegistry:
         return state
 
     def list(self) -> list[DrafterManifest]:
-        """Readable manifests, oldest first; a damaged one is logged and left out."""
+        """Readable manifests of every target, oldest first; a damaged one is logged and left out."""
         self._fs.invalidate_cache()
         try:
             entries = self._fs.ls(f"{self._root}/manifests", detail=False)

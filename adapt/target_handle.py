@@ -36,8 +36,13 @@ def load_target_handle(folder: str | Path, *, device: str = "cpu", version: str 
 
     Args:
         version: known hash; None hashes the files.
-    Raises: ConfigError when the folder is not a usable checkpoint.
+    Raises: ConfigError when the folder is not a usable checkpoint or torch has no such device.
     """
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            "training must run on a GPU but torch finds none here; install a CUDA build of torch on the nodes that train, "
+            "or set trainer_resources.num_gpus to 0"
+        )
     root = Path(folder)
     if not (root / "config.json").is_file():
         raise ConfigError(f"model must be the folder of a transformers checkpoint with a config.json, got {root}")

@@ -91,6 +91,7 @@ def run_training_job(
     target_dir: str | Path | TargetHandles,
     *,
     threads: int = 1,
+    device: str = "cpu",
     should_stop: Callable[[], bool] = lambda: False,
     heartbeat: Callable[[], None] = lambda: None,
     progress: Progress = lambda done, total, info: None,
@@ -101,6 +102,7 @@ def run_training_job(
     Args:
         target_dir: checkpoint folder of the target, or its handle.
         threads: torch threads while the job runs.
+        device: cpu or cuda; a handle brings its own.
         should_stop: polled at every optimizer step and replay round.
         heartbeat: called about twice a second while the job runs.
         progress: (steps done, steps in all, {"loss", "nll", "learning_rate"}) after every optimizer step.
@@ -111,6 +113,8 @@ def run_training_job(
     timing = {"train_s": 0.0, "shadow_s": 0.0}
     try:
         with _torch_threads(threads):
+            if isinstance(target_dir, str | Path):
+                target_dir = load_target_handle(target_dir, device=device)
             return _run(job, store, registry, target_dir, watch, timing, progress, shadow or ShadowConfig())
     except (UpdateStoppedError, ShadowStoppedError):
         log.info("training stopped job=%s reason=%s", job.job_id, watch.reason)
@@ -132,13 +136,12 @@ def _run(
     job: TrainJob,
     store: ShardReader,
     registry: DrafterRegistry,
-    target_dir: str | Path | TargetHandles,
+    target: TargetHandles,
     watch: _Watch,
     timing: dict[str, float],
     progress: Progress,
     shadow: ShadowConfig,
 ) -> TrainResult:
-    target = load_target_handle(target_dir) if isinstance(target_dir, str | Path) else target_dir
     base = registry.get_manifest(job.base_version)
     base_state = registry.load_state(job.base_version, target_version=target.version)
     data = _read(job, store, target.version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -14,12 +15,13 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
-from paceline.config import ServiceConfig, build_config, to_dict
+from paceline.clock import SystemClock
+from paceline.config import ServiceConfig, build_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller_actor import stop_controller
 from paceline.infra.redis_clients import Keys, redact
 from paceline.infra.redis_server import EmbeddedRedis, configured_redis_url, resolve_redis
-from paceline.infra.replica_parts import StorePaths, ensure_first_version, is_adaptive
+from paceline.infra.replica_parts import StorePaths, ensure_first_version, is_adaptive, replica_values
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.deployment import DeploymentLimits, bind_replicas
 
@@ -51,7 +53,7 @@ def build(args: Mapping[str, Any]) -> Application:
     """
     config = build_config(ServiceConfig, dict(args))
     config = replace(config, redis_url=configured_redis_url(config))
-    return bind_replicas(FACTORY, to_dict(config), deployment_limits(config))
+    return bind_replicas(FACTORY, replica_values(config, SystemClock().now()), deployment_limits(config))
 
 
 def deployment_limits(config: ServiceConfig, *, grace_s: float = 900.0) -> DeploymentLimits:
@@ -84,10 +86,13 @@ def run_service(config: ServiceConfig) -> Service:
             config = replace(config, redis_url=url)
             log.info("redis url=%s", redact(url))
         owns_ray = start_ray(config)
+        if owns_ray:
+            check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
         if APP_NAME in _running_apps():
             raise ConfigError("a Paceline service already runs in this Ray cluster; stop it first")
         serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": config.port})
-        app = bind_replicas(FACTORY, to_dict(config), deployment_limits(config, grace_s=LOCAL_GRACE_S))
+        values = replica_values(config, SystemClock().now())
+        app = bind_replicas(FACTORY, values, deployment_limits(config, grace_s=LOCAL_GRACE_S))
         if is_adaptive(config):
             register_first_drafter(config)
         owns_app = True
@@ -116,7 +121,6 @@ def register_first_drafter(config: ServiceConfig) -> None:
     Raises: ConfigError, DrafterMismatchError.
     """
     from paceline.adapt.registry import DrafterRegistry
-    from paceline.clock import SystemClock
     from paceline.infra.replica_parts import make_slots
     from paceline.serving.target import TargetModel
 
@@ -154,8 +158,9 @@ def start_ray(config: ServiceConfig) -> bool:
     ray.init(
         address="local",
         namespace=APP_NAME,
-        # logical CPUs: replicas book one each, everything else books next to nothing
-        num_cpus=max(os.cpu_count() or 1, config.num_replicas * 2 + 1),
+        # logical CPUs: replicas book one each, a training task what it was given, everything else next to nothing
+        num_cpus=max(os.cpu_count() or 1, config.num_replicas * 2 + math.ceil(config.trainer_resources.num_cpus)),
+        resources=dict(config.trainer_resources.resources) or None,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,
@@ -163,6 +168,17 @@ def start_ray(config: ServiceConfig) -> bool:
         _metrics_export_port=_free_port(),
     )
     return True
+
+
+def check_gpus(config: ServiceConfig, num_gpus: int) -> None:
+    """Raise ConfigError when replicas and a training task together ask for more GPUs than this computer has."""
+    serving = config.num_replicas if config.device == "cuda" else 0
+    wanted = config.trainer_resources.num_gpus
+    if wanted > 0 and serving + wanted > num_gpus:
+        raise ConfigError(
+            f"trainer_resources.num_gpus must leave the replicas their {serving} GPUs (this computer has {num_gpus}), "
+            f"got {wanted:g}; use 0 to train on the CPU"
+        )
 
 
 def _free_port() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from paceline.config import PolicyConfig, build_config
+from paceline.config import PolicyConfig, TrainerResources, build_config
 from paceline.contracts import TrainJob, TrainResult
 from paceline.errors import PacelineError
 from paceline.infra.controller_host import ControllerHost, HostConfig
@@ -27,11 +27,15 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "paceline"
 COMMAND_TIMEOUT_S = 15.0
+_MAX_TRIES = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerSpec:
-    """Everything the actor needs to build its host, also after a restart; plain values."""
+    """Everything the actor needs to build its host, also after a restart; plain values.
+
+    Two specs are equal when they ask for the same controller, whenever they were deployed.
+    """
 
     redis_url: str = field(repr=False)
     model: str
@@ -43,10 +47,14 @@ class ControllerSpec:
     target_version: str
     policy: dict
     """Values of PolicyConfig."""
+    first_version: str = ""
+    """The drafter that the service was given."""
     trainer_threads: int = 1
-    num_gpus: float = 0.0
-    """GPUs of a training job."""
+    trainer_resources: dict = field(default_factory=dict)
+    """Values of TrainerResources."""
     log_level: str = "INFO"
+    deployed_at: float = field(default=0.0, compare=False)
+    """When the service was deployed, in s since 1970: replicas of an older deployment that drain yet change nothing."""
 
 
 class RayJob:
@@ -84,7 +92,7 @@ class RayLauncher:
         ref = launch_training(
             job,
             threads=spec.trainer_threads,
-            num_gpus=spec.num_gpus,
+            resources=build_config(TrainerResources, spec.trainer_resources, "trainer_resources."),
             trace_root=spec.trace_root,
             registry_root=spec.registry_root,
             target_dir=spec.target_dir,
@@ -105,6 +113,8 @@ def build_host(spec: ControllerSpec) -> ControllerHost:
             data_dir=Path(spec.data_dir),
             policy=build_config(PolicyConfig, spec.policy, "policy."),
             target_version=spec.target_version,
+            first_version=spec.first_version,
+            start_s=build_config(TrainerResources, spec.trainer_resources, "trainer_resources.").start_timeout_s,
         ),
         store=TraceStore(spec.trace_root),
         registry=DrafterRegistry(spec.registry_root),
@@ -156,9 +166,9 @@ class ControllerActor:
         except TimeoutError as e:
             raise PacelineError("Redis is unreachable, nothing was changed; try again when it is back") from e
 
-    async def serves(self, redis_url: str) -> bool:
-        """Whether this actor was made for that Redis."""
-        return self._spec.redis_url == redis_url
+    async def gives_way_to(self, spec: ControllerSpec) -> bool:
+        """Whether a controller of `spec` must take this one's place: configured differently, deployed no earlier."""
+        return self._spec != spec and spec.deployed_at >= self._spec.deployed_at
 
     async def pid(self) -> int:
         import os
@@ -177,22 +187,24 @@ def actor_name(model: str) -> str:
 
 
 def ensure_controller(spec: ControllerSpec) -> Any:
-    """Handle of the service's controller, made when there is none or the old one is dead. Do not keep the handle.
+    """Handle of the service's controller. Do not keep the handle.
 
+    Made when there is none or the old one is dead. One of another configuration is stopped after a last commit and
+    replaced by one that restores its state; one of a later deployment is left alone.
     Raises: PacelineError when it does not answer.
     """
     remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(ControllerActor)
     named = remote.options(
         name=actor_name(spec.model), namespace=NAMESPACE, lifetime="detached", get_if_exists=True, max_concurrency=32
     )
-    last: Exception | None = None
-    for _ in range(3):
-        handle = named.remote(spec)
+    last: Exception | str = "others keep replacing it"
+    for _ in range(_MAX_TRIES):
         try:
-            if ray.get(handle.serves.remote(spec.redis_url), timeout=60):  # type: ignore[attr-defined]
+            handle = named.remote(spec)
+            if not ray.get(handle.gives_way_to.remote(spec), timeout=60):  # type: ignore[attr-defined]
                 return handle
-            logger.warning("the controller belongs to a Redis of an earlier start; replaced")
-            stop_controller(spec.model)
+            logger.warning("the controller of model=%s has another configuration; replaced", spec.model)
+            _stop_handle(handle)  # this actor, not the name: another replica may have replaced it already
         except (RayActorError, ray.exceptions.GetTimeoutError) as e:
             last = e
             logger.warning("controller actor does not answer: %s", e)
@@ -211,8 +223,21 @@ def stop_controller(model: str, timeout_s: float = 15.0) -> None:
         handle = get_controller(model)
     except ValueError:
         return
+    _stop_handle(handle, timeout_s)
+
+
+def _stop_handle(handle: Any, timeout_s: float = 15.0) -> None:
     try:
         ray.get(handle.stop.remote(), timeout=timeout_s)
     except (RayError, TimeoutError) as e:
         logger.warning("controller did not stop in time: %s", e)
     ray.kill(handle, no_restart=True)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:  # the kill is a message; until it is carried out the name leads to this actor
+        try:
+            ray.get(handle.pid.remote(), timeout=2.0)
+        except RayActorError:
+            return
+        except (RayError, TimeoutError) as e:
+            logger.debug("controller is ending: %s", e)
+        time.sleep(0.05)

@@ -20,16 +20,18 @@ from paceline.clock import Clock, SystemClock
 from paceline.config import PolicyConfig
 from paceline.contracts import (
     ArmSpec,
+    DesiredState,
     DrafterManifest,
     FeedbackBatch,
     LedgerEntry,
     ReplicaReport,
 )
 from paceline.infra.controller_store import Commit, ControllerStore
+from paceline.infra.desired_state import with_holdback
 from paceline.infra.feedback_consumer import FeedbackConsumer
 from paceline.infra.log import LogFile
 from paceline.infra.redis_clients import Breaker, Keys, consumer_client
-from paceline.infra.train_coordinator import Launcher, TrainCoordinator
+from paceline.infra.train_coordinator import START_S, Launcher, TrainCoordinator
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class Shards(Protocol):
 class Versions(Protocol):
     """What the host needs of the drafter registry."""
 
-    def get_manifest(self, version: str) -> DrafterManifest: ...
+    def get_manifest(self, version: str, *, target_version: str | None = None) -> DrafterManifest: ...
 
     def list(self) -> list[DrafterManifest]: ...
 
@@ -67,8 +69,12 @@ class HostConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     arms: tuple[ArmSpec, ...] | None = None
     target_version: str = ""
-    """Only shards of this target are trained on; '' = any."""
+    """Only shards of this target are trained on, only its versions are used; '' = any."""
+    first_version: str = ""
+    """The drafter that the service was given; '' = what the desired state names."""
     lease_ttl_s: float = 10.0
+    start_s: float = START_S
+    """A worker may take this long from its launch to its first heartbeat."""
     stop_grace_s: float = 10.0
     context_every_s: float = 2.0
     """Period of looking at stores and replica reports."""
@@ -115,6 +121,8 @@ class ControllerCore:
         self._file_commit = -1
         self._rows: dict[str, int] = {}
         self._versions: list[DrafterManifest] = []
+        self._foreign: set[str] = set()
+        """Versions in the registry that were trained for another target."""
         self._reports: list[ReplicaReport] = []
         self._lag: int | None = None
         self._counters_seen: dict[str, dict[str, int]] = {}
@@ -137,17 +145,44 @@ class ControllerCore:
         self._consumer.restart()
         self._coordinator = TrainCoordinator(
             cfg.redis_url, self._keys, self._launcher, clock=self._clock, owner=self._store.owner,
-            ttl_s=cfg.lease_ttl_s, stop_grace_s=cfg.stop_grace_s,
+            ttl_s=cfg.lease_ttl_s, start_s=cfg.start_s, stop_grace_s=cfg.stop_grace_s,
         )  # fmt: skip
         self.controller = self._restore_controller()
         self._commit = Commit(log=[("note", {"text": f"controller started, epoch {self._store.epoch}"})])
         self._is_connected = True
-        self._flush()
+        before = self.state.desired
+        self._flush()  # adopts a newer record of the set-up
+        if (desired := self._configured_desired()) is not None:
+            self._commit.desired = desired
+            self._flush()
+        if (
+            before is not None
+            and self.state.desired is not None
+            and before.first_version != self.state.desired.first_version
+        ):
+            self.controller.unpin()  # a pin made for the drafters of another start holds nothing here
+            self._commit.log.append(
+                ("note", {"text": f"first drafter is {self.state.desired.first_version}; pins removed"})
+            )
+            self._flush()
         self._breaker.succeeded()
         logger.info(
             "controller restored epoch=%d commit=%d rows=%d pending_job=%s",
             self._store.epoch, self.state.commit, self.state.num_rows, self.state.pending.job.job_id if self.state.pending else None,
         )  # fmt: skip
+
+    def _configured_desired(self) -> DesiredState | None:
+        """The record that the configuration asks for; None when the stored one agrees with it."""
+        cfg, stored = self.config, self.state.desired
+        holdback, now = cfg.policy.holdback_percent, self._clock.now()
+        first = cfg.first_version or (stored.first_version if stored is not None else "")
+        if not first:
+            return None
+        if stored is None or stored.first_version != first:
+            return DesiredState(
+                gen=0, version=first, first_version=first, holdback_percent=holdback, reason="first drafter", ts=now
+            )
+        return with_holdback(stored, holdback, now)
 
     def _restore_controller(self) -> Controller:
         policy, state = self.config.policy.policy, self.state
@@ -205,6 +240,7 @@ class ControllerCore:
     def _fold(self, batch: FeedbackBatch) -> None:
         self.state.num_rows += len(batch.request_id)
         self.state.num_dropped += batch.num_dropped
+        batch = self.state.traffic.bounded(batch)  # what follows keeps state per bucket
         self.state.traffic.observe(batch)
         try:
             self.controller.observe(batch)

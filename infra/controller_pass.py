@@ -15,7 +15,7 @@ from paceline.contracts import (
     TrainJob,
     TrainResult,
 )
-from paceline.errors import PacelineError
+from paceline.errors import DrafterMismatchError, PacelineError
 from paceline.infra.controller_core import COMMIT_ENTRIES, ControllerCore
 from paceline.infra.controller_store import PendingJob, SwapInFlight
 from paceline.infra.desired_state import read_reports
@@ -59,6 +59,8 @@ class ControllerPass(ControllerCore):
         state = self.state
         if state.is_paused or state.desired is None:
             return
+        if {state.desired.version, state.desired.first_version} & self._foreign:
+            return  # the service was given another target and its first drafter is not live yet
         context = HostContext(
             live_version=state.desired.version,
             first_version=state.desired.first_version,
@@ -98,6 +100,8 @@ class ControllerPass(ControllerCore):
                 return
             self.state.pending = PendingJob(job=job, decision_id=decision.decision_id, since=now)
         elif decision.action in ("recall", "rollback", "pin") and decision.version is not None:
+            if self._is_foreign(decision.version):
+                return
             self._want(decision.version, decision.reason, now, decision.decision_id)
 
     def _want(self, version: str, reason: str, now: float, decision_id: int) -> None:
@@ -146,7 +150,7 @@ class ControllerPass(ControllerCore):
         except Exception as e:
             self._note_error("the policy could not take a training result", e)
             return
-        if outcome.publish is not None:
+        if outcome.publish is not None and not self._is_foreign(outcome.publish):
             self._want(outcome.publish, outcome.reason, now, decision_id)
 
     # ---- what replicas and stores say ---------------------------------------------------------------------------
@@ -186,7 +190,11 @@ class ControllerPass(ControllerCore):
                 self.state.rows_written[s.bucket] = self.state.rows_written.get(s.bucket, 0) + s.num_rows
         self._rows = rows
         self.state.seen_shards = [s.shard_id for s in shards]
-        self._versions = self._registry.list()
+        target = self.config.target_version
+        every = self._registry.list()
+        self._versions = [m for m in every if target in ("", m.target_version)]
+        self._foreign = {m.version for m in every} - {m.version for m in self._versions}
+        self.state.history = [v for v in self.state.history if v not in self._foreign]
 
     def _take_report(self, report: ReplicaReport, now: float) -> None:
         state, desired = self.state, self.state.desired
@@ -198,7 +206,7 @@ class ControllerPass(ControllerCore):
             state.swap_times = [*state.swap_times, report.ts][-_MAX_SWAPS:]
             state.swap_pauses_ms = [*state.swap_pauses_ms, report.swap_pause_ms[-1]][-_MAX_SWAPS:]
         if desired is not None and report.failed_gen == desired.gen and self._commit.desired is None:
-            back = next((v for v in reversed(state.history) if v != desired.version), desired.first_version)
+            back = self._version_before(desired) or desired.first_version
             if back != desired.version:
                 # a later rollback must not lead back to it
                 state.history = [v for v in state.history if v != desired.version]
@@ -219,8 +227,11 @@ class ControllerPass(ControllerCore):
         self._commit.log.append(("note", {"text": f"policy set to {name}"}))
 
     def pin(self, version: str) -> None:
-        """Make a version live and keep it until `unpin`; raises ManifestError when it is not in the registry."""
-        self._registry.get_manifest(version)
+        """Make a version live and keep it until `unpin`.
+
+        Raises: ManifestError when it is not in the registry, DrafterMismatchError when it is for another target.
+        """
+        self._check_usable(version)
         self._manual("pin", version, f"pinned to {version} by the operator")
 
     def unpin(self) -> None:
@@ -232,14 +243,32 @@ class ControllerPass(ControllerCore):
         desired = self.state.desired
         if desired is None:
             raise PacelineError("there is no live drafter to roll back from")
-        back = version or next((v for v in reversed(self.state.history) if v != desired.version), None)
+        back = version or self._version_before(desired)
         if back is None:
             raise PacelineError(
                 f"{desired.version} is the only version that was ever live; pin one of `paceline versions`"
             )
-        self._registry.get_manifest(back)
+        self._check_usable(back)
         self._manual("rollback", back, f"rolled back from {desired.version} to {back} by the operator")
         return back
+
+    def _version_before(self, desired: DesiredState) -> str | None:
+        """The version of this target that was live last before the desired one."""
+        return next((v for v in reversed(self.state.history) if v != desired.version and not self._is_foreign(v)), None)
+
+    def _check_usable(self, version: str) -> None:
+        self._registry.get_manifest(version, target_version=self.config.target_version or None)
+
+    def _is_foreign(self, version: str) -> bool:
+        """Whether a version is known to be for another target; what cannot be read is left to the replicas to refuse."""
+        try:
+            self._check_usable(version)
+        except DrafterMismatchError as e:
+            logger.warning("not used: %s", e)
+            return True
+        except (PacelineError, OSError) as e:
+            logger.debug("manifest of %s cannot be read: %s", version, e)
+        return False
 
     def _manual(self, action: str, version: str, reason: str) -> None:
         now = self._clock.now()

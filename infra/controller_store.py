@@ -245,7 +245,7 @@ class ControllerStore:
             queue_log(pipe, keys, kind, values)
         if commit.desired is not None:
             queue_desired(pipe, keys, commit.desired)
-        elif current is None and state_desired is not None:
+        elif state_desired is not None and (current is None or current.gen < state_desired.gen):
             pipe.set(keys.desired, encode(state_desired))
         for key in commit.delete:
             pipe.delete(key)

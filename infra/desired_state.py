@@ -108,6 +108,16 @@ class _AlreadyThere(Exception):
         self.current = current
 
 
+def with_holdback(current: DesiredState, holdback_percent: int, now: float) -> DesiredState | None:
+    """The next generation with another hold-back share and everything else as it is; None when it has that share."""
+    if current.holdback_percent == holdback_percent:
+        return None
+    reason = f"hold-back set from {current.holdback_percent} to {holdback_percent} percent by the configuration"
+    return msgspec.structs.replace(
+        current, gen=current.gen + 1, holdback_percent=holdback_percent, reason=reason, ts=now
+    )
+
+
 def write_report(client: redis.Redis, keys: Keys, report: ReplicaReport, ttl_s: int = REPORT_TTL_S) -> None:
     """Write a replica's report with a time to live."""
     pipe = client.pipeline(transaction=False)

@@ -16,7 +16,7 @@ from paceline.config import ServiceConfig, build_config, to_dict
 from paceline.contracts import DesiredState
 from paceline.errors import PacelineError
 from paceline.infra.controller_actor import ControllerSpec, ensure_controller
-from paceline.infra.desired_state import commit_desired
+from paceline.infra.desired_state import commit_desired, with_holdback
 from paceline.infra.engine_metrics import render_metrics
 from paceline.infra.feedback import FeedbackPublisher
 from paceline.infra.log import configure_logging
@@ -37,6 +37,7 @@ from paceline.serving.target import TargetModel
 log = logging.getLogger(__name__)
 
 CONTROLLER_CHECK_S = 10.0
+_DEPLOYED_AT = "deployed_at"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,14 +96,17 @@ def make_slots(config: ServiceConfig, target: TargetModel, registry: DrafterRegi
 
 
 def ensure_first_version(redis_url: str, keys: Keys, version: str, holdback_percent: int, now: float) -> None:
-    """Write the first desired state, or a new generation when the service was given another first drafter."""
+    """Write the first desired state, or a new generation when the service was given another drafter or hold-back."""
 
     class _Unchanged(Exception):
         pass
 
     def make(current: DesiredState | None) -> DesiredState:
         if current is not None and current.first_version == version:
-            raise _Unchanged
+            changed = with_holdback(current, holdback_percent, now)
+            if changed is None:
+                raise _Unchanged
+            return changed
         return DesiredState(
             gen=current.gen + 1 if current else 1, version=version, first_version=version,
             holdback_percent=holdback_percent, reason="first drafter", ts=now,
@@ -112,12 +116,14 @@ def ensure_first_version(redis_url: str, keys: Keys, version: str, holdback_perc
     try:
         commit_desired(client, keys, make)
     except _Unchanged:
-        log.debug("desired state already has first version %s", version)
+        log.debug("desired state already has first version %s and hold-back %d", version, holdback_percent)
     finally:
         client.close()
 
 
-def controller_spec(config: ServiceConfig, target_version: str) -> ControllerSpec:
+def controller_spec(
+    config: ServiceConfig, target_version: str, *, first_version: str = "", deployed_at: float = 0.0
+) -> ControllerSpec:
     """What the controller actor is built from; config.redis_url must be resolved."""
     assert config.redis_url is not None
     paths = StorePaths.of(config)
@@ -130,13 +136,22 @@ def controller_spec(config: ServiceConfig, target_version: str) -> ControllerSpe
         target_dir=str(resolve_model(config.model)),
         target_version=target_version,
         policy=to_dict(config.policy),
+        first_version=first_version,
         trainer_threads=config.trainer_threads,
+        trainer_resources=to_dict(config.trainer_resources),
+        deployed_at=deployed_at,
     )
 
 
+def replica_values(config: ServiceConfig, deployed_at: float) -> dict[str, Any]:
+    """What `replica_parts` is given: a configuration and when it was deployed (s since 1970)."""
+    return {**to_dict(config), _DEPLOYED_AT: deployed_at}
+
+
 def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
-    """Build one replica from the plain values of a ServiceConfig; its engine thread runs when this returns."""
-    config = build_config(ServiceConfig, values)
+    """Build one replica from `replica_values`; its engine thread runs when this returns."""
+    config = build_config(ServiceConfig, {k: v for k, v in values.items() if k != _DEPLOYED_AT})
+    deployed_at = float(values.get(_DEPLOYED_AT, 0.0))
     paths = StorePaths.of(config)
     paths.data_dir.mkdir(parents=True, exist_ok=True)
     configure_logging(file=paths.data_dir / f"replica-{replica_id}.log")
@@ -157,7 +172,10 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             traces = TraceWriter(TraceStore(paths.traces), config.trace)
     elif needs_taps:
         log.warning("no redis_url: this replica serves its first drafter for ever (no feedback, no swaps)")
-    engine = Engine(target, slots, config.engine, feedback=feedback, traces=traces, trace_topk=config.trace.topk)
+    engine = Engine(
+        target, slots, config.engine, feedback=feedback, traces=traces, trace_topk=config.trace.topk,
+        num_sharing=config.num_replicas,
+    )  # fmt: skip
     thread = EngineThread(engine)
     engine.warm_up()
     thread.start(is_warmed_up=True)
@@ -167,7 +185,8 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     if feedback is not None:
         feedback.start()
         if needs_taps:
-            adaptation = _adapt(config, target, engine, slots, registry, keys, replica_id, holdback, feedback)
+            spec = controller_spec(config, target.version, first_version=slots.first_version, deployed_at=deployed_at)
+            adaptation = _adapt(config, spec, target, engine, slots, registry, keys, replica_id, holdback, feedback)
         closers.append(feedback.close)
     if traces is not None:
         closers.insert(0, traces.close)
@@ -220,7 +239,7 @@ def _allows_changes(config: ServiceConfig) -> bool:
 
 
 def _adapt(
-    config: ServiceConfig, target: TargetModel, engine: Engine, slots: DrafterSlots, registry: DrafterRegistry,
+    config: ServiceConfig, spec: ControllerSpec, target: TargetModel, engine: Engine, slots: DrafterSlots, registry: DrafterRegistry,
     keys: Keys, replica_id: str, holdback: _Holdback, feedback: FeedbackPublisher,
 ) -> _Adaptation:  # fmt: skip
     """Start following the desired state and keep the controller alive."""
@@ -245,7 +264,7 @@ def _adapt(
         failures=slots.failures, counters=feedback.counters,
     )  # fmt: skip
     watcher.start()
-    supervisor = ControllerSupervisor(controller_spec(config, target.version))
+    supervisor = ControllerSupervisor(spec)
     supervisor.start()
     return _Adaptation(watcher=watcher, closers=[supervisor.stop, watcher.stop])
 

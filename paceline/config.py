@@ -53,12 +53,15 @@ class EngineConfig:
     """Requests in the queue before 429."""
     page_tokens: int = 16
     """Rows of one KV page."""
-    kv_bytes: int = 64 * 2**20
-    """Byte budget of target and drafter KV together."""
+    kv_bytes: int | None = None
+    """Byte budget of target and drafter KV together; None = chosen at start from the free memory (serving/kv_budget.py)."""
     prefill_chunk_tokens: int = 256
     """Prompt rows that one round may prefill, over all requests."""
     max_context_tokens: int | None = None
-    """None: the target's own limit."""
+    """Prompt and output tokens of one request; None: the target's own limit, or what kv_bytes holds if that is less."""
+    max_buckets: int = 64
+    """Traffic classes (buckets) that one replica tells apart, `default` included; requests with a later name are served
+    alike and counted under `other`."""
     num_threads: int | None = None
     """torch threads of the engine process; None leaves torch's choice."""
     tree: TreeConfig = field(default_factory=TreeConfig)
@@ -67,6 +70,13 @@ class EngineConfig:
         _require(self.max_running >= 1, "engine.max_running must be >= 1", self.max_running)
         _require(self.max_waiting >= 1, "engine.max_waiting must be >= 1", self.max_waiting)
         _require(self.page_tokens >= 1, "engine.page_tokens must be >= 1", self.page_tokens)
+        _require(self.kv_bytes is None or self.kv_bytes >= 1, "engine.kv_bytes must be >= 1 or null", self.kv_bytes)
+        _require(
+            self.max_context_tokens is None or self.max_context_tokens >= 2,
+            "engine.max_context_tokens must be >= 2 or null",
+            self.max_context_tokens,
+        )
+        _require(self.max_buckets >= 1, "engine.max_buckets must be >= 1", self.max_buckets)
         _require(self.prefill_chunk_tokens >= 1, "engine.prefill_chunk_tokens must be >= 1", self.prefill_chunk_tokens)
 
 
@@ -85,7 +95,7 @@ class TraceConfig:
     """Feature traces on their way to the trace store."""
 
     share: float = 1.0
-    """Share of requests traced, by crc32 of the request id."""
+    """Share of requests traced, by crc32 of the request id; decided at admission, the others cost nothing."""
     max_pending: int = 64
     """Traces waiting for the writer; more are dropped and counted."""
     shard_rows: int = 1024
@@ -97,6 +107,9 @@ class TraceConfig:
     max_age_s: float = 3600.0
     topk: int = 8
     """Target log-probabilities kept per output token."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.share <= 1, "trace.share must be in [0, 1]", self.share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +147,30 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerResources:
+    """What a training task asks of Ray; the defaults ask for next to nothing: training takes what serving leaves."""
+
+    num_cpus: float = 0.1
+    num_gpus: float = 0.0
+    """Above 0 the task trains on the GPU that Ray gives it; a share below 1 is bookkeeping, GPU memory is not divided."""
+    resources: dict[str, float] = field(default_factory=dict)
+    """Custom resources of the nodes that may train, such as {train_slot: 1}."""
+    start_timeout_s: float = 60.0
+    """Longest time from the order to the task's first sign of life; give a cluster that boots nodes on demand minutes."""
+
+    def __post_init__(self) -> None:
+        _require(self.num_cpus >= 0, "trainer_resources.num_cpus must be >= 0", self.num_cpus)
+        _require(0 <= self.num_gpus <= 1, "trainer_resources.num_gpus must be in [0, 1]", self.num_gpus)
+        for name, quantity in self.resources.items():
+            _require(
+                name not in ("CPU", "GPU", "memory", "object_store_memory"),
+                "trainer_resources.resources must name custom resources (use num_cpus and num_gpus for the others)", name,
+            )  # fmt: skip
+            _require(quantity > 0, f"trainer_resources.resources.{name} must be > 0", quantity)
+        _require(self.start_timeout_s > 0, "trainer_resources.start_timeout_s must be > 0", self.start_timeout_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceConfig:
     """One Paceline service: model, replicas, stores, feedback, policy."""
 
@@ -157,6 +194,7 @@ class ServiceConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     trainer_threads: int = 1
+    trainer_resources: TrainerResources = field(default_factory=TrainerResources)
     engine: EngineConfig = field(default_factory=EngineConfig)
     feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
@@ -192,6 +230,11 @@ def _coerce(hint: Any, value: Any, path: str) -> Any:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{path} must be a list, got {value!r}")
         return tuple(_coerce(typing.get_args(hint)[0], v, path) for v in value)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} must be a mapping, got {value!r}")
+        key_hint, value_hint = typing.get_args(hint)
+        return {_coerce(key_hint, k, path): _coerce(value_hint, v, f"{path}.{k}") for k, v in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):

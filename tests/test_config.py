@@ -19,6 +19,11 @@ from paceline.errors import ConfigError
         ({"policy": {"policy": "magic"}}, "never, always, interval, payoff"),
         ({"engine": {"tree": {"node_buckets": [4, 2]}}}, "begin with 0"),
         ({"num_replicas": 0}, "num_replicas"),
+        ({"trainer_resources": {"resources": 3}}, "trainer_resources.resources must be a mapping"),
+        ({"trainer_resources": {"resources": {"train_slot": "one"}}}, "resources.train_slot must be float"),
+        ({"trainer_resources": {"resources": {"train_slot": 0}}}, "resources.train_slot must be > 0"),
+        ({"trainer_resources": {"resources": {"GPU": 1}}}, "use num_cpus and num_gpus"),
+        ({"trainer_resources": {"num_gpus": 2}}, "trainer_resources.num_gpus must be in"),
         ({"dtype": "int8"}, "dtype"),
     ],
 )

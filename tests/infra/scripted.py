@@ -138,7 +138,8 @@ class MemoryStore:
 class MemoryRegistry:
     known: set[str] = field(default_factory=lambda: {"v1", "v2", "v3"})
 
-    def get_manifest(self, version: str) -> DrafterManifest:
+    def get_manifest(self, version: str, *, target_version: str | None = None) -> DrafterManifest:
+        assert target_version in (None, "t"), "every version here is for target t"
         if version not in self.known:
             raise ManifestError(f"drafter {version} is not in the registry; choose one that `paceline versions` lists")
         return DrafterManifest(

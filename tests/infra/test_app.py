@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from paceline.adapt.registry import DrafterRegistry
-from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig
+from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig, TrainerResources
 from paceline.errors import ConfigError
-from paceline.infra.app import Service, claim_port, run_service, stop_service
+from paceline.infra.app import Service, check_gpus, claim_port, run_service, stop_service
 from paceline.infra.engine_metrics import render_metrics
 from paceline.serving.specblock_drafter import read_drafter_files, save_drafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
@@ -189,6 +189,15 @@ def test_a_taken_port_is_refused_with_the_fix() -> None:
 def test_a_wrong_path_is_refused_before_anything_starts(config: ServiceConfig, change: dict) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         run_service(replace(config, **change))
+
+
+def test_a_gpu_for_training_that_the_replicas_need_is_refused(config: ServiceConfig) -> None:
+    trains_on_gpu = replace(config, trainer_resources=TrainerResources(num_gpus=1))
+    check_gpus(trains_on_gpu, 1)
+    check_gpus(replace(config, device="cuda"), 0)  # the replicas' own need is Ray Serve's to report
+    for refused, num_gpus in ((trains_on_gpu, 0), (replace(trains_on_gpu, device="cuda"), 1)):
+        with pytest.raises(ConfigError, match="use 0 to train on the CPU"):
+            check_gpus(refused, num_gpus)
 
 
 def test_metrics_without_feedback() -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import subprocess
+import sys
 import typing
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +18,12 @@ from pydantic import BaseModel
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
-from paceline.config import ServiceConfig, build_config
+from paceline.adapt.trainer_task import task_options
+from paceline.config import ServiceConfig, TrainerResources, build_config
 from paceline.errors import ConfigError
 from paceline.infra.app import build
+from paceline.infra.controller_actor import RayLauncher, build_host
+from paceline.infra.replica_parts import controller_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE = ROOT / "infra" / "service.yaml"
@@ -104,6 +112,67 @@ def test_cluster_has_head_replicas_and_trainers_and_its_own_setup() -> None:
     assert types[values["head_node_type"]]["resources"]["CPU"] == 0
     assert {t.get("labels", {}).get("paceline/role") for t in types.values()} == {None, "serve", "train"}
     assert values["setup_commands"], "without it Ray installs a nightly build of itself"
+    assert values["setup_commands"] == [
+        'pip install -c ~/paceline-source/constraints.txt ~/paceline-source "ray[default,serve]==2.60.0"'
+    ]
     slot = load(SERVICE)["applications"][0]["deployments"][0]["ray_actor_options"]["resources"]
     assert set(slot) <= set(types["serve_gpu"]["resources"])
     assert all("RAY_AUTH_MODE" in c for c in values["head_start_ray_commands"] if "--head" in c)
+
+
+def service_config() -> ServiceConfig:
+    return build_config(ServiceConfig, load(SERVICE)["applications"][0]["args"])
+
+
+def test_a_node_type_and_only_the_trainers_has_what_a_training_task_asks_for() -> None:
+    asked = task_options(service_config().trainer_resources)
+    wanted = {"CPU": asked["num_cpus"], "GPU": asked["num_gpus"], **asked["resources"]}
+    assert wanted["GPU"] == 1 and asked["resources"], "a training task must not land on a node that serves"
+    types = load(CLUSTER)["available_node_types"]
+    fitting = [n for n, t in types.items() if all(t["resources"].get(k, 0) >= v for k, v in wanted.items())]
+    assert [types[n]["labels"]["paceline/role"] for n in fitting] == ["train"]
+    assert all(types[n]["max_workers"] >= 1 for n in fitting)
+
+
+def test_controller_hands_the_configured_resources_to_its_launcher(tmp_path: Path, monkeypatch) -> None:
+    config = replace(service_config(), data_dir=str(tmp_path))
+    spec = controller_spec(config, "t")
+    host = build_host(spec)
+    assert host.config.start_s == config.trainer_resources.start_timeout_s == 900.0
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("paceline.adapt.trainer_task.launch_training", lambda job, **options: seen.update(options))
+    RayLauncher(spec).launch(type("Job", (), {"job_id": "j"})(), None)  # type: ignore[arg-type]
+    assert seen["resources"] == config.trainer_resources == TrainerResources(
+        num_cpus=4, num_gpus=1, resources={"train_slot": 1}, start_timeout_s=900
+    )  # fmt: skip
+
+
+def test_every_node_mounts_the_shared_data_folder_and_redis_is_not_rays() -> None:
+    values, config = load(CLUSTER), service_config()
+    assert f"-v {config.data_dir}:{config.data_dir}" in values["docker"]["run_options"]
+    assert any("mount" in c and c.endswith(config.data_dir) for c in values["initialization_commands"])
+    assert config.redis_url is not None and ":6379" not in config.redis_url
+
+
+@pytest.mark.slow
+def test_the_mounted_files_are_enough_to_install_the_package(tmp_path: Path) -> None:
+    prefix = "~/paceline-source/"
+    for there, here in load(CLUSTER)["file_mounts"].items():
+        source = ROOT / here
+        assert source.exists(), here
+        if there.startswith(prefix):
+            target = tmp_path / "source" / there.removeprefix(prefix)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, target)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tmp_path / "source")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder in ("paceline", "kernels", "serving", "bandit", "adapt", "infra", "bench"):
+        package = "paceline" if folder == "paceline" else f"paceline/{folder}"
+        assert {f"{package}/{p.name}" for p in (ROOT / folder).glob("*.py")} <= names
+    assert "paceline/infra/service.yaml" in names

@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import ray
@@ -31,6 +33,7 @@ def cluster():
     owns = not ray.is_initialized()
     if owns:
         ray.init(
+            address="local",
             num_cpus=4,
             include_dashboard=False,
             object_store_memory=100 * 2**20,
@@ -87,6 +90,47 @@ def test_actor_survives_kill_9_with_its_state(spec, client, keys, wait_until):
     stop_controller(keys.model)
     with pytest.raises(ValueError, match=actor_name(keys.model)):
         get_controller(keys.model)
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"policy": to_dict(PolicyConfig(policy="always", holdback_percent=40))}, ("policy", "always")),
+        ({"target_version": "u"}, ("target_version", "u")),
+    ],
+)
+def test_redeployment_with_another_configuration_replaces_the_controller(spec, client, keys, wait_until, change, shown):
+    ensure_desired(client, keys, version="v1", holdback_percent=10, now=time.time())
+    old = ensure_controller(spec)
+    batch = make_batch([row(1)], replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
+    client.xadd(keys.feedback, {"v": encode(batch)})
+    wait_until(lambda: snapshot(keys.model).get("feedback", {}).get("delivered") == 1, timeout_s=90.0)
+    new = ensure_controller(replace(spec, deployed_at=1.0, **change))
+    assert new._actor_id != old._actor_id
+    wait_until(lambda: snapshot(keys.model).get("epoch") == 2, timeout_s=90.0)
+    view = snapshot(keys.model)
+    assert view[shown[0]] == shown[1]
+    assert view["feedback"]["delivered"] == 1, "the state of the one before it was restored"
+    assert view["holdback_percent"] == change.get("policy", {}).get("holdback_percent", 10)
+    with pytest.raises(RayError):
+        ray.get(old.pid.remote(), timeout=20)
+
+
+def test_controller_is_kept_when_nothing_changed_or_an_older_deployment_asks(spec):
+    now = replace(spec, deployed_at=5.0)
+    kept = ensure_controller(now)
+    assert ensure_controller(replace(now, deployed_at=9.0))._actor_id == kept._actor_id
+    draining = replace(now, deployed_at=4.0, target_version="u")
+    assert ensure_controller(draining)._actor_id == kept._actor_id
+
+
+def test_replicas_that_replace_the_controller_together_end_with_one(spec):
+    ensure_controller(spec)
+    new = replace(spec, deployed_at=1.0, target_version="u")
+    with ThreadPoolExecutor(3) as pool:
+        handles = list(pool.map(ensure_controller, [new] * 3))
+    assert len({h._actor_id for h in handles}) == 1
+    assert ray.get(get_controller(spec.model).pid.remote(), timeout=20) == ray.get(handles[0].pid.remote(), timeout=20)
 
 
 def test_job_that_fails_or_is_killed_ends_as_failed(spec, keys, wait_until):

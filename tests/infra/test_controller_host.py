@@ -15,6 +15,7 @@ from paceline.infra.feedback import make_batch
 from paceline.infra.feedback_consumer import GROUP
 from paceline.infra.log import recent_log
 from paceline.infra.redis_clients import patient_client
+from paceline.infra.traffic_stats import MAX_BUCKETS
 from tests.infra.scripted import (
     MemoryRegistry,
     MemoryStore,
@@ -26,14 +27,14 @@ from tests.infra.scripted import (
 
 
 def make_host(
-    url, keys, tmp_path, *, launcher=None, data_dir=True, make=ScriptedController, **config
+    url, keys, tmp_path, *, launcher=None, data_dir=True, make=ScriptedController, registry=None, **config
 ) -> ControllerHost:
     return ControllerHost(
         HostConfig(
             redis_url=url, model=keys.model, data_dir=tmp_path / "data" if data_dir else None, lease_ttl_s=2.0,
-            stop_grace_s=0.3, context_every_s=0.0, target_version="t", **config,
+            stop_grace_s=0.3, context_every_s=0.0, **{"target_version": "t", **config},
         ),
-        store=MemoryStore(), registry=MemoryRegistry(), launcher=launcher or ProcessLauncher(url, str(tmp_path / "journal")),
+        store=MemoryStore(), registry=registry or MemoryRegistry(), launcher=launcher or ProcessLauncher(url, str(tmp_path / "journal")),
         make_controller=make,
     )  # fmt: skip
 
@@ -83,6 +84,20 @@ def test_feedback_is_folded_once_and_acknowledged(host, client, keys):
     stored = decode(client.get(keys.state), HostState)
     assert stored.num_rows == 9
     assert len(client.hgetall(keys.ledger)) == 3
+
+
+def test_the_policy_sees_a_bounded_number_of_buckets(host, client, keys):
+    seen = []
+    observe = host.controller.observe
+    host.controller.observe = lambda batch: (seen.extend(batch.bucket), observe(batch))
+    for seq in (1, 2, 3):
+        rows = [row(i, bucket=f"b{seq}-{i}") for i in range(100)]
+        batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=seq, target_version="t", num_dropped=0)
+        client.xadd(keys.feedback, {"v": encode(batch)})
+    settle(host)
+    assert host.state.num_rows == len(seen) == 300
+    assert len(set(seen)) == MAX_BUCKETS + 1 and "other" in seen
+    assert set(host.state.traffic.totals) == set(seen)
 
 
 def test_gaps_and_producer_drops_are_counted(host, client, keys):

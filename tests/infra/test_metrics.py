@@ -15,7 +15,7 @@ from paceline.infra.feedback import make_batch
 from paceline.infra.log import configure_logging
 from paceline.infra.metrics import CONTROLLER_METRICS, controller_metrics
 from paceline.infra.redis_clients import Breaker, Keys, redact, stream_entries
-from paceline.infra.traffic_stats import TrafficStats
+from paceline.infra.traffic_stats import MAX_BUCKETS, TrafficStats
 from tests import metrics_page
 from tests.infra.scripted import row
 
@@ -40,6 +40,19 @@ def test_every_metric_of_the_table_is_exposed():
         assert f"\n{spec.name}{suffix}" in text, spec.name
     assert 'paceline_acceptance_length{bucket="math",group="adaptive"} 3.0' in text
     assert "paceline_replicas_converged 1.0" in text
+
+
+def test_buckets_are_bounded_and_later_names_count_under_other():
+    stats = TrafficStats()
+    for start in range(0, 3 * MAX_BUCKETS, 50):
+        rows = [row(i, bucket=f"b{start + i}", ts=100.0) for i in range(50)]
+        stats.observe(make_batch(rows, replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0))
+    num_rows = stats.num_rows()
+    assert set(stats.totals) == {*(f"b{i}" for i in range(MAX_BUCKETS)), "other"}
+    assert all(set(cells) <= set(stats.totals) for _, cells in stats.bins)
+    assert num_rows % 50 == 0 and stats.totals["other"]["adaptive"].rounds == num_rows - MAX_BUCKETS
+    again = make_batch([row(0, bucket="b0"), row(1, bucket="new")], replica_id="a", boot_epoch=1, seq=2, target_version="t", num_dropped=0)  # fmt: skip
+    assert stats.bounded(again).bucket == ["b0", "other"] and again.bucket == ["b0", "new"]
 
 
 def test_page_agrees_with_the_tables():
