@@ -44,18 +44,20 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._run, name="trace-writer", daemon=True)
         self._thread.start()
 
-    def wants(self, bucket: str) -> bool:
-        """Whether a trace has a place: the share is above zero and the queue is not full."""
-        return self._config.share > 0 and not self._is_closed and not self._queue.full()
+    def wants(self, request_id: str, bucket: str) -> bool:
+        """Whether this request is traced: it lies in the share and a trace would have a place now."""
+        return self.is_sampled(request_id) and not self._is_closed and not self._queue.full()
 
     def is_sampled(self, request_id: str) -> bool:
-        """Whether this request lies in the traced share (crc32 of its id, equal on every replica)."""
-        return zlib.crc32(request_id.encode()) % 10_000 < self._config.share * 10_000
+        """Whether this request lies in the traced share (crc32 of its id, equal on every replica).
+
+        The hold-back group is chosen by the last two digits of the same number; these are the four before them, so that
+        a small share is a sample of both groups.
+        """
+        return zlib.crc32(request_id.encode()) // 100 % 10_000 < self._config.share * 10_000
 
     def record_trace(self, trace: RequestTrace) -> None:
-        """Append one trace; drops and counts when the queue is full or the writer is closed. Never blocks."""
-        if not self.is_sampled(trace.request_id):
-            return
+        """Append a trace that was wanted; drops and counts when the queue is full or the writer is closed. Never blocks."""
         if self._is_closed:
             self._count("traces_dropped", 1)
             return

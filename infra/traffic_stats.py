@@ -5,7 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from paceline.contracts import FeedbackBatch
+from paceline.serving.bucket_names import OTHER_BUCKET
 
+MAX_BUCKETS = 128
+"""Names that the service tells apart over all replicas and their lives; a replica has a limit of its own."""
 BIN_S = 5.0
 NUM_BINS = 240
 RECENT_S = 30.0
@@ -53,8 +56,28 @@ class TrafficStats(msgspec.Struct, kw_only=True):
     bins: list[tuple[int, dict[str, dict[str, GroupTotals]]]] = []
     """(bin number of BIN_S seconds, bucket -> group -> sums), oldest first."""
 
+    def bounded(self, batch: FeedbackBatch) -> FeedbackBatch:
+        """The batch with its buckets limited to MAX_BUCKETS names; rows of a later name count under OTHER_BUCKET.
+
+        Replicas keep the names that they see first, and forget them when they restart: their union has no limit.
+        """
+        known = set(self.totals)
+        names: dict[str, str] = {}
+        for bucket in batch.bucket:
+            if bucket in names:
+                continue
+            if bucket in known or bucket == OTHER_BUCKET or len(known - {OTHER_BUCKET}) < MAX_BUCKETS:
+                known.add(bucket)
+                names[bucket] = bucket
+            else:
+                names[bucket] = OTHER_BUCKET
+        if all(name == bucket for bucket, name in names.items()):
+            return batch
+        return msgspec.structs.replace(batch, bucket=[names[bucket] for bucket in batch.bucket])
+
     def observe(self, batch: FeedbackBatch) -> None:
-        """Add the rows of one batch."""
+        """Add the rows of one batch, its buckets `bounded`."""
+        batch = self.bounded(batch)
         rows = zip(
             batch.bucket, batch.group, batch.num_accepted_tokens, batch.num_draft_tokens, batch.num_emitted_tokens,
             batch.share_ms, batch.ts, strict=True,

@@ -180,6 +180,35 @@ def bench_drafters(
     run_bench_drafters(options, Console())
 
 
+@bench_app.command(
+    "feedback",
+    help="What feedback (to an embedded Redis) and feature traces cost: the same engine with and without them, prompt by prompt.",
+)
+def bench_feedback(
+    num_prompts: Annotated[int, typer.Option(help="Prompts in all, the buckets in turn.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt at most.")] = 96,
+    batch: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
+    buckets: Annotated[str, typer.Option(help="Comma list of traffic classes.")] = "tools,code,math,facts",
+    drafter: Annotated[
+        str, typer.Option(help="specblock or a folder; with lookup or none, which have no traces, feedback only.")
+    ] = "specblock",
+    share: Annotated[float, typer.Option(help="Share of requests traced, 0 to 1 (trace.share).")] = 1.0,
+    threads: Annotated[int, typer.Option(help="torch threads; with 1 the engine's CPU time is one thread's.")] = 1,
+    model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
+    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
+    data: _Data = None,
+    json: _Json = None,
+) -> None:
+    from paceline.infra.feedback_cost import FeedbackCostOptions, run_feedback_cost
+
+    options = FeedbackCostOptions(
+        num_prompts=num_prompts, max_tokens=max_tokens, batch=batch, temperature=temperature, buckets=_split(buckets),
+        drafter=drafter, share=share, num_threads=threads, model=model, seed=seed, data=_folder(data), json=json,
+    )  # fmt: skip
+    run_feedback_cost(options, Console())
+
+
 @app.command("train-target", help="Train a small target from a data folder; resumes where it stopped.")
 def train_target(
     data: Annotated[Path, typer.Option(help="Folder of text data (docs/data_folder.md).")],

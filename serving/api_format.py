@@ -34,15 +34,20 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: str |
 def stats_body(stats: RequestStats) -> dict[str, Any]:
     """The `paceline` object: which drafter served the request and what it achieved.
 
-    num_accepted_tokens excludes the bonus tokens, acceptance_length includes them; times are this request's share, in ms.
+    num_accepted_tokens excludes the bonus tokens, acceptance_length includes them; both are taken before the end of the
+    answer cuts the last round by num_truncated_tokens. Of a whole answer therefore
+    acceptance_length * num_rounds = num_emitted_tokens - 1 + num_truncated_tokens (prefill emits the first token).
+    `bucket` is the traffic class that the request was counted under. Times are this request's share, in ms.
     """
     return {
         "drafter_version": stats.drafter_version,
+        "bucket": stats.bucket,
         "acceptance_length": round(stats.acceptance_length, 4),
         "num_rounds": stats.num_rounds,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_accepted_tokens": stats.num_accepted_tokens,
         "num_emitted_tokens": stats.num_emitted_tokens,
+        "num_truncated_tokens": stats.num_truncated_tokens,
         "draft_ms": round(stats.draft_ms, 3),
         "verify_ms": round(stats.verify_ms, 3),
         "total_ms": round(stats.total_ms, 3),

@@ -6,6 +6,7 @@ begins at the next round boundary.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -17,12 +18,14 @@ import torch
 
 from paceline.clock import Clock, SystemClock
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError, EngineStoppedError, RequestError
+from paceline.errors import EngineStoppedError, RequestError
+from paceline.serving.bucket_names import BucketNames
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine_checks import check_balance
 from paceline.serving.engine_inbox import Call, EngineInbox
 from paceline.serving.engine_prefill import PrefillRunner
 from paceline.serving.engine_rounds import DecodeRunner
+from paceline.serving.kv_budget import settle_kv_bytes
 from paceline.serving.kv_cache import PageAllocator
 from paceline.serving.request import GenerationRequest, RoundEvent
 from paceline.serving.round_output import RoundOutput
@@ -54,6 +57,7 @@ class Engine:
         policy: TreePolicy | None = None,
         rng: np.random.Generator | None = None,
         timer: Callable[[], float] = time.perf_counter,
+        num_sharing: int = 1,
     ) -> None:
         """Allocate the KV pool from the byte budget and bind the drafters to it.
 
@@ -61,21 +65,22 @@ class Engine:
             policy: tree policy; one for `config.tree` when None.
             rng: source of the seeds of requests without one.
             timer: monotonic seconds, for durations (`clock` is for time stamps).
-        Raises: ConfigError when the budget does not hold one page per running request.
+            num_sharing: replicas on this machine, which share its RAM when `config.kv_bytes` is None.
+        Raises: ConfigError when the budget is too small (kv_budget.settle_kv_bytes).
         """
+        row_bytes = target.kv_row_bytes + slots.kv_row_bytes
+        config = settle_kv_bytes(
+            config, row_bytes=row_bytes, context_tokens=target.context_tokens, device=target.device,
+            num_sharing=num_sharing,
+        )  # fmt: skip
+        assert config.kv_bytes is not None
         self.target = target
         self.slots = slots
         self.config = config
         self._clock = clock or SystemClock()
         self._timer = timer
-        row_bytes = target.kv_row_bytes + slots.kv_row_bytes
         num_scratch = config.max_running * (config.tree.max_draft_tokens + 1)
         num_pages = config.kv_bytes // (config.page_tokens * row_bytes)
-        if num_pages < 2:
-            raise ConfigError(
-                f"engine.kv_bytes must hold at least 2 pages of {config.page_tokens * row_bytes} bytes, "
-                f"got {config.kv_bytes}"
-            )
         limit = min(target.context_tokens, num_pages * config.page_tokens)
         self.max_context_tokens = min(limit, config.max_context_tokens or limit)
         """Prompt and output tokens that one request may have."""
@@ -111,6 +116,7 @@ class Engine:
             chunk_rows=config.prefill_chunk_tokens, timer=timer,
         )  # fmt: skip
         self._token_text = TokenText(target.tokenizer)
+        self._buckets = BucketNames(config.max_buckets)
         self._known_versions = set(slots.versions().values())
 
     # ---- any thread ---------------------------------------------------------------------------------------------
@@ -221,6 +227,8 @@ class Engine:
             "num_aborted": self.output.num_aborted,
             "num_preemptions": self.scheduler.num_preemptions,
             "num_callback_errors": self.output.num_callback_errors,
+            "num_buckets": len(self._buckets),
+            "num_bucket_capped": self._buckets.num_capped,
             "num_drafter_failures": self.slots.num_failures,
             "drafter_failures": self.slots.failures(),
             "slots": self.slots.versions(),
@@ -250,6 +258,9 @@ class Engine:
 
     def _take(self, arrived: list[RunningRequest], aborts: set[str], calls: list[Call]) -> list[Call]:
         for request in arrived:
+            bucket = self._buckets.resolve(request.request.bucket)
+            if bucket != request.request.bucket:
+                request.request = dataclasses.replace(request.request, bucket=bucket)
             self.output.by_id[request.request_id] = request
             self.scheduler.add(request)
         for request_id in aborts:

@@ -216,9 +216,12 @@ class DecodeRunner:
         for r, (path, bonus) in zip(requests, paths, strict=True):
             new = [tree_tokens[row] for row in path[1:]]
             new.append(bonus)
-            # The path may be cut anywhere: an accepted node's token is what the target would have drawn there.
-            new, reason, match = cut_tokens(r, new[: r.row_capacity - r.context_len])
-            accepted.append(len(path) - 1)
+            if r.row_capacity < r.token_limit:
+                # Pages ran out. The path may be cut anywhere: an accepted node's token is what the target would have
+                # drawn there, so the last one kept is the bonus token of a shorter path; the rest is drafted again.
+                del new[r.row_capacity - r.context_len :]
+            accepted.append(len(new) - 1)
+            new, reason, match = cut_tokens(r, new)
             tokens.append(new)
             rows.append(path[: len(new)])
             ends.append((reason, match))
@@ -239,6 +242,7 @@ class DecodeRunner:
             r.num_rounds += 1
             r.num_draft_tokens += draft.num_draft_tokens[i]
             r.num_accepted_tokens += num_accepted
+            r.num_truncated_tokens += num_accepted + 1 - len(new)
             own_draft_ms = draft_ms if draft.is_drafted[i] else 0.0
             r.draft_ms += own_draft_ms
             r.verify_ms += verify_ms

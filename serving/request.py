@@ -57,6 +57,7 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     bucket: str = "default"
+    """Traffic class as the client names it; the engine may count it under another (bucket_names.py)."""
     group: Group = Group.ADAPTIVE
     is_traced: bool = True
     """False: no feature trace is ever written for this request (opt-out)."""
@@ -72,13 +73,20 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestStats:
-    """Totals of a request so far."""
+    """Totals of a request so far.
+
+    Prefill emits the first token and no round; a round emits its accepted tokens and one bonus token, and the end of the
+    request may cut the last round. So, from the first token on,
+    num_emitted_tokens = 1 + num_rounds + num_accepted_tokens - num_truncated_tokens.
+    """
 
     drafter_version: str
     num_rounds: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    """Draft tokens that the target agreed with; before the last round is cut, as in the feedback rows."""
     num_emitted_tokens: int
+    """Tokens of the answer (`completion_tokens`)."""
     draft_ms: float
     """The request's share of the time inside drafters."""
     verify_ms: float
@@ -87,9 +95,14 @@ class RequestStats:
     """From submission until now."""
     round_ms: float = 0.0
     """Its share of its decode rounds: drafting, verify and everything around them; no prefill, no queue."""
+    num_truncated_tokens: int = 0
+    """Tokens of the last round behind its stop token, stop string or length limit: verified, but not emitted."""
+    bucket: str = "default"
+    """Traffic class that the request is counted under."""
 
     @property
     def acceptance_length(self) -> float:
+        """Tokens per round before truncation, bonus included; pool over requests by num_rounds, not by request."""
         return self.num_accepted_tokens / self.num_rounds + 1 if self.num_rounds else 1.0
 
 
@@ -100,7 +113,7 @@ class RoundEvent:
     request_id: str
     token_ids: tuple[int, ...]
     num_accepted_tokens: int
-    """How many of this round's tokens were draft tokens (0 for prefill's first token)."""
+    """How many of these tokens were accepted draft tokens, the first ones (0 for prefill's first token)."""
     logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: str | None
     """None | 'stop' | 'length' | 'abort' | 'error'."""

@@ -60,7 +60,7 @@ class RoundOutput:
         """Decide at admission whether the request is traced (sink's sampling, the request's own opt-out)."""
         if not has_features or self._traces is None or not request.request.is_traced:
             return
-        if self._traces.wants(request.request.bucket):
+        if self._traces.wants(request.request_id, request.request.bucket):
             request.trace = TraceRows()
 
     def trace_features(self, request: RunningRequest, start: int, features: torch.Tensor) -> None:

@@ -63,6 +63,7 @@ class RunningRequest:
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_truncated_tokens: int = 0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     round_ms: float = 0.0
@@ -117,6 +118,8 @@ class RunningRequest:
             num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
             num_emitted_tokens=self.num_output,
+            num_truncated_tokens=self.num_truncated_tokens,
+            bucket=self.request.bucket,
             draft_ms=self.draft_ms,
             verify_ms=self.verify_ms,
             round_ms=self.round_ms,

@@ -17,11 +17,14 @@ class FeedbackSink(Protocol):
 class TraceSink(Protocol):
     """Takes the trace of a finished request."""
 
-    def wants(self, bucket: str) -> bool:
-        """Whether a trace of a new request of this bucket should be kept (sampling, byte budget)."""
+    def wants(self, request_id: str, bucket: str) -> bool:
+        """Whether this new request should be traced (sampling, room); asked once, at admission.
+
+        The answer holds for the request's life: a request that is not wanted collects nothing.
+        """
 
     def record_trace(self, trace: RequestTrace) -> None:
-        """Append one trace; drops and counts when full."""
+        """Append the trace of a request that was wanted; drops and counts when full."""
 
 
 ROUND_COLUMNS = (

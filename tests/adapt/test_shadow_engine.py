@@ -27,7 +27,7 @@ class Collector:
     def record_round(self, row):
         self.rows.append(dict(zip(ROUND_COLUMNS, row, strict=True)))
 
-    def wants(self, bucket):
+    def wants(self, request_id, bucket):
         return True
 
     def record_trace(self, trace):

@@ -2,12 +2,15 @@
 
 import threading
 import time
+import zlib
 
 import torch
 
 from paceline.adapt.trace_store import TraceStore
 from paceline.adapt.trace_writer import TraceWriter
 from paceline.config import TraceConfig
+from paceline.contracts import Group
+from paceline.serving.api_generation import default_group
 from paceline.serving.request import RequestTrace
 
 
@@ -113,21 +116,31 @@ def test_share_samples_by_request_id(tmp_path):
     store = TraceStore(tmp_path)
     writer = TraceWriter(store, TraceConfig(share=0.3, flush_interval_s=60, max_pending=1000))
     ids = [f"r{i}" for i in range(300)]
-    for request_id in ids:
+    wanted = {i for i in ids if writer.wants(i, "math")}
+    assert wanted == {i for i in ids if zlib.crc32(i.encode()) // 100 % 10_000 < 3000} and 50 < len(wanted) < 130
+    for request_id in wanted:
         writer.record_trace(make_trace(request_id))
     writer.close()
     kept = {t.request_id for s in store.list_shards() for t in store.read_shard(s.shard_id)}
-    assert kept == {i for i in ids if writer.is_sampled(i)} and 50 < len(kept) < 130
+    assert kept == wanted, "what was wanted at admission is not sampled a second time"
+
+
+def test_a_small_share_is_a_sample_of_both_groups(tmp_path):
+    writer = TraceWriter(TraceStore(tmp_path), TraceConfig(share=0.005))
+    ids = [i for i in (f"r{n}" for n in range(40_000)) if writer.wants(i, "math")]
+    held_back = sum(default_group(i, 30) is Group.STATIC for i in ids)
+    writer.close()
+    assert 130 < len(ids) < 270 and 0.18 < held_back / len(ids) < 0.42
 
 
 def test_nothing_is_wanted_at_share_zero_or_after_close(tmp_path):
     off = TraceWriter(TraceStore(tmp_path), TraceConfig(share=0.0))
-    assert not off.wants("math")
+    assert not off.wants("r", "math")
     off.close()
     on = TraceWriter(TraceStore(tmp_path), TraceConfig())
-    assert on.wants("math")
+    assert on.wants("r", "math")
     on.close()
-    assert not on.wants("math")
+    assert not on.wants("r", "math")
     on.record_trace(make_trace("late"))
     assert on.counters()["traces_dropped"] == 1
 

@@ -73,8 +73,9 @@ def test_completion(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     assert answer._request_id == engine.requests[-1].request_id
     rounds = -(-NUM_TOKENS // 3)
     assert answer.paceline == {  # type: ignore[attr-defined]
-        "drafter_version": "v7", "acceptance_length": 3.0, "num_rounds": rounds, "num_draft_tokens": 4 * rounds,
-        "num_accepted_tokens": 2 * rounds, "num_emitted_tokens": NUM_TOKENS, "draft_ms": 1.0 * rounds,
+        "drafter_version": "v7", "bucket": "default", "acceptance_length": 3.0, "num_rounds": rounds, "num_draft_tokens": 4 * rounds,
+        "num_accepted_tokens": 2 * rounds, "num_emitted_tokens": NUM_TOKENS,
+        "num_truncated_tokens": 0, "draft_ms": 1.0 * rounds,
         "verify_ms": 2.0 * rounds, "total_ms": 3.5 * rounds, "round_ms": 0.0,
     }  # fmt: skip
 
@@ -216,6 +217,7 @@ def test_default_group_is_the_hold_back_by_crc32(client: openai.OpenAI, engine: 
     [
         {"x-paceline-bucket": "has space"},
         {"x-paceline-bucket": ""},
+        {"x-paceline-bucket": "x" * 65},
         {"x-paceline-group": "fast"},
         {"x-paceline-trace": "maybe"},
         {"x-request-id": "a b"},
@@ -420,7 +422,7 @@ def test_the_openai_client_sends_the_token() -> None:
 @pytest.fixture(scope="module")
 def real() -> Iterator[tuple[openai.OpenAI, str, Engine]]:
     target = tiny_target(vocab=300, layers=2)
-    config = EngineConfig(max_running=4, kv_bytes=4 * 2**20)
+    config = EngineConfig(max_running=4, kv_bytes=4 * 2**20, max_buckets=5)
     engine = Engine(target, DrafterSlots(RepeatDrafter(), "repeat-1"), config)
     thread = EngineThread(engine)
     thread.start(is_warmed_up=True)
@@ -444,6 +446,39 @@ def test_real_greedy_answers_equal_plain_decoding_and_report_their_drafter(real:
     assert answers["plain"].paceline["drafter_version"] == ""
     assert answers["plain"].paceline["num_draft_tokens"] == 0
     assert answers["plain"].usage.completion_tokens == 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ends", [{"max_tokens": 7}, {"stop": "STOP"}, {"max_tokens": 1}])
+def test_real_statistics_balance_with_the_usage(real: tuple, ends: dict, stream: bool) -> None:
+    client, _, _ = real
+    ask = {"model": "tiny", "prompt": [7, 8], "max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    if "stop" in ends:
+        ends = {"stop": client.completions.create(**ask).choices[0].text[5:7]}
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = client.completions.create(**{**ask, **ends, **options})
+    last = list(answer)[-1] if stream else answer
+    stats = last.paceline
+    assert stats["num_emitted_tokens"] == last.usage.completion_tokens
+    balance = 1 + stats["num_rounds"] + stats["num_accepted_tokens"] - stats["num_truncated_tokens"]
+    assert stats["num_emitted_tokens"] == balance
+    if stats["num_rounds"]:
+        assert stats["acceptance_length"] == pytest.approx(
+            1 + stats["num_accepted_tokens"] / stats["num_rounds"], abs=1e-4
+        )
+
+
+def test_real_answers_name_the_bucket_that_was_used(real: tuple) -> None:
+    client, _, engine = real
+    used = []
+    for i in range(engine.config.max_buckets + 2):
+        answer = client.completions.create(
+            model="tiny", prompt=[5], max_tokens=1, extra_headers={"x-paceline-bucket": f"b{i}"}
+        )
+        used.append(answer.paceline["bucket"])
+    assert used[: engine.config.max_buckets - 1] == [f"b{i}" for i in range(engine.config.max_buckets - 1)]
+    assert set(used[engine.config.max_buckets - 1 :]) == {"other"}
+    assert client.completions.create(model="tiny", prompt=[5], max_tokens=1).paceline["bucket"] == "default"
 
 
 def test_real_seeded_sampling_repeats_and_streams_alike(real: tuple) -> None:
