@@ -113,7 +113,7 @@ def _publish(
             horizon_s=config.horizon_s,
             staging_s=0.0,
         )
-        if priced and priced[0].gain <= 0:
+        if priced and priced[0].gain < 0:  # 0: decoding stays plain under both, until the better one is tried
             reason = (
                 f"Version {result.version} was accepted on {job.bucket}, but serves the present mix "
                 f"{-100 * priced[0].gain:.1f}% dearer; it waits for a recall."

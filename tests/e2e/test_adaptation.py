@@ -1,0 +1,119 @@
+"""The loop closes on the real stack: traffic shifts, a drafter is trained on captured rows, gated, swapped in, and drafts better."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.adapt.registry import DrafterRegistry
+from paceline.bench.workloads import load_prompts
+from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig
+from paceline.infra.app import run_service, stop_service
+from tests.e2e.service_load import wait_for
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(560)]
+BUCKET = "math"
+"""A bucket that the bundled drafter was not trained on."""
+PATIENCE_S = 400.0
+NUM_COMPARED = 16
+
+
+class Traffic(threading.Thread):
+    """Requests of the bucket, one after the other, until it is stopped; notes every answer that is not whole."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._client = httpx.Client(base_url=url, timeout=120)
+        self._prompts = itertools.cycle(load_prompts(BUCKET, None, 240))
+        self.is_over = False
+        self.num_answers = 0
+        self.failures: list[str] = []
+
+    def run(self) -> None:
+        while not self.is_over:
+            try:
+                self.ask(temperature=0.8 if self.num_answers % 3 else 0.0)
+            except (httpx.HTTPError, AssertionError) as e:
+                self.failures.append(repr(e))
+
+    def ask(self, *, temperature: float, group: str | None = None, max_tokens: int = 96) -> dict[str, Any]:
+        body = {"prompt": next(self._prompts).text, "max_tokens": max_tokens, "temperature": temperature, "seed": 1}
+        headers = {"x-paceline-bucket": BUCKET} | ({"x-paceline-group": group} if group else {})
+        response = self._client.post("/v1/completions", json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        assert answer["choices"][0]["finish_reason"] in ("stop", "length")
+        self.num_answers += 1
+        return answer["paceline"]
+
+
+@pytest.fixture
+def url_and_data(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    config = ServiceConfig(
+        model_name="adaptation",
+        device="cpu",
+        data_dir=str(tmp_path / "data"),
+        port=0,
+        engine=EngineConfig(num_threads=1),
+        trace=TraceConfig(shard_rows=256, flush_interval_s=1.0),
+        policy=PolicyConfig(policy="always", epoch_s=3.0, min_rows=1200, min_dwell_s=1.0, holdback_percent=10),
+    )
+    service = run_service(config)
+    try:
+        yield service.url, Path(config.data_dir)
+    finally:
+        stop_service(service)
+
+
+def test_a_shift_is_learned_gated_and_swapped_in(url_and_data: tuple[str, Path]) -> None:
+    url, data_dir = url_and_data
+
+    def state() -> dict[str, Any]:
+        return httpx.get(f"{url}/paceline/state", timeout=30).json()
+
+    def adapted() -> dict[str, Any] | None:
+        now = state()
+        return now if now.get("has_controller") and now["replica"]["version"] != now["first_version"] else None
+
+    first = wait_for(lambda: (s := state()).get("has_controller") and s["gen"] > 0 and s, "the controller")["version"]
+    traffic = Traffic(url)
+    traffic.start()
+    try:
+        after = wait_for(adapted, "an accepted drafter in the replica", PATIENCE_S, every_s=0.5)
+    finally:
+        traffic.is_over = True
+        traffic.join(120)
+    assert traffic.failures == [] and not traffic.is_alive()
+    version = after["replica"]["version"]
+    trained = [d for d in state()["decisions"] if d["action"] == "train" and d["version"] == version]
+    assert [d["outcome"] for d in trained] == ["accepted"] and trained[0]["bucket"] == BUCKET
+
+    registry = DrafterRegistry(data_dir / "registry")
+    manifest = registry.get_manifest(version)
+    assert manifest.parent == first and manifest.bucket == BUCKET and manifest.num_train_rows > 0
+    assert registry.get_manifest(first).parent is None
+
+    entries = wait_for(
+        lambda: (e := state()["ledger_entries"]) and {"training", "shadow", "staging"} <= {x["kind"] for x in e} and e,
+        "the job's costs in the ledger",
+    )
+    assert all(e["seconds"] > 0 for e in entries if e["kind"] in ("training", "shadow", "staging"))
+
+    drafts = {
+        group: [traffic.ask(temperature=0, group=group) for _ in range(NUM_COMPARED)] for group in ("static", None)
+    }
+    assert {a["drafter_version"] for a in drafts["static"]} == {first}
+
+    def length(answers: list[dict[str, Any]]) -> float:
+        return sum(a["num_rounds"] * a["acceptance_length"] for a in answers) / sum(a["num_rounds"] for a in answers)
+
+    held_back = [a for a in drafts[None] if a["drafter_version"] == first]  # the hold-back share is drawn by request id
+    adaptive = [a for a in drafts[None] if a["drafter_version"] == version]
+    assert len(adaptive) > len(held_back)
+    assert length(adaptive) > length(drafts["static"])
