@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from paceline.bandit.observation import BucketObservation, speculative
 from paceline.contracts import Group
@@ -13,6 +14,23 @@ ACTIVE_SHARE = 0.02
 """Share of the load below which a bucket does not count."""
 PLAIN_SHARE = 0.2
 """Share of undrafted rounds above which their cost is taken as the price of not drafting."""
+
+
+class BatchCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Price of rounds of one batch size in one bucket."""
+
+    share: float
+    """Of the bucket's tokens; the shares of a belief sum to 1."""
+    round_s: float | None
+    """Device seconds of a drafted round, per request; None when none was seen lately."""
+    plain_token_s: float | None
+    """Device seconds per token without drafting, when a good part of the rounds went without."""
+
+    def token_s(self, length: np.ndarray | float) -> np.ndarray:
+        """Device seconds per token at an acceptance length, like its argument; never dearer than plain decoding."""
+        plain = np.inf if self.plain_token_s is None else self.plain_token_s
+        drafted = np.inf if self.round_s is None else self.round_s / np.maximum(length, 1.0)
+        return np.minimum(drafted, plain) + 0.0 * np.asarray(length)
 
 
 class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +56,8 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
     required_rows: int
     """Fresh rows that the pay-off rule waits for: doubles after a job that the gate refused."""
     is_active: bool
+    batches: list[BatchCost] = []
+    """The same prices apart by batch size: a better drafter gains less where rounds are full. [] = not known apart."""
 
     @property
     def busy(self) -> float:
@@ -46,13 +66,22 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
 
     def token_s(self, length: float) -> float:
         """Device seconds per token at another acceptance length; never dearer than plain decoding."""
-        drafted = self.round_s / max(length, 1.0)
-        return drafted if self.plain_token_s is None else min(drafted, self.plain_token_s)
+        return float(self.tokens_s(length))
+
+    def tokens_s(self, lengths: np.ndarray | float) -> np.ndarray:
+        """`token_s` of every element, over the batch sizes that are served now."""
+        if self.batches:
+            return sum((b.share * b.token_s(lengths) for b in self.batches), np.zeros_like(np.asarray(lengths, float)))
+        return BatchCost(share=1.0, round_s=self.round_s, plain_token_s=self.plain_token_s).token_s(lengths)
 
     def relative_gain(self, length_from: float, length_to: float) -> float:
         """Relative fall of device time per token between two acceptance lengths (negative: a rise)."""
+        return float(self.relative_gains(length_from, length_to))
+
+    def relative_gains(self, length_from: float, lengths_to: np.ndarray | float) -> np.ndarray:
+        """`relative_gain` to every element."""
         now = self.token_s(length_from)
-        return 1.0 - self.token_s(length_to) / now if now > 0 else 0.0
+        return 1.0 - self.tokens_s(lengths_to) / now if now > 0 else np.zeros_like(np.asarray(lengths_to, float))
 
 
 class BucketMeter(msgspec.Struct):

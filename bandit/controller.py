@@ -12,12 +12,19 @@ from paceline.bandit.arms import default_arms
 from paceline.bandit.bank import Bank
 from paceline.bandit.controller_state import ControllerState, JobOutcome, JobRecord, pack_rng, unpack_rng
 from paceline.bandit.controller_view import policy_view
-from paceline.bandit.epoch import bucket_beliefs, close_epoch
+from paceline.bandit.epoch import close_epoch
+from paceline.bandit.feedback_sums import FeedbackSums
 from paceline.bandit.job_booking import finish_job
 from paceline.bandit.ledger import entry_id
 from paceline.bandit.observation import HostContext, JobCosts, fold
-from paceline.bandit.policies import POLICIES, Choice, View, make_policy
-from paceline.bandit.pricing import PricedJob, price_jobs, price_recalls
+from paceline.bandit.operator_orders import OperatorOrders
+from paceline.bandit.policies import POLICIES, SELF_FUNDED, Choice, View, make_policy
+from paceline.bandit.policy_update import remember_epoch
+from paceline.bandit.policy_view import hold
+from paceline.bandit.pricing import PricedJob
+from paceline.bandit.replay_log import FeedbackLine, feedback_line
+from paceline.bandit.version_history import learn_history
+from paceline.bandit.view_builder import build_view
 from paceline.clock import Clock
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Decision, FeedbackBatch, LedgerEntry, TrainResult
@@ -28,7 +35,7 @@ log = logging.getLogger(__name__)
 __all__ = ["Controller", "HostContext", "JobCosts", "JobOutcome"]
 
 
-class Controller:
+class Controller(OperatorOrders):
     """Folds feedback, decides once per epoch, keeps the ledger. Pure: no I/O, no Ray; time comes from arguments or the clock.
 
     The host calls `observe` for every feedback batch, `tick` about once a second, `job_finished` once per train decision,
@@ -53,12 +60,13 @@ class Controller:
         self._rng = rng
         self._state = ControllerState(policy=config.policy)
 
-    def observe(self, batch: FeedbackBatch) -> bool:
+    def observe(self, batch: FeedbackBatch | FeedbackSums) -> bool:
         """Fold one batch. False: its (replica_id, boot_epoch, seq) was folded before, nothing changed."""
         if self._state.has_folded(f"{batch.replica_id}|{batch.boot_epoch}", batch.seq):
             return False
         self._state.num_rows_dropped += batch.num_dropped
         fold(self._state.windows, batch)
+        self._state.round_costs.fold(batch)
         self._state.interference.fold(batch)
         return True
 
@@ -80,55 +88,25 @@ class Controller:
             state.epoch_start = now
         if now - state.epoch_start < self._config.epoch_s:
             return []
+        seconds, is_training = now - state.epoch_start, state.job is not None
         alarms = close_epoch(state, now, context)
+        learn_history(state, context)
         for name in alarms:
             log.info("drift alarm bucket=%s epoch=%d", name, state.epoch)
         view = self._view(now, context)
-        return self._emit(self._choose(view), view, now, context)
+        remember_epoch(state, self._config, self._arms, view, seconds, is_training=is_training)
+        decisions = self._emit(self._choose(view), view, now, context)
+        state.round_costs.fade(seconds)
+        return decisions
 
     def _view(self, now: float, context: HostContext) -> View:
-        state, config = self._state, self._config
-        beliefs = bucket_beliefs(state, config, context)
-        horizon = state.regime.horizon_s(now, config.horizon_s) if state.regime is not None else config.horizon_s
-        known = context.versions or state.lived
-        versions = [v for v in {*known, context.first_version} if v not in state.barred]
-        return View(
-            config=config,
-            arms=self._arms,
-            beliefs=beliefs,
-            jobs=tuple(
-                price_jobs(
-                    beliefs,
-                    self._arms,
-                    gains=state.gains,
-                    costs=state.costs,
-                    best_length=state.table.best_length(),
-                    horizon_s=horizon,
-                    min_rows=config.min_rows,
-                    num_replicas=context.num_replicas,
-                )
-            ),
-            recalls=tuple(
-                price_recalls(
-                    beliefs,
-                    versions,
-                    context.live_version,
-                    table=state.table,
-                    horizon_s=horizon,
-                    staging_s=state.costs.staging_s(context.num_replicas),
-                )
-            ),
-            balance_s=self.bank().balance_s,
-            horizon_s=horizon,
-            since_swap_s=now - state.last_swap,
-            since_job_s=now - state.last_job_started,
-            is_job_running=context.job_running or state.job is not None,
-        )
+        return build_view(self._state, self._config, self._arms, context, now, balance_s=self.bank().balance_s)
 
     def _choose(self, view: View) -> Choice:
         state = self._state
         if state.pinned is not None:
-            return Choice(action="hold", bucket="", code="pinned", reason=f"Version {state.pinned} is pinned.")
+            template = "Version {pinned} is pinned, and {num} other actions are allowed."
+            return hold(view, "pinned", template, at="", pinned=state.pinned, num=0)
         return make_policy(state.policy).choose(view, self._rng)
 
     def _emit(self, choice: Choice, view: View, now: float, context: HostContext) -> list[Decision]:
@@ -147,7 +125,7 @@ class Controller:
             "propensity": choice.propensity,
             "reason": choice.reason,
         }
-        facts = self._facts(view, choice.bucket)
+        facts = {**self._facts(view, choice.bucket), "compared": choice.numbers}
         if choice.job is not None:
             decision = self._order(choice.job, view, now, context, common, facts)
         elif choice.recall is not None:
@@ -199,7 +177,7 @@ class Controller:
     ) -> Decision:
         state, belief = self._state, view.beliefs[job.bucket]
         limit = self._config.job_time_limit_s
-        if state.policy == "payoff":
+        if state.policy in SELF_FUNDED:
             busy = sum(b.busy for b in view.beliefs.values() if b.is_active)
             after = job.cost.shadow_s + job.cost.staging_s
             limit = self.bank().time_limit_s(limit, state.costs.slowdown * busy, after)
@@ -236,6 +214,7 @@ class Controller:
             started=now,
         )
         state.last_job_id, state.last_job_started = decision.decision_id, now
+        state.memory.job_started(job.bucket)
         state.rows_at_job[job.bucket] = context.rows_written.get(job.bucket, context.rows.get(job.bucket, 0))
         return decision
 
@@ -280,8 +259,8 @@ class Controller:
         """decision_id of the job that job_finished is awaited for; a host that lost it reports status 'failed'."""
         return self._state.job.decision_id if self._state.job is not None else None
 
-    def staged(self, decision_id: int, seconds: float, now: float) -> Decision | None:
-        """Book what making a decision's version live cost (device-seconds over all replicas); idempotent.
+    def staged(self, decision_id: int, seconds: float, now: float, tag: str = "swap") -> Decision | None:
+        """Book what making a decision's version live cost (device-seconds over all replicas); idempotent by `tag`.
 
         None when the decision is unknown or too old to be kept.
         """
@@ -289,15 +268,32 @@ class Controller:
         if decision is None:
             return None
         entry = LedgerEntry(
-            entry_id=entry_id(decision_id, "staging", "swap"),
+            entry_id=entry_id(decision_id, "staging", tag),
             ts=now,
             kind="staging",
             bucket=decision.bucket,
             version=decision.version,
             seconds=seconds,
+            arm=decision.arm or self._state.made_by.get(decision.version or ""),
         )
         self._state.book(entry, decision_id)
         return self._state.actions[decision_id]
+
+    def canary_ended(self, decision_id: int, outcome: str) -> Decision | None:
+        """Write into a decision how the canary of its version ended: 'promoted' | 'rolled_back' | 'retired'.
+
+        A version that was not promoted gained nothing and is no longer that decision's live version; None when the
+        decision is unknown or too old to be kept.
+        """
+        state, decision = self._state, self._state.actions.get(decision_id)
+        if decision is None:
+            return None
+        if outcome != "promoted":
+            if decision.version is not None and state.owner.get(decision.version) == decision_id:
+                del state.owner[decision.version]
+            decision = msgspec.structs.replace(decision, realised_gain=0.0, outcome=outcome)
+            state.remember(decision)
+        return decision
 
     def manual(self, action: str, version: str, now: float, reason: str) -> Decision:
         """Log an operator's 'pin' or 'rollback'; the host commits decision.version.
@@ -342,19 +338,21 @@ class Controller:
         self._state.pinned, self._state.barred, self._state.last_hold = None, [], ""
 
     def set_policy(self, name: str) -> None:
-        """Switch policy (never | always | interval | payoff); posteriors and ledger stay. Raises ConfigError."""
+        """Switch policy (a name of POLICIES); posteriors and ledger stay. Raises ConfigError."""
         if name not in POLICIES:
             raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
-        self._state.policy, self._state.last_hold = name, ""
+        if name != self._state.policy:  # a restarted host names the same one: nothing new to log
+            self._state.policy, self._state.last_hold = name, ""
 
     def bank(self) -> Bank:
         """The bank as of the latest epoch."""
         state = self._state
         return Bank(
-            start_s=self._config.bank_s,
+            start_s=self._config.bank_s if state.bank_start_s is None else state.bank_start_s,
             saved_s=state.ledger.saved_s(),
             saved_error_s=state.savings.standard_error_s(),
             spent_s=state.ledger.spent_s(),
+            reserved_s=state.reserved_s(),
         )
 
     def drain(self) -> tuple[list[Decision], list[LedgerEntry]]:
@@ -364,6 +362,14 @@ class Controller:
         entries = state.out_entries
         state.out_decisions, state.out_entries = {}, []
         return decisions, entries
+
+    def closed_epoch(self) -> FeedbackLine | None:
+        """What the epoch measured that ended since the last call, for the decision log; None when none did."""
+        state = self._state
+        if state.told_epoch == state.epoch or state.context is None:
+            return None
+        state.told_epoch = state.epoch
+        return feedback_line(state.latest, state.context, state.rows_written)
 
     def snapshot(self) -> dict[str, Any]:
         """Plain values for dashboards; see bandit/controller_view.py."""

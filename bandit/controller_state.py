@@ -14,8 +14,10 @@ from paceline.bandit.gain_model import GainModel
 from paceline.bandit.interference import Interference
 from paceline.bandit.ledger import Ledger, contradictions
 from paceline.bandit.observation import BucketObservation, HostContext, Window
+from paceline.bandit.policy_memory import PolicyMemory
 from paceline.bandit.recall import ScoreTable
 from paceline.bandit.regime import BucketRegime, MixRegime
+from paceline.bandit.round_cost import RoundCosts
 from paceline.bandit.savings import Savings
 from paceline.contracts import ArmSpec, Decision, LedgerEntry
 
@@ -59,6 +61,8 @@ class ControllerState(msgspec.Struct):
     rng: str = ""
     """JSON of the bit generator's state."""
     epoch: int = 0
+    told_epoch: int = 0
+    """Newest epoch that went to the decision log."""
     epoch_start: float | None = None
     next_decision_id: int = 1
     folded: dict[str, int] = {}
@@ -75,6 +79,10 @@ class ControllerState(msgspec.Struct):
     table: ScoreTable = msgspec.field(default_factory=ScoreTable)
     gains: GainModel = msgspec.field(default_factory=GainModel)
     costs: CostModel = msgspec.field(default_factory=CostModel)
+    round_costs: RoundCosts = msgspec.field(default_factory=RoundCosts)
+    memory: PolicyMemory = msgspec.field(default_factory=PolicyMemory)
+    history: list[str] = []
+    """'bucket|version' of earlier services that taught the gain model."""
     interference: Interference = msgspec.field(default_factory=Interference)
     savings: Savings = msgspec.field(default_factory=Savings)
     ledger: Ledger = msgspec.field(default_factory=Ledger)
@@ -86,6 +94,8 @@ class ControllerState(msgspec.Struct):
     last_swap: float = float("-inf")
     owner: dict[str, int] = {}
     """Version -> decision that last made it live."""
+    made_by: dict[str, str] = {}
+    """Version -> arm of the job that made it."""
     learned: dict[str, dict[str, int]] = {}
     """Version -> bucket -> rows it was trained on."""
     rows_at_job: dict[str, int] = {}
@@ -94,6 +104,8 @@ class ControllerState(msgspec.Struct):
     """Versions that were live or came out of an accepted job."""
     barred: list[str] = []
     pinned: str | None = None
+    bank_start_s: float | None = None
+    """Starting balance that an operator set; None = the configured one."""
 
     actions: dict[int, Decision] = {}
     outcomes: dict[int, JobOutcome] = {}
@@ -134,6 +146,14 @@ class ControllerState(msgspec.Struct):
         while len(self.folded) > MAX_PRODUCERS:
             del self.folded[next(iter(self.folded))]
         return False
+
+    def reserved_s(self) -> float:
+        """What the job in flight is still expected to cost, beyond what is booked for it already."""
+        if self.job is None:
+            return 0.0
+        decision = self.actions.get(self.job.decision_id)
+        booked = decision.realised_cost_s if decision is not None and decision.realised_cost_s is not None else 0.0
+        return max(self.job.expected_cost.total_s - booked, 0.0)
 
     def check(self) -> list[str]:
         """Contradictions between ledger and kept decisions."""

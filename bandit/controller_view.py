@@ -9,6 +9,7 @@ import msgspec
 from paceline.bandit.belief import BucketBelief
 from paceline.bandit.controller_state import ControllerState
 from paceline.bandit.epoch import bucket_beliefs
+from paceline.bandit.gain_view import arm_posteriors, regime_starts
 from paceline.config import PolicyConfig
 
 
@@ -32,6 +33,8 @@ def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, bal
         "scores": scores,
         "regime_age_s": now - regime.start if regime is not None else 0.0,
         "horizon_s": regime.horizon_s(now, config.horizon_s) if regime is not None else config.horizon_s,
+        "regime_starts": regime_starts(regime.start, regime.lengths) if regime is not None else [],
+        "posterior": arm_posteriors(state.gains),
         "drift_alarms": {name: bucket.num_alarms for name, bucket in state.buckets.items()},
         "ledger": {
             **state.ledger.totals,
@@ -39,6 +42,8 @@ def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, bal
             "saved_s": state.ledger.saved_s(),
             "saved_error_s": state.savings.standard_error_s(),
             "net_s": state.ledger.net_s(),
+            "saved_interval_s": list(state.ledger.sums.saved_interval_s()),
+            "cells": state.ledger.sums.rows(),
         },
         "bank_s": balance_s,
         "job": msgspec.to_builtins(state.job) if state.job is not None else None,

@@ -88,6 +88,14 @@ class CostModel(msgspec.Struct):
         if staging_s > 0:
             self.staging.update(staging_s / (STAGING_PRIOR_S * max(num_replicas, 1)))
 
+    def update_cut_short(self, arm: ArmSpec, train_s: float) -> None:
+        """Learn from a job that was stopped: it would have cost at least this much, so only an excess teaches."""
+        scale = self.by_arm[arm.name].value() if arm.name in self.by_arm else self.all_jobs.value()
+        ratio = train_s / prior_training_s(arm)
+        if ratio > scale:
+            self.by_arm.setdefault(arm.name, Scale(PRIOR_WEIGHT, PRIOR_WEIGHT * scale)).update(ratio)
+            self.all_jobs.update(ratio)
+
     def observe_slowdown(self, relative: float, weight: float) -> None:
         """Blend in a measured relative slow-down; weight in [0, 1]."""
         self.slowdown += weight * (min(max(relative, 0.0), 3.0) - self.slowdown)

@@ -28,6 +28,8 @@ def close_epoch(state: ControllerState, now: float, context: HostContext) -> lis
         state.regime = MixRegime(start)
     if alarms:
         state.regime.begin(start)
+        for name in alarms:
+            state.regime.forget(name)
     if state.regime.update({name: seen.num_tokens() for name, seen in state.latest.items()}, start):
         for name, meter in state.meters.items():  # a new mix: yesterday's load says nothing about it
             meter.load = state.latest[name].load(Group.ADAPTIVE) if name in state.latest else 0.0
@@ -75,6 +77,8 @@ def _book_savings(state: ControllerState, name: str, seen: BucketObservation, no
                 bucket=name,
                 version=booking.version,
                 seconds=booking.seconds,
+                arm=state.made_by.get(booking.version),
+                standard_error_s=booking.standard_error_s,
             ),
             owner,
         )
@@ -97,6 +101,7 @@ def _book_interference(state: ControllerState, start: float, now: float) -> None
                 bucket=decision.bucket if decision is not None else "",
                 version=None,
                 seconds=slowdown.seconds,
+                arm=decision.arm if decision is not None else None,
             ),
             owner,
         )
@@ -140,6 +145,7 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
             learned_rows=learned.get(name, 0),
             required_rows=max(state.required_rows.get(name, 0), config.min_rows),
             is_active=meter.load > 0 and meter.load >= ACTIVE_SHARE * total,
+            batches=state.round_costs.batches(name),
         )
     return found
 

@@ -23,6 +23,8 @@ ARM_SD = 0.2
 """Prior spread of an arm's share, relative to it."""
 MODEL_SD = 0.12
 """Misfit of the curve itself, in units of the share."""
+HISTORY_SHARE, HISTORY_SD = 0.8, 0.25
+"""Mean and spread of ARM_SHARE for a job of an earlier service, of which only rows and lengths are recorded."""
 DISCOUNT = 0.93
 """Weight that the evidence keeps at each new job; the rest returns to the prior."""
 FORGET_REHEARSED, FORGET_BARE = 0.07, 0.25
@@ -88,19 +90,42 @@ class GainModel(msgspec.Struct):
         variance = float(x @ np.asarray(self.cov) @ x) + (MODEL_SD * ARM_SHARE.get(arm.parameters, 1.0)) ** 2
         return float(x @ np.asarray(self.mean)) * scale, math.sqrt(max(variance, 0.0)) * scale
 
+    def draw(self, jobs: list[tuple[str, ArmSpec]], num: int, rng: np.random.Generator) -> np.ndarray:
+        """(num, len(jobs)) float64: joint posterior draws of gain / (headroom * further_share) of (bucket, arm) pairs.
+
+        Pairs share coefficients, so that their draws move together; the misfit of the curve is not drawn.
+        """
+        for bucket, arm in jobs:
+            self._features(bucket, arm)  # every name has its column before any row is made
+        rows = np.stack([self._features(bucket, arm) for bucket, arm in jobs])
+        values, vectors = np.linalg.eigh(np.asarray(self.cov))
+        root = vectors * np.sqrt(np.maximum(values, 0.0))
+        theta = np.asarray(self.mean) + rng.standard_normal((num, len(values))) @ root.T
+        return theta @ rows.T
+
     def update(self, bucket: str, arm: ArmSpec, headroom: float, share: float, gain: float, gain_se: float) -> None:
-        """Learn from a finished job; gain in tokens a round, 0 or less for one that the gate refused."""
-        scale = max(headroom * share, 1e-3)
-        x = self._features(bucket, arm)
+        """Learn from a finished job; gain in tokens a round as measured, also of one that the gate refused."""
+        x, own = self._features(bucket, arm), ARM_SHARE.get(arm.parameters, 1.0)
+        self._learn(x, headroom * share, gain, gain_se, MODEL_SD * own)
+        self.num_jobs += 1
+
+    def update_from_history(self, bucket: str, headroom: float, share: float, gain: float, gain_se: float) -> None:
+        """Learn from a version that an earlier service trained, with an arm that is not known."""
+        at = self._index(f"bucket:{bucket}", BUCKET_SD)
+        x = np.zeros(len(self.names))
+        x[0] = x[at] = HISTORY_SHARE
+        self._learn(x, headroom * share, gain, gain_se, math.hypot(MODEL_SD, HISTORY_SD))
+
+    def _learn(self, x: np.ndarray, scale: float, gain: float, gain_se: float, misfit_sd: float) -> None:
+        scale = max(scale, 1e-3)
         self._discount()
         mean, cov = np.asarray(self.mean), np.asarray(self.cov)
-        noise = (gain_se / scale) ** 2 + (MODEL_SD * ARM_SHARE.get(arm.parameters, 1.0)) ** 2
+        noise = (gain_se / scale) ** 2 + misfit_sd**2
         y = min(max(gain / scale, -1.0), 3.0)
         gained = cov @ x / (float(x @ cov @ x) + noise)
         mean = mean + gained * (y - float(x @ mean))
         cov = cov - np.outer(gained, x @ cov)
         self.mean, self.cov = mean.tolist(), ((cov + cov.T) / 2).tolist()
-        self.num_jobs += 1
 
     def _discount(self) -> None:
         prior_mean = np.zeros(len(self.names))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.bandit.feedback_sums import FeedbackSums
 from paceline.contracts import FeedbackBatch
 
 MIN_ROWS = 20
@@ -23,6 +24,11 @@ class Mean(msgspec.Struct):
         self.n = min(self.n + 1.0, memory)
         self.mean += (value - self.mean) / self.n
 
+    def add_many(self, value: float, count: float, memory: float = float("inf")) -> None:
+        """Fold `count` values whose mean is `value`."""
+        self.n = min(self.n + count, memory)
+        self.mean += (value - self.mean) * min(count / self.n, 1.0)
+
 
 class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     """Interference of one epoch."""
@@ -41,8 +47,16 @@ class Interference(msgspec.Struct):
     training: dict[int, Mean] = {}
     """Of the open epoch."""
 
-    def fold(self, batch: FeedbackBatch) -> None:
+    def fold(self, batch: FeedbackBatch | FeedbackSums) -> None:
         """Add a batch's rows."""
+        if isinstance(batch, FeedbackSums):
+            for seen in batch.rounds:
+                key = seen.batch_size * 2 + seen.is_drafted
+                if seen.is_training:
+                    self.training.setdefault(key, Mean()).add_many(seen.mean_s, seen.num_rounds)
+                else:
+                    self.idle.setdefault(key, Mean()).add_many(seen.mean_s, seen.num_rounds, MEMORY_ROWS)
+            return
         for size, drafted, ms, busy in zip(
             batch.batch_size, batch.num_draft_tokens, batch.share_ms, batch.is_training, strict=True
         ):

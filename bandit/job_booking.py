@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from paceline.bandit.controller_state import ControllerState, JobOutcome, JobRecord
-from paceline.bandit.epoch import bucket_beliefs, learned_rows
-from paceline.bandit.gain_model import forgetting
+from paceline.bandit.epoch import bucket_beliefs
+from paceline.bandit.job_learning import learn, measured_gain
 from paceline.bandit.ledger import entry_id
 from paceline.bandit.observation import JobCosts
+from paceline.bandit.policies import SELF_FUNDED
 from paceline.bandit.pricing import price_recalls
 from paceline.config import PolicyConfig
 from paceline.contracts import LedgerEntry, TrainResult
@@ -33,9 +34,10 @@ def finish_job(
                 bucket=job.bucket,
                 version=result.version,
                 seconds=seconds,
+                arm=job.arm.name,
             )
             state.book(entry, decision_id)
-    _learn(state, job, result, costs)
+    learn(state, job, result, costs)
     publish, reason = _publish(state, config, job, result)
     if publish is not None:
         state.owner[publish] = decision_id
@@ -55,38 +57,8 @@ def finish_job(
     return outcome
 
 
-def _learn(state: ControllerState, job: JobRecord, result: TrainResult, costs: JobCosts) -> None:
-    if result.status in ("accepted", "rejected"):
-        num_replicas = state.context.num_replicas if state.context is not None else 1
-        state.costs.update(job.arm, result.train_s, result.shadow_s, costs.staging_s, num_replicas)
-        gain, error = _measured_gain(job, result)
-        state.gains.update(job.bucket, job.arm, job.headroom, job.share, gain, error)
-        state.table.add_job(job.bucket, result, job.base_version, forgetting(job.arm))
-    if result.status == "accepted" and result.version is not None:
-        learned = learned_rows(state, state.context, job.base_version)
-        state.learned[result.version] = {**learned, job.bucket: job.learned_after}
-        if result.version not in state.lived:
-            state.lived.append(result.version)
-        state.required_rows.pop(job.bucket, None)
-    else:
-        state.required_rows[job.bucket] = 2 * max(job.arm.num_rows, state.required_rows.get(job.bucket, 0))
-
-
-def _measured_gain(job: JobRecord, result: TrainResult) -> tuple[float, float]:
-    """Gain in acceptance length on the serving scale and its standard error; a refused job gained at most its bound."""
-    candidate, incumbent = result.candidate, result.incumbent
-    if candidate is None:
-        return 0.0, 0.1
-    scale = job.length_before / incumbent.acceptance_length if incumbent and incumbent.acceptance_length > 0 else 1.0
-    error = max(candidate.gain_mean - candidate.gain_lower, 0.0) / 1.645
-    gain = candidate.gain_mean
-    if result.status == "rejected":
-        gain = min(gain, max(candidate.gain_lower, 0.0))
-    return gain * scale, error * scale
-
-
 def _realised_gain(state: ControllerState, config: PolicyConfig, job: JobRecord, result: TrainResult) -> float:
-    gain, _ = _measured_gain(job, result)
+    gain, _ = measured_gain(job, result)
     after = job.length_before + gain
     belief = bucket_beliefs(state, config, state.context).get(job.bucket) if state.context is not None else None
     if belief is not None:
@@ -97,13 +69,14 @@ def _realised_gain(state: ControllerState, config: PolicyConfig, job: JobRecord,
 def _publish(
     state: ControllerState, config: PolicyConfig, job: JobRecord, result: TrainResult
 ) -> tuple[str | None, str]:
-    """Version to make live: accepted by the gate and, for the pay-off rule, better on the mix that is served now."""
+    """Version to make live: accepted by the gate and, for policies that mind what they lose elsewhere, better on the mix
+    that is served now; for every policy when the gate compared it with a version that is no longer live."""
     if result.status != "accepted" or result.version is None:
         return None, f"The job on {job.bucket} was {result.status}: {result.reason}"
     if state.pinned is not None:
         return None, f"Version {result.version} was accepted, but {state.pinned} is pinned."
     context = state.context
-    if state.policy == "payoff" and context is not None:
+    if context is not None and (state.policy in SELF_FUNDED or job.base_version != context.live_version):
         beliefs = bucket_beliefs(state, config, context)
         priced = price_recalls(
             beliefs,

@@ -6,22 +6,29 @@ from collections.abc import Iterable
 
 import msgspec
 
+from paceline.bandit.ledger_totals import COSTS, KINDS, LedgerTotals, fold_entries
 from paceline.contracts import Decision, LedgerEntry
 
-COSTS = ("training", "shadow", "interference", "staging")
-KINDS = (*COSTS, "saving")
+__all__ = ["COSTS", "KINDS", "Ledger", "contradictions", "entry_id"]
+
 MAX_ENTRIES = 20_000
 """Entries kept one by one; older ones live on in the totals, and their ids are refused by age."""
 
 
 class Ledger(msgspec.Struct):
-    """Entries with unique ids and running totals per kind; folding an id twice changes nothing."""
+    """Entries with unique ids and running sums of all that were ever booked; folding an id twice changes nothing."""
 
     entries: dict[str, LedgerEntry] = {}
     """By entry_id, in the order of booking."""
-    totals: dict[str, float] = {}
+    sums: LedgerTotals = msgspec.field(default_factory=LedgerTotals)
+    """Also of entries that were compacted since."""
     horizon_ts: float = float("-inf")
     """Entries up to this time were compacted; a late entry of that age is taken for a duplicate."""
+
+    def __post_init__(self) -> None:
+        """A ledger stored before it kept sums has entries only."""
+        if self.entries and not self.sums.cells:
+            self.sums = fold_entries(self.entries.values())
 
     def add(self, entry: LedgerEntry) -> bool:
         """Book an entry; False when its id (or one of its age) was booked before. Raises ValueError on a wrong kind."""
@@ -30,19 +37,24 @@ class Ledger(msgspec.Struct):
         if entry.entry_id in self.entries or entry.ts <= self.horizon_ts:
             return False
         self.entries[entry.entry_id] = entry
-        self.totals[entry.kind] = self.totals.get(entry.kind, 0.0) + entry.seconds
+        self.sums.add(entry)
         if len(self.entries) > MAX_ENTRIES:
             for key in list(self.entries)[: MAX_ENTRIES // 4]:
                 self.horizon_ts = max(self.horizon_ts, self.entries.pop(key).ts)
         return True
 
+    @property
+    def totals(self) -> dict[str, float]:
+        """Kind -> device-seconds ever booked."""
+        return self.sums.by_kind()
+
     def spent_s(self) -> float:
         """Training, shadow scoring, interference and staging."""
-        return sum(self.totals.get(kind, 0.0) for kind in COSTS)
+        return self.sums.spent_s()
 
     def saved_s(self) -> float:
         """Savings against the hold-back group (negative when adaptation hurt)."""
-        return self.totals.get("saving", 0.0)
+        return self.sums.saved_s()
 
     def net_s(self) -> float:
         return self.saved_s() - self.spent_s()
@@ -68,20 +80,20 @@ def contradictions(ledger: Ledger, decisions: Iterable[Decision], tolerance_s: f
     found = []
     by_id = {d.decision_id: d for d in decisions}
     if ledger.horizon_ts == float("-inf"):
-        for kind in KINDS:
-            total = sum(e.seconds for e in ledger.entries.values() if e.kind == kind)
-            if abs(total - ledger.totals.get(kind, 0.0)) > tolerance_s:
-                found.append(
-                    f"total of {kind} is {ledger.totals.get(kind, 0.0):.6f} s, its entries sum to {total:.6f} s"
-                )
+        booked, summed = fold_entries(ledger.entries.values()), ledger.sums
+        for key in sorted({*booked.cells, *summed.cells}, key=str):
+            for kind in KINDS:
+                own, total = (t.cells[key].seconds.get(kind, 0.0) if key in t.cells else 0.0 for t in (booked, summed))
+                if abs(own - total) > tolerance_s:
+                    found.append(f"total of {kind} for {key} is {total:.6f} s, its entries sum to {own:.6f} s")
         for d in by_id.values():
             spent, saved = ledger.of_decision(d.decision_id)
             if abs(spent - (d.realised_cost_s or 0.0)) > tolerance_s:
                 found.append(f"decision {d.decision_id} cost {d.realised_cost_s}, its entries sum to {spent:.6f} s")
             if abs(saved - (d.realised_saving_s or 0.0)) > tolerance_s:
                 found.append(f"decision {d.decision_id} saved {d.realised_saving_s}, its entries sum to {saved:.6f} s")
-        for key in ledger.entries:
-            owner = int(key[1:].split(":", 1)[0])
+        for name in ledger.entries:
+            owner = int(name[1:].split(":", 1)[0])
             if owner and owner not in by_id:
-                found.append(f"entry {key} names an unknown decision")
+                found.append(f"entry {name} names an unknown decision")
     return found

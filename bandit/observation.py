@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from paceline.bandit.feedback_sums import CellSums, FeedbackSums
 from paceline.bandit.ratio import RatioSums
 from paceline.contracts import FeedbackBatch, Group
 
@@ -31,6 +32,8 @@ class HostContext(msgspec.Struct, frozen=True, kw_only=True):
     """Version -> bucket -> rows it was trained on, as manifests say; what the controller saw itself takes precedence."""
     shadow: dict[str, dict[str, float]] = {}
     """Bucket -> version -> acceptance length by replay, as manifests say; fills gaps that TrainResults left."""
+    frozen: list[str] = []
+    """Buckets on which no training may be ordered now (a canary of theirs was rolled back)."""
 
 
 class JobCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,8 +113,12 @@ def _codes(values: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
     return names, codes.reshape(-1)
 
 
-def fold(windows: dict[str, Window], batch: FeedbackBatch) -> None:
+def fold(windows: dict[str, Window], batch: FeedbackBatch | FeedbackSums) -> None:
     """Add a batch's rows to the open epochs, in place. Device seconds = share_ms / 1000; rows in any order."""
+    if isinstance(batch, FeedbackSums):
+        for cell_sums in batch.cells:
+            _fold_sums(windows, cell_sums, batch.batch_size)
+        return
     n = len(batch.request_id)
     if n == 0:
         return
@@ -152,6 +159,22 @@ def fold(windows: dict[str, Window], batch: FeedbackBatch) -> None:
             entry[j] += float(sums[name][u])
         window.batch_rows += int(sums["rounds"][u])
         window.batch_sum += round(sums["batch"][u])
+
+
+def _fold_sums(windows: dict[str, Window], sums: CellSums, batch_size: int) -> None:
+    window = windows.setdefault(sums.bucket, Window())
+    cell = window.cells.setdefault(sums.group, {}).setdefault(sums.version, Cell())
+    cell.num_rounds += sums.num_rounds
+    cell.drafted_rounds += sums.drafted_rounds
+    cell.drafted_s += sums.drafted_s
+    cell.plain_s += sums.plain_s
+    cell.plain_tokens += sums.plain_tokens
+    for request_id, values in sums.requests.items():
+        entry = cell.requests.setdefault(request_id, [0.0, 0.0, 0.0, 0.0])
+        for j, value in enumerate(values):
+            entry[j] += value
+    window.batch_rows += sums.num_rounds
+    window.batch_sum += sums.num_rounds * batch_size
 
 
 def close(bucket: str, window: Window, start: float, end: float) -> BucketObservation:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
+import numpy as np
 
 from paceline.bandit.arms import row_counts, sized
 from paceline.bandit.belief import BucketBelief
@@ -39,6 +40,16 @@ class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
     saving_s: float
     """Of the whole mix: the bucket's saving less what other active buckets lose by forgetting."""
     cost: JobCost
+    left_s: float = 0.0
+    """Seconds of this regime for which the new version is expected to serve."""
+    return_s: float = 0.0
+    """Seconds of later regimes, at today's load, for which the bucket is expected to be served."""
+    known_gain: float = 0.0
+    """`gain` of the best existing version on the bucket: what its return will bring without this job."""
+    forgotten_s: float = 0.0
+    """Expected loss of the other active buckets, part of saving_s."""
+    rate: float = 0.0
+    """Device-seconds saved per second once the new version serves."""
 
     @property
     def net_s(self) -> float:
@@ -58,6 +69,8 @@ class PricedRecall(msgspec.Struct, frozen=True, kw_only=True):
     length_after: float
     """Acceptance length in the bucket that counts most."""
     bucket: str
+    is_floor: bool = False
+    """This is the first version, which the savings are measured against."""
 
 
 def headroom(belief: BucketBelief, best_length: float) -> float:
@@ -76,8 +89,16 @@ def price_jobs(
     horizon_s: float,
     min_rows: int,
     num_replicas: int,
+    left_s: Callable[[float], float] | None = None,
+    returning_s: Callable[[str], float] | None = None,
+    known_length: Callable[[str], float] | None = None,
 ) -> list[PricedJob]:
-    """Every arm and row count on every active bucket with enough fresh rows; the order is deterministic."""
+    """Every arm and row count on every active bucket with enough fresh rows; the order is deterministic.
+
+    left_s: seconds until the new version could serve -> expected seconds of the regime after that; default: what is left
+    of horizon_s. returning_s: bucket -> seconds, at today's load, that it is expected to be served in later regimes.
+    known_length: bucket -> acceptance length of the best existing version, which would be recalled then.
+    """
     priced = []
     busy = sum(b.busy for b in beliefs.values() if b.is_active)
     arms = tuple(arms)
@@ -86,6 +107,9 @@ def price_jobs(
         if not belief.is_active or belief.fresh_rows < min_rows:
             continue
         room = headroom(belief, best_length)
+        returns = returning_s(name) if returning_s is not None else 0.0
+        best_known = max(known_length(name), belief.length) if known_length is not None else belief.length
+        known = belief.relative_gain(belief.length, best_known)
         for template in arms:
             for rows in row_counts(template, belief.usable_rows, min_rows):
                 arm = sized(template, rows)
@@ -93,9 +117,12 @@ def price_jobs(
                 share = further_share(belief.learned_rows, after)
                 mean, sd = gains.predict(name, arm, room, share)
                 cost = costs.predict(arm, busy=busy, num_replicas=num_replicas)
-                gain = _expected_gain(belief, mean, sd)
-                left = max(horizon_s - cost.training_s - cost.shadow_s, 0.0)
-                saving = left * (belief.busy * gain - _forgotten(beliefs, name, arm))
+                gain, later = _expected_gains(belief, mean, sd, known)
+                wait = cost.training_s + cost.shadow_s
+                left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)
+                lost = _forgotten(beliefs, name, arm)
+                # others lose only until this regime ends: then a recall brings back what serves them best
+                saving = belief.busy * (left * gain + returns * later) - left * lost
                 priced.append(
                     PricedJob(
                         bucket=name,
@@ -106,18 +133,49 @@ def price_jobs(
                         length_after=belief.length + max(mean, 0.0),
                         saving_s=saving,
                         cost=cost,
+                        left_s=left,
+                        return_s=returns,
+                        known_gain=known,
+                        forgotten_s=left * lost,
+                        rate=belief.busy * gain - lost,
                     )
                 )
     return priced
 
 
-def _expected_gain(belief: BucketBelief, mean: float, sd: float) -> float:
-    total = 0.0
-    for z in QUANTILES:
-        rise = mean + z * sd
-        if rise > GATE_GAIN * belief.length:
-            total += max(belief.relative_gain(belief.length, belief.length + rise), 0.0)
-    return total / len(QUANTILES)
+def _expected_gains(belief: BucketBelief, mean: float, sd: float, known: float) -> tuple[float, float]:
+    """Expected gain over the live version, and over the best existing one, whose gain over the live one is `known`."""
+    gains = passed_gains(belief, mean + sd * np.asarray(QUANTILES))
+    return float(gains.mean()), float(np.maximum(gains - known, 0.0).mean())
+
+
+def passed_gains(belief: BucketBelief, rises: np.ndarray) -> np.ndarray:
+    """Relative fall of the bucket's time per token by rise of acceptance length, 0 where the gate would refuse."""
+    gains = np.maximum(belief.relative_gains(belief.length, belief.length + rises), 0.0)
+    return np.where(rises > GATE_GAIN * belief.length, gains, 0.0)
+
+
+def staleness_rates(
+    beliefs: Mapping[str, BucketBelief], arms: Iterable[ArmSpec], *, gains: GainModel, best_length: float, min_rows: int
+) -> dict[str, float]:
+    """Active bucket -> device-seconds lost per second against what the best arm would give on the rows there are.
+
+    Buckets with fewer than min_rows are valued as if they had them: their drafter is stale before it can be helped.
+    """
+    rates = {}
+    for name, belief in sorted(beliefs.items()):
+        if not belief.is_active:
+            continue
+        best = 0.0
+        for template in arms:
+            rows = min(max(belief.usable_rows, min_rows), template.num_rows)
+            arm = sized(template, rows)
+            after = max(belief.learned_rows + min(rows, belief.fresh_rows), rows)
+            share = further_share(belief.learned_rows, after)
+            mean, sd = gains.predict(name, arm, headroom(belief, best_length), share)
+            best = max(best, _expected_gains(belief, mean, sd, 0.0)[0])
+        rates[name] = belief.busy * best
+    return rates
 
 
 def _forgotten(beliefs: Mapping[str, BucketBelief], trained: str, arm: ArmSpec) -> float:
@@ -138,6 +196,7 @@ def price_recalls(
     table: ScoreTable,
     horizon_s: float,
     staging_s: float,
+    first_version: str = "",
 ) -> list[PricedRecall]:
     """Every known version against the live one on the load-weighted mix of active buckets.
 
@@ -176,6 +235,31 @@ def price_recalls(
                 length_now=active[main].length,
                 length_after=length_after,
                 bucket=main,
+                is_floor=version == first_version,
             )
         )
     return priced
+
+
+def version_losses(
+    beliefs: Mapping[str, BucketBelief], versions: Iterable[str], *, table: ScoreTable
+) -> dict[str, float]:
+    """Version -> its device time on the present mix over that of a drafter that accepts nothing, in [0, 1].
+
+    A version whose score is unknown in a bucket that carries more than a tenth of the time is left out.
+    """
+    active = {name: b for name, b in beliefs.items() if b.is_active and b.load > 0}
+    worst = {name: b.load * b.token_s(1.0) for name, b in active.items()}
+    if sum(worst.values()) <= 0:
+        return {}
+    losses = {}
+    for version in sorted(set(versions) - {""}):
+        spent = scale = 0.0
+        for name, belief in active.items():
+            found = table.estimate(name, version)
+            if found is not None:
+                spent += belief.load * belief.token_s(found[0])
+                scale += worst[name]
+        if scale >= 0.9 * sum(worst.values()):
+            losses[version] = min(max(spent / scale, 0.0), 1.0)
+    return losses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -105,6 +106,11 @@ class ScoreTable(msgspec.Struct):
             return None
         precision = sum(1.0 / se**2 for _, se in found)
         return sum(v / se**2 for v, se in found) / precision, math.sqrt(1.0 / precision)
+
+    def best_of(self, bucket: str, versions: Iterable[str]) -> float:
+        """Highest acceptance length believed of any of `versions` on a bucket, 0 when none is known."""
+        found = [known[0] for v in versions if (known := self.estimate(bucket, v)) is not None]
+        return max(found, default=0.0)
 
     def best_length(self) -> float:
         """Highest acceptance length known of any version on any bucket, 0 without data."""

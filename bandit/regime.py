@@ -15,8 +15,14 @@ MIX_FAST = 0.7
 """Weight of the newest epoch in the recent mix."""
 PRIOR_REGIMES = 2.0
 """Past regimes that the prior horizon counts for."""
-MAX_AGE_FACTOR = 6.0
+MAX_AGE_FACTOR = 24.0
 """Age beyond this multiple of the prior horizon promises no longer life."""
+PRESENT_SHARE = 0.2
+"""Share of a regime's tokens above which a bucket counts as one that the regime was about."""
+PRIOR_GONE = 1.0
+"""Past regimes without return that the prior counts for, when the return of a bucket is forecast."""
+RETURN_FACTOR = 12.0
+"""Returns are counted on for at most this multiple of the prior horizon, and for no longer than was observed so far."""
 MAX_RESIDUALS = 96
 CLIP = 6.0
 """Largest standardised residual, so that one odd epoch is no drift."""
@@ -72,6 +78,15 @@ class BucketRegime(msgspec.Struct):
         self.num_alarms += 1
 
 
+class Presence(msgspec.Struct):
+    """How much one bucket was served in past regimes."""
+
+    seconds: float = 0.0
+    """Sum of duration times its share of the tokens."""
+    num_regimes: int = 0
+    """Past regimes in which it was more than PRESENT_SHARE of the tokens."""
+
+
 class MixRegime(msgspec.Struct):
     """The mix of buckets over time; a regime ends when the mix moves or a bucket's text drifts."""
 
@@ -81,6 +96,9 @@ class MixRegime(msgspec.Struct):
     num_epochs: int = 0
     lengths: list[float] = []
     """Durations of past regimes, seconds."""
+    origin: float | None = None
+    """When the first regime began."""
+    past: dict[str, Presence] = {}
 
     def update(self, tokens: dict[str, int], epoch_start: float) -> bool:
         """Fold one epoch's tokens per bucket; True when a new regime begins with this epoch."""
@@ -104,20 +122,52 @@ class MixRegime(msgspec.Struct):
 
     def begin(self, now: float) -> None:
         """End the current regime at `now` and begin another."""
+        if self.origin is None:
+            self.origin = self.start
         if now > self.start:
-            self.lengths = [*self.lengths, now - self.start][-64:]
+            duration = now - self.start
+            self.lengths = [*self.lengths, duration][-64:]
+            for bucket, share in self.mean.items():
+                presence = self.past.setdefault(bucket, Presence())
+                presence.seconds += share * duration
+                presence.num_regimes += share >= PRESENT_SHARE
         self.start, self.mean, self.num_epochs = now, {}, 0
 
-    def horizon_s(self, now: float, prior_s: float) -> float:
-        """Expected remaining life of the regime, seconds.
+    def forget(self, bucket: str) -> None:
+        """The text behind a bucket changed: what it was will not return under this name."""
+        self.past.pop(bucket, None)
+
+    def horizon_s(self, now: float, prior_s: float, wait_s: float = 0.0) -> float:
+        """Expected seconds of the regime that come after the next `wait_s` seconds.
 
         Prior: a Lomax life of shape 3 and scale 2 prior_s, whose mean residual is prior_s + age / 2 (what has lasted
         will last); evidence: mean residual of past regimes that outlived this age. Weighted by their numbers.
         """
         age = max(now - self.start, 0.0)
-        prior = prior_s + 0.5 * min(age, MAX_AGE_FACTOR * prior_s)
+        scale = 2.0 * prior_s + min(age, MAX_AGE_FACTOR * prior_s)  # of the residual life, Lomax again
+        prior = 0.5 * scale / (1.0 + wait_s / scale) ** 2
         longer = [length - age for length in self.lengths if length > age]
-        return (PRIOR_REGIMES * prior + sum(longer)) / (PRIOR_REGIMES + len(longer))
+        after = sum(max(left - wait_s, 0.0) for left in longer)
+        return (PRIOR_REGIMES * prior + after) / (PRIOR_REGIMES + len(longer))
+
+    def returning_s(self, bucket: str, now: float, prior_s: float, lag_s: float) -> float:
+        """Expected seconds, at its present share of the tokens, for which a bucket will be served in later regimes.
+
+        Share of past time that was its own, carried forward for as long as was observed; less `lag_s` at every visit,
+        until it is noticed and its version brought back; 0 for a bucket that was never seen before this regime.
+        """
+        presence = self.past.get(bucket)
+        share = self.mean.get(bucket, 0.0)
+        if presence is None or presence.num_regimes == 0 or share <= 0 or self.origin is None:
+            return 0.0
+        observed = self.start - self.origin
+        if observed <= 0:
+            return 0.0
+        window = min(now - self.origin, RETURN_FACTOR * prior_s)
+        visit = presence.seconds / presence.num_regimes
+        caught = max(1.0 - lag_s / visit, 0.0) if visit > 0 else 0.0
+        trust = presence.num_regimes / (presence.num_regimes + PRIOR_GONE)
+        return trust * caught * window * (presence.seconds / observed) / max(share, PRESENT_SHARE)
 
 
 def _distance(a: dict[str, float], b: dict[str, float]) -> float:

@@ -88,10 +88,14 @@ class Savings(msgspec.Struct):
         return math.sqrt(sum((p.booked_tokens * p.error_per_token) ** 2 for p in pools))
 
     def reset_bucket(self, bucket: str) -> None:
-        """Start the comparison anew (the bucket's text changed); what was booked stays booked."""
+        """Start the comparison anew (the bucket's text changed); what was booked stays booked.
+
+        Tokens that still wait are let go: the samples to come say nothing about the text they belong to.
+        """
         self.static.pop(bucket, None)
         for pool in self.adaptive.get(bucket, {}).values():
             pool.time_per_token = RatioSums()
+            pool.waiting_tokens = 0
 
 
 def shrunken_saving(static: RatioSums, adaptive: RatioSums) -> tuple[float, float] | None:

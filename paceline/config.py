@@ -107,9 +107,54 @@ class TraceConfig:
     max_age_s: float = 3600.0
     topk: int = 8
     """Target log-probabilities kept per output token."""
+    opt_out_tenants: tuple[str, ...] = ()
+    """Tenants (header x-paceline-tenant) whose requests are never traced."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.share <= 1, "trace.share must be in [0, 1]", self.share)
+        _require(0.0 <= self.share <= 1.0, "trace.share must be in [0, 1]", self.share)
+        _require(self.max_age_s > 0, "trace.max_age_s must be > 0", self.max_age_s)
+        _require(all(self.opt_out_tenants), "trace.opt_out_tenants must be names, none of them empty", self.opt_out_tenants)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """How a new drafter version reaches all requests: its canary, what ends it, which old versions are kept."""
+
+    canary_percent: int = 10
+    """Share of adaptive requests, by hash of the request id, that a new version serves until it is judged; 0 = all at once."""
+    margin: float = 0.05
+    """Relative loss of tokens per second that counts as 'not worse'."""
+    alpha: float = 0.05
+    """Probability of rolling back a version that is as fast as the incumbent, however often it is looked at."""
+    alpha_promote: float = 0.05
+    """Probability of promoting, on evidence, a version that is slower by the margin or more."""
+    min_requests: int = 8
+    """Finished canary requests before a promotion."""
+    max_requests: int = 300
+    """Finished canary requests after which a canary without a verdict ends by its estimate."""
+    max_s: float = 1800.0
+    """Seconds after which it does."""
+    freeze_s: float = 600.0
+    """After a rollback no training is ordered on the version's bucket for so long."""
+    quiet_s: float = 1.5
+    """A request without a round for so long counts as finished."""
+    pool_bytes: int = 4 * 2**30
+    """Weights kept for recalls; beyond it the least recently used versions lose theirs."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.canary_percent <= 90, "rollout.canary_percent must be in [0, 90]", self.canary_percent)
+        _require(0 < self.margin < 1, "rollout.margin must be in (0, 1)", self.margin)
+        _require(0 < self.alpha < 1, "rollout.alpha must be in (0, 1)", self.alpha)
+        _require(0 < self.alpha_promote < 1, "rollout.alpha_promote must be in (0, 1)", self.alpha_promote)
+        _require(
+            1 <= self.min_requests <= self.max_requests,
+            "rollout.min_requests must be in [1, max_requests]",
+            self.min_requests,
+        )
+        _require(self.max_s > 0, "rollout.max_s must be > 0", self.max_s)
+        _require(self.quiet_s > 0, "rollout.quiet_s must be > 0", self.quiet_s)
+        _require(self.freeze_s >= 0, "rollout.freeze_s must be >= 0", self.freeze_s)
+        _require(self.pool_bytes >= 0, "rollout.pool_bytes must be >= 0", self.pool_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +162,7 @@ class PolicyConfig:
     """The controller's policy and its limits; money is device-seconds."""
 
     policy: str = "payoff"
-    """never | always | interval | payoff."""
+    """payoff (the default), or a baseline: never | always | interval | dual_ema | cara | thompson | hedge."""
     epoch_s: float = 30.0
     """Seconds between decisions of one bucket."""
     interval_s: float = 120.0
@@ -135,15 +180,49 @@ class PolicyConfig:
     holdback_percent: int = 10
     """Share of requests that keep the first drafter."""
     job_time_limit_s: float = 120.0
+    ema_fast: float = 0.5
+    """`dual_ema`: weight of the newest epoch in the fast mean of acceptance length, in (0, 1]."""
+    ema_slow: float = 0.05
+    """`dual_ema`: the same for the slow mean; smaller than ema_fast."""
+    ema_margin: float = 0.1
+    """`dual_ema`: relative distance by which the fast mean must fall below the slow one, in (0, 1)."""
+    cara_factor: float = 1.0
+    """`cara`: train when the accrued cost of staleness reaches this multiple of the cost of training."""
+    thompson_draws: int = 512
+    """`thompson`: draws behind each decision and its propensity, which is a multiple of 1 / thompson_draws."""
+    hedge_rate: float = 16.0
+    """`hedge`: learning rate of the weights for losses in [0, 1], once an epoch."""
+    hedge_share: float = 0.02
+    """`hedge`: share of the weight spread evenly over versions each epoch, so that one that lost can return; in [0, 1)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        known = ("never", "always", "interval", "payoff")
+        known = ("never", "always", "interval", "payoff", "dual_ema", "cara", "thompson", "hedge")
         _require(self.policy in known, f"policy.policy must be one of {', '.join(known)}", self.policy)
         _require(self.epoch_s > 0, "policy.epoch_s must be > 0", self.epoch_s)
         _require(
             0 <= self.holdback_percent <= 100, "policy.holdback_percent must be in [0, 100]", self.holdback_percent
         )
+        for name in ("interval_s", "bank_s", "hysteresis", "min_dwell_s", "cara_factor"):
+            _require(
+                0 <= getattr(self, name) < float("inf"), f"policy.{name} must be >= 0 and finite", getattr(self, name)
+            )
+        for name in ("horizon_s", "job_time_limit_s", "hedge_rate"):
+            _require(
+                0 < getattr(self, name) < float("inf"), f"policy.{name} must be > 0 and finite", getattr(self, name)
+            )
+        _require(self.min_rows >= 1, "policy.min_rows must be >= 1", self.min_rows)
+        _require(0 < self.ema_fast <= 1, "policy.ema_fast must be in (0, 1]", self.ema_fast)
+        _require(
+            0 < self.ema_slow < self.ema_fast,
+            f"policy.ema_slow must be in (0, ema_fast={self.ema_fast})",
+            self.ema_slow,
+        )
+        _require(0 < self.ema_margin < 1, "policy.ema_margin must be in (0, 1)", self.ema_margin)
+        _require(
+            10 <= self.thompson_draws <= 100_000, "policy.thompson_draws must be in [10, 100000]", self.thompson_draws
+        )
+        _require(0 <= self.hedge_share < 1, "policy.hedge_share must be in [0, 1)", self.hedge_share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +270,8 @@ class ServiceConfig:
     """None: an embedded Redis child process."""
     api_token: str | None = field(default=None, repr=False)
     """Bearer token that clients must send; None = open (loopback)."""
+    admin_token: str | None = field(default=None, repr=False)
+    """Bearer token of operators: pin, roll back, train and set the policy on the dashboard; None = it only shows."""
     host: str = "127.0.0.1"
     port: int = 8000
     trainer_threads: int = 1
@@ -199,10 +280,18 @@ class ServiceConfig:
     feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
 
     def __post_init__(self) -> None:
         _require(1 <= self.num_replicas <= 1024, "num_replicas must be in [1, 1024]", self.num_replicas)
         _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), "dtype must be auto, float32, bfloat16 or float16", self.dtype)  # fmt: skip
+        for name in ("api_token", "admin_token"):
+            token = getattr(self, name)
+            _require(
+                token is None or (token.isascii() and token.strip() == token != ""),
+                f"{name} must be ASCII, without spaces around it, or null",
+                "something else",
+            )
         _require(self.device in ("auto", "cpu", "cuda"), "device must be auto, cpu or cuda", self.device)
 
 

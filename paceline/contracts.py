@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
 from typing import TypeVar
 
@@ -68,6 +69,10 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     """Drafter version of the hold-back group."""
     holdback_percent: int
     """Share of requests, by crc32(request id), that keep the first drafter."""
+    canary_version: str = ""
+    """Version on trial, '' = none; `version` is its incumbent."""
+    canary_percent: int = 0
+    """Share of adaptive requests, by `is_canary`, that it serves."""
     reason: str = ""
     ts: float = 0.0
 
@@ -112,6 +117,14 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     counters: dict[str, int] = {}
     """Feedback rows: produced, delivered, dropped."""
     ts: float
+    swap_gen: int | None = None
+    """Generation that last changed the live version here; None = not told, `gen` stands for it."""
+    canary_version: str = ""
+    """Version that serves this replica's canary requests."""
+    failures: dict[str, str] = {}
+    """Version -> why its drafter was switched off while it served."""
+    errors: dict[str, int] = {}
+    """Version -> requests pinned to it that ended in an error, since the replica's start."""
 
 
 class ArmSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +220,20 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     bucket: str
     version: str | None
     seconds: float
+    arm: str | None = None
+    """Arm of the training job that the entry belongs to, or that made the version; None = neither is known."""
+    standard_error_s: float = 0.0
+    """Of a saving: the standard error of `seconds`; spending is metered and has none."""
+
+
+def is_canary(request_id: str, version: str, percent: int) -> bool:
+    """Whether an adaptive request is served by the canary `version`: equal on every replica and after a restart.
+
+    BLAKE2b, since crc32 of a prefixed id depends on crc32 of the id, which the hold-back and the trace sampling use; the
+    version is part of it, so that each canary meets other requests.
+    """
+    digest = hashlib.blake2b(f"{version}:{request_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 10_000 < percent * 100
 
 
 def encode(record: msgspec.Struct) -> bytes:

@@ -39,3 +39,7 @@ class EngineStoppedError(PacelineError):
 
 class TraceError(PacelineError, ValueError):
     """A trace or trace shard is inconsistent, damaged or gone."""
+
+
+class SupportError(PacelineError, ValueError):
+    """A log of decisions does not bear on the policy that is to be evaluated."""

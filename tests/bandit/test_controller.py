@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.bandit.controller import Controller, HostContext
+from paceline.bandit.policies import POLICIES
 from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import Decision, TrainResult
@@ -44,10 +45,10 @@ def test_never_trains_nothing_and_says_so_once():
     assert w.controller.drain()[1] == []
 
 
-@settings(max_examples=4, deadline=None)
-@given(cut=st.integers(1, 110), seed=st.integers(0, 3))
-def test_a_restored_controller_continues_identically(cut, seed):
-    straight, broken = world(seed=seed), world(seed=seed)
+@settings(max_examples=16, deadline=None)
+@given(cut=st.integers(1, 110), seed=st.integers(0, 3), policy=st.sampled_from(sorted(POLICIES)))
+def test_a_controller_restored_at_any_second_continues_identically_under_every_policy(cut, seed, policy):
+    straight, broken = world(policy, seed=seed), world(policy, seed=seed)
     for second in range(120):
         if second == cut:
             data = broken.controller.state()
@@ -110,6 +111,14 @@ def test_a_job_is_booked_once_and_answers_the_same_again():
         w.controller.job_finished(_failed(d), decision_id=999, now=w.clock.now())
 
 
+def test_staging_for_a_canary_and_for_its_promotion_are_both_booked_each_once():
+    w = world()
+    made = w.controller.manual("pin", FIRST, w.clock.now(), "Operator pinned v0.")
+    for tag, seconds in (("gen2", 0.5), ("gen2", 0.5), ("gen3", 0.25)):
+        d = w.controller.staged(made.decision_id, seconds, w.clock.now(), tag)
+    assert d is not None and d.realised_cost_s == pytest.approx(0.75)
+
+
 def test_a_failed_job_costs_changes_no_version_and_frees_the_slot():
     w = world()
     d = _ordered(w)
@@ -121,11 +130,30 @@ def test_a_failed_job_costs_changes_no_version_and_frees_the_slot():
     assert len(w.of("train")) >= 2
 
 
-def test_no_second_job_while_one_is_in_flight():
-    w = world()
+@pytest.mark.parametrize("policy", ["always", "interval", "payoff", "dual_ema", "cara", "thompson"])
+def test_no_second_job_while_one_is_in_flight(policy):
+    w = world(policy)
     _ordered(w)
     w.run(60)
     assert w.of("train")[1:] == []
+
+
+def test_the_bank_reserves_what_the_job_in_flight_is_expected_to_cost():
+    w = world()
+    d = _ordered(w)
+    bank = w.controller.bank()
+    assert bank.reserved_s == pytest.approx(d.expected_cost_s)
+    assert bank.balance_s == pytest.approx(w.config.bank_s - d.expected_cost_s, abs=0.5)
+    w.controller.job_finished(w.train(d), decision_id=d.decision_id, now=w.clock.now())
+    assert w.controller.bank().reserved_s == 0.0
+
+
+def test_memories_are_kept_whichever_policy_decides_so_that_a_switch_starts_warm():
+    w = world("never")
+    w.run(60)
+    memory = w.controller._state.memory
+    assert memory.ema.num_epochs > 5 and memory.ema.is_collecting
+    assert memory.staleness_s["c"] > 0 and set(memory.hedge.weights) == {FIRST}
 
 
 def test_a_job_order_names_arm_rows_base_and_an_affordable_time():

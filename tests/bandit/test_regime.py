@@ -57,3 +57,40 @@ def test_the_horizon_grows_with_age_and_learns_from_past_regimes():
     assert regime.horizon_s(10_000.0, 120.0) == regime.horizon_s(100_000.0, 120.0)
     regime.lengths = [20.0] * 10
     assert regime.horizon_s(0.0, 120.0) < 60.0
+
+
+def _cycled(visits: list[tuple[str, float]]) -> tuple[MixRegime, float]:
+    regime, now = MixRegime(0.0), 0.0
+    for bucket, seconds in visits:
+        for _ in range(int(seconds / 10)):
+            regime.update({bucket: 100}, now)
+            now += 10.0
+    return regime, now
+
+
+def test_a_wait_costs_what_of_the_regime_it_takes():
+    regime = MixRegime(0.0)
+    waits = [regime.horizon_s(50.0, 120.0, w) for w in (0, 10, 60, 300)]
+    assert waits[0] == regime.horizon_s(50.0, 120.0) and waits == sorted(waits, reverse=True)
+    assert all(
+        later >= waits[0] - w for later, w in zip(waits, (0, 10, 60, 300), strict=True)
+    )  # E[(R - w)+] >= E[R] - w
+    regime.lengths = [100.0] * 1000
+    assert regime.horizon_s(50.0, 120.0, 30.0) == pytest.approx(20.0, abs=1.0)
+    assert regime.horizon_s(50.0, 120.0, 80.0) == pytest.approx(0.0, abs=1.0)
+
+
+def test_a_bucket_that_keeps_coming_back_is_expected_again_and_a_new_one_is_not():
+    regime, now = _cycled([("a", 300), ("c", 300), ("a", 300), ("c", 300), ("a", 100)])
+    assert len(regime.lengths) == 4
+    returning = regime.returning_s("a", now, 120.0, 20.0)
+    assert 200 < returning < 700  # about half of the time for as long as was watched, less doubt and lags
+    assert regime.returning_s("new", now, 120.0, 20.0) == 0.0
+    assert regime.returning_s("a", now, 120.0, 280.0) < 0.3 * returning  # most of a visit would be over
+    regime.forget("a")
+    assert regime.returning_s("a", now, 120.0, 20.0) == 0.0
+
+
+def test_the_first_visit_of_a_bucket_promises_no_return():
+    regime, now = _cycled([("a", 300), ("c", 200)])
+    assert regime.returning_s("c", now, 120.0, 20.0) == 0.0

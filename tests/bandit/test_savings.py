@@ -90,3 +90,13 @@ def test_a_noisy_estimate_is_pulled_towards_nothing_saved():
         )
         seen.append(booking.seconds / booking.num_tokens / 0.002)
     assert seen[0] < seen[1] < 1.05
+
+
+def test_tokens_of_a_text_that_is_gone_are_not_valued_at_the_rate_of_the_next_one():
+    rng = np.random.default_rng(5)
+    savings = Savings()
+    assert savings.close(_epoch(0, _stats("adaptive", "v1", 0.005, 20, rng)), "v0") == []  # wait for a hold-back sample
+    savings.reset_bucket("a")
+    new = _stats("adaptive", "v1", 0.008, 20, rng)
+    (booking,) = savings.close(_epoch(1, new, _stats("static", "v0", 0.010, 6, rng)), "v0")
+    assert booking.num_tokens == new.num_tokens
