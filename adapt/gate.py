@@ -25,11 +25,18 @@ class RequestScore(NamedTuple):
     num_tokens: int
     """Tokens emitted by rounds (all output tokens but the first, which prefill emits)."""
     num_rounds: int
+    num_unseen_tokens: float = 0.0
+    """Tokens that the last round is expected to have emitted beyond the end of the text."""
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per round, bonus tokens included; the last round counts what the text still held."""
-        return self.num_tokens / self.num_rounds
+        """Tokens per round, bonus tokens included, before truncation at the end of the text."""
+        return (self.num_tokens + self.num_unseen_tokens) / self.num_rounds
+
+
+def pooled_acceptance_length(scores: Sequence[RequestScore]) -> float:
+    """Tokens over rounds of all requests together; `scores` must not be empty."""
+    return sum(s.num_tokens + s.num_unseen_tokens for s in scores) / sum(s.num_rounds for s in scores)
 
 
 class GateResult(NamedTuple):
@@ -81,7 +88,7 @@ def score_version(
     gains = [s.acceptance_length - base[s.request_id].acceptance_length for s in scores]
     return ShadowScore(
         version=version,
-        acceptance_length=sum(s.num_tokens for s in scores) / sum(s.num_rounds for s in scores),
+        acceptance_length=pooled_acceptance_length(scores),
         num_requests=len(scores),
         num_tokens=sum(s.num_tokens for s in scores),
         gain_mean=float(np.mean(gains)),

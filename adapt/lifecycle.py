@@ -1,7 +1,8 @@
-"""Which life-cycle state may a drafter version go to next?
+"""Which life-cycle state may a drafter version go to next, and how did every version get to where it stands?
 
 TRAINING -> TRAINED -> SHADOWED -> CANARY -> LIVE -> RETIRED, with REJECTED, ROLLED_BACK and FAILED as ends. The canary
-may be skipped (SHADOWED -> LIVE), and a retired version may be recalled (RETIRED -> LIVE).
+may be skipped (SHADOWED -> LIVE), and a retired version may be recalled (RETIRED -> LIVE). A version that was accepted
+but is not served now, or whose canary was called off undecided, is retired too: it may have its canary later.
 """
 
 from __future__ import annotations
@@ -31,22 +32,31 @@ _S = DrafterStatus
 NEXT_STATUS: dict[DrafterStatus, frozenset[DrafterStatus]] = {
     _S.TRAINING: frozenset({_S.TRAINED, _S.FAILED}),
     _S.TRAINED: frozenset({_S.SHADOWED, _S.REJECTED, _S.FAILED}),
-    _S.SHADOWED: frozenset({_S.CANARY, _S.LIVE, _S.REJECTED, _S.FAILED}),
-    _S.CANARY: frozenset({_S.LIVE, _S.ROLLED_BACK, _S.FAILED}),
+    _S.SHADOWED: frozenset({_S.CANARY, _S.LIVE, _S.RETIRED, _S.REJECTED, _S.FAILED}),
+    _S.CANARY: frozenset({_S.LIVE, _S.RETIRED, _S.ROLLED_BACK, _S.FAILED}),
     _S.LIVE: frozenset({_S.RETIRED, _S.ROLLED_BACK, _S.FAILED}),
-    _S.RETIRED: frozenset({_S.LIVE, _S.FAILED}),
+    _S.RETIRED: frozenset({_S.CANARY, _S.LIVE, _S.FAILED}),
     _S.REJECTED: frozenset(),
     _S.ROLLED_BACK: frozenset(),
     _S.FAILED: frozenset(),
 }
 END_STATUSES = frozenset(status for status, following in NEXT_STATUS.items() if not following)
+ADMISSIBLE = frozenset({_S.TRAINING, _S.RETIRED, _S.LIVE})
+"""A version enters the table with a training job, or because an operator or the first start says so. Ends bind the
+controller; only an operator's order admits an ended version again."""
+MAX_VERSIONS = 200
+"""Versions remembered; those that have left the service longest ago are forgotten first."""
+MAX_TRANSITIONS = 24
+"""Transitions kept a version; the decision log keeps all."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the decision log: a version changed its state, and why."""
 
     version: str
-    before: DrafterStatus
+    """The job's id, as `job:<id>`, until the job has made a version."""
+    before: DrafterStatus | None
+    """None: the version enters the table."""
     after: DrafterStatus
     reason: str
     ts: float
@@ -59,3 +69,76 @@ def advance(status: DrafterStatus, to: DrafterStatus, *, version: str, reason: s
     if not reason:
         raise IllegalTransitionError(f"drafter {version}: {status.value} -> {to.value} must have a reason, got none")
     return Transition(version=version, before=status, after=to, reason=reason, ts=ts)
+
+
+class VersionLife(msgspec.Struct, kw_only=True):
+    """One version's state and how it got there, oldest first."""
+
+    status: DrafterStatus
+    since: float
+    bucket: str = ""
+    arm: str = ""
+    was_live: bool = False
+    transitions: list[Transition] = []
+
+
+class Lifecycle(msgspec.Struct):
+    """Every version's life; encodable. Each method that changes a state returns the line for the decision log."""
+
+    versions: dict[str, VersionLife] = {}
+
+    def status(self, version: str) -> DrafterStatus | None:
+        """Where a version stands, None when the table does not know it."""
+        life = self.versions.get(version)
+        return None if life is None else life.status
+
+    def with_status(self, *statuses: DrafterStatus) -> set[str]:
+        return {v for v, life in self.versions.items() if life.status in statuses}
+
+    def barred(self) -> set[str]:
+        """Versions that came to an end: never to be served again unless an operator says so."""
+        return self.with_status(*END_STATUSES)
+
+    def admit(
+        self, version: str, status: DrafterStatus, *, reason: str, ts: float, bucket: str = "", arm: str = ""
+    ) -> Transition:
+        """Let a version enter the table; raises IllegalTransitionError for another status or one that is under way."""
+        old = self.versions.get(version)
+        if status not in ADMISSIBLE or not reason or (old is not None and old.status not in END_STATUSES):
+            raise IllegalTransitionError(f"drafter {version} cannot be admitted as {status.value} ({reason=})")
+        made = Transition(version=version, before=None, after=status, reason=reason, ts=ts)
+        life = old or VersionLife(status=status, since=ts, bucket=bucket, arm=arm)
+        self.versions[version] = life
+        self._note(life, made)
+        self._forget()
+        return made
+
+    def move(self, version: str, to: DrafterStatus, *, reason: str, ts: float) -> Transition:
+        """Carry out one transition; raises IllegalTransitionError when the table does not allow it."""
+        life = self.versions.get(version)
+        if life is None:
+            raise IllegalTransitionError(f"drafter {version} is unknown and cannot become {to.value} ({reason=})")
+        made = advance(life.status, to, version=version, reason=reason, ts=ts)
+        self._note(life, made)
+        return made
+
+    def may(self, version: str, to: DrafterStatus) -> bool:
+        """Whether the table allows the transition."""
+        life = self.versions.get(version)
+        return life is not None and to in NEXT_STATUS[life.status]
+
+    def name(self, job: str, version: str) -> None:
+        """A job has made a version: its entry goes on under the version's id, unless that content was known before."""
+        life = self.versions.pop(job)
+        self.versions.setdefault(version, life)
+
+    def _note(self, life: VersionLife, made: Transition) -> None:
+        life.status, life.since = made.after, made.ts
+        life.was_live = life.was_live or made.after == DrafterStatus.LIVE
+        life.transitions = [*life.transitions, made][-MAX_TRANSITIONS:]
+
+    def _forget(self) -> None:
+        done = END_STATUSES | {DrafterStatus.RETIRED}
+        old = sorted((life.since, v) for v, life in self.versions.items() if life.status in done)
+        for _, version in old[: max(0, len(self.versions) - MAX_VERSIONS)]:
+            del self.versions[version]

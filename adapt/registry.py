@@ -161,6 +161,23 @@ class DrafterRegistry:
         check_finite(state)
         return state
 
+    def has_weights(self, version: str) -> bool:
+        """Whether the weights are in the store; False also for a version without manifest."""
+        try:
+            return bool(self._fs.exists(self._blob_path(self.get_manifest(version).sha256)))
+        except ManifestError:
+            return False
+
+    def delete_weights(self, version: str) -> None:
+        """Delete the weights and keep the manifest; `put` of the same content brings them back. No error when gone.
+
+        The caller makes sure that nobody serves, stages or trains from the version.
+        """
+        try:
+            self._fs.rm_file(self._blob_path(self.get_manifest(version).sha256))
+        except FileNotFoundError:
+            log.debug("weights of drafter %s were gone already", version)
+
     def list(self) -> list[DrafterManifest]:
         """Readable manifests of every target, oldest first; a damaged one is logged and left out."""
         self._fs.invalidate_cache()

@@ -1,6 +1,7 @@
 """How many draft tokens would one round have accepted, given the text that followed?
 
-`whole_tree` builds the tree as serving does and walks it. `decided_early` gives the same answer with less work: it
+`calibrated` builds the tree as serving does, learning the score calibration from round to round, and walks it.
+`whole_tree` walks any tree. `decided_early` gives the answer for trees from the drafter's own scores with less work: it
 re-enters the drafter only where the second block can change the outcome, which is the exception.
 """
 
@@ -13,6 +14,7 @@ import torch
 from paceline.errors import DrafterMismatchError
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Drafter, DraftInputs, Frontier, Proposal
+from paceline.serving.score_calibration import ScoreCalibration
 from paceline.serving.tree_builder import (
     Candidates,
     Leaves,
@@ -22,10 +24,14 @@ from paceline.serving.tree_builder import (
     rank_candidates,
     select_tree,
 )
+from paceline.serving.tree_policy import RoundDraft
 
 BuildTree = Callable[[Drafter, DraftInputs], TreeBatch]
 AcceptRound = Callable[[Drafter, DraftInputs, torch.Tensor], torch.Tensor]
-"""(drafter, inputs of B requests, continuation (B, D)) -> num_accepted_tokens (B,) int64."""
+"""(drafter, inputs of B requests, continuation (B, D)) -> num_accepted_tokens (B,) int64.
+
+D is one more than the drafter's depth, so that the bonus token of every round is seen.
+"""
 
 
 def deepest_match(tree: TreeBatch, continuation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,6 +42,15 @@ def deepest_match(tree: TreeBatch, continuation: torch.Tensor) -> tuple[torch.Te
         continuation: (B, D) int64, the tokens behind each anchor, padded with -1.
     Returns: depth (B,) int64, 0 = the root, and the node's score (B,) float32.
     """
+    owner, on_path = _accepted_rows(tree, continuation)
+    depth = torch.zeros(tree.num_requests, dtype=torch.int64, device=owner.device)
+    depth = depth.scatter_reduce(0, owner, tree.depths.masked_fill(~on_path, 0), "amax")
+    lowest = tree.scores.masked_fill(~on_path, 0.0)  # scores fall along the path, so the deepest one is the least
+    return depth, torch.zeros_like(depth, dtype=lowest.dtype).scatter_reduce(0, owner, lowest, "amin")
+
+
+def _accepted_rows(tree: TreeBatch, continuation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Request of each packed row (N,) int64, and whether the text follows the row's whole path (N,) bool."""
     num_requests, sizes = tree.num_requests, tree.cu_nodes.diff()
     owner = torch.repeat_interleave(torch.arange(num_requests, device=sizes.device), sizes)
     local = torch.arange(owner.numel(), device=sizes.device) - tree.cu_nodes[owner]
@@ -44,11 +59,7 @@ def deepest_match(tree: TreeBatch, continuation: torch.Tensor) -> tuple[torch.Te
     is_match = (tree.depths == 0) | ((wanted[owner, column] == tree.token_ids) & (tree.depths < wanted.shape[1]))
     table = is_match.new_zeros(num_requests, tree.ancestors.shape[1])
     table[owner, local] = is_match
-    on_path = (~tree.ancestors | table[owner]).all(dim=1)
-    depth = torch.zeros(num_requests, dtype=torch.int64, device=sizes.device)
-    depth = depth.scatter_reduce(0, owner, tree.depths.masked_fill(~on_path, 0), "amax")
-    lowest = tree.scores.masked_fill(~on_path, 0.0)  # scores fall along the path, so the deepest one is the least
-    return depth, torch.zeros_like(depth, dtype=lowest.dtype).scatter_reduce(0, owner, lowest, "amin")
+    return owner, (~tree.ancestors | table[owner]).all(dim=1)
 
 
 def whole_tree(build_tree: BuildTree) -> AcceptRound:
@@ -58,6 +69,49 @@ def whole_tree(build_tree: BuildTree) -> AcceptRound:
         tree = build_tree(drafter, inputs)
         _check(tree.scores)
         return deepest_match(tree, continuation)[0]
+
+    return accept
+
+
+def calibrated(num_nodes: int, max_frontier: int) -> AcceptRound:
+    """Rounds at a fixed node budget whose trees follow the engine's score calibration, learnt from these rounds.
+
+    The engine corrects a drafter's scores by the hit rates that it has seen, greedy and sampled requests apart, which
+    moves nodes between branches. Rounds that the end of the text cuts teach nothing: what they hit is not known. Nor do
+    rounds with one token left, for which the engine does not draft.
+    The state lives in the returned function: make one per drafter version and bucket.
+    """
+    calibration = ScoreCalibration()
+
+    def accept(drafter: Drafter, inputs: DraftInputs, continuation: torch.Tensor) -> torch.Tensor:
+        proposal = drafter.propose(inputs)
+        _check(proposal.logprobs)
+        num_requests, num_slots = proposal.logprobs.shape[:2]
+        if num_nodes == 0 or num_slots == 0:
+            return torch.zeros_like(inputs.anchor_token_ids)
+        keys = [("", "", t == 0) for t in inputs.temperatures.tolist()]
+        first_kappa, late_kappa = calibration.table(keys, num_slots).to(proposal.logprobs.device)
+        candidates = block_candidates(proposal, drafter.caps.is_product, num_nodes, first_kappa)
+        if drafter.caps.is_reentrant and max_frontier > 0:
+            leaves = choose_frontier(candidates, max_frontier)
+            if leaves.candidates.numel() > 0:
+                second = drafter.expand(inputs, proposal, leaves.frontier)
+                _check(second.logprobs)
+                candidates = append_block(candidates, leaves, second, late_kappa[leaves.frontier.request])
+        ranked = rank_candidates(candidates, num_nodes)
+        tree, cells = select_tree(ranked, inputs.anchor_token_ids, [num_nodes] * num_requests)
+        owner, on_path = _accepted_rows(tree, continuation)
+        paths: list[list[int]] = [[] for _ in range(num_requests)]
+        rows = on_path.nonzero()[:, 0]
+        for request, row in zip(owner[rows].tolist(), rows.tolist(), strict=True):
+            paths[request].append(row)
+        num_accepted = torch.tensor([len(p) - 1 for p in paths], device=continuation.device)
+        num_left = (continuation >= 0).sum(1)
+        teaches = ((num_accepted < num_left) & (num_left > 1)).tolist()
+        calibration.observe(
+            RoundDraft(tree=tree, keys=list(keys), num_draft_tokens=[], is_drafted=teaches, cells=cells), paths
+        )
+        return num_accepted
 
     return accept
 

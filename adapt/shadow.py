@@ -7,7 +7,9 @@ so on to the end of the text. This holds for greedy and sampled texts alike, bec
 exactly when the target drew that token.
 
 Requests advance side by side, one round of each per pass, through the same drafter and tree code as serving, so round
-boundaries and drafter KV are those of serving. Shape legend: B requests, R new rows, T tokens of a text, N tree rows.
+boundaries and drafter KV are those of serving; the score calibration is learnt on the way, as the engine learns it.
+acceptance_length counts rounds before truncation, so a last round that the text cuts is continued by `unseen_tokens`.
+Shape legend: B requests, R new rows, T tokens of a text, N tree rows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.adapt.gate import RequestScore
-from paceline.adapt.replay_round import AcceptRound, decided_early
+from paceline.adapt.replay_round import AcceptRound, calibrated, decided_early
 from paceline.serving.drafter import Drafter, DraftInputs
 from paceline.serving.request import RequestTrace
 
@@ -120,7 +122,7 @@ def _walk(drafter: Drafter, texts: _Texts, accept_round: AcceptRound, should_sto
     accepted: list[list[int]] = [[] for _ in range(num)]
     anchors = texts.prompt_lens.clone()
     active = everyone
-    depth = torch.arange(1, drafter.caps.max_depth + 1, device=anchors.device)
+    depth = torch.arange(1, drafter.caps.max_depth + 2, device=anchors.device)
     padded = torch.nn.functional.pad(texts.tokens, (0, drafter.caps.max_depth + 1), value=-1)
     while active.numel():
         if should_stop():
@@ -164,12 +166,44 @@ def replay_rounds(
     return out
 
 
+def unseen_tokens(traces: Sequence[RequestTrace], rounds: Sequence[Sequence[int]]) -> list[float]:
+    """Expected tokens of each trace's last round beyond the end of its text; 0 where the text held the whole round.
+
+    acceptance_length counts rounds before truncation, but the replay sees only what the text held: a last round that
+    accepted all that was left is cut. What lies beyond is the mean of the version's rounds that got at least as far,
+    where cut rounds speak only of the depths that their text shows (product-limit estimate). A text that ended at its
+    token limit with one token to go was not drafted for, as in the engine, and has nothing beyond.
+    Source: Kaplan and Meier 1958, "Nonparametric Estimation from Incomplete Observations".
+
+    Args:
+        traces: usable traces, each with at least one round.
+        rounds: num_accepted_tokens of their rounds, as `replay_rounds` gives them.
+    """
+    cuts: list[int | None] = []  # accepted tokens of a cut last round
+    seen: list[int] = []  # of the rounds that are whole
+    for trace, accepted in zip(traces, rounds, strict=True):
+        left = len(trace.token_ids) - trace.prompt_len - 1 - sum(a + 1 for a in accepted[:-1])
+        is_undrafted = left == 1 and trace.finish_reason == "length"
+        is_cut = accepted[-1] >= left and not is_undrafted
+        cuts.append(left if is_cut else None)
+        seen += accepted[:-1] if is_cut or is_undrafted else accepted
+    known_cuts = [c for c in cuts if c is not None]
+    deepest = max([*seen, *known_cuts], default=0)
+    beyond = [1.0] * (deepest + 1)  # beyond[c]: the bonus token and the draft tokens accepted after c
+    for depth in range(deepest, 0, -1):
+        reached = sum(a >= depth for a in seen) + sum(c >= depth for c in known_cuts)
+        at_risk = reached + sum(a == depth - 1 for a in seen)
+        beyond[depth - 1] = 1.0 + (reached / at_risk if at_risk else 0.0) * beyond[depth]
+    return [0.0 if c is None else beyond[c] for c in cuts]
+
+
 def shadow_scores(
     drafters: Mapping[str, Drafter],
     traces: Sequence[RequestTrace],
     *,
     num_nodes: int,
     max_frontier: int = 4,
+    is_calibrated: bool = True,
     device: torch.device | str = "cpu",
     should_stop: EndCheck = lambda: False,
 ) -> dict[str, list[RequestScore]]:
@@ -177,18 +211,21 @@ def shadow_scores(
 
     Args:
         drafters: version -> drafter; their KV is allocated anew.
-        traces: logged requests; those without a round are left out for every version alike.
+        traces: logged requests of one bucket; those without a round are left out for every version alike.
         num_nodes: draft nodes per request and round, equal for all versions.
         max_frontier: leaves of the first block that a re-entrant drafter continues from.
+        is_calibrated: learn the score calibration as the engine does while it serves; False scores the drafter's own
+            probabilities, for less work.
     Returns: version -> one RequestScore per usable trace, in the order of the traces.
     Raises: as replay_rounds.
     """
-    kept, accept_round = usable_traces(traces), decided_early(num_nodes, max_frontier)
+    kept, kind = usable_traces(traces), calibrated if is_calibrated else decided_early
     out: dict[str, list[RequestScore]] = {}
     for version, drafter in drafters.items():
+        accept_round = kind(num_nodes, max_frontier)
         rounds = replay_rounds(drafter, kept, accept_round, device=device, should_stop=should_stop)
         out[version] = [
-            RequestScore(t.request_id, len(t.token_ids) - t.prompt_len - 1, len(r))
-            for t, r in zip(kept, rounds, strict=True)
+            RequestScore(t.request_id, len(t.token_ids) - t.prompt_len - 1, len(r), unseen)
+            for t, r, unseen in zip(kept, rounds, unseen_tokens(kept, rounds), strict=True)
         ]
     return out

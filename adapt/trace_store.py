@@ -120,12 +120,16 @@ class TraceStore:
         write_atomic(self._fs, self._path(shard_id), data)
         return shard_id
 
-    def read_shard(self, shard_id: str) -> list[RequestTrace]:
-        """Read a shard back. Raises TraceError when it is gone (deleted by the limits) or damaged."""
+    def read_bytes(self, shard_id: str) -> bytes:
+        """The shard's file as it was written. Raises TraceError when it is gone (deleted by the limits)."""
         try:
-            data = self._fs.cat_file(self._path(shard_id))
+            return self._fs.cat_file(self._path(shard_id))
         except FileNotFoundError as e:
             raise TraceError(f"trace shard {shard_id} is gone; list the shards again") from e
+
+    def read_shard(self, shard_id: str) -> list[RequestTrace]:
+        """Read a shard back. Raises TraceError when it is gone (deleted by the limits) or damaged."""
+        data = self.read_bytes(shard_id)
         try:
             t, info = unpack_tensors(data)
             cu, prompts = t["cu_tokens"].tolist(), t["prompt_lens"].tolist()
@@ -170,12 +174,45 @@ class TraceStore:
         except FileNotFoundError:
             log.debug("trace shard %s was gone already", shard_id)
 
+    def delete_tenant(self, tenant: str) -> int:
+        """Delete every shard that holds a trace of the tenant, or cannot be read; returns how many.
+
+        Whole shards go: a rewritten one would look younger than its data. Opt the tenant out first
+        (trace.opt_out_tenants), or a running replica may write what it still holds.
+        """
+        deleted = 0
+        for shard in self.list_shards():
+            try:
+                is_hit = any(t.extra.get("tenant") == tenant for t in self.read_shard(shard.shard_id))
+            except TraceError as e:
+                log.warning("trace shard %s is deleted unread: %s", shard.shard_id, e)
+                is_hit = True
+            if is_hit:
+                self.delete_shard(shard.shard_id)
+                deleted += 1
+        return deleted
+
+    def _delete_unfinished(self, max_age_s: float, now: float) -> None:
+        """Delete what writers that were killed left half written; object stores keep no such files."""
+        try:
+            entries = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return
+        for entry in entries:
+            mtime = entry.get("mtime")
+            if entry["name"].endswith(".tmp") and isinstance(mtime, int | float) and now - mtime > max_age_s:
+                try:
+                    self._fs.rm_file(entry["name"])
+                except FileNotFoundError:
+                    log.debug("unfinished shard %s was gone already", entry["name"])
+
     def enforce_limits(self, max_bytes: int, max_age_s: float, now: float) -> int:
         """Delete the oldest shards until all are younger than max_age_s and together at most max_bytes.
 
-        Returns the number of deleted shards.
+        Files that a killed writer left unfinished go at the same age. Returns the number of deleted shards.
         """
         shards = self.list_shards()
+        self._delete_unfinished(max_age_s, now)
         total, deleted = sum(s.num_bytes for s in shards), 0
         for shard in shards:
             if total <= max_bytes and now - shard.created <= max_age_s:

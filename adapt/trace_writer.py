@@ -96,7 +96,7 @@ class TraceWriter:
 
     def _run(self) -> None:
         poll_s = max(0.01, min(0.5, self._config.flush_interval_s / 2))
-        next_sweep = time.monotonic() + 30.0
+        next_sweep = 0.0  # what grew too old while no replica ran goes at once
         while True:
             try:
                 item = self._queue.get(timeout=poll_s)

@@ -181,7 +181,9 @@ def replay_acceptance(model: SpecBlockModel, target: TargetHandle, traces: Seque
         ("sampled", [t for t in traces if t.temperature > 0]),
     ):
         if kept:
-            scores = shadow_scores({"": drafter}, kept, num_nodes=_EVAL_NODES, device=target.device)[""]
+            scores = shadow_scores(
+                {"": drafter}, kept, num_nodes=_EVAL_NODES, is_calibrated=False, device=target.device
+            )[""]
             rounds = sum(s.num_rounds for s in scores)
             out[name] = sum(s.num_tokens for s in scores) / max(1, rounds)
     return out

@@ -78,7 +78,7 @@ class Api:
         info = self.parts.client.info()
         if body.model is not None and body.model != info.model_name:
             raise HTTPException(404, f"model {body.model!r} is not served here; this service has {info.model_name!r}")
-        request_id = _request_id(request)
+        request_id, tenant = _request_id(request), _tenant(request, body)
         generation = Generation(
             self.parts,
             GenerationRequest(
@@ -87,7 +87,8 @@ class Api:
                 params=body.sampling(max_tokens=_max_tokens(body, len(token_ids), info)),
                 bucket=_bucket(request, body),
                 group=self._group(request, body, request_id),
-                is_traced=_is_traced(request),
+                is_traced=_is_traced(request) and tenant not in self.parts.opt_out_tenants,
+                tenant=tenant,
             ),
             self._new_answer(body, token_ids, request_id, info, is_chat),
         )
@@ -234,6 +235,16 @@ def _bucket(request: Request, body: GenerateBody) -> str:
         return "default"
     if not _LABEL.fullmatch(name):
         raise FieldError("bucket must be 1 to 64 letters, digits, '.', '_' or '-', not beginning with a sign", "bucket")
+    return name
+
+
+def _tenant(request: Request, body: GenerateBody) -> str:
+    label = body.metadata.paceline_tenant if body.metadata else None
+    name = _one_of("x-paceline-tenant", request.headers.get("x-paceline-tenant"), "metadata.paceline_tenant", label)
+    if name is None:
+        return ""
+    if not _LABEL.fullmatch(name):
+        raise FieldError("tenant must be 1 to 64 letters, digits, '.', '_' or '-', not beginning with a sign", "tenant")
     return name
 
 

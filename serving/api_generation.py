@@ -59,6 +59,8 @@ class ApiParts:
     api_token: str | None = None
     holdback_percent: Callable[[], int] = lambda: 0
     """Share of requests without an explicit group that keep the first drafter."""
+    opt_out_tenants: frozenset[str] = frozenset()
+    """Tenants whose requests are never traced."""
     state: Callable[[], dict[str, Any]] = dict
     """Body of GET /paceline/state; may block (it runs in a thread)."""
     swap: Callable[[], dict[str, Any]] = dict

@@ -54,6 +54,8 @@ class Metadata(_Strict):
     """Traffic class; same as the header x-paceline-bucket."""
     paceline_group: Literal["adaptive", "static", "plain"] | None = None
     """Same as the header x-paceline-group."""
+    paceline_tenant: str | None = None
+    """Whose request it is, for opting out of traces; same as the header x-paceline-tenant."""
 
 
 class TextPart(_Strict):

@@ -115,6 +115,15 @@ class BudgetController:
             self._stats.move_to_end(key)
         return found
 
+    def states(self) -> list[tuple[DraftKey, str]]:
+        """Every key with its KeyStats.state; from any thread, may be one round old."""
+        for _ in range(20):
+            try:
+                return [(key, stats.state) for key, stats in list(self._stats.items())]
+            except RuntimeError:  # the engine's thread met a new key meanwhile
+                continue
+        return []
+
     def forget(self, version: str) -> None:
         """Drop the statistics of a drafter version."""
         for key in [k for k in self._stats if k[0] == version]:

@@ -2,9 +2,14 @@
 
 Two adaptive slots, A and B, and the fixed slot `first` of the hold-back group. A request is pinned at admission to one
 slot and keeps it for life, so it never reads drafter KV that another version wrote. New weights are copied into the idle
-adaptive slot in place (addresses stay valid); publishing is a pointer flip that only later admissions see.
+adaptive slot in place (addresses stay valid); publishing is a pointer flip that only later admissions see. While a canary
+is on trial it has the second adaptive slot: promoting it is the same flip, calling it off frees its slot as soon as the
+requests pinned to it have ended.
 
-Thread rule: `pin`, `unpin`, `publish` and `mark_failed` are cheap and may be called from any thread; `stage` copies
+Memory: a replica holds at most three drafters with their KV (A, B, first), whatever runs: live + canary, live + the
+version before it with requests still pinned, or live + staged. A fourth version waits until a slot is idle.
+
+Thread rule: `pin`, `unpin`, `publish`, `set_canary` and `mark_failed` are cheap and may be called from any thread; `stage` copies
 weights and belongs to a thread other than the engine's.
 """
 
@@ -19,7 +24,7 @@ from typing import Any
 
 import torch
 
-from paceline.contracts import Group
+from paceline.contracts import Group, is_canary
 from paceline.errors import DrafterMismatchError
 from paceline.serving.drafter import Drafter
 
@@ -71,6 +76,8 @@ class DrafterSlots:
         self._timer = timer
         self._live = "A"
         self._staged: str | None = None
+        self._canary: str | None = None
+        self._canary_percent = 0
         self._waiting: tuple[str, Any] | None = None
         self._num_pool_rows: int | None = None
         self._lock = threading.Lock()  # pins, versions, pointers
@@ -144,6 +151,8 @@ class DrafterSlots:
             if staged is None or (version is not None and self._slots[staged].version != version):
                 raise DrafterMismatchError(f"drafter version must be staged before it is published, got {version!r}")
             self._live, self._staged = staged, None
+            if self._canary == staged:  # promoted: it has no trial share any more
+                self._canary = None
             live = self._slots[staged].version
             self.num_swaps += 1
         pause_ms = (self._timer() - start) * 1e3
@@ -151,11 +160,28 @@ class DrafterSlots:
         logger.info("drafter published version=%s slot=%s pause_ms=%.3f", live, staged, pause_ms)
         return pause_ms
 
-    # ---- pins ---------------------------------------------------------------------------------------------------
-    def pin(self, group: Group) -> tuple[str | None, str]:
-        """Pin a new request; returns (slot name, version), or (None, '') for plain decoding."""
+    def set_canary(self, version: str, percent: int) -> None:
+        """Let a resident version serve `percent` of later adaptive requests, by `is_canary`; '' calls the canary off.
+
+        Raises: DrafterMismatchError when the version is neither staged nor resident, or is the live one.
+        """
         with self._lock:
-            name = self._choose(group)
+            name = self._resident(version) if version else None
+            if version and (name is None or name == self._live):
+                raise DrafterMismatchError(f"a canary must be staged and not live, got drafter version {version!r}")
+            if name is not None and self._staged == name:
+                self._staged = None
+            self._canary, self._canary_percent = name, percent if name is not None else 0
+        logger.info("drafter canary version=%s percent=%d", version or "none", percent if version else 0)
+
+    # ---- pins ---------------------------------------------------------------------------------------------------
+    def pin(self, group: Group, request_id: str = "") -> tuple[str | None, str]:
+        """Pin a new request; returns (slot name, version), or (None, '') for plain decoding.
+
+        An adaptive request goes to the canary or to the live version by its id; one without an id to the live version.
+        """
+        with self._lock:
+            name = self._choose(group, request_id)
             if name is None:
                 return None, ""
             slot = self._slots[name]
@@ -194,6 +220,12 @@ class DrafterSlots:
         return self._slots[self._live].version
 
     @property
+    def canary_version(self) -> str:
+        """The version on trial, '' when there is none."""
+        with self._lock:
+            return "" if self._canary is None else self._slots[self._canary].version
+
+    @property
     def waiting_version(self) -> str | None:
         waiting = self._waiting
         return None if waiting is None else waiting[0]
@@ -218,10 +250,14 @@ class DrafterSlots:
             return {n: s.num_pins for n, s in self._slots.items()}
 
     # ---- private ------------------------------------------------------------------------------------------------
-    def _choose(self, group: Group) -> str | None:
+    def _choose(self, group: Group, request_id: str) -> str | None:
         if group == Group.PLAIN:
             return None
         name: str | None = self._live
+        if group == Group.ADAPTIVE and self._canary is not None and request_id:
+            canary = self._slots[self._canary]
+            if not canary.failure and is_canary(request_id, canary.version, self._canary_percent):
+                return self._canary
         if group == Group.STATIC and self._slots[self._live].version != self.first_version:
             name = FIRST_SLOT
             if self._slots[FIRST_SLOT].drafter is None:
@@ -239,7 +275,7 @@ class DrafterSlots:
 
     def _idle(self) -> str | None:
         for name in ADAPTIVE_SLOTS:
-            if name != self._live and self._slots[name].num_pins == 0:
+            if name not in (self._live, self._canary) and self._slots[name].num_pins == 0:
                 return name
         return None
 

@@ -280,7 +280,7 @@ class Engine:
         """Choose the drafter version once; a preempted request keeps its own."""
         has_features = bool(self.target.tap_layers)
         if not request.is_pinned:
-            request.slot, request.version = self.slots.pin(request.request.group)
+            request.slot, request.version = self.slots.pin(request.request.group, request.request_id)
             request.is_pinned = True
             self.output.start_trace(request, has_features)
         drafter = self.slots.drafter(request.slot)

@@ -61,6 +61,8 @@ class GenerationRequest:
     group: Group = Group.ADAPTIVE
     is_traced: bool = True
     """False: no feature trace is ever written for this request (opt-out)."""
+    tenant: str = ""
+    """Whose request it is; '' when it does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,6 +52,8 @@ class RoundOutput:
         """Whether a training job runs on this host now; set by the replica, copied into the statistics."""
         self.num_finished = 0
         self.num_aborted = 0
+        self.num_errors: dict[str, int] = {}
+        """Drafter version -> requests pinned to it that ended in an error."""
         self.num_tokens = 0
         self.num_callback_errors = 0
 
@@ -108,6 +110,7 @@ class RoundOutput:
                 topk_logprobs=torch.cat(trace.topk_logprobs),
                 target_version=self._target_version,
                 finish_reason=reason,
+                extra={"tenant": request.request.tenant} if request.request.tenant else {},
             )
         try:
             self._traces.record_trace(record)
@@ -145,6 +148,8 @@ class RoundOutput:
     def end_early(self, request: RunningRequest, reason: str, error: str | None = None) -> None:
         """End a request without a result: reason 'abort' or 'error'. Its pages and pin are free afterwards."""
         self.num_aborted += 1
+        if reason == "error" and request.version:
+            self.num_errors[request.version] = self.num_errors.get(request.version, 0) + 1
         event = request.event(self._clock.now(), finish_reason=reason, error=error)
         self._end(request, RequestStatus.ABORTED)
         self._call(request, event)

@@ -150,3 +150,15 @@ def test_list_is_oldest_first_and_lineage_newest_first(tmp_path):
 def test_parent_must_be_known(tmp_path):
     with pytest.raises(ManifestError, match="not in the registry"):
         DrafterRegistry(tmp_path).put(state(), **FIELDS, parent="0" * 12)
+
+
+def test_deleted_weights_leave_the_manifest_and_come_back_with_the_same_content(tmp_path):
+    registry = DrafterRegistry(tmp_path)
+    m = registry.put(state(), **FIELDS)
+    assert registry.has_weights(m.version) and not registry.has_weights("0123456789ab")
+    registry.delete_weights(m.version)
+    registry.delete_weights(m.version)
+    assert not registry.has_weights(m.version) and registry.list() == [m]
+    with pytest.raises(ManifestError, match="missing"):
+        registry.load_state(m.version)
+    assert registry.put(state(), **FIELDS) == m and registry.has_weights(m.version)

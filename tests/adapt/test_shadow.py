@@ -1,11 +1,15 @@
 """The replay walk equals real rounds, one by one, and refuses non-finite scores."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
 from paceline.adapt import shadow
+from paceline.adapt.gate import RequestScore, pooled_acceptance_length
 from paceline.adapt.replay_round import whole_tree
-from paceline.adapt.shadow import ShadowStoppedError, replay_rounds, shadow_scores
+from paceline.adapt.shadow import ShadowStoppedError, replay_rounds, shadow_scores, unseen_tokens
 from paceline.errors import DrafterMismatchError
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import DrafterCaps, Proposal
@@ -156,7 +160,7 @@ def test_scores_count_tokens_behind_the_first_and_skip_requests_without_rounds()
         trace = TRACES[int(s.request_id[1:])]
         assert s.num_tokens == len(trace.token_ids) - trace.prompt_len - 1
         assert s.num_rounds == len(reference_rounds(trace))
-        assert s.acceptance_length == s.num_tokens / s.num_rounds
+        assert s.acceptance_length == (s.num_tokens + s.num_unseen_tokens) / s.num_rounds
 
 
 def test_no_usable_trace_gives_no_scores():
@@ -173,3 +177,49 @@ def test_non_finite_scores_are_refused():
 def test_scoring_stops_when_asked():
     with pytest.raises(ShadowStoppedError):
         replay_rounds(ContextDrafter(), TRACES, whole_tree(build_tree), should_stop=lambda: True)
+
+
+def make_text(num_outputs, finish_reason="length"):
+    return dataclasses.replace(make_trace(0, 1, num_outputs), finish_reason=finish_reason)
+
+
+def test_a_round_that_the_text_holds_entirely_has_nothing_beyond():
+    # 9 tokens behind the first: rounds of 4 + 3 + 2, the last with its bonus token.
+    assert unseen_tokens([make_text(10)], [[3, 2, 1]]) == [0.0]
+
+
+def test_a_cut_round_is_continued_like_the_rounds_that_got_as_far():
+    # The second text ends after 2 accepted tokens of its last round. Of 4 (then 3) whole rounds that got to depth 2,
+    # one went on to depth 3 and none beyond: a bonus token and a quarter (a third) of a draft token are missing.
+    whole, cut = make_text(12), make_text(6)
+    assert unseen_tokens([whole, cut], [[3, 2, 0, 2], [2, 2]]) == [0.0, pytest.approx(1 + 1 / 4)]
+    assert unseen_tokens([whole, cut], [[3, 2, 1, 1], [2, 2]]) == [0.0, pytest.approx(1 + 1 / 3)]
+
+
+def test_a_round_without_a_draft_before_the_token_limit_has_nothing_beyond():
+    # One token is left: the engine does not draft, the bonus token is the last one.
+    assert unseen_tokens([make_text(5)], [[2, 1]]) == [0.0]
+    assert unseen_tokens([make_text(5, "stop")], [[2, 1]])[0] > 0  # the engine could not know that the text would end
+
+
+@pytest.mark.parametrize("stay", [0.3, 0.6, 0.85])
+@pytest.mark.parametrize("num_outputs", [12, 40])
+def test_the_end_of_the_text_does_not_bias_the_acceptance_length(stay, num_outputs):
+    rng, depth = np.random.default_rng(0), 6
+    texts, seen, real = [], [], []
+    for _ in range(3000):
+        accepted, left = [], num_outputs - 1
+        while left > 0:
+            a = 0 if left == 1 else min(int(rng.geometric(1 - stay)) - 1, depth)
+            real.append(a + 1)
+            accepted.append(min(a, left))
+            left -= a + 1
+        texts.append(make_text(num_outputs))
+        seen.append(accepted)
+    scores = [
+        RequestScore("r", num_outputs - 1, len(r), u) for r, u in zip(seen, unseen_tokens(texts, seen), strict=True)
+    ]
+    truth = np.mean(real)
+    assert pooled_acceptance_length(scores) == pytest.approx(truth, rel=0.01)
+    cut = sum(s.num_tokens for s in scores) / sum(s.num_rounds for s in scores)
+    assert cut < pooled_acceptance_length(scores)

@@ -122,3 +122,30 @@ def test_store_works_on_another_fsspec_file_system():
     assert store.read_shard(shard)[0].request_id == "r"
     store.delete_shard(shard)
     assert store.list_shards() == []
+
+
+def test_half_written_shards_go_at_the_age_limit(tmp_path):
+    import os
+
+    store = TraceStore(tmp_path)
+    for name, age_s in (("old", 100.0), ("young", 10.0)):
+        path = tmp_path / f"{name}.safetensors.1.tmp"
+        path.write_bytes(b"captured features")
+        os.utime(path, (1000.0 - age_s, 1000.0 - age_s))
+    assert store.enforce_limits(10**9, 60.0, now=1000.0) == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["young.safetensors.1.tmp"]
+
+
+def test_deleting_a_tenant_deletes_every_shard_that_holds_its_traces(tmp_path):
+    store = TraceStore(tmp_path)
+    mine, other, nobody = make_trace(), make_trace(), make_trace()
+    mine.extra, other.extra = {"tenant": "acme"}, {"tenant": "other"}
+    store.write_shard([nobody, mine], "math")
+    store.write_shard([mine], "code")
+    kept = store.write_shard([other, nobody], "math")
+    damaged = store.write_shard([other], "math")
+    path = tmp_path / f"{damaged}.safetensors"
+    path.write_bytes(path.read_bytes()[:-40])
+    assert store.delete_tenant("acme") == 3
+    assert [s.shard_id for s in store.list_shards()] == [kept]
+    assert store.delete_tenant("acme") == 0

@@ -153,3 +153,17 @@ def test_store_stays_within_its_byte_limit(tmp_path):
         assert writer.flush()
     writer.close()
     assert 0 < sum(s.num_bytes for s in store.list_shards()) <= 4096
+
+
+def test_old_shards_go_at_the_start_and_while_nothing_is_written(tmp_path):
+    from paceline.clock import ManualClock
+
+    clock = ManualClock(1000.0)
+    store = TraceStore(tmp_path, clock=clock)
+    store.write_shard([make_trace("r")], "math")
+    clock.advance(50.0)
+    store.write_shard([make_trace("s")], "math")
+    clock.advance(20.0)
+    writer = TraceWriter(store, TraceConfig(flush_interval_s=0.02, max_age_s=60.0), clock=clock)
+    until(lambda: len(store.list_shards()) == 1)
+    writer.close()

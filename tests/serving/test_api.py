@@ -40,6 +40,7 @@ def url(engine: ScriptedEngine) -> Iterator[str]:
         client=engine,
         tokenizer=TOKENIZER,
         holdback_percent=lambda: 30,
+        opt_out_tenants=frozenset({"acme"}),
         state=lambda: {"gen": 3},
         swap=lambda: {"slots": {"A": "v7"}},
         metrics=lambda: (b"# TYPE x counter\nx_total 1\n", "text/plain; version=0.0.4"),
@@ -203,6 +204,21 @@ def test_labels_come_from_headers_or_metadata(client: openai.OpenAI, engine: Scr
     assert (request.bucket, request.group, request.is_traced) == ("code", Group.STATIC, True)
 
 
+def test_a_tenant_that_opted_out_is_never_traced(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    def ask(headers: dict[str, str], **fields: dict[str, str]) -> tuple[str, bool]:
+        client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=1, extra_headers=headers, **fields
+        )  # type: ignore[call-overload]
+        return engine.requests[-1].tenant, engine.requests[-1].is_traced
+
+    assert ask({"x-paceline-tenant": "acme"}) == ("acme", False)
+    assert ask({}, metadata={"paceline_tenant": "acme"}) == ("acme", False)
+    assert ask({"x-paceline-tenant": "acme", "x-paceline-trace": "on"}) == ("acme", False)
+    assert ask({"x-paceline-tenant": "other"}) == ("other", True)
+    assert ask({"x-paceline-tenant": "other", "x-paceline-trace": "off"}) == ("other", False)
+    assert ask({}) == ("", True)
+
+
 def test_default_group_is_the_hold_back_by_crc32(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     for i in range(20):
         client.completions.create(model="tiny", prompt="a", max_tokens=1, extra_headers={"x-request-id": f"g{i}"})
@@ -220,6 +236,8 @@ def test_default_group_is_the_hold_back_by_crc32(client: openai.OpenAI, engine: 
         {"x-paceline-bucket": "x" * 65},
         {"x-paceline-group": "fast"},
         {"x-paceline-trace": "maybe"},
+        {"x-paceline-tenant": "a b"},
+        {"x-paceline-tenant": ""},
         {"x-request-id": "a b"},
         {"x-request-id": "x" * 129},
     ],

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.contracts import Group
+from paceline.contracts import Group, is_canary
 from paceline.errors import DrafterMismatchError
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.drafter import DrafterCaps
@@ -186,3 +186,81 @@ def test_pins_balance_and_a_pinned_slot_never_changes_version(operations):
         for slot, version in pins:
             assert slot is None or held[slot] == version
         assert sum(slots.num_pins().values()) == sum(slot is not None for slot, _ in pins)
+
+
+def ids_of(version: str, percent: int, is_own: bool, num: int = 5) -> list[str]:
+    return [i for i in (f"r{k}" for k in range(1000)) if is_canary(i, version, percent) == is_own][:num]
+
+
+def test_a_canary_serves_its_share_of_adaptive_requests_and_nobody_else():
+    slots = make_slots(first=WeightDrafter(1.0))
+    slots.stage("v2", state(2.0))
+    slots.set_canary("v2", 10)
+    assert (slots.canary_version, slots.live_version) == ("v2", "v1")
+    ids = [f"r{k}" for k in range(2000)]
+    served = {i: slots.pin(Group.ADAPTIVE, i) for i in ids}
+    assert {i for i, (_, v) in served.items() if v == "v2"} == {i for i in ids if is_canary(i, "v2", 10)}
+    assert 120 < sum(v == "v2" for _, v in served.values()) < 280
+    own = ids_of("v2", 10, True)[0]
+    assert slots.pin(Group.STATIC, own)[1] == "v1" and slots.pin(Group.PLAIN, own) == (None, "")
+    assert slots.pin(Group.ADAPTIVE)[1] == "v1", "a request without an id is no canary"
+
+
+def test_promotion_is_a_flip_and_calling_off_frees_the_slot_when_its_requests_have_ended():
+    slots = make_slots()
+    own = ids_of("v2", 50, True)[0]
+    slots.stage("v2", state(2.0))
+    slots.set_canary("v2", 50)
+    name, _ = slots.pin(Group.ADAPTIVE, own)
+    assert not slots.stage("v3", state(3.0)), "the canary's slot is not idle"
+    slots.set_canary("", 0)
+    assert slots.pin(Group.ADAPTIVE, own)[1] == "v1"
+    assert not slots.stage_waiting(), "a request is still pinned to the canary"
+    slots.unpin(name)
+    assert slots.stage_waiting()
+    slots.set_canary("v3", 50)
+    slots.stage("v3", {})  # resident: no copy
+    slots.publish("v3")
+    assert (slots.live_version, slots.canary_version) == ("v3", "")
+
+
+def test_new_requests_of_a_failed_canary_get_the_live_version():
+    slots = make_slots()
+    own = ids_of("v2", 50, True)[0]
+    slots.stage("v2", state(2.0))
+    slots.set_canary("v2", 50)
+    name, _ = slots.pin(Group.ADAPTIVE, own)
+    slots.mark_failed(name, "NaN")
+    assert slots.drafter(name) is None and slots.pin(Group.ADAPTIVE, own)[1] == "v1"
+
+
+def test_what_is_not_resident_or_is_live_cannot_be_a_canary():
+    slots = make_slots()
+    for version in ("v9", "v1"):
+        with pytest.raises(DrafterMismatchError, match="canary"):
+            slots.set_canary(version, 10)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["pin", "unpin", "stage", "publish", "canary", "off"]), st.integers(0, 99))))
+def test_pins_hold_their_version_through_any_sequence_of_canaries(operations):
+    slots = make_slots(first=WeightDrafter(1.0))
+    pins: list[tuple[str | None, str]] = []
+    number = 1
+    for name, value in operations:
+        if name == "pin":
+            pins.append(slots.pin(Group.ADAPTIVE, f"r{value}"))
+        elif name == "unpin" and pins:
+            slots.unpin(pins.pop(value % len(pins))[0])
+        elif name == "stage":
+            number += 1
+            slots.stage(f"v{number}", state(float(number)))
+        elif name == "publish" and slots._staged is not None:
+            slots.publish()
+        elif name == "canary" and slots._staged is not None and slots._staged != slots._live:
+            slots.set_canary(slots._slots[slots._staged].version, value)
+        elif name == "off":
+            slots.set_canary("", 0)
+        held = slots.versions()
+        assert all(held[slot] == version for slot, version in pins if slot is not None)
+        assert all(float(slots.drafter(s).weight[0]) == float(v[1:]) for s, v in pins if s is not None)
+        assert len(held) <= 3 and slots.canary_version != slots.live_version
