@@ -19,6 +19,7 @@ from paceline.clock import SystemClock
 from paceline.config import ServiceConfig, build_config
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller_actor import stop_controller
+from paceline.infra.dashboard_access import configured_admin_token
 from paceline.infra.redis_clients import Keys, redact
 from paceline.infra.redis_server import EmbeddedRedis, configured_redis_url, resolve_redis
 from paceline.infra.replica_parts import StorePaths, ensure_first_version, is_adaptive, replica_values
@@ -52,7 +53,7 @@ def build(args: Mapping[str, Any]) -> Application:
     Raises: ConfigError on an unknown key. Without redis_url (or PACELINE_REDIS_URL) replicas serve their first drafter and nothing adapts.
     """
     config = build_config(ServiceConfig, dict(args))
-    config = replace(config, redis_url=configured_redis_url(config))
+    config = replace(config, redis_url=configured_redis_url(config), admin_token=configured_admin_token(config))
     return bind_replicas(FACTORY, replica_values(config, SystemClock().now()), deployment_limits(config))
 
 
@@ -76,6 +77,7 @@ def run_service(config: ServiceConfig) -> Service:
     resolve_model(config.model)
     resolve_drafter(config.drafter)
     config = replace(config, port=claim_port(config.host, config.port), device=_resolve_device(config.device))
+    config = replace(config, admin_token=configured_admin_token(config))
     paths = StorePaths.of(config)
     paths.data_dir.mkdir(parents=True, exist_ok=True)
     redis: EmbeddedRedis | None = None

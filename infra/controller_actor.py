@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from paceline.config import PolicyConfig, TrainerResources, build_config
+from paceline.config import PolicyConfig, RolloutConfig, TraceConfig, TrainerResources, build_config
 from paceline.contracts import TrainJob, TrainResult
 from paceline.errors import PacelineError
 from paceline.infra.controller_host import ControllerHost, HostConfig
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "paceline"
 COMMAND_TIMEOUT_S = 15.0
+COMMANDS = ("pause", "set_policy", "set_bank", "train", "pin", "unpin", "canary", "rollback")
+"""Methods of the host that operators may call."""
 _MAX_TRIES = 5
 
 
@@ -47,6 +49,10 @@ class ControllerSpec:
     target_version: str
     policy: dict
     """Values of PolicyConfig."""
+    rollout: dict = field(default_factory=dict)
+    """Values of RolloutConfig."""
+    trace: dict = field(default_factory=dict)
+    """Values of TraceConfig: the controller enforces its limits too."""
     first_version: str = ""
     """The drafter that the service was given."""
     trainer_threads: int = 1
@@ -112,6 +118,8 @@ def build_host(spec: ControllerSpec) -> ControllerHost:
             model=spec.model,
             data_dir=Path(spec.data_dir),
             policy=build_config(PolicyConfig, spec.policy, "policy."),
+            rollout=build_config(RolloutConfig, spec.rollout, "rollout."),
+            trace=build_config(TraceConfig, spec.trace, "trace."),
             target_version=spec.target_version,
             first_version=spec.first_version,
             start_s=build_config(TrainerResources, spec.trainer_resources, "trainer_resources.").start_timeout_s,
@@ -153,11 +161,15 @@ class ControllerActor:
             return {"redis_up": False, "errors": {"count": int(bool(self._error)), "last": self._error}}
         return self._host.snapshot()
 
+    async def traffic(self, since: float) -> list[dict]:
+        """See ControllerHost.traffic; [] while it is being built."""
+        return [] if self._host is None else self._host.traffic(since)
+
     async def command(self, name: str, *args: Any) -> Any:
-        """Run pause, set_policy, pin, unpin or rollback; raises what the host raises."""
+        """Run one of COMMANDS; raises what the host raises."""
         host = self._host
-        if name not in ("pause", "set_policy", "pin", "unpin", "rollback"):
-            raise PacelineError(f"command must be pause, set_policy, pin, unpin or rollback, got {name!r}")
+        if name not in COMMANDS:
+            raise PacelineError(f"command must be one of {', '.join(COMMANDS)}, got {name!r}")
         if host is None:
             raise PacelineError("the controller is starting; try again in a few seconds")
         future = asyncio.wrap_future(host.call(lambda: getattr(host, name)(*args)))

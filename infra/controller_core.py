@@ -16,8 +16,9 @@ import numpy as np
 from redis.exceptions import ResponseError
 
 from paceline.bandit.controller import Controller
+from paceline.bandit.ledger_totals import fold_entries
 from paceline.clock import Clock, SystemClock
-from paceline.config import PolicyConfig
+from paceline.config import PolicyConfig, RolloutConfig, TraceConfig
 from paceline.contracts import (
     ArmSpec,
     DesiredState,
@@ -49,6 +50,8 @@ class Shards(Protocol):
 
     def list_shards(self, bucket: str | None = None) -> list[Any]: ...
 
+    def enforce_limits(self, max_bytes: int, max_age_s: float, now: float) -> int: ...
+
 
 class Versions(Protocol):
     """What the host needs of the drafter registry."""
@@ -56,6 +59,10 @@ class Versions(Protocol):
     def get_manifest(self, version: str, *, target_version: str | None = None) -> DrafterManifest: ...
 
     def list(self) -> list[DrafterManifest]: ...
+
+    def has_weights(self, version: str) -> bool: ...
+
+    def delete_weights(self, version: str) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +74,9 @@ class HostConfig:
     data_dir: Path | None = None
     """Snapshot file and decision log; None = Redis only."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trace: TraceConfig | None = None
+    """Limits of the trace store that the controller enforces, so that they hold while no replica writes; None = none."""
     arms: tuple[ArmSpec, ...] | None = None
     target_version: str = ""
     """Only shards of this target are trained on, only its versions are used; '' = any."""
@@ -141,6 +151,8 @@ class ControllerCore:
         self.state = self._store.load()
         if self.state.epoch >= self._store.epoch:  # Redis lost its data and the file knows a higher epoch
             self._store.acquire_epoch(at_least=self.state.epoch)
+        if not self.state.ledger_totals.cells:  # a state written before it kept them
+            self.state.ledger_totals = fold_entries(self._store.ledger.values())
         self._consumer.ensure_group()
         self._consumer.restart()
         self._coordinator = TrainCoordinator(
@@ -148,7 +160,12 @@ class ControllerCore:
             ttl_s=cfg.lease_ttl_s, start_s=cfg.start_s, stop_grace_s=cfg.stop_grace_s,
         )  # fmt: skip
         self.controller = self._restore_controller()
-        self._commit = Commit(log=[("note", {"text": f"controller started, epoch {self._store.epoch}"})])
+        started = {
+            "text": f"controller started, epoch {self._store.epoch}",
+            "epoch": self._store.epoch,
+            "commit": self.state.commit,  # 0: nothing was restored, ids begin anew
+        }
+        self._commit = Commit(log=[("note", started)])
         self._is_connected = True
         before = self.state.desired
         self._flush()  # adopts a newer record of the set-up
@@ -258,8 +275,7 @@ class ControllerCore:
         if entry.entry_id in self._store.ledger or any(e.entry_id == entry.entry_id for e in self._commit.ledger):
             return
         self._commit.ledger.append(entry)
-        by_kind = self.state.ledger_by_kind
-        self.state.ledger_by_kind = {**by_kind, entry.kind: by_kind.get(entry.kind, 0.0) + entry.seconds}
+        self.state.ledger_totals.add(entry)
 
     def _flush(self, always: bool = False) -> None:
         """Commit what has come together."""

@@ -89,6 +89,7 @@ class ControllerHost(ControllerPass):
             return
         try:
             if not self.is_fenced:
+                self._settle()
                 self._stop_job(min(3.0, timeout_s / 2))
                 self._flush()
                 self._store.save_file(self.state)
@@ -160,6 +161,15 @@ class ControllerHost(ControllerPass):
         out["errors"] = {"count": self.num_errors, "last": self.last_error}
         return out
 
+    def traffic(self, since: float = 0.0) -> list[dict]:
+        """Time bins of traffic that end after `since`, oldest first; see TrafficStats.series. Thread-safe, never blocks."""
+        for _ in range(20):
+            try:
+                return self.state.traffic.series(since) if self._is_connected else []
+            except RuntimeError:  # the loop's thread added a bucket to the open bin while it was read
+                continue
+        return []
+
     def _publish_snapshot(self) -> None:
         if not self._is_connected:
             return
@@ -175,6 +185,7 @@ class ControllerHost(ControllerPass):
             rows=self._rows,
             counters=list(self._counters_seen.values()),
             lag=self._lag,
+            rollout=self.config.rollout,
         )
         view["bandit"] = self._bandit_view()
         with self._lock:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.adapt.lifecycle import DrafterStatus
 from paceline.bandit.observation import HostContext, JobCosts
 from paceline.contracts import (
     Decision,
@@ -16,20 +17,25 @@ from paceline.contracts import (
     TrainResult,
 )
 from paceline.errors import DrafterMismatchError, PacelineError
-from paceline.infra.controller_core import COMMIT_ENTRIES, ControllerCore
-from paceline.infra.controller_store import PendingJob, SwapInFlight
+from paceline.infra.controller_core import COMMIT_ENTRIES
+from paceline.infra.controller_rollout import ControllerRollout
+from paceline.infra.controller_store import PendingJob
 from paceline.infra.desired_state import read_reports
 from paceline.infra.job_order import order_job
 from paceline.infra.manifest_facts import learned_rows, shadow_lengths
+from paceline.infra.rollout import refuses_canary
 
 logger = logging.getLogger(__name__)
 
 _MAX_SWAPS = 500
-_SWAP_PATIENCE_S = 60.0
+MAX_NOTES = 50
+_SWEEP_S = 30.0
 
 
-class ControllerPass(ControllerCore):
+class ControllerPass(ControllerRollout):
     """Asks the Controller what to do and does it; single-threaded."""
+
+    _sweep_due = 0.0
 
     def step(self, block_ms: int = 250) -> int:
         """One pass: feedback, context, decisions, the job, commit. Returns the entries read.
@@ -42,6 +48,7 @@ class ControllerPass(ControllerCore):
         if now >= self._context_due:
             self._context_due = now + self.config.context_every_s
             self._refresh_context()
+        self._step_rollout(num_entries, now)
         self._poll_job(now)
         self._tick(now)
         self._take_drained()
@@ -66,8 +73,9 @@ class ControllerPass(ControllerCore):
             first_version=state.desired.first_version,
             rows=dict(self._rows),
             rows_written=dict(state.rows_written),
-            versions=[m.version for m in self._versions],
-            job_running=state.pending is not None,
+            versions=self._servable(),
+            job_running=state.pending is not None or state.rollout.canary is not None,
+            frozen=state.rollout.frozen_buckets(now),
             num_replicas=max(1, len(self._reports)),
             learned_rows=learned_rows(self._versions),
             shadow=shadow_lengths(self._versions),
@@ -77,6 +85,9 @@ class ControllerPass(ControllerCore):
         except Exception as e:  # serving and feedback go on without decisions
             self._note_error("the policy failed to decide", e)
             return
+        closed = self.controller.closed_epoch()
+        if closed is not None:  # a replay of the decision log needs the traffic as well (docs/replay.md)
+            self._commit.log.append(("feedback", msgspec.to_builtins(closed)))
         for decision in decisions:
             self._act(decision, now)
 
@@ -99,20 +110,11 @@ class ControllerPass(ControllerCore):
                 )
                 return
             self.state.pending = PendingJob(job=job, decision_id=decision.decision_id, since=now)
+            self._note_order(job, now)
         elif decision.action in ("recall", "rollback", "pin") and decision.version is not None:
             if self._is_foreign(decision.version):
                 return
-            self._want(decision.version, decision.reason, now, decision.decision_id)
-
-    def _want(self, version: str, reason: str, now: float, decision_id: int) -> None:
-        self._book_swap(now, is_superseded=True)
-        self.state.swap = SwapInFlight(decision_id=decision_id, since=now)
-        desired = self.state.desired
-        first = desired.first_version if desired is not None else version
-        self._commit.desired = DesiredState(
-            gen=0, version=version, first_version=first, holdback_percent=self.config.policy.holdback_percent,
-            reason=reason, ts=now,
-        )  # fmt: skip
+            self._publish(decision.version, decision.reason, now, decision.decision_id, bucket=decision.bucket)
 
     # ---- training -----------------------------------------------------------------------------------------------
     def _make_job(self, decision: Decision) -> TrainJob | None:
@@ -141,17 +143,22 @@ class ControllerPass(ControllerCore):
         self._commit.log.append(
             ("job", {**msgspec.to_builtins(result), "bucket": pending.job.bucket, "arm": pending.job.arm.name})
         )
-        self._finish_job(pending.decision_id, result, now)
+        self._note_result(pending.job, result, now)
+        self._finish_job(pending.decision_id, result, now, pending.job)
         logger.info("training ended job=%s status=%s reason=%s", result.job_id, result.status, result.reason)
 
-    def _finish_job(self, decision_id: int, result: TrainResult, now: float) -> None:
+    def _finish_job(self, decision_id: int, result: TrainResult, now: float, job: TrainJob | None = None) -> None:
         try:
             outcome = self.controller.job_finished(result, decision_id=decision_id, now=now, costs=JobCosts())
         except Exception as e:
             self._note_error("the policy could not take a training result", e)
             return
+        lives, version = self.state.lifecycle, result.version
         if outcome.publish is not None and not self._is_foreign(outcome.publish):
-            self._want(outcome.publish, outcome.reason, now, decision_id)
+            bucket, arm = (job.bucket, job.arm.name) if job is not None else ("", "")
+            self._publish(outcome.publish, outcome.reason, now, decision_id, bucket=bucket, arm=arm)
+        elif version is not None and lives.status(version) == DrafterStatus.SHADOWED:
+            self._move(version, DrafterStatus.RETIRED, outcome.reason, now)
 
     # ---- what replicas and stores say ---------------------------------------------------------------------------
     def _refresh_context(self) -> None:
@@ -160,25 +167,23 @@ class ControllerPass(ControllerCore):
         except (OSError, PacelineError) as e:
             self._note_error("trace store or registry cannot be read", e)
         self._reports = read_reports(self._client, self._keys)
+        self._keep_limits()
         self._lag = self._consumer.lag()
         now = self._clock.now()
         for report in self._reports:
             self._take_report(report, now)
         self._book_swap(now)
 
-    def _book_swap(self, now: float, *, is_superseded: bool = False) -> None:
-        """Charge the decision behind the live version with what staging it cost, once all replicas run it."""
-        swap, desired = self.state.swap, self.state.desired
-        if swap is None or desired is None or self._commit.desired is not None:
-            return
-        arrived = [r for r in self._reports if r.gen == desired.gen]
-        waiting = [r for r in self._reports if desired.gen not in (r.gen, r.failed_gen)]
-        if not is_superseded and now - swap.since < _SWAP_PATIENCE_S and (waiting or not self._reports):
-            return
-        self.state.swap = None
-        seconds = sum(r.staging_s + (r.swap_pause_ms[-1] / 1e3 if r.swap_pause_ms else 0.0) for r in arrived)
-        if seconds > 0:
-            self.controller.staged(swap.decision_id, seconds, now)
+    def _keep_limits(self) -> None:
+        """Limits of trace store and version pool hold here too: a replica that writes nothing sweeps nothing."""
+        now, trace = self._clock.now(), self.config.trace
+        try:
+            if trace is not None and now >= self._sweep_due:
+                self._sweep_due = now + _SWEEP_S
+                self._shards.enforce_limits(trace.max_bytes, trace.max_age_s, now)
+            self._tend_pool()
+        except (OSError, PacelineError) as e:
+            self._note_error("limits of the stores could not be enforced", e)
 
     def _look_at_stores(self) -> None:
         shards = self._own_shards()
@@ -200,43 +205,65 @@ class ControllerPass(ControllerCore):
         state, desired = self.state, self.state.desired
         if report.counters:
             self._counters_seen[report.replica_id] = dict(report.counters)
-        mark = f"{report.replica_id}:{report.gen}"
-        if report.gen > 1 and report.swap_pause_ms and mark not in state.seen_swaps:
+        swapped = report.gen if report.swap_gen is None else report.swap_gen
+        mark = f"{report.replica_id}:{swapped}"
+        if swapped > 1 and report.swap_pause_ms and mark not in state.seen_swaps:
             state.seen_swaps = [*state.seen_swaps, mark][-_MAX_SWAPS:]
             state.swap_times = [*state.swap_times, report.ts][-_MAX_SWAPS:]
             state.swap_pauses_ms = [*state.swap_pauses_ms, report.swap_pause_ms[-1]][-_MAX_SWAPS:]
         if desired is not None and report.failed_gen == desired.gen and self._commit.desired is None:
+            if state.rollout.canary is not None and refuses_canary(state.rollout.canary, report, desired.gen):
+                return  # the live version is well
             back = self._version_before(desired) or desired.first_version
             if back != desired.version:
                 # a later rollback must not lead back to it
                 state.history = [v for v in state.history if v != desired.version]
-                self._manual(
-                    "rollback", back, f"replica {report.replica_id} refused {desired.version}: {report.failed_reason}"
-                )
+                reason = f"replica {report.replica_id} refused {desired.version}: {report.failed_reason}"
+                self._manual("rollback", back, reason, left=DrafterStatus.ROLLED_BACK)
 
     # ---- the operator's orders ----------------------------------------------------------------------------------
     def pause(self, is_paused: bool = True) -> None:
         """Make no decisions (feedback is still folded), or make them again."""
         self.state.is_paused = is_paused
-        self._commit.log.append(("note", {"text": "decisions paused" if is_paused else "decisions resumed"}))
+        self._note("decisions paused" if is_paused else "decisions resumed")
 
     def set_policy(self, name: str) -> None:
         """Switch the policy; raises ConfigError for an unknown one."""
         self.controller.set_policy(name)
         self.state.policy = name
-        self._commit.log.append(("note", {"text": f"policy set to {name}"}))
+        self._note(f"policy set to {name}")
+
+    def set_bank(self, start_s: float) -> None:
+        """Set the bank's starting balance, device-seconds; raises ValueError outside its range."""
+        self.controller.set_bank(start_s)
+        self._note(f"starting balance of the bank set to {start_s:g} device-seconds")
+
+    def train(self, bucket: str, arm: str) -> int:
+        """Start a training job now, paid or not; returns its decision id. Raises ValueError where that cannot be."""
+        if self.state.desired is None or self.state.pending is not None:
+            raise ValueError("a training job is in flight, or no drafter is live yet; try again later")
+        now = self._clock.now()
+        decision = self.controller.train_now(bucket, arm, now)
+        self._act(decision, now)
+        self._note(f"training of {arm} on {bucket} ordered (decision {decision.decision_id})")
+        return decision.decision_id
+
+    def _note(self, text: str) -> None:
+        """Put a line into the decision log and among the latest notes that dashboards show."""
+        self._commit.log.append(("note", {"text": text}))
+        self.state.notes = [*self.state.notes, (self._clock.now(), text)][-MAX_NOTES:]
 
     def pin(self, version: str) -> None:
         """Make a version live and keep it until `unpin`.
 
         Raises: ManifestError when it is not in the registry, DrafterMismatchError when it is for another target.
         """
-        self._check_usable(version)
+        self.check_servable(version)
         self._manual("pin", version, f"pinned to {version} by the operator")
 
     def unpin(self) -> None:
         self.controller.unpin()
-        self._commit.log.append(("note", {"text": "pin removed"}))
+        self._note("pin removed")
 
     def rollback(self, version: str | None = None) -> str:
         """Make the version before the live one (or the named one) live again; returns it."""
@@ -248,21 +275,19 @@ class ControllerPass(ControllerCore):
             raise PacelineError(
                 f"{desired.version} is the only version that was ever live; pin one of `paceline versions`"
             )
-        self._check_usable(back)
+        self.check_servable(back)
         self._manual("rollback", back, f"rolled back from {desired.version} to {back} by the operator")
         return back
 
     def _version_before(self, desired: DesiredState) -> str | None:
-        """The version of this target that was live last before the desired one."""
-        return next((v for v in reversed(self.state.history) if v != desired.version and not self._is_foreign(v)), None)
-
-    def _check_usable(self, version: str) -> None:
-        self._registry.get_manifest(version, target_version=self.config.target_version or None)
+        """The version of this target that was live last before the desired one and has not come to an end."""
+        out = {desired.version, *self.state.lifecycle.barred()}
+        return next((v for v in reversed(self.state.history) if v not in out and not self._is_foreign(v)), None)
 
     def _is_foreign(self, version: str) -> bool:
         """Whether a version is known to be for another target; what cannot be read is left to the replicas to refuse."""
         try:
-            self._check_usable(version)
+            self._registry.get_manifest(version, target_version=self.config.target_version or None)
         except DrafterMismatchError as e:
             logger.warning("not used: %s", e)
             return True
@@ -270,8 +295,8 @@ class ControllerPass(ControllerCore):
             logger.debug("manifest of %s cannot be read: %s", version, e)
         return False
 
-    def _manual(self, action: str, version: str, reason: str) -> None:
+    def _manual(self, action: str, version: str, reason: str, *, left: DrafterStatus = DrafterStatus.RETIRED) -> None:
         now = self._clock.now()
         made = self.controller.manual(action, version, now, reason)
-        self._want(version, reason, now, made.decision_id)
+        self._want(version, reason, now, made.decision_id, left=left, force=True)
         logger.warning("drafter %s version=%s reason=%s", action, version, reason)

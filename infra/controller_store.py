@@ -18,11 +18,14 @@ import msgspec
 import redis
 from redis.exceptions import WatchError
 
+from paceline.adapt.lifecycle import Lifecycle
+from paceline.bandit.ledger_totals import LedgerTotals
 from paceline.contracts import Decision, DesiredState, LedgerEntry, TrainJob, decode, encode
 from paceline.errors import FencedError
 from paceline.infra.desired_state import decode_desired, queue_desired, queue_log
 from paceline.infra.feedback_consumer import GROUP
 from paceline.infra.redis_clients import OUTAGE_ERRORS, Keys
+from paceline.infra.rollout import RolloutState
 from paceline.infra.traffic_stats import TrafficStats
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,8 @@ class HostState(msgspec.Struct, kw_only=True):
     policy: str = ""
     """Policy in force; differs from config_policy after set_policy."""
     is_paused: bool = False
+    notes: list[tuple[float, str]] = []
+    """Latest orders of the operator and restarts: (time, what happened); the log stream keeps all."""
     watermarks: dict[str, tuple[int, float]] = {}
     """'replica:boot' -> (highest seq folded, time)."""
     pending: PendingJob | None = None
@@ -73,14 +78,18 @@ class HostState(msgspec.Struct, kw_only=True):
     """Entries trimmed while pending or unreadable."""
     rows_written: dict[str, int] = {}
     seen_shards: list[str] = []
-    ledger_by_kind: dict[str, float] = {}
-    """Device-seconds of all entries ever, also of those trimmed since."""
+    ledger_totals: LedgerTotals = msgspec.field(default_factory=LedgerTotals)
+    """Sums of all entries ever, also of those trimmed since."""
     swap: SwapInFlight | None = None
     seen_swaps: list[str] = []
     """Swaps counted already: 'replica:gen'."""
     swap_times: list[float] = []
     swap_pauses_ms: list[float] = []
     traffic: TrafficStats = msgspec.field(default_factory=TrafficStats)
+    lifecycle: Lifecycle = msgspec.field(default_factory=Lifecycle)
+    rollout: RolloutState = msgspec.field(default_factory=RolloutState)
+    evicted: list[str] = []
+    """Versions whose weights were given up; their manifests stay."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from paceline.adapt.lifecycle import VersionLife
+from paceline.config import RolloutConfig
 from paceline.contracts import Decision, DrafterManifest, LedgerEntry, ReplicaReport
 from paceline.infra.controller_store import HostState
+from paceline.infra.rollout import rollout_view
 
 NUM_DECISIONS = 500
 NUM_LEDGER = 5_000
@@ -24,6 +27,7 @@ def snapshot_view(
     rows: dict[str, int],
     counters: list[dict[str, int]],
     lag: int | None,
+    rollout: RolloutConfig,
 ) -> dict:
     """Assemble the view; `counters` are the feedback counters that replicas reported last, also of those gone since."""
     desired, pending = state.desired, state.pending
@@ -42,8 +46,11 @@ def snapshot_view(
         "versions": [{k: v for k, v in msgspec.to_builtins(m).items() if k != "config"} for m in manifests],
         "policy": state.policy,
         "is_paused": state.is_paused,
+        "notes": [{"ts": ts, "text": text} for ts, text in state.notes],
         "decisions": [msgspec.to_builtins(d) for d in decisions[-NUM_DECISIONS:]],
-        "ledger": ledger_totals(state.ledger_by_kind),
+        "ledger": ledger_totals(state.ledger_totals.by_kind()),
+        "ledger_cells": state.ledger_totals.rows(),
+        "saved_interval_s": list(state.ledger_totals.saved_interval_s()),
         "ledger_entries": [msgspec.to_builtins(e) for e in ledger[-NUM_LEDGER:]],
         "buckets": state.traffic.buckets(now),
         "rows": dict(rows),
@@ -61,6 +68,9 @@ def snapshot_view(
             "pause_ms": list(state.swap_pauses_ms),
             "times": list(state.swap_times),
         },
+        "rollout": rollout_view(state.rollout, rollout, now),
+        "lifecycle": {version: _life(life) for version, life in state.lifecycle.versions.items()},
+        "evicted": list(state.evicted),
         "replicas": [msgspec.to_builtins(r) for r in reports],
         "feedback": {
             "produced": max(sum(c.get("produced", 0) for c in counters), state.num_rows + dropped),
@@ -72,6 +82,12 @@ def snapshot_view(
             "lag": lag,
         },
     }
+
+
+def _life(life: VersionLife) -> dict:
+    """A version's state and its transitions, oldest first."""
+    values = msgspec.to_builtins(life)
+    return {"state": values.pop("status"), **values}
 
 
 def ledger_totals(by_kind: dict[str, float]) -> dict:

@@ -7,7 +7,6 @@ import os
 import platform
 import queue
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -19,12 +18,13 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.bench.lossless import LosslessChecker, LosslessReport
-from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig
+from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra import demo_report, demo_view
 from paceline.infra.demo_client import DemoClient
 from paceline.infra.demo_scenario import Phase, Traffic, shifting_scenario, steady_scenario
 from paceline.infra.demo_stats import DemoStats
+from paceline.infra.stop_signals import StopSignals
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,10 @@ def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
             holdback_percent=25,
             seed=options.seed,
         ),
+        # half the requests and half a minute at most: a demo of minutes must see the verdict
+        rollout=RolloutConfig(
+            canary_percent=50, min_requests=4, max_requests=30, max_s=30.0, freeze_s=60.0, quiet_s=1.0
+        ),
     )
 
 
@@ -125,7 +129,7 @@ class _PhaseClock:
 
 
 def _drive(
-    url: str, config: ServiceConfig, options: DemoOptions, console: Console, stats: DemoStats
+    url: str, config: ServiceConfig, options: DemoOptions, console: Console, stats: DemoStats, signals: StopSignals
 ) -> tuple[list[_PhaseClock], float]:
     """Send the scenario's traffic; returns phase times and the start in epoch seconds."""
     phases = shifting_scenario(options.known, options.shifted) if options.scenario == "shift" else steady_scenario(options.known)  # fmt: skip
@@ -160,6 +164,7 @@ def _drive(
         with Live(console=console, refresh_per_second=2, transient=False, redirect_stderr=False) as live:
             polled = 0.0
             while any(s.is_alive() for s in senders) or not out.empty():
+                signals.check()
                 try:
                     item = out.get(timeout=0.25)
                     if isinstance(item, Exception):
@@ -234,6 +239,8 @@ def _result(
         "phases": phases,
         "decisions": decisions,
         "ledger": state.get("ledger") or {"spent_s": 0.0, "saved_s": 0.0, "net_s": 0.0},
+        "ledger_cells": state.get("ledger_cells") or [],
+        "saved_interval_s": state.get("saved_interval_s") or [0.0, 0.0],
         "ledger_entries": entries,
         "swaps": {
             "count": int(swaps.get("count") or 0),
@@ -262,32 +269,30 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     from paceline.infra.app import run_service, stop_service
     from paceline.paths import resolve_model
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)  # stop like Ctrl-C: processes and folders are cleaned up
     own_dir = options.data_dir is None
     data_dir = Path(tempfile.mkdtemp(prefix="paceline-demo-")) if options.data_dir is None else options.data_dir
     config = demo_config(options, data_dir)
     stats = DemoStats()
     service = None
-    try:
-        with console.status("starting Ray, Redis, the replica and the controller (about 30 s)"):
-            service = run_service(config)
-        clocks, began_epoch = _drive(service.url, config, options, console, stats)
-        client = DemoClient(service.url, config.model_name, time.monotonic())
-        with console.status("waiting for the last statistics"):
-            state = _final_state(client)
-        client.close()
-        if not stats.answers:
-            raise PacelineError(f"no request succeeded; the first failure was: {(stats.failures or ['none'])[0]}")
-    finally:
-        with console.status("stopping the service"):
-            if service is not None:
-                stop_service(service)
-            signal.signal(signal.SIGTERM, previous)
-            if own_dir:
-                shutil.rmtree(data_dir, ignore_errors=True)
+    # SIGTERM stops like Ctrl-C: processes and folders are cleaned up
+    with StopSignals(raises=True) as signals:
+        try:
+            with console.status("starting Ray, Redis, the replica and the controller (about 30 s)"):
+                service = run_service(config)
+            signals.install()
+            clocks, began_epoch = _drive(service.url, config, options, console, stats, signals)
+            client = DemoClient(service.url, config.model_name, time.monotonic())
+            with console.status("waiting for the last statistics"):
+                state = _final_state(client)
+            client.close()
+            if not stats.answers:
+                raise PacelineError(f"no request succeeded; the first failure was: {(stats.failures or ['none'])[0]}")
+        finally:
+            with console.status("stopping the service"):
+                if service is not None:
+                    stop_service(service)
+                if own_dir:
+                    shutil.rmtree(data_dir, ignore_errors=True)
     lossless = _check_lossless(stats, resolve_model(config.model), console)
     result = _result(options, stats, clocks, state, began_epoch, lossless)
     console.print(demo_report.result_table(result))

@@ -36,6 +36,18 @@ def result_table(result: dict) -> Table:
     return table
 
 
+def _within(bounds: list[float] | None) -> str:
+    return f" (95%: {bounds[0]:.1f} to {bounds[1]:.1f})" if bounds and bounds[1] > bounds[0] else ""
+
+
+def _cell_line(row: dict) -> str:
+    """One version in one bucket: what it cost and what it saved there."""
+    return (
+        f"\n  {row['bucket'] or '-'}  {row['arm'] or '-'}  {row['version']}: spent {row['spent_s']:.1f} s, "
+        f"saved {row['saved_s']:.1f} s{_within([row['saved_low_s'], row['saved_high_s']])}"
+    )
+
+
 def summary_lines(result: dict) -> list[str]:
     """The figures below the table."""
     ledger, swaps, lossless, feedback = (result[k] for k in ("ledger", "swaps", "lossless", "feedback"))
@@ -43,7 +55,8 @@ def summary_lines(result: dict) -> list[str]:
     return [
         f"decisions: {len(result['decisions'])} logged, {len(acted)} acted on"
         + "".join(f"\n  t={d['t_s']:.0f} s  {d['action']} {d.get('arm') or d.get('version') or ''} ({d.get('outcome') or 'done'}): {d['reason']}" for d in acted),
-        f"ledger: spent {ledger['spent_s']:.1f} s, saved {ledger['saved_s']:.1f} s, net {ledger['net_s']:+.1f} s of device time",
+        f"ledger: spent {ledger['spent_s']:.1f} s, saved {ledger['saved_s']:.1f} s{_within(result.get('saved_interval_s'))}, net {ledger['net_s']:+.1f} s of device time"
+        + "".join(_cell_line(row) for row in result.get("ledger_cells") or [] if row["version"] is not None),
         f"swaps: {swaps['count']}, pause p50 {_cell(swaps['pause_ms_p50'])} ms, p99 {_cell(swaps['pause_ms_p99'])} ms, "
         f"requests dropped {swaps['requests_dropped']}",
         f"lossless: {lossless['checked']} greedy tokens checked in fp32, {lossless['near_ties']} near ties within the bf16 "

@@ -36,6 +36,10 @@ def groups_table(answers: list[Answer], title: str) -> Table:
     return table
 
 
+def _interval(bounds: list[float] | None) -> list[tuple[str, str]]:
+    return [(f" (95%: {bounds[0]:.1f} to {bounds[1]:.1f})", "dim")] if bounds and bounds[1] > bounds[0] else []
+
+
 def render(
     *,
     phase: str,
@@ -63,6 +67,7 @@ def render(
     ]
     money = Text.assemble(
         ("ledger  spent ", "dim"), f"{ledger.get('spent_s', 0.0):.1f} s", ("  saved ", "dim"), f"{ledger.get('saved_s', 0.0):.1f} s",
+        *_interval(state.get("saved_interval_s")),
         ("  net ", "dim"), (f"{ledger.get('net_s', 0.0):+.1f} s", "bold"),
     )  # fmt: skip
     return Panel(

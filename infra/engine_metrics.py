@@ -46,10 +46,15 @@ TRACE_METRICS: _Table = (
 )  # fmt: skip
 TRAINING = metric_spec("training", "gauge", "1", "1 while a training job runs for this service")
 SWAP_PAUSE = metric_spec("swap_pause_ms", "gauge", "ms", "Engine-thread pause of the latest swap")
+SPECULATION = metric_spec(
+    "speculation_on", "gauge", "1", "1 while the tree policy drafts for this bucket, 0 while it decodes plainly because drafting does not pay",
+    "bucket", "role", "mode",
+)  # fmt: skip
 REPLICA_METRICS: tuple[MetricSpec, ...] = (
     *(spec for table in (ENGINE_METRICS, FEEDBACK_METRICS, TRACE_METRICS) for _, spec in table),
     TRAINING,
     SWAP_PAUSE,
+    SPECULATION,
 )
 """Everything that one replica exposes about itself; the middle parts only where it has feedback and traces."""
 
@@ -68,8 +73,31 @@ class _Snapshot:
                 for key, spec in table:
                     yield _metric(spec, float(source.get(key) or 0))
         yield _metric(TRAINING, float(bool(self._counters.get("training"))))
+        speculation = GaugeMetricFamily(SPECULATION.name, f"{SPECULATION.text} (unit 1)", labels=SPECULATION.labels)
+        for row in self._counters.get("speculation") or []:
+            speculation.add_metric([str(row[label]) for label in SPECULATION.labels], float(row["is_on"]))
+        yield speculation
         if self._pauses:
             yield _metric(SWAP_PAUSE, float(self._pauses[-1]))
+
+
+def speculation_rows(
+    states: Iterable[tuple[tuple[str, str, bool], str]], roles: dict[str, str]
+) -> list[dict[str, Any]]:
+    """[{bucket, role, mode, is_on}] of what the tree policy decided; versions without a role are left out.
+
+    Args:
+        states: ((drafter version, bucket, is_greedy), trial | on | off | probe) of every statistic that it keeps.
+        roles: role -> drafter version; a version with several roles gets the first.
+    """
+    by_version: dict[str, str] = {}
+    for role, version in roles.items():
+        by_version.setdefault(version, role)
+    found: dict[tuple[str, str, str], bool] = {}
+    for (version, bucket, is_greedy), state in states:
+        if version in by_version:
+            found[(bucket, by_version[version], "greedy" if is_greedy else "sampled")] = state in ("trial", "on")
+    return [{"bucket": b, "role": r, "mode": m, "is_on": is_on} for (b, r, m), is_on in sorted(found.items())]
 
 
 def _metric(spec: MetricSpec, value: float) -> Metric:
@@ -83,7 +111,8 @@ def render_metrics(
     """Body and content type.
 
     Args:
-        counters: {"engine": Engine.stats(), "feedback": ..., "traces": ..., "training": bool}; the middle two optional.
+        counters: {"engine": Engine.stats(), "feedback": ..., "traces": ..., "training": bool, "speculation": rows of
+            speculation_rows}; all but the first optional.
         controller: the controller's snapshot, whose metrics are appended; None = it is away.
     """
     registry = CollectorRegistry(auto_describe=False)

@@ -5,6 +5,7 @@ Labels never hold request ids, users or version hashes: they would make a series
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,8 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from paceline.infra.dashboard_words import canary_of, net_interval
 
 
 class MetricSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +38,9 @@ CONTROLLER_METRICS: tuple[MetricSpec, ...] = (
     metric_spec("controller_fenced", "gauge", "1", "1 when a newer controller took over from this one"),
     metric_spec("controller_epoch", "gauge", "1", "Starts of controllers of this service"),
     metric_spec("controller_errors", "counter", "1", "Passes or policy calls that failed"),
+    metric_spec("controller_snapshot_age_seconds", "gauge", "s", "Age of the controller's values on this page; it grows while the controller hangs"),
+    metric_spec("controller_paused", "gauge", "1", "1 while an operator has paused decisions"),
+    metric_spec("controller_pinned", "gauge", "1", "1 while an operator has pinned a version"),
     metric_spec("desired_generation", "gauge", "1", "Generation of the desired state"),
     metric_spec("replicas_alive", "gauge", "1", "Replicas with a fresh report"),
     metric_spec("replicas_converged", "gauge", "1", "Replicas that run the desired generation"),
@@ -42,6 +48,14 @@ CONTROLLER_METRICS: tuple[MetricSpec, ...] = (
     metric_spec("decisions", "counter", "1", "Decisions kept in the log, by action", "action"),
     metric_spec("ledger_seconds", "gauge", "s", "Device-seconds spent or saved, by kind", "kind"),
     metric_spec("ledger_net_seconds", "gauge", "s", "Device-seconds saved minus spent"),
+    metric_spec("ledger_net_bound_seconds", "gauge", "s", "95% interval of the net; bound is lower or upper", "bound"),
+    metric_spec("bank_seconds", "gauge", "s", "Device-seconds that the policy may still spend"),
+    metric_spec("canary_active", "gauge", "1", "1 while a version is on trial"),
+    metric_spec("canary_percent", "gauge", "%", "Share of adaptive requests that the version on trial serves"),
+    metric_spec("canary_requests", "gauge", "1", "Finished requests of the trial, by version: incumbent or canary", "role"),
+    metric_spec("canary_speed_ratio", "gauge", "1", "Tokens per second of the version on trial over the incumbent's"),
+    metric_spec("regime_age_seconds", "gauge", "s", "Time since the traffic mix last changed"),
+    metric_spec("drift_alarms", "counter", "1", "Alarms that a bucket's text changed", "bucket"),
     metric_spec("stream_lag_entries", "gauge", "1", "Feedback entries not read yet"),
     metric_spec("feedback_rows_folded", "counter", "1", "Rows folded into the controller's state"),
     metric_spec("feedback_rows_lost", "counter", "1", "Rows that producers dropped"),
@@ -80,11 +94,20 @@ def controller_metrics(snapshot: dict[str, Any]) -> tuple[bytes, str]:
 def _values(s: dict[str, Any]) -> dict[str, dict[tuple[str, ...], float]]:
     """Metric name -> label values -> value; parts that the snapshot lacks are left out."""
     feedback, replicas = s.get("feedback") or {}, s.get("replicas") or []
+    bandit, canary = s.get("bandit") or {}, canary_of(s)
     plain: dict[str, Any] = {
         "controller_redis_up": s.get("redis_up"),
         "controller_fenced": s.get("is_fenced"),
         "controller_epoch": s.get("epoch"),
         "controller_errors": (s.get("errors") or {}).get("count"),
+        "controller_snapshot_age_seconds": None if s.get("ts") is None else max(0.0, time.time() - s["ts"]),
+        "controller_paused": s.get("is_paused"),
+        "controller_pinned": None if not bandit else bandit.get("pinned") is not None,
+        "bank_seconds": bandit.get("bank_s"),
+        "regime_age_seconds": bandit.get("regime_age_s"),
+        "canary_active": None if not s.get("rollout") else canary is not None,
+        "canary_percent": None if not s.get("rollout") else (canary or {}).get("share_percent", 0),
+        "canary_speed_ratio": (canary or {}).get("ratio"),
         "desired_generation": s.get("gen"),
         "replicas_alive": len(replicas),
         "replicas_converged": sum(r["gen"] == s.get("gen") for r in replicas),
@@ -105,6 +128,13 @@ def _values(s: dict[str, Any]) -> dict[str, dict[tuple[str, ...], float]]:
         actions[(d["action"],)] = actions.get((d["action"],), 0.0) + 1
     out["decisions"] = actions
     out["ledger_seconds"] = {(kind,): v for kind, v in ((s.get("ledger") or {}).get("by_kind") or {}).items()}
+    if s.get("ledger"):
+        _, low, high = net_interval(s)
+        out["ledger_net_bound_seconds"] = {("lower",): low, ("upper",): high}
+    if canary is not None:
+        own, both = canary.get("num_canary_requests") or 0, canary.get("num_requests") or 0
+        out["canary_requests"] = {("canary",): own, ("incumbent",): both - own}
+    out["drift_alarms"] = {(bucket,): n for bucket, n in (bandit.get("drift_alarms") or {}).items()}
     for name in ("tokens", "acceptance_length", "tokens_per_second"):
         out[name] = {}
     for bucket, groups in (s.get("buckets") or {}).items():

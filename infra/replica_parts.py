@@ -16,8 +16,10 @@ from paceline.config import ServiceConfig, build_config, to_dict
 from paceline.contracts import DesiredState
 from paceline.errors import PacelineError
 from paceline.infra.controller_actor import ControllerSpec, ensure_controller
+from paceline.infra.dashboard_access import Access
+from paceline.infra.dashboard_routes import dashboard_router
 from paceline.infra.desired_state import commit_desired, with_holdback
-from paceline.infra.engine_metrics import render_metrics
+from paceline.infra.engine_metrics import render_metrics, speculation_rows
 from paceline.infra.feedback import FeedbackPublisher
 from paceline.infra.log import configure_logging
 from paceline.infra.redis_clients import Keys, patient_client
@@ -138,6 +140,8 @@ def controller_spec(
         policy=to_dict(config.policy),
         first_version=first_version,
         trainer_threads=config.trainer_threads,
+        rollout=to_dict(config.rollout),
+        trace=to_dict(config.trace),
         trainer_resources=to_dict(config.trainer_resources),
         deployed_at=deployed_at,
     )
@@ -193,6 +197,8 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
 
     def counters() -> dict[str, Any]:
         out: dict[str, Any] = {"engine": engine.stats(), "training": engine.output.is_training}
+        roles = {"live": slots.live_version, "canary": slots.canary_version, "first": slots.first_version}
+        out["speculation"] = speculation_rows(engine.policy.budget.states(), roles)
         if feedback is not None:
             out["feedback"] = feedback.counters()
         if traces is not None:
@@ -209,16 +215,18 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         watcher=adaptation.watcher,
         is_adaptive=adaptation.watcher is not None,
     )
+    access = Access.of(config)
     return ReplicaParts(
         api=ApiParts(
             client=LocalEngineClient(engine, thread, model_name=config.model_name),
             tokenizer=target.tokenizer,
             api_token=config.api_token,
             holdback_percent=lambda: holdback.percent,
+            opt_out_tenants=frozenset(config.trace.opt_out_tenants),
             state=view.state,
             swap=view.swap,
             metrics=lambda: render_metrics(counters(), slots.swap_pause_ms, view.controller()),
-            extra_routers=(service_router(view, allows_changes=_allows_changes(config)),),
+            open_routers=(service_router(view, access), dashboard_router(view, access)),
         ),
         thread=thread,
         closers=[*adaptation.closers, *closers],
@@ -231,11 +239,6 @@ def limit_threads(num_threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(num_threads)
-
-
-def _allows_changes(config: ServiceConfig) -> bool:
-    """Pinning and rolling back need a token, unless nobody but this machine can reach the service."""
-    return config.api_token is not None or config.host in ("127.0.0.1", "localhost", "::1")
 
 
 def _adapt(
@@ -261,7 +264,8 @@ def _adapt(
     watcher = ReplicaWatcher(
         config.redis_url, keys, replica_id=replica_id, stage=stage, publish=publish, slots=slots.versions,
         live_version=slots.live_version, on_desired=holdback.follow, on_training=note_training,
-        failures=slots.failures, counters=feedback.counters,
+        failures=slots.failures, counters=feedback.counters, set_canary=slots.set_canary,
+        errors=lambda: dict(engine.output.num_errors),
     )  # fmt: skip
     watcher.start()
     supervisor = ControllerSupervisor(spec)

@@ -37,9 +37,12 @@ class ReplicaWatcher:
         publish: makes the staged version the one that new requests are pinned to, at a round boundary; returns the
             pause of the engine thread in ms.
         slots: slot name -> version, for the report.
+        set_canary: lets a staged version serve that percentage of adaptive requests; ('', 0) calls the canary off.
+            None: this replica takes part in no canary and refuses generations that have one.
         on_desired: told every new record (hold-back share, first version), before anything is staged.
         on_training: told whether a training job runs, when that changes.
         failures: version -> reason of drafters that failed while serving; the live one is reported as refused.
+        errors: version -> requests that ended in an error, for the report.
         counters: feedback rows produced, delivered and dropped, for the report.
     """
 
@@ -57,6 +60,8 @@ class ReplicaWatcher:
         on_training: Callable[[bool], None] | None = None,
         failures: Callable[[], dict[str, str]] | None = None,
         counters: Callable[[], dict] | None = None,
+        set_canary: Callable[[str, int], None] | None = None,
+        errors: Callable[[], dict[str, int]] | None = None,
         poll_s: float = 2.0,
         report_s: float = 1.0,
         clock: Clock | None = None,
@@ -66,6 +71,7 @@ class ReplicaWatcher:
         self._stage, self._publish, self._slots = stage, publish, slots
         self._on_desired, self._on_training = on_desired, on_training
         self._failures, self._counters = failures, counters
+        self._set_canary, self._errors = set_canary, errors
         self._poll_s, self._report_s = poll_s, report_s
         self._clock = clock or SystemClock()
         self._breaker = Breaker()
@@ -79,6 +85,9 @@ class ReplicaWatcher:
         self.gen = 0
         """Generation that this replica runs."""
         self.version = live_version
+        self.canary_version, self._canary_percent = "", 0
+        self.swap_gen = 0
+        """Generation that last changed the live version here."""
         self.failed_gen: int | None = None
         self.failed_reason = ""
         self.staging_s = 0.0
@@ -138,7 +147,7 @@ class ReplicaWatcher:
             logger.warning("desired generation went back from %d to %d; ignored", self.desired.gen, desired.gen)
             return False
         if self.desired is None or desired.gen > self.desired.gen:
-            self.desired = desired
+            self.desired, self._retry_stage = desired, False
             if self._on_desired is not None:
                 self._on_desired(desired)
         elif not self._retry_stage:
@@ -156,31 +165,53 @@ class ReplicaWatcher:
         return True
 
     def _swap(self, desired: DesiredState) -> bool:
-        started = time.perf_counter()
+        if not self._retry_stage:
+            self.staging_s = 0.0
         self._retry_stage = False
-        self.staging_s = 0.0
         try:
+            if self.canary_version not in ("", desired.canary_version, desired.version):
+                self._try_out("", 0)
             if desired.version != self.version:
-                if not self._stage(desired.version):
-                    self._retry_stage = True
+                if not self._staged(desired.version):
                     return False
-                self.staging_s = time.perf_counter() - started
                 self._pauses_ms.append(self._publish(desired.version))
                 self.num_swaps += 1
+                self.version, self.swap_gen = desired.version, desired.gen
+                if self.canary_version == desired.version:  # publishing it ended its trial
+                    self.canary_version, self._canary_percent = "", 0
+            if (desired.canary_version, desired.canary_percent) != (self.canary_version, self._canary_percent):
+                if desired.canary_version != self.canary_version and not self._staged(desired.canary_version):
+                    return False
+                self._try_out(desired.canary_version, desired.canary_percent)
         except (PacelineError, OSError, ValueError, RuntimeError) as e:
             self.failed_gen, self.failed_reason = desired.gen, str(e)
             logger.error("drafter refused gen=%d version=%s reason=%s", desired.gen, desired.version, e)
             return True
         logger.info(
-            "drafter live gen=%d version=%s was=%s staging_s=%.3f",
+            "drafter live gen=%d version=%s canary=%s staging_s=%.3f",
             desired.gen,
             desired.version,
-            self.version,
+            desired.canary_version or "none",
             self.staging_s,
         )
-        self.gen, self.version = desired.gen, desired.version
+        self.gen = desired.gen
         self.failed_gen, self.failed_reason = None, ""
         return True
+
+    def _staged(self, version: str) -> bool:
+        """Stage a version; False when no slot is idle yet (the next pass tries again)."""
+        started = time.perf_counter()
+        if version and not self._stage(version):
+            self._retry_stage = True
+            return False
+        self.staging_s += time.perf_counter() - started
+        return True
+
+    def _try_out(self, version: str, percent: int) -> None:
+        if self._set_canary is None:
+            raise PacelineError("this replica takes part in no canary")
+        self._set_canary(version, percent)
+        self.canary_version, self._canary_percent = version, percent
 
     def report(self) -> ReplicaReport:
         return ReplicaReport(
@@ -191,6 +222,10 @@ class ReplicaWatcher:
             failed_gen=self.failed_gen,
             failed_reason=self.failed_reason,
             swap_pause_ms=list(self._pauses_ms),
+            swap_gen=self.swap_gen,
+            canary_version=self.canary_version,
+            failures=self._failures() if self._failures is not None else {},
+            errors=self._errors() if self._errors is not None else {},
             staging_s=self.staging_s,
             counters=self._read_counters(),
             ts=self._clock.now(),

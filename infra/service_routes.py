@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from fastapi import APIRouter, Request
@@ -18,11 +17,13 @@ from starlette.exceptions import HTTPException
 from paceline.errors import PacelineError, RequestError
 from paceline.infra.controller_actor import get_controller
 from paceline.infra.controller_snapshot import SnapshotCache
+from paceline.infra.dashboard_access import Access
 from paceline.infra.replica_watcher import ReplicaWatcher
+from paceline.infra.service_commands import FIELDS, parse_command
 from paceline.serving.draft_weights import DrafterSlots
 
 _CACHE_S = 0.3
-_COMMANDS = ("pin", "unpin", "rollback", "pause", "resume", "policy")
+MAX_COMMAND_BYTES = 64 * 1024
 
 
 @dataclass(slots=True)
@@ -80,6 +81,15 @@ class ServiceView:
             "redis_up": (snapshot or {}).get("redis_up", False), "feedback": _feedback(swap.get("feedback")),
         }  # fmt: skip
 
+    def traffic(self, since: float) -> list[dict[str, Any]] | None:
+        """Time bins of traffic that end after `since` (TrafficStats.series); None while the controller is away."""
+        if not self.is_adaptive:
+            return None
+        try:
+            return ray.get(get_controller(self.model).traffic.remote(since), timeout=3)
+        except (ValueError, RayError, AttributeError):  # away, or of a release before it had this
+            return None
+
     def command(self, name: str, *args: Any) -> dict[str, Any]:
         """Have the controller carry out a command; raises PacelineError with its reason."""
         if not self.is_adaptive:
@@ -114,55 +124,49 @@ def _feedback(counters: dict[str, Any] | None) -> dict[str, int]:
     return {k: int((counters or {}).get(k, 0)) for k in ("produced", "delivered", "dropped")}
 
 
-def service_router(view: ServiceView, *, allows_changes: bool) -> APIRouter:
-    """GET /paceline/versions and the commands as POST /paceline/<command>."""
+def service_router(view: ServiceView, access: Access) -> APIRouter:
+    """GET /paceline/versions and the commands as POST /paceline/<command>; checks tokens itself."""
     router = APIRouter()
 
-    def versions() -> dict[str, Any]:
+    def versions(request: Request) -> dict[str, Any]:
+        access.check_versions(request)
         state = view.state()
         return {k: state.get(k) for k in ("gen", "version", "first_version")} | {
             "versions": state.get("versions") or []
         }
 
     async def command(name: str, request: Request) -> dict[str, Any]:
-        if name not in _COMMANDS:
-            raise HTTPException(404, f"command must be one of {', '.join(_COMMANDS)}, got {name!r}")
-        if not allows_changes:
-            raise HTTPException(403, "changes are off: set api_token, or bind the service to 127.0.0.1")
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise HTTPException(415, "commands must be sent as application/json")  # a web page cannot do that unasked
-        args = _arguments(name, await request.body())
-        method = {"resume": "pause", "policy": "set_policy"}.get(name, name)
-        try:
-            state = await asyncio.to_thread(view.command, method, *args)
-        except RequestError:
-            raise
-        except PacelineError as e:
-            raise HTTPException(503, str(e)) from e
-        return {k: state.get(k) for k in ("gen", "version", "policy", "is_paused")}
+        access.check_command(request)
+        return await run_command(view, name, request)
 
     router.add_api_route("/paceline/versions", versions, methods=["GET"])
     router.add_api_route("/paceline/{name}", command, methods=["POST"])
     return router
 
 
-def _arguments(name: str, raw: bytes) -> tuple[Any, ...]:
-    """Arguments of a command from its JSON body; raises RequestError."""
+class Commands(Protocol):
+    """What carries out commands; see ServiceView.command."""
+
+    def command(self, name: str, *args: Any) -> dict[str, Any]: ...
+
+
+async def run_command(view: Commands, name: str, request: Request) -> dict[str, Any]:
+    """Carry out a command that was allowed: the new generation, version and policy.
+
+    Raises: HTTPException 404 (no such command), 413, 503 (the controller is away); RequestError for wrong values.
+    """
+    if name not in FIELDS:
+        raise HTTPException(404, f"command must be one of {', '.join(FIELDS)}, got {name!r}")
+    raw = b""
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_COMMAND_BYTES:
+            raise HTTPException(413, f"the body must be at most {MAX_COMMAND_BYTES} bytes")
+    method, args = parse_command(name, raw)
     try:
-        body = json.loads(raw or b"{}")
-    except ValueError as e:
-        raise RequestError(f"the body must be JSON: {e}") from e
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
-    wanted = {"pin": "version", "rollback": "version", "policy": "policy"}.get(name)
-    unknown = sorted(set(body) - {wanted})
-    if unknown:
-        raise RequestError(f"{unknown[0]} is not a field of {name}; it takes {wanted or 'none'}")
-    value = body.get(wanted) if wanted else None
-    if value is not None and not isinstance(value, str):
-        raise RequestError(f"{wanted} must be a string, got {value!r}")
-    if name in ("pin", "policy") and not value:
-        raise RequestError(f"{wanted} must be given")
-    if name in ("pause", "resume"):
-        return (name == "pause",)
-    return (value,) if value else ()
+        state = await asyncio.to_thread(view.command, method, *args)
+    except RequestError:
+        raise
+    except PacelineError as e:
+        raise HTTPException(503, str(e)) from e
+    return {k: state.get(k) for k in ("gen", "version", "policy", "is_paused")}

@@ -113,11 +113,12 @@ class TrafficStats(msgspec.Struct, kw_only=True):
             for bucket, groups in self.totals.items()
         }
 
-    def series(self) -> list[dict]:
-        """One dict a bin: ts and, per bucket and group, the values of GroupTotals.to_dict."""
+    def series(self, since: float = 0.0) -> list[dict]:
+        """One dict a bin that ends after `since`: ts (its begin) and, per bucket and group, GroupTotals.to_dict."""
         return [
             {"ts": n * BIN_S, "buckets": {b: {g: s.to_dict() for g, s in gs.items()} for b, gs in cells.items()}}
-            for n, cells in self.bins
+            for n, cells in list(self.bins)
+            if (n + 1) * BIN_S > since
         ]
 
     def num_rows(self) -> int:

@@ -10,7 +10,8 @@ HEAD = """# Metrics
 
 `GET /metrics` of a replica, in Prometheus' text format. With `--api-token` a scrape needs the token too. Labels never hold
 request ids, users or drafter versions: a series of each would grow without end. The drafter version of an answer is in its
-`paceline` object; versions, decisions and ledger entries are in `GET /paceline/state`.
+`paceline` object; versions, decisions and ledger entries are in `GET /paceline/state`. A Grafana dashboard and Prometheus
+alert rules for these metrics are in `infra/grafana/`; the service's own page is [dashboard.md](dashboard.md).
 """
 REPLICA = """
 ## Of the replica that was asked

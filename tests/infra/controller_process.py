@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+from paceline.config import RolloutConfig  # noqa: E402
 from paceline.infra.controller_host import ControllerHost, HostConfig  # noqa: E402
 from tests.infra.scripted import MemoryRegistry, MemoryStore, ProcessLauncher, ScriptedController  # noqa: E402
 
@@ -15,7 +16,8 @@ def main() -> None:
     url, model, folder, seconds = sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4])
     host = ControllerHost(
         HostConfig(
-            redis_url=url, model=model, data_dir=folder / "data", lease_ttl_s=1.0, context_every_s=0.0, target_version="t"
+            redis_url=url, model=model, data_dir=folder / "data", lease_ttl_s=1.0, context_every_s=0.0, target_version="t",
+            rollout=RolloutConfig(canary_percent=0),
         ),
         store=MemoryStore(),
         registry=MemoryRegistry(),

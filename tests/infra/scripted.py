@@ -51,6 +51,7 @@ class ScriptedController:
         self.ledger: list[LedgerEntry] = []
         self.queue: list[Decision] = []
         self.outcomes: list[TrainResult] = []
+        self.canaries: list[tuple[int, str]] = []
 
     def observe(self, batch: FeedbackBatch) -> bool:
         self.s.rows += len(batch.request_id)
@@ -89,10 +90,13 @@ class ScriptedController:
             decision=d, publish=result.version if result.status == "accepted" else None, reason=result.reason
         )
 
-    def staged(self, decision_id: int, seconds: float, now: float) -> None:
+    def staged(self, decision_id: int, seconds: float, now: float, tag: str = "swap") -> None:
         self.ledger.append(
-            LedgerEntry(entry_id=f"{decision_id}:staging", ts=now, kind="staging", bucket="math", version=None, seconds=seconds)
+            LedgerEntry(entry_id=f"{decision_id}:staging:{tag}", ts=now, kind="staging", bucket="math", version=None, seconds=seconds)
         )  # fmt: skip
+
+    def canary_ended(self, decision_id: int, outcome: str) -> None:
+        self.canaries.append((decision_id, outcome))
 
     def manual(self, action: str, version: str, now: float, reason: str) -> Decision:
         d = decision(self.s.next_id, action, version=version, reason=reason)
@@ -104,6 +108,9 @@ class ScriptedController:
 
     def set_policy(self, name: str) -> None:
         self.s.policy = name
+
+    def closed_epoch(self) -> None:
+        return None
 
     def drain(self) -> tuple[list[Decision], list[LedgerEntry]]:
         out = self.decisions, self.ledger
@@ -133,10 +140,22 @@ class MemoryStore:
     def list_shards(self, bucket: str | None = None) -> list[Shard]:
         return [s for s in self.shards if bucket in (None, s.bucket)]
 
+    def enforce_limits(self, max_bytes: int, max_age_s: float, now: float) -> int:
+        old = [s for s in self.shards if now - s.created > max_age_s]
+        self.shards = [s for s in self.shards if s not in old]
+        return len(old)
+
 
 @dataclass
 class MemoryRegistry:
     known: set[str] = field(default_factory=lambda: {"v1", "v2", "v3"})
+    without_weights: set[str] = field(default_factory=set)
+
+    def has_weights(self, version: str) -> bool:
+        return version in self.known - self.without_weights
+
+    def delete_weights(self, version: str) -> None:
+        self.without_weights.add(version)
 
     def get_manifest(self, version: str, *, target_version: str | None = None) -> DrafterManifest:
         assert target_version in (None, "t"), "every version here is for target t"

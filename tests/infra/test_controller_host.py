@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from paceline.clock import ManualClock
-from paceline.config import PolicyConfig
+from paceline.config import PolicyConfig, RolloutConfig
 from paceline.contracts import LedgerEntry, ReplicaReport, decode, encode
 from paceline.errors import ConfigError, FencedError, ManifestError, PacelineError
 from paceline.infra.controller_host import ControllerHost, HostConfig
@@ -32,7 +32,8 @@ def make_host(
     return ControllerHost(
         HostConfig(
             redis_url=url, model=keys.model, data_dir=tmp_path / "data" if data_dir else None, lease_ttl_s=2.0,
-            stop_grace_s=0.3, context_every_s=0.0, **{"target_version": "t", **config},
+            stop_grace_s=0.3, context_every_s=0.0,
+            **{"rollout": RolloutConfig(canary_percent=0), "target_version": "t", **config},
         ),
         store=MemoryStore(), registry=registry or MemoryRegistry(), launcher=launcher or ProcessLauncher(url, str(tmp_path / "journal")),
         make_controller=make,

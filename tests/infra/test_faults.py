@@ -85,7 +85,7 @@ def check_once(client, keys, delivered: int, folder: Path) -> None:
     by_kind: dict[str, float] = {}
     for e in ledger:
         by_kind[e.kind] = by_kind.get(e.kind, 0.0) + e.seconds
-    assert state.ledger_by_kind == pytest.approx(by_kind)
+    assert state.ledger_totals.by_kind() == pytest.approx(by_kind)
     orders = [decode(v, Decision) for v in client.hgetall(keys.decisions).values()]
     outcomes = [d.outcome for d in orders if d.action == "train"]
     finished = sum(o is not None for o in outcomes)

@@ -3,14 +3,16 @@
 import json
 import logging
 import random
+import re
 import threading
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.errors import ConfigError
 from paceline.infra.controller_snapshot import SnapshotCache
-from paceline.infra.engine_metrics import REPLICA_METRICS, render_metrics
+from paceline.infra.engine_metrics import REPLICA_METRICS, render_metrics, speculation_rows
 from paceline.infra.feedback import make_batch
 from paceline.infra.log import configure_logging
 from paceline.infra.metrics import CONTROLLER_METRICS, controller_metrics
@@ -30,7 +32,9 @@ def test_every_metric_of_the_table_is_exposed():
     stats = sample([row(0, ts=100.0), row(1, group="static", ts=100.0)])
     snapshot = {
         "redis_up": True, "is_fenced": False, "epoch": 3, "gen": 2, "errors": {"count": 1}, "replicas": [{"gen": 2}, {"gen": 1}],
-        "job": None, "ledger": {"net_s": 1.5, "by_kind": {"training": 2.0}}, "decisions": [{"action": "hold"}],
+        "job": None, "ledger": {"net_s": 1.5, "by_kind": {"training": 2.0}}, "decisions": [{"action": "hold"}], "ts": 90.0, "is_paused": True,
+        "bandit": {"bank_s": 7.0, "regime_age_s": 3.0, "pinned": None, "drift_alarms": {"math": 2}},
+        "rollout": {"status": "canary", "version": "v2", "share_percent": 10, "num_requests": 9, "num_canary_requests": 2, "ratio": 1.1},
         "buckets": stats.buckets(101.0),
         "feedback": {"delivered": 2, "dropped": 0, "duplicates": 0, "missing_batches": 0, "lost_entries": 0, "lag": 0},
     }  # fmt: skip
@@ -40,6 +44,32 @@ def test_every_metric_of_the_table_is_exposed():
         assert f"\n{spec.name}{suffix}" in text, spec.name
     assert 'paceline_acceptance_length{bucket="math",group="adaptive"} 3.0' in text
     assert "paceline_replicas_converged 1.0" in text
+    assert "paceline_controller_paused 1.0" in text and "paceline_controller_pinned 0.0" in text
+    assert 'paceline_canary_requests{role="incumbent"} 7.0' in text
+    assert 'paceline_drift_alarms_total{bucket="math"} 2.0' in text
+
+
+def test_age_of_the_controllers_values_grows():
+    text = controller_metrics({"ts": time.time() - 40.0})[0].decode()
+    (age,) = [
+        float(line.split()[1]) for line in text.splitlines() if line.startswith("paceline_controller_snapshot_age")
+    ]
+    assert 40.0 <= age < 60.0
+
+
+def test_speculation_is_told_by_role_and_never_by_version():
+    states = [
+        (("v2", "math", True), "on"),
+        (("v2", "math", False), "off"),
+        (("v1", "math", True), "probe"),
+        (("gone", "math", True), "on"),
+    ]
+    rows = speculation_rows(states, {"live": "v2", "canary": "", "first": "v1"})
+    text = render_metrics({"engine": {}, "speculation": rows})[0].decode()
+    assert 'paceline_speculation_on{bucket="math",mode="greedy",role="live"} 1.0' in text
+    assert 'paceline_speculation_on{bucket="math",mode="sampled",role="live"} 0.0' in text
+    assert 'paceline_speculation_on{bucket="math",mode="greedy",role="first"} 0.0' in text
+    assert len(rows) == 3 and "gone" not in text
 
 
 def test_buckets_are_bounded_and_later_names_count_under_other():
@@ -65,11 +95,18 @@ def test_names_are_unique_over_replica_and_controller():
 
 
 def test_scrape_holds_the_replica_and_the_controller():
-    counters = {"engine": {"num_rounds": 7}, "feedback": {"redis_up": True}, "traces": {}, "training": True}
+    speculation = [{"bucket": "b", "role": "live", "mode": "greedy", "is_on": True}]
+    counters = {
+        "speculation": speculation,
+        "engine": {"num_rounds": 7},
+        "feedback": {"redis_up": True},
+        "traces": {},
+        "training": True,
+    }
     text = render_metrics(counters, [1.5], {"gen": 4})[0].decode()
     for spec in REPLICA_METRICS:
         suffix = "_total" if spec.kind == "counter" else ""
-        assert f"\n{spec.name}{suffix} " in text, spec.name
+        assert re.search(rf"\n{spec.name}{suffix}[ {{]", text), spec.name
     assert "paceline_rounds_total 7.0" in text and "paceline_desired_generation 4.0" in text
     families = list(text_string_to_metric_families(text))
     assert len({f.name for f in families}) == len(families), "one family, one place"
@@ -104,7 +141,8 @@ def test_empty_snapshot_is_no_error():
 
 
 def test_no_label_can_hold_a_version_or_request():
-    assert {label for spec in CONTROLLER_METRICS for label in spec.labels} <= {"action", "kind", "bucket", "group"}
+    labels = {label for spec in (*CONTROLLER_METRICS, *REPLICA_METRICS) for label in spec.labels}
+    assert labels <= {"action", "kind", "bucket", "group", "bound", "role", "mode"}
 
 
 def test_traffic_is_summed_per_bucket_and_group_and_recent_is_recent():

@@ -24,6 +24,11 @@ class Slots:
     bad: set[str] = field(default_factory=set)
     failures: dict[str, str] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    canary: tuple[str, int] = ("", 0)
+
+    def set_canary(self, version: str, percent: int) -> None:
+        assert not version or self.staged == version
+        self.canary = (version, percent)
 
     def stage(self, version: str) -> bool:
         self.calls.append(version)
@@ -45,7 +50,7 @@ class Slots:
 def watcher(url, keys, slots: Slots, **options) -> ReplicaWatcher:
     return ReplicaWatcher(
         url, keys, replica_id="a", stage=slots.stage, publish=slots.publish, slots=slots.slots, live_version="v1",
-        failures=lambda: slots.failures, **options,
+        failures=lambda: slots.failures, **{"set_canary": slots.set_canary, **options},
     )  # fmt: skip
 
 
@@ -179,3 +184,70 @@ def test_start_without_redis_serves_after_the_patience(keys):
     w.start(first_read_s=0.2)
     assert (w.version, w.is_redis_up) == ("v1", False)
     w.stop()
+
+
+def try_out(client, keys, canary: str, percent: int = 10, **fields) -> None:
+    commit_desired(
+        client,
+        keys,
+        lambda d: msgspec.structs.replace(d, gen=d.gen + 1, canary_version=canary, canary_percent=percent, **fields),
+    )
+
+
+def test_a_canary_is_staged_beside_the_live_version_and_reported(shared_redis, client, keys, seeded):
+    slots = Slots()
+    w = watcher(shared_redis.url, keys, slots, errors=lambda: {"v2": 3})
+    try_out(client, keys, "v2")
+    w.reconcile()
+    report = read_reports(client, keys)[0]
+    assert (slots.live, slots.canary, report.version, report.canary_version) == ("v1", ("v2", 10), "v1", "v2")
+    assert (report.gen, report.swap_gen, report.swap_pause_ms, report.errors) == (2, 0, [], {"v2": 3})
+    try_out(client, keys, "v2", 50)
+    w.reconcile()
+    assert (slots.canary, slots.calls) == (("v2", 50), ["v2"])  # another share needs no other weights
+
+
+def test_promotion_publishes_the_canary_and_calling_off_takes_its_share(shared_redis, client, keys, seeded):
+    slots = Slots()
+    w = watcher(shared_redis.url, keys, slots)
+    try_out(client, keys, "v2")
+    w.reconcile()
+    try_out(client, keys, "", 0, version="v2")
+    w.reconcile()
+    assert (slots.live, w.version, w.canary_version, w.swap_gen, w.num_swaps) == ("v2", "v2", "", 3, 1)
+    try_out(client, keys, "v3")
+    w.reconcile()
+    try_out(client, keys, "", 0)
+    w.reconcile()
+    assert (slots.live, slots.canary, w.canary_version, w.gen) == ("v2", ("", 0), "", 5)
+
+
+def test_a_canary_that_cannot_be_loaded_leaves_the_live_version_and_is_reported(shared_redis, client, keys, seeded):
+    slots = Slots(bad={"v2"})
+    w = watcher(shared_redis.url, keys, slots)
+    w.reconcile()
+    try_out(client, keys, "v2")
+    w.reconcile()
+    report = read_reports(client, keys)[0]
+    assert (report.version, report.canary_version, report.failed_gen) == ("v1", "", 2)
+    assert slots.live == "v1" and "must be finite" in report.failed_reason
+
+
+def test_a_replica_that_starts_during_a_canary_loads_both(shared_redis, client, keys, seeded):
+    try_out(client, keys, "v3", version="v2")
+    slots = Slots()
+    w = watcher(shared_redis.url, keys, slots)
+    w.reconcile()
+    assert (slots.live, slots.canary, w.gen) == ("v2", ("v3", 10), 2)
+
+
+def test_a_canary_waits_for_an_idle_slot_without_holding_up_the_live_version(shared_redis, client, keys, seeded):
+    slots = Slots(idle=False)
+    w = watcher(shared_redis.url, keys, slots)
+    w.reconcile()
+    try_out(client, keys, "v2")
+    w.reconcile()
+    assert (w.gen, w.canary_version, slots.live) == (1, "", "v1")
+    slots.idle = True
+    w.reconcile()
+    assert (w.gen, slots.canary) == (2, ("v2", 10))

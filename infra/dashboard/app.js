@@ -1,0 +1,111 @@
+// The dashboard's page: takes updates, keeps the parts, redraws what changed.
+
+import { Feed, download, token } from "./api.js";
+import { Controls } from "./controls.js";
+import { drawDecisions, showNotes } from "./decisions.js";
+import { ago, byId, clock, el, facts, number, show, whole } from "./dom.js";
+import { drawLedger, drawPosterior } from "./money.js";
+import { themeSwitch } from "./theme.js";
+import { Traffic } from "./traffic.js";
+import { drawSwaps, drawVersions, shareBar, showJobs, showReplicas, showRollout } from "./versions.js";
+
+const parts = {};
+let now = Date.now() / 1000;
+const traffic = new Traffic(() => draw(["traffic"]));
+const controls = new Controls(() => feed.restart());
+
+const DRAW = {
+  head: () => { byId("model").textContent = `${parts.head.model ?? ""} · policy ${parts.head.policy ?? "none"}`; controls.show(parts); },
+  answers: () => showAnswers(),
+  traffic: () => traffic.draw(parts, now),
+  decisions: () => { showNotes(parts.decisions.notes); return drawDecisions(parts.decisions, parts.regimes); },
+  ledger: () => drawLedger(parts.ledger),
+  posterior: () => drawPosterior(parts.posterior),
+  versions: () => { controls.show(parts); return drawVersions(parts.versions); },
+  rollout: () => showRollout(parts.rollout),
+  swaps: () => drawSwaps(parts.swaps),
+  replicas: () => showReplicas(parts.replicas, parts.head.gen),
+  jobs: () => showJobs(parts.jobs, now),
+  health: () => showHealth(parts.health),
+};
+const NEEDS_TRAFFIC = ["buckets", "regimes", "swaps", "decisions"];
+
+const CHARTS = new Set(["traffic", "decisions", "ledger", "posterior", "versions", "swaps"]);
+const waiting = new Set();
+let isDrawing = false;
+
+/** Redraw parts: words at once, charts one after the other; a slow machine skips frames instead of piling them up. */
+async function draw(names) {
+  for (const name of names) if (CHARTS.has(name)) waiting.add(name); else await one(name);
+  if (isDrawing) return;
+  isDrawing = true;
+  while (waiting.size) {
+    const [name] = waiting;
+    waiting.delete(name);
+    await one(name);
+  }
+  isDrawing = false;
+}
+
+async function one(name) {
+  if (name !== "traffic" && !parts[name]) return;
+  try { await DRAW[name](); } catch (e) { console.error(`part ${name} could not be drawn`, e); }
+}
+
+function showAnswers() {
+  show(byId("answers"), ...parts.answers.map((a) => el("article", { class: "panel answer", "data-tone": a.tone, id: `answer-${a.id}` },
+    el("h2", {}, a.question), el("p", { class: "verdict" }, a.verdict), el("p", {}, a.text, a.ts ? ` (${ago(a.ts, now)}) ` : "", a.decision_id ? el("a", { href: `/dashboard/decisions/${a.decision_id}`, "data-key": "last" }, "Details") : null),
+    a.before ? el("p", {}, `${a.before.text} `, el("a", { href: `/dashboard/decisions/${a.before.decision_id}`, "data-key": "before" }, "Details")) : null,
+    a.job ? el("p", { class: "busy" }, `${a.job.text}, for ${ago(a.job.since, now).replace(" ago", "")}.`) : null,
+    a.note ? el("p", { class: "busy" }, a.note) : null,
+    a.shares?.length ? shareBar(a.shares) : null,
+    a.shares?.length ? el("p", { class: "hint" }, a.shares.map((s) => `${s.role} ${s.percent.toFixed(0)}%`).join(" · ")) : null)));
+}
+
+function showHealth(h) {
+  const f = h.feedback ?? {};
+  const lost = (f.dropped ?? 0) + (f.lost_entries ?? 0) + (f.missing_batches ?? 0);
+  facts(byId("health"), [
+    ["Redis", h.redis_up ? "reachable" : el("span", { class: "bad" }, "away: serving goes on, nothing is decided")], ["controller", h.has_controller ? `start ${h.epoch ?? "-"}, snapshot ${ago(h.ts, now)}` : el("span", { class: "bad" }, "away")],
+    ["errors of the controller", h.errors.count ? el("span", { class: "bad" }, `${h.errors.count}: ${h.errors.last}`) : "none"], ["feedback not read yet (lag)", f.lag === null || f.lag === undefined ? "-" : `${whole(f.lag)} batches`],
+    ["feedback rows folded", whole(f.delivered)], ["lost on the way", lost ? el("span", { class: "bad" }, `${whole(f.dropped)} rows dropped, ${whole(f.missing_batches)} batches missing, ${whole(f.lost_entries)} entries trimmed`) : "nothing"], ["delivered twice, counted once", whole(f.duplicates)],
+    ["this replica", (h.replica_id ?? "-").slice(0, 12)], ["requests running / waiting", `${whole(h.engine.num_running)} / ${whole(h.engine.num_waiting)}`], ["KV pages free", `${whole(h.engine.num_free_pages)} of ${whole(h.engine.num_pages)}`],
+    ["tokens sent by it", whole(h.engine.num_tokens)], ["requests finished / ended early", `${whole(h.engine.num_finished)} / ${whole(h.engine.num_aborted)}`], ["traces written / dropped", h.traces ? `${whole(h.traces.traces_written)} / ${whole(h.traces.traces_dropped)}` : null],
+    ["regime expected to last", parts.regimes?.horizon_s ? `${number(parts.regimes.horizon_s, 0)} s more` : null],
+  ]);
+}
+
+function update(data) {
+  now = data.ts;
+  Object.assign(parts, data.parts);
+  const changed = new Set(Object.keys(data.parts));
+  if (changed.has("head") || !parts.head) changed.add("replicas");
+  if (traffic.take(data.bins) || NEEDS_TRAFFIC.some((n) => changed.has(n))) changed.add("traffic");
+  changed.add("answers").add("jobs").add("health"); // they hold ages
+  status();
+  draw(Object.keys(DRAW).filter((n) => changed.has(n) && (n === "traffic" || parts[n])));
+}
+
+function status(text = null, tone = "bad") {
+  const h = parts.head;
+  if (!text && h) [text, tone] = !h.has_controller ? ["controller away: showing the latest known", "bad"] : h.is_paused ? ["paused", "busy"] : parts.jobs?.running ? ["live, training", "busy"] : ["live", "good"];
+  const node = byId("status");
+  if (text && node.textContent !== text) node.textContent = text;
+  node.dataset.tone = tone;
+}
+
+function connection(kind, message) {
+  byId("login").hidden = kind !== "closed";
+  if (kind === "closed") byId("login-text").textContent = message;
+  if (kind !== "live") status(kind === "closed" ? "closed" : `connection lost, trying again (since ${clock(now)})`, "bad");
+}
+
+const feed = new Feed(update, connection);
+themeSwitch(byId("theme"), () => draw(Object.keys(DRAW).filter((n) => n === "traffic" ? parts.buckets : parts[n])));
+byId("show-holds").addEventListener("change", () => draw(["decisions"]));
+byId("split").addEventListener("change", () => draw(["ledger"]));
+byId("posterior-bucket").addEventListener("change", () => draw(["posterior"]));
+byId("export").addEventListener("change", async (e) => { const name = e.target.value; e.target.value = ""; if (name) try { await download(name); } catch (x) { status(x.message); } });
+byId("login-form").addEventListener("submit", (e) => { e.preventDefault(); token.set(byId("login-token").value.trim()); byId("login-token").value = ""; feed.restart(); controls.check(); });
+controls.check();
+feed.run();

@@ -1,0 +1,53 @@
+// What may an operator change? Commands go with the admin token; without it every control is off.
+
+import { command, getJson, token } from "./api.js";
+import { byId, options, short } from "./dom.js";
+
+export class Controls {
+  constructor(unlocked) {
+    this.unlocked = unlocked;
+    this.isAdmin = false;
+    byId("admin-form").addEventListener("submit", (e) => { e.preventDefault(); token.set(byId("admin-token").value.trim()); byId("admin-token").value = ""; this.unlocked(); this.check(true); });
+    byId("lock").addEventListener("click", () => { token.set(""); this.unlocked(); this.check(); });
+    const on = (id, event, name, body = () => ({})) => byId(id).addEventListener(event, (e) => { e.preventDefault(); this.send(typeof name === "function" ? name() : name, body()); });
+    on("pause", "click", () => byId("pause").dataset.command);
+    on("unpin", "click", "unpin");
+    on("rollback", "click", "rollback");
+    on("pin-form", "submit", "pin", () => ({ version: byId("pin-version").value }));
+    on("train-form", "submit", "train", () => ({ bucket: byId("train-bucket").value, arm: byId("train-arm").value }));
+    on("policy-form", "submit", "policy", () => ({ policy: byId("policy").value }));
+    on("bank-form", "submit", "bank", () => ({ bank_s: Number(byId("bank").value) }));
+  }
+  /** Ask whether the token is the operators'. */
+  async check(isTried = false) {
+    let session = { is_admin: false, has_admin_token: true };
+    try { session = await getJson("session"); } catch (e) { if (isTried) this.say(e.message, true); }
+    this.isAdmin = session.is_admin;
+    if (isTried) this.say(session.is_admin ? "Unlocked." : "That is not the admin token.", !session.is_admin);
+    byId("commands").hidden = byId("commands").disabled = !session.is_admin;
+    byId("lock").hidden = !token.get();
+    byId("admin-form").hidden = !session.has_admin_token;
+    byId("controls-text").textContent = session.has_admin_token
+      ? (session.is_admin ? "Every command is written to the decision log." : "Reading only. Enter the admin token to pause, pin, roll back, train or change the policy.")
+      : "Reading only: start the service with --admin-token (or PACELINE_ADMIN_TOKEN) to have controls here.";
+  }
+  show(parts) {
+    const head = parts.head, versions = parts.versions ?? [];
+    const pause = byId("pause");
+    pause.dataset.command = head.is_paused ? "resume" : "pause";
+    pause.textContent = head.is_paused ? "Resume decisions" : "Pause decisions";
+    byId("unpin").disabled = !head.pinned;
+    options(byId("pin-version"), versions.map((v) => v.version).reverse(), Object.fromEntries(versions.map((v) => [v.version, `${short(v.version)} ${v.roles.join(", ")} ${v.bucket ? `${v.arm} on ${v.bucket}` : v.arm}`])));
+    options(byId("train-bucket"), (parts.buckets ?? []).map((b) => b.bucket));
+    options(byId("train-arm"), head.arms);
+    if (!byId("policy").options.length) { options(byId("policy"), head.policies); byId("policy").value = head.policy; }
+  }
+  async send(name, body) {
+    this.say(`${name}: sent`, false);
+    try {
+      const done = await command(name, body);
+      this.say(`${name}: done. Generation ${done.gen}, live ${short(done.version)}, policy ${done.policy}${done.is_paused ? ", paused" : ""}.`, false);
+    } catch (e) { this.say(`${name}: ${e.message}`, true); }
+  }
+  say(text, isBad) { const node = byId("command-result"); node.textContent = text; node.className = isBad ? "bad" : "good"; }
+}

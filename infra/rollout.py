@@ -1,0 +1,283 @@
+"""How does a canary get from its start to its end: which requests count, and when is it promoted, called off or rolled back?
+
+Pure: no I/O, time comes from arguments. Everything lies in `RolloutState`, which the controller commits with the rest of
+its state, so that a controller killed anywhere in between goes on with the same canary.
+
+Which requests count. An adaptive request counts when its replica runs the canary's generation, its first round was seen,
+and it was served by the version that the hash of its id says. A request is finished when it has been quiet for a while.
+
+The end, in this order:
+1. rolled back at once when a replica cannot load it, its drafter failed while serving (NaN, exception), or the engines of
+   two replicas failed under it;
+2. rolled back when the evidence that it is worse (slower, fewer tokens per round, more errors) passes 1 / alpha;
+3. promoted when the evidence that it is not slower by the margin passes 1 / alpha_promote, after min_requests;
+4. at max_requests or max_s without a verdict: the gate found it better on logged text, so it is promoted if it has
+   min_requests and its estimated speed is not below 1 - margin; otherwise it is retired, which bars nothing.
+A rollback bars the version and freezes training on its bucket for freeze_s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from paceline.bandit.canary import CanaryTest, batch_class
+from paceline.config import RolloutConfig
+from paceline.contracts import FeedbackBatch, Group, ReplicaReport, is_canary
+
+MAX_OPEN = 4096
+"""Requests in flight that are followed; more are left out, whatever served them."""
+MAX_ROUNDS = 256
+"""A longer request counts with its first rounds, so that it cannot hold up the verdict."""
+_MAX_FROZEN = 200
+_WORSE = {
+    "speed": "is slower",
+    "tokens_per_round": "emits fewer tokens per round",
+    "errors": "fails more often",
+}
+
+
+class Outcome(StrEnum):
+    """How a canary ends."""
+
+    PROMOTED = "promoted"
+    ROLLED_BACK = "rolled_back"
+    RETIRED = "retired"
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a canary, with its numbers in a sentence."""
+
+    outcome: Outcome
+    reason: str
+
+
+class OpenRequest(msgspec.Struct):
+    """A request that still runs: sums over its rounds so far."""
+
+    is_canary: bool
+    bucket: str
+    is_greedy: bool
+    last: float
+    """Controller's time of its latest rows."""
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rounds: int = 0
+    batch_sum: int = 0
+
+
+class Canary(msgspec.Struct, kw_only=True):
+    """One version on trial."""
+
+    version: str
+    incumbent: str
+    percent: int
+    since: float
+    decision_id: int
+    bucket: str = ""
+    """Bucket whose training job made it; '' = none in particular."""
+    arm: str = ""
+    test: CanaryTest
+    open: dict[str, OpenRequest] = {}
+    errors_before: dict[str, tuple[int, int]] = {}
+    """Replica -> failed requests (incumbent, canary) when it was first seen with the canary."""
+    errors_now: dict[str, tuple[int, int]] = {}
+    num_excluded: int = 0
+    """Adaptive requests that another version served than their hash says."""
+
+
+class RolloutState(msgspec.Struct, kw_only=True):
+    """The canary in flight, what is frozen, and how the latest canary ended."""
+
+    canary: Canary | None = None
+    frozen: dict[str, float] = {}
+    """Bucket -> no training before this time."""
+    last: dict[str, str | float | int] = {}
+    """Version, outcome, reason, time and requests of the latest canary that ended."""
+
+    def begin(
+        self, version: str, incumbent: str, config: RolloutConfig, *, now: float, decision_id: int, bucket: str, arm: str
+    ) -> Canary:  # fmt: skip
+        """Put a version on trial; the one before must have ended."""
+        assert self.canary is None, f"{self.canary} is still on trial"
+        self.canary = Canary(
+            version=version,
+            incumbent=incumbent,
+            percent=config.canary_percent,
+            since=now,
+            decision_id=decision_id,
+            bucket=bucket,
+            arm=arm,
+            test=CanaryTest(share=config.canary_percent / 100, margin=config.margin),
+        )
+        return self.canary
+
+    def end(self, verdict: Verdict, config: RolloutConfig, now: float) -> Canary:
+        """Close the trial; a rollback freezes its bucket. Returns the canary that was."""
+        canary = self.canary
+        assert canary is not None, "no canary is on trial"
+        self.canary = None
+        if verdict.outcome == Outcome.ROLLED_BACK and canary.bucket and config.freeze_s > 0:
+            live = {b: t for b, t in self.frozen.items() if t > now}
+            self.frozen = dict(list({**live, canary.bucket: now + config.freeze_s}.items())[-_MAX_FROZEN:])
+        self.last = {
+            "version": canary.version,
+            "outcome": verdict.outcome.value,
+            "reason": verdict.reason,
+            "ts": now,
+            "num_requests": sum(canary.test.num_requests),
+        }
+        return canary
+
+    def frozen_buckets(self, now: float) -> list[str]:
+        return sorted(b for b, until in self.frozen.items() if until > now)
+
+
+def fold(canary: Canary, batch: FeedbackBatch, now: float) -> None:
+    """Add a replica's rows; the caller leaves out replicas that do not run the canary's generation."""
+    rows = zip(
+        batch.request_id, batch.group, batch.drafter_version, batch.round_index, batch.bucket, batch.is_greedy,
+        batch.num_emitted_tokens, batch.share_ms, batch.batch_size, batch.ts, strict=True,
+    )  # fmt: skip
+    for request_id, group, version, index, bucket, is_greedy, tokens, share_ms, batch_size, ts in rows:
+        if group != Group.ADAPTIVE:
+            continue
+        known = canary.open.get(request_id)
+        if known is None or index <= 1:
+            if index > 1 or ts < canary.since:  # admitted before the trial, or counted already
+                continue
+            arm = is_canary(request_id, canary.version, canary.percent)
+            if version != (canary.version if arm else canary.incumbent):
+                canary.num_excluded += 1
+                continue
+            if len(canary.open) >= MAX_OPEN:
+                continue
+            known = OpenRequest(is_canary=arm, bucket=bucket, is_greedy=is_greedy, last=now)
+            canary.open[request_id] = known
+        if known.rounds >= MAX_ROUNDS:
+            continue
+        known.tokens += tokens
+        known.seconds += share_ms / 1e3
+        known.rounds += 1
+        known.batch_sum += batch_size
+        known.last = now
+
+
+def close_quiet(canary: Canary, config: RolloutConfig, now: float) -> int:
+    """Enter the requests that are finished into the test; returns how many."""
+    done = [
+        (request_id, r)
+        for request_id, r in canary.open.items()
+        if now - r.last >= config.quiet_s or r.rounds >= MAX_ROUNDS
+    ]
+    for request_id, r in done:
+        del canary.open[request_id]
+        if r.seconds > 0:
+            mode = "greedy" if r.is_greedy else "sampled"
+            stratum = f"{r.bucket} | batch {batch_class(r.batch_sum / r.rounds)} | {mode}"
+            canary.test.add(stratum, r.is_canary, r.tokens, r.seconds, r.rounds)
+    return len(done)
+
+
+def refuses_canary(canary: Canary, report: ReplicaReport, gen: int) -> bool:
+    """Whether a replica could not take the canary's generation because of the canary, not of the live version."""
+    is_live_well = report.version == canary.incumbent and canary.incumbent not in report.failures
+    return report.failed_gen == gen and is_live_well
+
+
+def take_reports(canary: Canary, reports: Sequence[ReplicaReport], gen: int) -> Verdict | None:
+    """Look at what replicas say about the canary: failures end it at once, failed requests are counted."""
+    for r in reports:
+        if r.canary_version == canary.version and canary.version in r.failures:
+            reason = f"replica {r.replica_id} switched it off: {r.failures[canary.version]}"
+            return Verdict(outcome=Outcome.ROLLED_BACK, reason=reason)
+        if refuses_canary(canary, r, gen):
+            return Verdict(outcome=Outcome.ROLLED_BACK, reason=f"replica {r.replica_id} refused it: {r.failed_reason}")
+        if r.gen >= gen or r.replica_id in canary.errors_before:
+            now = (r.errors.get(canary.incumbent, 0), r.errors.get(canary.version, 0))
+            canary.errors_before.setdefault(r.replica_id, now)
+            canary.errors_now[r.replica_id] = now
+    before, after = canary.errors_before, canary.errors_now
+    new = {i: [b - a for a, b in zip(before[i], after[i], strict=True)] for i in after}
+    canary.test.errors = [sum(n[0] for n in new.values()), sum(n[1] for n in new.values())]
+    broken = sorted(i for i, n in new.items() if n[1] > 0)
+    if len(broken) >= 2:
+        reason = f"requests on it ended in errors on {len(broken)} replicas ({', '.join(broken)})"
+        return Verdict(outcome=Outcome.ROLLED_BACK, reason=reason)
+    return None
+
+
+def judge(canary: Canary, config: RolloutConfig, now: float) -> Verdict | None:
+    """The verdict that the evidence and the limits allow now; None = the trial goes on."""
+    test = canary.test
+    incumbent, own = test.num_requests
+    ratio = test.ratio()
+    speed = f"{100 * (ratio - 1):+.1f}% tokens per second" if ratio is not None else "no comparable requests"
+    numbers = f"{speed} on {own} requests against {incumbent}"
+    if test.evidence_worse() >= math.log(1 / config.alpha):
+        against = test.evidence_against()
+        reason = f"it {_WORSE[max(against, key=against.__getitem__)]} than {canary.incumbent}: {numbers}, "
+        reason += f"evidence {_odds(test.evidence_worse())}"
+        return Verdict(outcome=Outcome.ROLLED_BACK, reason=reason)
+    if own >= config.min_requests and test.evidence_fast_enough() >= math.log(1 / config.alpha_promote):
+        evidence = _odds(test.evidence_fast_enough())
+        reason = f"not slower than {canary.incumbent} by {config.margin:.0%} or more: {numbers}, evidence {evidence}"
+        return Verdict(outcome=Outcome.PROMOTED, reason=reason)
+    if own < config.max_requests and now - canary.since < config.max_s:
+        return None
+    limit = f"no verdict after {own} canary requests and {now - canary.since:.0f} s"
+    if own >= config.min_requests and ratio is not None and ratio >= 1 - config.margin:
+        return Verdict(outcome=Outcome.PROMOTED, reason=f"{limit}; the gate's word stands: {numbers}")
+    return Verdict(outcome=Outcome.RETIRED, reason=f"{limit}; {numbers}")
+
+
+def _odds(log_evidence: float) -> str:
+    return f"{math.exp(min(log_evidence, 50.0)):.3g} to 1"
+
+
+def rollout_view(state: RolloutState, config: RolloutConfig, now: float) -> dict:
+    """Plain values for dashboards: status (canary | idle), the trial's numbers, what is frozen, how the last one ended."""
+    canary = state.canary
+    frozen = {b: t for b, t in state.frozen.items() if t > now}
+    base = {"frozen_until": frozen, "last": dict(state.last), "alpha": config.alpha, "margin": config.margin}
+    if canary is None:
+        idle: dict[str, Any] = {
+            "version": None,
+            "incumbent": None,
+            "share_percent": 0,
+            "since": None,
+            "num_requests": 0,
+            "strata": {},
+        }
+        return {**base, **idle, "status": "idle", "reason": str(state.last.get("reason", ""))}
+    test = canary.test
+    incumbent, own = test.num_requests
+    return {
+        **base,
+        "status": "canary",
+        "version": canary.version,
+        "incumbent": canary.incumbent,
+        "share_percent": canary.percent,
+        "since": canary.since,
+        "bucket": canary.bucket,
+        "arm": canary.arm,
+        "decision_id": canary.decision_id,
+        "num_requests": incumbent + own,
+        "num_canary_requests": own,
+        "num_open": len(canary.open),
+        "num_excluded": canary.num_excluded,
+        "num_errors": list(test.errors),
+        "ratio": test.ratio(),
+        "log_evidence": {"slower": test.evidence_worse(), "fast_enough": test.evidence_fast_enough()},
+        "evidence_against": test.evidence_against(),
+        "thresholds": {"slower": math.log(1 / config.alpha), "fast_enough": math.log(1 / config.alpha_promote)},
+        "strata": {
+            name: {"num_incumbent": s.requests[0], "num_canary": s.requests[1], "ratio": s.ratio()}
+            for name, s in test.strata.items()
+        },
+        "reason": "on trial",
+    }
