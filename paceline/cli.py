@@ -10,7 +10,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.cli_bench import bench_app
+from paceline.cli_options import Data, Json, data_folder, split
+from paceline.cli_replay import REPLAY_HELP, replay
+from paceline.cli_versions import versions_app
+from paceline.errors import PacelineError
 
 app = typer.Typer(
     name="paceline",
@@ -19,36 +23,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench_app = typer.Typer(
-    help="Measure speed: arms alternate in one run, ratios come with intervals.", no_args_is_help=True
-)
 app.add_typer(bench_app, name="bench")
-versions_app = typer.Typer(help="List, pin and roll back drafter versions of a running service.", no_args_is_help=True)
 app.add_typer(versions_app, name="versions")
 
-_Data = Annotated[
-    Path | None,
-    typer.Option("--data", help="Folder of text data (docs/data_folder.md); default: the bundled prompts."),
-]
-_Json = Annotated[Optional[Path], typer.Option("--json", help="Write the result as JSON to this file.")]
+app.command("replay", help=REPLAY_HELP)(replay)
+
 _DEMO_NOTE = "Ends with a table; exit code 1 if an answer was not the target's own or a request was lost."
-
-
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _numbers(text: str, kind: type, option: str) -> tuple[Any, ...]:
-    try:
-        return tuple(kind(part) for part in _split(text))
-    except ValueError as e:
-        raise ConfigError(f"{option} must be a comma list of numbers, got {text!r}") from e
-
-
-def _folder(data: Path | None) -> Path | None:
-    if data is not None and not data.is_dir():
-        raise ConfigError(f"data must be a folder, got {str(data)!r}")
-    return data
 
 
 @app.command(help=f"Run the whole loop on this computer: serve, learn, decide, retrain, swap. {_DEMO_NOTE}")
@@ -62,8 +42,8 @@ def demo(
     ] = "shift",
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of traffic and sampling.")] = 0,
-    data: _Data = None,
-    json: _Json = None,
+    data: Data = None,
+    json: Json = None,
     html: Annotated[Optional[Path], typer.Option(help="Write a self-contained HTML report.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the processes' logs.")] = False,
 ) -> None:
@@ -74,7 +54,7 @@ def demo(
     quiet_libraries("INFO" if verbose else "ERROR")
     options = DemoOptions(
         minutes=minutes, replicas=replicas, policy=policy, drafter=drafter, scenario=scenario, concurrency=concurrency,
-        seed=seed, data=_folder(data), json=json, html=html,
+        seed=seed, data=data_folder(data), json=json, html=html,
     )  # fmt: skip
     console = Console() if sys.stdout.isatty() else Console(width=130)  # a log file has no width of its own
     result = run_demo(options, console)
@@ -102,6 +82,10 @@ def serve(
     api_token: Annotated[
         str | None, typer.Option(help="Bearer token that clients must send.", envvar="PACELINE_API_TOKEN")
     ] = None,
+    admin_token: Annotated[
+        str | None,
+        typer.Option(help="Bearer token of operators: controls of the dashboard.", envvar="PACELINE_ADMIN_TOKEN"),
+    ] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of trace store, drafter registry, Redis data.")] = None,
     dtype: Annotated[Optional[str], typer.Option(help="auto | float32 | bfloat16 | float16.")] = None,
     device: Annotated[Optional[str], typer.Option(help="auto | cpu | cuda.")] = None,
@@ -118,7 +102,7 @@ def serve(
     base = load_config(config) if config else ServiceConfig()
     given: dict[str, Any] = {
         "drafter": drafter, "num_replicas": replicas, "host": host, "port": port, "redis_url": redis_url,
-        "api_token": api_token, "data_dir": data_dir, "dtype": dtype, "device": device,
+        "api_token": api_token, "admin_token": admin_token, "data_dir": data_dir, "dtype": dtype, "device": device,
     }  # fmt: skip
     if model != "bundled":
         given["model"] = model
@@ -150,65 +134,6 @@ def generate(
     )  # fmt: skip
 
 
-@bench_app.command(
-    "drafters",
-    help="Acceptance length and speed of drafters against the plain loop, per bucket, batch and temperature.",
-)
-def bench_drafters(
-    drafters: Annotated[
-        str, typer.Option(help="Comma list of none, lookup, specblock, or folders.")
-    ] = "none,lookup,specblock",
-    batch: Annotated[str, typer.Option(help="Comma list of batch sizes.")] = "1,8",
-    temperature: Annotated[str, typer.Option(help="Comma list of temperatures.")] = "0,0.8",
-    buckets: Annotated[str, typer.Option(help="Comma list of traffic classes.")] = "tools,code,math,facts",
-    num_prompts: Annotated[int, typer.Option(help="Prompts per row.")] = 16,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt at most.")] = 128,
-    threads: Annotated[int, typer.Option(help="torch threads.")] = 2,
-    model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
-    baseline: Annotated[str | None, typer.Option(help="'transformers' adds generate() and its prompt lookup.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
-    data: _Data = None,
-    json: _Json = None,
-) -> None:
-    from paceline.bench.drafters import BenchOptions, run_bench_drafters
-
-    options = BenchOptions(
-        drafters=_split(drafters), batches=_numbers(batch, int, "batch"),
-        temperatures=_numbers(temperature, float, "temperature"), buckets=_split(buckets), num_prompts=num_prompts,
-        max_tokens=max_tokens, num_threads=threads, model=model, baseline=baseline, seed=seed, data=_folder(data), json=json,
-    )  # fmt: skip
-    run_bench_drafters(options, Console())
-
-
-@bench_app.command(
-    "feedback",
-    help="What feedback (to an embedded Redis) and feature traces cost: the same engine with and without them, prompt by prompt.",
-)
-def bench_feedback(
-    num_prompts: Annotated[int, typer.Option(help="Prompts in all, the buckets in turn.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt at most.")] = 96,
-    batch: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
-    buckets: Annotated[str, typer.Option(help="Comma list of traffic classes.")] = "tools,code,math,facts",
-    drafter: Annotated[
-        str, typer.Option(help="specblock or a folder; with lookup or none, which have no traces, feedback only.")
-    ] = "specblock",
-    share: Annotated[float, typer.Option(help="Share of requests traced, 0 to 1 (trace.share).")] = 1.0,
-    threads: Annotated[int, typer.Option(help="torch threads; with 1 the engine's CPU time is one thread's.")] = 1,
-    model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
-    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
-    data: _Data = None,
-    json: _Json = None,
-) -> None:
-    from paceline.infra.feedback_cost import FeedbackCostOptions, run_feedback_cost
-
-    options = FeedbackCostOptions(
-        num_prompts=num_prompts, max_tokens=max_tokens, batch=batch, temperature=temperature, buckets=_split(buckets),
-        drafter=drafter, share=share, num_threads=threads, model=model, seed=seed, data=_folder(data), json=json,
-    )  # fmt: skip
-    run_feedback_cost(options, Console())
-
-
 @app.command("train-target", help="Train a small target from a data folder; resumes where it stopped.")
 def train_target(
     data: Annotated[Path, typer.Option(help="Folder of text data (docs/data_folder.md).")],
@@ -229,9 +154,9 @@ def train_target(
 
     if threads:
         torch.set_num_threads(threads)
-    recipe = TargetRecipe(num_tokens=int(tokens), hidden_size=width, num_layers=layers, intermediate_size=3 * width, domains=_split(domains), seed=seed)  # fmt: skip
+    recipe = TargetRecipe(num_tokens=int(tokens), hidden_size=width, num_layers=layers, intermediate_size=3 * width, domains=split(domains), seed=seed)  # fmt: skip
     command = f"paceline train-target --data DIR --out DIR --tokens {tokens:g} --width {width} --layers {layers} --domains {domains} --seed {seed}"
-    _folder(data)
+    data_folder(data)
     with _training_bar("target") as report:
         losses = train(data, out, recipe, device=device, compile_layers=compile, progress=report, command=command + (" --compile" if compile else ""))  # fmt: skip
     Console().print("held-out loss, nats per token:", {d: round(v, 3) for d, v in losses.items()})
@@ -244,7 +169,7 @@ def train_drafter(
     target: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")],
     out: Annotated[Path, typer.Option(help="Folder for weights, config, PROVENANCE.md, shards and the checkpoint.")],
     domains: Annotated[str, typer.Option(help="Comma list of domains whose prompts are continued.")] = "tools,code",
-    data: _Data = None,
+    data: Data = None,
     tokens: Annotated[float, typer.Option(help="Tokens that the target writes as training text.")] = 4e5,
     epochs: Annotated[float, typer.Option(help="Passes over that text.")] = 3.0,
     seed: Annotated[int, typer.Option(help="Seed of prompts, sampling and weights.")] = 1,
@@ -261,10 +186,10 @@ def train_drafter(
 
     if threads:
         torch.set_num_threads(threads)
-    recipe = DrafterRecipe(domains=_split(domains), epochs=epochs, seed=seed)
+    recipe = DrafterRecipe(domains=split(domains), epochs=epochs, seed=seed)
     recipe = dataclasses.replace(recipe, text=dataclasses.replace(recipe.text, num_tokens=int(tokens)))
     command = f"paceline train-drafter --target {target if target == 'bundled' else 'DIR'} --out DIR --domains '{domains}' --data DIR --tokens {tokens:g} --epochs {epochs:g} --seed {seed}"
-    source, data = resolve_model(target), _folder(data)
+    source, data = resolve_model(target), data_folder(data)
     with _training_bar("drafter") as report:
         scores = train(source, data, out, recipe, device=device, progress=report, command=command)
     Console().print("held-out:", scores)
@@ -290,36 +215,42 @@ def _training_bar(what: str):
     return bar()
 
 
-_Url = Annotated[str, typer.Option(help="Address of the running service.", envvar="PACELINE_URL")]
-_Token = Annotated[Optional[str], typer.Option(help="Bearer token of the service.", envvar="PACELINE_API_TOKEN")]
+@app.command(
+    help="Copy decisions, ledger, feature traces and round feedback of a service to a folder (docs/exports.md): JSON "
+    "lines and safetensors. Nothing is changed; requests that opted out were never stored.",
+)
+def export(
+    data_dir: Annotated[Path, typer.Option(help="Data folder of the service (paceline serve --data-dir).")],
+    out: Annotated[Path, typer.Option(help="New or empty folder.")],
+    what: Annotated[
+        str, typer.Option(help="Comma list of decisions, ledger, traces, feedback.")
+    ] = "decisions,ledger,traces,feedback",
+    redis_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Redis of the service, for feedback; default: the embedded one, once the service has stopped.",
+            envvar="PACELINE_REDIS_URL",
+        ),
+    ] = None,
+    model_name: Annotated[str, typer.Option(help="Name of the service in /v1/models, for feedback.")] = "paceline",
+) -> None:
+    from paceline.infra.export import ExportOptions, run_export
+
+    options = ExportOptions(
+        data_dir=data_dir.expanduser(),
+        out=out.expanduser(),
+        what=split(what),
+        redis_url=redis_url,
+        model_name=model_name,
+    )
+    run_export(options, Console())
 
 
-@versions_app.command("list", help="Drafter versions with parent, arm, scores and what serves now.")
-def versions_list(url: _Url = "http://127.0.0.1:8000", token: _Token = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:  # fmt: skip
-    from paceline.infra.versions import print_versions
+@app.command("purge-traces", help="Delete captured traces of a tenant (or all) from a data folder. List the tenant under trace.opt_out_tenants first, or a running service goes on capturing.")  # fmt: skip
+def purge_traces(data_dir: Annotated[Path, typer.Option(help="Data folder of the service.")] = Path("~/.cache/paceline"), tenant: Annotated[Optional[str], typer.Option(help="Tenant as in x-paceline-tenant: every shard with a trace of it goes.")] = None, everything: Annotated[bool, typer.Option("--all", help="Delete every trace.")] = False) -> None:  # fmt: skip
+    from paceline.infra.purge import purge
 
-    print_versions(url, token, Console(), as_json=json)
-
-
-@versions_app.command("pin", help="Serve this version to new requests until 'versions unpin'; the policy pauses.")
-def versions_pin(version: str, url: _Url = "http://127.0.0.1:8000", token: _Token = None) -> None:
-    from paceline.infra.versions import change_version
-
-    change_version(url, token, "pin", Console(), version=version)
-
-
-@versions_app.command("unpin", help="Let the policy decide again.")
-def versions_unpin(url: _Url = "http://127.0.0.1:8000", token: _Token = None) -> None:
-    from paceline.infra.versions import change_version
-
-    change_version(url, token, "unpin", Console())
-
-
-@versions_app.command("rollback", help="Go back to the version before the one that serves now (as a new generation).")
-def versions_rollback(url: _Url = "http://127.0.0.1:8000", token: _Token = None) -> None:
-    from paceline.infra.versions import change_version
-
-    change_version(url, token, "rollback", Console())
+    Console().print(f"deleted {purge(data_dir, tenant=tenant, everything=everything)} shards")
 
 
 def main() -> None:

@@ -1,0 +1,116 @@
+"""What does `paceline replay` do: which kind of replay is asked for, run it, write its reports?"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from paceline.bandit.replay_simulate import ORACLE
+from paceline.bench.replay_html import write_html
+from paceline.bench.replay_plan import Variant, parse_sweep, plan, policy_names, read_scenarios, variants
+from paceline.bench.replay_report import build_report, print_report, write_json
+from paceline.bench.replay_run import Row, run_all
+from paceline.bench.replay_suggest import write_suggestion
+from paceline.errors import ConfigError
+
+LIVE = ("live", "live-small")
+"""Names of replays that really train."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayOptions:
+    """See `paceline replay --help`."""
+
+    source: str
+    policies: str = "never,always,interval,payoff,oracle"
+    seeds: int = 10
+    first_seed: int = 0
+    sweep: tuple[str, ...] = ()
+    workers: int = 1
+    ray: str | None = None
+    resume: Path | None = None
+    data: Path | None = None
+    json: Path | None = None
+    html: Path | None = None
+    suggest: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.data is not None and not self.data.is_dir():
+            raise ConfigError(f"data must be a folder, got {str(self.data)!r}")
+
+
+def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
+    """Run the replay, print its tables, write what was asked for; returns the report.
+
+    Raises: ConfigError for arguments, scenarios and logs that are not usable.
+    """
+    chosen = variants(policy_names(options.policies), parse_sweep(options.sweep))
+    if options.source in LIVE:
+        report = _live(options, chosen, console)
+    elif options.source.endswith((".jsonl", ".log")):
+        report = _logged(options, chosen, console)
+    else:
+        report = _synthetic(options, chosen, console)
+    print_report(report, console)
+    if options.json is not None:
+        write_json(report, options.json)
+    if options.html is not None:
+        write_html(report, options.html)
+    if options.suggest is not None:
+        for line in write_suggestion(report, options.suggest):
+            console.print(line, highlight=False)
+        console.print(f"written: {options.suggest} (paceline serve --config {options.suggest})", highlight=False)
+    return report
+
+
+def _synthetic(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
+    scenarios = read_scenarios(options.source)
+    tasks = plan(scenarios, chosen, options.seeds, options.first_seed)
+    rows = run_all(tasks, workers=options.workers, resume=options.resume, console=console, ray_address=options.ray)
+    return build_report(
+        rows, kind="synthetic", source=options.source, scenarios=[dataclasses.asdict(s) for s in scenarios],
+        notes=_notes(rows),
+    )  # fmt: skip
+
+
+def _notes(rows: list[Row]) -> list[str]:
+    notes = []
+    broken = sorted({f"{r['cell']} {r['label']} seed {r['seed']}: {c}" for r in rows for c in r["contradictions"][:1]})
+    if broken:
+        notes.append(f"ledger and decisions contradict each other in {len(broken)} runs, first: {broken[0]}")
+    if any(r["policy"] == ORACLE for r in rows):
+        notes.append(
+            "oracle: a bound from above (knows the future; no forgetting, free recalls, no bad jobs); no policy reaches it"
+        )
+    return notes
+
+
+def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
+    from paceline.bandit.replay_log import read_log
+    from paceline.bench.replay_logged import logged_runner
+
+    run_one, scenario, notes = logged_runner(read_log(Path(options.source)), options.source)
+    rows = run_all(
+        plan([scenario], chosen, options.seeds, options.first_seed), workers=options.workers, resume=options.resume,
+        console=console, ray_address=options.ray, run_one=run_one,
+    )  # fmt: skip
+    described = {"name": scenario.name, "duration_s": scenario.duration_s, "step_s": scenario.step_s}
+    return build_report(
+        rows, kind="logged", source=options.source, scenarios=[described], notes=[*notes, *_notes(rows)]
+    )
+
+
+def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
+    if any(v.policy == ORACLE for v in chosen):
+        raise ConfigError("policies must not name 'oracle' in a live replay: what training would bring is not known there")  # fmt: skip
+    from paceline.bench.replay_live import run_live
+
+    rows, scenarios, notes = run_live(
+        chosen, small=options.source == "live-small", num_orders=options.seeds, data=options.data,
+        cache=options.resume, console=console,
+    )  # fmt: skip
+    return build_report(rows, kind="live", source=options.source, scenarios=scenarios, notes=[*notes, *_notes(rows)])

@@ -1,0 +1,33 @@
+"""Options and parsers that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from paceline.errors import ConfigError
+
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", help="Folder of text data (docs/data_folder.md); default: the bundled prompts."),
+]
+Json = Annotated[Optional[Path], typer.Option("--json", help="Write the result as JSON to this file.")]
+
+
+def split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def numbers(text: str, kind: type, option: str) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in split(text))
+    except ValueError as e:
+        raise ConfigError(f"{option} must be a comma list of numbers, got {text!r}") from e
+
+
+def data_folder(data: Path | None) -> Path | None:
+    if data is not None and not data.is_dir():
+        raise ConfigError(f"data must be a folder, got {str(data)!r}")
+    return data
