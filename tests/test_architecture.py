@@ -20,7 +20,7 @@ ALLOWED_FOLDERS = {
 }
 ADAPT_MAY_IMPORT_FROM_SERVING = {
     "drafter", "draft_tree", "tree_builder", "tree_policy", "budget", "specblock_model", "specblock_drafter", "request",
-    "target", "sinks", "kv_cache", "verify", "specblock_attention", "specblock_rope",
+    "target", "sinks", "kv_cache", "verify", "specblock_attention", "specblock_rope", "score_calibration",
 }  # fmt: skip
 FORBIDDEN = {
     "paceline": {"torch", "triton", "transformers", "ray", "redis"},
@@ -32,7 +32,12 @@ FORBIDDEN = {
     "infra": set(),
 }
 RAY_LEAVES = {"serving/deployment.py", "adapt/trainer_task.py"}
-COMMAND_LINE = {"paceline/cli.py"}  # hands each command to the folder that does it, inside the function
+COMMAND_LINE = {
+    "paceline/cli.py",
+    "paceline/cli_bench.py",
+    "paceline/cli_replay.py",
+    "paceline/cli_versions.py",
+}  # hands each command to the folder that does it, inside the function
 
 
 def _modules():

@@ -42,6 +42,13 @@ def test_wheel_holds_bundled_models_and_prompts(wheel_names):
             assert str(path.relative_to(ROOT)) in wheel_names
 
 
+@pytest.mark.slow
+def test_wheel_holds_the_dashboard_and_the_grafana_files(wheel_names):
+    for folder in ("dashboard", "grafana"):
+        files = [p for p in (ROOT / "infra" / folder).iterdir() if p.is_file()]
+        assert files and {f"paceline/infra/{folder}/{p.name}" for p in files} <= wheel_names
+
+
 def test_hugging_face_kernels_is_not_shadowed_by_our_folder(tmp_path):
     site = tmp_path / "site"
     (site / "kernels").mkdir(parents=True)

@@ -62,7 +62,7 @@ def url_and_data(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         port=0,
         engine=EngineConfig(num_threads=1),
         trace=TraceConfig(shard_rows=256, flush_interval_s=1.0),
-        policy=PolicyConfig(policy="always", epoch_s=3.0, min_rows=1200, min_dwell_s=1.0, holdback_percent=10),
+        policy=PolicyConfig(policy="always", epoch_s=3.0, min_rows=800, min_dwell_s=1.0, holdback_percent=10),
     )
     service = run_service(config)
     try:

@@ -88,7 +88,7 @@ def test_interrupted_demo_cleans_up(short_path):
         time.sleep(0.2)
     assert _left_behind(short_path), "the demo did not start"
     process.send_signal(signal.SIGTERM)
-    process.wait(timeout=120)
+    process.wait(timeout=180)
     assert process.returncode != 0
     assert _left_behind(short_path) == []
     assert not list(short_path.glob("paceline-demo-*"))
