@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: demo test serve lint package clean help
 
 help:
-	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, about 6 minutes"
+	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, under 7 minutes"
 	@echo "make test  [ARGS='-k name']            every test that needs no GPU"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
 	@echo "make lint                              ruff and mypy"

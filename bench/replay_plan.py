@@ -18,7 +18,12 @@ from paceline.bandit.replay_simulate import ORACLE
 from paceline.config import PolicyConfig, build_config
 from paceline.errors import ConfigError
 
-CONCERNS = {"interval_s": ("interval",)}
+CONCERNS = {
+    "interval_s": ("interval",),
+    "ema_fast": ("dual_ema",), "ema_slow": ("dual_ema",), "ema_margin": ("dual_ema",),
+    "cara_factor": ("cara",), "thompson_draws": ("thompson",),
+    "hedge_rate": ("hedge",), "hedge_share": ("hedge",),
+}  # fmt: skip
 """Settings that only some policies read: a sweep over them leaves the other policies alone."""
 FIXED = ("policy", "seed")
 """Fields of PolicyConfig that a sweep may not set."""

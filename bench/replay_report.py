@@ -20,7 +20,7 @@ MAX_EVENTS = 200
 def build_report(
     rows: Sequence[Row], *, kind: str, source: str, scenarios: Sequence[dict[str, Any]], notes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The JSON document of docs/replay.md; `off_policy` is None unless an estimate was added."""
+    """The JSON document of docs/replay.md; off_policy is always None."""
     cells = cell_rows(rows)
     return {
         "format": FORMAT,

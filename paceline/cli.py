@@ -35,7 +35,9 @@ _DEMO_NOTE = "Ends with a table; exit code 1 if an answer was not the target's o
 def demo(
     minutes: Annotated[float, typer.Option(help="Minutes of traffic; start and closing checks add about one.")] = 5.2,
     replicas: Annotated[int, typer.Option(help="Serving replicas.")] = 1,
-    policy: Annotated[str, typer.Option(help="never | always | interval | payoff.")] = "payoff",
+    policy: Annotated[
+        str, typer.Option(help="payoff | never | always | interval | dual_ema | cara | thompson | hedge.")
+    ] = "payoff",
     drafter: Annotated[str, typer.Option(help="bundled | none | lookup | DIR.")] = "bundled",
     scenario: Annotated[
         str, typer.Option(help="shift: known -> unseen -> known -> unseen traffic; steady: known only.")
@@ -73,7 +75,9 @@ def serve(
         Path | None, typer.Option(help="YAML file with any setting of ServiceConfig; options given here win.")
     ] = None,
     replicas: Annotated[Optional[int], typer.Option(help="Serving replicas.")] = None,
-    policy: Annotated[Optional[str], typer.Option(help="never | always | interval | payoff.")] = None,
+    policy: Annotated[
+        Optional[str], typer.Option(help="payoff | never | always | interval | dual_ema | cara | thompson | hedge.")
+    ] = None,
     host: Annotated[Optional[str], typer.Option(help="Address to listen on.")] = None,
     port: Annotated[Optional[int], typer.Option(help="Port to listen on.")] = None,
     redis_url: Annotated[
@@ -145,7 +149,7 @@ def train_target(
     seed: Annotated[int, typer.Option(help="Seed of weights and windows.")] = 1,
     threads: Annotated[Optional[int], typer.Option(help="torch threads.")] = None,
     device: Annotated[str, typer.Option(help="cpu | cuda.")] = "cpu",
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the layers: about 15% faster on a CPU.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the layers: faster on a CPU.")] = False,
 ) -> None:
     import torch
 

@@ -23,7 +23,10 @@ def replay(
         ),
     ],
     policies: Annotated[
-        str, typer.Option(help="Comma list of policies and 'oracle' (knows the future), or 'all'.")
+        str,
+        typer.Option(
+            help="Comma list of payoff, never, always, interval, dual_ema, cara, thompson, hedge and 'oracle' (knows the future; not in live replays), or 'all'."
+        ),
     ] = "never,always,interval,payoff,oracle",
     seeds: Annotated[
         int, typer.Option(help="Seeds of each cell and policy; for live: orders of the traffic, at most 3.")

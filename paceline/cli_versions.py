@@ -7,13 +7,21 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-versions_app = typer.Typer(help="List, pin and roll back drafter versions of a running service.", no_args_is_help=True)
+versions_app = typer.Typer(
+    help="List, pin, try and roll back drafter versions of a running service.", no_args_is_help=True
+)
 
 _Url = Annotated[str, typer.Option(help="Address of the running service.", envvar="PACELINE_URL")]
-_Token = Annotated[Optional[str], typer.Option(help="Bearer token of the service.", envvar="PACELINE_API_TOKEN")]
+_Token = Annotated[
+    Optional[str],
+    typer.Option(
+        help="Bearer token of the service; to change something the admin token, where the service has one.",
+        envvar="PACELINE_API_TOKEN",
+    ),
+]
 
 
-@versions_app.command("list", help="Drafter versions with parent, arm, scores and what serves now.")
+@versions_app.command("list", help="Drafter versions with parent, arm, bucket, rows learned and what serves now.")
 def versions_list(url: _Url = "http://127.0.0.1:8000", token: _Token = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:  # fmt: skip
     from paceline.infra.versions import print_versions
 

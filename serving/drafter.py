@@ -75,7 +75,7 @@ class Frontier:
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens; never sees the verifier's randomness.
+    """Proposes draft tokens; never sees the randomness with which the target draws.
 
     Drafter KV lives at the same pool rows as the target's (same page table), so the engine's page allocator owns it.
     """

@@ -8,10 +8,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "ARCHITECTURE.md"
 MARK = "<!-- modules -->\n"
 FOLDERS = {
-    "paceline": "shared vocabulary; imports no torch",
+    "paceline": "shared vocabulary and command line; loads no torch when imported",
     "kernels": "what runs on the accelerator: the torch references that specify each kernel",
     "serving": "how text is generated; imports `kernels`",
-    "bandit": "whether an update pays; pure numpy, imports none of the others",
+    "bandit": "whether an update pays; numpy, scipy and river, imports none of the others",
     "adapt": "how a drafter improves; imports `kernels` and serving's drafter modules",
     "infra": "how it is put together; may import everything",
     "bench": "how fast it is; imports `serving`, `adapt`, `bandit`",
