@@ -35,12 +35,14 @@ class OperatorOrders:
             raise ValueError(f"bank_s must be in [0, {MAX_BANK_S:g}] device-seconds, got {start_s!r}")
         self._state.bank_start_s, self._state.last_hold = float(start_s), ""
 
-    def train_now(self, bucket: str, arm: str, now: float) -> Decision:
+    def train_now(self, bucket: str, arm: str, now: float, context: HostContext | None = None) -> Decision:
         """Order the named arm on a bucket; its honest price is on the decision, and the bank does not bound it.
 
+        Args:
+            context: what the host knows now; None = at the last tick.
         Raises: ValueError for an unknown arm or bucket, without rows, or while a job is in flight.
         """
-        context = self._state.context
+        context = context or self._state.context
         if context is None:
             raise ValueError("the controller has seen no replica yet; try again in a few seconds")
         template = next((a for a in self._arms if a.name == arm), None)

@@ -23,6 +23,7 @@ from paceline.infra.dashboard_access import configured_admin_token
 from paceline.infra.redis_clients import Keys, redact
 from paceline.infra.redis_server import EmbeddedRedis, configured_redis_url, resolve_redis
 from paceline.infra.replica_parts import StorePaths, ensure_first_version, is_adaptive, replica_values
+from paceline.infra.stop_signals import kept_sigterm
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.deployment import DeploymentLimits, bind_replicas
 
@@ -152,23 +153,25 @@ def start_ray(config: ServiceConfig) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        ray.init(address=address, namespace=APP_NAME, log_to_driver=False)
+        with kept_sigterm():
+            ray.init(address=address, namespace=APP_NAME, log_to_driver=False)
         return False
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # one computer, loopback only; also leaves ~/.ray alone
     # on a busy computer a proxy takes longer to start than Serve's 5 s, and Serve would kill it for that
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-    ray.init(
-        address="local",
-        namespace=APP_NAME,
-        # logical CPUs: replicas book one each, a training task what it was given, everything else next to nothing
-        num_cpus=max(os.cpu_count() or 1, config.num_replicas * 2 + math.ceil(config.trainer_resources.num_cpus)),
-        resources=dict(config.trainer_resources.resources) or None,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        configure_logging=False,
-        _metrics_export_port=_free_port(),
-    )
+    with kept_sigterm():
+        ray.init(
+            address="local",
+            namespace=APP_NAME,
+            # logical CPUs: replicas book one each, a training task what it was given, everything else next to nothing
+            num_cpus=max(os.cpu_count() or 1, config.num_replicas * 2 + math.ceil(config.trainer_resources.num_cpus)),
+            resources=dict(config.trainer_resources.resources) or None,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            configure_logging=False,
+            _metrics_export_port=_free_port(),
+        )
     return True
 
 

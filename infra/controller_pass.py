@@ -68,18 +68,7 @@ class ControllerPass(ControllerRollout):
             return
         if {state.desired.version, state.desired.first_version} & self._foreign:
             return  # the service was given another target and its first drafter is not live yet
-        context = HostContext(
-            live_version=state.desired.version,
-            first_version=state.desired.first_version,
-            rows=dict(self._rows),
-            rows_written=dict(state.rows_written),
-            versions=self._servable(),
-            job_running=state.pending is not None or state.rollout.canary is not None,
-            frozen=state.rollout.frozen_buckets(now),
-            num_replicas=max(1, len(self._reports)),
-            learned_rows=learned_rows(self._versions),
-            shadow=shadow_lengths(self._versions),
-        )
+        context = self._context(state.desired, now)
         try:
             decisions = self.controller.tick(now, context)
         except Exception as e:  # serving and feedback go on without decisions
@@ -91,11 +80,26 @@ class ControllerPass(ControllerRollout):
         for decision in decisions:
             self._act(decision, now)
 
+    def _context(self, desired: DesiredState, now: float) -> HostContext:
+        state = self.state
+        return HostContext(
+            live_version=desired.version,
+            first_version=desired.first_version,
+            rows=dict(self._rows),
+            rows_written=dict(state.rows_written),
+            versions=self._servable(),
+            job_running=state.pending is not None or state.rollout.canary is not None,
+            frozen=state.rollout.frozen_buckets(now),
+            num_replicas=max(1, len(self._reports)),
+            learned_rows=learned_rows(self._versions),
+            shadow=shadow_lengths(self._versions),
+        )
+
     def _act(self, decision: Decision, now: float) -> None:
         if decision.action == "train":
             job = self._make_job(decision)
             if job is None or self.state.pending is not None:
-                why = "no trace shards are left" if job is None else "a job is in flight"
+                why = "no trace shards are left, or they cannot be read" if job is None else "a job is in flight"
                 self._finish_job(
                     decision.decision_id,
                     TrainResult(
@@ -119,10 +123,15 @@ class ControllerPass(ControllerRollout):
     # ---- training -----------------------------------------------------------------------------------------------
     def _make_job(self, decision: Decision) -> TrainJob | None:
         assert self.state.desired is not None
+        try:
+            shards = self._own_shards()
+        except (OSError, PacelineError) as e:  # the policy holds the job for ordered: it must come to an end
+            self._note_error("the trace store cannot be read for a job", e)
+            return None
         return order_job(
             decision,
             self.controller.arm_of(decision),
-            self._own_shards(),
+            shards,
             desired=self.state.desired,
             policy=self.config.policy,
         )
@@ -240,10 +249,15 @@ class ControllerPass(ControllerRollout):
 
     def train(self, bucket: str, arm: str) -> int:
         """Start a training job now, paid or not; returns its decision id. Raises ValueError where that cannot be."""
-        if self.state.desired is None or self.state.pending is not None:
-            raise ValueError("a training job is in flight, or no drafter is live yet; try again later")
+        desired = self._base()
+        if (
+            desired is None
+            or self.state.pending is not None
+            or {desired.version, desired.first_version} & self._foreign
+        ):
+            raise ValueError("a training job is in flight, or no drafter of this target is live yet; try again later")
         now = self._clock.now()
-        decision = self.controller.train_now(bucket, arm, now)
+        decision = self.controller.train_now(bucket, arm, now, self._context(desired, now))
         self._act(decision, now)
         self._note(f"training of {arm} on {bucket} ordered (decision {decision.decision_id})")
         return decision.decision_id
@@ -281,7 +295,7 @@ class ControllerPass(ControllerRollout):
 
     def _version_before(self, desired: DesiredState) -> str | None:
         """The version of this target that was live last before the desired one and has not come to an end."""
-        out = {desired.version, *self.state.lifecycle.barred()}
+        out = {desired.version, *self.state.lifecycle.barred(), *self.state.evicted}
         return next((v for v in reversed(self.state.history) if v not in out and not self._is_foreign(v)), None)
 
     def _is_foreign(self, version: str) -> bool:

@@ -93,6 +93,11 @@ class ControllerRollout(ControllerCore):
             self._close_canary(Verdict(outcome=Outcome.RETIRED, reason="another desired record was written"), now)
         if self.state.lifecycle.with_status(_S.LIVE) != {desired.version}:
             self._make_live(desired.version, desired.reason or "desired", now, left=_S.RETIRED, force=True)
+        if canary is None and desired.canary_version:  # the state that judged it is lost
+            self._commit.desired = msgspec.structs.replace(
+                desired, gen=0, canary_version="", canary_percent=0, ts=now,
+                reason=f"canary {desired.canary_version} called off: nothing is known of its trial",
+            )  # fmt: skip
 
     def check_servable(self, version: str) -> None:
         """Raise what keeps a version from being served.
@@ -119,7 +124,7 @@ class ControllerRollout(ControllerCore):
         canary = self.state.rollout.canary
         if canary is not None:
             outcome = Outcome.PROMOTED if canary.version == version else Outcome.RETIRED
-            self._close_canary(Verdict(outcome=outcome, reason=f"superseded: {reason}"), now)
+            self._close_canary(Verdict(outcome=outcome, reason=f"superseded: {reason}"), now, left=left)
         self._book_swap(now, is_superseded=True)
         self._make_live(version, reason, now, left=left, force=force)
         self.state.swap = SwapInFlight(decision_id=decision_id, since=now)
@@ -170,7 +175,7 @@ class ControllerRollout(ControllerCore):
         if canary is not None and any(
             r.replica_id == batch.replica_id and r.canary_version == canary.version for r in self._reports
         ):
-            rollout.fold(canary, batch, self._clock.now())
+            rollout.fold(canary, self.state.traffic.bounded(batch), self._clock.now())
 
     def _step_rollout(self, num_entries: int, now: float) -> None:
         """Judge the canary in flight by what replicas report and requests show."""
@@ -187,6 +192,10 @@ class ControllerRollout(ControllerCore):
         logger.warning("canary %s version=%s reason=%s", verdict.outcome.value, canary.version, verdict.reason)
         if verdict.outcome == Outcome.PROMOTED:
             self._close_canary(verdict, now)
+            if (
+                canary.decision_id == 0
+            ):  # an operator ordered the trial: its version takes the place of one pinned before
+                self.controller.unpin()
             self._want(canary.version, f"canary promoted: {verdict.reason}", now, canary.decision_id)
             return
         self._book_swap(now, is_superseded=True)
@@ -196,11 +205,15 @@ class ControllerRollout(ControllerCore):
             reason=f"canary {canary.version} {verdict.outcome.value.replace('_', ' ')}: {verdict.reason}",
         )  # fmt: skip
 
-    def _close_canary(self, verdict: Verdict, now: float) -> None:
-        """End the trial in state, life cycle and policy; the caller writes the desired record."""
+    def _close_canary(self, verdict: Verdict, now: float, *, left: DrafterStatus = _S.RETIRED) -> None:
+        """End the trial in state, life cycle and policy; the caller writes the desired record.
+
+        Args:
+            left: what becomes of the version that was live when the trial is promoted.
+        """
         canary = self.state.rollout.end(verdict, self.config.rollout, now)
         if verdict.outcome == Outcome.PROMOTED:
-            self._make_live(canary.version, verdict.reason, now, left=_S.RETIRED, force=False)
+            self._make_live(canary.version, verdict.reason, now, left=left, force=False)
         else:
             to = _S.ROLLED_BACK if verdict.outcome == Outcome.ROLLED_BACK else _S.RETIRED
             self._move(canary.version, to, verdict.reason, now)
@@ -272,6 +285,10 @@ class ControllerRollout(ControllerCore):
         state, lives = self.state, self.state.lifecycle
         if state.pending is not None or state.desired is None:  # a job may read its parent or write a version again
             return
+        if state.evicted:  # weights that were published again since, and serve
+            back = {v for v in self._referred() if v in state.evicted and self._registry.has_weights(v)}
+            if back and state.commit > self._evicted_at:
+                state.evicted = [v for v in state.evicted if v not in back]
         if state.evicted and state.commit > self._evicted_at:
             kept = self._referred()
             for version in state.evicted:

@@ -77,14 +77,14 @@ class Access:
     def check_command(self, request: Request) -> None:
         """Raise 401, 403 or 415 unless the request may change versions and policy by /paceline/<command>.
 
-        The admin token's once there is one; else the API token's; without both only on a loopback address.
+        The admin token's once there is one; else the API token's; without both only from this computer.
         """
         if self.admin_token is not None:
             self.check_change(request)
             return
         if self.api_token is not None and not _is_token(request, self.api_token):
             raise _unauthorized("the API token")
-        if self.api_token is None and not self.is_loopback:
+        if self.api_token is None and not (self.is_loopback and _is_from_here(request)):
             raise HTTPException(403, "changes are off: set admin_token or api_token, or bind the service to 127.0.0.1")
         check_json(request)
 

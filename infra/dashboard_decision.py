@@ -79,7 +79,9 @@ def _result(d: dict[str, Any], entries: list[dict[str, Any]]) -> list[str]:
         out.append(
             {
                 None: "The training job has not ended yet.",
-                "accepted": f"The job made version {made}; the gate accepted it and it went live.",
+                "accepted": f"The job made version {made}; the gate accepted it, and it goes live unless its canary fails.",
+                "rolled_back": f"The job made version {made}; the gate accepted it, but its canary was rolled back.",
+                "retired": f"The job made version {made}; the gate accepted it, but its canary ended without a promotion.",
                 "kept": f"The job made version {made}; the gate accepted it, but it was not made live then.",
                 "rejected": "The gate refused what the job made: no request ever saw it.",
                 "failed": "The job failed; the live drafter was not touched.",

@@ -275,15 +275,15 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     stats = DemoStats()
     service = None
     # SIGTERM stops like Ctrl-C: processes and folders are cleaned up
-    with StopSignals(raises=True) as signals:
+    with StopSignals() as signals:
         try:
             with console.status("starting Ray, Redis, the replica and the controller (about 30 s)"):
                 service = run_service(config)
-            signals.install()
+            signals.check()
             clocks, began_epoch = _drive(service.url, config, options, console, stats, signals)
             client = DemoClient(service.url, config.model_name, time.monotonic())
             with console.status("waiting for the last statistics"):
-                state = _final_state(client)
+                state = _final_state(client, signals)
             client.close()
             if not stats.answers:
                 raise PacelineError(f"no request succeeded; the first failure was: {(stats.failures or ['none'])[0]}")
@@ -307,11 +307,12 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     return result
 
 
-def _final_state(client: DemoClient, timeout_s: float = 20.0) -> dict:
+def _final_state(client: DemoClient, signals: StopSignals, timeout_s: float = 20.0) -> dict:
     """Wait until produced feedback has been folded and no job runs, or the time is up."""
     deadline = time.monotonic() + timeout_s
     state: dict = {}
     while time.monotonic() < deadline:
+        signals.check()
         state = client.state() or state
         feedback = state.get("feedback") or {}
         if not state.get("job") and feedback.get("produced", 0) <= feedback.get("delivered", 0) + feedback.get(

@@ -15,11 +15,10 @@ def serve_forever(config: ServiceConfig, console: Console) -> None:
     Raises: PacelineError when the service cannot start.
     """
     service = None
-    with StopSignals(raises=False) as signals:
+    with StopSignals() as signals:
         try:
             with console.status("starting Ray, Redis, the replicas and the controller (about 30 s)"):
                 service = run_service(config)
-            signals.install()
             console.print(
                 f"Paceline serves {config.model_name!r} at {service.url}/v1 (drafter {config.drafter}, policy "
                 f"{config.policy.policy}); data in {config.data_dir}; Ctrl-C stops it",

@@ -1,9 +1,11 @@
-"""How does a foreground command notice Ctrl-C and SIGTERM, although Ray takes SIGTERM for itself while it starts?"""
+"""How does a foreground command notice Ctrl-C and SIGTERM without an exception in the middle of somebody's lock?"""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -13,33 +15,27 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopSignals:
     """Notes both signals in `stop`; a context manager for the main thread that puts the old handlers back.
 
-    `ray.init` installs a SIGTERM handler of its own, so call `install` again behind it. An exception that a handler raises
-    may be lost inside a finalizer or a callback; `stop` stays set.
+    A handler that raises may do so between a lock's acquisition and its release (logging's, say: every thread that logs
+    hangs from then on) or inside a finalizer, where the exception is lost. Callers ask `check` where it is safe instead.
     """
 
-    def __init__(self, *, raises: bool) -> None:
-        """raises: also raise KeyboardInterrupt at once, whatever the main thread is doing."""
+    def __init__(self) -> None:
         self.stop = threading.Event()
-        self._raises = raises
         self._previous: dict[int, Any] = {}
 
-    def install(self) -> None:
-        for s in SIGNALS:
-            signal.signal(s, self._take)
-
     def check(self) -> None:
-        """Raise KeyboardInterrupt when a signal has come, also one whose exception was lost."""
+        """Raise KeyboardInterrupt once a signal has come."""
         if self.stop.is_set():
             raise KeyboardInterrupt
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        self.stop.set()
-        if self._raises:
+        if self.stop.is_set() and number == signal.SIGINT:  # whoever presses Ctrl-C twice does not want to wait
             raise KeyboardInterrupt
+        self.stop.set()
 
     def __enter__(self) -> StopSignals:
-        self._previous = {s: signal.getsignal(s) for s in SIGNALS}
-        self.install()
+        for s in SIGNALS:
+            self._previous[s] = signal.signal(s, self._take)
         return self
 
     def __exit__(
@@ -47,3 +43,14 @@ class StopSignals:
     ) -> None:
         for s, handler in self._previous.items():
             signal.signal(s, handler)
+
+
+@contextmanager
+def kept_sigterm() -> Iterator[None]:
+    """Keep a handler of SIGTERM that the program has set: `ray.init` replaces it by one that raises SystemExit."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)

@@ -16,7 +16,7 @@ _Token = Annotated[
     Optional[str],
     typer.Option(
         help="Bearer token of the service; to change something the admin token, where the service has one.",
-        envvar="PACELINE_API_TOKEN",
+        envvar=["PACELINE_ADMIN_TOKEN", "PACELINE_API_TOKEN"],
     ),
 ]
 

@@ -275,7 +275,8 @@ class DrafterSlots:
 
     def _idle(self) -> str | None:
         for name in ADAPTIVE_SLOTS:
-            if name not in (self._live, self._canary) and self._slots[name].num_pins == 0:
+            is_on_trial = name == self._canary and not self._slots[name].failure  # one that failed may be loaded again
+            if name != self._live and not is_on_trial and self._slots[name].num_pins == 0:
                 return name
         return None
 

@@ -30,6 +30,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.ray, pytest.mark.slow, pytest.mar
 SCREENSHOTS = os.environ.get("PACELINE_SCREENSHOTS")
 ADMIN = "operator"
 PATIENCE_S = 240.0
+SETTLED_S = 20.0
+"""Age of a point of a chart behind which late rows change nothing."""
+IS_SETTLED = """([s, age]) => {
+    const points = document.querySelector(s).data.map((d) => d.x.map((x, i) => [x.getTime() / 1000, d.y[i]]));
+    const newest = Math.max(...points.flat().map((p) => p[0]));
+    return points.every((line) => line.some(([x, y]) => y !== null && x < newest - age));
+}"""
 
 
 def wait_for(read: Any, what: str) -> Any:
@@ -142,12 +149,15 @@ def test_charts_show_the_traffic_of_the_running_service_as_it_goes_on(place: Pla
         watch.wait("document.querySelector('#buckets h3').textContent === 'math'")
         speed = "#buckets .chart:nth-child(2)"
         watch.wait("(s) => document.querySelector(s).data?.length === 3", speed)
+        watch.wait(IS_SETTLED, [speed, SETTLED_S])
         shown = {t["meta"]["group"]: t for t in watch.traces(speed)}
+        newest = max(x for t in shown.values() for x in t["x"])
         state = httpx.get(f"{place.url}/dashboard/api/state", timeout=30).json()
         for group, line in shown.items():
-            at = max(i for i, y in enumerate(line["y"]) if y is not None)
+            # late rows may still change the newest bins
+            at = max(i for i, y in enumerate(line["y"]) if y is not None and line["x"][i] < newest - SETTLED_S)
             want = pooled(state["bins"], "math", group, line["x"][at])
-            assert line["y"][at] == pytest.approx(want, rel=0.15), group  # late rows may still change the newest bin
+            assert line["y"][at] == pytest.approx(want, rel=0.1), group
         before = max(x for t in shown.values() for x in t["x"])
         watch.wait(
             "([s, t]) => Math.max(...document.querySelector(s).data.flatMap((d) => d.x.map((x) => x.getTime() / 1000))) > t + 4",
@@ -156,7 +166,14 @@ def test_charts_show_the_traffic_of_the_running_service_as_it_goes_on(place: Pla
         watch.check_clean(place.url)
 
 
+def order(place: Place, command: str) -> None:
+    headers = {"authorization": f"Bearer {ADMIN}"}
+    httpx.post(f"{place.url}/dashboard/api/commands/{command}", json={}, headers=headers, timeout=60).raise_for_status()
+
+
 def test_operator_pins_and_rolls_back_through_the_page(place: Place) -> None:
+    order(place, "pause")  # what the policy decides meanwhile would come between pin and roll-back
+    live = wait_for(lambda: place.state().get("version"), "the live version")
     with watched_page(place.browser) as watch:
         load(watch, place.url)
         assert watch.page.locator("#commands").is_hidden(), "without the token the page only shows"
@@ -177,14 +194,15 @@ def test_operator_pins_and_rolls_back_through_the_page(place: Place) -> None:
         watch.wait(swapped, place.other)
         watch.page.locator("#rollback").click()
         watch.wait("document.getElementById('command-result').textContent.startsWith('rollback: done')")
-        assert wait_for(lambda: place.state().get("version") == place.first, "the first version live again")
-        actions = [d["action"] for d in place.state()["decisions"]]
+        assert wait_for(lambda: place.state().get("version") == live, "the version before live again")
+        actions = [d["action"] for d in wait_for(place.state, "the state")["decisions"]]
         assert "pin" in actions and "rollback" in actions
         watch.wait("document.getElementById('decision-table').textContent.includes('Rollback')")
         watch.page.locator("#decision-table a").first.click()
         watch.wait("!document.getElementById('found').hidden")
         assert "operator" in watch.page.locator("#words").text_content()
         watch.check_clean(place.url)
+    order(place, "resume")
     assert not place.errors
 
 
@@ -200,7 +218,7 @@ def test_a_page_that_was_left_open_does_not_hold_up_the_service(place: Place) ->
         began = time.monotonic()
         lines = [line for line in stream.iter_lines() if line]
     assert lines[-2] == "event: renew"
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - began < 55.0
 
 
 @pytest.mark.skipif(

@@ -65,8 +65,8 @@ class VersionLauncher(ProcessLauncher):
 def serve(url: str, model: str, folder: Path) -> None:
     host = ControllerHost(
         HostConfig(
-            redis_url=url, model=model, data_dir=folder / "data", lease_ttl_s=2.0, context_every_s=0.05, target_version="t",
-            rollout=RolloutConfig(canary_percent=40, quiet_s=0.05, freeze_s=0.3, max_requests=200, max_s=20.0),
+            redis_url=url, model=model, data_dir=folder / "data", lease_ttl_s=2.0, context_every_s=0.05, target_version="t", start_s=10.0,
+            rollout=RolloutConfig(canary_percent=40, quiet_s=0.05, freeze_s=1.0, max_requests=200, max_s=20.0),
         ),
         store=GrowingStore(), registry=AnyVersion(), launcher=VersionLauncher(url, str(folder / "journal"), seconds=0.1),
         make_controller=AlwaysTraining,

@@ -122,7 +122,7 @@ def check(client, keys, num_rows: int, folder: Path) -> Counter:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_fifty_kills_in_all_states_lose_double_and_block_nothing(own_redis, keys, tmp_path, wait_until):
     client = patient_client(own_redis.url)
     ensure_desired(client, keys, version="v1", holdback_percent=0, now=time.time())
@@ -148,6 +148,11 @@ def test_fifty_kills_in_all_states_lose_double_and_block_nothing(own_redis, keys
             controllers.kill()
             epochs.add(stored(client, keys).epoch)
             controllers.start()
+        for name in [s for s in STATES if not killed[s]]:  # on a slow machine some states were not met in time
+            wait_until(lambda name=name: STATES[name](stored(client, keys), client, keys), timeout_s=90.0, what=name)
+            killed[name] += 1
+            controllers.kill()
+            controllers.start()
         fleet.stop()
         wait_until(lambda: stored(client, keys).num_rows >= fleet.num_rows, timeout_s=60.0, what="all rows")
         fleet.start(every_s=0.1, batch=3)
@@ -161,7 +166,7 @@ def test_fifty_kills_in_all_states_lose_double_and_block_nothing(own_redis, keys
         outcomes = check(client, keys, fleet.num_rows, tmp_path)
         assert outcomes["live"] > 0 and outcomes["rolled_back"] > 0
         assert len([s for s in STATES if killed[s] > 0]) == len(STATES), killed
-        assert sum(killed.values()) == NUM_KILLS
+        assert sum(killed.values()) >= NUM_KILLS
         print("killed in", dict(killed), "canaries", dict(outcomes), "epoch", stored(client, keys).epoch)
     finally:
         fleet.stop()
