@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from paceline.adapt.registry import DrafterRegistry
 from paceline.bench.lossless import LosslessChecker
 from paceline.bench.workloads import bundled_prompts
-from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig
+from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig, TreeConfig
 from paceline.contracts import is_canary
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.paths import resolve_drafter, resolve_model
@@ -66,7 +66,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         data_dir=str(root / "data"),
         port=0,
         num_replicas=2,
-        engine=EngineConfig(max_running=4, kv_bytes=16 * 2**20, num_threads=1),
+        # a fixed budget: the tree policy can neither protect the canary nor turn speculation off for the first drafter
+        engine=EngineConfig(
+            max_running=4,
+            kv_bytes=16 * 2**20,
+            num_threads=1,
+            tree=TreeConfig(max_draft_tokens=8, node_buckets=(0, 8), is_adaptive=False),
+        ),
         policy=PolicyConfig(policy="never", holdback_percent=0),
         rollout=RolloutConfig(canary_percent=PERCENT, freeze_s=3600.0),
         trace=TraceConfig(share=0.0),
@@ -138,7 +144,7 @@ def wait_canary(place: Place, version: str) -> None:
 
 def test_a_poisoned_drafter_goes_within_200_requests_and_no_output_changes(place: Place) -> None:
     client = Client(place.service.url)
-    client.send_many(12)  # the tree policy of each replica gets to know the first drafter
+    client.send_many(12)
     assert set(client.versions.values()) == {place.first}
     place.order("canary", version=place.poisoned)
     wait_canary(place, place.poisoned)
