@@ -9,11 +9,18 @@ from paceline.bandit.observation import BucketObservation, speculative
 from paceline.contracts import Group
 
 FAST = 0.7
-"""Weight of the newest epoch in load and time per token."""
+"""Largest weight of the newest epoch in load, mix and time per token."""
+FULL_REQUESTS, FULL_S = 20.0, 60.0
+"""Requests, or seconds, of an epoch that earn it this weight; of less, fewer: a handful of requests says little."""
 ACTIVE_SHARE = 0.02
 """Share of the load below which a bucket does not count."""
 PLAIN_SHARE = 0.2
 """Share of undrafted rounds above which their cost is taken as the price of not drafting."""
+
+
+def epoch_weight(num_requests: float, seconds: float) -> float:
+    """Weight of an epoch in the exponential means, in [0, FAST]: steady time constants, however short epochs are."""
+    return 1.0 - (1.0 - FAST) ** min(max(num_requests / FULL_REQUESTS, seconds / FULL_S), 1.0)
 
 
 class BatchCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,16 +104,16 @@ class BucketMeter(msgspec.Struct):
     rounds: float = 0.0
     num_epochs: int = 0
 
-    def update(self, observation: BucketObservation | None) -> None:
-        """Fold one epoch; None = no traffic in this bucket."""
+    def update(self, observation: BucketObservation | None, weight: float = FAST) -> None:
+        """Fold one epoch; None = no traffic in this bucket; weight = epoch_weight of all traffic."""
         first = self.num_epochs == 0
         self.num_epochs += 1
         load = observation.load(Group.ADAPTIVE) if observation is not None else 0.0
-        self.load = load if first else (1 - FAST) * self.load + FAST * load
+        self.load = load if first else (1 - weight) * self.load + weight * load
         if observation is None or not observation.stats:
             return
         for name in ("seconds", "tokens", "drafted_s", "drafted_rounds", "plain_s", "plain_tokens", "rounds"):
-            setattr(self, name, getattr(self, name) * (1 - FAST))
+            setattr(self, name, getattr(self, name) * (1 - weight))
         for s in observation.stats:
             if not speculative(s):
                 continue

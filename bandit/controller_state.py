@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.bandit.belief import BucketMeter
 from paceline.bandit.cost_model import CostModel, JobCost
+from paceline.bandit.forgetting import ForgettingModel
 from paceline.bandit.gain_model import GainModel
 from paceline.bandit.interference import Interference
 from paceline.bandit.ledger import Ledger, contradictions
@@ -52,6 +53,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     learned_after: int
     expected_cost: JobCost
     started: float
+    again: float = 0.0
 
 
 class ControllerState(msgspec.Struct):
@@ -78,6 +80,7 @@ class ControllerState(msgspec.Struct):
     rows_written: dict[str, int] = {}
     table: ScoreTable = msgspec.field(default_factory=ScoreTable)
     gains: GainModel = msgspec.field(default_factory=GainModel)
+    forgotten: ForgettingModel = msgspec.field(default_factory=ForgettingModel)
     costs: CostModel = msgspec.field(default_factory=CostModel)
     round_costs: RoundCosts = msgspec.field(default_factory=RoundCosts)
     memory: PolicyMemory = msgspec.field(default_factory=PolicyMemory)

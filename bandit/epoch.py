@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.bandit.belief import ACTIVE_SHARE, BucketBelief, BucketMeter
+from paceline.bandit.belief import ACTIVE_SHARE, BucketBelief, BucketMeter, epoch_weight
 from paceline.bandit.controller_state import ControllerState
 from paceline.bandit.ledger import entry_id
 from paceline.bandit.observation import BucketObservation, HostContext, close, speculative
@@ -18,8 +18,10 @@ def close_epoch(state: ControllerState, now: float, context: HostContext) -> lis
     windows, state.windows = state.windows, {}
     state.epoch += 1
     state.latest = {name: close(name, windows[name], start, now) for name in sorted(windows)}
+    num_requests = sum(s.time_per_token.n for seen in state.latest.values() for s in seen.stats)
+    weight = epoch_weight(num_requests, now - start)
     for name in sorted(set(state.meters) | set(state.latest)):
-        state.meters.setdefault(name, BucketMeter()).update(state.latest.get(name))
+        state.meters.setdefault(name, BucketMeter()).update(state.latest.get(name), weight)
     written = {**context.rows, **context.rows_written}
     alarms = [name for name, seen in state.latest.items() if _has_drifted(state, seen, start)]
     for name in alarms:
@@ -30,7 +32,7 @@ def close_epoch(state: ControllerState, now: float, context: HostContext) -> lis
         state.regime.begin(start)
         for name in alarms:
             state.regime.forget(name)
-    if state.regime.update({name: seen.num_tokens() for name, seen in state.latest.items()}, start):
+    if state.regime.update({name: seen.num_tokens() for name, seen in state.latest.items()}, start, weight):
         for name, meter in state.meters.items():  # a new mix: yesterday's load says nothing about it
             meter.load = state.latest[name].load(Group.ADAPTIVE) if name in state.latest else 0.0
     for name, seen in state.latest.items():
@@ -41,6 +43,7 @@ def close_epoch(state: ControllerState, now: float, context: HostContext) -> lis
             continue  # replays of a text that is gone
         for version, length in by_version.items():
             state.table.fill_shadow(name, version, length)
+    state.forgotten.observe(state.table)
     _book_interference(state, start, now)
     state.rows_written = written
     state.epoch_start = now
@@ -60,6 +63,7 @@ def _forget_bucket(state: ControllerState, name: str, start: float) -> None:
     state.buckets[name].reset(start, state.rows_written.get(name, 0))
     state.table.reset_bucket(name)
     state.gains.reset_bucket(name)
+    state.forgotten.reset_bucket(name)
     state.savings.reset_bucket(name)
     state.required_rows.pop(name, None)
     for learned in state.learned.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.bandit.controller_state import ControllerState, JobRecord
 from paceline.bandit.epoch import learned_rows
-from paceline.bandit.gain_model import POWER, forgetting
+from paceline.bandit.gain_model import POWER
 from paceline.bandit.observation import JobCosts
 from paceline.contracts import TrainResult
 
@@ -30,8 +30,10 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult, costs: Jo
         state.costs.update(job.arm, result.train_s, result.shadow_s, costs.staging_s, num_replicas)
     if is_measured and not is_text_gone:
         gain, error = measured_gain(job, result)
-        state.gains.update(job.bucket, job.arm, job.headroom, job.share * fraction**POWER, gain, error)
-        state.table.add_job(job.bucket, result, job.base_version, forgetting(job.arm))
+        state.gains.update(job.bucket, job.arm, job.headroom, job.share * fraction**POWER, gain, error, job.again)
+        state.table.add_job(job.bucket, result, job.base_version, state.forgotten.loss(job.arm))
+        if result.status == "accepted" and result.version is not None:
+            state.forgotten.expect(job.bucket, result.version, job.base_version, job.arm, state.table)
     state.memory.ema.job_ended(result.status, state.rows_written)
     if result.status == "accepted" and result.version is not None:
         _note_version(state, job, result.version, is_text_gone=is_text_gone)

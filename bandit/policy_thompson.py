@@ -79,12 +79,12 @@ def _with_propensity(choice: Choice, propensity: float) -> Choice:
 def propensities(view: View, jobs: list[PricedJob], rng: np.random.Generator) -> np.ndarray:
     """(1 + number of jobs,) float64 summing to 1: share of joint draws in which holding, or each job, is worth most."""
     num = view.config.thompson_draws
-    closed = view.gains.draw([(j.bucket, j.arm) for j in jobs], num, rng)
+    closed = view.gains.draw([(j.bucket, j.arm, j.again) for j in jobs], num, rng)
     worth = np.zeros((num, 1 + len(jobs)))
     for i, job in enumerate(jobs):
         belief = view.beliefs[job.bucket]
         gain = passed_gains(belief, closed[:, i] * job.headroom * job.share)
         later = np.maximum(gain - job.known_gain, 0.0)
-        saving = belief.busy * (job.left_s * gain + job.return_s * later) - job.forgotten_s
+        saving = belief.busy * (job.left_s * gain + job.return_s * later) - job.forgotten_s - job.recall_s
         worth[:, 1 + i] = saving - view.config.hysteresis * job.cost.total_s
     return np.bincount(np.argmax(worth, axis=1), minlength=1 + len(jobs)) / num

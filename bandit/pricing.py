@@ -11,7 +11,8 @@ import numpy as np
 from paceline.bandit.arms import row_counts, sized
 from paceline.bandit.belief import BucketBelief
 from paceline.bandit.cost_model import CostModel, JobCost
-from paceline.bandit.gain_model import GainModel, forgetting, further_share
+from paceline.bandit.forgetting import ForgettingModel
+from paceline.bandit.gain_model import GainModel, again_ratio, further_share
 from paceline.bandit.recall import ScoreTable
 from paceline.contracts import ArmSpec
 
@@ -34,11 +35,13 @@ class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
     headroom: float
     share: float
     """further_share of the rows."""
+    again: float = 0.0
+    """again_ratio of the rows."""
     gain: float
     """Expected relative fall of the bucket's device time per token."""
     length_after: float
     saving_s: float
-    """Of the whole mix: the bucket's saving less what other active buckets lose by forgetting."""
+    """Of the whole mix: the bucket's saving less what other active buckets lose by forgetting and what a recall would save."""
     cost: JobCost
     left_s: float = 0.0
     """Seconds of this regime for which the new version is expected to serve."""
@@ -48,6 +51,8 @@ class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
     """`gain` of the best existing version on the bucket: what its return will bring without this job."""
     forgotten_s: float = 0.0
     """Expected loss of the other active buckets, part of saving_s."""
+    recall_s: float = 0.0
+    """What the best recall would save without this job, part of saving_s."""
     rate: float = 0.0
     """Device-seconds saved per second once the new version serves."""
 
@@ -92,16 +97,20 @@ def price_jobs(
     left_s: Callable[[float], float] | None = None,
     returning_s: Callable[[str], float] | None = None,
     known_length: Callable[[str], float] | None = None,
+    forgotten: ForgettingModel | None = None,
+    recall_rate: float = 0.0,
 ) -> list[PricedJob]:
     """Every arm and row count on every active bucket with enough fresh rows; the order is deterministic.
 
     left_s: seconds until the new version could serve -> expected seconds of the regime after that; default: what is left
     of horizon_s. returning_s: bucket -> seconds, at today's load, that it is expected to be served in later regimes.
     known_length: bucket -> acceptance length of the best existing version, which would be recalled then.
+    forgotten: what a job costs the other buckets; None = the prior. recall_rate: device-seconds per second that the best
+    recall saves on the present mix, which a job must beat.
     """
     priced = []
     busy = sum(b.busy for b in beliefs.values() if b.is_active)
-    arms = tuple(arms)
+    arms, losses = tuple(arms), forgotten or ForgettingModel()
     for name in sorted(beliefs):
         belief = beliefs[name]
         if not belief.is_active or belief.fresh_rows < min_rows:
@@ -115,20 +124,22 @@ def price_jobs(
                 arm = sized(template, rows)
                 after = max(belief.learned_rows + min(rows, belief.fresh_rows), rows)
                 share = further_share(belief.learned_rows, after)
-                mean, sd = gains.predict(name, arm, room, share)
+                again = again_ratio(belief.learned_rows, after, arm.num_rows)
+                mean, sd = gains.predict(name, arm, room, share, again)
                 cost = costs.predict(arm, busy=busy, num_replicas=num_replicas)
                 gain, later = _expected_gains(belief, mean, sd, known)
                 wait = cost.training_s + cost.shadow_s
                 left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)
-                lost = _forgotten(beliefs, name, arm)
+                lost = _forgotten(beliefs, name, losses.loss(arm))
                 # others lose only until this regime ends: then a recall brings back what serves them best
-                saving = belief.busy * (left * gain + returns * later) - left * lost
+                saving = belief.busy * (left * gain + returns * later) - left * (lost + recall_rate)
                 priced.append(
                     PricedJob(
                         bucket=name,
                         arm=arm,
                         headroom=room,
                         share=share,
+                        again=again,
                         gain=gain,
                         length_after=belief.length + max(mean, 0.0),
                         saving_s=saving,
@@ -137,7 +148,8 @@ def price_jobs(
                         return_s=returns,
                         known_gain=known,
                         forgotten_s=left * lost,
-                        rate=belief.busy * gain - lost,
+                        recall_s=left * recall_rate,
+                        rate=belief.busy * gain - lost - recall_rate,
                     )
                 )
     return priced
@@ -172,15 +184,15 @@ def staleness_rates(
             arm = sized(template, rows)
             after = max(belief.learned_rows + min(rows, belief.fresh_rows), rows)
             share = further_share(belief.learned_rows, after)
-            mean, sd = gains.predict(name, arm, headroom(belief, best_length), share)
+            again = again_ratio(belief.learned_rows, after, arm.num_rows)
+            mean, sd = gains.predict(name, arm, headroom(belief, best_length), share, again)
             best = max(best, _expected_gains(belief, mean, sd, 0.0)[0])
         rates[name] = belief.busy * best
     return rates
 
 
-def _forgotten(beliefs: Mapping[str, BucketBelief], trained: str, arm: ArmSpec) -> float:
-    """Device-seconds per second that other active buckets lose after the job."""
-    lost = forgetting(arm)
+def _forgotten(beliefs: Mapping[str, BucketBelief], trained: str, lost: float) -> float:
+    """Device-seconds per second that other active buckets lose when their acceptance length falls by `lost` of it."""
     return sum(
         -b.busy * b.relative_gain(b.length, b.length * (1.0 - lost))
         for name, b in beliefs.items()
@@ -239,6 +251,12 @@ def price_recalls(
             )
         )
     return priced
+
+
+def recall_rate(beliefs: Mapping[str, BucketBelief], recalls: Iterable[PricedRecall]) -> float:
+    """Device-seconds per second that the best recall saves on the present mix, less one standard error; 0 without any."""
+    busy = sum(b.busy for b in beliefs.values() if b.is_active)
+    return busy * max([0.0, *(r.gain - r.gain_se for r in recalls)])
 
 
 def version_losses(

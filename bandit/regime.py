@@ -7,12 +7,11 @@ import math
 import msgspec
 from river.drift import PageHinkley
 
+from paceline.bandit.belief import FAST
 from paceline.bandit.ratio import RatioSums
 
 MIX_DISTANCE = 0.6
 """Total variation between the recent and the regime's mean bucket mix that ends a regime."""
-MIX_FAST = 0.7
-"""Weight of the newest epoch in the recent mix."""
 PRIOR_REGIMES = 2.0
 """Past regimes that the prior horizon counts for."""
 MAX_AGE_FACTOR = 24.0
@@ -23,6 +22,8 @@ PRIOR_GONE = 1.0
 """Past regimes without return that the prior counts for, when the return of a bucket is forecast."""
 RETURN_FACTOR = 12.0
 """Returns are counted on for at most this multiple of the prior horizon, and for no longer than was observed so far."""
+WINDOW_FACTOR = 4.0
+NEW_RETURNS = (1.0, 1.0)
 MAX_RESIDUALS = 96
 CLIP = 6.0
 """Largest standardised residual, so that one odd epoch is no drift."""
@@ -100,8 +101,11 @@ class MixRegime(msgspec.Struct):
     """When the first regime began."""
     past: dict[str, Presence] = {}
 
-    def update(self, tokens: dict[str, int], epoch_start: float) -> bool:
-        """Fold one epoch's tokens per bucket; True when a new regime begins with this epoch."""
+    def update(self, tokens: dict[str, int], epoch_start: float, weight: float = FAST) -> bool:
+        """Fold one epoch's tokens per bucket; True when a new regime begins with this epoch.
+
+        weight: of this epoch in the recent mix, belief.epoch_weight of all traffic.
+        """
         total = sum(tokens.values())
         if total <= 0:
             return False
@@ -109,7 +113,7 @@ class MixRegime(msgspec.Struct):
         if not self.recent:
             self.recent = dict(mix)
         names = sorted(set(self.recent) | set(mix))
-        self.recent = {b: (1 - MIX_FAST) * self.recent.get(b, 0.0) + MIX_FAST * mix.get(b, 0.0) for b in names}
+        self.recent = {b: (1 - weight) * self.recent.get(b, 0.0) + weight * mix.get(b, 0.0) for b in names}
         if self.mean and _distance(self.recent, self.mean) > MIX_DISTANCE:
             self.begin(epoch_start)
             self.recent = dict(mix)
@@ -158,16 +162,28 @@ class MixRegime(msgspec.Struct):
         """
         presence = self.past.get(bucket)
         share = self.mean.get(bucket, 0.0)
-        if presence is None or presence.num_regimes == 0 or share <= 0 or self.origin is None:
+        if share <= 0 or self.origin is None or self.start <= self.origin:
             return 0.0
         observed = self.start - self.origin
-        if observed <= 0:
-            return 0.0
-        window = min(now - self.origin, RETURN_FACTOR * prior_s)
+        window = min(max(now - self.origin, WINDOW_FACTOR * prior_s), RETURN_FACTOR * prior_s)
+        if presence is None or presence.num_regimes == 0:
+            return self._return_of_new(bucket, window, lag_s)
         visit = presence.seconds / presence.num_regimes
         caught = max(1.0 - lag_s / visit, 0.0) if visit > 0 else 0.0
         trust = presence.num_regimes / (presence.num_regimes + PRIOR_GONE)
         return trust * caught * window * (presence.seconds / observed) / max(share, PRESENT_SHARE)
+
+
+    def _return_of_new(self, bucket: str, window: float, lag_s: float) -> float:
+        """The same for a bucket that this regime brought: as the buckets before it came back, with an equal share."""
+        known = [p for name, p in self.past.items() if p.num_regimes > 0 and name != bucket]
+        if not known or self.mean.get(bucket, 0.0) < PRESENT_SHARE:
+            return 0.0
+        back = sum(p.num_regimes > 1 for p in known)
+        chance = (NEW_RETURNS[0] + back) / (sum(NEW_RETURNS) + len(known))
+        visit = sum(p.seconds for p in known) / sum(p.num_regimes for p in known)
+        caught = max(1.0 - lag_s / visit, 0.0) if visit > 0 else 0.0
+        return chance * caught * window / (len(known) + 1)
 
 
 def _distance(a: dict[str, float], b: dict[str, float]) -> float:

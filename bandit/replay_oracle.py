@@ -62,8 +62,7 @@ def hindsight(
             spent += plan[1]
             events += plan[2]
     total = np.concatenate([[0.0], np.cumsum(flow)])
-    every = max(traffic.num_steps // 60, 1)
-    marks = sorted({*range(0, traffic.num_steps + 1, every), traffic.num_steps})
+    at = marks(traffic.num_steps)
     never_s, net_s = float(never.sum()), float(total[-1])
     return RunResult(
         never_s=never_s,
@@ -71,12 +70,17 @@ def hindsight(
         spent={"training": spent},
         ledger={},
         net_s=net_s,
-        curve=[round(float(total[m]), 4) for m in marks],
-        times=[m * traffic.step_s for m in marks],
+        curve=[round(float(total[m]), 4) for m in at],
+        times=[m * traffic.step_s for m in at],
         num_jobs=len(events),
         num_accepted=len(events),
         events=sorted(events, key=lambda e: e["t"]),
     )
+
+
+def marks(num_steps: int) -> list[int]:
+    """Steps at which a curve over time is reported."""
+    return sorted({*range(0, num_steps + 1, max(num_steps // 60, 1)), num_steps})
 
 
 def _domain(
@@ -178,6 +182,6 @@ def _walk(
         flow[k] -= cost
         spent += cost
         flow[now:end] += tokens[now:end] * saved[level]
-        jobs.append({"t": now * traffic.step_s, "action": "train", "bucket": traffic.labels[d], "what": arm.name, "reason": f"{rows:.0f} rows or more, known to pay"})  # fmt: skip
+        jobs.append({"t": now * traffic.step_s, "action": "train", "bucket": traffic.labels[d], "what": arm.name, "reason": f"{rows:.0f} rows or more, known to pay", "domain": d, "rows": rows})  # fmt: skip
         level, k = int(targets[k][level]), end
     return flow, spent, jobs

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.bandit.replay_hindsight import best_plan
 from paceline.bandit.replay_oracle import hindsight
 from paceline.bandit.replay_outcomes import FIRST, SimulatedOutcomes
 from paceline.bandit.replay_scenario import Scenario, Traffic, draw_traffic, num_domains
@@ -16,6 +17,9 @@ from paceline.bandit.replay_world import RunResult, World
 from paceline.config import PolicyConfig
 
 ORACLE = "oracle"
+"""The best plan found with hindsight (bandit/replay_hindsight.py)."""
+BOUND = "bound"
+"""More than any plan can save (bandit/replay_oracle.py)."""
 KNOWN_ROWS = 200_000
 """Rows of a known domain that the first drafter's manifest names."""
 
@@ -41,10 +45,11 @@ def policy_config(policy: str, settings: Mapping[str, Any], seed: int) -> Policy
 
 
 def simulate(scenario: Scenario, policy: str, settings: Mapping[str, Any], seed: int) -> RunResult:
-    """Run a policy, or the hindsight bound when policy is 'oracle'. `settings` overrides fields of PolicyConfig."""
+    """Run a policy, or with hindsight 'oracle' or 'bound'. `settings` overrides fields of PolicyConfig."""
     traffic, outcomes = draw_world(scenario, seed)
-    if policy == ORACLE:
-        return hindsight(traffic, outcomes, policy_config("never", settings, seed), slowdown=scenario.slowdown)
+    if policy in (ORACLE, BOUND):
+        best = best_plan if policy == ORACLE else hindsight
+        return best(traffic, outcomes, policy_config("never", settings, seed), slowdown=scenario.slowdown)
     config = policy_config(policy, settings, seed)
     world = World(
         traffic, outcomes, config, seed=seed, slowdown=scenario.slowdown, learned=learned_rows(scenario, traffic)

@@ -6,7 +6,7 @@ from paceline.bandit.controller_state import ControllerState
 from paceline.bandit.epoch import bucket_beliefs
 from paceline.bandit.observation import HostContext
 from paceline.bandit.policies import View
-from paceline.bandit.pricing import price_jobs, price_recalls
+from paceline.bandit.pricing import price_jobs, price_recalls, recall_rate
 from paceline.bandit.regime import MixRegime
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec
@@ -28,6 +28,15 @@ def build_view(
     lag = config.epoch_s + config.min_dwell_s  # until a return is noticed and its version is back
     known = context.versions or state.lived
     versions = [v for v in {*known, context.first_version} if v not in state.barred]
+    recalls = price_recalls(
+        beliefs,
+        versions,
+        context.live_version,
+        table=state.table,
+        horizon_s=horizon,
+        staging_s=state.costs.staging_s(context.num_replicas),
+        first_version=context.first_version,
+    )
     return View(
         config=config,
         arms=arms,
@@ -45,21 +54,13 @@ def build_view(
                 num_replicas=context.num_replicas,
                 left_s=lambda wait: regime.horizon_s(now, config.horizon_s, wait),
                 returning_s=lambda bucket: regime.returning_s(bucket, now, config.horizon_s, lag),
+                forgotten=state.forgotten,
+                recall_rate=recall_rate(beliefs, recalls),
                 known_length=lambda bucket: state.table.best_of(bucket, versions),
             )
             if job.bucket not in context.frozen
         ),
-        recalls=tuple(
-            price_recalls(
-                beliefs,
-                versions,
-                context.live_version,
-                table=state.table,
-                horizon_s=horizon,
-                staging_s=state.costs.staging_s(context.num_replicas),
-                first_version=context.first_version,
-            )
-        ),
+        recalls=tuple(recalls),
         balance_s=balance_s,
         horizon_s=horizon,
         since_swap_s=now - state.last_swap,
