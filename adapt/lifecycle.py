@@ -46,6 +46,10 @@ ADMISSIBLE = frozenset({_S.TRAINING, _S.RETIRED, _S.LIVE})
 controller; only an operator's order admits an ended version again."""
 MAX_VERSIONS = 200
 """Versions remembered; those that have left the service longest ago are forgotten first."""
+MAX_JOBS = 50
+"""Training jobs remembered that ended without a version; they take no version's place."""
+JOB_PREFIX = "job:"
+"""Begins the key of a job that has made no version (yet)."""
 MAX_TRANSITIONS = 24
 """Transitions kept a version; the decision log keeps all."""
 
@@ -139,6 +143,8 @@ class Lifecycle(msgspec.Struct):
 
     def _forget(self) -> None:
         done = END_STATUSES | {DrafterStatus.RETIRED}
-        old = sorted((life.since, v) for v, life in self.versions.items() if life.status in done)
-        for _, version in old[: max(0, len(self.versions) - MAX_VERSIONS)]:
-            del self.versions[version]
+        for is_job, most in ((True, MAX_JOBS), (False, MAX_VERSIONS)):
+            kept = [v for v in self.versions if v.startswith(JOB_PREFIX) == is_job]
+            old = sorted((self.versions[v].since, v) for v in kept if self.versions[v].status in done)
+            for _, version in old[: max(0, len(kept) - most)]:
+                del self.versions[version]

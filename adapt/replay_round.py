@@ -105,13 +105,13 @@ def calibrated(num_nodes: int, max_frontier: int) -> AcceptRound:
         rows = on_path.nonzero()[:, 0]
         for request, row in zip(owner[rows].tolist(), rows.tolist(), strict=True):
             paths[request].append(row)
-        num_accepted = torch.tensor([len(p) - 1 for p in paths], device=continuation.device)
+        num_accepted_tokens = torch.tensor([len(p) - 1 for p in paths], device=continuation.device)
         num_left = (continuation >= 0).sum(1)
-        teaches = ((num_accepted < num_left) & (num_left > 1)).tolist()
+        teaches = ((num_accepted_tokens < num_left) & (num_left > 1)).tolist()
         calibration.observe(
             RoundDraft(tree=tree, keys=list(keys), num_draft_tokens=[], is_drafted=teaches, cells=cells), paths
         )
-        return num_accepted
+        return num_accepted_tokens
 
     return accept
 

@@ -129,11 +129,11 @@ def _walk(drafter: Drafter, texts: _Texts, accept_round: AcceptRound, should_sto
             raise ShadowStoppedError
         at = anchors[active]
         inputs = texts.inputs(active, done[active], at)
-        num_accepted = accept_round(drafter, inputs, padded[active[:, None], at[:, None] + depth])
-        for b, a in zip(active.tolist(), num_accepted.tolist(), strict=True):
+        num_accepted_tokens = accept_round(drafter, inputs, padded[active[:, None], at[:, None] + depth])
+        for b, a in zip(active.tolist(), num_accepted_tokens.tolist(), strict=True):
             accepted[b].append(a)
         done[active] = at
-        anchors[active] = at + num_accepted + 1
+        anchors[active] = at + num_accepted_tokens + 1
         active = active[anchors[active] < texts.lengths[active] - 1]
     for request_id in texts.ids:
         drafter.release(request_id)

@@ -125,8 +125,9 @@ def run_training_job(
 
 
 def _result(job: TrainJob, status: str, reason: str, watch: _Watch, timing: dict[str, float]) -> TrainResult:
-    shadow_s = timing["shadow_s"]
-    train_s = timing["train_s"] or watch.elapsed() - shadow_s
+    """The end of a job that reached no verdict; all of its time is booked, as scoring from where the update ended."""
+    train_s = timing["train_s"] or watch.elapsed()
+    shadow_s = watch.elapsed() - train_s if timing["train_s"] else 0.0
     return TrainResult(
         job_id=job.job_id, status=status, version=None, reason=reason, train_s=train_s, shadow_s=shadow_s
     )

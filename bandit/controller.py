@@ -113,8 +113,8 @@ class Controller(OperatorOrders):
         state = self._state
         if choice.action == "hold":
             key = f"{choice.code}|{choice.bucket}"
-            if key == state.last_hold:
-                return []
+            if key == state.last_hold and choice.propensity >= 1.0:
+                return []  # a hold that was drawn is logged every time: estimates from the log need it
             state.last_hold = key
         else:
             state.last_hold = ""
@@ -125,7 +125,9 @@ class Controller(OperatorOrders):
             "propensity": choice.propensity,
             "reason": choice.reason,
         }
-        facts = {**self._facts(view, choice.bucket), "compared": choice.numbers}
+        facts = {
+            **self._facts(view, choice.bucket), "compared": choice.numbers, "probabilities": choice.probabilities,
+        }  # fmt: skip
         if choice.job is not None:
             decision = self._order(choice.job, view, now, context, common, facts)
         elif choice.recall is not None:

@@ -36,7 +36,7 @@ class LoggedDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     decision_id: int
     action: str
-    """What was done, in the words of `action_key`."""
+    """What was done, in the words of `decision_key`."""
     propensity: float
     """Probability with which the logging policy did it, in (0, 1]."""
     reward_s: float
@@ -48,7 +48,7 @@ class LoggedDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Probabilities = Callable[[LoggedDecision], Mapping[str, float]]
-"""The evaluated policy: decision -> probability of each action (keys of `action_key`), summing to 1."""
+"""The evaluated policy: decision -> probability of each action (keys of `decision_key`), summing to 1."""
 Model = Callable[[LoggedDecision, str], float]
 """Reward model q: expected net of an action in a decision's situation, device-seconds."""
 
@@ -78,12 +78,15 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """What the logged decisions netted themselves, for comparison."""
 
 
-def action_key(decision: Mapping[str, Any]) -> str:
-    """Name of an exported decision's action: 'hold', 'train:BUCKET:ARM', 'recall:VERSION', 'rollback:VERSION', ..."""
+def decision_key(decision: Mapping[str, Any]) -> str:
+    """Name of a logged decision's action: 'hold', 'train:ARM:BUCKET:ROWS', 'recall:VERSION'.
+
+    As in context["probabilities"]. A rollback by the policy is a recall to it; the pin of an operator is 'pin:VERSION'.
+    """
     action = str(decision["action"])
     if action == "train":
-        return f"train:{decision['bucket']}:{decision['arm']}"
-    return "hold" if action == "hold" else f"{action}:{decision['version']}"
+        return f"train:{decision['arm']}:{decision['bucket']}:{decision['context']['arm']['num_rows']}"
+    return "hold" if action == "hold" else f"{'recall' if action == 'rollback' else action}:{decision['version']}"
 
 
 def read_decisions(lines: Iterable[str | bytes]) -> list[LoggedDecision]:
@@ -105,7 +108,7 @@ def read_decisions(lines: Iterable[str | bytes]) -> list[LoggedDecision]:
             out.append(
                 LoggedDecision(
                     decision_id=int(row["decision_id"]),
-                    action=action_key(row),
+                    action=decision_key(row),
                     propensity=float(row["propensity"]),
                     reward_s=float(row["realised_saving_s"] or 0.0) - float(row["realised_cost_s"] or 0.0),
                     context={**row["context"], "bucket": row["bucket"], "policy": row["policy"], "ts": row["ts"]},

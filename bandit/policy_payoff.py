@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
-from paceline.bandit.policy_view import Choice, View, fullest, hold, main_bucket, not_now, say, too_few_rows, train
+from paceline.bandit.policy_view import (
+    Choice,
+    View,
+    fullest,
+    hold,
+    job_key,
+    main_bucket,
+    not_now,
+    say,
+    too_few_rows,
+    train,
+)  # fmt: skip
 from paceline.bandit.pricing import PricedJob, PricedRecall
 
 EXPLORE = 0.05
@@ -46,8 +58,15 @@ class PayoffPolicy:
         funded = [j for j in paying if j.cost.total_s <= view.balance_s]
         if not funded:
             return self._unfunded(view, paying)
-        job, propensity = pick(funded, rng)
-        return self._late(view, job) or self._train(view, job, propensity)
+        job, chances = pick(funded, rng)
+        probabilities: dict[str, float] = {}
+        for other, chance in chances:  # a near tie that would end within the dwell is a hold
+            key = job_key(other) if self._late(view, other) is None else "hold"
+            probabilities[key] = probabilities.get(key, 0.0) + chance
+        late = self._late(view, job)
+        if late is not None:
+            return msgspec.structs.replace(late, probabilities=probabilities)
+        return self._train(view, job, probabilities)
 
     def _unpaid(self, view: View, jobs: list[PricedJob]) -> Choice:
         best = max(jobs, key=lambda j: j.saving_s / max(j.cost.total_s, 1e-9))
@@ -85,13 +104,13 @@ class PayoffPolicy:
         dwell = view.config.min_dwell_s
         return hold(view, "dwell", template, at=job.bucket, since=view.since_swap_s, job=seconds, dwell=dwell)
 
-    def _train(self, view: View, job: PricedJob, propensity: float) -> Choice:
+    def _train(self, view: View, job: PricedJob, probabilities: dict[str, float]) -> Choice:
         belief = view.beliefs[job.bucket]
         return train(
             job,
             "{arm} on {rows} rows of {bucket} should lift acceptance length {before:.2f} to {after:.2f} and save "
             "{saving:.1f} s at {load:.0f} tokens/s over {horizon:.0f} s for {cost:.1f} s (bank {balance:.1f} s).",
-            propensity=propensity,
+            probabilities=probabilities,
             arm=job.arm.name,
             rows=job.arm.num_rows,
             bucket=job.bucket,
@@ -136,13 +155,14 @@ def waiting_s(job: PricedJob, jobs: list[PricedJob]) -> float:
     return max([0.0, *rates]) * (job.cost.training_s + job.cost.shadow_s)
 
 
-def pick(jobs: list[PricedJob], rng: np.random.Generator) -> tuple[PricedJob, float]:
-    """The best job, or with probability EXPLORE one of its near ties; with its propensity."""
+def pick(jobs: list[PricedJob], rng: np.random.Generator) -> tuple[PricedJob, list[tuple[PricedJob, float]]]:
+    """The best job, or with probability EXPLORE one of its near ties; with all that might have been picked and how likely."""
     worth = {id(j): j.net_s - waiting_s(j, jobs) for j in jobs}
     best = max(jobs, key=lambda j: worth[id(j)])
     ties = [j for j in jobs if j is not best and worth[id(j)] >= worth[id(best)] - NEAR_TIE * abs(worth[id(best)])]
     if not ties:
-        return best, 1.0
+        return best, [(best, 1.0)]
+    chances = [(best, 1.0 - EXPLORE), *((j, EXPLORE / len(ties)) for j in ties)]
     if rng.random() < EXPLORE:
-        return ties[int(rng.integers(len(ties)))], EXPLORE / len(ties)
-    return best, 1.0 - EXPLORE
+        return ties[int(rng.integers(len(ties)))], chances
+    return best, chances

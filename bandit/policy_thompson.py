@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
-from paceline.bandit.policy_view import Choice, View, fullest, hold, not_now, too_few_rows, train
+from paceline.bandit.policy_view import Choice, View, fullest, hold, job_key, not_now, too_few_rows, train
 from paceline.bandit.pricing import PricedJob, passed_gains
 
 
@@ -32,8 +33,13 @@ class ThompsonPolicy:
             arm, bucket, cost = cheapest.arm.name, cheapest.bucket, cheapest.cost.total_s
             return hold(view, "bank", template, at=bucket, arm=arm, bucket=bucket, cost=cost, balance=view.balance_s)
         shares = propensities(view, funded, rng)
+        names = ["hold", *(job_key(j) for j in funded)]
+        probabilities: dict[str, float] = {}
+        for name, share in zip(names, shares.tolist(), strict=True):
+            if share > 0:
+                probabilities[name] = probabilities.get(name, 0.0) + share
         at = int(np.searchsorted(np.cumsum(shares), rng.random(), side="right"))
-        at = min(at, len(shares) - 1)
+        at = min(at, int(np.flatnonzero(shares)[-1]))
         if at == 0:
             best = int(np.argmax(shares[1:]))
             choice = hold(
@@ -47,13 +53,13 @@ class ThompsonPolicy:
                 bucket=funded[best].bucket,
                 some=float(shares[1 + best]),
             )
-            return _with_propensity(choice, float(shares[0]))
+            return msgspec.structs.replace(choice, probabilities=probabilities)
         job = funded[at - 1]
         return train(
             job,
             "{arm} on {rows} rows of {bucket} is best in {share:.1%} of {draws} draws, against {none:.1%} for holding, "
             "and costs {cost:.1f} s of the bank's {balance:.1f} s.",
-            propensity=float(shares[at]),
+            probabilities=probabilities,
             arm=job.arm.name,
             rows=job.arm.num_rows,
             bucket=job.bucket,
@@ -63,17 +69,6 @@ class ThompsonPolicy:
             cost=job.cost.total_s,
             balance=view.balance_s,
         )
-
-
-def _with_propensity(choice: Choice, propensity: float) -> Choice:
-    return Choice(
-        action=choice.action,
-        bucket=choice.bucket,
-        code=choice.code,
-        reason=choice.reason,
-        numbers=choice.numbers,
-        propensity=propensity,
-    )
 
 
 def propensities(view: View, jobs: list[PricedJob], rng: np.random.Generator) -> np.ndarray:

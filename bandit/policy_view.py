@@ -33,6 +33,11 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     gains: GainModel = msgspec.field(default_factory=GainModel)
 
 
+def job_key(job: PricedJob) -> str:
+    """Name of a training job among the actions of one view."""
+    return f"train:{job.arm.name}:{job.bucket}:{job.arm.num_rows}"
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """One action; `code` names the kind of reason, so that equal holds are logged once."""
 
@@ -45,8 +50,24 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """What was compared, by name."""
     job: PricedJob | None = None
     recall: PricedRecall | None = None
-    propensity: float = 1.0
-    """Probability of this action given the view."""
+    probabilities: dict[str, float] = {}
+    """Action key -> probability given the view, of everything that might have been chosen; by default this action is certain."""
+
+    def __post_init__(self) -> None:
+        if not self.probabilities:
+            msgspec.structs.force_setattr(self, "probabilities", {self.key: 1.0})
+
+    @property
+    def key(self) -> str:
+        """Name of the action in `probabilities`: 'hold', 'train:ARM:BUCKET:ROWS' or 'recall:VERSION'."""
+        if self.job is not None:
+            return job_key(self.job)
+        return f"recall:{self.recall.version}" if self.recall is not None else "hold"
+
+    @property
+    def propensity(self) -> float:
+        """Probability of this action given the view."""
+        return self.probabilities[self.key]
 
 
 class Policy(Protocol):
@@ -74,12 +95,13 @@ def hold(view: View, code: str, template: str, *, at: str | None = None, **value
     return Choice(action="hold", bucket=where, code=code, reason=reason, numbers=numbers)
 
 
-def train(job: PricedJob, template: str, *, propensity: float = 1.0, **values: Any) -> Choice:
-    """Start `job`, because of `template` filled with `values`."""
+def train(job: PricedJob, template: str, *, probabilities: dict[str, float] | None = None, **values: Any) -> Choice:
+    """Start `job`, because of `template` filled with `values`; `probabilities` None = it was certain."""
     reason, numbers = say(template, **values)
     return Choice(
-        action="train", bucket=job.bucket, code="train", reason=reason, numbers=numbers, job=job, propensity=propensity
-    )
+        action="train", bucket=job.bucket, code="train", reason=reason, numbers=numbers, job=job,
+        probabilities=probabilities or {},
+    )  # fmt: skip
 
 
 def not_now(view: View) -> Choice | None:

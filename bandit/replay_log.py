@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from paceline.bandit.observation import BucketObservation, HostContext
-from paceline.contracts import ArmSpec, Decision, ShadowScore, TrainResult
+from paceline.contracts import ArmSpec, Decision, LedgerEntry, ShadowScore, TrainResult
 from paceline.errors import ConfigError
 
 KIND = "feedback"
@@ -78,6 +78,8 @@ class ServiceLog(msgspec.Struct, frozen=True, kw_only=True):
     jobs: list[LoggedJob]
     shadow: dict[str, dict[str, float]]
     """Bucket -> version -> acceptance length by exact replay, the newest score."""
+    entries: list[LedgerEntry] = []
+    """What was booked."""
 
 
 class _Finished(NamedTuple):
@@ -132,19 +134,33 @@ def read_log(path: Path) -> ServiceLog:
         data = path.read_bytes()
     except OSError as e:
         raise ConfigError(f"log {path} must be a readable file: {e.strerror}") from e
+    return parse_log(data, str(path))
+
+
+def parse_log(data: bytes, path: str) -> ServiceLog:
+    """The log in `data`; `path` names it in errors. Raises: ConfigError, see `read_log`."""
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     epochs: list[FeedbackLine] = []
-    decisions: dict[int, Decision] = {}
+    decisions: dict[tuple[int, int], Decision] = {}
     results: list[_Finished] = []
+    entries: dict[tuple[int, str], LedgerEntry] = {}
+    run = 0
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
+            if "kind" not in value and "decision_id" in value:
+                raise ConfigError(f"log {path} holds decisions only, not what each epoch measured; replay the export's replay.jsonl or DATA_DIR/decisions.jsonl")  # fmt: skip
             kind = value["kind"]
-            if kind == KIND:
+            if "entry_id" in value:  # its own kind (training, saving, ...) stands in place of the line's
+                entry = msgspec.convert(value, LedgerEntry)
+                entries[run, entry.entry_id] = entry
+            elif kind == KIND:
                 epochs.append(msgspec.convert(value, FeedbackLine))
             elif kind == "decision":
                 decision = msgspec.convert(value, Decision)
-                decisions[decision.decision_id] = decision
+                decisions[run, decision.decision_id] = decision
+            elif kind == "note" and value.get("commit") == 0 and (decisions or entries):
+                run += 1  # the service lost its state and numbers from 1 again
             elif kind == "job":
                 results.append(
                     _Finished(
@@ -172,6 +188,7 @@ def read_log(path: Path) -> ServiceLog:
         decisions=sorted(decisions.values(), key=lambda d: d.ts),
         jobs=jobs,
         shadow=shadow,
+        entries=sorted(entries.values(), key=lambda e: e.ts),
     )
 
 

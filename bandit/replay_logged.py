@@ -23,6 +23,7 @@ from paceline.bandit.replay_outcomes import FIRST, SimulatedOutcomes, TrainOrder
 from paceline.bandit.replay_scenario import Scenario, Traffic
 from paceline.bandit.replay_simulate import ORACLE, policy_config
 from paceline.bandit.replay_world import RunResult, World
+from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Group
 from paceline.errors import ConfigError
 
@@ -90,6 +91,14 @@ class LoggedOutcomes(SimulatedOutcomes):
             seen_lower=truth.seen_lower, reason=truth.reason,
         )  # fmt: skip
 
+    def redraw(self, rng: np.random.Generator) -> None:
+        """Forget the results of logged jobs, and draw anew what the gain model leaves open."""
+        self.jobs, steps = [], len(self.luck)
+        common = rng.normal(1.0, self.fit.spread)  # the model may be wrong for all jobs alike
+        self.luck = np.clip(common * rng.normal(1.0, self.fit.spread, steps), 0.0, 2.0)
+        self.cost = np.exp(rng.normal(0.0, 0.1, steps))
+        self.gate_z = rng.standard_normal(steps)
+
     def _logged(self, order: TrainOrder) -> int | None:
         for i, job in enumerate(self.jobs):
             if i in self.used or job.gain is None or self.names.get(order.base) != job.base_version:
@@ -109,6 +118,25 @@ class LoggedService:
     traffic: Traffic
     first: np.ndarray  # (D,)
     fit: GainFit
+
+    def learned(self) -> dict[str, dict[str, int]]:
+        """First drafter -> bucket -> rows that it was trained on, from the earliest belief logged while it served."""
+        rows: dict[str, int] = {}
+        for d in self.log.decisions:
+            belief = d.context.get("belief")
+            if d.action in ("train", "recall", "rollback"):
+                rows |= (
+                    {belief["bucket"]: int(belief["learned_rows"])} if belief and belief["bucket"] not in rows else {}
+                )
+                break  # another version may serve from here on
+            if belief:
+                rows.setdefault(str(belief["bucket"]), int(belief["learned_rows"]))
+        return {FIRST: rows}
+
+    def step_of(self, ts: float) -> int:
+        """Step of the replay in which something was logged."""
+        k = int((ts - self.log.epochs[0].start) / self.traffic.step_s - 0.5)
+        return min(max(k, 0), self.traffic.num_steps - 1)
 
     def notes(self) -> list[str]:
         """What a reader must know about the result."""
@@ -164,15 +192,14 @@ def _round_seconds(cells: list[FeedbackCell]) -> tuple[float, float]:
     return with_draft, plain_s / plain if plain >= 20 else with_draft
 
 
-def replay_logged(service: LoggedService, policy: str, settings: Mapping[str, Any], seed: int) -> RunResult:
-    """Run a policy (or the oracle) on a prepared log; the seed draws what the gain model leaves open."""
+def logged_outcomes(service: LoggedService, seed: int) -> LoggedOutcomes:
+    """Results of jobs on a prepared log; the seed draws what the gain model leaves open."""
     log, steps = service.log, service.traffic.num_steps
     rng = np.random.default_rng([seed, 11])
     best = max([float(service.first.max()), *(v for scores in log.shadow.values() for v in scores.values())])
     ratios = [j.train_s / prior_training_s(j.arm) for j in log.jobs if j.train_s > 0 and j.status != "stopped"]
     shadows = [j.shadow_s for j in log.jobs if j.shadow_s > 0]
-    first_version = log.epochs[0].first_version
-    outcomes = LoggedOutcomes(
+    return LoggedOutcomes(
         scenario=service.scenario,
         first=service.first,
         ceiling=service.first + np.array([gap(float(v), best) for v in service.first]),
@@ -186,12 +213,22 @@ def replay_logged(service: LoggedService, policy: str, settings: Mapping[str, An
         fit=service.fit,
         labels=service.traffic.labels,
         jobs=log.jobs,
-        names={FIRST: first_version},
+        names={FIRST: log.epochs[0].first_version},
         shadow=log.shadow,
         cost_factor=float(np.mean(ratios)) if ratios else 1.0,
         shadow_s=float(np.mean(shadows)) if shadows else SHADOW_PRIOR_S,
     )
+
+
+def logged_config(service: LoggedService, policy: str, settings: Mapping[str, Any], seed: int) -> PolicyConfig:
+    """The configuration of one run on a log: one decision for every logged epoch unless `settings` says otherwise."""
+    return policy_config(policy, {"epoch_s": 0.999 * service.traffic.step_s, **settings}, seed)
+
+
+def replay_logged(service: LoggedService, policy: str, settings: Mapping[str, Any], seed: int) -> RunResult:
+    """Run a policy (or the oracle) on a prepared log; the seed draws what the gain model leaves open."""
+    outcomes, slowdown = logged_outcomes(service, seed), service.scenario.slowdown
     if policy == ORACLE:
-        return hindsight(service.traffic, outcomes, policy_config("never", settings, seed), slowdown=service.scenario.slowdown)  # fmt: skip
-    config = policy_config(policy, settings, seed)
-    return World(service.traffic, outcomes, config, seed=seed, slowdown=service.scenario.slowdown).run()
+        return hindsight(service.traffic, outcomes, logged_config(service, "never", settings, seed), slowdown=slowdown)
+    config = logged_config(service, policy, settings, seed)
+    return World(service.traffic, outcomes, config, seed=seed, slowdown=slowdown, learned=service.learned()).run()

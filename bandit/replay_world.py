@@ -71,6 +71,7 @@ class World:
     ) -> None:
         """`learned`: version -> bucket -> rows it was trained on, as manifests would say."""
         self.traffic, self.outcomes, self.config, self.slowdown = traffic, outcomes, config, slowdown
+        self.has_long_steps = traffic.step_s > 0.5 * config.epoch_s
         self.clock = ManualClock(START)
         self.controller = Controller(config, default_arms(), clock=self.clock, rng=np.random.default_rng(config.seed))
         self._noise = np.random.default_rng([seed, 7919])
@@ -90,15 +91,11 @@ class World:
         steps, curve, times = self.traffic.num_steps, [0.0], [0.0]
         every = max(steps // 60, 1)
         for k in range(steps):
-            self._step(k)
+            self.step(k)
             if (k + 1) % every == 0 or k == steps - 1:
                 curve.append(self.net_s)
                 times.append((k + 1) * self.traffic.step_s)
-        if self.job is not None:
-            decision, truth, end, domain = self.job
-            left = max(end - self.clock.now(), 0.0)
-            train_s = max(truth.train_s + truth.shadow_s - left, 0.0)
-            self._finish(decision, msgspec.structs.replace(truth, status="stopped", version=None, train_s=train_s, shadow_s=0.0, reason="the replay ended"), domain)  # fmt: skip
+        if self.stop_job():
             curve[-1] = self.net_s
         return RunResult(
             never_s=self.never_s,
@@ -115,19 +112,44 @@ class World:
             contradictions=self.controller.check(),
         )
 
+    def stop_job(self) -> bool:
+        """End a job in flight and book what it cost so far; False without one."""
+        if self.job is None:
+            return False
+        decision, truth, end, domain = self.job
+        left = max(end - self.clock.now(), 0.0)
+        train_s = max(truth.train_s + truth.shadow_s - left, 0.0)
+        self._finish(decision, msgspec.structs.replace(truth, status="stopped", version=None, train_s=train_s, shadow_s=0.0, reason="the replay ended"), domain)  # fmt: skip
+        return True
+
     @property
     def net_s(self) -> float:
         return self.never_s - self.serving_s - sum(self.spent.values())
 
-    def _step(self, k: int) -> None:
+    def step(self, k: int) -> None:
+        """Serve step k, end a job that is due, decide."""
         self.controller.observe(self._serve(k))
-        self.clock.advance(self.traffic.step_s)
+        self._pass_time()
         now = self.clock.now()
-        if self.job is not None and self.job[2] <= now:
-            decision, truth, _, domain = self.job
-            self._finish(decision, truth, domain)
         for decision in self.controller.tick(now, self._context()):
             self._obey(decision, k, now)
+
+    def _pass_time(self) -> None:
+        """To the end of the step, and a job that is due by then ends; with steps as long as epochs, when it is due."""
+        end = self.clock.now() + self.traffic.step_s
+        if self.job is not None and self.job[2] <= end:
+            decision, truth, due, domain = self.job
+            if (
+                self.has_long_steps
+            ):  # the controller hears of the swap when it happens, as from a host that ticks every second
+                due = min(max(due, self.clock.now()), end - 0.01 * self.traffic.step_s)
+                self.clock.advance(due - self.clock.now())
+                self._finish(decision, truth, domain)
+                self.controller.tick(due, self._context())
+            else:
+                self.clock.advance(end - self.clock.now())
+                self._finish(decision, truth, domain)
+        self.clock.advance(end - self.clock.now())
 
     def _obey(self, decision: Decision, k: int, now: float) -> None:
         if decision.action == "hold":

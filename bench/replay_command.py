@@ -12,13 +12,15 @@ from rich.console import Console
 from paceline.bandit.replay_simulate import ORACLE
 from paceline.bench.replay_html import write_html
 from paceline.bench.replay_plan import Variant, parse_sweep, plan, policy_names, read_scenarios, variants
-from paceline.bench.replay_report import build_report, print_report, write_json
+from paceline.bench.replay_report import FORMAT, build_report, print_report, write_json
 from paceline.bench.replay_run import Row, run_all
 from paceline.bench.replay_suggest import write_suggestion
 from paceline.errors import ConfigError
 
 LIVE = ("live", "live-small")
 """Names of replays that really train."""
+CHECKS = ("off-policy", "off-policy-live")
+"""Names of the comparison of off-policy estimates with the truth; the second really trains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,8 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
     Raises: ConfigError for arguments, scenarios and logs that are not usable.
     """
     chosen = variants(policy_names(options.policies), parse_sweep(options.sweep))
+    if options.source in CHECKS:
+        return _check(options, chosen, console)
     if options.source in LIVE:
         report = _live(options, chosen, console)
     elif options.source.endswith((".jsonl", ".log")):
@@ -64,6 +68,29 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
         for line in write_suggestion(report, options.suggest):
             console.print(line, highlight=False)
         console.print(f"written: {options.suggest} (paceline serve --config {options.suggest})", highlight=False)
+    return report
+
+
+def _check(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
+    from paceline.bench.off_policy_check import KEEP, print_check, run_check
+    from paceline.bench.off_policy_live import run_live_check
+
+    if any(v.policy == ORACLE for v in chosen):
+        raise ConfigError("policies must not name 'oracle' here: no log says what it would have done")
+    if options.seeds < 2:
+        raise ConfigError(f"seeds must be >= 2 logs, got {options.seeds}")
+    if options.html is not None or options.suggest is not None:
+        raise ConfigError("html and suggest are not written for off-policy checks; use --json")
+    if options.source == "off-policy":
+        found = run_check(
+            chosen, options.seeds, workers=options.workers, console=console, first_seed=options.first_seed
+        )
+    else:
+        found = run_live_check(chosen, options.seeds, cache=options.resume, data=options.data, console=console)
+    print_check(found, console)
+    report = {"format": FORMAT, "kind": options.source, "num_logs": options.seeds, "keep": KEEP, "policies": found}
+    if options.json is not None:
+        write_json(report, options.json)
     return report
 
 
@@ -91,17 +118,20 @@ def _notes(rows: list[Row]) -> list[str]:
 
 def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
     from paceline.bandit.replay_log import read_log
-    from paceline.bench.replay_logged import logged_runner
+    from paceline.bench.replay_logged import logged_runner, off_policy_rows
 
-    run_one, scenario, notes = logged_runner(read_log(Path(options.source)), options.source)
+    run_one, service = logged_runner(read_log(Path(options.source)), options.source)
+    scenario = service.scenario
     rows = run_all(
         plan([scenario], chosen, options.seeds, options.first_seed), workers=options.workers, resume=options.resume,
         console=console, ray_address=options.ray, run_one=run_one,
     )  # fmt: skip
+    off_policy = off_policy_rows(service, chosen, workers=options.workers, console=console, ray_address=options.ray)
     described = {"name": scenario.name, "duration_s": scenario.duration_s, "step_s": scenario.step_s}
     return build_report(
-        rows, kind="logged", source=options.source, scenarios=[described], notes=[*notes, *_notes(rows)]
-    )
+        rows, kind="logged", source=options.source, scenarios=[described], notes=[*service.notes(), *_notes(rows)],
+        off_policy=off_policy,
+    )  # fmt: skip
 
 
 def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bandit.replay_simulate import ORACLE
+from paceline.bench.replay_report import OFF_POLICY, off_policy_cells
 
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:#111}
 table{border-collapse:collapse;width:100%;font-size:13px}td,th{border-bottom:1px solid #e5e7eb;padding:4px 8px;text-align:left}
@@ -48,11 +49,18 @@ def write_html(report: dict[str, Any], path: Path) -> None:
 in percent of serving cost without training. Intervals: 95%, bootstrap over seeds.</p>{notes}
 <h2>Which policy to run for your traffic</h2>{_table(("traffic", "best", "net", "oracle", "cannot be told from it", "safest (worst run)"), tips)}
 <h2>Over all cells</h2>{_table(("policy", "net", "95% interval", "worst cell", "worst run", "of oracle, least", "of oracle, mean", "spent"), net)}
-{checks}{plots}
+{checks}{_off_policy(report["off_policy"])}{plots}
 <h2>Cells</h2>{_table(("cell", "policy", "net", "95% interval", "worst run", "of oracle", "spent", "saved, true", "saved, booked", "jobs", "swaps"), cells)}
 </body></html>"""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
+
+
+def _off_policy(rows: list[dict[str, Any]] | None) -> str:
+    if not rows:
+        return ""
+    table = _table((*OFF_POLICY, "why"), [[*off_policy_cells(o), o["why"]] for o in rows])
+    return f"<h2>What the log says</h2><p>Doubly robust net, device-seconds; the log itself: {rows[0]['logged_s']:+.1f}. IPS and SNIPS use no model; agreement is the share of the acts until which the log did what the policy may do.</p>{table}"  # fmt: skip
 
 
 def _pct(value: float) -> str:

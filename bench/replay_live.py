@@ -65,7 +65,7 @@ def _run(
     done = read_finished(cache)
     rows: list[Row] = []
     with _bar(console, num_orders * len(chosen)) as (advance, say):
-        service = _Service(config, data, cache, say)
+        service = LiveService(config, data, cache, say)
         for order in range(num_orders):
             for variant in chosen:
                 task = Task(
@@ -82,7 +82,7 @@ def _run(
     return rows, scenarios, service.notes()
 
 
-class _Service:
+class LiveService:
     """Target, texts, drafter registry and round times of a live replay."""
 
     def __init__(self, config: LiveConfig, data: Path | None, cache: Path, say: Say) -> None:
@@ -110,6 +110,11 @@ class _Service:
 
     def replay(self, variant: Variant, order: int) -> dict[str, Any]:
         """One policy on one order of the phases, as plain values of a RunResult."""
+        return msgspec.to_builtins(self.world(variant, order).run())
+
+    def world(self, variant: Variant, order: int, seed: int | None = None) -> World:
+        """The service that one policy would run; `seed` (default: the order) draws noise and the policy's choices."""
+        seed = order if seed is None else seed
         config = self.config
         traffic, served = self._traffic(order)
         outcomes = LiveOutcomes(
@@ -118,10 +123,9 @@ class _Service:
             text_id=self.text_id, say=self.say, served=served,
         )  # fmt: skip
         settings = {"epoch_s": config.epoch_s, **dict(variant.settings)}
-        policy = policy_config(variant.policy, settings, order)
+        policy = policy_config(variant.policy, settings, seed)
         learned = {FIRST: {b: n for b, n in self.learned.items() if b in traffic.labels}}
-        world = World(traffic, outcomes, policy, seed=order, learned=learned)
-        return msgspec.to_builtins(world.run())
+        return World(traffic, outcomes, policy, seed=seed, learned=learned)
 
     def _traffic(self, order: int) -> tuple[Traffic, np.ndarray]:
         """Phases of equal device time under the first drafter, and the rows traced up to each step (T, D)."""

@@ -1,17 +1,21 @@
-"""How are replays of a decision log run task by task?"""
+"""How are replays of a decision log run task by task, and policies valued by the log's own randomisation?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from rich.console import Console
 
+from paceline.bandit.off_policy_log import value_policy
 from paceline.bandit.replay_log import ServiceLog
 from paceline.bandit.replay_logged import LoggedService, prepare, replay_logged
-from paceline.bandit.replay_scenario import Scenario
-from paceline.bench.replay_plan import Task
-from paceline.bench.replay_run import Row, RunOne, row_of
+from paceline.bandit.replay_simulate import ORACLE
+from paceline.bench.replay_plan import Task, Variant
+from paceline.bench.replay_run import Row, RunOne, row_of, run_all
 
 
 def run_logged(task: Task, service: LoggedService) -> Row:
@@ -20,7 +24,33 @@ def run_logged(task: Task, service: LoggedService) -> Row:
     return row_of(task, msgspec.to_builtins(result))
 
 
-def logged_runner(log: ServiceLog, source: str) -> tuple[RunOne, Scenario, list[str]]:
-    """(function of a task, the log as one cell, notes). Raises ConfigError for a log without what a replay needs."""
+def logged_runner(log: ServiceLog, source: str) -> tuple[RunOne, LoggedService]:
+    """(function of a task, the prepared log). Raises ConfigError for a log without what a replay needs."""
     service = prepare(log, Path(source).stem)
-    return partial(run_logged, service=service), service.scenario, service.notes()
+    return partial(run_logged, service=service), service
+
+
+def run_off_policy(task: Task, service: LoggedService) -> Row:
+    """One policy's estimate as plain values."""
+    found = value_policy(service, task.variant.policy, dict(task.variant.settings), seed=task.seed)
+    return row_of(task, msgspec.to_builtins(found))
+
+
+def off_policy_rows(
+    service: LoggedService, chosen: Sequence[Variant], *, workers: int, console: Console, ray_address: str | None
+) -> list[dict[str, Any]]:
+    """What the report says about each policy but the oracle; docs/replay.md names the fields."""
+    tasks = [Task(scenario=service.scenario, variant=v, seed=0) for v in chosen if v.policy != ORACLE]
+    rows = run_all(
+        tasks, workers=workers, resume=None, console=console, ray_address=ray_address,
+        run_one=partial(run_off_policy, service=service), title="off-policy",
+    )  # fmt: skip
+    return [
+        {
+            "label": r["label"], "policy": r["policy"], "settings": r["settings"], "verdict": r["verdict"], "why": r["why"],
+            **{k: None if v is None else round(v, 3) for k, v in r["net"].items()},
+            "mean_s": round(r["net"]["total_s"] / max(r["num_decisions"], 1), 4),
+            "num_decisions": r["num_decisions"], "logged_s": round(r["logged_s"], 3), "num_missed": r["num_missed"],
+        }
+        for r in rows
+    ]  # fmt: skip

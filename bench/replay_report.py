@@ -18,9 +18,10 @@ MAX_EVENTS = 200
 
 
 def build_report(
-    rows: Sequence[Row], *, kind: str, source: str, scenarios: Sequence[dict[str, Any]], notes: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The JSON document of docs/replay.md; off_policy is always None."""
+    rows: Sequence[Row], *, kind: str, source: str, scenarios: Sequence[dict[str, Any]], notes: Sequence[str] = (),
+    off_policy: Sequence[dict[str, Any]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The JSON document of docs/replay.md; `off_policy` = rows of bench/replay_logged.py, None but for a decision log."""
     cells = cell_rows(rows)
     return {
         "format": FORMAT,
@@ -35,7 +36,7 @@ def build_report(
         "checks": checks(cells),
         "over_time": regret(rows),
         "decisions": _decisions(rows),
-        "off_policy": None,
+        "off_policy": None if off_policy is None else list(off_policy),
     }
 
 
@@ -89,6 +90,10 @@ def print_report(report: dict[str, Any], console: Console, *, is_sweep: bool = F
     if len(report["scenarios"]) > 1:
         console.print(_cell_table(report))
     console.print(_advice_table(report))
+    if report["off_policy"]:
+        console.print(_off_policy_table(report["off_policy"]))
+        for o in report["off_policy"]:
+            console.print(f"{o['label']}: {o['verdict']}; {o['why']}", highlight=False)
     for check in report["checks"]:
         state = "[green]yes[/green]" if check["holds"] else "[red]no[/red]"
         console.print(f"{state}  {check['claim']}" + (": " + "; ".join(check["numbers"]) if check["numbers"] else ""), highlight=False)  # fmt: skip
@@ -131,6 +136,38 @@ def _advice_table(report: dict[str, Any]) -> Table:
     for a in report["advice"]:
         bound = "-" if a["oracle_percent"] is None else f"{a['oracle_percent']:+.2f}"
         table.add_row(a["family"], a["best"], f"{a['net_percent']:+.2f}", bound, ", ".join(a["as_good"]) or "-", f"{a['safest']} ({a['safest_worst_percent']:+.2f})")  # fmt: skip
+    return table
+
+
+OFF_POLICY = (
+    "policy",
+    "net s",
+    "95% interval",
+    "per decision",
+    "model alone",
+    "IPS",
+    "SNIPS",
+    "effective acts",
+    "agreement",
+    "verdict",
+)
+"""Columns of the off-policy table."""
+
+
+def off_policy_cells(o: dict[str, Any]) -> list[str]:
+    """One policy's row of the off-policy table."""
+    snips = "-" if o["snips_s"] is None else f"{o['snips_s']:+.1f}"
+    interval = f"{o['low_s']:+.1f} .. {o['high_s']:+.1f}"
+    effective = f"{o['effective_decisions']:.0f} of {o['num_acts']}"
+    return [o["label"], f"{o['total_s']:+.1f}", interval, f"{o['mean_s']:+.3f}", f"{o['direct_s']:+.1f}", f"{o['ips_s']:+.1f}", snips, effective, f"{100 * o['agreement']:.0f}%", o["verdict"]]  # fmt: skip
+
+
+def _off_policy_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=f"What the log says: doubly robust net, device-seconds (the log itself: {rows[0]['logged_s']:+.1f})")  # fmt: skip
+    for name in OFF_POLICY:
+        table.add_column(name, justify="left" if name in ("policy", "95% interval", "verdict") else "right")
+    for o in rows:
+        table.add_row(*off_policy_cells(o))
     return table
 
 

@@ -68,8 +68,11 @@ def run_all(
     console: Console,
     ray_address: str | None = None,
     run_one: RunOne = run_simulated,
+    title: str = "replay",
 ) -> list[Row]:
     """Rows of all tasks, in the order of the tasks; every finished one is on disk at once when `resume` is given.
+
+    `title` stands before the progress bar.
 
     Raises: ConfigError for a damaged folder; PacelineError when a worker process died.
     """
@@ -77,7 +80,7 @@ def run_all(
         raise ConfigError(f"workers must be >= 1, got {workers}")
     done = read_finished(resume) if resume is not None else {}
     todo = [t for t in tasks if t.key not in done]
-    with _appender(resume) as append, _bar(console, len(tasks)) as advance:
+    with _appender(resume) as append, _bar(console, len(tasks), title) as advance:
         advance(len(tasks) - len(todo), "resumed")
         for row in _rows(todo, workers, ray_address, run_one):
             done[row["key"]] = row
@@ -150,8 +153,8 @@ def _appender(folder: Path | None) -> Iterator[Callable[[Row], None]]:
 
 
 @contextmanager
-def _bar(console: Console, total: int) -> Iterator[Callable[[int, str], None]]:
-    columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[info]}"))  # fmt: skip
+def _bar(console: Console, total: int, title: str) -> Iterator[Callable[[int, str], None]]:
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[info]}"))  # fmt: skip
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=total, info="")
         yield lambda count, info: progress.update(bar, advance=count, info=info)

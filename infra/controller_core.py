@@ -40,6 +40,7 @@ READ_COUNT = 200
 COMMIT_EVERY_S = 0.5
 COMMIT_ENTRIES = 500
 _WATERMARK_MAX_AGE_S = 3600.0
+MAX_NOTES = 50
 
 
 MakeController = Callable[[bytes], Controller]
@@ -178,9 +179,7 @@ class ControllerCore:
             and before.first_version != self.state.desired.first_version
         ):
             self.controller.unpin()  # a pin made for the drafters of another start holds nothing here
-            self._commit.log.append(
-                ("note", {"text": f"first drafter is {self.state.desired.first_version}; pins removed"})
-            )
+            self._note(f"first drafter is {self.state.desired.first_version}; pins removed")
             self._flush()
         self._breaker.succeeded()
         logger.info(
@@ -258,7 +257,8 @@ class ControllerCore:
         self.state.num_rows += len(batch.request_id)
         self.state.num_dropped += batch.num_dropped
         batch = self.state.traffic.bounded(batch)  # what follows keeps state per bucket
-        self.state.traffic.observe(batch)
+        live = self.state.desired.version if self.state.desired is not None else ""
+        self.state.traffic.observe(batch, self.state.rollout.tried_version(live))
         try:
             self.controller.observe(batch)
         except Exception as e:  # one bad batch must not stop the stream; it is counted and logged
@@ -293,6 +293,11 @@ class ControllerCore:
         if now >= self._file_due and self.state.commit != self._file_commit:
             self._file_due, self._file_commit = now + self.config.snapshot_every_s, self.state.commit
             self._store.save_file(self.state)
+
+    def _note(self, text: str) -> None:
+        """Put a line into the decision log and among the latest notes that dashboards show."""
+        self._commit.log.append(("note", {"text": text}))
+        self.state.notes = [*self.state.notes, (self._clock.now(), text)][-MAX_NOTES:]
 
     def _note_error(self, text: str, error: Exception) -> None:
         self.num_errors += 1

@@ -28,7 +28,6 @@ from paceline.infra.rollout import refuses_canary
 logger = logging.getLogger(__name__)
 
 _MAX_SWAPS = 500
-MAX_NOTES = 50
 _SWEEP_S = 30.0
 
 
@@ -261,11 +260,6 @@ class ControllerPass(ControllerRollout):
         self._act(decision, now)
         self._note(f"training of {arm} on {bucket} ordered (decision {decision.decision_id})")
         return decision.decision_id
-
-    def _note(self, text: str) -> None:
-        """Put a line into the decision log and among the latest notes that dashboards show."""
-        self._commit.log.append(("note", {"text": text}))
-        self.state.notes = [*self.state.notes, (self._clock.now(), text)][-MAX_NOTES:]
 
     def pin(self, version: str) -> None:
         """Make a version live and keep it until `unpin`.

@@ -10,7 +10,7 @@ import logging
 
 import msgspec
 
-from paceline.adapt.lifecycle import DrafterStatus, Transition
+from paceline.adapt.lifecycle import JOB_PREFIX, DrafterStatus, Transition
 from paceline.adapt.version_pool import best_versions, choose_evictions
 from paceline.contracts import DesiredState, FeedbackBatch, TrainJob, TrainResult
 from paceline.errors import DrafterMismatchError, ManifestError
@@ -242,7 +242,7 @@ class ControllerRollout(ControllerCore):
             self._admit(version, _S.RETIRED, reason, now)
         manifest = self._registry.get_manifest(version)
         self._start_canary(base, version, reason, now, 0, bucket=manifest.bucket or "", arm=manifest.arm)
-        self._commit.log.append(("note", {"text": reason}))
+        self._note(reason)
 
     def _book_swap(self, now: float, *, is_superseded: bool = False) -> None:
         """Charge the decision behind a staged version with what staging it cost, once all replicas run it."""
@@ -313,4 +313,4 @@ class ControllerRollout(ControllerCore):
 
 
 def _job_key(job: TrainJob) -> str:
-    return f"job:{job.job_id}"
+    return f"{JOB_PREFIX}{job.job_id}"

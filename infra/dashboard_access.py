@@ -34,6 +34,8 @@ class Access:
     admin_token: str | None = field(default=None, repr=False)
     is_loopback: bool = True
     """The service was told to listen on a loopback address."""
+    is_metrics_public: bool = False
+    """Anybody may scrape /metrics."""
 
     @classmethod
     def of(cls, config: ServiceConfig) -> Access:
@@ -41,6 +43,7 @@ class Access:
             api_token=config.api_token,
             admin_token=configured_admin_token(config),
             is_loopback=config.host in LOOPBACK,
+            is_metrics_public=config.metrics_public,
         )
 
     def is_admin(self, request: Request) -> bool:
@@ -48,16 +51,24 @@ class Access:
         return _is_token(request, self.admin_token)
 
     def check_read(self, request: Request) -> None:
-        """Raise 401 or 403 unless the request may see the dashboard's data."""
+        """Raise 401 or 403 unless the request may see the dashboard's data or /paceline/state and /paceline/swap."""
         if self.is_admin(request) or _is_token(request, self.api_token):
             return
         if self.api_token is None and self.is_loopback and _is_from_here(request):
             return
         if self.api_token is None and self.admin_token is None:
-            raise HTTPException(
-                403, "the dashboard is closed beyond this computer: start the service with an admin token"
-            )
+            closed = "this is closed beyond this computer: start the service with --api-token or --admin-token"
+            raise HTTPException(403, closed)
         raise _unauthorized("the admin token" if self.api_token is None else "the API token or the admin token")
+
+    def check_metrics(self, request: Request) -> None:
+        """Raise 401 or 403 unless the request may scrape /metrics: as for check_read, or anybody with metrics_public."""
+        if self.is_metrics_public:
+            return
+        try:
+            self.check_read(request)
+        except HTTPException as e:
+            raise HTTPException(e.status_code, f"{e.detail}; --metrics-public opens /metrics", e.headers) from e
 
     def check_change(self, request: Request) -> None:
         """Raise 401, 403 or 415 unless the request is an operator's."""

@@ -3,6 +3,8 @@
 One document is shared by all pages of a replica; a page is sent the parts whose digest it does not have, and the time
 bins of traffic that are new. The bins are the controller's own ring of the past 20 minutes (it survives restarts), so
 that a fresh page shows the past; a copy here covers the time while the controller is away.
+
+Pages wait in two threads of their own: a controller that answers slowly never takes the threads that the API works in.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from paceline.errors import EngineStoppedError
 from paceline.infra.dashboard_sections import sections
 from paceline.infra.traffic_stats import BIN_S, NUM_BINS
 
@@ -27,10 +31,12 @@ LIFETIME_S = 10.0
 MAX_PAGES = 24
 """Open streams of one replica; Serve counts each as a request."""
 NUM_BUCKETS = 24
+NUM_THREADS = 2
 LATE_S = 3 * BIN_S
 """Rows may arrive this late: bins of that age are read again."""
 
 _encoder = msgspec.json.Encoder()
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,7 +52,7 @@ class Document:
 
 
 class DashboardFeed:
-    """The shared document of one replica. Thread-safe."""
+    """The shared document of one replica, and the threads that pages wait in. Thread-safe; `close` it."""
 
     def __init__(
         self,
@@ -63,6 +69,23 @@ class DashboardFeed:
         self._bins: dict[float, dict[str, Any]] = {}
         self._last_full: dict[str, Any] = {}
         self.num_pages = 0
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dashboard")
+        self._is_closed = False
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which may block, from the dashboard's threads; raises EngineStoppedError once closed."""
+        try:
+            return await asyncio.wrap_future(self._pool.submit(work))
+        except (RuntimeError, asyncio.CancelledError) as e:
+            task = asyncio.current_task()
+            if not self._is_closed or (task is not None and task.cancelling()):
+                raise
+            raise EngineStoppedError("this replica is stopping; open the dashboard again") from e
+
+    def close(self) -> None:
+        """End the threads: what waits is refused, a read that has begun ends by its own time limit."""
+        self._is_closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def document(self) -> Document:
         """The latest document, at most FRESH_S old; blocks while it is read."""
@@ -138,7 +161,10 @@ async def events(feed: DashboardFeed, have: dict[str, str], since: float) -> Asy
     try:
         while True:
             began = time.monotonic()
-            document = await asyncio.to_thread(feed.document)
+            try:
+                document = await feed.run(feed.document)
+            except EngineStoppedError:
+                return  # the page opens its next stream at another replica
             yield b"event: update\ndata: " + update(document, have, since) + b"\n\n"
             have, since = dict(document.digests), max((b["ts"] for b in document.bins), default=since)
             if time.monotonic() >= ends:

@@ -44,11 +44,7 @@ _DAY = "public, max-age=86400"
 
 
 class View(Protocol):
-    """What the routes need of a ServiceView; both readers may block."""
-
-    def state(self) -> dict[str, Any]: ...
-
-    def traffic(self, since: float) -> list[dict[str, Any]] | None: ...
+    """What the routes need of a ServiceView besides its feed."""
 
     def command(self, name: str, *args: Any) -> dict[str, Any]: ...
 
@@ -95,10 +91,13 @@ def _json(body: bytes, **headers: str) -> Response:
     return Response(body, media_type="application/json", headers={**HEADERS, "Cache-Control": "no-store", **headers})
 
 
-def dashboard_router(view: View, access: Access) -> APIRouter:
-    """Everything below /dashboard; checks tokens itself."""
+def dashboard_router(view: View, access: Access, feed: DashboardFeed) -> APIRouter:
+    """Everything below /dashboard; checks tokens itself.
+
+    Args:
+        feed: of the same view; whoever made it closes it.
+    """
     router = APIRouter(prefix="/dashboard")
-    feed = DashboardFeed(view.state, view.traffic)
     names = {p.name: p for p in sorted(FOLDER.iterdir()) if p.suffix in _TYPES}
 
     async def page(request: Request) -> Response:
@@ -123,7 +122,7 @@ def dashboard_router(view: View, access: Access) -> APIRouter:
 
     async def state(request: Request) -> Response:
         access.check_read(request)
-        return _json(update(await asyncio.to_thread(feed.document), {}, 0.0))
+        return _json(update(await feed.run(feed.document), {}, 0.0))
 
     async def stream(request: Request, have: str = "", since: float = 0.0) -> Response:
         access.check_read(request)
@@ -135,7 +134,7 @@ def dashboard_router(view: View, access: Access) -> APIRouter:
 
     async def decision(decision_id: int, request: Request) -> Response:
         access.check_read(request)
-        document = await asyncio.to_thread(feed.document)
+        document = await feed.run(feed.document)
         found = decision_page(document.state, decision_id)
         if found is None:
             raise HTTPException(
@@ -145,7 +144,7 @@ def dashboard_router(view: View, access: Access) -> APIRouter:
 
     async def export(name: str, request: Request) -> Response:
         access.check_read(request)
-        document = await asyncio.to_thread(feed.document)
+        document = await feed.run(feed.document)
         stem, _, kind = name.rpartition(".")
         headers = {
             **HEADERS,
@@ -156,7 +155,7 @@ def dashboard_router(view: View, access: Access) -> APIRouter:
             return Response(as_json(document), media_type="application/json", headers=headers)
         if kind != "csv" or stem not in TABLES:
             raise HTTPException(404, f"export must be dashboard.json or one of {', '.join(f'{t}.csv' for t in TABLES)}")
-        body = await asyncio.to_thread(lambda: as_csv(TABLES[stem](document)))
+        body = await feed.run(lambda: as_csv(TABLES[stem](document)))
         return Response(body, media_type="text/csv; charset=utf-8", headers=headers)
 
     async def command(name: str, request: Request) -> Response:

@@ -104,10 +104,12 @@ def log_records(path: Path, kind: str, key: str, report: Report = lambda done, t
     """The newest form of each record of one kind, in the order of first appearance, with its `run`.
 
     A decision is logged again whenever its realised values change; ids begin anew when the service lost its state,
-    which starts another run. A torn last line is left out.
+    which starts another run. Runs are counted by decisions and ledger entries together, whichever kind is asked for, so
+    that the two files agree. A torn last line is left out.
     """
     found: dict[tuple[int, Any], dict[str, Any]] = {}
     run, done, total = 1, 0, path.stat().st_size if path.is_file() else 0
+    has_records = False  # of the run so far: a start after which nothing was logged is none
     if not total:
         return []
     with path.open("rb") as lines:
@@ -119,12 +121,11 @@ def log_records(path: Path, kind: str, key: str, report: Report = lambda done, t
                 row = json.loads(line)
             except ValueError:
                 continue  # being written, or cut by a crash
-            if row.get("kind") == "note" and row.get("commit") == 0 and found:
-                run += 1
-            if kind == "ledger":  # its own `kind` (training, ...) replaces the log's
-                is_wanted = "entry_id" in row
-            else:
-                is_wanted = row.pop("kind", None) == kind
+            if row.get("kind") == "note" and row.get("commit") == 0 and has_records:
+                run, has_records = run + 1, False
+            is_entry = "entry_id" in row  # its own `kind` (training, ...) replaces the log's
+            has_records = has_records or is_entry or row.get("kind") == "decision"
+            is_wanted = is_entry if kind == "ledger" else row.pop("kind", None) == kind
             if is_wanted:
                 row.pop("log_id", None)
                 found[run, row[key]] = {**row, "run": run}
@@ -134,6 +135,18 @@ def log_records(path: Path, kind: str, key: str, report: Report = lambda done, t
 def _export_decisions(options: ExportOptions, out: Path, manifest: dict, report: Report) -> None:
     rows = log_records(options.data_dir / "decisions.jsonl", "decision", "decision_id", report)
     _write_rows(out, "decisions.jsonl", rows, manifest, "no decision has been logged yet")
+    if rows:  # with what every epoch measured, for `paceline replay`
+        _write_rows(out, "replay.jsonl", _log_lines(options.data_dir / "decisions.jsonl"), manifest, "the log is empty")
+
+
+def _log_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The log as it is, without lines that are torn."""
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue  # being written, or cut by a crash
 
 
 def _export_ledger(options: ExportOptions, out: Path, manifest: dict, report: Report) -> None:

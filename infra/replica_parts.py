@@ -17,6 +17,7 @@ from paceline.contracts import DesiredState
 from paceline.errors import PacelineError
 from paceline.infra.controller_actor import ControllerSpec, ensure_controller
 from paceline.infra.dashboard_access import Access
+from paceline.infra.dashboard_feed import DashboardFeed
 from paceline.infra.dashboard_routes import dashboard_router
 from paceline.infra.desired_state import commit_desired, with_holdback
 from paceline.infra.engine_metrics import render_metrics, speculation_rows
@@ -215,7 +216,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         watcher=adaptation.watcher,
         is_adaptive=adaptation.watcher is not None,
     )
-    access = Access.of(config)
+    access, dashboard = Access.of(config), DashboardFeed(view.state, view.traffic)
     return ReplicaParts(
         api=ApiParts(
             client=LocalEngineClient(engine, thread, model_name=config.model_name),
@@ -225,11 +226,13 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             opt_out_tenants=frozenset(config.trace.opt_out_tenants),
             state=view.state,
             swap=view.swap,
+            check_state=access.check_read,
+            check_metrics=access.check_metrics,
             metrics=lambda: render_metrics(counters(), slots.swap_pause_ms, view.controller()),
-            open_routers=(service_router(view, access), dashboard_router(view, access)),
+            open_routers=(service_router(view, access), dashboard_router(view, access, dashboard)),
         ),
         thread=thread,
-        closers=[*adaptation.closers, *closers],
+        closers=[dashboard.close, *adaptation.closers, *closers],
     )
 
 

@@ -133,6 +133,13 @@ class RolloutState(msgspec.Struct, kw_only=True):
         }
         return canary
 
+    def tried_version(self, live: str) -> str:
+        """The version on trial, or the one whose trial failed last: requests that it still serves are none of `live`'s."""
+        if self.canary is not None:
+            return self.canary.version
+        last = str(self.last.get("version", "")) if self.last.get("outcome") != Outcome.PROMOTED else ""
+        return "" if last == live else last
+
     def frozen_buckets(self, now: float) -> list[str]:
         return sorted(b for b, until in self.frozen.items() if until > now)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.contracts import FeedbackBatch
+from paceline.contracts import FeedbackBatch, Group
 from paceline.serving.bucket_names import OTHER_BUCKET
 
 MAX_BUCKETS = 128
@@ -12,6 +12,8 @@ MAX_BUCKETS = 128
 BIN_S = 5.0
 NUM_BINS = 240
 RECENT_S = 30.0
+CANARY = "canary"
+"""Group of the adaptive requests that a version on trial serves; all others of them stay under 'adaptive'."""
 
 
 class GroupTotals(msgspec.Struct, kw_only=True):
@@ -75,14 +77,20 @@ class TrafficStats(msgspec.Struct, kw_only=True):
             return batch
         return msgspec.structs.replace(batch, bucket=[names[bucket] for bucket in batch.bucket])
 
-    def observe(self, batch: FeedbackBatch) -> None:
-        """Add the rows of one batch, its buckets `bounded`."""
+    def observe(self, batch: FeedbackBatch, tried_version: str = "") -> None:
+        """Add the rows of one batch, its buckets `bounded`.
+
+        Args:
+            tried_version: version whose adaptive rows count under CANARY; '' = none is on trial.
+        """
         batch = self.bounded(batch)
         rows = zip(
-            batch.bucket, batch.group, batch.num_accepted_tokens, batch.num_draft_tokens, batch.num_emitted_tokens,
-            batch.share_ms, batch.ts, strict=True,
+            batch.bucket, batch.group, batch.drafter_version, batch.num_accepted_tokens, batch.num_draft_tokens,
+            batch.num_emitted_tokens, batch.share_ms, batch.ts, strict=True,
         )  # fmt: skip
-        for bucket, group, accepted, drafted, emitted, share_ms, ts in rows:
+        for bucket, group, version, accepted, drafted, emitted, share_ms, ts in rows:
+            if tried_version and version == tried_version and group == Group.ADAPTIVE:
+                group = CANARY
             _cell(self.totals, bucket, group).add(accepted, drafted, emitted, share_ms)
             _cell(self._bin(int(ts // BIN_S)), bucket, group).add(accepted, drafted, emitted, share_ms)
 

@@ -62,6 +62,9 @@ class WorkerLease:
         self._stop_asked = False
         self._ended: threading.Event | None = None
         self._deadline: float | None = None
+        self._is_finished = False
+        self._turn = threading.Lock()
+        """Of heartbeat and finish: a beat that comes late must not renew what was given back."""
 
     def __enter__(self) -> WorkerLease:
         """Begin to renew the lease; the time limit counts from here."""
@@ -80,11 +83,17 @@ class WorkerLease:
         return self._stop_asked or (self._deadline is not None and time.monotonic() > self._deadline)
 
     def heartbeat(self) -> None:
-        """Renew once; errors are left to the next beat, since Redis may be away for a while."""
+        """Renew once, unless the job is finished; errors are left to the next beat: Redis may be away for a while."""
+        with self._turn:
+            if not self._is_finished:
+                self._renew()
+
+    def _renew(self) -> None:
         client, keys = self._connect(), Keys(self._model)
         try:
             with client.pipeline(transaction=True) as pipe:
-                pipe.watch(keys.train)
+                # the result too: a beat that the server carries out late, behind `finish`, must fail
+                pipe.watch(keys.train, keys.train_result(self.job_id))
                 value = pipe.get(keys.train)
                 lease = None if value is None else decode(value, Lease)  # type: ignore[arg-type]
                 if lease is not None and (lease.job_id, lease.token) != (self.job_id, self._token):
@@ -102,7 +111,15 @@ class WorkerLease:
             logger.debug("lease not renewed: %s", e)
 
     def finish(self, result: TrainResult, patience_s: float = 30.0) -> bool:
-        """Write the result and give the lease back; waits for Redis for at most patience_s. False: not written."""
+        """Write the result and give the lease back; waits for Redis for at most patience_s. False: not written.
+
+        No heartbeat renews the lease from here on.
+        """
+        with self._turn:
+            self._is_finished = True
+            return self._finish(result, patience_s)
+
+    def _finish(self, result: TrainResult, patience_s: float) -> bool:
         client, keys = self._connect(), Keys(self._model)
         deadline = time.monotonic() + patience_s
         while True:
@@ -138,7 +155,10 @@ class WorkerLease:
             self._ended.wait(self._ttl_s / 4)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_client": None, "_thread": None, "_ended": None}
+        return {**self.__dict__, "_client": None, "_thread": None, "_ended": None, "_turn": None}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state, _turn=threading.Lock())
 
 
 class JobHandle(Protocol):

@@ -90,6 +90,14 @@ def serve(
         str | None,
         typer.Option(help="Bearer token of operators: controls of the dashboard.", envvar="PACELINE_ADMIN_TOKEN"),
     ] = None,
+    metrics_public: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--metrics-public/--metrics-private",
+            help="Let anybody scrape /metrics. Private (default): with the API or admin token as bearer, or from this "
+            "computer where the service listens on loopback and has no API token.",
+        ),
+    ] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of trace store, drafter registry, Redis data.")] = None,
     dtype: Annotated[Optional[str], typer.Option(help="auto | float32 | bfloat16 | float16.")] = None,
     device: Annotated[Optional[str], typer.Option(help="auto | cpu | cuda.")] = None,
@@ -106,7 +114,7 @@ def serve(
     base = load_config(config) if config else ServiceConfig()
     given: dict[str, Any] = {
         "drafter": drafter, "num_replicas": replicas, "host": host, "port": port, "redis_url": redis_url,
-        "api_token": api_token, "admin_token": admin_token, "data_dir": data_dir, "dtype": dtype, "device": device,
+        "api_token": api_token, "admin_token": admin_token, "metrics_public": metrics_public, "data_dir": data_dir, "dtype": dtype, "device": device,
     }  # fmt: skip
     if model != "bundled":
         given["model"] = model

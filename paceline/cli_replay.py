@@ -19,7 +19,7 @@ def replay(
     source: Annotated[
         str,
         typer.Argument(
-            help="synthetic | core | small | a cell's name | FILE.yaml (scenario) | FILE.jsonl (decision log) | live | live-small."
+            help="synthetic | core | small | a cell's name | FILE.yaml (scenario) | FILE.jsonl (decision log) | live | live-small | off-policy | off-policy-live (checks of the estimates from logs)."
         ),
     ],
     policies: Annotated[
@@ -29,7 +29,10 @@ def replay(
         ),
     ] = "never,always,interval,payoff,oracle",
     seeds: Annotated[
-        int, typer.Option(help="Seeds of each cell and policy; for live: orders of the traffic, at most 3.")
+        int,
+        typer.Option(
+            help="Seeds of each cell and policy; for live: orders of the traffic, at most 3; for off-policy: logs."
+        ),
     ] = 10,
     first_seed: Annotated[int, typer.Option(help="First seed, to extend an earlier replay.")] = 0,
     sweep: Annotated[

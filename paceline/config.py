@@ -272,6 +272,8 @@ class ServiceConfig:
     """Bearer token that clients must send; None = open (loopback)."""
     admin_token: str | None = field(default=None, repr=False)
     """Bearer token of operators: pin, roll back, train and set the policy on the dashboard; None = it only shows."""
+    metrics_public: bool = False
+    """True: GET /metrics answers anybody, without a token. False: the API or admin token, or this computer (loopback)."""
     host: str = "127.0.0.1"
     port: int = 8000
     trainer_threads: int = 1

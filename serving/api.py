@@ -164,22 +164,29 @@ class Api:
 
 
 def make_router(parts: ApiParts) -> APIRouter:
-    """Every route of a replica; all but /healthz ask for the token when there is one."""
+    """Every route of a replica; all but /healthz ask for the token when there is one.
+
+    State, swap and metrics have rules of their own where `parts` brings them.
+    """
     api = Api(parts)
     router = APIRouter()
-    locked = APIRouter(dependencies=[Depends(_token_check(parts.api_token))])
+    check_token = _token_check(parts.api_token)
+    locked = APIRouter(dependencies=[Depends(check_token)])
     locked.add_api_route("/v1/completions", api.completions, methods=["POST"])
     locked.add_api_route("/v1/chat/completions", api.chat, methods=["POST"])
     locked.add_api_route("/v1/models", api.models, methods=["GET"])
     locked.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"])
-    locked.add_api_route("/metrics", api.metrics, methods=["GET"])
-    locked.add_api_route("/paceline/state", api.state, methods=["GET"])
-    locked.add_api_route("/paceline/swap", api.swap, methods=["GET"])
     for extra in parts.extra_routers:
         locked.include_router(extra)
     router.add_api_route("/healthz", api.healthz, methods=["GET"])
     for extra in parts.open_routers:
         router.include_router(extra)
+    for path, handler, check in (
+        ("/metrics", api.metrics, parts.check_metrics),
+        ("/paceline/state", api.state, parts.check_state),
+        ("/paceline/swap", api.swap, parts.check_state),
+    ):
+        router.add_api_route(path, handler, methods=["GET"], dependencies=[Depends(check or check_token)])
     router.include_router(locked)
     return router
 

@@ -67,6 +67,10 @@ class ApiParts:
     """Body of GET /paceline/swap."""
     metrics: Callable[[], tuple[bytes, str]] = lambda: (b"", "text/plain; version=0.0.4; charset=utf-8")
     """Body and content type of GET /metrics."""
+    check_state: Callable[[Request], None] | None = None
+    """Raises HTTPException unless a request may GET /paceline/state and /paceline/swap; None = the token's rule."""
+    check_metrics: Callable[[Request], None] | None = None
+    """Raises HTTPException unless a request may GET /metrics; None = the token's rule."""
     max_silence_s: float = 30.0
     """An engine thread without heartbeat for longer counts as dead."""
     sends_request_id: bool = True

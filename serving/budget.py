@@ -31,7 +31,7 @@ class KeyStats:
 
     state: str = "trial"
     """trial: new, always drafts | on | off: plain decoding, credit grows | probe: drafts to look again."""
-    num_accepted: float = 0.0
+    num_accepted_tokens: float = 0.0
     """EMA of accepted tokens per drafted round and request."""
     num_nodes: float = 0.0
     """EMA of draft nodes per drafted round and request."""
@@ -62,7 +62,7 @@ class RoundObservation:
     keys: Sequence[DraftKey | None]
     is_drafted: Sequence[bool]
     num_nodes: Sequence[int]
-    num_accepted: Sequence[int]
+    num_accepted_tokens: Sequence[int]
     context_rows: int
     draft_s: float
     """Drafters and tree building, 0 when nobody drafted."""
@@ -74,7 +74,7 @@ class RoundObservation:
     """Part of draft_s spent in re-entry."""
     frontier_mass: Sequence[float] = field(default_factory=list)
     """(B,) mass re-entered; empty when no block was re-entered."""
-    num_accepted_reentered: Sequence[int] = field(default_factory=list)
+    num_accepted_tokens_reentered: Sequence[int] = field(default_factory=list)
 
 
 class BudgetController:
@@ -149,7 +149,7 @@ class BudgetController:
             stats = self.stats(key)
             self._advance(key, stats, num[key], len(keys), context_rows)
             (forced if stats.state in ("trial", "probe") else known).append(key)
-        known.sort(key=lambda k: -self._stats[k].num_accepted)
+        known.sort(key=lambda k: -self._stats[k].num_accepted_tokens)
         rate, value = self._rate_of(forced, num, len(keys), context_rows), len(forced)
         base, first = rate, value
         for i in range(1, len(known) + 1):
@@ -199,7 +199,7 @@ class BudgetController:
         """Whether this key alone would decode faster with drafting, its acceptance taken `benefit` times."""
         plain = self._rate_of([], {}, 1, context_rows)
         time_s = self._round_s(1 + stats.num_nodes, 1, context_rows)
-        return (1 + benefit * stats.num_accepted) / time_s > plain
+        return (1 + benefit * stats.num_accepted_tokens) / time_s > plain
 
     def _rate_of(
         self, drafting: Sequence[DraftKey], num: dict[DraftKey, int], num_requests: int, context_rows: int
@@ -209,7 +209,7 @@ class BudgetController:
         num_drafting = 0
         for key in drafting:
             stats = self._stats[key]
-            tokens += num[key] * stats.num_accepted
+            tokens += num[key] * stats.num_accepted_tokens
             rows += num[key] * stats.num_nodes
             num_drafting += num[key]
         return tokens / self._round_s(rows, num_drafting, context_rows)
@@ -332,7 +332,7 @@ class BudgetController:
             _ema(self._draft_s, log2_bucket(num_drafting), seen.draft_s / speed, 0.05)
         if seen.frontier_mass and seen.expand_s > 0:
             _ema(self._expand_s, log2_bucket(num_drafting), seen.expand_s / speed, 0.05)
-        tokens = num_requests + sum(seen.num_accepted)
+        tokens = num_requests + sum(seen.num_accepted_tokens)
         if seen.round_s > 0:
             now = tokens / seen.round_s
             self._rate += (0.05 if self._rate > 0 else 1.0) * (now - self._rate)
@@ -350,9 +350,9 @@ class BudgetController:
             stats = self.stats(key)
             if seen.is_drafted[i]:
                 stats.weight = min(stats.weight + 1, self.MAX_WEIGHT)
-                stats.num_accepted += (seen.num_accepted[i] - stats.num_accepted) / stats.weight
+                stats.num_accepted_tokens += (seen.num_accepted_tokens[i] - stats.num_accepted_tokens) / stats.weight
                 stats.num_nodes += (seen.num_nodes[i] - stats.num_nodes) / stats.weight
-                gained_s = seen.num_accepted[i] * plain_s / num_requests
+                gained_s = seen.num_accepted_tokens[i] * plain_s / num_requests
                 if stats.state in ("trial", "probe"):
                     stats.credit_s -= lost_s - gained_s
                     forced.add(key)
@@ -361,7 +361,7 @@ class BudgetController:
                     if stats.losses > self.MAX_LOSSES:
                         stats.losses, stats.weight = 0.0, min(stats.weight, self.SHORT_WEIGHT)
                 if seen.frontier_mass:
-                    stats.expand_gain = stats.expand_gain * 0.98 + seen.num_accepted_reentered[i]
+                    stats.expand_gain = stats.expand_gain * 0.98 + seen.num_accepted_tokens_reentered[i]
                     stats.expand_mass = stats.expand_mass * 0.98 + seen.frontier_mass[i]
                     if stats.expand_gain > 2.0:
                         stats.expand_backoff = 32

@@ -236,19 +236,19 @@ class DecodeRunner:
         share = 1e3 / len(requests)
         emit_start = self._timer()
         for i, r in enumerate(requests):
-            new, num_accepted = tokens[i], accepted[i]
+            new, num_accepted_tokens = tokens[i], accepted[i]
             r.append_output(new)
             r.context_len += len(new)
             r.num_rounds += 1
             r.num_draft_tokens += draft.num_draft_tokens[i]
-            r.num_accepted_tokens += num_accepted
-            r.num_truncated_tokens += num_accepted + 1 - len(new)
+            r.num_accepted_tokens += num_accepted_tokens
+            r.num_truncated_tokens += num_accepted_tokens + 1 - len(new)
             own_draft_ms = draft_ms if draft.is_drafted[i] else 0.0
             r.draft_ms += own_draft_ms
             r.verify_ms += verify_ms
             r.round_ms += (emit_start - start) * share
             version = r.version if batch.slots[i] is not None else ""
-            stat_rows.append((r, version, draft.num_draft_tokens[i], num_accepted, len(new), own_draft_ms))
+            stat_rows.append((r, version, draft.num_draft_tokens[i], num_accepted_tokens, len(new), own_draft_ms))
         for i, r in enumerate(requests):
             reason, match = ends[i]
             num_kept = min(accepted[i], len(tokens[i]))

@@ -198,12 +198,12 @@ class RoundOutput:
         if record is None:
             return
         ts, batch = self._clock.now(), len(rows)
-        for request, version, num_draft, num_accepted, num_emitted, draft_ms in rows:
+        for request, version, num_draft, num_accepted_tokens, num_emitted, draft_ms in rows:
             r = request.request
             record(
                 (
                     r.request_id, r.bucket, r.group.value, version, request.is_greedy, request.num_rounds, num_draft,
-                    num_accepted, num_emitted, batch, draft_ms, verify_ms, share_ms, self.is_training, ts,
+                    num_accepted_tokens, num_emitted, batch, draft_ms, verify_ms, share_ms, self.is_training, ts,
                 )
             )  # fmt: skip
 

@@ -288,8 +288,8 @@ class TreePolicy:
         verify_s: seconds of the verify forward. round_s: seconds of the whole round, prefill excluded.
         """
         paths = plan.on_host()
-        num_accepted = [len(rows) - 1 for rows, _ in paths]
-        reentered = [0] * len(num_accepted)
+        num_accepted_tokens = [len(rows) - 1 for rows, _ in paths]
+        reentered = [0] * len(num_accepted_tokens)
         if any(draft.is_drafted) and (draft.cells is not None or draft.tree.host is not None):
             reentered = self._calibration.observe(draft, [rows for rows, _ in paths])
         self.budget.observe(
@@ -297,7 +297,7 @@ class TreePolicy:
                 keys=draft.keys,
                 is_drafted=draft.is_drafted,
                 num_nodes=draft.num_draft_tokens,
-                num_accepted=num_accepted,
+                num_accepted_tokens=num_accepted_tokens,
                 context_rows=draft.context_rows,
                 draft_s=draft.draft_s,
                 verify_s=verify_s,
@@ -305,7 +305,7 @@ class TreePolicy:
                 num_new_rows=draft.num_new_rows,
                 expand_s=draft.expand_s,
                 frontier_mass=draft.frontier_mass,
-                num_accepted_reentered=reentered,
+                num_accepted_tokens_reentered=reentered,
             )
         )
 

@@ -75,9 +75,9 @@ def accept(tree: TreeBatch, next_token_ids: torch.Tensor) -> AcceptPlan:
     depths = tree.depths[rows]
     path = torch.full((tree.num_requests, int(depths.max()) + 1), -1, dtype=torch.int64, device=start.device)
     path[owner[rows], depths] = rows
-    num_accepted = (path >= 0).sum(1) - 1
-    last = path.gather(1, num_accepted[:, None])[:, 0]
-    return AcceptPlan(path=path, num_accepted_tokens=num_accepted, bonus_token_ids=next_token_ids[last])
+    num_accepted_tokens = (path >= 0).sum(1) - 1
+    last = path.gather(1, num_accepted_tokens[:, None])[:, 0]
+    return AcceptPlan(path=path, num_accepted_tokens=num_accepted_tokens, bonus_token_ids=next_token_ids[last])
 
 
 def verify(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor) -> AcceptPlan:

@@ -8,10 +8,26 @@ from paceline.infra.metrics import CONTROLLER_METRICS, MetricSpec
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEAD = """# Metrics
 
-`GET /metrics` of a replica, in Prometheus' text format. With `--api-token` a scrape needs the token too. Labels never hold
-request ids, users or drafter versions: a series of each would grow without end. The drafter version of an answer is in its
-`paceline` object; versions, decisions and ledger entries are in `GET /paceline/state`. A Grafana dashboard and Prometheus
-alert rules for these metrics are in `infra/grafana/`; the service's own page is [dashboard.md](dashboard.md).
+`GET /metrics` of a replica, in Prometheus' text format. Labels never hold request ids, users or drafter
+versions: a series of each would grow without end. The drafter version of an answer is in its `paceline` object; versions,
+decisions and ledger entries are in `GET /paceline/state`. A Grafana dashboard and Prometheus alert rules for these metrics are
+in `infra/grafana/`; the service's own page is [dashboard.md](dashboard.md).
+
+## Who may scrape
+
+| service | scraping |
+|---|---|
+| on 127.0.0.1, no API token | this computer (peer and Host header must be loopback), or the admin token |
+| `--api-token` | the API token or the admin token |
+| on another address, no API token | the admin token; without one `/metrics` is closed (403) |
+| `--metrics-public` (`metrics_public: true`) | anybody, without a token |
+
+```
+scrape_configs:
+  - job_name: paceline
+    authorization: {credentials_file: /etc/prometheus/paceline_token}   # the API token; not needed with metrics_public
+    static_configs: [{targets: ["paceline.internal:8000"]}]
+```
 """
 REPLICA = """
 ## Of the replica that was asked
@@ -23,7 +39,8 @@ CONTROLLER = """
 ## Of the controller
 
 Every replica appends the same values, from a snapshot less than a second old; they are absent while the controller is
-away (a scrape waits at most 0.8 s for it). Take them from one replica, or with `max`.
+away (a scrape waits at most 0.8 s for it). Take them from one replica, or with `max`. `group` is `adaptive` (the live
+version), `canary` (adaptive requests that the version on trial serves), `static` (hold-back) or `plain` (no drafter).
 """
 
 

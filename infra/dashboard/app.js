@@ -28,7 +28,7 @@ const DRAW = {
   jobs: () => showJobs(parts.jobs, now),
   health: () => showHealth(parts.health),
 };
-const NEEDS_TRAFFIC = ["buckets", "regimes", "swaps", "decisions"];
+const NEEDS_TRAFFIC = ["buckets", "regimes", "swaps", "decisions", "rollout"];
 
 const CHARTS = new Set(["traffic", "decisions", "ledger", "posterior", "versions", "swaps"]);
 const waiting = new Set();

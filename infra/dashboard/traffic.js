@@ -1,15 +1,19 @@
-// Acceptance length and speed per bucket: adaptive, hold-back and plain side by side, regimes and swaps marked.
+// Acceptance length and speed per bucket: adaptive, hold-back, plain and the version on trial side by side, regimes and swaps marked.
 
 import { byId, el, number, options, show, table, whole } from "./dom.js";
 import { color } from "./theme.js";
 import { date, draw, mark, plain } from "./plot.js";
 
 const GROUPS = ["adaptive", "static", "plain"];
-const NAMES = { adaptive: "adaptive (live version)", static: "hold-back (first drafter)", plain: "plain (no drafter)" };
-const DASH = { adaptive: "solid", static: "dash", plain: "dot" };
+const NAMES = { adaptive: "adaptive (live version)", static: "hold-back (first drafter)", plain: "plain (no drafter)", canary: "canary (version on trial)" };
+const DASH = { adaptive: "solid", static: "dash", plain: "dot", canary: "dashdot" };
 const BIN_S = 5;
 const POOL = 6;
 const MAX_SHOWN = 3;
+
+/** The roll-out while a version is on trial, else null. */
+const onTrial = (parts) => (parts.rollout?.rollout?.status === "canary" ? parts.rollout.rollout : null);
+const shownGroups = (trial) => (trial ? [...GROUPS, "canary"] : GROUPS);
 
 /** Acceptance length (value 0: weighted by rounds) or speed (value 1: all tokens over all device time) of several bins. */
 function pooled(cells, value) {
@@ -35,11 +39,13 @@ export class Traffic {
     for (const ts of old) this.bins.delete(ts);
     return bins.length > 0;
   }
-  /** Lines of one bucket, pooled over the latest POOL bins at each point; a gap where a group had no rounds. The open bin is left out. */
-  lines(bucket, value, now) {
+  /** Lines of one bucket, pooled over the latest POOL bins at each point; a gap where a group had no rounds. The open bin is left out.
+      `trial` is the roll-out while a version is on trial, else null: its line begins with it. */
+  lines(bucket, value, now, trial) {
     const times = [...this.bins.keys()].sort((a, b) => a - b).filter((ts) => ts + BIN_S <= now);
-    return GROUPS.map((group) => {
-      const cells = times.map((ts) => this.bins.get(ts).buckets[bucket]?.[group] ?? null);
+    return shownGroups(trial).map((group) => {
+      const isShown = (ts) => group !== "canary" || ts + BIN_S > trial.since;
+      const cells = times.map((ts) => (isShown(ts) ? this.bins.get(ts).buckets[bucket]?.[group] ?? null : null));
       const y = cells.map((cell, i) => (cell === null ? null : pooled(cells.slice(Math.max(0, i - POOL + 1), i + 1), value)));
       return { group, x: times.map((ts) => date(ts + BIN_S)), y };
     }).filter((line) => line.y.some((v) => v !== null));
@@ -49,9 +55,10 @@ export class Traffic {
     options(byId("bucket"), ["", ...rows.map((r) => r.bucket)], { "": "busiest" });
     const chosen = byId("bucket").value;
     const shown = chosen ? [chosen] : rows.slice(0, MAX_SHOWN).map((r) => r.bucket);
+    const trial = onTrial(parts);
     const marks = { regime: "the traffic changed", decision: "a decision acted", swap: "a version was swapped in" };
-    show(byId("legend"), ...GROUPS.map((g) => el("span", { class: `key ${g}` }, NAMES[g])), ...Object.entries(marks).map(([k, text]) => el("span", { class: `key line ${k}` }, text)));
-    this.table(rows);
+    show(byId("legend"), ...shownGroups(trial).map((g) => el("span", { class: `key ${g}` }, NAMES[g])), ...Object.entries(marks).map(([k, text]) => el("span", { class: `key line ${k}` }, text)));
+    this.table(rows, trial);
     const place = byId("buckets");
     if (!shown.length) return show(place, el("p", { class: "hint" }, "No traffic has been measured yet: send requests to /v1/completions."));
     if (JSON.stringify(shown) !== place.dataset.shown || !place.querySelector(".pair")) {
@@ -66,23 +73,24 @@ export class Traffic {
     ];
     const charts = place.querySelectorAll(".chart");
     await Promise.all(shown.flatMap((b, i) => [
-      this.chart(charts[2 * i], b, 0, "Acceptance length, tokens per round (30 s)", shapes, now),
-      this.chart(charts[2 * i + 1], b, 1, "Tokens per second of device time (30 s)", shapes, now),
+      this.chart(charts[2 * i], b, 0, "Acceptance length, tokens per round (30 s)", shapes, now, trial),
+      this.chart(charts[2 * i + 1], b, 1, "Tokens per second of device time (30 s)", shapes, now, trial),
     ]));
   }
-  chart(node, bucket, value, title, shapes, now) {
-    const traces = this.lines(bucket, value, now).filter((l) => value === 1 || l.group !== "plain").map((l) => ({
+  chart(node, bucket, value, title, shapes, now, trial) {
+    const traces = this.lines(bucket, value, now, trial).filter((l) => value === 1 || l.group !== "plain").map((l) => ({
       type: "scatter", mode: "lines", name: NAMES[l.group], x: l.x, y: l.y, connectgaps: false,
       line: { color: color(l.group), dash: DASH[l.group], width: 2, shape: "linear" }, hovertemplate: `${plain(bucket)}, ${l.group}: %{y:.2f}<extra></extra>`, meta: { bucket, group: l.group },
     }));
     return draw(node, traces, { title, shapes, xaxis: { type: "date", tickformat: "%H:%M" }, yaxis: { rangemode: value === 1 ? "tozero" : "normal" } });
   }
-  table(rows) {
+  table(rows, trial) {
     const cell = (group, key, digits) => ({ name: `${group} ${key === "tokens_per_s" ? "tok/s" : "accept."}`, number: true, value: (r) => number(r.recent?.[group]?.[key], digits) });
     const gain = (r) => { const a = r.recent?.adaptive?.tokens_per_s, s = r.recent?.static?.tokens_per_s; return a && s ? `${number(a / s)}x` : "-"; };
     table(byId("bucket-table"), [
       { name: "bucket", value: (r) => r.bucket }, cell("adaptive", "acceptance_length", 2), cell("static", "acceptance_length", 2), cell("adaptive", "tokens_per_s", 0),
-      cell("static", "tokens_per_s", 0), cell("plain", "tokens_per_s", 0), { name: "adaptive / hold-back", number: true, value: gain },
+      cell("static", "tokens_per_s", 0), cell("plain", "tokens_per_s", 0),
+      ...(trial ? [cell("canary", "acceptance_length", 2), cell("canary", "tokens_per_s", 0)] : []), { name: "adaptive / hold-back", number: true, value: gain },
       { name: "drafting", value: (r) => Object.entries(r.speculation ?? {}).map(([role, on]) => `${role} ${on ? "on" : "off"}`).join(", ") || "-" },
       { name: "tokens, 30 s", number: true, value: (r) => whole(r.recent_tokens) }, { name: "rows to learn from", number: true, value: (r) => whole(r.rows) },
     ], rows, "No traffic has been measured yet.");

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from paceline.adapt.lifecycle import (
     ADMISSIBLE,
     END_STATUSES,
+    MAX_JOBS,
     MAX_TRANSITIONS,
     MAX_VERSIONS,
     NEXT_STATUS,
@@ -118,6 +119,23 @@ def test_what_is_served_is_never_forgotten():
         book.admit(f"v{i}", S.RETIRED, reason="known to the registry", ts=float(i))
     assert len(book.versions) == MAX_VERSIONS and book.status("first") == S.LIVE
     assert f"v{MAX_VERSIONS + 29}" in book.versions and "v0" not in book.versions
+
+
+def test_failed_jobs_push_out_no_version():
+    book = Lifecycle()
+    book.admit("old", S.LIVE, reason="first drafter", ts=0.0)
+    book.move("old", S.RETIRED, reason="v took over", ts=1.0)
+    book.admit("bad", S.LIVE, reason="pinned by the operator", ts=2.0)
+    book.move("bad", S.ROLLED_BACK, reason="NaN", ts=3.0)
+    book.admit("v", S.LIVE, reason="rolled back to it", ts=4.0)
+    for i in range(MAX_VERSIONS + 30):
+        book.admit(f"job:{i}", S.TRAINING, reason="ordered", ts=10.0 + i)
+        if i:
+            book.move(f"job:{i}", S.FAILED, reason="too little data", ts=10.5 + i)
+    assert book.versions["old"].was_live and book.barred() >= {"bad"} and book.status("v") == S.LIVE
+    jobs = [v for v in book.versions if v.startswith("job:")]
+    assert len(jobs) <= MAX_JOBS + 1 and f"job:{MAX_VERSIONS + 29}" in jobs
+    assert book.status("job:0") == S.TRAINING, "a job in flight is not forgotten"
 
 
 @given(st.lists(st.sampled_from(list(S)), max_size=80))

@@ -185,6 +185,27 @@ def test_the_time_limit_holds(place):
     assert time.perf_counter() - began < 10
 
 
+def test_a_job_that_its_time_limit_ends_during_scoring_books_the_scoring_too(place, quick_update, monkeypatch):
+    run(place)  # the update is known from here on
+    score, began_scoring = trainer.shadow_scores, []
+
+    def slow_scores(*args, should_stop, **options):
+        def look():
+            time.sleep(0.05)
+            return should_stop()
+
+        began_scoring.append(time.perf_counter())
+        return score(*args, should_stop=look, **options)
+
+    monkeypatch.setattr(trainer, "shadow_scores", slow_scores)
+    began = time.perf_counter()
+    result = run(place, changed(place[2], time_limit_s=0.4))
+    ended = time.perf_counter()
+    assert result.status == "stopped" and "time limit of 0.4 s" in result.reason and began_scoring
+    assert result.shadow_s == pytest.approx(ended - began_scoring[0], abs=0.05)
+    assert result.train_s + result.shadow_s == pytest.approx(ended - began, abs=0.05)
+
+
 def test_a_short_time_limit_shortens_the_update_instead_of_losing_it(place, monkeypatch):
     monkeypatch.setattr(trainer, "TRAIN_SHARE", 1e-5)
     steps = []

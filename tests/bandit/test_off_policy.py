@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.bandit.off_policy import LoggedDecision, action_key, evaluate, read_decisions
+from paceline.bandit.off_policy import LoggedDecision, decision_key, evaluate, read_decisions
 from paceline.errors import SupportError
 
 ACTIONS = ("hold", "train:a:small", "train:a:large")
@@ -182,7 +182,7 @@ def test_arguments_are_checked():
 def _row(**fields) -> bytes:
     row = {
         "decision_id": 3, "ts": 1.0, "bucket": "a", "action": "train", "arm": "head", "version": "v1", "policy": "payoff",
-        "context": {"epoch": 4}, "propensity": 0.95, "realised_saving_s": 5.0, "realised_cost_s": 2.0, "outcome": "accepted",
+        "context": {"epoch": 4, "arm": {"num_rows": 900}}, "propensity": 0.95, "realised_saving_s": 5.0, "realised_cost_s": 2.0, "outcome": "accepted",
     }  # fmt: skip
     return msgspec.json.encode({**row, **fields})
 
@@ -199,8 +199,8 @@ def test_exported_lines_become_decisions_without_orders_and_unfinished_jobs():
         b"\n",
     ]
     found = read_decisions(lines)
-    assert [(d.action, d.reward_s) for d in found] == [("train:a:head", 3.0), ("rollback:v1", -0.5), ("hold", 0.0)]
-    assert found[0].context == {"epoch": 4, "bucket": "a", "policy": "payoff", "ts": 1.0}
+    assert [(d.action, d.reward_s) for d in found] == [("train:head:a:900", 3.0), ("recall:v1", -0.5), ("hold", 0.0)]
+    assert found[0].context == {"epoch": 4, "arm": {"num_rows": 900}, "bucket": "a", "policy": "payoff", "ts": 1.0}
     with pytest.raises(ValueError, match="line 2 is not a decision"):
         read_decisions([_row(), b'{"action": "train"}'])
-    assert action_key({"action": "recall", "version": "v7"}) == "recall:v7"
+    assert decision_key({"action": "recall", "version": "v7"}) == "recall:v7"

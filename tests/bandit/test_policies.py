@@ -76,6 +76,29 @@ def test_near_ties_are_explored_at_the_logged_propensity():
     assert {(p.job.arm.name, round(p.propensity, 3)) for p in picks} == {("head", 0.95), ("full", 0.05)}
 
 
+def test_a_near_tie_that_would_end_within_the_dwell_is_a_hold_of_its_own_probability():
+    policy, rng = make_policy("payoff"), np.random.default_rng(0)
+    slow, quick = make_job(FULL, 28.0, 9.0), make_job(HEAD, 21.9, 3.0)
+    view = make_view(jobs=(slow, quick), since_swap_s=2.0)  # 10 s must pass: only the slow job ends late enough
+    picks = [policy.choose(view, rng) for _ in range(2000)]
+    assert np.mean([p.action == "hold" for p in picks]) == pytest.approx(0.05, abs=0.02)
+    expected = {"train:full:c:2000": pytest.approx(0.95), "hold": pytest.approx(0.05)}
+    assert all(p.probabilities == expected for p in picks)
+    assert {(p.action, round(p.propensity, 3)) for p in picks} == {("train", 0.95), ("hold", 0.05)}
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+@given(seed=st.integers(0, 50), savings=st.lists(st.floats(-5, 60), min_size=1, max_size=4), since=st.floats(0, 20))
+def test_probabilities_sum_to_one_and_hold_the_action_taken(name, seed, savings, since):
+    arms = (HEAD, FULL)
+    jobs = tuple(make_job(arms[i % 2], saving=s, cost=4.0 + i) for i, s in enumerate(savings))
+    choice = choose(name, seed=seed, jobs=jobs, recalls=(make_recall(gain=0.05),), since_swap_s=since)
+    assert sum(choice.probabilities.values()) == pytest.approx(1.0) and min(choice.probabilities.values()) > 0
+    assert choice.propensity == choice.probabilities[choice.key]
+    if name not in ("payoff", "thompson"):
+        assert choice.probabilities == {choice.key: 1.0}
+
+
 def test_an_unknown_policy_is_refused_with_the_known_names():
     with pytest.raises(ConfigError, match="never, always, interval, payoff"):
         make_policy("sometimes")

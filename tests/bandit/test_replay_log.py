@@ -9,6 +9,7 @@ import pytest
 from paceline.bandit.replay_gain_fit import MIN_JOBS, fit_gains
 from paceline.bandit.replay_log import LoggedJob, read_log
 from paceline.bandit.replay_logged import prepare, replay_logged
+from paceline.bandit.replay_record import record
 from paceline.bandit.replay_scenario import Scenario
 from paceline.bandit.replay_simulate import draw_world, learned_rows, policy_config
 from paceline.bandit.replay_world import World
@@ -24,29 +25,8 @@ def served(tmp_path_factory):
     cell = Scenario(name="x", regime_s=600.0, duration_s=2400.0, recurrence="cycle", train_cost=0.3)
     traffic, outcomes = draw_world(cell, 3)
     world = World(traffic, outcomes, policy_config("payoff", {}, 3), seed=3, learned=learned_rows(cell, traffic))
-    controller, lines, jobs = world.controller, [], {}
-    finish = controller.job_finished
-
-    def job_finished(result, **kwargs):
-        jobs[kwargs["decision_id"]] = (kwargs["now"], result)
-        return finish(result, **kwargs)
-
-    controller.job_finished = job_finished
-    for k in range(traffic.num_steps):
-        world._step(k)
-        decisions, entries = controller.drain()
-        lines += [{"kind": "decision", **msgspec.to_builtins(d)} for d in decisions]
-        lines += [{"kind": "ledger", **msgspec.to_builtins(e)} for e in entries]
-        for decision in decisions:
-            if decision.decision_id in jobs:
-                at, result = jobs.pop(decision.decision_id)
-                lines.append({"log_id": f"{int(at * 1000)}-0", "kind": "job", **msgspec.to_builtins(result), "bucket": decision.bucket, "arm": decision.arm})  # fmt: skip
-        line = controller.closed_epoch()
-        if line is not None:
-            lines.append({"kind": "feedback", **msgspec.to_builtins(line)})
-        assert controller.closed_epoch() is None
     path = tmp_path_factory.mktemp("log") / "decisions.jsonl"
-    path.write_text("".join(json.dumps(x) + "\n" for x in lines))
+    path.write_bytes(record(world))
     return path, world
 
 
@@ -143,3 +123,10 @@ def test_too_few_jobs_leave_the_prior_and_say_so():
 def test_jobs_that_do_not_predict_each_other_leave_the_prior():
     fit = fit_gains(_jobs(12, share=0.65, noise=0.6), best_length=2.5)
     assert fit.is_prior and "does not predict them better" in fit.sentence()
+
+
+def test_an_export_of_decisions_alone_is_refused_with_what_to_replay_instead(tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    path.write_text(json.dumps({"decision_id": 1, "action": "hold"}) + "\n")
+    with pytest.raises(ConfigError, match=r"replay the export's replay\.jsonl or DATA_DIR/decisions\.jsonl"):
+        read_log(path)

@@ -112,3 +112,23 @@ def test_a_safe_setting_is_suggested_before_a_higher_but_risky_one():
     assert values == {"policy": {"policy": "payoff", "bank_s": 50.0}}
     assert any("higher net, but a worse worst cell" in line for line in why)
     assert yaml.safe_load(yaml.safe_dump(values)) == values
+
+
+def test_a_decision_log_is_valued_by_its_own_randomisation(tmp_path):
+    from paceline.bandit.replay_record import record
+    from paceline.bench.off_policy_check import CELL, Variant, simulated_world
+
+    path, names = tmp_path / "replay.jsonl", {n: tmp_path / n for n in ("r.json", "r.html")}
+    world = simulated_world(CELL, Variant(policy="payoff"), 3)
+    path.write_bytes(record(world))
+    result = RUN.invoke(app, ["replay", str(path), "--policies", "never,payoff,always,oracle", "--seeds", "1", "--json", str(names["r.json"]), "--html", str(names["r.html"])])  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "What the log says" in result.output
+    found = {o["label"]: o for o in json.loads(names["r.json"].read_text())["off_policy"]}
+    assert set(found) == {"never", "payoff", "always"}
+    assert found["never"]["verdict"] == "exact" and found["always"]["verdict"] == "cannot tell"
+    payoff = found["payoff"]
+    assert payoff["low_s"] <= payoff["total_s"] <= payoff["high_s"]
+    assert payoff["mean_s"] * payoff["num_decisions"] == pytest.approx(payoff["total_s"], abs=0.01)
+    page = names["r.html"].read_text()
+    assert "What the log says" in page and "overlap is too thin" in page

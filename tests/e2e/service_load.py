@@ -193,6 +193,18 @@ def under_load(
     return answers
 
 
+def fresh_state(url: str) -> dict[str, Any]:
+    """A snapshot of the controller that is younger than this call; replicas may show one from their short cache."""
+    asked = time.time()
+
+    def read() -> dict[str, Any] | None:
+        response = httpx.get(f"{url}/paceline/state", timeout=30)
+        state = response.json() if response.status_code == 200 else {}
+        return state if state.get("has_controller") and state["ts"] > asked else None
+
+    return wait_for(read, "a fresh snapshot of the controller")
+
+
 def wait_for(read: Callable[[], Any], what: str, timeout_s: float = 120.0, every_s: float = 0.1) -> Any:
     """The first true value of `read`; errors of the connection count as false."""
     deadline = time.monotonic() + timeout_s

@@ -22,7 +22,7 @@ from paceline.contracts import is_canary
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.specblock_drafter import DRAFTER_TYPE, read_drafter_files
-from tests.e2e.service_load import wait_for
+from tests.e2e.service_load import fresh_state, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 PERCENT, NUM_TOKENS, WIDTH, MOST = 10, 24, 4, 200
@@ -42,14 +42,7 @@ class Place:
     retrained: str
 
     def state(self) -> dict[str, Any]:
-        asked = time.time()
-
-        def read() -> dict[str, Any] | None:
-            response = httpx.get(f"{self.service.url}/paceline/state", timeout=30)
-            state = response.json() if response.status_code == 200 else {}
-            return state if state.get("has_controller") and state["ts"] > asked else None
-
-        return wait_for(read, "a fresh snapshot of the controller")
+        return fresh_state(self.service.url)
 
     def order(self, command: str, **values: str) -> None:
         httpx.post(f"{self.service.url}/paceline/{command}", json=values, timeout=60).raise_for_status()

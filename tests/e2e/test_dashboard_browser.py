@@ -5,6 +5,7 @@ PACELINE_SCREENSHOTS=docs/images writes the pictures of docs/dashboard.md (and s
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.specblock_drafter import read_drafter_files
 from paceline.serving.target import TargetModel
 from tests.browser_page import Watch, open_browser, watched_page
+from tests.e2e import service_load
 
 pytestmark = [pytest.mark.browser, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 SCREENSHOTS = os.environ.get("PACELINE_SCREENSHOTS")
@@ -33,18 +35,13 @@ PATIENCE_S = 240.0
 SETTLED_S = 20.0
 """Age of a point of a chart behind which late rows change nothing."""
 IS_SETTLED = """([s, age]) => {
-    const points = document.querySelector(s).data.map((d) => d.x.map((x, i) => [x.getTime() / 1000, d.y[i]]));
+    const points = document.querySelector(s).data.filter((d) => d.meta.group !== "canary").map((d) => d.x.map((x, i) => [x.getTime() / 1000, d.y[i]]));
     const newest = Math.max(...points.flat().map((p) => p[0]));
     return points.every((line) => line.some(([x, y]) => y !== null && x < newest - age));
 }"""
 
 
-def wait_for(read: Any, what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (value := read()):
-        assert time.monotonic() < deadline, f"{what} did not come true within {PATIENCE_S:g} s"
-        time.sleep(0.5)
-    return value
+wait_for = functools.partial(service_load.wait_for, timeout_s=PATIENCE_S, every_s=0.5)
 
 
 @dataclass
@@ -148,9 +145,12 @@ def test_charts_show_the_traffic_of_the_running_service_as_it_goes_on(place: Pla
         watch.page.locator("#bucket").select_option("math")
         watch.wait("document.querySelector('#buckets h3').textContent === 'math'")
         speed = "#buckets .chart:nth-child(2)"
-        watch.wait("(s) => document.querySelector(s).data?.length === 3", speed)
+        # a drafter that was trained meanwhile may be on trial: its line is young
+        watch.wait(
+            "(s) => document.querySelector(s).data?.filter((t) => t.meta.group !== 'canary').length === 3", speed
+        )
         watch.wait(IS_SETTLED, [speed, SETTLED_S])
-        shown = {t["meta"]["group"]: t for t in watch.traces(speed)}
+        shown = {t["meta"]["group"]: t for t in watch.traces(speed) if t["meta"]["group"] != "canary"}
         newest = max(x for t in shown.values() for x in t["x"])
         state = httpx.get(f"{place.url}/dashboard/api/state", timeout=30).json()
         for group, line in shown.items():
@@ -166,9 +166,9 @@ def test_charts_show_the_traffic_of_the_running_service_as_it_goes_on(place: Pla
         watch.check_clean(place.url)
 
 
-def order(place: Place, command: str) -> None:
-    headers = {"authorization": f"Bearer {ADMIN}"}
-    httpx.post(f"{place.url}/dashboard/api/commands/{command}", json={}, headers=headers, timeout=60).raise_for_status()
+def order(place: Place, command: str, **values: str) -> None:
+    headers, path = {"authorization": f"Bearer {ADMIN}"}, f"/dashboard/api/commands/{command}"
+    httpx.post(f"{place.url}{path}", json=values, headers=headers, timeout=60).raise_for_status()
 
 
 def test_operator_pins_and_rolls_back_through_the_page(place: Place) -> None:
@@ -202,6 +202,41 @@ def test_operator_pins_and_rolls_back_through_the_page(place: Place) -> None:
         watch.wait("!document.getElementById('found').hidden")
         assert "operator" in watch.page.locator("#words").text_content()
         watch.check_clean(place.url)
+    order(place, "resume")
+    assert not place.errors
+
+
+def test_a_canary_of_the_running_service_has_a_line_until_it_ends(place: Place) -> None:
+    order(place, "pause")  # no promotion and no other version comes between
+
+    def status() -> str | None:
+        """Of the roll-out; None while the controller does not answer."""
+        return (place.state().get("rollout") or {}).get("status")
+
+    def has_line(group: str) -> str:
+        return f"[...document.querySelectorAll('#buckets .chart')].some((c) => c.data?.some((t) => t.meta.group === '{group}'))"
+
+    wait_for(lambda: place.state() and not place.state().get("job"), "the end of a job in flight")
+    live = wait_for(lambda: place.state().get("version"), "the live version")
+    with watched_page(place.browser) as watch:
+        load(watch, place.url)
+        watch.page.locator("#bucket").select_option("math")
+
+        legend = "document.getElementById('legend').textContent.includes('version on trial')"
+
+        def is_drawn() -> bool:
+            if status() == "idle":  # not begun, or it came to its limits on a slow machine
+                order(place, "canary", version=place.other)
+            return watch.page.evaluate(f"{legend} && {has_line('canary')}")
+
+        wait_for(is_drawn, "a line of the canary")
+        recent = place.state()["buckets"]["math"]
+        assert recent["canary"]["tokens"] > 0
+        order(place, "pin", version=live)  # calls the trial off
+        wait_for(lambda: status() == "idle", "the end of the trial")
+        watch.wait(f"!{legend} && {has_line('adaptive')} && !{has_line('canary')}")
+        watch.check_clean(place.url)
+    order(place, "unpin")
     order(place, "resume")
     assert not place.errors
 

@@ -31,6 +31,7 @@ from tests.e2e.service_load import (
     PROMPTS,
     Answer,
     ask,
+    fresh_state,
     new_client,
     under_load,
     wait_for,
@@ -67,14 +68,7 @@ class Place:
         return httpx.post(f"{self.url}/paceline/{command}", json=values, timeout=60)
 
     def state(self) -> dict[str, Any]:
-        """A snapshot of the controller that is younger than this call; replicas may show one from their short cache."""
-        asked = time.time()
-
-        def read() -> dict[str, Any] | None:
-            state = self.get("/paceline/state")
-            return state if state.get("has_controller") and state["ts"] > asked else None
-
-        return wait_for(read, "a fresh snapshot of the controller")
+        return fresh_state(self.url)
 
     def replicas(self) -> dict[str, dict[str, Any]]:
         """Replica id -> its own part of the state; requests are spread, so ask until every one has answered."""

@@ -6,8 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from paceline.config import RolloutConfig
+from paceline.contracts import DesiredState
+from paceline.infra.controller_host import ControllerHost
+from paceline.infra.desired_state import ensure_desired
 from paceline.infra.redis_clients import Keys, patient_client
 from paceline.infra.redis_server import EmbeddedRedis
+from tests.infra.hosts import make_host
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +42,28 @@ def client(shared_redis: EmbeddedRedis):
     made = patient_client(shared_redis.url)
     yield made
     made.close()
+
+
+@pytest.fixture
+def seeded(client, keys) -> DesiredState:
+    """The first desired record: v1 is live."""
+    return ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+
+
+@pytest.fixture
+def rollout() -> RolloutConfig:
+    """Of `host`; versions go live at once."""
+    return RolloutConfig(canary_percent=0)
+
+
+@pytest.fixture
+def host(shared_redis, keys, tmp_path, seeded, rollout) -> Iterator[ControllerHost]:
+    """A connected host of tests/infra/hosts.py."""
+    made = make_host(shared_redis.url, keys, tmp_path, rollout=rollout)
+    made.connect()
+    yield made
+    if made.state.pending is not None:
+        made._coordinator.kill()
 
 
 @pytest.fixture

@@ -19,9 +19,12 @@ from paceline.infra.train_coordinator import WorkerLease
 ARM = ArmSpec(name="full", parameters="full", num_rows=100)
 
 
-def row(i: int, *, bucket: str = "math", group: str = "adaptive", ts: float | None = None) -> tuple:
+def row(
+    i: int, *, bucket: str = "math", group: str = "adaptive", version: str = "v1", ts: float | None = None
+) -> tuple:
     """One row in the field order of ROUND_COLUMNS: 2 of 4 drafted tokens accepted, 3 emitted, 10 ms."""
-    return (f"r{i}", bucket, group, "v1", True, i, 4, 2, 3, 1, 1.0, 6.0, 10.0, False, time.time() if ts is None else ts)
+    ts = time.time() if ts is None else ts
+    return (f"r{i}", bucket, group, version, True, i, 4, 2, 3, 1, 1.0, 6.0, 10.0, False, ts)
 
 
 def decision(decision_id: int, action: str, **fields) -> Decision:

@@ -169,6 +169,15 @@ def test_pin_and_rollback_swap_the_drafter_while_requests_run(
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.parametrize("path", ["/paceline/state", "/paceline/swap", "/metrics"])
+def test_without_tokens_what_the_service_tells_about_itself_stays_on_this_computer(service: Service, path: str) -> None:
+    assert httpx.get(f"{service.url}{path}").status_code == 200
+    assert httpx.get(f"{service.url}{path}", headers={"host": "rebound.example"}).status_code == 403
+    assert httpx.get(f"{service.url}{path}", headers={"x-forwarded-for": "10.0.0.7"}).status_code == 403
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 def test_metrics_and_health(service: Service) -> None:
     text = httpx.get(f"{service.url}/metrics").text
     assert "paceline_emitted_tokens_total" in text and "paceline_redis_up 1.0" in text

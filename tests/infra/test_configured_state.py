@@ -7,7 +7,7 @@ from paceline.infra.desired_state import ensure_desired, read_desired
 from paceline.infra.log import recent_log
 from paceline.infra.redis_clients import patient_client
 from paceline.infra.replica_parts import ensure_first_version
-from tests.infra.test_controller_host import make_host, settle
+from tests.infra.hosts import make_host, settle
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from paceline.clock import ManualClock
-from paceline.config import PolicyConfig, RolloutConfig
+from paceline.config import PolicyConfig
 from paceline.contracts import LedgerEntry, ReplicaReport, decode, encode
 from paceline.errors import ConfigError, FencedError, ManifestError, PacelineError
 from paceline.infra.controller_host import ControllerHost, HostConfig
@@ -16,60 +16,14 @@ from paceline.infra.feedback_consumer import GROUP
 from paceline.infra.log import recent_log
 from paceline.infra.redis_clients import patient_client
 from paceline.infra.traffic_stats import MAX_BUCKETS
+from tests.infra.hosts import make_host, send, settle
 from tests.infra.scripted import (
     MemoryRegistry,
     MemoryStore,
     ProcessLauncher,
-    ScriptedController,
     decision,
     row,
 )
-
-
-def make_host(
-    url, keys, tmp_path, *, launcher=None, data_dir=True, make=ScriptedController, registry=None, **config
-) -> ControllerHost:
-    return ControllerHost(
-        HostConfig(
-            redis_url=url, model=keys.model, data_dir=tmp_path / "data" if data_dir else None, lease_ttl_s=2.0,
-            stop_grace_s=0.3, context_every_s=0.0,
-            **{"rollout": RolloutConfig(canary_percent=0), "target_version": "t", **config},
-        ),
-        store=MemoryStore(), registry=registry or MemoryRegistry(), launcher=launcher or ProcessLauncher(url, str(tmp_path / "journal")),
-        make_controller=make,
-    )  # fmt: skip
-
-
-def send(client, keys, seq: int, rows: int = 3, *, boot: int = 1, dropped: int = 0, replica: str = "a") -> bytes:
-    batch = make_batch(
-        [row(i) for i in range(rows)],
-        replica_id=replica,
-        boot_epoch=boot,
-        seq=seq,
-        target_version="t",
-        num_dropped=dropped,
-    )
-    return client.xadd(keys.feedback, {"v": encode(batch)})
-
-
-@pytest.fixture
-def seeded(client, keys):
-    return ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
-
-
-@pytest.fixture
-def host(shared_redis, keys, tmp_path, seeded):
-    made = make_host(shared_redis.url, keys, tmp_path)
-    made.connect()
-    yield made
-    if made.state.pending is not None:
-        made._coordinator.kill()
-
-
-def settle(host, passes: int = 3) -> None:
-    for _ in range(passes):
-        host._commit_due = 0.0
-        host.step(block_ms=1)
 
 
 def pending_entries(client, keys) -> int:

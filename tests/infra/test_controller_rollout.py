@@ -1,5 +1,7 @@
 """Claims of infra/controller_rollout.py against a real server: canaries, life cycles, the pool, retention."""
 
+import functools
+
 import msgspec
 import pytest
 
@@ -7,50 +9,26 @@ from paceline.adapt.lifecycle import DrafterStatus as S
 from paceline.config import RolloutConfig, TraceConfig
 from paceline.contracts import ReplicaReport, decode
 from paceline.errors import DrafterMismatchError, ManifestError
-from paceline.infra.controller_host import ControllerHost, HostConfig
 from paceline.infra.controller_store import HostState
-from paceline.infra.desired_state import commit_desired, ensure_desired, read_desired, write_report
+from paceline.infra.desired_state import commit_desired, read_desired, write_report
 from paceline.infra.log import recent_log
+from tests.infra import hosts
 from tests.infra.fake_replicas import FakeReplicas, loading
-from tests.infra.scripted import MemoryRegistry, MemoryStore, ProcessLauncher, ScriptedController, Shard, decision
+from tests.infra.hosts import settle
+from tests.infra.scripted import MemoryRegistry, MemoryStore, Shard, decision
 
 ROLLOUT = RolloutConfig(canary_percent=50, quiet_s=0.02, freeze_s=500.0, max_requests=100)
-
-
-def make_host(url, keys, tmp_path, *, rollout=ROLLOUT, store=None, registry=None, **config) -> ControllerHost:
-    return ControllerHost(
-        HostConfig(
-            redis_url=url, model=keys.model, data_dir=tmp_path / "data", lease_ttl_s=2.0, stop_grace_s=0.3,
-            context_every_s=0.0, target_version="t", rollout=rollout, **config,
-        ),
-        store=store or MemoryStore(), registry=registry or MemoryRegistry(),
-        launcher=ProcessLauncher(url, str(tmp_path / "journal")), make_controller=ScriptedController,
-    )  # fmt: skip
+make_host = functools.partial(hosts.make_host, rollout=ROLLOUT)
 
 
 @pytest.fixture
-def seeded(client, keys):
-    return ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
-
-
-@pytest.fixture
-def host(shared_redis, keys, tmp_path, seeded):
-    made = make_host(shared_redis.url, keys, tmp_path)
-    made.connect()
-    yield made
-    if made.state.pending is not None:
-        made._coordinator.kill()
+def rollout():
+    return ROLLOUT
 
 
 @pytest.fixture
 def replicas(shared_redis, keys, seeded):
     return lambda **speed: FakeReplicas(shared_redis.url, keys, speed=lambda v: speed.get(v, 300.0))
-
-
-def settle(host, passes: int = 3) -> None:
-    for _ in range(passes):
-        host._commit_due = 0.0
-        host.step(block_ms=1)
 
 
 def stored(client, keys) -> HostState:
@@ -119,6 +97,32 @@ def test_a_slow_canary_is_rolled_back_barred_and_frozen(host, client, keys, repl
     host.controller.tick = lambda now, context: [decision(9, "recall", version="v2")]  # whoever asks
     settle(host, 1)
     assert read_desired(client, keys).gen == 3 and host.state.rollout.canary is None
+
+
+def test_an_ordered_canary_is_among_the_notes_and_in_the_log(host, client, keys):
+    host.canary("v2")
+    settle(host)
+    assert host.snapshot()["notes"][-1]["text"] == "canary of v2 ordered by the operator"
+    assert [e["text"] for e in recent_log(client, keys) if e["kind"] == "note"][-1].startswith("canary of v2")
+
+
+def test_requests_of_the_version_on_trial_are_counted_apart(host, replicas, wait_until):
+    fleet = replicas()
+    host.canary("v2")
+
+    def has_both() -> bool:
+        fleet.report()
+        fleet.serve(8)
+        settle(host, 1)
+        return all({"adaptive", "canary"} <= set(groups) for groups in host.snapshot()["buckets"].values())
+
+    wait_until(has_both, what="requests of both versions")
+    assert host.state.rollout.canary is not None
+    assert host.state.traffic.num_rows() == host.state.num_rows, "every row is counted once"
+    host.pin("v1")
+    settle(host)
+    assert host.state.rollout.tried_version("v1") == "v2", "what v2 still serves is none of v1's"
+    assert host.state.rollout.tried_version("v2") == ""
 
 
 def test_no_training_and_no_recall_is_decided_during_a_canary(host, replicas):

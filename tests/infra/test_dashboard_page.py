@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.infra.dashboard_access import Access
+from paceline.infra.dashboard_feed import DashboardFeed
 from paceline.infra.dashboard_routes import dashboard_router
 from paceline.infra.redis_clients import Keys
 from paceline.serving.api import build_api
@@ -30,10 +31,8 @@ class Place:
 
 
 def serve(scene: Scene, access: Access) -> Any:
-    engine = ScriptedEngine()
-    return serve_app(
-        build_api(ApiParts(client=engine, tokenizer=TOKENIZER, open_routers=(dashboard_router(scene, access),)))
-    )
+    router = dashboard_router(scene, access, DashboardFeed(scene.state, scene.traffic))
+    return serve_app(build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(router,))))
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +100,45 @@ def test_charts_show_the_controllers_numbers(place: Place) -> None:
         assert "Yes: net" in watch.page.locator("#answer-paying").text_content()
         assert state["version"][:12] in watch.page.locator("#answer-serves").text_content()
         watch.check_clean(place.url)
+
+
+def test_a_version_on_trial_has_a_line_of_its_own_as_long_as_it_is_on_trial(place: Place, shared_redis) -> None:
+    scene = make_scene(shared_redis.url, Keys(uuid.uuid4().hex[:8]), policy="never")
+    scene.run(60, ["math"])
+    tried = "c0a1b2c3d4e5"
+    scene.launcher.registry.add(tried, parent=FIRST, arm="head", bucket="math", created=scene.clock.now())
+    groups = (
+        "() => [...document.querySelectorAll('#buckets .chart')].map((c) => (c.data ?? []).map((t) => t.meta.group))"
+    )
+    legend = "document.getElementById('legend').textContent.includes('version on trial')"
+    with serve(scene, Access()) as url, watched_page(place.browser) as watch:
+        scene.command("canary", tried)
+        since = scene.clock.now()
+        scene.run(60, ["math"])
+        assert scene.state()["rollout"]["status"] == "canary", "the trial must go on while it is looked at"
+        watch.page.goto(f"{url}/dashboard")
+        for chart in ("1", "2"):
+            watch.wait(
+                "(s) => document.querySelector(s)?.data?.some((t) => t.meta.group === 'canary')", f"#buckets .chart:nth-child({chart})"
+            )  # fmt: skip
+        assert watch.page.evaluate(legend)
+        lines = {t["meta"]["group"]: t for t in watch.traces("#buckets .chart:nth-child(2)")}
+        assert set(lines) == {"adaptive", "static", "plain", "canary"}
+        drawn = [(x, y) for x, y in zip(lines["canary"]["x"], lines["canary"]["y"], strict=True) if y is not None]
+        assert drawn and drawn[0][0] > since
+        ts, speed = drawn[-1]
+        bins = [b["buckets"]["math"].get("canary") for b in scene.traffic(0.0) if ts - 30.0 < b["ts"] + 5.0 <= ts]
+        known = [c for c in bins if c]
+        want = sum(c["tokens"] for c in known) / sum(c["tokens"] / c["tokens_per_s"] for c in known)
+        assert speed == pytest.approx(want, rel=1e-3)
+        watch.page.locator("details summary").first.click()
+        watch.wait("document.querySelector('#bucket-table').textContent.includes('canary tok/s')")
+        watch.check_contrast()
+        scene.command("pin", FIRST)
+        watch.wait(f"!({legend})")
+        watch.wait(f"({groups})().every((g) => g.length > 0 && !g.includes('canary'))")
+        assert "canary" in scene.state()["buckets"]["math"], "its past stays in the numbers"
+        watch.check_clean(url)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -41,6 +41,8 @@ DATA = (
     "/api/export/ledger.csv",
 )
 
+OPERATING = ("/paceline/state", "/paceline/swap", "/metrics")
+
 
 @pytest.fixture(scope="module")
 def scene(shared_redis) -> Iterator[Scene]:
@@ -57,7 +59,11 @@ def app(scene: Scene, access: Access) -> FastAPI:
     """One application for each set of rules: building one costs more than asking it."""
     if (found := _apps.get((id(scene), access))) is not None:
         return found
-    parts = ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(dashboard_router(scene, access),))
+    feed = DashboardFeed(scene.state, scene.traffic)
+    parts = ApiParts(
+        client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(dashboard_router(scene, access, feed),),
+        state=scene.state, check_state=access.check_read, check_metrics=access.check_metrics,
+    )  # fmt: skip
     return _apps.setdefault((id(scene), access), build_api(parts))
 
 
@@ -65,7 +71,7 @@ def call(scene: Scene, method: str, path: str, access: Access | None = None, *, 
     async def main() -> httpx.Response:
         transport = httpx.ASGITransport(app=app(scene, access or Access(admin_token="adm")), client=(peer, 5000))
         async with httpx.AsyncClient(transport=transport, base_url=base) as client:
-            return await client.request(method, f"/dashboard{path}", **kwargs)
+            return await client.request(method, path if path.startswith(OPERATING) else f"/dashboard{path}", **kwargs)
 
     return asyncio.run(main())
 
@@ -77,7 +83,7 @@ def short_streams_of_fresh_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- who may ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("path", DATA)
+@pytest.mark.parametrize("path", [*DATA, *OPERATING])
 def test_without_tokens_a_loopback_service_shows_itself_to_this_computer_only(scene: Scene, path: str) -> None:
     free = Access()
     assert call(scene, "GET", path, free).status_code == 200
@@ -88,7 +94,7 @@ def test_without_tokens_a_loopback_service_shows_itself_to_this_computer_only(sc
     assert call(scene, "GET", path, Access(is_loopback=False)).status_code == 403
 
 
-@pytest.mark.parametrize("path", DATA)
+@pytest.mark.parametrize("path", [*DATA, *OPERATING])
 def test_elsewhere_a_token_opens_the_data_and_a_wrong_one_does_not(scene: Scene, path: str) -> None:
     for access in (
         Access(api_token="api", admin_token="adm", is_loopback=False),
@@ -103,8 +109,17 @@ def test_elsewhere_a_token_opens_the_data_and_a_wrong_one_does_not(scene: Scene,
             assert call(scene, "GET", path, access, headers={"authorization": f"bearer {token}"}).status_code == 200
 
 
+def test_metrics_open_to_anybody_when_the_configuration_says_so_and_nothing_else_does(scene: Scene) -> None:
+    open_metrics = Access.of(ServiceConfig(host="0.0.0.0", api_token="api", metrics_public=True))
+    assert call(scene, "GET", "/metrics", open_metrics, peer="10.0.0.7").status_code == 200
+    assert call(scene, "GET", "/paceline/state", open_metrics, peer="10.0.0.7").status_code == 401
+    assert call(scene, "GET", "/api/state", open_metrics, peer="10.0.0.7").status_code == 401
+    assert not Access.of(ServiceConfig()).is_metrics_public
+
+
 def test_every_data_route_is_in_the_list_of_these_tests(scene: Scene) -> None:
-    known = {re.sub(r"\{.*?\}", "", r.path) for r in dashboard_router(scene, Access()).routes if "/api/" in r.path}  # type: ignore[attr-defined]
+    router = dashboard_router(scene, Access(), DashboardFeed(scene.state, scene.traffic))
+    known = {re.sub(r"\{.*?\}", "", r.path) for r in router.routes if "/api/" in r.path}  # type: ignore[attr-defined]
     known.discard("/dashboard/api/commands/")
     tested = {re.sub(r"(decisions/|export/).*", r"\1", f"/dashboard{p}") for p in DATA}
     assert known == tested

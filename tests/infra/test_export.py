@@ -22,8 +22,8 @@ from paceline.infra.export import MANIFEST, WHAT, ExportOptions, load_decisions,
 from paceline.infra.redis_clients import Keys, patient_client
 from paceline.infra.redis_server import EmbeddedRedis
 from tests.adapt.test_trace_store import make_trace
+from tests.infra.hosts import make_host, send, settle
 from tests.infra.scripted import decision
-from tests.infra.test_controller_host import make_host, send, settle
 
 KEYS = Keys("paceline")
 
@@ -116,6 +116,34 @@ def test_ids_that_begin_anew_after_a_loss_of_the_state_do_not_overwrite_each_oth
     ]  # fmt: skip
 
 
+def test_a_run_has_one_number_in_every_file(shared_redis, client, keys, tmp_path):
+    def serve(decision_id: int) -> None:
+        ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+        host = make_host(shared_redis.url, keys, tmp_path)
+        host.connect()
+        host.controller.queue.append(decision(decision_id, "hold"))
+        settle(host)
+        if is_booked:
+            host.controller.ledger.append(
+                LedgerEntry(entry_id=f"d{decision_id}:training:x", ts=9.0, kind="training", bucket="math", version=None, seconds=2.5)
+            )  # fmt: skip
+        settle(host)
+        host.stop()
+
+    is_booked = False
+    serve(1)  # decides, books nothing
+    (tmp_path / "data" / "controller.msgpack").unlink()
+    for key in client.keys(f"paceline:{{{keys.model}}}:*"):
+        client.delete(key)
+    is_booked = True
+    serve(1)  # its state was lost: ids begin anew
+    serve(2)  # restored
+    path = tmp_path / "data" / "decisions.jsonl"
+    decisions = log_records(path, "decision", "decision_id")
+    assert [(d["run"], d["decision_id"]) for d in decisions] == [(1, 1), (2, 1), (2, 2)]
+    assert [(e["run"], e["entry_id"][:3]) for e in log_records(path, "ledger", "entry_id")] == [(2, "d1:"), (2, "d2:")]
+
+
 def test_numbers_that_are_not_finite_become_null(tmp_path):
     made = msgspec.to_builtins(decision(1, "hold", context={"length_se": math.inf, "epoch": 1}))
     (tmp_path / "data").mkdir()
@@ -129,6 +157,14 @@ def test_the_evaluator_reads_the_exported_decisions(served, tmp_path):
     with (tmp_path / "out" / "decisions.jsonl").open("rb") as lines:
         found = read_decisions(lines)
     assert [(d.action, d.reward_s, d.propensity) for d in found] == [("hold", 4.0, 1.0)]  # the pin is an order
+
+
+def test_the_log_is_exported_for_replays(served, tmp_path):
+    run_export(ExportOptions(data_dir=served[0], out=tmp_path / "out", what=("decisions",)), quiet())
+    rows = [json.loads(line) for line in (tmp_path / "out" / "replay.jsonl").read_text().splitlines()]
+    kept = [json.loads(line) for line in (served[0] / "decisions.jsonl").read_text().splitlines()]
+    assert [(r["log_id"], r["kind"]) for r in rows] == [(r["log_id"], r["kind"]) for r in kept]
+    assert any(r["kind"] == "decision" for r in rows)
 
 
 def test_nothing_to_export_is_said_part_by_part_and_leaves_no_folder(tmp_path):
@@ -188,6 +224,7 @@ def test_the_command_writes_and_reports(served, tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "decisions.jsonl",
         MANIFEST,
+        "replay.jsonl",
         "traces",
         "traces.jsonl",
     ]

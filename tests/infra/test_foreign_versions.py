@@ -11,8 +11,8 @@ from paceline.clock import ManualClock
 from paceline.contracts import ReplicaReport
 from paceline.errors import DrafterMismatchError, PacelineError
 from paceline.infra.desired_state import commit_desired, ensure_desired, read_desired, write_report
+from tests.infra.hosts import make_host, settle
 from tests.infra.scripted import ProcessLauncher, decision
-from tests.infra.test_controller_host import make_host, settle
 
 
 class Versions:

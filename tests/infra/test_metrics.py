@@ -155,6 +155,20 @@ def test_traffic_is_summed_per_bucket_and_group_and_recent_is_recent():
     assert stats.num_rows() == 5
 
 
+def test_adaptive_rows_of_the_version_on_trial_are_a_group_of_their_own():
+    rows = [row(0, version="v1"), row(1, version="v2"), row(2, version="v2", group="static"), row(3, version="v3")]
+    batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
+    stats = TrafficStats()
+    stats.observe(batch, "v2")
+    assert {group: sums.rounds for group, sums in stats.totals["math"].items()} == {
+        "adaptive": 2,
+        "canary": 1,
+        "static": 1,
+    }
+    stats.observe(batch)
+    assert stats.totals["math"]["adaptive"].rounds == 5
+
+
 def test_late_rows_land_in_their_own_bin():
     stats = sample([row(0, ts=200.0), row(1, ts=100.0), row(2, ts=200.0)])
     assert [n for n, _ in stats.bins] == [20, 40]

@@ -1,11 +1,14 @@
 """Claims of infra/train_coordinator.py with real worker processes."""
 
+import pickle
+
 import msgspec
 import pytest
+import redis
 
 from paceline.clock import SystemClock
 from paceline.contracts import TrainJob, encode
-from paceline.infra.train_coordinator import Lease, TrainCoordinator, WorkerLease, read_lease
+from paceline.infra.train_coordinator import Lease, TrainCoordinator, WorkerLease, failed, read_lease
 from tests.infra.scripted import ARM, ProcessLauncher
 
 TTL_S = 1.0
@@ -138,6 +141,38 @@ def test_worker_gives_way_to_another_lease(shared_redis, client, keys):
     lease.heartbeat()
     assert lease.should_stop()
     assert read_lease(client, keys).token == "other"
+
+
+def test_a_heartbeat_behind_the_end_does_not_bring_the_lease_back(shared_redis, client, keys, launcher, wait_until):
+    made = WorkerLease(shared_redis.url, keys.model, "j1", "mine", ttl_s=30.0, limit_s=60.0)
+    lease = pickle.loads(pickle.dumps(made))
+    with lease:
+        wait_until(lambda: read_lease(client, keys) is not None)
+        assert lease.finish(failed("j1", "x"))
+        lease.heartbeat()  # of the thread that renews, or of the trainer
+        assert read_lease(client, keys) is None
+    client.delete(keys.train_result("j1"))  # the controller folds it
+    lease.heartbeat()
+    assert read_lease(client, keys) is None
+    c = coordinator(shared_redis.url, keys, launcher)
+    assert wait_result(c, client, job("j2"), wait_until).status == "accepted", "the next job need not wait for it"
+
+
+def test_a_heartbeat_that_the_server_carries_out_behind_the_end_fails(shared_redis, client, keys, monkeypatch):
+    lease = WorkerLease(shared_redis.url, keys.model, "j1", "mine", ttl_s=30.0, limit_s=60.0)
+    other = WorkerLease(shared_redis.url, keys.model, "j1", "mine", ttl_s=30.0, limit_s=60.0)
+    renew = redis.client.Pipeline.multi
+
+    def end_first(pipe):
+        if not ended:  # between the beat's look and its transaction; the lease has run out
+            ended.append(True)
+            assert other.finish(failed("j1", "x"))
+        return renew(pipe)
+
+    ended: list[bool] = []
+    monkeypatch.setattr(redis.client.Pipeline, "multi", end_first)
+    lease.heartbeat()
+    assert ended and read_lease(client, keys) is None
 
 
 def test_lease_is_taken_again_after_a_flush(shared_redis, client, keys):

@@ -24,7 +24,7 @@ def seen(ctrl, keys, drafted, nodes, accepted, *, draft_s=2e-3, aux_s=2e-4, veri
             keys=keys,
             is_drafted=drafted,
             num_nodes=nodes,
-            num_accepted=accepted,
+            num_accepted_tokens=accepted,
             context_rows=context_rows,
             draft_s=draft_s,
             verify_s=verify_s,
@@ -185,7 +185,7 @@ def test_reentry_stops_when_it_gains_nothing():
         ctrl.wants_draft([KEY], 100)
         is_expanded = ctrl.should_expand([KEY], [0.5], 100)
         num_expanded += is_expanded
-        more = {"expand_s": 2e-3, "frontier_mass": [0.5], "num_accepted_reentered": [0]} if is_expanded else {}
+        more = {"expand_s": 2e-3, "frontier_mass": [0.5], "num_accepted_tokens_reentered": [0]} if is_expanded else {}
         seen(ctrl, [KEY], [True], [8], [3], draft_s=4e-3 if is_expanded else 2e-3, **more)
     assert 2 < num_expanded < 60
 
