@@ -10,6 +10,8 @@ from paceline.contracts import Group
 
 FAST = 0.7
 """Largest weight of the newest epoch in load, mix and time per token."""
+STEADY = 0.4
+"""Weight of the newest epoch in the load, relative to its weight in the rest: a new mix sets the load at once anyway."""
 FULL_REQUESTS, FULL_S = 20.0, 60.0
 """Requests, or seconds, of an epoch that earn it this weight; of less, fewer: a handful of requests says little."""
 ACTIVE_SHARE = 0.02
@@ -109,7 +111,8 @@ class BucketMeter(msgspec.Struct):
         first = self.num_epochs == 0
         self.num_epochs += 1
         load = observation.load(Group.ADAPTIVE) if observation is not None else 0.0
-        self.load = load if first else (1 - weight) * self.load + weight * load
+        steady = STEADY * weight
+        self.load = load if first else (1 - steady) * self.load + steady * load
         if observation is None or not observation.stats:
             return
         for name in ("seconds", "tokens", "drafted_s", "drafted_rounds", "plain_s", "plain_tokens", "rounds"):

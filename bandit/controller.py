@@ -210,7 +210,7 @@ class Controller(OperatorOrders):
             base_version=context.live_version,
             headroom=job.headroom,
             share=job.share,
-            again=job.again,
+            new=job.new,
             length_before=belief.length,
             learned_after=max(belief.learned_rows + min(job.arm.num_rows, belief.fresh_rows), job.arm.num_rows),
             expected_cost=job.cost,

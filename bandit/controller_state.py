@@ -53,7 +53,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     learned_after: int
     expected_cost: JobCost
     started: float
-    again: float = 0.0
+    new: float = 1.0
 
 
 class ControllerState(msgspec.Struct):
@@ -75,6 +75,8 @@ class ControllerState(msgspec.Struct):
     windows: dict[str, Window] = {}
     meters: dict[str, BucketMeter] = {}
     latest: dict[str, BucketObservation] = {}
+    total_load: float = 0.0
+    """Exponential mean of the adaptive group's tokens per second, all buckets."""
     regime: MixRegime | None = None
     buckets: dict[str, BucketRegime] = {}
     rows_written: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.bandit.belief import ACTIVE_SHARE, BucketBelief, BucketMeter, epoch_weight
+from paceline.bandit.belief import ACTIVE_SHARE, STEADY, BucketBelief, BucketMeter, epoch_weight
 from paceline.bandit.controller_state import ControllerState
 from paceline.bandit.ledger import entry_id
 from paceline.bandit.observation import BucketObservation, HostContext, close, speculative
@@ -20,6 +20,9 @@ def close_epoch(state: ControllerState, now: float, context: HostContext) -> lis
     state.latest = {name: close(name, windows[name], start, now) for name in sorted(windows)}
     num_requests = sum(s.time_per_token.n for seen in state.latest.values() for s in seen.stats)
     weight = epoch_weight(num_requests, now - start)
+    total_load = sum(seen.load(Group.ADAPTIVE) for seen in state.latest.values())
+    keep = 1.0 - STEADY * weight if state.epoch > 1 else 0.0
+    state.total_load = keep * state.total_load + (1.0 - keep) * total_load
     for name in sorted(set(state.meters) | set(state.latest)):
         state.meters.setdefault(name, BucketMeter()).update(state.latest.get(name), weight)
     written = {**context.rows, **context.rows_written}
@@ -33,8 +36,12 @@ def close_epoch(state: ControllerState, now: float, context: HostContext) -> lis
         for name in alarms:
             state.regime.forget(name)
     if state.regime.update({name: seen.num_tokens() for name, seen in state.latest.items()}, start, weight):
-        for name, meter in state.meters.items():  # a new mix: yesterday's load says nothing about it
-            meter.load = state.latest[name].load(Group.ADAPTIVE) if name in state.latest else 0.0
+        scale = state.total_load / total_load if total_load > 0 else 1.0
+        for (
+            name,
+            meter,
+        ) in state.meters.items():  # a new mix of the load there was: one epoch tells little of its height
+            meter.load = scale * state.latest[name].load(Group.ADAPTIVE) if name in state.latest else 0.0
     for name, seen in state.latest.items():
         state.table.observe(seen)
         _book_savings(state, name, seen, now, context.first_version)

@@ -18,7 +18,7 @@ ARM_SHARE = {"calibration": 0.10, "head": 0.62, "full": 1.0}
 K_MEAN, K_SD = 0.65, 0.25
 """Prior share of the headroom that training without end closes, over all buckets."""
 AGAIN_MEAN, AGAIN_SD = 0.25, 0.2
-"""Prior share of the headroom that rows close once more although the drafter learned as many before."""
+"""Prior share of the headroom that endless training closes on text of which as many rows were learned before."""
 BUCKET_SD = 0.35
 """Prior spread of that share between buckets."""
 ARM_SD = 0.2
@@ -29,7 +29,6 @@ HISTORY_SHARE, HISTORY_SD = 0.8, 0.25
 """Mean and spread of ARM_SHARE for a job of an earlier service, of which only rows and lengths are recorded."""
 DISCOUNT = 0.93
 """Weight that the evidence keeps at each new job; the rest returns to the prior."""
-MAX_AGAIN = 10.0
 FORGET_REHEARSED, FORGET_BARE = 0.07, 0.25
 """Relative loss of acceptance length on other buckets after endless training, with and without rehearsal rows."""
 
@@ -45,13 +44,9 @@ def further_share(before: float, after: float) -> float:
     return max(learned_share(after) - learned_share(before), 0.0) / left if left > 1e-9 else 0.0
 
 
-def again_ratio(before: float, after: float, num_rows: float) -> float:
-    """What a job of num_rows rows would close on a drafter that knew none of them, beyond `further_share`, relative to it.
-
-    0 for a bucket that nothing was learned of; at most MAX_AGAIN.
-    """
-    further = further_share(before, after)
-    return min(max(learned_share(num_rows) - further, 0.0) / max(further, 1e-6), MAX_AGAIN)
+def newness(before: float, after: float, num_rows: float) -> float:
+    """further_share of a job of num_rows rows over what it would close on a drafter that knew none of them, in [0, 1]."""
+    return min(further_share(before, after) / max(learned_share(num_rows), 1e-9), 1.0)
 
 
 def forgetting(arm: ArmSpec) -> float:
@@ -62,16 +57,16 @@ def forgetting(arm: ArmSpec) -> float:
     return limit * ARM_SHARE.get(arm.parameters, 1.0) * learned_share(arm.num_rows)
 
 
-def misfit_sd(arm: ArmSpec, again: float = 0.0) -> float:
-    """Spread of gain / (headroom * further_share) around the curve."""
-    return MODEL_SD * ARM_SHARE.get(arm.parameters, 1.0) * (1.0 + again)
+def misfit_sd(arm: ArmSpec) -> float:
+    """Spread of gain / (headroom * learned_share) around the curve."""
+    return MODEL_SD * ARM_SHARE.get(arm.parameters, 1.0)
 
 
 class GainModel(msgspec.Struct):
     """Discounted Bayesian linear regression of realised gain over headroom times curve.
 
-    y = gain / (headroom * further_share) = share_arm * (k + d_bucket + a * again_ratio) + e_arm + noise, all coefficients
-    Gaussian. a = 0 when rows that were learned before bring nothing more, a = k when every job starts from nothing; k is shared by every arm and bucket, so one job teaches the others; discounting pulls the posterior back to the
+    y = gain / (headroom * learned_share) = share_arm * (k * new + a * (1 - new) + d_bucket) + e_arm + noise, with new =
+    `newness` and all coefficients Gaussian. a = 0 when rows like those learned before bring nothing more; k is shared by every arm and bucket, so one job teaches the others; discounting pulls the posterior back to the
     prior at each update (the D-LinUCB weighting, Russac et al. 2019, arXiv 1909.09146, eq. 4, with a prior mean).
     """
 
@@ -91,36 +86,36 @@ class GainModel(msgspec.Struct):
             self.cov.append([0.0] * (len(self.names) - 1) + [prior_sd**2])
         return self.names.index(name)
 
-    def _features(self, bucket: str, arm: ArmSpec, again: float = 0.0) -> np.ndarray:
+    def _features(self, bucket: str, arm: ArmSpec, new: float = 1.0) -> np.ndarray:
         share = ARM_SHARE.get(arm.parameters, 1.0)
         at_bucket = self._index(f"bucket:{bucket}", BUCKET_SD)
         at_arm = self._index(f"arm:{arm.name}", ARM_SD * share)
         x = np.zeros(len(self.names))
-        x[0] = x[at_bucket] = share
-        x[1] = share * again
+        x[0], x[1] = share * new, share * (1.0 - new)
+        x[at_bucket] = share
         x[at_arm] = 1.0
         return x
 
     def predict(
-        self, bucket: str, arm: ArmSpec, headroom: float, share: float, again: float = 0.0
+        self, bucket: str, arm: ArmSpec, headroom: float, share: float, new: float = 1.0
     ) -> tuple[float, float]:
         """Mean and standard deviation of the gain in acceptance length.
 
-        headroom in tokens a round, share = further_share in [0, 1], again = again_ratio.
+        headroom in tokens a round, share = learned_share of the job's rows, new = their `newness`, both in [0, 1].
         """
-        x = self._features(bucket, arm, again)
+        x = self._features(bucket, arm, new)
         scale = headroom * share
-        variance = float(x @ np.asarray(self.cov) @ x) + misfit_sd(arm, again) ** 2
+        variance = float(x @ np.asarray(self.cov) @ x) + misfit_sd(arm) ** 2
         return float(x @ np.asarray(self.mean)) * scale, math.sqrt(max(variance, 0.0)) * scale
 
     def draw(self, jobs: list[tuple[str, ArmSpec, float]], num: int, rng: np.random.Generator) -> np.ndarray:
-        """(num, len(jobs)) float64: joint posterior draws of gain / (headroom * further_share) of (bucket, arm, again).
+        """(num, len(jobs)) float64: joint posterior draws of gain / (headroom * learned_share) of (bucket, arm, new).
 
         Jobs share coefficients, so that their draws move together; the misfit of the curve is not drawn.
         """
         for bucket, arm, _ in jobs:
             self._features(bucket, arm)  # every name has its column before any row is made
-        rows = np.stack([self._features(bucket, arm, again) for bucket, arm, again in jobs])
+        rows = np.stack([self._features(bucket, arm, new) for bucket, arm, new in jobs])
         values, vectors = np.linalg.eigh(np.asarray(self.cov))
         root = vectors * np.sqrt(np.maximum(values, 0.0))
         theta = np.asarray(self.mean) + rng.standard_normal((num, len(values))) @ root.T
@@ -134,11 +129,11 @@ class GainModel(msgspec.Struct):
         share: float,
         gain: float,
         gain_se: float,
-        again: float = 0.0,
+        new: float = 1.0,
     ) -> None:
         """Learn from a finished job; gain in tokens a round as measured, also of one that the gate refused."""
-        x = self._features(bucket, arm, again)
-        self._learn(x, headroom * share, gain, gain_se, misfit_sd(arm, again))
+        x = self._features(bucket, arm, new)
+        self._learn(x, headroom * share, gain, gain_se, misfit_sd(arm))
         self.num_jobs += 1
 
     def update_from_history(self, bucket: str, headroom: float, share: float, gain: float, gain_se: float) -> None:
@@ -153,7 +148,7 @@ class GainModel(msgspec.Struct):
         self._discount()
         mean, cov = np.asarray(self.mean), np.asarray(self.cov)
         noise = (gain_se / scale) ** 2 + misfit_sd**2
-        y = min(max(gain / scale, -1.0), 3.0 + MAX_AGAIN * max(float(x[1]), 0.0))
+        y = min(max(gain / scale, -1.0), 3.0)
         gained = cov @ x / (float(x @ cov @ x) + noise)
         mean = mean + gained * (y - float(x @ mean))
         cov = cov - np.outer(gained, x @ cov)

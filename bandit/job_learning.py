@@ -30,7 +30,7 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult, costs: Jo
         state.costs.update(job.arm, result.train_s, result.shadow_s, costs.staging_s, num_replicas)
     if is_measured and not is_text_gone:
         gain, error = measured_gain(job, result)
-        state.gains.update(job.bucket, job.arm, job.headroom, job.share * fraction**POWER, gain, error, job.again)
+        state.gains.update(job.bucket, job.arm, job.headroom, job.share * fraction**POWER, gain, error, job.new)
         state.table.add_job(job.bucket, result, job.base_version, state.forgotten.loss(job.arm))
         if result.status == "accepted" and result.version is not None:
             state.forgotten.expect(job.bucket, result.version, job.base_version, job.arm, state.table)

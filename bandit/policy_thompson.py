@@ -74,7 +74,7 @@ class ThompsonPolicy:
 def propensities(view: View, jobs: list[PricedJob], rng: np.random.Generator) -> np.ndarray:
     """(1 + number of jobs,) float64 summing to 1: share of joint draws in which holding, or each job, is worth most."""
     num = view.config.thompson_draws
-    closed = view.gains.draw([(j.bucket, j.arm, j.again) for j in jobs], num, rng)
+    closed = view.gains.draw([(j.bucket, j.arm, j.new) for j in jobs], num, rng)
     worth = np.zeros((num, 1 + len(jobs)))
     for i, job in enumerate(jobs):
         belief = view.beliefs[job.bucket]

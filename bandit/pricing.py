@@ -12,7 +12,7 @@ from paceline.bandit.arms import row_counts, sized
 from paceline.bandit.belief import BucketBelief
 from paceline.bandit.cost_model import CostModel, JobCost
 from paceline.bandit.forgetting import ForgettingModel
-from paceline.bandit.gain_model import GainModel, again_ratio, further_share
+from paceline.bandit.gain_model import GainModel, learned_share, newness
 from paceline.bandit.recall import ScoreTable
 from paceline.contracts import ArmSpec
 
@@ -34,9 +34,9 @@ class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
     arm: ArmSpec
     headroom: float
     share: float
-    """further_share of the rows."""
-    again: float = 0.0
-    """again_ratio of the rows."""
+    """learned_share of the rows."""
+    new: float = 1.0
+    """`newness` of the rows."""
     gain: float
     """Expected relative fall of the bucket's device time per token."""
     length_after: float
@@ -123,9 +123,8 @@ def price_jobs(
             for rows in row_counts(template, belief.usable_rows, min_rows):
                 arm = sized(template, rows)
                 after = max(belief.learned_rows + min(rows, belief.fresh_rows), rows)
-                share = further_share(belief.learned_rows, after)
-                again = again_ratio(belief.learned_rows, after, arm.num_rows)
-                mean, sd = gains.predict(name, arm, room, share, again)
+                share, new = learned_share(arm.num_rows), newness(belief.learned_rows, after, arm.num_rows)
+                mean, sd = gains.predict(name, arm, room, share, new)
                 cost = costs.predict(arm, busy=busy, num_replicas=num_replicas)
                 gain, later = _expected_gains(belief, mean, sd, known)
                 wait = cost.training_s + cost.shadow_s
@@ -139,7 +138,7 @@ def price_jobs(
                         arm=arm,
                         headroom=room,
                         share=share,
-                        again=again,
+                        new=new,
                         gain=gain,
                         length_after=belief.length + max(mean, 0.0),
                         saving_s=saving,
@@ -183,9 +182,8 @@ def staleness_rates(
             rows = min(max(belief.usable_rows, min_rows), template.num_rows)
             arm = sized(template, rows)
             after = max(belief.learned_rows + min(rows, belief.fresh_rows), rows)
-            share = further_share(belief.learned_rows, after)
-            again = again_ratio(belief.learned_rows, after, arm.num_rows)
-            mean, sd = gains.predict(name, arm, headroom(belief, best_length), share, again)
+            share, new = learned_share(arm.num_rows), newness(belief.learned_rows, after, arm.num_rows)
+            mean, sd = gains.predict(name, arm, headroom(belief, best_length), share, new)
             best = max(best, _expected_gains(belief, mean, sd, 0.0)[0])
         rates[name] = belief.busy * best
     return rates

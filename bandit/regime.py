@@ -12,7 +12,7 @@ from paceline.bandit.ratio import RatioSums
 
 MIX_DISTANCE = 0.6
 """Total variation between the recent and the regime's mean bucket mix that ends a regime."""
-PRIOR_REGIMES = 2.0
+PRIOR_REGIMES = 1.0
 """Past regimes that the prior horizon counts for."""
 MAX_AGE_FACTOR = 24.0
 """Age beyond this multiple of the prior horizon promises no longer life."""
@@ -172,7 +172,6 @@ class MixRegime(msgspec.Struct):
         caught = max(1.0 - lag_s / visit, 0.0) if visit > 0 else 0.0
         trust = presence.num_regimes / (presence.num_regimes + PRIOR_GONE)
         return trust * caught * window * (presence.seconds / observed) / max(share, PRESENT_SHARE)
-
 
     def _return_of_new(self, bucket: str, window: float, lag_s: float) -> float:
         """The same for a bucket that this regime brought: as the buckets before it came back, with an equal share."""

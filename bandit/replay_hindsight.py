@@ -125,7 +125,9 @@ class Executor:
         """The cheapest sequence of live versions, (V, D) lengths, each from its step in `ready` on."""
         steps, num = self.traffic.num_steps, len(lengths)
         live_s = self.traffic.tokens @ self.traffic.token_s(lengths).T  # (T, V)
-        cost = ((1.0 - self.share) * self.first_s[:, None] + self.share * live_s) * (1.0 + self.slowdown * busy)[:, None]
+        cost = ((1.0 - self.share) * self.first_s[:, None] + self.share * live_s) * (1.0 + self.slowdown * busy)[
+            :, None
+        ]
         cost = np.where(np.arange(steps)[:, None] >= ready[None, :], cost, np.inf)
         value = np.full(num, np.inf)
         value[0] = 0.0
@@ -162,7 +164,8 @@ def neighbours(plan: list[PlannedJob], arms: tuple[ArmSpec, ...]) -> list[list[P
         changed = [replace(job, by_mix=not job.by_mix)]
         changed += [replace(job, step=max(job.step + move, 0)) for move in (-3, -1, 1, 3, 8)]
         changed += [
-            replace(job, rows=float(min(max(job.rows * f, 64.0), arms[job.arm].num_rows))) for f in (0.5, 0.75, 1.5, 2.5)
+            replace(job, rows=float(min(max(job.rows * f, 64.0), arms[job.arm].num_rows)))
+            for f in (0.5, 0.75, 1.5, 2.5)
         ]
         changed += [
             replace(job, arm=a, rows=float(min(job.rows, arms[a].num_rows))) for a in range(len(arms)) if a != job.arm

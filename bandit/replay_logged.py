@@ -17,11 +17,12 @@ from paceline.bandit.arms import default_arms
 from paceline.bandit.cost_model import SHADOW_PRIOR_S, prior_training_s
 from paceline.bandit.gain_model import learned_share
 from paceline.bandit.replay_gain_fit import GainFit, arm_share, fit_gains, gap
+from paceline.bandit.replay_hindsight import best_plan
 from paceline.bandit.replay_log import FeedbackCell, LoggedJob, ServiceLog
 from paceline.bandit.replay_oracle import hindsight
 from paceline.bandit.replay_outcomes import FIRST, SimulatedOutcomes, TrainOrder, TrainTruth, training_seconds
 from paceline.bandit.replay_scenario import Scenario, Traffic
-from paceline.bandit.replay_simulate import ORACLE, policy_config
+from paceline.bandit.replay_simulate import HINDSIGHT, ORACLE, policy_config
 from paceline.bandit.replay_world import RunResult, World
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Group
@@ -228,7 +229,9 @@ def logged_config(service: LoggedService, policy: str, settings: Mapping[str, An
 def replay_logged(service: LoggedService, policy: str, settings: Mapping[str, Any], seed: int) -> RunResult:
     """Run a policy (or the oracle) on a prepared log; the seed draws what the gain model leaves open."""
     outcomes, slowdown = logged_outcomes(service, seed), service.scenario.slowdown
-    if policy == ORACLE:
-        return hindsight(service.traffic, outcomes, logged_config(service, "never", settings, seed), slowdown=slowdown)
+    if policy in HINDSIGHT:
+        return (best_plan if policy == ORACLE else hindsight)(
+            service.traffic, outcomes, logged_config(service, "never", settings, seed), slowdown=slowdown
+        )
     config = logged_config(service, policy, settings, seed)
     return World(service.traffic, outcomes, config, seed=seed, slowdown=slowdown, learned=service.learned()).run()

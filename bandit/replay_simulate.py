@@ -20,6 +20,7 @@ ORACLE = "oracle"
 """The best plan found with hindsight (bandit/replay_hindsight.py)."""
 BOUND = "bound"
 """More than any plan can save (bandit/replay_oracle.py)."""
+HINDSIGHT = (ORACLE, BOUND)
 KNOWN_ROWS = 200_000
 """Rows of a known domain that the first drafter's manifest names."""
 
@@ -47,7 +48,7 @@ def policy_config(policy: str, settings: Mapping[str, Any], seed: int) -> Policy
 def simulate(scenario: Scenario, policy: str, settings: Mapping[str, Any], seed: int) -> RunResult:
     """Run a policy, or with hindsight 'oracle' or 'bound'. `settings` overrides fields of PolicyConfig."""
     traffic, outcomes = draw_world(scenario, seed)
-    if policy in (ORACLE, BOUND):
+    if policy in HINDSIGHT:
         best = best_plan if policy == ORACLE else hindsight
         return best(traffic, outcomes, policy_config("never", settings, seed), slowdown=scenario.slowdown)
     config = policy_config(policy, settings, seed)

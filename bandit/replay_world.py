@@ -71,7 +71,7 @@ class World:
     ) -> None:
         """`learned`: version -> bucket -> rows it was trained on, as manifests would say."""
         self.traffic, self.outcomes, self.config, self.slowdown = traffic, outcomes, config, slowdown
-        self.has_long_steps = traffic.step_s > 0.5 * config.epoch_s
+        self.has_long_steps = traffic.step_s >= 0.99 * config.epoch_s
         self.clock = ManualClock(START)
         self.controller = Controller(config, default_arms(), clock=self.clock, rng=np.random.default_rng(config.seed))
         self._noise = np.random.default_rng([seed, 7919])
@@ -129,23 +129,25 @@ class World:
     def step(self, k: int) -> None:
         """Serve step k, end a job that is due, decide."""
         self.controller.observe(self._serve(k))
-        self._pass_time()
+        self._pass_time(k)
         now = self.clock.now()
         for decision in self.controller.tick(now, self._context()):
             self._obey(decision, k, now)
 
-    def _pass_time(self) -> None:
-        """To the end of the step, and a job that is due by then ends; with steps as long as epochs, when it is due."""
+    def _pass_time(self, k: int) -> None:
+        """To the end of the step, and a job that is due by then ends; with steps as long as epochs, when it is due.
+
+        The controller hears of the swap when it happens then, as from a host that ticks every second.
+        """
         end = self.clock.now() + self.traffic.step_s
         if self.job is not None and self.job[2] <= end:
             decision, truth, due, domain = self.job
-            if (
-                self.has_long_steps
-            ):  # the controller hears of the swap when it happens, as from a host that ticks every second
+            if self.has_long_steps:
                 due = min(max(due, self.clock.now()), end - 0.01 * self.traffic.step_s)
                 self.clock.advance(due - self.clock.now())
                 self._finish(decision, truth, domain)
-                self.controller.tick(due, self._context())
+                for decision in self.controller.tick(due, self._context()):
+                    self._obey(decision, k, due)
             else:
                 self.clock.advance(end - self.clock.now())
                 self._finish(decision, truth, domain)

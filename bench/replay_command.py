@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from paceline.bandit.replay_simulate import ORACLE
+from paceline.bandit.replay_simulate import BOUND, HINDSIGHT, ORACLE
 from paceline.bench.replay_html import write_html
 from paceline.bench.replay_plan import Variant, parse_sweep, plan, policy_names, read_scenarios, variants
 from paceline.bench.replay_report import FORMAT, build_report, print_report, write_json
@@ -36,6 +36,7 @@ class ReplayOptions:
     ray: str | None = None
     resume: Path | None = None
     data: Path | None = None
+    load: float | None = None
     json: Path | None = None
     html: Path | None = None
     suggest: Path | None = None
@@ -43,6 +44,10 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         if self.data is not None and not self.data.is_dir():
             raise ConfigError(f"data must be a folder, got {str(self.data)!r}")
+        if self.load is not None and self.source not in LIVE:
+            raise ConfigError(
+                f"load is set by the scenario, except in {' and '.join(LIVE)}; got source {self.source!r}"
+            )
 
 
 def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
@@ -75,8 +80,8 @@ def _check(options: ReplayOptions, chosen: list[Variant], console: Console) -> d
     from paceline.bench.off_policy_check import KEEP, print_check, run_check
     from paceline.bench.off_policy_live import run_live_check
 
-    if any(v.policy == ORACLE for v in chosen):
-        raise ConfigError("policies must not name 'oracle' here: no log says what it would have done")
+    if any(v.policy in HINDSIGHT for v in chosen):
+        raise ConfigError("policies must not name 'oracle' or 'bound' here: no log says what it would have done")
     if options.seeds < 2:
         raise ConfigError(f"seeds must be >= 2 logs, got {options.seeds}")
     if options.html is not None or options.suggest is not None:
@@ -110,8 +115,10 @@ def _notes(rows: list[Row]) -> list[str]:
     if broken:
         notes.append(f"ledger and decisions contradict each other in {len(broken)} runs, first: {broken[0]}")
     if any(r["policy"] == ORACLE for r in rows):
+        notes.append("oracle: the best plan that was found with knowledge of the future, carried out in the same world")
+    if any(r["policy"] == BOUND for r in rows):
         notes.append(
-            "oracle: a bound from above (knows the future; no forgetting, free recalls, no bad jobs); no policy reaches it"
+            "bound: more than any plan can save (no forgetting, free recalls, jobs at the same time); the best plan lies between oracle and bound"
         )
     return notes
 
@@ -135,12 +142,12 @@ def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> 
 
 
 def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
-    if any(v.policy == ORACLE for v in chosen):
-        raise ConfigError("policies must not name 'oracle' in a live replay: what training would bring is not known there")  # fmt: skip
+    if any(v.policy in HINDSIGHT for v in chosen):
+        raise ConfigError("policies must not name 'oracle' or 'bound' in a live replay: what training would bring is not known there")  # fmt: skip
     from paceline.bench.replay_live import run_live
 
     rows, scenarios, notes = run_live(
         chosen, small=options.source == "live-small", num_orders=options.seeds, data=options.data,
-        cache=options.resume, console=console,
+        cache=options.resume, console=console, load=options.load,
     )  # fmt: skip
     return build_report(rows, kind="live", source=options.source, scenarios=scenarios, notes=[*notes, *_notes(rows)])

@@ -6,7 +6,7 @@ import html
 from pathlib import Path
 from typing import Any
 
-from paceline.bandit.replay_simulate import ORACLE
+from paceline.bandit.replay_simulate import BOUND, HINDSIGHT, ORACLE
 from paceline.bench.replay_report import OFF_POLICY, off_policy_cells
 
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:#111}
@@ -78,7 +78,10 @@ def _table(head: tuple[str, ...], rows: list[list[str]]) -> str:
 
 def _labels(report: dict[str, Any]) -> dict[str, str]:
     names = list(dict.fromkeys(c["label"] for c in report["cells"]))
-    return {name: "#111111" if name == ORACLE else _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
+    return {
+        name: "#111111" if name == ORACLE else "#999999" if name == BOUND else _COLORS[i % len(_COLORS)]
+        for i, name in enumerate(names)
+    }
 
 
 def _bars(report: dict[str, Any]) -> Any:
@@ -112,7 +115,7 @@ def _over_time(report: dict[str, Any]) -> Any:
     has_regret = any(line["regret_percent"] for lines in report["over_time"].values() for line in lines.values())
     field = "regret_percent" if has_regret else "net_percent"
     for i, (cell, lines) in enumerate(report["over_time"].items()):
-        shown = {k: v for k, v in lines.items() if v[field] and not (has_regret and k == ORACLE)}
+        shown = {k: v for k, v in lines.items() if v[field] and not (has_regret and k in HINDSIGHT)}
         counts[cell] = len(shown)
         for label, line in shown.items():
             figure.add_trace(go.Scatter(x=line["times_s"], y=line[field], name=label, line={"color": colors[label]}, visible=i == 0))  # fmt: skip

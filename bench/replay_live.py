@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -39,15 +40,27 @@ ORDERS = ((0, 1, 0, 2), (1, 2, 1, 0), (2, 0, 2, 1))
 
 
 def run_live(
-    chosen: Sequence[Variant], *, small: bool, num_orders: int, data: Path | None, cache: Path | None, console: Console
+    chosen: Sequence[Variant],
+    *,
+    small: bool,
+    num_orders: int,
+    data: Path | None,
+    cache: Path | None,
+    console: Console,
+    load: float | None = None,
 ) -> tuple[list[Row], list[dict[str, Any]], list[str]]:
     """(rows, scenarios, notes); seed i stands for order i. Everything slow is kept in `cache` (the --resume folder).
 
-    Raises: ConfigError when a bucket has no prompts or `num_orders` is below 1.
+    load: devices that the traffic keeps busy with the first drafter; None = that of the configuration.
+    Raises: ConfigError when a bucket has no prompts, `num_orders` is below 1 or `load` not above 0.
     """
     if num_orders < 1:
         raise ConfigError(f"seeds must be >= 1, got {num_orders}")
     config = SMALL if small else LiveConfig()
+    if load is not None:
+        if not 0 < load < float("inf"):
+            raise ConfigError(f"load must be > 0 and finite, got {load}")
+        config = dataclasses.replace(config, load=load)
     if cache is None:
         with tempfile.TemporaryDirectory(prefix="paceline-replay-") as folder:
             return _run(chosen, config, min(num_orders, len(ORDERS)), data, Path(folder), console)
@@ -136,6 +149,7 @@ class LiveService:
         traffic = Traffic(
             step_s=config.step_s, labels=labels, tokens=tokens, drafted_s=self.seconds["drafted_s"],
             plain_s=self.seconds["plain_s"], batch_size=config.batch_size, tokens_per_request=float(config.max_new_tokens),
+            num_replicas=max(1, math.ceil(config.load)),
         )  # fmt: skip
         first = LiveOutcomes(
             labels=labels, stores=self.stores, train_shards=self.train_shards, score_shards=self.score_shards,

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.bandit.policies import POLICIES
 from paceline.bandit.replay_grid import grid
 from paceline.bandit.replay_scenario import Scenario
-from paceline.bandit.replay_simulate import ORACLE
+from paceline.bandit.replay_simulate import HINDSIGHT
 from paceline.config import PolicyConfig, build_config
 from paceline.errors import ConfigError
 
@@ -93,8 +93,8 @@ def read_scenarios(source: str) -> list[Scenario]:
 
 
 def policy_names(text: str) -> tuple[str, ...]:
-    """The comma list of policies; 'all' stands for every policy and the oracle. Raises ConfigError with the known names."""
-    known = (*POLICIES, ORACLE)
+    """The comma list of policies; 'all' stands for every policy and both hindsight plans. Raises ConfigError with the known names."""
+    known = (*POLICIES, *HINDSIGHT)
     names = known if text.strip() == "all" else tuple(p.strip() for p in text.split(",") if p.strip())
     wrong = [n for n in names if n not in known]
     if wrong or not names:
@@ -129,10 +129,10 @@ def _value(default: Any, text: str, key: str) -> Any:
 
 
 def variants(policies: Sequence[str], sweep: dict[str, list[Any]]) -> list[Variant]:
-    """Every policy with every combination of the swept settings that concern it; 'never' and the oracle are not swept."""
+    """Every policy with every combination of the swept settings that concern it; 'never' and hindsight plans are not swept."""
     out = []
     for policy in policies:
-        keys = [k for k in sweep if policy in CONCERNS.get(k, (policy,)) and policy not in ("never", ORACLE)]
+        keys = [k for k in sweep if policy in CONCERNS.get(k, (policy,)) and policy not in ("never", *HINDSIGHT)]
         for combination in itertools.product(*(sweep[k] for k in keys)):
             out.append(Variant(policy=policy, settings=tuple(zip(keys, combination, strict=True))))
     return out

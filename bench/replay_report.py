@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paceline.bandit.replay_simulate import ORACLE
+from paceline.bandit.replay_simulate import HINDSIGHT
 from paceline.bench.replay_stats import Row, advice, cell_rows, overall, regret
 
 FORMAT = 1
@@ -79,7 +79,7 @@ def _decisions(rows: Sequence[Row]) -> dict[str, dict[str, list[dict[str, Any]]]
     """cell -> variant -> what was done in the run of the lowest seed."""
     out: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for r in sorted(rows, key=lambda r: r["seed"]):
-        if r["policy"] != ORACLE:
+        if r["policy"] not in HINDSIGHT:
             out.setdefault(r["cell"], {}).setdefault(r["label"], r["events"][:MAX_EVENTS])
     return out
 
@@ -124,7 +124,7 @@ def _cell_table(report: dict[str, Any]) -> Table:
         table.add_column(label.replace(" ", "\n"), justify="right")
     for cell in dict.fromkeys(c["cell"] for c in report["cells"]):
         found = {c["label"]: c["net_percent"]["mean"] for c in report["cells"] if c["cell"] == cell}
-        best = max((v for k, v in found.items() if k != ORACLE), default=None)
+        best = max((v for k, v in found.items() if k not in HINDSIGHT), default=None)
         table.add_row(cell, *(f"[bold]{found[x]:+.1f}[/bold]" if found.get(x) == best else f"{found[x]:+.1f}" if x in found else "-" for x in labels))  # fmt: skip
     return table
 

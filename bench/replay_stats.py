@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.bandit.replay_simulate import ORACLE
+from paceline.bandit.replay_simulate import HINDSIGHT, ORACLE
 
 Row = dict[str, Any]
 NUM_RESAMPLES = 2000
@@ -104,7 +104,7 @@ def advice(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for family in _unique(r["family"] for r in rows):
         nets: dict[str, dict[tuple[int, str], float]] = {}
         for r in rows:
-            if r["family"] == family and r["policy"] != ORACLE:
+            if r["family"] == family and r["policy"] not in HINDSIGHT:
                 nets.setdefault(r["label"], {})[(r["seed"], r["cell"])] = net_percent(r)
         if not nets:
             continue

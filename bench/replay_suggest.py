@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.bandit.replay_simulate import ORACLE
+from paceline.bandit.replay_simulate import HINDSIGHT
 from paceline.config import ServiceConfig, build_config
 from paceline.errors import ConfigError
 
@@ -15,7 +15,7 @@ MAX_LOSS_PERCENT = 1.0
 
 def suggest(report: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """(values of a service configuration, sentences that say why). Raises ConfigError when nothing can be suggested."""
-    ranked = [o for o in report["overall"] if o["policy"] != ORACLE]
+    ranked = [o for o in report["overall"] if o["policy"] not in HINDSIGHT]
     if not ranked:
         raise ConfigError("suggest needs at least one policy besides the oracle; name some in --policies")
     safe = [o for o in ranked if o["worst_cell_percent"] >= -MAX_LOSS_PERCENT]

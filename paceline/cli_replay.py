@@ -25,7 +25,7 @@ def replay(
     policies: Annotated[
         str,
         typer.Option(
-            help="Comma list of payoff, never, always, interval, dual_ema, cara, thompson, hedge and 'oracle' (knows the future; not in live replays), or 'all'."
+            help="Comma list of payoff, never, always, interval, dual_ema, cara, thompson, hedge 'oracle' (the best plan that knows the future) and 'bound' (more than any plan saves; neither in live replays), or 'all'."
         ),
     ] = "never,always,interval,payoff,oracle",
     seeds: Annotated[
@@ -50,6 +50,10 @@ def replay(
         Optional[Path],
         typer.Option(help="Folder of text data for live replays (docs/data_folder.md); default: the bundled prompts."),
     ] = None,
+    load: Annotated[
+        Optional[float],
+        typer.Option(help="Devices that the traffic of a live replay keeps busy: a fleet shares one update."),
+    ] = None,
     json: Annotated[Optional[Path], typer.Option(help="Write the report as JSON to this file.")] = None,
     html: Annotated[Optional[Path], typer.Option(help="Write a self-contained HTML report.")] = None,
     suggest: Annotated[
@@ -62,6 +66,6 @@ def replay(
     configure_logging("ERROR")
     options = ReplayOptions(
         source=source, policies=policies, seeds=seeds, first_seed=first_seed, sweep=tuple(sweep or ()), workers=workers,
-        ray=ray, resume=resume, data=data, json=json, html=html, suggest=suggest,
+        ray=ray, resume=resume, data=data, load=load, json=json, html=html, suggest=suggest,
     )  # fmt: skip
     run_replay(options, Console() if sys.stdout.isatty() else Console(width=160))

@@ -163,19 +163,19 @@ class PolicyConfig:
 
     policy: str = "payoff"
     """payoff (the default), or a baseline: never | always | interval | dual_ema | cara | thompson | hedge."""
-    epoch_s: float = 30.0
+    epoch_s: float = 10.0
     """Seconds between decisions of one bucket."""
     interval_s: float = 120.0
     """Period of the `interval` policy."""
-    bank_s: float = 20.0
+    bank_s: float = 40.0
     """Starting balance; the policy spends only what the bank covers."""
-    hysteresis: float = 1.1
+    hysteresis: float = 1.25
     """Expected saving must exceed expected cost by this factor."""
-    min_dwell_s: float = 10.0
+    min_dwell_s: float = 5.0
     """Shortest time between two swaps of a bucket."""
     min_rows: int = 768
     """Fresh supervised rows a bucket needs before a job."""
-    horizon_s: float = 120.0
+    horizon_s: float = 240.0
     """Prior for the remaining life of a traffic regime."""
     holdback_percent: int = 10
     """Share of requests that keep the first drafter."""
