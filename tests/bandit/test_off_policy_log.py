@@ -27,7 +27,9 @@ CELL = Scenario(name="x", regime_s=600.0, duration_s=1500.0, recurrence="fresh",
 def served():
     """(prepared log, world that wrote it) of the pay-off rule."""
     traffic, outcomes = draw_world(CELL, 3)
-    world = World(traffic, outcomes, policy_config("payoff", {}, 3), seed=3, learned=learned_rows(CELL, traffic))
+    world = World(
+        traffic, outcomes, policy_config("payoff", {"epoch_s": 30.0}, 3), seed=3, learned=learned_rows(CELL, traffic)
+    )
     return prepare(parse_log(record(world), "log"), "log"), world
 
 

@@ -61,7 +61,10 @@ def test_training_goes_on_while_it_pays_and_stops_when_the_headroom_is_used_up()
     assert len(rows) >= 3 and rows[0] < 2500 and any(2500 < r < 9000 for r in rows) and any(r > 9000 for r in rows)
     assert w.true[w.live]["c"] > 2.1
     assert _net(w) > 20.0
-    assert len(w.of("train")) <= 7
+    assert len(w.of("train")) <= 9
+    before = len(w.of("train"))
+    w.run(1320)
+    assert len(w.of("train")) - before <= 3
 
 
 def test_domains_that_return_are_served_by_recall_without_training():

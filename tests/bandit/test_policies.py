@@ -36,8 +36,8 @@ def test_too_few_rows_or_no_traffic_hold(name):
 
 
 def test_payoff_trains_only_above_the_hysteresis():
-    assert choose("payoff", jobs=(make_job(saving=5.4),)).code == "payoff"
-    assert choose("payoff", jobs=(make_job(saving=5.6),)).action == "train"
+    assert choose("payoff", jobs=(make_job(saving=6.2),)).code == "payoff"
+    assert choose("payoff", jobs=(make_job(saving=6.3),)).action == "train"
 
 
 def test_payoff_takes_the_best_net_value_that_the_bank_covers():
@@ -63,8 +63,8 @@ def test_payoff_recalls_before_it_trains_when_the_gain_is_sure_and_the_dwell_ove
 
 
 def test_a_job_that_would_end_within_the_dwell_waits():
-    assert choose("payoff", since_swap_s=2.0, jobs=(make_job(cost=3.0),)).code == "dwell"
-    assert choose("payoff", since_swap_s=2.0, jobs=(make_job(cost=9.0),)).action == "train"
+    assert choose("payoff", since_swap_s=1.0, jobs=(make_job(cost=3.0),)).code == "dwell"
+    assert choose("payoff", since_swap_s=1.0, jobs=(make_job(cost=9.0),)).action == "train"
 
 
 def test_near_ties_are_explored_at_the_logged_propensity():
@@ -79,7 +79,7 @@ def test_near_ties_are_explored_at_the_logged_propensity():
 def test_a_near_tie_that_would_end_within_the_dwell_is_a_hold_of_its_own_probability():
     policy, rng = make_policy("payoff"), np.random.default_rng(0)
     slow, quick = make_job(FULL, 28.0, 9.0), make_job(HEAD, 21.9, 3.0)
-    view = make_view(jobs=(slow, quick), since_swap_s=2.0)  # 10 s must pass: only the slow job ends late enough
+    view = make_view(jobs=(slow, quick), since_swap_s=1.0)  # 5 s must pass: only the slow job ends late enough
     picks = [policy.choose(view, rng) for _ in range(2000)]
     assert np.mean([p.action == "hold" for p in picks]) == pytest.approx(0.05, abs=0.02)
     expected = {"train:full:c:2000": pytest.approx(0.95), "hold": pytest.approx(0.05)}

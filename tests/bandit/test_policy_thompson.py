@@ -70,7 +70,7 @@ def test_it_never_takes_what_the_bank_does_not_cover(costs, balance, seed):
 
 
 def test_draws_of_jobs_move_together_through_what_they_share():
-    draws = GainModel().draw([("c", HEAD), ("c", FULL), ("d", FULL)], 20_000, np.random.default_rng(0))
+    draws = GainModel().draw([("c", HEAD, 1.0), ("c", FULL, 1.0), ("d", FULL, 1.0)], 20_000, np.random.default_rng(0))
     assert draws.shape == (20_000, 3)
     assert draws[:, 1].mean() == pytest.approx(K_MEAN, abs=0.02)
     same, other = np.corrcoef(draws[:, 0], draws[:, 1])[0, 1], np.corrcoef(draws[:, 1], draws[:, 2])[0, 1]

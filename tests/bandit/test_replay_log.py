@@ -24,7 +24,9 @@ def served(tmp_path_factory):
     """decisions.jsonl of a simulated service under the pay-off rule, and its true result."""
     cell = Scenario(name="x", regime_s=600.0, duration_s=2400.0, recurrence="cycle", train_cost=0.3)
     traffic, outcomes = draw_world(cell, 3)
-    world = World(traffic, outcomes, policy_config("payoff", {}, 3), seed=3, learned=learned_rows(cell, traffic))
+    world = World(
+        traffic, outcomes, policy_config("payoff", {"epoch_s": 30.0}, 3), seed=3, learned=learned_rows(cell, traffic)
+    )
     path = tmp_path_factory.mktemp("log") / "decisions.jsonl"
     path.write_bytes(record(world))
     return path, world

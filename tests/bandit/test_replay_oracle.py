@@ -18,7 +18,7 @@ STEPS, STEP_S = 7, 20.0
 CONFIG = policy_config("never", {"holdback_percent": 10}, 0)
 
 
-def _tiny(seed: int, num_domains: int, forgetting: float, train_cost: float = 3.0):
+def tiny(seed: int, num_domains: int, forgetting: float, train_cost: float = 3.0):
     rng = np.random.default_rng(seed)
     cell = Scenario(name="tiny", duration_s=STEPS * STEP_S, step_s=STEP_S, regime_s=STEP_S, train_cost=train_cost, forgetting=forgetting)  # fmt: skip
     outcomes = SimulatedOutcomes.draw(cell, num_domains, rng)
@@ -28,7 +28,7 @@ def _tiny(seed: int, num_domains: int, forgetting: float, train_cost: float = 3.
     return traffic, outcomes
 
 
-def _exhaustive(traffic: Traffic, outcomes: SimulatedOutcomes, slowdown: float) -> float:
+def exhaustive(traffic: Traffic, outcomes: SimulatedOutcomes, slowdown: float) -> float:
     """Best net over every sequence of holds, jobs on either domain from any version, and recalls."""
     first = outcomes.first
     base_s = traffic.token_s(first)
@@ -73,19 +73,19 @@ def _exhaustive(traffic: Traffic, outcomes: SimulatedOutcomes, slowdown: float) 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bound_is_the_best_plan_where_nothing_is_relaxed(seed):
-    traffic, outcomes = _tiny(seed, 1, 0.0)
+    traffic, outcomes = tiny(seed, 1, 0.0)
     bound = hindsight(traffic, outcomes, CONFIG, slowdown=0.0, arms=(ARM,), num_levels=4001)
     # ends of jobs that outlast the replay are paid in full by both; levels round up by 1/4000 of the gap
-    assert bound.net_s == pytest.approx(_exhaustive(traffic, outcomes, 0.0), rel=2e-3, abs=0.05)
+    assert bound.net_s == pytest.approx(exhaustive(traffic, outcomes, 0.0), rel=2e-3, abs=0.05)
 
 
 @given(seed=st.integers(0, 10_000), forgetting=st.floats(0, 0.6), slowdown=st.floats(0, 0.2))
 @settings(max_examples=8, deadline=None)
 def test_no_plan_of_a_tiny_service_beats_the_bound(seed, forgetting, slowdown):
-    traffic, outcomes = _tiny(seed, 2, forgetting)
+    traffic, outcomes = tiny(seed, 2, forgetting)
     traffic.tokens[4:] = 0.0  # keeps the search small
     bound = hindsight(traffic, outcomes, CONFIG, slowdown=slowdown, arms=(ARM,))
-    assert bound.net_s >= _exhaustive(traffic, outcomes, slowdown) - 1e-6
+    assert bound.net_s >= exhaustive(traffic, outcomes, slowdown) - 1e-6
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
@@ -95,16 +95,16 @@ def test_no_plan_of_a_tiny_service_beats_the_bound(seed, forgetting, slowdown):
 def test_no_policy_beats_the_bound(policy, changes):
     cell = Scenario(name="x", regime_s=200.0, duration_s=600.0, train_cost=0.3, **changes)
     for seed in range(2):
-        assert simulate(cell, policy, {}, seed).net_s <= simulate(cell, "oracle", {}, seed).net_s + 1e-6
+        assert simulate(cell, policy, {}, seed).net_s <= simulate(cell, "bound", {}, seed).net_s + 1e-6
 
 
 def test_the_plan_adds_up_to_the_bound():
     cell = Scenario(name="x", regime_s=300.0, duration_s=1200.0, train_cost=0.3)
-    bound = simulate(cell, "oracle", {}, 0)
+    bound = simulate(cell, "bound", {}, 0)
     assert bound.curve[-1] == pytest.approx(bound.net_s, abs=1e-3) and bound.num_jobs > 0 and bound.net_s > 0
     assert bound.serving_s + sum(bound.spent.values()) == pytest.approx(bound.never_s - bound.net_s)
 
 
 def test_nothing_to_gain_means_nothing_to_plan():
     cell = Scenario(name="x", regime_s=300.0, duration_s=900.0, headroom=0.0)
-    assert simulate(cell, "oracle", {}, 0).net_s == pytest.approx(0.0, abs=0.5)
+    assert simulate(cell, "bound", {}, 0).net_s == pytest.approx(0.0, abs=0.5)
