@@ -75,8 +75,8 @@ class ControllerState(msgspec.Struct):
     windows: dict[str, Window] = {}
     meters: dict[str, BucketMeter] = {}
     latest: dict[str, BucketObservation] = {}
-    total_load: float = 0.0
-    """Exponential mean of the adaptive group's tokens per second, all buckets."""
+    total_load: float | None = None
+    """Exponential mean of the adaptive group's tokens per second while there is traffic, all buckets; None before any."""
     regime: MixRegime | None = None
     buckets: dict[str, BucketRegime] = {}
     rows_written: dict[str, int] = {}

@@ -21,10 +21,13 @@ def close_epoch(state: ControllerState, now: float, context: HostContext) -> lis
     num_requests = sum(s.time_per_token.n for seen in state.latest.values() for s in seen.stats)
     weight = epoch_weight(num_requests, now - start)
     total_load = sum(seen.load(Group.ADAPTIVE) for seen in state.latest.values())
-    keep = 1.0 - STEADY * weight if state.epoch > 1 else 0.0
-    state.total_load = keep * state.total_load + (1.0 - keep) * total_load
+    if total_load > 0:  # a quiet service says nothing about the height of the load when there is one
+        before = total_load if state.total_load is None else state.total_load
+        state.total_load = before + STEADY * weight * (total_load - before)
+    num_seen = int(bool(state.meters))  # the load of a bucket that joins others grows from 0, as theirs falls
     for name in sorted(set(state.meters) | set(state.latest)):
-        state.meters.setdefault(name, BucketMeter()).update(state.latest.get(name), weight)
+        meter = state.meters.setdefault(name, BucketMeter(num_epochs=num_seen))
+        meter.update(state.latest.get(name), weight)
     written = {**context.rows, **context.rows_written}
     alarms = [name for name, seen in state.latest.items() if _has_drifted(state, seen, start)]
     for name in alarms:
@@ -36,11 +39,9 @@ def close_epoch(state: ControllerState, now: float, context: HostContext) -> lis
         for name in alarms:
             state.regime.forget(name)
     if state.regime.update({name: seen.num_tokens() for name, seen in state.latest.items()}, start, weight):
-        scale = state.total_load / total_load if total_load > 0 else 1.0
-        for (
-            name,
-            meter,
-        ) in state.meters.items():  # a new mix of the load there was: one epoch tells little of its height
+        # a new mix of the load there was: one epoch tells little of its height
+        scale = state.total_load / total_load if state.total_load is not None and total_load > 0 else 1.0
+        for name, meter in state.meters.items():
             meter.load = scale * state.latest[name].load(Group.ADAPTIVE) if name in state.latest else 0.0
     for name, seen in state.latest.items():
         state.table.observe(seen)

@@ -18,6 +18,8 @@ DISCOUNT = 0.9
 """Weight that the evidence keeps at each new observation; the rest returns to the prior."""
 MIN_OBSERVED_ROUNDS = 60
 MAX_LOSS = 0.6
+SEEN = (-2.0, 5.0)
+"""Bounds of one measured factor."""
 MAX_AWAITED = 256
 
 
@@ -81,7 +83,7 @@ class ForgettingModel(msgspec.Struct):
         precision = DISCOUNT / self.variance + (1 - DISCOUNT) / SCALE_SD**2
         mean = (DISCOUNT * self.scale / self.variance + (1 - DISCOUNT) / SCALE_SD**2) / precision
         noise = (loss_sd / expected) ** 2
-        seen = min(max(loss, -MAX_LOSS), MAX_LOSS) / expected
+        seen = min(max(loss / expected, SEEN[0]), SEEN[1])  # one text that changed unnoticed must not veto every job
         gain = (1.0 / precision) / (1.0 / precision + noise)
         self.scale = mean + gain * (seen - mean)
         self.variance = (1.0 - gain) / precision

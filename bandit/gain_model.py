@@ -76,6 +76,16 @@ class GainModel(msgspec.Struct):
     prior_sd: list[float] = msgspec.field(default_factory=lambda: [K_SD, AGAIN_SD])
     num_jobs: int = 0
 
+    def __post_init__(self) -> None:
+        """Give a model that was stored without the coefficient `again` its prior."""
+        if self.names[1:2] != ["again"]:
+            self.names.insert(1, "again")
+            self.mean.insert(1, AGAIN_MEAN)
+            self.prior_sd.insert(1, AGAIN_SD)
+            for row in self.cov:
+                row.insert(1, 0.0)
+            self.cov.insert(1, [0.0, AGAIN_SD**2, *[0.0] * (len(self.names) - 2)])
+
     def _index(self, name: str, prior_sd: float) -> int:
         if name not in self.names:
             self.names.append(name)

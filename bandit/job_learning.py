@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.bandit.arms import sized
 from paceline.bandit.controller_state import ControllerState, JobRecord
 from paceline.bandit.epoch import learned_rows
 from paceline.bandit.gain_model import POWER
@@ -31,9 +32,10 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult, costs: Jo
     if is_measured and not is_text_gone:
         gain, error = measured_gain(job, result)
         state.gains.update(job.bucket, job.arm, job.headroom, job.share * fraction**POWER, gain, error, job.new)
-        state.table.add_job(job.bucket, result, job.base_version, state.forgotten.loss(job.arm))
+        done = sized(job.arm, max(int(fraction * job.arm.num_rows), 1))
+        state.table.add_job(job.bucket, result, job.base_version, state.forgotten.loss(done))
         if result.status == "accepted" and result.version is not None:
-            state.forgotten.expect(job.bucket, result.version, job.base_version, job.arm, state.table)
+            state.forgotten.expect(job.bucket, result.version, job.base_version, done, state.table)
     state.memory.ema.job_ended(result.status, state.rows_written)
     if result.status == "accepted" and result.version is not None:
         _note_version(state, job, result.version, is_text_gone=is_text_gone)

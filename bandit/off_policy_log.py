@@ -14,7 +14,7 @@ import msgspec
 from paceline.bandit.ledger_totals import fold_entries
 from paceline.bandit.off_policy import decision_key
 from paceline.bandit.off_policy_sequence import Branch, Net, Trajectory, estimate
-from paceline.bandit.replay_forced import ForcedWorld
+from paceline.bandit.replay_forced import ForcedWorld, epochs_by_step
 from paceline.bandit.replay_logged import MATCH_ROWS, LoggedService, logged_config, logged_outcomes
 from paceline.contracts import Decision
 
@@ -66,6 +66,8 @@ def value_policy(
     trajectory, missed = trace(service, policy, settings, draws=draws, seed=seed, report=report)
     net = estimate(trajectory)
     verdict, why = judge(net, is_same=not trajectory.branches)
+    if len(trajectory.branches) == MAX_BRANCHES:
+        why += f"; {MAX_BRANCHES} decisions differ, and after so many the model alone speaks in any case"
     return PolicyNet(
         net=net, num_decisions=service.traffic.num_steps, logged_s=sum(trajectory.realised_s), verdict=verdict,
         why=why, num_missed=missed,
@@ -88,6 +90,12 @@ def judge(net: Net, *, is_same: bool) -> tuple[str, str]:
     return "estimated", why
 
 
+def is_operators(decision: Decision) -> bool:
+    """Whether an operator, not the policy, gave this order."""
+    by_hand = decision.action == "rollback" and "epoch" not in decision.context
+    return decision.action in ("pin", "unpin") or decision.policy == "operator" or by_hand
+
+
 def trace(
     service: LoggedService, policy: str, settings: Mapping[str, Any], *, draws: int, seed: int,
     report: Callable[[int, int], None] = lambda done, total: None,
@@ -97,18 +105,21 @@ def trace(
     orders = logged_orders(service)
     world = ForcedWorld(
         service.traffic, logged_outcomes(service, seed), logged_config(service, policy, settings, seed), seed=seed,
-        slowdown=service.scenario.slowdown, epochs={service.step_of(e.end): e for e in service.log.epochs}, orders=orders,
+        slowdown=service.scenario.slowdown, epochs=epochs_by_step(service), orders=orders,
         learned=service.learned(),
     )  # fmt: skip
     start = [world.rest(0, 0, draw) for draw in range(draws)]
     branches: list[Branch] = []
-    is_act = [k in orders and orders[k].action != "hold" and orders[k].policy != "operator" for k in range(steps)]
+    is_act = [k in orders and orders[k].action != "hold" and not is_operators(orders[k]) for k in range(steps)]
+    is_pinned = False
     for k in range(steps):
         report(k, steps)
         before = world.snapshot()
         asked = world.forced_step(k)
         order = orders.get(k)
-        if not asked or (order is not None and order.policy == "operator"):
+        if order is not None:
+            is_pinned = order.action == "pin" or (is_pinned and order.context.get("code") == "pinned")
+        if not asked or is_pinned or (order is not None and is_operators(order)):
             continue  # nobody could decide here
         logged, taken = logged_probabilities(order)
         is_act[k] = is_act[k] or any(a != "hold" for a in {*asked, *logged})

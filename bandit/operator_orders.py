@@ -9,7 +9,7 @@ import msgspec
 from paceline.bandit.controller_state import ControllerState
 from paceline.bandit.observation import HostContext
 from paceline.bandit.policies import Choice, View
-from paceline.bandit.pricing import price_jobs
+from paceline.bandit.pricing import price_jobs, recall_rate
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Decision
 
@@ -75,6 +75,8 @@ def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, c
         horizon_s=view.horizon_s,
         min_rows=1,
         num_replicas=context.num_replicas,
+        forgotten=state.forgotten,
+        recall_rate=recall_rate(view.beliefs, view.recalls),
     )
     job = max((j for j in jobs if j.bucket == bucket), key=lambda j: j.arm.num_rows)
     reason = (

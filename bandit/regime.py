@@ -21,9 +21,14 @@ PRESENT_SHARE = 0.2
 PRIOR_GONE = 1.0
 """Past regimes without return that the prior counts for, when the return of a bucket is forecast."""
 RETURN_FACTOR = 12.0
-"""Returns are counted on for at most this multiple of the prior horizon, and for no longer than was observed so far."""
+"""Returns are counted on for at most this multiple of the prior horizon, and for no longer than was observed so far or
+WINDOW_FACTOR says."""
 WINDOW_FACTOR = 4.0
+"""Returns are counted on for at least this multiple of the prior horizon: a service outlives its first regimes."""
 NEW_RETURNS = (1.0, 1.0)
+"""Beta prior of the chance that a new bucket returns: counts of buckets before it that did, and that did not."""
+MEAN_LAG = 8.0
+"""How many times slower than the recent mix the regime's mean moves, at least."""
 MAX_RESIDUALS = 96
 CLIP = 6.0
 """Largest standardised residual, so that one odd epoch is no drift."""
@@ -119,7 +124,10 @@ class MixRegime(msgspec.Struct):
             self.recent = dict(mix)
         is_new = self.num_epochs == 0
         self.num_epochs += 1
+        # the mean must lag behind the recent mix, else a change would carry both along and never show
         step = 1.0 / self.num_epochs
+        if self.num_epochs * weight > 1.0:
+            step = min(step, weight / MEAN_LAG)
         names = sorted(set(self.mean) | set(mix))
         self.mean = {b: (1 - step) * self.mean.get(b, 0.0) + step * mix.get(b, 0.0) for b in names}
         return is_new
@@ -157,8 +165,8 @@ class MixRegime(msgspec.Struct):
     def returning_s(self, bucket: str, now: float, prior_s: float, lag_s: float) -> float:
         """Expected seconds, at its present share of the tokens, for which a bucket will be served in later regimes.
 
-        Share of past time that was its own, carried forward for as long as was observed; less `lag_s` at every visit,
-        until it is noticed and its version brought back; 0 for a bucket that was never seen before this regime.
+        Share of past time that was its own, carried forward for as long as was observed, less `lag_s` at every visit,
+        until it is noticed and its version brought back; see `_return_of_new` for a bucket that this regime brought.
         """
         presence = self.past.get(bucket)
         share = self.mean.get(bucket, 0.0)
@@ -174,7 +182,7 @@ class MixRegime(msgspec.Struct):
         return trust * caught * window * (presence.seconds / observed) / max(share, PRESENT_SHARE)
 
     def _return_of_new(self, bucket: str, window: float, lag_s: float) -> float:
-        """The same for a bucket that this regime brought: as the buckets before it came back, with an equal share."""
+        """The same for a bucket that this regime brought: as likely as those before it came back, an equal share of time."""
         known = [p for name, p in self.past.items() if p.num_regimes > 0 and name != bucket]
         if not known or self.mean.get(bucket, 0.0) < PRESENT_SHARE:
             return 0.0
@@ -182,7 +190,7 @@ class MixRegime(msgspec.Struct):
         chance = (NEW_RETURNS[0] + back) / (sum(NEW_RETURNS) + len(known))
         visit = sum(p.seconds for p in known) / sum(p.num_regimes for p in known)
         caught = max(1.0 - lag_s / visit, 0.0) if visit > 0 else 0.0
-        return chance * caught * window / (len(known) + 1)
+        return chance * caught * window / (len(known) + 1) / max(self.mean[bucket], PRESENT_SHARE)
 
 
 def _distance(a: dict[str, float], b: dict[str, float]) -> float:

@@ -22,6 +22,7 @@ from paceline.bandit.policies import Choice, View, make_policy
 from paceline.bandit.policy_view import hold
 from paceline.bandit.pricing import PricedRecall
 from paceline.bandit.replay_log import FeedbackLine
+from paceline.bandit.replay_logged import LoggedService
 from paceline.bandit.replay_world import World
 from paceline.contracts import ArmSpec, Decision
 from paceline.errors import ConfigError
@@ -71,7 +72,7 @@ class ForcedController(Controller):
             return msgspec.structs.replace(
                 choice, probabilities={}, job=msgspec.structs.replace(choice.job, arm=arm)
             )  # fmt: skip
-        if logged.action in ("recall", "rollback"):
+        if logged.action in ("recall", "rollback", "pin"):
             version = self.names.get(logged.version or "")
             if version is None or version == view.live_version:
                 self.num_missed += 1
@@ -92,6 +93,16 @@ class ForcedController(Controller):
         return [msgspec.structs.replace(d, context={**d.context, **limit}) for d in decisions]
 
 
+def epochs_by_step(service: LoggedService) -> dict[int, FeedbackLine]:
+    """Step -> what the log measured in it; lines of one step are put together."""
+    found: dict[int, FeedbackLine] = {}
+    for line in service.log.epochs:
+        k = service.step_of(line.end)
+        before = found.get(k)
+        found[k] = line if before is None else msgspec.structs.replace(line, cells=[*before.cells, *line.cells])
+    return found
+
+
 class ForcedWorld(World):
     """A World that follows a log up to a step. `outcomes` must know the log's jobs (bandit/replay_logged.py)."""
 
@@ -105,7 +116,7 @@ class ForcedWorld(World):
             self.config, default_arms(), clock=self.clock, rng=np.random.default_rng(self.config.seed)
         )
         controller.orders, controller.names, controller.asked = orders, {}, {}
-        controller.until = self.traffic.num_steps
+        controller.until = self.measured_until = self.traffic.num_steps
         controller.begin(self.clock.now())
         self.controller: ForcedController = controller
 
@@ -133,6 +144,7 @@ class ForcedWorld(World):
         world._noise = np.random.default_rng([draw, 19])
         world.controller._rng = np.random.default_rng([draw, 23])
         world.controller.until = forced
+        world.measured_until = k  # what was measured after the decision must not enter its prediction
         before = world.net_s
         for step in range(k, world.traffic.num_steps):
             world.step(step)
@@ -147,7 +159,7 @@ class ForcedWorld(World):
     def _serve(self, k: int) -> FeedbackSums:
         simulated = super()._serve(k)  # also books the step's true cost
         line = self.epochs.get(k)
-        if line is None or k > self.controller.until:
+        if line is None or k > self.measured_until:
             return simulated
         for label, rows in line.rows_written.items():
             mine = [d for d, name in enumerate(self.traffic.labels) if name == label]

@@ -167,6 +167,8 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
                         _log_ts(value), str(value["bucket"]), str(value["arm"]), msgspec.convert(value, TrainResult)
                     )
                 )
+        except ConfigError:
+            raise
         except (ValueError, KeyError, TypeError) as e:  # msgspec.ValidationError is a ValueError
             reason = " ".join(str(e).split())
             raise ConfigError(f"log {path} line {number} is damaged ({reason}); delete the line or copy the log again") from e  # fmt: skip

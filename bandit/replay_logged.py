@@ -167,7 +167,7 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
     steps = max(int(np.ceil((log.epochs[-1].end - begin) / step_s)), 1)
     tokens = np.zeros((steps, len(labels)))
     for epoch in log.epochs:
-        k = min(int((epoch.end - begin) / step_s - 0.5), steps - 1)
+        k = min(max(int((epoch.end - begin) / step_s - 0.5), 0), steps - 1)
         for c in epoch.cells:
             if c.num_tokens > 0:
                 tokens[k, labels.index(c.bucket)] += c.num_tokens

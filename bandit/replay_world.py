@@ -129,25 +129,26 @@ class World:
     def step(self, k: int) -> None:
         """Serve step k, end a job that is due, decide."""
         self.controller.observe(self._serve(k))
-        self._pass_time(k)
+        self._pass_time()
         now = self.clock.now()
         for decision in self.controller.tick(now, self._context()):
             self._obey(decision, k, now)
 
-    def _pass_time(self, k: int) -> None:
+    def _pass_time(self) -> None:
         """To the end of the step, and a job that is due by then ends; with steps as long as epochs, when it is due.
 
         The controller hears of the swap when it happens then, as from a host that ticks every second.
         """
-        end = self.clock.now() + self.traffic.step_s
+        begin = self.clock.now()
+        end = begin + self.traffic.step_s
         if self.job is not None and self.job[2] <= end:
             decision, truth, due, domain = self.job
             if self.has_long_steps:
                 due = min(max(due, self.clock.now()), end - 0.01 * self.traffic.step_s)
                 self.clock.advance(due - self.clock.now())
                 self._finish(decision, truth, domain)
-                for decision in self.controller.tick(due, self._context()):
-                    self._obey(decision, k, due)
+                if due - begin < self.config.epoch_s:  # the epoch ends with the step, which holds all of its feedback
+                    self.controller.tick(due, self._context())
             else:
                 self.clock.advance(end - self.clock.now())
                 self._finish(decision, truth, domain)

@@ -86,6 +86,10 @@ def _check(options: ReplayOptions, chosen: list[Variant], console: Console) -> d
         raise ConfigError(f"seeds must be >= 2 logs, got {options.seeds}")
     if options.html is not None or options.suggest is not None:
         raise ConfigError("html and suggest are not written for off-policy checks; use --json")
+    if options.ray is not None:
+        raise ConfigError("ray is not used by off-policy checks; use --workers")
+    if options.source == "off-policy" and (options.resume is not None or options.data is not None):
+        raise ConfigError("resume and data concern off-policy-live only")
     if options.source == "off-policy":
         found = run_check(
             chosen, options.seeds, workers=options.workers, console=console, first_seed=options.first_seed

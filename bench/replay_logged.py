@@ -13,7 +13,7 @@ from rich.console import Console
 from paceline.bandit.off_policy_log import value_policy
 from paceline.bandit.replay_log import ServiceLog
 from paceline.bandit.replay_logged import LoggedService, prepare, replay_logged
-from paceline.bandit.replay_simulate import ORACLE
+from paceline.bandit.replay_simulate import HINDSIGHT
 from paceline.bench.replay_plan import Task, Variant
 from paceline.bench.replay_run import Row, RunOne, row_of, run_all
 
@@ -39,8 +39,8 @@ def run_off_policy(task: Task, service: LoggedService) -> Row:
 def off_policy_rows(
     service: LoggedService, chosen: Sequence[Variant], *, workers: int, console: Console, ray_address: str | None
 ) -> list[dict[str, Any]]:
-    """What the report says about each policy but the oracle; docs/replay.md names the fields."""
-    tasks = [Task(scenario=service.scenario, variant=v, seed=0) for v in chosen if v.policy != ORACLE]
+    """What the report says about each policy without hindsight; docs/replay.md names the fields."""
+    tasks = [Task(scenario=service.scenario, variant=v, seed=0) for v in chosen if v.policy not in HINDSIGHT]
     rows = run_all(
         tasks, workers=workers, resume=None, console=console, ray_address=ray_address,
         run_one=partial(run_off_policy, service=service), title="off-policy",

@@ -25,7 +25,7 @@ def replay(
     policies: Annotated[
         str,
         typer.Option(
-            help="Comma list of payoff, never, always, interval, dual_ema, cara, thompson, hedge 'oracle' (the best plan that knows the future) and 'bound' (more than any plan saves; neither in live replays), or 'all'."
+            help="Comma list of payoff, never, always, interval, dual_ema, cara, thompson, hedge, 'oracle' (the best plan that knows the future) and 'bound' (more than any plan saves; neither in live replays), or 'all'."
         ),
     ] = "never,always,interval,payoff,oracle",
     seeds: Annotated[

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from paceline.bandit.arms import default_arms, row_counts, sized
-from paceline.bandit.gain_model import GainModel, forgetting, further_share, learned_share
+from paceline.bandit.gain_model import GainModel, forgetting, further_share, learned_share, newness
 
 CALIBRATION, HEAD, FULL = default_arms()
 
@@ -90,3 +90,31 @@ def test_row_counts_rise_and_respect_minimum_and_arm():
     for usable, arm in itertools.product((768, 1500, 9000, 50_000), default_arms()):
         counts = row_counts(arm, usable, 768)
         assert counts == sorted(set(counts)) and counts[0] >= 768 and counts[-1] == min(usable, arm.num_rows)
+
+
+def test_a_model_stored_before_rows_could_teach_again_gets_that_coefficients_prior():
+    import msgspec
+
+    new = GainModel()
+    for _ in range(3):
+        new.update("a", FULL, 0.8, 0.5, 0.1, 0.03)
+    old = msgspec.to_builtins(new)
+    assert old["names"].pop(1) == "again"
+    for values in (old["mean"], old["prior_sd"], old["cov"], *old["cov"][:1], *old["cov"][2:]):
+        values.pop(1)
+    read = msgspec.convert(old, GainModel)
+    assert read.names == new.names and len(read.cov) == len(read.cov[0]) == len(read.names)
+    for job in (("a", FULL, 0.8, 0.5), ("new", HEAD, 0.8, 0.5)):
+        assert read.predict(*job)[0] == pytest.approx(new.predict(*job)[0], abs=0.02)
+    assert read.predict("new", FULL, 0.8, 0.5, 0.0)[0] > 0
+
+
+def test_rows_learned_before_teach_less_until_jobs_show_that_they_teach_again():
+    model = GainModel()
+    fresh, known = (model.predict("a", FULL, 0.8, 0.5, new)[0] for new in (1.0, 0.0))
+    assert 0 < known < 0.6 * fresh
+    for _ in range(4):
+        model.update("b", FULL, 0.8, 0.5, 0.65 * 0.4, 0.02, 0.0)
+    assert model.predict("a", FULL, 0.8, 0.5, 0.0)[0] > 1.3 * known
+    assert newness(0, 1000, 1000) == pytest.approx(1.0)
+    assert newness(16_000, 16_500, 4000) < 0.3 and newness(10**6, 10**6, 4000) < 0.01

@@ -45,10 +45,8 @@ def test_every_epoch_is_rebuilt_and_the_logged_policy_would_mostly_do_what_it_di
     service, world = served
     found = value_policy(service, "payoff", {}, draws=2)
     assert found.num_missed == 0
-    assert found.net.agreement > 0.5 and found.verdict in ("measured", "estimated")
-    assert (
-        found.net.low_s <= world.net_s <= found.net.high_s or abs(found.net.total_s - world.net_s) < 0.1 * world.never_s
-    )
+    assert found.net.agreement > 0.5
+    assert found.net.low_s <= world.net_s <= found.net.high_s
 
 
 def test_never_is_exact_and_a_policy_that_the_log_never_tried_cannot_be_told(served):

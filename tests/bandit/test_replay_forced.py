@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.bandit.off_policy_log import logged_orders
-from paceline.bandit.replay_forced import ForcedWorld
+from paceline.bandit.replay_forced import ForcedWorld, epochs_by_step
 from paceline.bandit.replay_logged import logged_config, logged_outcomes
 from tests.bandit.test_off_policy_log import served  # noqa: F401 (a fixture)
 
@@ -11,7 +11,7 @@ from tests.bandit.test_off_policy_log import served  # noqa: F401 (a fixture)
 def _forced(service, policy):
     return ForcedWorld(
         service.traffic, logged_outcomes(service, 0), logged_config(service, policy, {}, 0), seed=0,
-        slowdown=service.scenario.slowdown, epochs={service.step_of(e.end): e for e in service.log.epochs},
+        slowdown=service.scenario.slowdown, epochs=epochs_by_step(service),
         orders=logged_orders(service), learned=service.learned(),
     )  # fmt: skip
 

@@ -86,7 +86,7 @@ def test_a_sweep_that_makes_no_sense_is_refused(text):
 def test_policy_names_are_checked_and_all_names_every_one():
     from paceline.bandit.policies import POLICIES
 
-    assert policy_names("all") == (*POLICIES, "oracle")
+    assert policy_names("all") == (*POLICIES, "oracle", "bound")
     assert policy_names("payoff, never,payoff") == ("payoff", "never")
     with pytest.raises(ConfigError, match=r"never, .*oracle.*'greedy'"):
         policy_names("never,greedy")
