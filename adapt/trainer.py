@@ -53,14 +53,16 @@ class _JobFailedError(PacelineError):
 class _Watch:
     """Deadline, stop request and heartbeat of one job; `should_stop` is polled at every step."""
 
-    def __init__(self, limit_s: float, should_stop: Callable[[], bool], heartbeat: Callable[[], None]) -> None:
-        self.began = time.perf_counter()
+    def __init__(
+        self, limit_s: float, should_stop: Callable[[], bool], heartbeat: Callable[[], None], clock: Callable[[], float]
+    ) -> None:
+        self._clock, self._began = clock, clock()
         self._limit_s, self._asked, self._heartbeat = limit_s, should_stop, heartbeat
         self._next_beat = 0.0
         self.reason = ""
 
     def elapsed(self) -> float:
-        return time.perf_counter() - self.began
+        return self._clock() - self._began
 
     def should_stop(self) -> bool:
         now = self.elapsed()
@@ -96,6 +98,7 @@ def run_training_job(
     heartbeat: Callable[[], None] = lambda: None,
     progress: Progress = lambda done, total, info: None,
     shadow: ShadowConfig | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> TrainResult:
     """Carry out one order; an accepted version is in the registry when this returns.
 
@@ -106,10 +109,11 @@ def run_training_job(
         should_stop: polled at every optimizer step and replay round.
         heartbeat: called about twice a second while the job runs.
         progress: (steps done, steps in all, {"loss", "nll", "learning_rate"}) after every optimizer step.
+        clock: seconds that the time limit and the result count in.
     Returns: a TrainResult with status accepted | rejected | failed | stopped; seconds are wall-clock.
     Raises: nothing that service brings about; programming errors only.
     """
-    watch = _Watch(job.time_limit_s, should_stop, heartbeat)
+    watch = _Watch(job.time_limit_s, should_stop, heartbeat, clock)
     timing = {"train_s": 0.0, "shadow_s": 0.0}
     try:
         with _torch_threads(threads):

@@ -258,7 +258,9 @@ class ControllerCore:
         self.state.num_dropped += batch.num_dropped
         batch = self.state.traffic.bounded(batch)  # what follows keeps state per bucket
         live = self.state.desired.version if self.state.desired is not None else ""
-        self.state.traffic.observe(batch, self.state.rollout.tried_version(live))
+        rollout = self.state.rollout
+        percent = rollout.canary.percent if rollout.canary is not None else 0
+        self.state.traffic.observe(batch, rollout.tried_version(live), percent)
         try:
             self.controller.observe(batch)
         except Exception as e:  # one bad batch must not stop the stream; it is counted and logged

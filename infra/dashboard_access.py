@@ -19,6 +19,7 @@ from paceline.config import ServiceConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ADMIN_TOKEN_VARIABLE = "PACELINE_ADMIN_TOKEN"
+_SET_TOKEN = "set api_token (--api-token) or admin_token (--admin-token)"
 
 
 def configured_admin_token(config: ServiceConfig) -> str | None:
@@ -32,8 +33,8 @@ class Access:
 
     api_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
-    is_loopback: bool = True
-    """The service was told to listen on a loopback address."""
+    host: str = LOOPBACK[0]
+    """Address that the service was told to listen on."""
     is_metrics_public: bool = False
     """Anybody may scrape /metrics."""
 
@@ -42,23 +43,34 @@ class Access:
         return cls(
             api_token=config.api_token,
             admin_token=configured_admin_token(config),
-            is_loopback=config.host in LOOPBACK,
+            host=config.host,
             is_metrics_public=config.metrics_public,
         )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Only programs on this computer reach the service."""
+        return self.host in LOOPBACK
+
+    def closed(self) -> str | None:
+        """Why nobody at all may look, and what to do about it; None where somebody may."""
+        if self.is_loopback or self.api_token is not None or self.admin_token is not None:
+            return None
+        return f"closed: the service listens on {self.host} without a token; {_SET_TOKEN}, or bind it to 127.0.0.1"
 
     def is_admin(self, request: Request) -> bool:
         """Whether the request carries the admin token."""
         return _is_token(request, self.admin_token)
 
     def check_read(self, request: Request) -> None:
-        """Raise 401 or 403 unless the request may see the dashboard's data or /paceline/state and /paceline/swap."""
+        """Raise 401 or 403 unless the request may see the dashboard's data or /paceline/state, /swap and /versions."""
         if self.is_admin(request) or _is_token(request, self.api_token):
             return
         if self.api_token is None and self.is_loopback and _is_from_here(request):
             return
         if self.api_token is None and self.admin_token is None:
-            closed = "this is closed beyond this computer: start the service with --api-token or --admin-token"
-            raise HTTPException(403, closed)
+            here = f"closed: without a token only this computer may look, by a loopback name and no proxy; {_SET_TOKEN}"
+            raise HTTPException(403, self.closed() or here)
         raise _unauthorized("the admin token" if self.api_token is None else "the API token or the admin token")
 
     def check_metrics(self, request: Request) -> None:
@@ -79,11 +91,6 @@ class Access:
         if not self.is_admin(request):
             raise _unauthorized("the admin token")
         check_json(request)
-
-    def check_versions(self, request: Request) -> None:
-        """Raise 401 unless the request may read /paceline/versions: like every other route of the API."""
-        if self.api_token is not None and not self.is_admin(request) and not _is_token(request, self.api_token):
-            raise _unauthorized("the API token or the admin token")
 
     def check_command(self, request: Request) -> None:
         """Raise 401, 403 or 415 unless the request may change versions and policy by /paceline/<command>.

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -154,8 +154,12 @@ def parse_have(text: str) -> dict[str, str]:
     return {name: digest for name, sep, digest in pairs if sep}
 
 
-async def events(feed: DashboardFeed, have: dict[str, str], since: float) -> AsyncIterator[bytes]:
-    """Server-sent events, one a second: `update` with what changed; ends with `renew` after LIFETIME_S."""
+async def events(feed: DashboardFeed, have: dict[str, str], since: float) -> AsyncGenerator[bytes, None]:
+    """Server-sent events, one a second: `update` with what changed; ends with `renew` after LIFETIME_S.
+
+    A feed that is closed ends it without `renew`; before the first event it raises EngineStoppedError.
+    """
+    is_first = True
     have, ends = dict(have), time.monotonic() + LIFETIME_S
     feed.num_pages += 1
     try:
@@ -164,7 +168,10 @@ async def events(feed: DashboardFeed, have: dict[str, str], since: float) -> Asy
             try:
                 document = await feed.run(feed.document)
             except EngineStoppedError:
-                return  # the page opens its next stream at another replica
+                if is_first:
+                    raise
+                return  # the page waits, then opens its next stream at another replica
+            is_first = False
             yield b"event: update\ndata: " + update(document, have, since) + b"\n\n"
             have, since = dict(document.digests), max((b["ts"] for b in document.bins), default=since)
             if time.monotonic() >= ends:

@@ -7,11 +7,13 @@ else; plotly's JavaScript is the file in the installed wheel.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gzip
 import hashlib
 import importlib.resources
 import re
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,6 +93,13 @@ def _json(body: bytes, **headers: str) -> Response:
     return Response(body, media_type="application/json", headers={**HEADERS, "Cache-Control": "no-store", **headers})
 
 
+async def _joined(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(rest):
+        yield first
+        async for event in rest:
+            yield event
+
+
 def dashboard_router(view: View, access: Access, feed: DashboardFeed) -> APIRouter:
     """Everything below /dashboard; checks tokens itself.
 
@@ -129,8 +138,9 @@ def dashboard_router(view: View, access: Access, feed: DashboardFeed) -> APIRout
         if feed.num_pages >= MAX_PAGES:
             raise HTTPException(503, f"{MAX_PAGES} pages watch this replica already; close one", {"Retry-After": "10"})
         headers = {**HEADERS, "X-Accel-Buffering": "no", "Cache-Control": "no-store"}
-        content = events(feed, parse_have(have), since)
-        return StreamingResponse(content, media_type="text/event-stream", headers=headers)
+        stream = events(feed, parse_have(have), since)
+        first = await anext(stream)  # a feed that is closed is refused while there is a status to say it with
+        return StreamingResponse(_joined(first, stream), media_type="text/event-stream", headers=headers)
 
     async def decision(decision_id: int, request: Request) -> Response:
         access.check_read(request)

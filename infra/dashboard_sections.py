@@ -95,7 +95,7 @@ def regimes(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def decisions(state: dict[str, Any]) -> dict[str, Any]:
-    """The newest decisions, newest last, each with a title; and the operators' notes."""
+    """The newest decisions, newest last, each with a title; and the latest notes."""
     rows = [
         {**{k: d.get(k) for k in _DECISION_FIELDS}, "title": decision_title(d)}
         for d in (state.get("decisions") or [])[-NUM_DECISIONS:]

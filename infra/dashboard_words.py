@@ -10,7 +10,8 @@ from typing import Any
 
 Z95 = 1.959964
 """Half-width of a 95% interval in standard errors."""
-ACTED = ("train", "recall", "rollback", "pin", "canary", "promote")
+ACTED = ("train", "recall", "rollback", "pin")
+"""Actions of decisions other than hold."""
 
 
 def seconds(value: float | None, *, sign: bool = False) -> str:
@@ -70,7 +71,7 @@ def _is_it_paying(state: dict[str, Any]) -> dict[str, Any]:
     if low > 0:
         verdict, tone = "Yes", "good"
     elif high < 0:
-        verdict, tone = ("Not yet", "flat") if saved >= 0 else ("No", "bad")
+        verdict, tone = "No, so far", "bad"
     else:
         verdict, tone = "Not proven yet", "flat"
     verdict = f"{verdict}: net {seconds(net, sign=True)}"
@@ -99,13 +100,19 @@ def _last_decision(state: dict[str, Any]) -> dict[str, Any]:
     last = decisions[-1]
     out |= {"verdict": decision_title(last), "text": str(last.get("reason") or ""), "ts": last.get("ts")}
     out["decision_id"] = last.get("decision_id")
-    if last.get("action") == "hold":
-        acted = next((d for d in reversed(decisions) if d.get("action") in ACTED), None)
-        if acted is not None:
-            out["before"] = {
-                "text": f"Before that: {decision_title(acted).lower()}{_outcome(acted)}.",
-                "decision_id": acted.get("decision_id"),
-            }
+    acted = next((d for d in reversed(decisions) if d.get("action") in ACTED), None)
+    if acted is not None and acted is last:
+        if ended := _outcome(acted):
+            out["text"] = f"{out['text'].rstrip('.')}{ended}."
+    elif acted is not None:
+        title = decision_title(acted)
+        out["before"] = {
+            "text": f"Before that: {title[:1].lower()}{title[1:]}{_outcome(acted)}.",
+            "decision_id": acted.get("decision_id"),
+        }
+    trial = (state.get("rollout") or {}).get("last") or {}
+    if float(trial.get("ts") or 0.0) > float((acted or {}).get("ts") or 0.0):
+        out["trial"] = {"text": _trial_end(trial), "ts": trial.get("ts")}
     job = state.get("job")
     if job:
         out["tone"] = "busy"
@@ -115,10 +122,20 @@ def _last_decision(state: dict[str, Any]) -> dict[str, Any]:
 
 def _outcome(d: dict[str, Any]) -> str:
     saved, cost = d.get("realised_saving_s"), d.get("realised_cost_s")
-    parts = [str(d["outcome"])] if d.get("outcome") else []
+    parts = [_plain(d["outcome"])] if d.get("outcome") else []
     if saved is not None or cost:
         parts.append(f"so far saved {seconds(saved or 0.0)} for {seconds(cost or 0.0)}")
     return f" ({', '.join(parts)})" if parts else ""
+
+
+def _plain(outcome: Any) -> str:
+    return str(outcome).replace("_", " ")
+
+
+def _trial_end(trial: dict[str, Any]) -> str:
+    return (
+        f"The last trial, of {short(trial.get('version'))}, was {_plain(trial.get('outcome'))}: {trial.get('reason')}"
+    )
 
 
 def shares(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -142,8 +159,7 @@ def rollout_words(state: dict[str, Any]) -> str:
         last = rollout.get("last") or {}
         if not last:
             return "No version is on trial, and none was yet."
-        ended = str(last.get("outcome")).replace("_", " ")
-        return f"No version is on trial. The last, {short(last.get('version'))}, was {ended}: {last.get('reason')}"
+        return f"No version is on trial. {_trial_end(last)}"
     ratio = canary.get("ratio")
     speed = f"{100 * (ratio - 1):+.1f}% tokens per second" if ratio is not None else "no comparable requests yet"
     own, other = int(canary.get("num_canary_requests") or 0), int(canary.get("num_requests") or 0)
@@ -164,16 +180,19 @@ def _who_serves(state: dict[str, Any]) -> dict[str, Any]:
             "shares": [],
         }
     rows = shares(state)
+    behind = _replicas_behind(state)
+    reports = state.get("replicas") or []
+    serves = "serves" if all(r.get("version") == live for r in reports) else "is to serve"
     made: dict[str, Any] = next((v for v in state.get("versions") or [] if v.get("version") == live), {})
     origin = f" ({made['arm']} on {made['bucket']})" if made.get("bucket") else ""
     percent = f"{rows[0]['percent']:.0f}%"
     tried = next((r for r in rows if r["role"] == "canary"), None)
     if live == first:
-        text = f"The first drafter {short(first)} serves {'all but the trial' if tried else 'everybody'}; no adapted version is live."
+        text = f"The first drafter {short(first)} {serves} {'all but the trial' if tried else 'everybody'}; no adapted version is live."
         text += f" {short(tried['version'])} is on trial with {tried['percent']:.0f}% of requests." if tried else ""
         out["verdict"] = "The first drafter, and a trial" if tried else "The first drafter serves all"
     else:
-        text = f"Adapted version {short(live)}{origin} serves {percent} of requests"
+        text = f"Adapted version {short(live)}{origin} {serves} {percent} of requests"
         out["verdict"] = f"{short(live)} serves {percent}"
         if tried:
             text += f", {short(tried['version'])} is on trial with {tried['percent']:.0f}%"
@@ -182,4 +201,31 @@ def _who_serves(state: dict[str, Any]) -> dict[str, Any]:
     pinned = (state.get("bandit") or {}).get("pinned")
     if pinned:
         text += f" {short(pinned)} is pinned by an operator."
+    if behind is not None:
+        out |= {"verdict": behind["verdict"], "tone": behind["tone"]}
+        text += f" {behind['text']}"
     return {**out, "text": text, "shares": rows}
+
+
+def _replicas_behind(state: dict[str, Any]) -> dict[str, Any] | None:
+    """How many replicas run the generation that is wanted and which refused it; None when all run it or none reports."""
+    gen, reports = state.get("gen"), state.get("replicas") or []
+    if gen is None:
+        return None
+    refused = [r for r in reports if r.get("failed_gen") == gen]
+    running = [r for r in reports if r.get("gen") == gen and r not in refused]
+    if len(running) == len(reports):
+        return None
+    tried = canary_of(state) is not None
+    what = "The trial" if tried else short(state.get("version"))
+    words = [f"{len(running)} of {len(reports)} replicas run {'the trial' if tried else 'it'}"]
+    for r in refused:
+        reason = str(r.get("failed_reason") or "no reason given").rstrip(".")
+        words.append(f"replica {short(r.get('replica_id'))} refused it: {reason}")
+    if (waiting := len(reports) - len(running) - len(refused)) > 0:
+        words.append(f"{waiting} {'is' if waiting == 1 else 'are'} staging it")
+    return {
+        "verdict": f"{what} runs on {len(running)} of {len(reports)} replicas",
+        "tone": "bad" if refused else "busy",
+        "text": f"{'; '.join(words)}.",
+    }

@@ -75,6 +75,8 @@ def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
         policy=PolicyConfig(
             policy=options.policy,
             epoch_s=5.0,
+            bank_s=20.0,
+            hysteresis=1.1,
             interval_s=max(20.0, options.minutes * 60 / 8),
             min_rows=1000,
             min_dwell_s=8.0,

@@ -6,7 +6,18 @@ from rich.console import Console
 
 from paceline.config import ServiceConfig
 from paceline.infra.app import run_service, stop_service
+from paceline.infra.dashboard_access import Access
 from paceline.infra.stop_signals import StopSignals
+
+
+def dashboard_words(url: str, access: Access) -> str:
+    """Where the dashboard is and who may use it, or why nobody may."""
+    if (reason := access.closed()) is not None:
+        return f"dashboard {reason}"
+    if access.admin_token is not None:
+        return f"dashboard {url}/dashboard (with controls)"
+    who = "this computer only" if access.api_token is None else "with the API token"
+    return f"dashboard {url}/dashboard (read-only, {who}: --admin-token adds controls)"
 
 
 def serve_forever(config: ServiceConfig, console: Console) -> None:
@@ -29,8 +40,9 @@ def serve_forever(config: ServiceConfig, console: Console) -> None:
                 f'-d \'{{"model": "{config.model_name}", "prompt": "Hello", "max_tokens": 32}}\'',
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
-            controls = "with controls" if service.config.admin_token else "read-only: --admin-token adds controls"
-            console.print(f"  dashboard {service.url}/dashboard ({controls})", highlight=False)
+            console.print(
+                f"  {dashboard_words(service.url, Access.of(service.config))}", highlight=False, soft_wrap=True
+            )
             while not signals.stop.wait(0.5):
                 pass
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ from paceline.serving.draft_weights import DrafterSlots
 
 _CACHE_S = 0.3
 MAX_COMMAND_BYTES = 64 * 1024
+RunState = Callable[[Callable[[], dict[str, Any]]], Awaitable[dict[str, Any]]]
+"""Awaits what tells the state, for instance DashboardFeed.run."""
 
 
 @dataclass(slots=True)
@@ -124,13 +126,17 @@ def _feedback(counters: dict[str, Any] | None) -> dict[str, int]:
     return {k: int((counters or {}).get(k, 0)) for k in ("produced", "delivered", "dropped")}
 
 
-def service_router(view: ServiceView, access: Access) -> APIRouter:
-    """GET /paceline/versions and the commands as POST /paceline/<command>; checks tokens itself."""
+def service_router(view: States, access: Access, run: RunState) -> APIRouter:
+    """GET /paceline/versions and the commands as POST /paceline/<command>; checks tokens itself.
+
+    Args:
+        run: awaits view.state, which may block for seconds, in threads that are not the API's.
+    """
     router = APIRouter()
 
-    def versions(request: Request) -> dict[str, Any]:
-        access.check_versions(request)
-        state = view.state()
+    async def versions(request: Request) -> dict[str, Any]:
+        access.check_read(request)
+        state = await run(view.state)
         return {k: state.get(k) for k in ("gen", "version", "first_version")} | {
             "versions": state.get("versions") or []
         }
@@ -148,6 +154,12 @@ class Commands(Protocol):
     """What carries out commands; see ServiceView.command."""
 
     def command(self, name: str, *args: Any) -> dict[str, Any]: ...
+
+
+class States(Commands, Protocol):
+    """What also tells the service's state; see ServiceView.state."""
+
+    def state(self) -> dict[str, Any]: ...
 
 
 async def run_command(view: Commands, name: str, request: Request) -> dict[str, Any]:

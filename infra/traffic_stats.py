@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.contracts import FeedbackBatch, Group
+from paceline.contracts import FeedbackBatch, Group, is_canary
 from paceline.serving.bucket_names import OTHER_BUCKET
 
 MAX_BUCKETS = 128
@@ -13,7 +13,7 @@ BIN_S = 5.0
 NUM_BINS = 240
 RECENT_S = 30.0
 CANARY = "canary"
-"""Group of the adaptive requests that a version on trial serves; all others of them stay under 'adaptive'."""
+"""Group of the adaptive requests that a version on trial serves or was switched off for; the others stay 'adaptive'."""
 
 
 class GroupTotals(msgspec.Struct, kw_only=True):
@@ -77,20 +77,23 @@ class TrafficStats(msgspec.Struct, kw_only=True):
             return batch
         return msgspec.structs.replace(batch, bucket=[names[bucket] for bucket in batch.bucket])
 
-    def observe(self, batch: FeedbackBatch, tried_version: str = "") -> None:
+    def observe(self, batch: FeedbackBatch, tried_version: str = "", tried_percent: int = 0) -> None:
         """Add the rows of one batch, its buckets `bounded`.
 
         Args:
             tried_version: version whose adaptive rows count under CANARY; '' = none is on trial.
+            tried_percent: its share while it is on trial. Adaptive rows without a version (the drafter of their request was
+                switched off) count under CANARY where the hash of the request says so; 0 = nowhere.
         """
         batch = self.bounded(batch)
         rows = zip(
             batch.bucket, batch.group, batch.drafter_version, batch.num_accepted_tokens, batch.num_draft_tokens,
-            batch.num_emitted_tokens, batch.share_ms, batch.ts, strict=True,
+            batch.num_emitted_tokens, batch.share_ms, batch.ts, batch.request_id, strict=True,
         )  # fmt: skip
-        for bucket, group, version, accepted, drafted, emitted, share_ms, ts in rows:
-            if tried_version and version == tried_version and group == Group.ADAPTIVE:
-                group = CANARY
+        for bucket, group, version, accepted, drafted, emitted, share_ms, ts, request_id in rows:
+            if tried_version and group == Group.ADAPTIVE:
+                is_off = not version and is_canary(request_id, tried_version, tried_percent)
+                group = CANARY if is_off or version == tried_version else group
             _cell(self.totals, bucket, group).add(accepted, drafted, emitted, share_ms)
             _cell(self._bin(int(ts // BIN_S)), bucket, group).add(accepted, drafted, emitted, share_ms)
 

@@ -7,7 +7,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -157,21 +157,22 @@ class Api:
         return Response(body, media_type=content_type)
 
     async def state(self) -> Response:
-        return _json(await asyncio.to_thread(self.parts.state))
+        return _json(await self.parts.run_state(self.parts.state))
 
     async def swap(self) -> Response:
         return _json(await asyncio.to_thread(self.parts.swap))
 
 
 def make_router(parts: ApiParts) -> APIRouter:
-    """Every route of a replica; all but /healthz ask for the token when there is one.
+    """Every route of a replica.
 
-    State, swap and metrics have rules of their own where `parts` brings them.
+    /v1 and the extra routers ask for the API token when there is one. State, swap and metrics ask for it too, unless
+    `parts` brings rules of their own. /healthz asks for nothing; the open routers check what they want themselves.
     """
     api = Api(parts)
     router = APIRouter()
     check_token = _token_check(parts.api_token)
-    locked = APIRouter(dependencies=[Depends(check_token)])
+    locked = APIRouter(dependencies=[Depends(_on_loop(check_token))])
     locked.add_api_route("/v1/completions", api.completions, methods=["POST"])
     locked.add_api_route("/v1/chat/completions", api.chat, methods=["POST"])
     locked.add_api_route("/v1/models", api.models, methods=["GET"])
@@ -186,7 +187,7 @@ def make_router(parts: ApiParts) -> APIRouter:
         ("/paceline/state", api.state, parts.check_state),
         ("/paceline/swap", api.swap, parts.check_state),
     ):
-        router.add_api_route(path, handler, methods=["GET"], dependencies=[Depends(check or check_token)])
+        router.add_api_route(path, handler, methods=["GET"], dependencies=[Depends(_on_loop(check or check_token))])
     router.include_router(locked)
     return router
 
@@ -224,6 +225,15 @@ def _token_check(api_token: str | None) -> Callable[[Request], None]:
             raise HTTPException(401, message, headers={"WWW-Authenticate": "Bearer"})
 
     return check
+
+
+def _on_loop(check: Callable[[Request], None]) -> Callable[[Request], Awaitable[None]]:
+    """A check that does no I/O as a coroutine: FastAPI would send a plain function through its thread pool."""
+
+    async def checked(request: Request) -> None:
+        check(request)
+
+    return checked
 
 
 def _request_id(request: Request) -> str:

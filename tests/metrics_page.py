@@ -22,6 +22,8 @@ in `infra/grafana/`; the service's own page is [dashboard.md](dashboard.md).
 | on another address, no API token | the admin token; without one `/metrics` is closed (403) |
 | `--metrics-public` (`metrics_public: true`) | anybody, without a token |
 
+Set an API token for Prometheus rather than giving it the admin token: the admin token also changes the service.
+
 ```
 scrape_configs:
   - job_name: paceline

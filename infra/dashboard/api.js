@@ -51,9 +51,7 @@ export class Feed {
     for (;;) {
       if (document.hidden) { await new Promise((r) => (this.wake = r)); continue; }
       try {
-        await this.once();
-        this.wait = 1000;
-        continue;
+        if (await this.once()) continue;
       } catch (e) {
         if (e.name === "AbortError") continue;
         this.status(e.status === 401 || e.status === 403 ? "closed" : "lost", e.message);
@@ -62,19 +60,24 @@ export class Feed {
       this.wait = Math.min(this.wait * 2, 10000);
     }
   }
+  /** One stream; whether it ended with `renew`. Any other end (the replica stops) is followed by a wait. */
   async once() {
     this.abort = new AbortController();
     const have = Object.entries(this.digests).map(([k, v]) => `${k}:${v}`).join(",");
     const response = await fetch(`/dashboard/api/events?have=${have}&since=${this.since}`, { headers: headers(), signal: this.abort.signal, cache: "no-store" });
     if (!response.ok) await checked(response);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let isRenewed = false;
     for (let rest = ""; ;) {
       const { done, value } = await reader.read();
-      if (done) return;
+      if (done) return isRenewed;
       rest += value;
       const events = rest.split("\n\n");
       rest = events.pop();
-      for (const event of events) this.take(event);
+      for (const event of events) {
+        isRenewed ||= event.startsWith("event: renew\n");
+        this.take(event);
+      }
     }
   }
   take(event) {
@@ -82,6 +85,7 @@ export class Feed {
     const data = JSON.parse(event.slice(event.indexOf("data: ") + 6));
     Object.assign(this.digests, data.digests);
     for (const bin of data.bins) this.since = Math.max(this.since, bin.ts);
+    this.wait = 1000;
     this.status("live", "");
     this.update(data);
   }

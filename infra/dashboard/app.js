@@ -56,6 +56,7 @@ function showAnswers() {
   show(byId("answers"), ...parts.answers.map((a) => el("article", { class: "panel answer", "data-tone": a.tone, id: `answer-${a.id}` },
     el("h2", {}, a.question), el("p", { class: "verdict" }, a.verdict), el("p", {}, a.text, a.ts ? ` (${ago(a.ts, now)}) ` : "", a.decision_id ? el("a", { href: `/dashboard/decisions/${a.decision_id}`, "data-key": "last" }, "Details") : null),
     a.before ? el("p", {}, `${a.before.text} `, el("a", { href: `/dashboard/decisions/${a.before.decision_id}`, "data-key": "before" }, "Details")) : null,
+    a.trial ? el("p", {}, `${a.trial.text} (${ago(a.trial.ts, now)})`) : null,
     a.job ? el("p", { class: "busy" }, `${a.job.text}, for ${ago(a.job.since, now).replace(" ago", "")}.`) : null,
     a.note ? el("p", { class: "busy" }, a.note) : null,
     a.shares?.length ? shareBar(a.shares) : null,

@@ -12,6 +12,7 @@ from paceline.adapt.registry import DrafterRegistry
 from paceline.adapt.target_handle import TargetHandle
 from paceline.adapt.trace_store import TraceStore
 from paceline.adapt.trainer import ShadowConfig, run_training_job
+from paceline.clock import ManualClock
 from paceline.contracts import ArmSpec, TrainJob
 from paceline.serving.request import RequestTrace
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
@@ -186,24 +187,27 @@ def test_the_time_limit_holds(place):
 
 
 def test_a_job_that_its_time_limit_ends_during_scoring_books_the_scoring_too(place, quick_update, monkeypatch):
-    run(place)  # the update is known from here on
-    score, began_scoring = trainer.shadow_scores, []
+    clock = ManualClock(100.0)
+    update, score = trainer.update_drafter, trainer.shadow_scores
+
+    def slow_update(*args, **kwargs):
+        clock.advance(0.25)
+        return update(*args, **kwargs)
 
     def slow_scores(*args, should_stop, **options):
         def look():
-            time.sleep(0.05)
+            clock.advance(0.0625)
             return should_stop()
 
-        began_scoring.append(time.perf_counter())
         return score(*args, should_stop=look, **options)
 
+    monkeypatch.setattr(trainer, "update_drafter", slow_update)
     monkeypatch.setattr(trainer, "shadow_scores", slow_scores)
-    began = time.perf_counter()
-    result = run(place, changed(place[2], time_limit_s=0.4))
-    ended = time.perf_counter()
-    assert result.status == "stopped" and "time limit of 0.4 s" in result.reason and began_scoring
-    assert result.shadow_s == pytest.approx(ended - began_scoring[0], abs=0.05)
-    assert result.train_s + result.shadow_s == pytest.approx(ended - began, abs=0.05)
+    result = run(place, changed(place[2], time_limit_s=0.5), clock=clock.now)
+    assert result.status == "stopped" and "time limit of 0.5 s" in result.reason
+    assert result.train_s == 0.25
+    assert result.shadow_s == 5 * 0.0625, "the look that finds 0.5625 s ends it"
+    assert result.train_s + result.shadow_s == clock.now() - 100.0
 
 
 def test_a_short_time_limit_shortens_the_update_instead_of_losing_it(place, monkeypatch):

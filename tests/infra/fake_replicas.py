@@ -43,6 +43,8 @@ class FakeReplicas:
         self._next = 0
         self._rng, self._spread = random.Random(0), spread
         self.num_rows = 0
+        self.num_rounds: dict[str, int] = {}
+        """Rounds by the version that served them."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -71,6 +73,7 @@ class FakeReplicas:
                 if canary and not self._refuses(canary) and is_canary(request, canary, desired.canary_percent):
                     version = canary
                 ms = 3e3 / self._speed(version) * math.exp(self._rng.gauss(0.0, self._spread))
+                self.num_rounds[version] = self.num_rounds.get(version, 0) + ROUNDS
                 rows += [
                     (request, "math", "adaptive", version, True, i, 4, 2, 3, 1, 1.0, 6.0, ms, False, now)
                     for i in range(1, ROUNDS + 1)

@@ -7,15 +7,16 @@ import pytest
 
 from paceline.adapt.lifecycle import DrafterStatus as S
 from paceline.config import RolloutConfig, TraceConfig
-from paceline.contracts import ReplicaReport, decode
+from paceline.contracts import ReplicaReport, decode, encode, is_canary
 from paceline.errors import DrafterMismatchError, ManifestError
 from paceline.infra.controller_store import HostState
 from paceline.infra.desired_state import commit_desired, read_desired, write_report
+from paceline.infra.feedback import make_batch
 from paceline.infra.log import recent_log
 from tests.infra import hosts
 from tests.infra.fake_replicas import FakeReplicas, loading
 from tests.infra.hosts import settle
-from tests.infra.scripted import MemoryRegistry, MemoryStore, Shard, decision
+from tests.infra.scripted import MemoryRegistry, MemoryStore, Shard, decision, row
 
 ROLLOUT = RolloutConfig(canary_percent=50, quiet_s=0.02, freeze_s=500.0, max_requests=100)
 make_host = functools.partial(hosts.make_host, rollout=ROLLOUT)
@@ -106,19 +107,25 @@ def test_an_ordered_canary_is_among_the_notes_and_in_the_log(host, client, keys)
     assert [e["text"] for e in recent_log(client, keys) if e["kind"] == "note"][-1].startswith("canary of v2")
 
 
-def test_requests_of_the_version_on_trial_are_counted_apart(host, replicas, wait_until):
+def test_requests_of_the_version_on_trial_are_counted_apart(host, client, keys, replicas, wait_until):
     fleet = replicas()
     host.canary("v2")
-
-    def has_both() -> bool:
+    settle(host)
+    for _ in range(4):
         fleet.report()
         fleet.serve(8)
-        settle(host, 1)
-        return all({"adaptive", "canary"} <= set(groups) for groups in host.snapshot()["buckets"].values())
-
-    wait_until(has_both, what="requests of both versions")
+    wait_until(lambda: settle(host, 1) or host.state.num_rows == fleet.num_rows, what="the rows of both versions")
     assert host.state.rollout.canary is not None
-    assert host.state.traffic.num_rows() == host.state.num_rows, "every row is counted once"
+    assert set(fleet.num_rounds) == {"v1", "v2"}
+    (groups,) = host.snapshot()["buckets"].values()
+    counted = {name: sums["rounds"] for name, sums in groups.items() if name != "recent"}
+    assert counted == {"adaptive": fleet.num_rounds["v1"], "canary": fleet.num_rounds["v2"]}
+    own = next(i for i in range(1000) if is_canary(f"r{i}", "v2", ROLLOUT.canary_percent))
+    rows = [row(own, bucket="code", version="")]
+    batch = make_batch(rows, replica_id="c", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
+    client.xadd(keys.feedback, {"v": encode(batch)})
+    settle(host)
+    assert set(host.state.traffic.totals["code"]) == {"canary"}, "v2 was switched off under it; it stays the trial's"
     host.pin("v1")
     settle(host)
     assert host.state.rollout.tried_version("v1") == "v2", "what v2 still serves is none of v1's"

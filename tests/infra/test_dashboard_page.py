@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,9 +33,17 @@ class Place:
     browser: Any
 
 
-def serve(scene: Scene, access: Access) -> Any:
-    router = dashboard_router(scene, access, DashboardFeed(scene.state, scene.traffic))
-    return serve_app(build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(router,))))
+@contextlib.contextmanager
+def serve(scene: Scene, access: Access) -> Iterator[str]:
+    feed = DashboardFeed(scene.state, scene.traffic)
+    router = dashboard_router(scene, access, feed)
+    try:
+        with serve_app(
+            build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(router,)))
+        ) as url:
+            yield url
+    finally:
+        feed.close()
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +220,7 @@ def test_everything_can_be_reached_and_used_with_the_keyboard(place: Place) -> N
 
 
 def test_closed_dashboard_asks_for_a_token_and_forgets_it_with_the_tab(place: Place) -> None:
-    access = Access(api_token="api", admin_token="adm", is_loopback=False)
+    access = Access(api_token="api", admin_token="adm", host="0.0.0.0")
     with serve(place.scene, access) as url, watched_page(place.browser) as watch:
         watch.page.goto(f"{url}/dashboard")
         watch.page.locator("#login").wait_for()
@@ -232,3 +243,24 @@ def test_exports_are_saved_by_the_page(place: Place) -> None:
         path = waiting.value.path()
         assert waiting.value.suggested_filename == "paceline-decisions.csv"
         assert len(path.read_text(encoding="utf-8").splitlines()) > 2
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_a_stream_that_ends_without_renew_is_followed_by_a_wait(place: Place, is_renewed: bool) -> None:
+    body = "event: renew\ndata: {}\n\n" if is_renewed else ""
+    asked: list[float] = []
+
+    def answer(route: Any) -> None:
+        asked.append(time.monotonic())
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    with watched_page(place.browser) as watch:
+        watch.page.route("**/dashboard/api/events*", answer)
+        watch.page.goto(f"{place.url}/dashboard")
+        deadline = time.monotonic() + 60.0
+        while len(asked) < 4 and time.monotonic() < deadline:
+            watch.page.wait_for_timeout(50)
+        assert len(asked) >= 4
+        gaps = [b - a for a, b in itertools.pairwise(asked)]
+        assert is_renewed or min(gaps) > 0.9, "it waits one second, then longer"
+        assert not is_renewed or min(gaps) < 0.9, "the next stream is opened at once"

@@ -11,8 +11,9 @@ import io
 import json
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
+from typing import Any
 
 import httpx
 import pytest
@@ -49,22 +50,39 @@ def scene(shared_redis) -> Iterator[Scene]:
     made = make_scene(shared_redis.url, Keys(uuid.uuid4().hex[:8]))
     made.run(100, ["code", "math", HOSTILE])
     yield made
+    for _, feed in _apps.values():
+        feed.close()
+    _apps.clear()
     made.client.close()
 
 
-_apps: dict[tuple[int, Access], FastAPI] = {}
+@pytest.fixture
+def feeds() -> Iterator[Callable[..., DashboardFeed]]:
+    """Makes feeds and closes them."""
+    made: list[DashboardFeed] = []
+
+    def make(*readers: Any) -> DashboardFeed:
+        made.append(DashboardFeed(*readers))
+        return made[-1]
+
+    yield make
+    for feed in made:
+        feed.close()
+
+
+_apps: dict[tuple[int, Access], tuple[FastAPI, DashboardFeed]] = {}
 
 
 def app(scene: Scene, access: Access) -> FastAPI:
     """One application for each set of rules: building one costs more than asking it."""
     if (found := _apps.get((id(scene), access))) is not None:
-        return found
+        return found[0]
     feed = DashboardFeed(scene.state, scene.traffic)
     parts = ApiParts(
         client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(dashboard_router(scene, access, feed),),
         state=scene.state, check_state=access.check_read, check_metrics=access.check_metrics,
     )  # fmt: skip
-    return _apps.setdefault((id(scene), access), build_api(parts))
+    return _apps.setdefault((id(scene), access), (build_api(parts), feed))[0]
 
 
 def call(scene: Scene, method: str, path: str, access: Access | None = None, *, peer: str = "127.0.0.1", base: str = "http://127.0.0.1:8000", **kwargs) -> httpx.Response:  # fmt: skip
@@ -91,13 +109,13 @@ def test_without_tokens_a_loopback_service_shows_itself_to_this_computer_only(sc
     assert call(scene, "GET", path, free, peer="10.0.0.7").status_code == 403
     assert call(scene, "GET", path, free, base="http://rebound.example:8000").status_code == 403
     assert call(scene, "GET", path, free, headers={"x-forwarded-for": "10.0.0.7"}).status_code == 403
-    assert call(scene, "GET", path, Access(is_loopback=False)).status_code == 403
+    assert call(scene, "GET", path, Access(host="0.0.0.0")).status_code == 403
 
 
 @pytest.mark.parametrize("path", [*DATA, *OPERATING])
 def test_elsewhere_a_token_opens_the_data_and_a_wrong_one_does_not(scene: Scene, path: str) -> None:
     for access in (
-        Access(api_token="api", admin_token="adm", is_loopback=False),
+        Access(api_token="api", admin_token="adm", host="0.0.0.0"),
         Access(api_token="api", admin_token="adm"),
     ):
         assert call(scene, "GET", path, access).status_code == 401
@@ -117,8 +135,8 @@ def test_metrics_open_to_anybody_when_the_configuration_says_so_and_nothing_else
     assert not Access.of(ServiceConfig()).is_metrics_public
 
 
-def test_every_data_route_is_in_the_list_of_these_tests(scene: Scene) -> None:
-    router = dashboard_router(scene, Access(), DashboardFeed(scene.state, scene.traffic))
+def test_every_data_route_is_in_the_list_of_these_tests(scene: Scene, feeds: Callable[..., DashboardFeed]) -> None:
+    router = dashboard_router(scene, Access(), feeds(scene.state, scene.traffic))
     known = {re.sub(r"\{.*?\}", "", r.path) for r in router.routes if "/api/" in r.path}  # type: ignore[attr-defined]
     known.discard("/dashboard/api/commands/")
     tested = {re.sub(r"(decisions/|export/).*", r"\1", f"/dashboard{p}") for p in DATA}
@@ -156,9 +174,7 @@ def test_tokens_that_a_header_cannot_carry_are_refused(token: str) -> None:
 def test_admin_token_comes_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_ADMIN_TOKEN", "from-env")
     assert Access.of(ServiceConfig()).admin_token == "from-env"
-    assert Access.of(ServiceConfig(admin_token="given", host="0.0.0.0")) == Access(
-        admin_token="given", is_loopback=False
-    )
+    assert Access.of(ServiceConfig(admin_token="given", host="0.0.0.0")) == Access(admin_token="given", host="0.0.0.0")
     assert "given" not in repr(Access(admin_token="given")) + repr(ServiceConfig(admin_token="given"))
 
 
@@ -185,8 +201,9 @@ def test_pause_policy_and_bank_are_carried_out_and_noted(scene: Scene) -> None:
     assert restored.bank().start_s == 55.5, "a restart keeps what the operator set"
 
 
-def test_training_now_pinning_and_rolling_back(scene: Scene) -> None:
-    assert order(scene, "policy", policy="never").status_code == 200
+def test_training_now_pinning_and_rolling_back(shared_redis) -> None:
+    scene = make_scene(shared_redis.url, Keys(uuid.uuid4().hex[:8]), policy="never")  # nothing but orders trains
+    scene.run(100, ["code", "math"])
     assert order(scene, "train", bucket="math", arm="nothing").status_code == 400
     assert order(scene, "train", bucket="nowhere", arm="head").status_code == 400
     assert order(scene, "train", bucket="math").status_code == 400
@@ -206,6 +223,7 @@ def test_training_now_pinning_and_rolling_back(scene: Scene) -> None:
     assert order(scene, "rollback").json()["version"] == FIRST
     assert order(scene, "unpin").status_code == 200
     assert json.loads(call(scene, "GET", "/api/state").content)["parts"]["head"]["pinned"] is None
+    scene.client.close()
 
 
 @pytest.mark.parametrize(
@@ -258,8 +276,8 @@ def test_names_from_clients_stay_data_and_the_page_is_static(scene: Scene) -> No
     assert HOSTILE in {r["bucket"] for r in rows}
 
 
-def test_stream_sends_what_changed_and_then_only_that(scene: Scene) -> None:
-    feed = DashboardFeed(scene.state, scene.traffic)
+def test_stream_sends_what_changed_and_then_only_that(scene: Scene, feeds: Callable[..., DashboardFeed]) -> None:
+    feed = feeds(scene.state, scene.traffic)
 
     async def first(have: dict[str, str], since: float) -> dict:
         stream = events(feed, have, since)
@@ -280,16 +298,18 @@ def test_stream_sends_what_changed_and_then_only_that(scene: Scene) -> None:
     assert {"head", "answers", "decisions"} <= set(changed) and "posterior" not in changed
 
 
-def test_one_document_serves_all_pages_of_a_second(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_document_serves_all_pages_of_a_second(
+    scene: Scene, feeds: Callable[..., DashboardFeed], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dashboard_feed, "FRESH_S", 600.0)
     calls = []
-    feed = DashboardFeed(lambda: calls.append(1) or scene.state(), scene.traffic)  # type: ignore[func-returns-value]
+    feed = feeds(lambda: calls.append(1) or scene.state(), scene.traffic)  # type: ignore[func-returns-value]
     assert len({id(feed.document()) for _ in range(5)}) == 1
     assert len(calls) == 1
 
 
-def test_past_stays_visible_while_the_controller_is_away(scene: Scene) -> None:
-    feed = DashboardFeed(scene.state, scene.traffic)
+def test_past_stays_visible_while_the_controller_is_away(scene: Scene, feeds: Callable[..., DashboardFeed]) -> None:
+    feed = feeds(scene.state, scene.traffic)
     seen = json.loads(update(feed.document(), {}, 0.0))
     scene.is_away, feed._read_at = True, float("-inf")
     try:
@@ -370,7 +390,7 @@ def test_scripts_never_parse_text_as_html_or_code(path) -> None:
 
 
 def test_static_files_come_with_the_strict_policy_and_can_be_cached(scene: Scene) -> None:
-    closed = Access(api_token="api", is_loopback=False)
+    closed = Access(api_token="api", host="0.0.0.0")
     for name in [p.name for p in FOLDER.iterdir() if p.suffix in (".js", ".css")] + ["plotly.min.js"]:
         answer = call(scene, "GET", f"/static/{name}", closed)
         assert answer.status_code == 200, name

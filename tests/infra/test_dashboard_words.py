@@ -29,11 +29,11 @@ def ledger(spent: float, saved: float, half: float):
         (0.0, 0.0, 0.0, "Nothing spent yet", "flat"),
         (10.0, 30.0, 5.0, "Yes", "good"),
         (10.0, 12.0, 5.0, "Not proven yet", "flat"),
-        (10.0, 2.0, 1.0, "Not yet", "flat"),
-        (10.0, -8.0, 1.0, "No", "bad"),
+        (10.0, 2.0, 1.0, "No, so far", "bad"),
+        (10.0, -8.0, 1.0, "No, so far", "bad"),
     ],
 )
-def test_verdict_is_yes_only_when_the_whole_interval_is_above_zero(spent, saved, half, verdict, tone):
+def test_verdict_is_yes_or_no_only_when_the_whole_interval_is_above_or_below_zero(spent, saved, half, verdict, tone):
     paying = answers(state(**ledger(spent, saved, half)))[0]
     assert paying["verdict"].partition(":")[0] == verdict
     assert paying["tone"] == tone
@@ -91,6 +91,61 @@ def test_last_decision_is_shown_with_its_reason_and_a_hold_names_the_action_befo
     assert "train head on math (accepted, so far saved 9.0 s for 3.0 s)" in found["before"]["text"]
     assert found["before"]["decision_id"] == 4
     assert decision_title(train) == "Train head on math"
+    named = answers(state(decisions=[{**train, "bucket": "SQL", "arm": "LoRA"}, hold]))[1]
+    assert "Before that: train LoRA on SQL (" in named["before"]["text"], "names keep their capitals"
+
+
+def test_an_action_that_is_the_last_decision_is_shown_with_its_outcome():
+    train = {"decision_id": 4, "action": "train", "arm": "head", "bucket": "math", "reason": "It pays.", "ts": 1.0}
+    assert answers(state(decisions=[train]))[1]["text"] == "It pays."
+    ended = {**train, "outcome": "rolled_back", "realised_cost_s": 3.0}
+    found = answers(state(decisions=[ended]))[1]
+    assert found["text"] == "It pays (rolled back, so far saved 0.0 s for 3.0 s)." and "before" not in found
+
+
+@pytest.mark.parametrize("has_hold", [False, True])
+def test_a_trial_that_ended_after_the_last_action_is_told(has_hold):
+    train = {"decision_id": 4, "action": "train", "arm": "head", "bucket": "math", "reason": "pays", "ts": 10.0}
+    hold = {"decision_id": 5, "action": "hold", "bucket": "math", "reason": "no rows", "ts": 30.0}
+    decisions = [train, hold] if has_hold else [train]
+    last = {"version": "v3", "outcome": "rolled_back", "reason": "it is slower", "ts": 20.0}
+    found = answers(state(decisions=decisions, rollout={"status": "idle", "last": last}))[1]
+    assert found["trial"] == {"text": "The last trial, of v3, was rolled back: it is slower", "ts": 20.0}
+    for stale in ({**last, "ts": 9.0}, {}):
+        assert "trial" not in answers(state(decisions=decisions, rollout={"status": "idle", "last": stale}))[1]
+
+
+def replica(name: str, gen: int, version: str, failed_gen: int | None = None, reason: str = ""):
+    return {"replica_id": name, "gen": gen, "version": version, "failed_gen": failed_gen, "failed_reason": reason}
+
+
+def test_who_serves_counts_the_replicas_that_run_what_is_wanted():
+    done, late = replica("a", 3, "v2"), replica("b", 2, "v1")
+    whole = answers(state(gen=3, replicas=[done, {**done, "replica_id": "b"}]))[2]
+    assert whole["verdict"] == "v2 serves 90%" and whole["tone"] == "flat" and "replicas" not in whole["text"]
+    staging = answers(state(gen=3, replicas=[done, late]))[2]
+    assert (staging["verdict"], staging["tone"]) == ("v2 runs on 1 of 2 replicas", "busy")
+    assert "v2 is to serve 90%" in staging["text"]
+    assert staging["text"].endswith(" 1 of 2 replicas run it; 1 is staging it.")
+    none = answers(state(gen=3, version="v1", replicas=[late]))[2]
+    assert (none["verdict"], none["tone"]) == ("v1 runs on 0 of 1 replicas", "busy"), "the first drafter, another share"
+    assert "v1 serves everybody" in none["text"]
+
+
+def test_who_serves_names_the_replica_that_refused_and_its_reason():
+    refused = replica("b", 2, "v1", failed_gen=3, reason="weights must be finite")
+    found = answers(state(gen=3, replicas=[replica("a", 3, "v2"), refused, replica("c", 2, "v1", failed_gen=2)]))[2]
+    assert (found["verdict"], found["tone"]) == ("v2 runs on 1 of 3 replicas", "bad")
+    assert found["text"].endswith(
+        " 1 of 3 replicas run it; replica b refused it: weights must be finite; 1 is staging it."
+    )
+    nan = replica("a", 3, "v2", failed_gen=3, reason="failed while serving: NaN")
+    broken = answers(state(gen=3, replicas=[nan]))[2]
+    assert broken["tone"] == "bad" and "0 of 1 replicas" in broken["verdict"]
+    trial = {"status": "canary", "version": "v3", "share_percent": 10}
+    both = answers(state(gen=3, rollout=trial, replicas=[replica("b", 2, "v2", failed_gen=3, reason="NaN.")]))[2]
+    assert both["verdict"] == "The trial runs on 0 of 1 replicas"
+    assert "v2 serves 81%" in both["text"] and both["text"].endswith("run the trial; replica b refused it: NaN.")
 
 
 ENTRIES = st.lists(

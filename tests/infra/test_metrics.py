@@ -10,6 +10,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.contracts import is_canary
 from paceline.errors import ConfigError
 from paceline.infra.controller_snapshot import SnapshotCache
 from paceline.infra.engine_metrics import REPLICA_METRICS, render_metrics, speculation_rows
@@ -157,16 +158,23 @@ def test_traffic_is_summed_per_bucket_and_group_and_recent_is_recent():
 
 def test_adaptive_rows_of_the_version_on_trial_are_a_group_of_their_own():
     rows = [row(0, version="v1"), row(1, version="v2"), row(2, version="v2", group="static"), row(3, version="v3")]
+    own = next(i for i in range(1000) if is_canary(f"r{i}", "v2", 30))
+    other = next(i for i in range(1000) if not is_canary(f"r{i}", "v2", 30))
+    rows += [row(own, version=""), row(other, version="")]  # their drafters were switched off
+    rows += [row(own, version="", group="plain")]
     batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
     stats = TrafficStats()
-    stats.observe(batch, "v2")
+    stats.observe(batch, "v2", 30)
     assert {group: sums.rounds for group, sums in stats.totals["math"].items()} == {
-        "adaptive": 2,
-        "canary": 1,
+        "adaptive": 3,
+        "canary": 2,
         "static": 1,
+        "plain": 1,
     }
+    stats.observe(batch, "v2")  # its trial is over: whose an unnamed row was is not known
+    assert stats.totals["math"]["adaptive"].rounds == 3 + 4 and stats.totals["math"]["canary"].rounds == 2 + 1
     stats.observe(batch)
-    assert stats.totals["math"]["adaptive"].rounds == 5
+    assert stats.totals["math"]["adaptive"].rounds == 7 + 5
 
 
 def test_late_rows_land_in_their_own_bin():
