@@ -60,6 +60,8 @@ class CostModel(msgspec.Struct):
     shadow: Scale = msgspec.field(default_factory=Scale)
     staging: Scale = msgspec.field(default_factory=Scale)
     slowdown: float = SLOWDOWN_PRIOR
+    num_measured: int = 0
+    """Jobs that ran to their end, or at least up to their limit."""
 
     def predict(self, arm: ArmSpec, *, busy: float, num_replicas: int) -> JobCost:
         """Cost of one job; busy = device-seconds that serving uses per second."""
@@ -73,12 +75,17 @@ class CostModel(msgspec.Struct):
             staging_s=self.staging_s(num_replicas),
         )
 
+    def margin(self) -> float:
+        """Factor by which a job may turn out dearer than predicted: 1.5 before any was measured, falling towards 1."""
+        return 1.0 + 0.5 / (1.0 + self.num_measured)
+
     def staging_s(self, num_replicas: int) -> float:
         """Cost of making another version live on every replica."""
         return STAGING_PRIOR_S * num_replicas * self.staging.value()
 
     def update(self, arm: ArmSpec, train_s: float, shadow_s: float, staging_s: float, num_replicas: int) -> None:
         """Learn from a finished job that was not cut short; seconds measured, staging_s 0 when nothing was staged."""
+        self.num_measured += 1
         ratio = train_s / prior_training_s(arm)
         start = self.all_jobs.value()
         self.by_arm.setdefault(arm.name, Scale(PRIOR_WEIGHT, PRIOR_WEIGHT * start)).update(ratio)
@@ -92,6 +99,7 @@ class CostModel(msgspec.Struct):
         """Learn from a job that was stopped: it would have cost at least this much, so only an excess teaches."""
         scale = self.by_arm[arm.name].value() if arm.name in self.by_arm else self.all_jobs.value()
         ratio = train_s / prior_training_s(arm)
+        self.num_measured += 1
         if ratio > scale:
             self.by_arm.setdefault(arm.name, Scale(PRIOR_WEIGHT, PRIOR_WEIGHT * scale)).update(ratio)
             self.all_jobs.update(ratio)

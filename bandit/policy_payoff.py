@@ -55,7 +55,7 @@ class PayoffPolicy:
         paying = [j for j in jobs if j.saving_s > factor * j.cost.total_s]
         if not paying:
             return self._unpaid(view, jobs)
-        funded = [j for j in paying if j.cost.total_s <= view.balance_s]
+        funded = [j for j in paying if view.cost_margin * j.cost.total_s <= view.balance_s]
         if not funded:
             return self._unfunded(view, paying)
         job, chances = pick(funded, rng)
@@ -87,8 +87,10 @@ class PayoffPolicy:
         return hold(
             view,
             "bank",
-            "{arm} on {bucket} would save {saving:.1f} s for {cost:.1f} s, but the bank holds {balance:.1f} s.",
+            "{arm} on {bucket} would save {saving:.1f} s for {cost:.1f} s, which may become {margin:.2f} times as much, but "
+            "the bank holds {balance:.1f} s.",
             at=best.bucket,
+            margin=view.cost_margin,
             arm=best.arm.name,
             bucket=best.bucket,
             saving=best.saving_s,

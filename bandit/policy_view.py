@@ -30,6 +30,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     is_job_running: bool
     live_version: str = ""
     memory: PolicyMemory = msgspec.field(default_factory=PolicyMemory)
+    cost_margin: float = 1.0
+    """Factor by which jobs may turn out dearer than priced; one that hits its limit for that is lost."""
     gains: GainModel = msgspec.field(default_factory=GainModel)
 
 

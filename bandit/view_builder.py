@@ -69,4 +69,5 @@ def build_view(
         live_version=context.live_version,
         memory=state.memory,
         gains=state.gains,
+        cost_margin=state.costs.margin(),
     )

@@ -32,3 +32,15 @@ def test_interference_scales_with_the_device_time_that_serving_uses():
     assert idle == 0 and full > 0
     model.observe_slowdown(0.5, 1.0)
     assert model.predict(FULL, busy=1.0, num_replicas=1).interference_s > 5 * full
+
+
+def test_the_margin_falls_with_the_jobs_that_were_measured():
+    costs = CostModel()
+    margins = [costs.margin()]
+    for i in range(6):
+        if i % 2:
+            costs.update(FULL, 10.0, 2.0, 0.1, 1)
+        else:
+            costs.update_cut_short(FULL, 10.0)
+        margins.append(costs.margin())
+    assert margins[0] == 1.5 and margins == sorted(margins, reverse=True) and 1.0 < margins[-1] < 1.1

@@ -158,3 +158,11 @@ def test_payoff_trains_only_what_pays_by_the_hysteresis_and_is_funded(saving, co
 def test_settings_out_of_range_are_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=f"policy.{field}"):
         PolicyConfig(**{field: value})
+
+
+def test_a_first_job_that_may_outgrow_the_bank_is_not_begun():
+    jobs = (make_job(HEAD, 20.0, 5.0), make_job(FULL, 60.0, 20.0))
+    assert choose("payoff", jobs=jobs, balance_s=25.0).job.arm.name == "full"
+    assert choose("payoff", jobs=jobs, balance_s=25.0, cost_margin=1.5).job.arm.name == "head"
+    held = choose("payoff", jobs=jobs, balance_s=6.0, cost_margin=1.5)
+    assert held.code == "bank" and "1.50 times" in held.reason
