@@ -77,7 +77,7 @@ def test_domains_that_return_are_served_by_recall_without_training():
     w.run(40)
     assert w.true[w.live]["c"] > 1.6 and w.live != FIRST
     late = [d for d in w.decisions if d.ts - 1000 > 180]
-    assert {d.action for d in late} == {"hold", "recall"}
+    assert {"recall"} <= {d.action for d in late} <= {"hold", "recall", "rollback"}
     assert all(a != b for a, b in itertools.pairwise(w.swaps))
 
 
