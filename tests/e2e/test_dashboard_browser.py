@@ -199,7 +199,7 @@ def test_operator_pins_and_rolls_back_through_the_page(place: Place) -> None:
         assert "pin" in actions and "rollback" in actions
         watch.wait("document.getElementById('decision-table').textContent.includes('Rollback')")
         watch.page.locator("#decision-table a").first.click()
-        watch.wait("!document.getElementById('found').hidden")
+        watch.wait("document.getElementById('found')?.hidden === false")
         assert "operator" in watch.page.locator("#words").text_content()
         watch.check_clean(place.url)
     order(place, "resume")
@@ -276,5 +276,5 @@ def test_pictures_of_the_documentation(place: Place) -> None:
             if name == "light":
                 train = next(d for d in place.state()["decisions"] if d["action"] == "train")
                 watch.page.goto(f"{place.url}/dashboard/decisions/{train['decision_id']}")
-                watch.wait("!document.getElementById('found').hidden")
+                watch.wait("document.getElementById('found')?.hidden === false")
                 watch.page.screenshot(path=str(out / "dashboard_decision.png"))

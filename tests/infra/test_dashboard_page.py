@@ -81,7 +81,7 @@ def test_hostile_names_are_shown_as_text_and_nothing_of_them_runs(place: Place) 
         trained = next(d for d in place.scene.state()["decisions"] if d["action"] == "train")
         assert trained["bucket"] == HOSTILE, "the scene must have a decision on the hostile bucket"
         watch.page.goto(f"{place.url}/dashboard/decisions/{trained['decision_id']}")
-        watch.wait("!document.getElementById('found').hidden")
+        watch.wait("document.getElementById('found')?.hidden === false")
         assert HOSTILE in watch.page.locator("#words").text_content()
         assert watch.page.evaluate("document.querySelectorAll('img, a[href^=\"javascript\"], [onerror]').length") == 0
         watch.check_clean(place.url)
@@ -166,7 +166,7 @@ def test_every_text_has_enough_contrast_in_both_schemes(place: Place, scheme: st
         )
         assert watch.check_contrast() > 100
         watch.page.goto(f"{place.url}/dashboard/decisions/1")
-        watch.wait("!document.getElementById('found').hidden")
+        watch.wait("document.getElementById('found')?.hidden === false")
         assert watch.check_contrast() > 10
         watch.check_clean(place.url)
 
@@ -181,7 +181,7 @@ def test_narrow_screens_have_no_horizontal_scroll(place: Place, width: int) -> N
         )
         assert inside, "charts fit the screen"
         watch.page.goto(f"{place.url}/dashboard/decisions/1")
-        watch.wait("!document.getElementById('found').hidden")
+        watch.wait("document.getElementById('found')?.hidden === false")
         assert watch.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
