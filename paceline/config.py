@@ -47,7 +47,7 @@ class TreeConfig:
 class EngineConfig:
     """The round loop, its KV pool and its limits."""
 
-    max_running: int = 16
+    max_running: int = 64
     """Requests in one round."""
     max_waiting: int = 256
     """Requests in the queue before 429."""
@@ -57,6 +57,8 @@ class EngineConfig:
     """Byte budget of target and drafter KV together; None = chosen at start from the free memory (serving/kv_budget.py)."""
     prefill_chunk_tokens: int = 256
     """Prompt rows that one round may prefill, over all requests."""
+    prefix_caching: bool = True
+    """Keep the full KV pages of ended requests and reuse them for prompts that begin alike, until pages are needed."""
     max_context_tokens: int | None = None
     """Prompt and output tokens of one request; None: the target's own limit, or what kv_bytes holds if that is less."""
     max_buckets: int = 64

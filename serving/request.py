@@ -10,6 +10,22 @@ from paceline.errors import IllegalTransitionError, RequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GrammarSpec:
+    """What an answer must look like."""
+
+    kind: str
+    """json_object | json_schema | regex | lark."""
+    text: str = ""
+    """The JSON schema, regular expression or Lark grammar; '' for json_object."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("json_object", "json_schema", "regex", "lark"):
+            raise RequestError(f"grammar kind must be json_object, json_schema, regex or lark, got {self.kind!r}")
+        if (self.kind == "json_object") != (self.text == ""):
+            raise RequestError("a grammar needs a text, and only json_object has none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How tokens are drawn from the target's distribution; greedy when temperature is 0."""
 
@@ -30,6 +46,10 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     """Top log-probabilities per emitted token; None = off, 0 = only the emitted token's own."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, number added to its logit) before everything else; at most 1024 ids, each in [-100, 100]."""
+    grammar: GrammarSpec | None = None
+    """Only tokens that keep the answer within this grammar are drawn."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -43,6 +63,8 @@ class SamplingParams:
             (self.max_tokens >= 1, "max_tokens must be >= 1", self.max_tokens),
             (len(self.stop) <= 16 and all(self.stop), "stop must be at most 16 non-empty strings", self.stop),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs must be in [0, 20]", self.logprobs),
+            (len(self.logit_bias) <= 1024, "logit_bias must have at most 1024 entries", len(self.logit_bias)),
+            (all(-100.0 <= b <= 100.0 for _, b in self.logit_bias), "logit_bias values must be in [-100, 100]", self.logit_bias),
         )
         for ok, rule, value in checks:
             if not ok:
@@ -63,6 +85,12 @@ class GenerationRequest:
     """False: no feature trace is ever written for this request (opt-out)."""
     tenant: str = ""
     """Whose request it is; '' when it does not say."""
+    priority: int = 0
+    """Lower values are admitted first and preempted last; arrival decides among equals."""
+    deadline_s: float | None = None
+    """Time of the engine's clock after which the request ends with finish reason 'deadline'; None = never."""
+    prompt_logprobs: int | None = None
+    """Top log-probabilities per prompt token, as SamplingParams.logprobs; None = off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +129,8 @@ class RequestStats:
     """Tokens of the last round behind its stop token, stop string or length limit: verified, but not emitted."""
     bucket: str = "default"
     """Traffic class that the request is counted under."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV rows were found in the prefix cache."""
 
     @property
     def acceptance_length(self) -> float:
@@ -118,11 +148,13 @@ class RoundEvent:
     """How many of these tokens were accepted draft tokens, the first ones (0 for prefill's first token)."""
     logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: str | None
-    """None | 'stop' | 'length' | 'abort' | 'error'."""
+    """None | 'stop' | 'length' | 'abort' | 'deadline' | 'error'."""
     stop_match: str | None
     """The stop string that ended the request: the text before it is the answer."""
     stats: RequestStats
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """One per prompt token with the first event of a request that asked for them; None for the first token."""
 
 
 class RequestStatus(StrEnum):
