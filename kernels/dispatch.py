@@ -24,6 +24,8 @@ class Kernels:
     """One implementation of every kernel; all implementations share the references' signatures."""
 
     backend: str
+    is_capturable: bool
+    """Planning and kernels read nothing on the host, and all shapes follow from the inputs' shapes (CUDA graphs)."""
     plan_attention: Callable[..., AttentionPlan]
     tree_attention: Callable[[torch.Tensor, torch.Tensor, AttentionPlan, float], torch.Tensor]
     scatter_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -41,6 +43,7 @@ def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels
     log.info("kernels selected backend=reference device=%s", device)
     return Kernels(
         backend="reference",
+        is_capturable=False,
         plan_attention=plan_attention,
         tree_attention=tree_attention,
         scatter_rows=scatter_rows,

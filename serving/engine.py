@@ -221,6 +221,7 @@ class Engine:
             "num_pages": self.allocator.num_pages,
             "num_free_pages": self.allocator.num_free_pages,
             "num_rounds": self._decode.num_rounds,
+            "round_part_s": dict(self._decode.part_s),
             "num_prefill_rows": self._prefill.num_rows,
             "num_tokens": self.output.num_tokens,
             "num_finished": self.output.num_finished,

@@ -66,7 +66,11 @@ class DecodeRunner:
         self._scratch = kv.scratch_rows(kv.num_scratch_rows)  # (max rows of a round,) int64
         self._batch: _Batch | None = None
         self._catch_up_s = 0.0
+        self._commit_s = 0.0
         self.num_rounds = 0
+        self.part_s = dict.fromkeys(("draft", "build", "verify", "accept", "commit", "host"), 0.0)
+        """Seconds that all rounds together spent inside drafters, building trees, in the verify forward, accepting,
+        copying rows, and in everything else."""
 
     def run(self, requests: list[RunningRequest]) -> None:
         """One round for all running requests; every one of them emits at least one token.
@@ -101,9 +105,18 @@ class DecodeRunner:
             ),
             self._kv,
         )
-        verify_s = self._timer() - verify_start
+        accept_start = self._timer()
+        verify_s = accept_start - verify_start
         plan = verify(tree, out.logits, batch.sampling, context_lens)
+        accept_s = self._timer() - accept_start
         self._finish_round(batch, draft, plan, out, start, model_s, catch_up_s, verify_s)
+        part_s = self.part_s
+        build_s = draft.draft_s - draft.model_s
+        part_s["draft"] += model_s
+        part_s["build"] += build_s
+        part_s["verify"] += verify_s
+        part_s["accept"] += accept_s
+        part_s["host"] += self._timer() - start - model_s - build_s - verify_s - accept_s - self._commit_s
 
     # ---- draft --------------------------------------------------------------------------------------------------
     def _prepare(self, requests: list[RunningRequest]) -> _Batch:
@@ -225,7 +238,10 @@ class DecodeRunner:
             tokens.append(new)
             rows.append(path[: len(new)])
             ends.append((reason, match))
+        commit_start = self._timer()
         self._commit(requests, rows, ends, out.features)
+        self._commit_s = self._timer() - commit_start
+        self.part_s["commit"] += self._commit_s
         logprobs = round_logprobs(requests, out.logits, rows, tokens)
         self._trace_logits(requests, rows, out.logits)
 

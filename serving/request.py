@@ -64,7 +64,11 @@ class SamplingParams:
             (len(self.stop) <= 16 and all(self.stop), "stop must be at most 16 non-empty strings", self.stop),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs must be in [0, 20]", self.logprobs),
             (len(self.logit_bias) <= 1024, "logit_bias must have at most 1024 entries", len(self.logit_bias)),
-            (all(-100.0 <= b <= 100.0 for _, b in self.logit_bias), "logit_bias values must be in [-100, 100]", self.logit_bias),
+            (
+                all(-100.0 <= b <= 100.0 for _, b in self.logit_bias),
+                "logit_bias values must be in [-100, 100]",
+                self.logit_bias,
+            ),
         )
         for ok, rule, value in checks:
             if not ok:
