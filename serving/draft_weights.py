@@ -86,6 +86,11 @@ class DrafterSlots:
         self.num_swaps = 0
         self.swap_pause_ms: list[float] = []
 
+    @property
+    def has_drafter(self) -> bool:
+        """Whether any slot holds a drafter or could be filled."""
+        return self._spawn is not None or any(s.drafter is not None for s in self._slots.values())
+
     # ---- memory -------------------------------------------------------------------------------------------------
     @property
     def kv_row_bytes(self) -> int:

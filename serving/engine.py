@@ -25,7 +25,7 @@ from paceline.serving.engine_checks import check_balance
 from paceline.serving.engine_inbox import Call, EngineInbox
 from paceline.serving.engine_prefill import PrefillRunner
 from paceline.serving.engine_rounds import DecodeRunner
-from paceline.serving.kv_budget import settle_kv_bytes
+from paceline.serving.kv_budget import pool_row_bytes, settle_kv_bytes
 from paceline.serving.kv_cache import PageAllocator
 from paceline.serving.request import GenerationRequest, RoundEvent
 from paceline.serving.round_output import RoundOutput
@@ -68,7 +68,7 @@ class Engine:
             num_sharing: replicas on this machine, which share its RAM when `config.kv_bytes` is None.
         Raises: ConfigError when the budget is too small (kv_budget.settle_kv_bytes).
         """
-        row_bytes = target.kv_row_bytes + slots.kv_row_bytes
+        row_bytes, keeps_features = pool_row_bytes(target, slots, has_traces=traces is not None)
         config = settle_kv_bytes(
             config, row_bytes=row_bytes, context_tokens=target.context_tokens, device=target.device,
             num_sharing=num_sharing,
@@ -85,7 +85,7 @@ class Engine:
         self.max_context_tokens = min(limit, config.max_context_tokens or limit)
         """Prompt and output tokens that one request may have."""
         self.allocator = PageAllocator(num_pages, config.page_tokens)
-        self.kv = target.new_kv_pool(num_pages, config.page_tokens, num_scratch)
+        self.kv = target.new_kv_pool(num_pages, config.page_tokens, num_scratch, keeps_features=keeps_features)
         slots.alloc(num_pages * config.page_tokens)
         self.scheduler = Scheduler(
             self.allocator,
@@ -102,6 +102,7 @@ class Engine:
         self.output = RoundOutput(
             self.scheduler,
             slots,
+            self.kv.features,
             clock=self._clock,
             target_version=target.version,
             feedback=feedback,
@@ -279,13 +280,10 @@ class Engine:
 
     def _pin(self, request: RunningRequest) -> None:
         """Choose the drafter version once; a preempted request keeps its own."""
-        has_features = bool(self.target.tap_layers)
         if not request.is_pinned:
             request.slot, request.version = self.slots.pin(request.request.group, request.request_id)
             request.is_pinned = True
-            self.output.start_trace(request, has_features)
-        drafter = self.slots.drafter(request.slot)
-        request.needs_features = drafter is not None and drafter.caps.needs_features and has_features
+            self.output.start_trace(request)
 
     def _measure_verify(self, num_rows: int) -> float:
         """Seconds of one forward over num_rows scratch rows without context."""

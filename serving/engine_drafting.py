@@ -18,8 +18,7 @@ def draft_inputs(
     requests: list[RunningRequest],
     slot_table: torch.Tensor,
     temperatures: torch.Tensor,
-    *,
-    needs_features: bool,
+    features: torch.Tensor | None,
     stops: list[int] | None = None,
 ) -> DraftInputs:
     """Collect what the drafter has not seen: rows drafted_len..context_len-1 of each request, each with the next token.
@@ -27,7 +26,7 @@ def draft_inputs(
     Args:
         slot_table: (B, L) int64, rows of these requests.
         temperatures: (B,) float32.
-        needs_features: hand over the pending feature rows.
+        features: (R, m * Dm) tapped hidden states by pool row; None when the drafter wants none.
         stops: end of the new rows per request, for ingesting only a part; context_len when None.
     Mutates: nothing; call `mark_ingested` when the drafter took the rows.
     """
@@ -35,15 +34,14 @@ def draft_inputs(
     offsets = [0]
     positions: list[int] = []
     token_ids: list[int] = []
-    slots, features = [], []
+    slots = []
     for i, r in enumerate(requests):
         stop = r.context_len if stops is None else stops[i]
         positions += range(r.drafted_len, stop)
         token_ids += r.tokens[r.drafted_len + 1 : stop + 1]
         slots.append(slot_table[i, r.drafted_len : stop])
-        if needs_features:
-            features += _first_rows(r.pending, stop - r.drafted_len)
         offsets.append(len(positions))
+    new_slots = slots[0] if len(slots) == 1 else torch.cat(slots)
     return DraftInputs(
         request_ids=[r.request_id for r in requests],
         context_lens=torch.tensor([r.context_len for r in requests], device=device),
@@ -53,8 +51,8 @@ def draft_inputs(
         cu_new=torch.tensor(offsets, device=device),
         new_positions=torch.tensor(positions, dtype=torch.int64, device=device),
         new_token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        new_features=_cat(features) if features else None,
-        new_slots=_cat(slots),
+        new_features=None if features is None else features.index_select(0, new_slots),
+        new_slots=new_slots,
         histories=[r.tokens for r in requests],
     )
 
@@ -62,12 +60,7 @@ def draft_inputs(
 def mark_ingested(requests: list[RunningRequest], stops: list[int] | None = None) -> None:
     """The drafter has taken the rows that `draft_inputs` handed over."""
     for i, r in enumerate(requests):
-        stop = r.context_len if stops is None else stops[i]
-        if stop == r.context_len:
-            r.pending.clear()
-        elif r.pending:
-            r.pending = _skip_rows(r.pending, stop - r.drafted_len)
-        r.drafted_len = stop
+        r.drafted_len = r.context_len if stops is None else stops[i]
 
 
 def catch_up(
@@ -75,6 +68,7 @@ def catch_up(
     requests: list[RunningRequest],
     slot_table: torch.Tensor,
     temperatures: torch.Tensor,
+    features: torch.Tensor | None,
     chunk_rows: int,
 ) -> bool:
     """Ingest long backlogs (prompts, rounds without drafting) in chunks; one row per request stays for `propose`.
@@ -92,31 +86,5 @@ def catch_up(
             stops.append(r.drafted_len + num_rows)
         if budget == chunk_rows:
             return True
-        needs_features = drafter.caps.needs_features
-        drafter.ingest(draft_inputs(requests, slot_table, temperatures, needs_features=needs_features, stops=stops))
+        drafter.ingest(draft_inputs(requests, slot_table, temperatures, features, stops))
         mark_ingested(requests, stops)
-
-
-def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _first_rows(parts: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
-    """The first num_rows rows of a list of row blocks."""
-    out = []
-    for part in parts:
-        if num_rows <= 0:
-            break
-        out.append(part if part.shape[0] <= num_rows else part[:num_rows])
-        num_rows -= part.shape[0]
-    assert num_rows <= 0, "feature rows are missing"
-    return out
-
-
-def _skip_rows(parts: list[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
-    out = []
-    for part in parts:
-        if num_rows < part.shape[0]:
-            out.append(part[num_rows:] if num_rows > 0 else part)
-        num_rows -= part.shape[0]
-    return out

@@ -50,6 +50,7 @@ class PrefillRunner:
         table = torch.zeros(len(chunks), longest, dtype=torch.int64)
         for i, (request, _) in enumerate(chunks):
             table[i, : request.context_len] = request.rows[: request.context_len]  # type: ignore[index]
+        pool_rows = torch.cat(out_rows).to(device)
         out = self._target.forward(
             TargetBatch(
                 token_ids=torch.tensor(token_ids, device=device),
@@ -57,22 +58,16 @@ class PrefillRunner:
                 cu_rows=torch.tensor(offsets, device=device),
                 context_lens=torch.tensor([r.context_len for r, _ in chunks], device=device),
                 slot_table=table.to(device),
-                out_rows=torch.cat(out_rows).to(device),
+                out_rows=pool_rows,
                 ancestors=None,
                 logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
             ),
             self._kv,
         )
         self.num_rows += len(token_ids)
-        for i, (request, num_rows) in enumerate(chunks):
-            if out.features is not None and (request.needs_features or request.trace is not None):
-                features = out.features[offsets[i] : offsets[i + 1]]
-                if len(chunks) > 1:
-                    features = features.clone()  # a view would keep the other requests' rows alive
-                if request.needs_features:
-                    request.pending.append(features)
-                if request.trace is not None:
-                    self._output.trace_features(request, request.context_len, features)
+        if self._kv.features is not None and out.features is not None:
+            self._kv.features.index_copy_(0, pool_rows, out.features)
+        for request, num_rows in chunks:
             request.context_len += num_rows
             if request.context_len == request.prefill_len:
                 self._scheduler.start_running(request)

@@ -138,10 +138,6 @@ class DecodeRunner:
                 slots=slots,
                 num_failures=self._slots.num_failures,
             )
-            for r, slot in zip(requests, slots, strict=True):
-                if slot is None and r.pending:  # its drafter failed: nobody will read the rows
-                    r.needs_features = False
-                    r.pending.clear()
         if batch.table is None or batch.generation != self._scheduler.generation:
             batch.generation = self._scheduler.generation
             if len(requests) == 1:
@@ -196,15 +192,15 @@ class DecodeRunner:
         temperatures = batch.temperatures
         if len(rows) < len(batch.requests):
             table, temperatures = table[rows], temperatures[rows]
+        features = self._kv.features if drafter.caps.needs_features else None
         start = self._timer()
         try:
-            if catch_up(drafter, requests, table, temperatures, self._chunk_rows):
+            if catch_up(drafter, requests, table, temperatures, features, self._chunk_rows):
                 self._catch_up_s += self._timer() - start
         except Exception as e:  # a broken drafter costs speed, never a request
             self._slots.mark_failed(slot, f"ingest raised {type(e).__name__}: {e}")
             return None
-        needs_features = drafter.caps.needs_features
-        inputs = draft_inputs(requests, table, temperatures, needs_features=needs_features)
+        inputs = draft_inputs(requests, table, temperatures, features)
         return DraftGroup(drafter=drafter, inputs=inputs, rows=rows)
 
     # ---- after the verify forward -------------------------------------------------------------------------------
@@ -239,7 +235,7 @@ class DecodeRunner:
             rows.append(path[: len(new)])
             ends.append((reason, match))
         commit_start = self._timer()
-        self._commit(requests, rows, ends, out.features)
+        self._commit(requests, rows, out.features)
         self._commit_s = self._timer() - commit_start
         self.part_s["commit"] += self._commit_s
         logprobs = round_logprobs(requests, out.logits, rows, tokens)
@@ -277,38 +273,15 @@ class DecodeRunner:
         for r in requests:
             r.round_ms += end_ms  # reported with the next round
 
-    def _commit(
-        self,
-        requests: list[RunningRequest],
-        rows: list[list[int]],
-        ends: list[tuple[str | None, str | None]],
-        features: torch.Tensor | None,
-    ) -> None:
-        """Copy accepted KV rows to their pages and keep the feature rows that drafters and traces will want."""
-        src: list[int] = []
-        dst: list[torch.Tensor] = []
-        wanted: list[int] = []
-        takers: list[tuple[RunningRequest, int, bool]] = []
-        for r, own, (reason, _) in zip(requests, rows, ends, strict=True):
-            is_running = reason is None
-            if is_running:
-                src += own
-                dst.append(r.rows[r.context_len : r.context_len + len(own)])  # type: ignore[index]
-            if features is not None and ((is_running and r.needs_features) or r.trace is not None):
-                wanted += own
-                takers.append((r, len(own), is_running))
-        if src:
-            device = self._scratch.device
-            target_rows = dst[0] if len(dst) == 1 else torch.cat(dst)
-            self._kv.commit(torch.tensor(src, device=device) + self._kv.scratch_start, target_rows.to(device))
-        if takers:
-            assert features is not None
-            taken = features[torch.tensor(wanted, device=features.device)]
-            for (r, _, is_running), part in zip(takers, taken.split([n for _, n, _ in takers]), strict=True):
-                if is_running and r.needs_features:
-                    r.pending.append(part)
-                if r.trace is not None:
-                    self._output.trace_features(r, r.context_len, part)
+    def _commit(self, requests: list[RunningRequest], rows: list[list[int]], features: torch.Tensor | None) -> None:
+        """Copy accepted KV rows, and their tapped hidden states, to their pages; also of requests that end here."""
+        device = self._scratch.device
+        parts = [r.rows[r.context_len : r.context_len + len(own)] for r, own in zip(requests, rows, strict=True)]  # type: ignore[index]
+        dst = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
+        src = torch.tensor([row for own in rows for row in own], device=device)
+        self._kv.commit(src + self._kv.scratch_start, dst)
+        if self._kv.features is not None and features is not None:
+            self._kv.features.index_copy_(0, dst, features.index_select(0, src))
 
     def _trace_logits(self, requests: list[RunningRequest], rows: list[list[int]], logits: torch.Tensor) -> None:
         for r, own in zip(requests, rows, strict=True):

@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.serving.draft_weights import DrafterSlots
+    from paceline.serving.target import TargetModel
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +26,16 @@ and training jobs on the same device need the rest."""
 RAM_SHARE = 0.25
 """Of the available RAM, divided among the replicas of a machine: the system, the trainer and Redis live there too."""
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def pool_row_bytes(target: TargetModel, slots: DrafterSlots, *, has_traces: bool) -> tuple[int, bool]:
+    """(bytes of one token in all pools, whether tapped hidden states are kept): target KV, drafter KV and features.
+
+    Features are kept for drafters and traces; a target without taps has none.
+    """
+    keeps_features = bool(target.tap_layers) and (slots.has_drafter or has_traces)
+    num_bytes = target.kv_row_bytes + slots.kv_row_bytes
+    return num_bytes + (target.feature_row_bytes if keeps_features else 0), keeps_features
 
 
 def settle_kv_bytes(

@@ -28,7 +28,10 @@ class KVPool:
         num_scratch_rows: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        feature_size: int = 0,
+        feature_dtype: torch.dtype = torch.float32,
     ) -> None:
+        """feature_size: m * Dm of the tapped hidden states kept beside the KV of every canonical row; 0 = none."""
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.scratch_start = num_pages * page_tokens
@@ -44,6 +47,10 @@ class KVPool:
         self.value_rows = self.values.unbind(0)  # (R, Hkv, Dh) each
         self.key_heads = self.keys.permute(0, 2, 3, 1).unbind(0)  # (Hkv, Dh, R) each
         self.value_heads = self.values.transpose(1, 2).unbind(0)  # (Hkv, R, Dh) each
+        self.features: torch.Tensor | None = None
+        """(canonical rows, m * Dm) tapped hidden states, for drafters and traces; None when nobody wants them."""
+        if feature_size:
+            self.features = torch.zeros(self.scratch_start, feature_size, dtype=feature_dtype, device=device)
         self._commit_rows = select_kernels(device).commit_rows
 
     @property

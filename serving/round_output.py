@@ -30,6 +30,7 @@ class RoundOutput:
         self,
         scheduler: Scheduler,
         slots: DrafterSlots,
+        features: torch.Tensor | None,
         *,
         clock: Clock,
         target_version: str,
@@ -38,9 +39,10 @@ class RoundOutput:
         trace_topk: int,
         on_end: Callable[[str], None],
     ) -> None:
-        """on_end: told the id of every request that has ended, before its owner is."""
+        """features: the KV pool's tapped hidden states (R, m * Dm). on_end: told the id of every request that has ended, before its owner is."""
         self._scheduler = scheduler
         self._slots = slots
+        self._features = features
         self._clock = clock
         self._target_version = target_version
         self.feedback = feedback
@@ -58,21 +60,12 @@ class RoundOutput:
         self.num_callback_errors = 0
 
     # ---- traces -------------------------------------------------------------------------------------------------
-    def start_trace(self, request: RunningRequest, has_features: bool) -> None:
+    def start_trace(self, request: RunningRequest) -> None:
         """Decide at admission whether the request is traced (sink's sampling, the request's own opt-out)."""
-        if not has_features or self._traces is None or not request.request.is_traced:
+        if self._features is None or self._traces is None or not request.request.is_traced:
             return
         if self._traces.wants(request.request_id, request.request.bucket):
             request.trace = TraceRows()
-
-    def trace_features(self, request: RunningRequest, start: int, features: torch.Tensor) -> None:
-        """Append feature rows (r, m * Dm) of positions start.. ; rows known from before a preemption are skipped."""
-        trace = request.trace
-        assert trace is not None and start <= trace.num_rows
-        fresh = features[trace.num_rows - start :]
-        if fresh.shape[0]:
-            trace.features.append(fresh)
-            trace.num_rows += fresh.shape[0]
 
     def trace_logits(self, request: RunningRequest, logits: torch.Tensor) -> None:
         """Append logits (r, V), one row per output token just emitted; reduced to the top k in batches."""
@@ -95,9 +88,10 @@ class RoundOutput:
 
     def _record_trace(self, request: RunningRequest, reason: str) -> None:
         trace, num_rows = request.trace, len(request.tokens) - 1
-        assert trace is not None and self._traces is not None
+        assert trace is not None and self._traces is not None and self._features is not None
         self._reduce(trace)
-        assert trace.num_rows >= num_rows, "a trace lacks feature rows"
+        assert request.rows is not None and request.context_len >= num_rows, "a trace lacks feature rows"
+        rows = request.rows[:num_rows].to(self._features.device)
         with torch.inference_mode(False):  # consumers train on these tensors
             record = RequestTrace(
                 request_id=request.request_id,
@@ -105,7 +99,7 @@ class RoundOutput:
                 temperature=request.request.params.temperature,
                 prompt_len=request.prompt_len,
                 token_ids=list(request.tokens),
-                features=torch.cat(trace.features)[:num_rows].cpu(),
+                features=self._features[rows].cpu(),
                 topk_ids=torch.cat(trace.topk_ids),
                 topk_logprobs=torch.cat(trace.topk_logprobs),
                 target_version=self._target_version,

@@ -1,7 +1,7 @@
 """What does the engine remember of one request between rounds?
 
 With n = context_len: tokens x_0..x_n are committed (prompt + output), rows 0..n-1 are in the target KV and x_n, the
-anchor, is not. The drafter has seen rows 0..drafted_len-1; the feature rows between drafted_len and n wait in `pending`.
+anchor, is not. The drafter has seen rows 0..drafted_len-1.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 class TraceRows:
     """The growing trace of one request: parts in row order, concatenated when the request finishes."""
 
-    features: list[torch.Tensor] = field(default_factory=list)  # (r, m * Dm) each
-    num_rows: int = 0
     logits: list[torch.Tensor] = field(default_factory=list)  # (r, V) float32 each, not yet reduced to the top k
     num_logits: int = 0
     topk_ids: list[torch.Tensor] = field(default_factory=list)  # (r, k) int32 each
@@ -54,11 +52,8 @@ class RunningRequest:
     tokens: list[int] = field(default_factory=list)
     context_len: int = 0
     drafted_len: int = 0
-    pending: list[torch.Tensor] = field(default_factory=list)  # feature rows drafted_len..context_len-1
     rows: torch.Tensor | None = None  # (row_capacity,) int64, pool row of each position
     trace: TraceRows | None = None
-    needs_features: bool = False
-    """Whether the pinned drafter wants tapped hidden states."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -108,7 +103,6 @@ class RunningRequest:
     def forget_rows(self) -> None:
         """Drop everything that preemption loses; tokens, seed, pin, counters and trace stay."""
         self.context_len = self.drafted_len = 0
-        self.pending.clear()
         self.rows = None
 
     def stats(self, now_s: float) -> RequestStats:

@@ -17,6 +17,7 @@ from paceline.contracts import Group
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.drafter import Drafter
 from paceline.serving.engine import Engine
+from paceline.serving.kv_budget import pool_row_bytes
 from paceline.serving.lookup_drafter import PromptLookupDrafter
 from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
@@ -92,7 +93,7 @@ def make_drafter(name: str, seed: int = 0) -> Drafter:
 def make_engine(drafter: Drafter | None, *, num_pages: int = 200, is_adaptive: bool = False, **config) -> Engine:
     slots = DrafterSlots(drafter, "v0") if drafter is not None else DrafterSlots()
     tree = TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8), is_adaptive=is_adaptive)
-    row_bytes = target().kv_row_bytes + slots.kv_row_bytes
+    row_bytes, _ = pool_row_bytes(target(), slots, has_traces=False)
     return Engine(
         target(), slots, EngineConfig(page_tokens=PAGE, kv_bytes=num_pages * PAGE * row_bytes, tree=tree, **config)
     )

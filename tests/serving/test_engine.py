@@ -18,6 +18,7 @@ from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.drafter import DrafterCaps, Proposal
 from paceline.serving.engine import Engine
 from paceline.serving.engine_thread import EngineThread
+from paceline.serving.kv_budget import pool_row_bytes
 from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.scripted_drafters import OracleDrafter, RandomDrafter, RepeatDrafter
 from paceline.serving.sinks import ROUND_COLUMNS
@@ -144,7 +145,7 @@ class Run:
 
 def make_engine(drafter=None, *, num_pages: int = 64, sinks: Sinks | None = None, **config) -> Engine:
     slots = drafter if isinstance(drafter, DrafterSlots) else DrafterSlots(drafter, "v0" if drafter else "")
-    row_bytes = target().kv_row_bytes + slots.kv_row_bytes
+    row_bytes, _ = pool_row_bytes(target(), slots, has_traces=sinks is not None)
     values = {"page_tokens": 4, "kv_bytes": num_pages * 4 * row_bytes, "tree": TREE, **config}
     return Engine(target(), slots, EngineConfig(**values), feedback=sinks, traces=sinks, trace_topk=4)
 

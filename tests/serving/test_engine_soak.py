@@ -14,6 +14,7 @@ from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine import Engine
+from paceline.serving.kv_budget import pool_row_bytes
 from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.scripted_drafters import RandomDrafter, RepeatDrafter
 from tests.fakes import tiny_target
@@ -59,7 +60,7 @@ def test_a_thousand_mixed_requests_leave_nothing_behind():
         np.random.default_rng(0),
     )
     slots = DrafterSlots(RandomDrafter(VOCAB), "v0", first=RepeatDrafter(), first_version="v0")
-    row_bytes = target.kv_row_bytes + slots.kv_row_bytes
+    row_bytes, _ = pool_row_bytes(target, slots, has_traces=True)
     config = EngineConfig(
         page_tokens=4, kv_bytes=40 * 4 * row_bytes, max_running=6, max_waiting=32, prefill_chunk_tokens=32, max_buckets=8,
         tree=TreeConfig(max_draft_tokens=6, node_buckets=(0, 2, 4, 6)),
