@@ -10,77 +10,25 @@ Shape legend: B requests of the round, M best candidates of a request.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from paceline.config import TreeConfig
-from paceline.serving.cost_model import CostModel, log2_bucket
-
-DraftKey = tuple[str, str, bool]
-"""(drafter version, traffic bucket, is_greedy): what statistics are kept by."""
+from paceline.serving.budget_stats import DraftKey, KeyStats, RoundObservation
+from paceline.serving.cost_model import CostCurve, CostModel
 
 _MAX_KEYS = 512  # buckets are named by clients: bound what they can make us remember
-
-
-@dataclass(slots=True)
-class KeyStats:
-    """What is known about one (drafter version, bucket, greedy or sampled)."""
-
-    state: str = "trial"
-    """trial: new, always drafts | on | off: plain decoding, credit grows | probe: drafts to look again."""
-    num_accepted_tokens: float = 0.0
-    """EMA of accepted tokens per drafted round and request."""
-    num_nodes: float = 0.0
-    """EMA of draft nodes per drafted round and request."""
-    weight: float = 0.0
-    """Observations behind the EMAs, capped."""
-    rounds_left: int = 0
-    """Forced rounds left of a trial or probe."""
-    credit_s: float = 0.0
-    """Seconds that probing may lose; may be negative."""
-    share: float = 0.0
-    """Part of plain decoding's time that becomes credit."""
-    rounds_on: int = 0
-    losses: float = 0.0
-    """Rounds' worth of drafting time that recent rounds lost beyond what they gained, while on; not below 0."""
-    expand_gain: float = 2.0
-    """Decayed sum of tokens accepted in re-entered blocks (with a prior)."""
-    expand_mass: float = 2.0
-    """Decayed sum of the frontier mass that was re-entered."""
-    expand_wait: int = 0
-    """Rounds until the next trial expansion."""
-    expand_backoff: int = 32
-
-
-@dataclass(kw_only=True, slots=True)
-class RoundObservation:
-    """One verified round, B requests."""
-
-    keys: Sequence[DraftKey | None]
-    is_drafted: Sequence[bool]
-    num_nodes: Sequence[int]
-    num_accepted_tokens: Sequence[int]
-    context_rows: int
-    draft_s: float
-    """Drafters and tree building, 0 when nobody drafted."""
-    verify_s: float
-    round_s: float
-    num_new_rows: int = 0
-    """Rows that drafters ingested; catching up after plain rounds is not a typical drafting cost."""
-    expand_s: float = 0.0
-    """Part of draft_s spent in re-entry."""
-    frontier_mass: Sequence[float] = field(default_factory=list)
-    """(B,) mass re-entered; empty when no block was re-entered."""
-    num_accepted_tokens_reentered: Sequence[int] = field(default_factory=list)
 
 
 class BudgetController:
     """Decides from measured costs; one per engine."""
 
     TRIAL_ROUNDS = 12
+    TRIAL_SHARE = 16
+    """One request in so many, at least one, drafts in a trial or probe: that costs a batch little and tells as much."""
     PROBE_ROUNDS = 4
     MAX_WEIGHT = 40.0
     MAX_LOSSES = 6.0
@@ -96,8 +44,10 @@ class BudgetController:
         self.config = config
         self.cost = cost or CostModel()
         self._stats: OrderedDict[DraftKey, KeyStats] = OrderedDict()
-        self._draft_s: dict[int, float] = {}  # log2 of drafting requests -> EMA, at calibration speed
-        self._expand_s: dict[int, float] = {}
+        self.draft_cost = CostCurve()
+        """Whole drafting passes by the requests that draft."""
+        self.expand_cost = CostCurve()
+        """Re-entry by leaves."""
         self._aux_s: dict[bool, float] = {}  # drafted? -> EMA of round - draft - verify, per round
         self._rate = 0.0  # EMA of tokens per second over rounds
         nonzero = [n for n in config.node_buckets if 0 < n <= config.max_draft_tokens] or [config.max_draft_tokens]
@@ -131,24 +81,34 @@ class BudgetController:
 
     # Whether to draft
 
-    def wants_draft(self, keys: Sequence[DraftKey | None], context_rows: int) -> list[bool]:
+    def wants_draft(
+        self, keys: Sequence[DraftKey | None], context_rows: int, backlogs: Sequence[int] | None = None
+    ) -> list[bool]:
         """Which of the B requests to draft for; None = has no drafter. Call once per round: it moves probe states.
 
-        New keys draft for a short trial; keys known to lose decode plainly and draft again in rare probes; among the
-        rest, the set with the highest rate (tokens per second) drafts.
+        New keys draft for a short trial with a few of their requests; keys known to lose decode plainly and draft again
+        in rare probes; among the rest, the set with the highest rate (tokens per second) drafts.
+
+        backlogs: (B,) rows that a drafter would have to ingest first; trials prefer requests with few.
         """
-        num: dict[DraftKey, int] = {}
-        for key in keys:
+        rows: dict[DraftKey, list[int]] = {}
+        for i, key in enumerate(keys):
             if key is not None:
-                num[key] = num.get(key, 0) + 1
+                rows.setdefault(key, []).append(i)
         if not self.config.is_adaptive:
             return [k is not None for k in keys]
+        few = max(1, len(keys) // self.TRIAL_SHARE)
+        num = {key: len(own) for key, own in rows.items()}
         forced: list[DraftKey] = []
         known: list[DraftKey] = []
-        for key in num:
+        for key in rows:
             stats = self.stats(key)
-            self._advance(key, stats, num[key], len(keys), context_rows)
-            (forced if stats.state in ("trial", "probe") else known).append(key)
+            self._advance(key, stats, min(num[key], few), len(keys), context_rows)
+            if stats.state in ("trial", "probe"):
+                num[key] = min(num[key], few)
+                forced.append(key)
+            else:
+                known.append(key)
         known.sort(key=lambda k: -self._stats[k].num_accepted_tokens)
         rate, value = self._rate_of(forced, num, len(keys), context_rows), len(forced)
         base, first = rate, value
@@ -167,7 +127,14 @@ class BudgetController:
                 stats.rounds_on += 1
                 if stats.rounds_on % self.PLAIN_EVERY == 0:
                     chosen.discard(key)
-        return [k in chosen for k in keys]
+        wants = [False] * len(keys)
+        for key in chosen:
+            own = rows[key]
+            if len(own) > num[key]:
+                own = sorted(own, key=backlogs.__getitem__)[: num[key]] if backlogs is not None else own[: num[key]]
+            for i in own:
+                wants[i] = True
+        return wants
 
     def _switch(self, key: DraftKey, is_on: bool) -> None:
         stats = self._stats[key]
@@ -188,9 +155,9 @@ class BudgetController:
                 stats.share = max(stats.share / 2, self.MIN_PROBE_SHARE)
             stats.state, stats.rounds_left = ("on" if is_paying else "off"), 0
         elif stats.state == "off":
-            plain_s = self.cost.seconds(num_requests, context_rows)
+            plain_s = self.cost.seconds(num_requests, context_rows, num_requests)
             added_s = self._predict_draft(num) - plain_s
-            added_s += self.cost.seconds(num_requests + num * self._forced_nodes, context_rows)
+            added_s += self.cost.seconds(num_requests + num * self._forced_nodes, context_rows, num_requests)
             if stats.credit_s >= self.PROBE_ROUNDS * added_s:
                 stats.state, stats.rounds_left = "probe", self.PROBE_ROUNDS
                 stats.weight = min(stats.weight, self.PROBE_ROUNDS / 2)  # the probe outweighs the past
@@ -198,7 +165,7 @@ class BudgetController:
     def _pays(self, key: DraftKey, stats: KeyStats, context_rows: int, benefit: float) -> bool:
         """Whether this key alone would decode faster with drafting, its acceptance taken `benefit` times."""
         plain = self._rate_of([], {}, 1, context_rows)
-        time_s = self._round_s(1 + stats.num_nodes, 1, context_rows)
+        time_s = self._round_s(1 + stats.num_nodes, 1, context_rows, 1)
         return (1 + benefit * stats.num_accepted_tokens) / time_s > plain
 
     def _rate_of(
@@ -212,10 +179,10 @@ class BudgetController:
             tokens += num[key] * stats.num_accepted_tokens
             rows += num[key] * stats.num_nodes
             num_drafting += num[key]
-        return tokens / self._round_s(rows, num_drafting, context_rows)
+        return tokens / self._round_s(rows, num_drafting, context_rows, num_requests)
 
-    def _round_s(self, rows: float, num_drafting: int, context_rows: int) -> float:
-        verify_s = self.cost.seconds(rows, context_rows)
+    def _round_s(self, rows: float, num_drafting: int, context_rows: int, num_requests: int) -> float:
+        verify_s = self.cost.seconds(rows, context_rows, num_requests)
         return verify_s + self._predict_draft(num_drafting) + self._aux(num_drafting)
 
     def _aux(self, num_drafting: int) -> float:
@@ -227,11 +194,9 @@ class BudgetController:
         """Seconds of drafting for so many requests; a guess of 0.4 plain forwards until measured."""
         if num_drafting == 0:
             return 0.0
-        if not self._draft_s:
-            return 0.4 * self.cost.seconds(1)
-        bucket = log2_bucket(num_drafting)
-        nearest = min(self._draft_s, key=lambda b: abs(b - bucket))
-        return self._draft_s[nearest] * 1.5 ** (bucket - nearest) * self.cost.speed
+        if not self.draft_cost.is_known:
+            return 0.4 * self.cost.seconds(1) * math.sqrt(num_drafting)
+        return self.draft_cost.seconds(num_drafting) * self.cost.speed
 
     # How many nodes
 
@@ -260,7 +225,7 @@ class BudgetController:
         flat = masses.ravel()
         order = np.argsort(-flat, kind="stable")[: int(available.sum())]
         gains = np.concatenate([[0.0], flat[order].cumsum()])
-        times = fixed_s + self.cost.predict(num_requests + np.arange(len(gains)), context_rows)
+        times = fixed_s + self.cost.predict(num_requests + np.arange(len(gains)), context_rows, num_requests)
         best = int(((num_requests + gains) / times).argmax())
         width = max(masses.shape[1], 1)
         nodes = np.bincount(order[:best] // width, minlength=num_requests)
@@ -293,29 +258,37 @@ class BudgetController:
         stats = self._stats.get(key)
         return stats is not None and stats.state in ("trial", "probe")
 
-    def should_expand(self, keys: Sequence[DraftKey], frontier_mass: Sequence[float], context_rows: int) -> bool:
-        """Whether re-entering the drafter at the chosen leaves earns more than its time (re-entry rule, 4.5).
+    def choose_leaves(
+        self, keys: Sequence[DraftKey], masses: Sequence[float], context_rows: int, num_requests: int
+    ) -> list[int]:
+        """Which leaves of one drafter to re-enter: those that earn more tokens than the time they take would bring
+        (re-entry rule, tree_speculation.md 4.5), evaluated over all numbers of leaves.
 
-        keys and frontier_mass: (G,) requests of one drafter. Call once per group and round: it counts down trials.
+        keys, masses: (F,) request's key and path mass of each leaf. Call once per group and round: it counts down trials.
+        Returns: indices, heaviest first.
         """
-        if not self.config.is_adaptive or not self._expand_s or self._rate <= 0:
-            return True
-        bucket = log2_bucket(len(keys))
-        nearest = min(self._expand_s, key=lambda b: abs(b - bucket))
-        cost_s = self._expand_s[nearest] * 1.5 ** (bucket - nearest) * self.cost.speed
-        gain = sum(
-            m * self._stats[k].expand_gain / self._stats[k].expand_mass if k in self._stats else m
-            for k, m in zip(keys, frontier_mass, strict=True)
-        )
-        if gain > self._rate * cost_s:
-            return True
-        first = self.stats(keys[0])
+        order = sorted(range(len(masses)), key=lambda i: -masses[i])
+        if not self.config.is_adaptive or not self.expand_cost.is_known or self._rate <= 0 or not order:
+            return order
+        rate = self._rate * self.cost.speed
+        row_s = self.cost.seconds(2 * num_requests + 8, context_rows, num_requests)
+        row_s = (row_s - self.cost.seconds(2 * num_requests, context_rows, num_requests)) / 8
+        best, best_gain, gain = 0, 0.0, 0.0
+        for num, i in enumerate(order, 1):
+            stats = self._stats.get(keys[i])
+            gain += masses[i] * (stats.expand_gain / stats.expand_mass if stats is not None else 1.0)
+            net = gain - rate * self.expand_cost.seconds(num) - self._rate * row_s * num
+            if net > best_gain:
+                best, best_gain = num, net
+        if best:
+            return order[:best]
+        first = self.stats(keys[order[0]])
         if first.expand_wait > 0:
             first.expand_wait -= 1
-            return False
+            return []
         first.expand_wait = first.expand_backoff
         first.expand_backoff = min(2 * first.expand_backoff, 1024)
-        return True
+        return order[:4]
 
     # Learning
 
@@ -323,15 +296,15 @@ class BudgetController:
         """Fold one verified round."""
         num_requests = len(seen.keys)
         num_drafting = sum(seen.is_drafted)
-        plain_s = self.cost.seconds(num_requests, seen.context_rows)
-        self.cost.observe(num_requests + sum(seen.num_nodes), seen.context_rows, seen.verify_s)
+        plain_s = self.cost.seconds(num_requests, seen.context_rows, num_requests)
+        self.cost.observe(num_requests + sum(seen.num_nodes), seen.context_rows, seen.verify_s, num_requests)
         speed = self.cost.speed
         aux = max(seen.round_s - seen.draft_s - seen.verify_s, 0.0) / speed
         _ema(self._aux_s, num_drafting > 0, aux, 0.05)
         if num_drafting > 0 and seen.num_new_rows <= 12 * num_drafting:
-            _ema(self._draft_s, log2_bucket(num_drafting), seen.draft_s / speed, 0.05)
-        if seen.frontier_mass and seen.expand_s > 0:
-            _ema(self._expand_s, log2_bucket(num_drafting), seen.expand_s / speed, 0.05)
+            self.draft_cost.observe(num_drafting, seen.draft_s / speed)
+        if seen.num_leaves > 0:
+            self.expand_cost.observe(seen.num_leaves, seen.expand_s / speed)
         tokens = num_requests + sum(seen.num_accepted_tokens)
         if seen.round_s > 0:
             now = tokens / seen.round_s
@@ -341,8 +314,10 @@ class BudgetController:
     def _learn_keys(self, seen: RoundObservation, num_requests: int, num_drafting: int, plain_s: float) -> None:
         num_rows = num_requests + sum(seen.num_nodes)
         # More than a plain round takes, per drafted request; predicted, because a hiccup would have hit either.
-        lost_s = self._predict_draft(num_drafting) + self.cost.seconds(num_rows, seen.context_rows) - plain_s
+        lost_s = self._predict_draft(num_drafting) - plain_s
+        lost_s += self.cost.seconds(num_rows, seen.context_rows, num_requests)
         lost_s /= max(num_drafting, 1)
+        catch_up_s = seen.catch_up_s / max(num_drafting, 1)
         forced: set[DraftKey] = set()
         for i, key in enumerate(seen.keys):
             if key is None:
@@ -354,7 +329,7 @@ class BudgetController:
                 stats.num_nodes += (seen.num_nodes[i] - stats.num_nodes) / stats.weight
                 gained_s = seen.num_accepted_tokens[i] * plain_s / num_requests
                 if stats.state in ("trial", "probe"):
-                    stats.credit_s -= lost_s - gained_s
+                    stats.credit_s -= lost_s + catch_up_s - gained_s
                     forced.add(key)
                 elif lost_s > 0:
                     stats.losses = max(stats.losses + 1.0 - gained_s / lost_s, 0.0)

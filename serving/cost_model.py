@@ -1,90 +1,192 @@
-"""How long does a verify forward of so many rows take on this machine, now?"""
+"""How long does a verify forward, or a drafting pass, of so many rows take on this machine, now?
+
+Both are curves over a size: measured once at start, scaled by a factor that follows the machine's speed (a training job
+next door) quickly, and corrected slowly where the shape was wrong.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from operator import mul
 
 import numpy as np
 
 _ROW_GRID = (1, 2, 3, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 513)
+_BATCH_GRID = (1, 2, 4, 8, 16, 32, 64, 128)
+_FAST, _SLOW = 0.1, 0.04
+"""Weights of one observation in the machine's speed and in the correction of one point."""
+
+
+def interpolate(grid: Sequence[int], values: Sequence[float], at: float) -> float:
+    """Piecewise linear through (grid, values); beyond the last point the average slope from 0 continues."""
+    i = bisect_right(grid, at)
+    if i == 0:
+        return values[0]
+    if i == len(grid):
+        return values[-1] + (at - grid[-1]) * values[-1] / grid[-1]
+    low, high = grid[i - 1], grid[i]
+    return values[i - 1] + (values[i] - values[i - 1]) * (at - low) / (high - low)
+
+
+def _nearest(grid: Sequence[int], at: float) -> int:
+    i = bisect_left(grid, at)
+    if i == len(grid) or (i > 0 and at - grid[i - 1] <= grid[i] - at):
+        i -= 1
+    return i
+
+
+def _extend(grid: Sequence[int], times: Sequence[float]) -> list[float]:
+    """A prior over the whole grid from times at its first points: rising, the last slope goes on."""
+    known = list(accumulate(times, max))
+    num = len(known)
+    slope = (known[-1] - known[0]) / (grid[num - 1] - grid[0]) if num > 1 else 0.02 * known[0]
+    return known + [known[-1] + slope * (q - grid[num - 1]) for q in grid[num:]]
 
 
 class CostModel:
-    """Seconds of a verify forward by rows and context: prior shape x global speed x slow corrections.
+    """Seconds of a verify forward by packed rows, requests and committed context rows.
 
-    The prior is measured once; the global factor follows machine speed (a training job next door) quickly, so that a
-    slow-down seen only at one row count does not distort the comparison between row counts.
+    time(rows, requests) = (tree curve(rows) + batch curve(requests)) x correction x speed x context factor. The tree curve
+    is that of one request; the batch curve is what the same rows cost more when they belong to several requests.
     """
 
     def __init__(self, prior: Callable[[int], float] | None = None) -> None:
         """prior: seconds by rows; None: a weak default until `calibrate`, scaled by the first observation."""
         self._is_scaled = prior is not None
         shape = [prior(q) if prior else 5e-3 * (1 + 0.02 * (q - 1)) for q in _ROW_GRID]
-        self._prior = list(accumulate(shape, max))
-        self._correction = [1.0] * len(_ROW_GRID)
-        self._speed = 1.0
+        self._reset(list(accumulate(shape, max)), [0.0] * len(_BATCH_GRID))
+
+    def _reset(self, rows: list[float], batch: list[float]) -> None:
+        self._rows, self._batch = rows, batch
+        self._corrections: dict[int, list[float]] = {}  # by log2 of the requests
         self._context = [1.0] * 32
-        self._shape()
+        self._speed = 1.0
+        self._curves: dict[int, list[float]] = {}  # by requests
 
     @property
     def speed(self) -> float:
         """Time now over time at calibration."""
         return self._speed
 
-    def calibrate(self, measure: Callable[[int], float], max_rows: int = 65, repeats: int = 3) -> None:
-        """Measure the prior: measure(num_rows) runs one verify forward and returns its seconds."""
-        rows = [q for q in _ROW_GRID if q <= max_rows] or [1]
-        measure(rows[-1])  # warm-up
-        times = [min(measure(q) for _ in range(repeats)) for q in rows]
-        known = list(accumulate(times, max))
-        slope = (known[-1] - known[0]) / (rows[-1] - rows[0]) if len(rows) > 1 else 0.02 * known[0]
-        self._prior = known + [known[-1] + slope * (q - rows[-1]) for q in _ROW_GRID[len(rows) :]]
-        self._correction = [1.0] * len(_ROW_GRID)
-        self._context = [1.0] * 32
-        self._speed, self._is_scaled = 1.0, True
-        self._shape()
+    def calibrate(
+        self,
+        measure: Callable[[int, int], float],
+        *,
+        max_rows: int = 65,
+        max_requests: int = 1,
+        repeats: int = 3,
+        limit_s: float = math.inf,
+    ) -> None:
+        """Measure the priors: measure(num_rows, num_requests) runs one verify forward and returns its seconds.
 
-    def _shape(self) -> None:
-        self._curve = list(accumulate(map(mul, self._prior, self._correction), max))
+        limit_s: no further point is measured once so much time has gone; the curves are then continued.
+        """
+        spent = 0.0
 
-    def seconds(self, rows: float, context_rows: int = 0) -> float:
+        def timed(num_rows: int, num_requests: int) -> float:
+            nonlocal spent
+            times = [measure(num_rows, num_requests) for _ in range(repeats)]
+            spent += sum(times)
+            return min(times)
+
+        measure(min(max_rows, 17), 1)  # warm-up
+        times = [timed(1, 1)]
+        batch = [0.0]
+        for q in _ROW_GRID[1:]:
+            if q <= max_rows and spent < limit_s / 2:
+                times.append(timed(q, 1))
+        rows = _extend(_ROW_GRID, times)
+        for b in _BATCH_GRID[1:]:
+            if b <= min(max_requests, max_rows) and spent < limit_s:
+                batch.append(max(0.0, timed(b, b) - interpolate(_ROW_GRID, rows, b)))
+        self._reset(rows, _extend(_BATCH_GRID, batch))
+        self._is_scaled = True
+
+    def _curve(self, num_requests: int) -> list[float]:
+        found = self._curves.get(num_requests)
+        if found is None:
+            extra = interpolate(_BATCH_GRID, self._batch, num_requests)
+            correction = self._corrections.get(log2_bucket(num_requests))
+            total = [q + extra for q in self._rows]
+            if correction is not None:
+                total = [t * c for t, c in zip(total, correction, strict=True)]
+            found = self._curves[num_requests] = list(accumulate(total, max))
+        return found
+
+    def seconds(self, rows: float, context_rows: int = 0, num_requests: int = 1) -> float:
         """`predict` of one row count, without an array."""
-        curve, factor = self._curve, self._speed * self._context[log2_bucket(context_rows)]
-        i = bisect_right(_ROW_GRID, rows)
-        if i == 0:
-            return curve[0] * factor
-        if i == len(_ROW_GRID):
-            return (curve[-1] + (rows - _ROW_GRID[-1]) * curve[-1] / _ROW_GRID[-1]) * factor
-        low, high = _ROW_GRID[i - 1], _ROW_GRID[i]
-        return (curve[i - 1] + (curve[i] - curve[i - 1]) * (rows - low) / (high - low)) * factor
+        factor = self._speed * self._context[log2_bucket(context_rows)]
+        return interpolate(_ROW_GRID, self._curve(num_requests), rows) * factor
 
-    def predict(self, rows: int | np.ndarray, context_rows: int = 0) -> np.ndarray:
-        """Seconds of a verify forward of `rows` packed rows over `context_rows` committed rows; never falls with rows."""
-        out = np.interp(rows, _ROW_GRID, self._curve)
-        beyond = np.maximum(np.asarray(rows) - _ROW_GRID[-1], 0) * (self._curve[-1] / _ROW_GRID[-1])
+    def predict(self, rows: int | np.ndarray, context_rows: int = 0, num_requests: int = 1) -> np.ndarray:
+        """Seconds of a verify forward of `rows` packed rows of so many requests over `context_rows` committed rows; never
+        falls with rows."""
+        curve = self._curve(num_requests)
+        out = np.interp(rows, _ROW_GRID, curve)
+        beyond = np.maximum(np.asarray(rows) - _ROW_GRID[-1], 0) * (curve[-1] / _ROW_GRID[-1])
         return (out + beyond) * (self._speed * self._context[log2_bucket(context_rows)])
 
-    def observe(self, rows: int, context_rows: int, seconds: float) -> None:
+    def observe(self, rows: int, context_rows: int, seconds: float, num_requests: int = 1) -> None:
         """Fold one measured verify forward."""
         if not seconds > 0:
             return
-        predicted = self.seconds(rows, context_rows)
+        predicted = self.seconds(rows, context_rows, num_requests)
         if not self._is_scaled:
             self._speed, self._is_scaled = self._speed * seconds / predicted, True
             return
         miss = min(max(math.log(seconds / predicted), -0.5), 0.5)  # hiccups count little
-        self._speed *= math.exp(0.1 * miss)
-        slow = math.exp(0.02 * miss)
-        i = bisect_left(_ROW_GRID, rows)
-        if i == len(_ROW_GRID) or (i > 0 and rows - _ROW_GRID[i - 1] <= _ROW_GRID[i] - rows):
-            i -= 1
-        self._correction[i] *= slow
-        self._context[log2_bucket(context_rows)] *= slow
-        self._shape()
+        self._speed *= math.exp(_FAST * miss)
+        slow = math.exp(_SLOW * miss)
+        bucket = log2_bucket(num_requests)
+        correction = self._corrections.setdefault(bucket, [1.0] * len(_ROW_GRID))
+        correction[_nearest(_ROW_GRID, rows)] *= slow
+        self._context[log2_bucket(context_rows)] *= math.exp(_SLOW / 2 * miss)
+        for b in [b for b in self._curves if log2_bucket(b) == bucket]:
+            del self._curves[b]
+
+
+class CostCurve:
+    """Seconds of one kind of drafting work by its size (requests, leaves), at the speed of calibration."""
+
+    GRID = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+    def __init__(self) -> None:
+        self._prior: list[float] | None = None
+        self._correction = [1.0] * len(self.GRID)
+        self._scale = 1.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured yet."""
+        return self._prior is not None
+
+    def calibrate(self, measure: Callable[[int], float], *, max_size: int, repeats: int = 3) -> None:
+        """measure(size) does the work once and returns its seconds; sizes beyond max_size are extrapolated."""
+        sizes = [n for n in self.GRID if n <= max_size] or [1]
+        measure(sizes[-1])  # warm-up
+        times = [min(measure(n) for _ in range(repeats)) for n in sizes]
+        self._prior = _extend(self.GRID, times)
+        self._correction, self._scale = [1.0] * len(self.GRID), 1.0
+
+    def seconds(self, size: float) -> float:
+        """Expected seconds; 0 while nothing is known."""
+        if self._prior is None:
+            return 0.0
+        values = [p * c for p, c in zip(self._prior, self._correction, strict=True)]
+        return interpolate(self.GRID, values, size) * self._scale
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Fold one measurement."""
+        if not seconds > 0:
+            return
+        if self._prior is None:  # never calibrated: the cost grows with the square root of the size until seen
+            self._prior = [seconds * math.sqrt(n / size) for n in self.GRID]
+            return
+        miss = min(max(math.log(seconds / self.seconds(size)), -0.7), 0.7)
+        self._scale *= math.exp(_FAST / 2 * miss)
+        self._correction[_nearest(self.GRID, size)] *= math.exp(_SLOW * miss)
 
 
 def log2_bucket(n: int) -> int:

@@ -221,6 +221,11 @@ class DrafterSlots:
 
     # ---- views --------------------------------------------------------------------------------------------------
     @property
+    def live_slot(self) -> str:
+        """Slot that new adaptive requests are pinned to."""
+        return self._live
+
+    @property
     def live_version(self) -> str:
         return self._slots[self._live].version
 

@@ -21,6 +21,7 @@ from paceline.config import EngineConfig
 from paceline.errors import EngineStoppedError, RequestError
 from paceline.serving.bucket_names import BucketNames
 from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.engine_calibration import EngineProbe
 from paceline.serving.engine_checks import check_balance
 from paceline.serving.engine_inbox import Call, EngineInbox
 from paceline.serving.engine_prefill import PrefillRunner
@@ -34,7 +35,7 @@ from paceline.serving.sampling import TokenCounts, has_penalties
 from paceline.serving.scheduler import Scheduler
 from paceline.serving.sinks import FeedbackSink, TraceSink
 from paceline.serving.stop_check import StopStringChecker
-from paceline.serving.target import TargetBatch, TargetModel
+from paceline.serving.target import TargetModel
 from paceline.serving.text_stream import TokenText
 from paceline.serving.tree_policy import TreePolicy
 
@@ -197,9 +198,18 @@ class Engine:
         """No request is queued, running or in the inbox."""
         return self._inbox.num_unfinished == 0
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Measure the verify cost by rows for the tree policy; before the first request, in the engine's thread."""
-        self.policy.calibrate(self._measure_verify, max_rows=min(65, self.kv.num_scratch_rows))
+        """Measure what verify and drafting cost, for the tree policy; before the first request, in the engine's thread."""
+        probe = EngineProbe(self.target, self.kv, timer=self._timer)
+        probe.calibrate_verify(self.policy, self.config.max_running)
+        slot = self.slots.live_slot
+        drafter = self.slots.drafter(slot)
+        if drafter is not None:
+            try:
+                probe.calibrate_draft(self.policy, drafter, self.config.max_running)
+            except Exception as e:  # a broken drafter costs speed, never the engine
+                self.slots.mark_failed(slot, f"calibration raised {type(e).__name__}: {e}")
 
     def fail_all(self, error: str) -> None:
         """End every request with finish reason 'error' and refuse new ones; the engine cannot be used afterwards."""
@@ -284,23 +294,3 @@ class Engine:
             request.slot, request.version = self.slots.pin(request.request.group, request.request_id)
             request.is_pinned = True
             self.output.start_trace(request)
-
-    def _measure_verify(self, num_rows: int) -> float:
-        """Seconds of one forward over num_rows scratch rows without context."""
-        device = self.target.device
-        rows = torch.arange(num_rows, device=device)
-        batch = TargetBatch(
-            token_ids=torch.zeros_like(rows),
-            positions=rows,
-            cu_rows=torch.tensor([0, num_rows], device=device),
-            context_lens=torch.zeros(1, dtype=torch.int64, device=device),
-            slot_table=torch.zeros(1, 0, dtype=torch.int64, device=device),
-            out_rows=self.kv.scratch_rows(num_rows),
-            ancestors=torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).tril_(),
-            logit_rows=None,
-        )
-        start = self._timer()
-        self.target.forward(batch, self.kv)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return self._timer() - start

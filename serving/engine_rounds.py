@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.serving.budget_stats import DraftKey
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine_drafting import catch_up, draft_inputs, mark_ingested
 from paceline.serving.kv_cache import KVPool
@@ -21,7 +22,7 @@ from paceline.serving.sampling import SamplingBatch
 from paceline.serving.scheduler import Scheduler
 from paceline.serving.stop_check import cut_tokens
 from paceline.serving.target import TargetBatch, TargetModel, TargetOutput
-from paceline.serving.tree_policy import DraftGroup, DraftKey, RoundDraft, TreePolicy
+from paceline.serving.tree_policy import DraftGroup, RoundDraft, TreePolicy
 from paceline.serving.verify import AcceptPlan, verify
 
 
@@ -162,7 +163,7 @@ class DecodeRunner:
         context_rows = sum(r.context_len for r in requests)
         # With one token left there is nothing to gain from a draft.
         keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
-        wants = self._policy.wants_draft(keys, context_rows)
+        wants = self._policy.wants_draft(keys, context_rows, [r.context_len - r.drafted_len for r in requests])
         by_slot: dict[str, list[int]] = {}
         for i, is_wanted in enumerate(wants):
             if is_wanted:
@@ -267,7 +268,7 @@ class DecodeRunner:
             self._output.emit(r, tokens[i], num_kept, logprobs[i] if logprobs else None, reason, match)
         self.num_rounds += 1
         round_s = self._timer() - start
-        self._policy.observe(draft, plan, verify_s=verify_s, round_s=round_s - catch_up_s)
+        self._policy.observe(draft, plan, verify_s=verify_s, round_s=round_s - catch_up_s, catch_up_s=catch_up_s)
         self._output.record_rounds(stat_rows, verify_ms, round_s * share)
         end_ms = (self._timer() - emit_start) * share
         for r in requests:

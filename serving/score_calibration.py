@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.serving.budget import DraftKey
+from paceline.serving.budget_stats import DraftKey
 from paceline.serving.tree_builder import NUM_RANK_CLASSES
 
 if TYPE_CHECKING:

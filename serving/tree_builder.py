@@ -42,6 +42,19 @@ class Leaves:
     columns: torch.Tensor  # (F,) int64, running number of the leaf inside its request
     scores: torch.Tensor  # (F,) float32
 
+    def take(self, kept: Sequence[int]) -> Leaves:
+        """Only these leaves; of each request they must be the heaviest ones, in order."""
+        index = torch.tensor(kept, device=self.candidates.device)
+        frontier = self.frontier
+        return Leaves(
+            frontier=Frontier(
+                request=frontier.request[index], slot=frontier.slot[index], token_ids=frontier.token_ids[index]
+            ),
+            candidates=self.candidates[index],
+            columns=self.columns[index],
+            scores=self.scores[index],
+        )
+
 
 @dataclass(kw_only=True, slots=True)
 class RankedCandidates:

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from paceline.config import TreeConfig
-from paceline.serving.budget import BudgetController, DraftKey, RoundObservation
+from paceline.serving.budget import BudgetController
+from paceline.serving.budget_stats import DraftKey, RoundObservation
 from paceline.serving.cost_model import CostModel
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Drafter, DraftInputs, Proposal
@@ -63,6 +64,8 @@ class RoundDraft:
     """Part of draft_s spent inside drafters."""
     expand_s: float = 0.0
     """Part of draft_s spent in re-entry."""
+    num_leaves: int = 0
+    """Leaves at which drafters were re-entered."""
     failures: dict[int, str] = field(default_factory=dict)
     """Index into `groups` -> reason, for drafters that raised or proposed invalid log-probabilities; their requests got
     roots."""
@@ -92,17 +95,15 @@ class TreePolicy:
         self._timer = timer
         self._vocab_size = vocab_size
 
-    def calibrate(self, measure_verify: Callable[[int], float], max_rows: int = 65) -> None:
-        """Measure the prior of the verify cost at start: `measure_verify(num_rows)` runs one forward, returns seconds."""
-        self.budget.cost.calibrate(measure_verify, max_rows)
-
-    def wants_draft(self, keys: list[DraftKey | None], context_rows: int) -> list[bool]:
+    def wants_draft(
+        self, keys: list[DraftKey | None], context_rows: int, backlogs: list[int] | None = None
+    ) -> list[bool]:
         """Whether to call the drafter for each of the round's B requests.
 
         keys: None for requests without a (working) drafter. context_rows: sum of their context_lens. Call exactly once
-        per round and before `draft`: it moves the probing state.
+        per round and before `draft`: it moves the probing state. backlogs: rows that the drafter has not ingested yet.
         """
-        return self.budget.wants_draft(keys, context_rows)
+        return self.budget.wants_draft(keys, context_rows, backlogs)
 
     def draft(
         self,
@@ -202,8 +203,10 @@ class TreePolicy:
         if key is None or not drafter.caps.is_reentrant or self.config.max_frontier == 0:
             return found
         leaves = found.leaves(self.config.max_frontier)
-        mass = sum(math.exp(found.scores[i]) for i in leaves)
-        if not mass > 0 or not self.budget.should_expand([key], [mass], out.context_rows):
+        masses = [math.exp(found.scores[i]) for i in leaves]
+        kept = self.budget.choose_leaves([key] * len(leaves), masses, out.context_rows, 1)
+        leaves, mass = [leaves[i] for i in kept], sum(masses[i] for i in kept)
+        if not mass > 0:
             return found
         start = self._timer()
         block = drafter.expand(inputs, proposal, found.frontier(leaves))
@@ -213,6 +216,7 @@ class TreePolicy:
         for node, leaf in enumerate(leaves):
             found.add_block(read, node, late, entry=leaf, first_cell=cells, floor=floor)
         out.expand_s, out.num_cells, out.frontier_mass = self._timer() - start, cells, [mass]
+        out.num_leaves = len(leaves)
         return found
 
     def _propose(self, group: DraftGroup, keys: list[DraftKey | None], out: RoundDraft) -> Candidates | None:
@@ -225,20 +229,20 @@ class TreePolicy:
         if num_slots == 0:
             return None
         self._check(proposal)
-        group_keys = [keys[r] for r in group.rows]
+        group_keys: list = [keys[r] for r in group.rows]  # of requests that draft: never None
         kappa = self._calibration.table(group_keys, num_slots).to(proposal.logprobs.device)  # (2, G, S, R)
         limit = self.config.max_draft_tokens
         candidates = block_candidates(proposal, drafter.caps.is_product, limit, kappa[0])
         if not drafter.caps.is_reentrant or self.config.max_frontier == 0:
             return candidates
         leaves = choose_frontier(candidates, self.config.max_frontier)
+        owner, masses = leaves.frontier.request.tolist(), leaves.scores.exp().tolist()
+        kept = self.budget.choose_leaves([group_keys[r] for r in owner], masses, out.context_rows, len(keys))
+        if not sum(masses[i] for i in kept) > 0:
+            return candidates
+        if len(kept) < len(owner):
+            leaves = leaves.take(sorted(kept))
         request = leaves.frontier.request
-        mass = torch.zeros(len(group.rows)).index_add_(0, request.cpu(), leaves.scores.exp().cpu()).tolist()
-        known = [(k, m) for k, m in zip(group_keys, mass, strict=True) if k is not None]
-        if not known or not sum(mass) > 0:
-            return candidates
-        if not self.budget.should_expand([k for k, _ in known], [m for _, m in known], out.context_rows):
-            return candidates
         start = self._timer()
         block = drafter.expand(inputs, proposal, leaves.frontier)
         out.model_s += self._timer() - start
@@ -247,8 +251,9 @@ class TreePolicy:
         out.expand_s += self._timer() - start
         out.num_cells = num_slots * NUM_RANK_CLASSES
         out.frontier_mass = out.frontier_mass or [0.0] * len(keys)
-        for row, m in zip(group.rows, mass, strict=True):
-            out.frontier_mass[row] = m
+        out.num_leaves += len(kept)
+        for i in kept:
+            out.frontier_mass[group.rows[owner[i]]] += masses[i]
         return candidates
 
     def _check(self, proposal: Proposal) -> None:
@@ -282,10 +287,13 @@ class TreePolicy:
             out.cells = torch.cat(cells)[index]
         out.num_draft_tokens = (out.tree.cu_nodes[1:] - out.tree.cu_nodes[:-1] - 1).tolist()
 
-    def observe(self, draft: RoundDraft, plan: AcceptPlan, *, verify_s: float, round_s: float) -> None:
+    def observe(
+        self, draft: RoundDraft, plan: AcceptPlan, *, verify_s: float, round_s: float, catch_up_s: float = 0.0
+    ) -> None:
         """Learn from a verified round.
 
-        verify_s: seconds of the verify forward. round_s: seconds of the whole round, prefill excluded.
+        verify_s: seconds of the verify forward. round_s: seconds of the whole round without prefill and without
+        catch_up_s, which drafters spent on rows that earlier plain rounds had left behind.
         """
         paths = plan.on_host()
         num_accepted_tokens = [len(rows) - 1 for rows, _ in paths]
@@ -304,6 +312,8 @@ class TreePolicy:
                 round_s=round_s,
                 num_new_rows=draft.num_new_rows,
                 expand_s=draft.expand_s,
+                num_leaves=draft.num_leaves,
+                catch_up_s=catch_up_s,
                 frontier_mass=draft.frontier_mass,
                 num_accepted_tokens_reentered=reentered,
             )

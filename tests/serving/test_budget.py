@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from paceline.config import TreeConfig
-from paceline.serving.budget import BudgetController, RoundObservation
+from paceline.serving.budget import BudgetController
+from paceline.serving.budget_stats import RoundObservation
 from paceline.serving.cost_model import CostModel
 
 KEY = ("v1", "math", False)
@@ -73,7 +74,7 @@ def test_fixed_budget_ignores_costs():
 
 def test_cost_model_tracks_machine_speed_without_distorting_the_shape():
     cost = CostModel()
-    cost.calibrate(staircase)
+    cost.calibrate(lambda rows, _requests: staircase(rows), max_rows=513)
     ratio = cost.predict(17, 64) / cost.predict(1, 64)
     for _ in range(200):
         cost.observe(9, 64, 2 * staircase(9))
@@ -183,9 +184,10 @@ def test_reentry_stops_when_it_gains_nothing():
     num_expanded = 0
     for _ in range(600):
         ctrl.wants_draft([KEY], 100)
-        is_expanded = ctrl.should_expand([KEY], [0.5], 100)
+        is_expanded = bool(ctrl.choose_leaves([KEY], [0.5], 100, 1))
         num_expanded += is_expanded
-        more = {"expand_s": 2e-3, "frontier_mass": [0.5], "num_accepted_tokens_reentered": [0]} if is_expanded else {}
+        more = {"expand_s": 2e-3, "frontier_mass": [0.5], "num_accepted_tokens_reentered": [0], "num_leaves": 1}
+        more = more if is_expanded else {}
         seen(ctrl, [KEY], [True], [8], [3], draft_s=4e-3 if is_expanded else 2e-3, **more)
     assert 2 < num_expanded < 60
 
@@ -197,3 +199,42 @@ def test_same_observations_give_the_same_decisions():
         return [simulate(ctrl, 50, lambda r: r.poisson(0.8), rng=rng) for _ in range(8)]
 
     assert run() == run()
+
+
+def test_a_trial_in_a_large_batch_drafts_for_few_requests_with_short_backlogs():
+    ctrl = BudgetController(TreeConfig(), CostModel(staircase))
+    backlogs = [100 - i for i in range(64)]
+    drafted = ctrl.wants_draft([KEY] * 64, 6400, backlogs)
+    assert [i for i, d in enumerate(drafted) if d] == [60, 61, 62, 63]
+    assert sum(BudgetController(TreeConfig(), CostModel(staircase)).wants_draft([KEY] * 8, 800)) == 1
+
+
+def test_only_leaves_that_earn_their_time_are_reentered():
+    ctrl = BudgetController(TreeConfig(), CostModel(staircase))
+    ctrl.expand_cost.calibrate(lambda n: 1e-3 + 1e-3 * n, max_size=64)
+    for _ in range(40):  # about 100 tokens a second: a leaf's millisecond is worth a tenth of a token
+        seen(ctrl, [KEY], [False], [0], [0], verify=lambda _rows: 10e-3)
+    masses = [0.9, 0.02, 0.5, 0.05, 0.8]
+    assert ctrl.choose_leaves([KEY] * 5, masses, 100, 1) == [0, 4, 2]
+    assert ctrl.choose_leaves([KEY] * 2, [0.01, 0.02], 100, 1) == [1, 0]  # a trial
+    assert ctrl.choose_leaves([KEY] * 2, [0.01, 0.02], 100, 1) == []
+
+
+def test_rows_of_many_requests_cost_what_was_measured_for_many():
+    def measure(rows, requests):
+        return 1e-3 * (4 + rows / 16 + requests / 4)
+
+    cost = CostModel()
+    cost.calibrate(measure, max_rows=513, max_requests=64)
+    for rows, requests in ((1, 1), (16, 16), (64, 64), (17, 1), (200, 16)):
+        assert cost.seconds(rows, 0, requests) == pytest.approx(measure(rows, requests), rel=0.06)
+    for _ in range(300):
+        cost.observe(96, 500, 2 * measure(96, 16), 16)
+    assert cost.seconds(96, 500, 16) == pytest.approx(2 * measure(96, 16), rel=0.05)
+
+
+def test_calibration_stops_when_its_time_is_over():
+    calls = []
+    cost = CostModel()
+    cost.calibrate(lambda rows, requests: calls.append(rows) or 0.1 * rows, max_rows=513, max_requests=64, limit_s=3.0)
+    assert max(calls) < 65 and cost.seconds(513) > cost.seconds(17)

@@ -1,0 +1,112 @@
+"""What do a verify forward and a drafting pass of each size cost on this machine, measured before the first request?
+
+Shape legend: B requests, N packed rows, L context rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from paceline.serving.drafter import Drafter, DraftInputs, Frontier
+from paceline.serving.kv_cache import KVPool
+from paceline.serving.target import TargetBatch, TargetModel
+from paceline.serving.tree_policy import TreePolicy
+
+MAX_ROWS = 513
+MAX_REQUESTS = 64
+LIMIT_S = 5.0
+"""Time for measuring the verify forward; larger sizes are extrapolated when it is over."""
+_CONTEXT = 64
+
+
+class EngineProbe:
+    """Runs forwards and drafting passes of chosen sizes over unused pool rows and times them."""
+
+    def __init__(self, target: TargetModel, kv: KVPool, *, timer: Callable[[], float] = time.perf_counter) -> None:
+        self._target, self._kv, self._timer = target, kv, timer
+        self._device = target.device
+
+    def calibrate_verify(self, policy: TreePolicy, max_requests: int) -> None:
+        """Measure the prior of the policy's verify cost; the pool must be unused."""
+        max_rows = min(MAX_ROWS, self._kv.num_scratch_rows)
+        max_requests = min(max_requests, MAX_REQUESTS)
+        policy.budget.cost.calibrate(self.verify, max_rows=max_rows, max_requests=max_requests, limit_s=LIMIT_S)
+
+    def calibrate_draft(self, policy: TreePolicy, drafter: Drafter, max_requests: int) -> None:
+        """Measure the priors of the policy's drafting costs; passes on what the drafter raises."""
+        if drafter.caps.num_slots == 0:
+            return
+        budget, max_requests = policy.budget, min(max_requests, MAX_REQUESTS)
+        budget.draft_cost.calibrate(lambda n: self.draft(drafter, n, 0), max_size=max_requests)
+        frontier = policy.config.max_frontier
+        if drafter.caps.is_reentrant and frontier > 0:
+            budget.expand_cost.calibrate(lambda n: self.draft(drafter, -(-n // frontier), n), max_size=max_requests)
+
+    def verify(self, num_rows: int, num_requests: int) -> float:
+        """Seconds of one forward over num_rows scratch rows of so many requests."""
+        device = self._device
+        bounds = torch.linspace(0, num_rows, num_requests + 1, device=device).long()
+        sizes = bounds[1:] - bounds[:-1]
+        width = int(sizes.max())
+        local = torch.arange(num_rows, device=device) - bounds[:-1].repeat_interleave(sizes)
+        context = min(_CONTEXT, self._kv.scratch_start) if num_requests > 1 else 0
+        batch = TargetBatch(
+            token_ids=torch.zeros_like(local),
+            positions=local + context,
+            cu_rows=bounds,
+            context_lens=torch.full((num_requests,), context, device=device),
+            slot_table=torch.arange(context, device=device).expand(num_requests, -1),
+            out_rows=self._kv.scratch_rows(num_rows),
+            ancestors=local[:, None] >= torch.arange(width, device=device),
+            logit_rows=None,
+        )
+        return self._timed(lambda: self._target.forward(batch, self._kv))
+
+    def draft(self, drafter: Drafter, num_requests: int, num_leaves: int) -> float:
+        """Seconds of a first block for so many requests, or, with num_leaves > 0, of the second block at the leaves."""
+        inputs = self._inputs(drafter, num_requests)
+        try:
+            if num_leaves == 0:
+                return self._timed(lambda: drafter.propose(inputs))
+            proposal = drafter.propose(inputs)
+            leaf = torch.arange(num_leaves, device=self._device)
+            frontier = Frontier(
+                request=leaf * num_requests // num_leaves,
+                slot=leaf % max(proposal.logprobs.shape[1], 1),
+                token_ids=torch.zeros_like(leaf),
+            )
+            return self._timed(lambda: drafter.expand(inputs, proposal, frontier))
+        finally:
+            for request_id in inputs.request_ids:
+                drafter.release(request_id)
+
+    def _inputs(self, drafter: Drafter, num_requests: int) -> DraftInputs:
+        """Requests of a short context that all lie on the same pool rows; two rows of each are new."""
+        device = self._device
+        rows = torch.arange(min(_CONTEXT, self._kv.scratch_start), device=device)
+        length, num_new = rows.numel(), min(2, rows.numel())
+        new = rows[-num_new:].repeat(num_requests)
+        features = self._kv.features if drafter.caps.needs_features else None
+        return DraftInputs(
+            request_ids=[f"probe-{i}" for i in range(num_requests)],
+            context_lens=torch.full((num_requests,), length, device=device),
+            anchor_token_ids=torch.zeros(num_requests, dtype=torch.int64, device=device),
+            temperatures=torch.zeros(num_requests, device=device),
+            slot_table=rows.expand(num_requests, -1),
+            cu_new=torch.arange(num_requests + 1, device=device) * num_new,
+            new_positions=new,
+            new_token_ids=torch.zeros_like(new),
+            new_features=None if features is None else features[new],
+            new_slots=new,
+            histories=[[0] * (length + 1) for _ in range(num_requests)],
+        )
+
+    def _timed(self, run: Callable[[], object]) -> float:
+        start = self._timer()
+        run()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._timer() - start
