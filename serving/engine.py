@@ -111,7 +111,7 @@ class Engine:
             trace_topk=trace_topk,
             on_end=self._inbox.forget,
         )
-        self.policy = policy or TreePolicy(config.tree, vocab_size=target.vocab_size)
+        self.policy = policy or TreePolicy(config.tree, vocab_size=target.vocab_size, timer=timer)
         self._prefill = PrefillRunner(target, self.kv, self.scheduler, self.output)
         self._decode = DecodeRunner(
             target, self.kv, self.scheduler, slots, self.policy, self.output,

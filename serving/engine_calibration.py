@@ -20,6 +20,7 @@ MAX_REQUESTS = 64
 LIMIT_S = 5.0
 """Time for measuring the verify forward; larger sizes are extrapolated when it is over."""
 _CONTEXT = 64
+_DEPTH = 8
 
 
 class EngineProbe:
@@ -53,9 +54,10 @@ class EngineProbe:
         width = int(sizes.max())
         local = torch.arange(num_rows, device=device) - bounds[:-1].repeat_interleave(sizes)
         context = min(_CONTEXT, self._kv.scratch_start) if num_requests > 1 else 0
+        context = min(context, self._target.context_tokens - _DEPTH)
         batch = TargetBatch(
             token_ids=torch.zeros_like(local),
-            positions=local + context,
+            positions=local % _DEPTH + context,
             cu_rows=bounds,
             context_lens=torch.full((num_requests,), context, device=device),
             slot_table=torch.arange(context, device=device).expand(num_requests, -1),
