@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.serving.request import GenerationRequest, RequestStats, RequestStatus, RoundEvent, advance_status
+from paceline.serving.request import (
+    GenerationRequest,
+    RequestStats,
+    RequestStatus,
+    RoundEvent,
+    TokenLogprob,
+    advance_status,
+)
 
 if TYPE_CHECKING:
     from paceline.serving.sampling import TokenCounts
@@ -57,6 +64,8 @@ class RunningRequest:
     pending: list[torch.Tensor] = field(default_factory=list)  # feature rows drafted_len..context_len-1
     rows: torch.Tensor | None = None  # (row_capacity,) int64, pool row of each position
     trace: TraceRows | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    """Of the prompt's first tokens, as far as they are known; empty unless the request asks for them."""
     needs_features: bool = False
     """Whether the pinned drafter wants tapped hidden states."""
 
@@ -70,6 +79,8 @@ class RunningRequest:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
+        if self.request.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)  # nothing predicts the first token
 
     @property
     def request_id(self) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -40,6 +40,12 @@ class ScriptedEngine:
         self.fail_after: int | None = None
         self.submit_error: PacelineError | None = None
         self.heartbeat_s = 0.0
+        self.clock_s = 1000.0
+        self.num_queued = 0
+        self.drains = False
+        self.end: str | None = None
+        """Finish reason that ends a request after `fail_after` rounds instead of 'error'."""
+        self.num_cached = 0
         self.go = threading.Event()
         self.go.set()
 
@@ -48,6 +54,19 @@ class ScriptedEngine:
 
     def heartbeat_age_s(self) -> float:
         return self.heartbeat_s
+
+    def now(self) -> float:
+        return self.clock_s
+
+    def num_waiting(self) -> int:
+        return self.num_queued
+
+    def is_draining(self) -> bool:
+        return self.drains
+
+    def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
+        for request in requests:
+            self.submit(request, on_event)
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)
@@ -86,13 +105,14 @@ class ScriptedEngine:
                     logprobs=None
                     if params.logprobs is None
                     else tuple(TokenLogprob(token_id=t, logprob=-0.5, top=tuple((t + k, -0.5 - k) for k in range(top))) for t in tokens),
-                    finish_reason="error" if is_broken else finish if is_last else None,
+                    finish_reason=(self.end or "error") if is_broken else finish if is_last else None,
                     stop_match=match if is_last else None,
                     stats=RequestStats(
                         drafter_version="v7", num_rounds=n, num_draft_tokens=4 * n, num_accepted_tokens=2 * n,
                         num_emitted_tokens=sum(map(len, rounds[:n])), draft_ms=1.0 * n, verify_ms=2.0 * n, total_ms=3.5 * n,
+                        num_cached_tokens=self.num_cached,
                     ),
-                    error="the drafting table caught fire" if is_broken else None,
+                    error="the drafting table caught fire" if is_broken and self.end is None else None,
                 )
             )  # fmt: skip
             if is_broken:

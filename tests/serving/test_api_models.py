@@ -47,7 +47,8 @@ def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(field: str) 
     ("fields", "param"),
     [
         ({"temprature": 1}, "temprature"),
-        ({"n": 2}, "n"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
         ({"n": True}, "n"),
         ({"temperature": "0.5"}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -62,7 +63,7 @@ def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(field: str) 
         ({"seed": 2**63}, "seed"),
         ({"metadata": {"color": "red"}}, "metadata.color"),
         ({"metadata": {"paceline_group": "x"}}, "metadata.paceline_group"),
-        ({"stream_options": {"include_usage": True}}, None),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
 )
