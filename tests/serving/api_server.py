@@ -1,4 +1,4 @@
-"""Helpers of the HTTP tests: an engine that speaks a script, and a real server on a free loopback port."""
+"""Helpers of the HTTP tests: an engine that speaks a script, real engines, and servers on a free loopback port."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import uvicorn
 from fastapi import FastAPI
 
+from paceline.config import EngineConfig
 from paceline.errors import CapacityError, PacelineError
-from paceline.serving.api_generation import EngineInfo
+from paceline.serving.api import build_api
+from paceline.serving.api_generation import ApiParts, EngineInfo
+from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.engine import Engine
+from paceline.serving.engine_client import LocalEngineClient
+from paceline.serving.engine_thread import EngineThread
 from paceline.serving.request import GenerationRequest, RequestStats, RoundEvent, TokenLogprob
+from paceline.serving.scripted_drafters import RepeatDrafter
 from paceline.serving.stop_check import StopStringChecker
+from paceline.serving.target import TargetModel
 from paceline.serving.text_stream import TokenText
 from tests.fakes import tiny_tokenizer
 
@@ -134,3 +143,22 @@ def serve_app(app: FastAPI) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(10)
+
+
+@contextlib.contextmanager
+def serve_engine(target: TargetModel, config: EngineConfig | None = None, **parts: Any) -> Iterator[tuple[str, Engine]]:
+    """Serve a real engine over `target` with a drafter that repeats the newest token; gives the base URL and the engine."""
+    engine = Engine(
+        target,
+        DrafterSlots(RepeatDrafter(), "repeat-1"),
+        config or EngineConfig(max_running=8, kv_bytes=4 * 2**20),
+        rng=np.random.default_rng(0),
+    )
+    thread = EngineThread(engine)
+    thread.start(is_warmed_up=True)
+    client = LocalEngineClient(engine, thread, model_name=parts.pop("model_name", "tiny"))
+    try:
+        with serve_app(build_api(ApiParts(client=client, tokenizer=target.tokenizer, **parts))) as base:
+            yield base, engine
+    finally:
+        assert thread.stop(timeout_s=10)
