@@ -116,6 +116,8 @@ class GenerateBody(StrictModel):
         bad = next((k for k in bias or () if not _TOKEN_ID.fullmatch(k)), None)
         if bad is not None:
             raise ValueError(f"logit_bias must have token ids as keys, such as '50256', got {bad[:32]!r}")
+        if bias and not all(-100.0 <= v <= 100.0 for v in bias.values()):
+            raise ValueError("logit_bias values must be in [-100, 100]")
         return bias
 
     @field_validator("stop")
@@ -251,6 +253,11 @@ def parse_json(raw: bytes) -> dict[str, Any]:
         raise FieldError(f"the body must be JSON: {e}", None) from e
     if not isinstance(values, dict):
         raise FieldError(f"the body must be a JSON object, got {type(values).__name__}", None)
+    if b"\\ud" in raw.lower():  # an escaped half of a character: no tokenizer takes it, and no answer can repeat it
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise FieldError("the body must be Unicode text, got half of a surrogate pair", None) from None
     return values
 
 
