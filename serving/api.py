@@ -12,7 +12,7 @@ from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.serving.api_access_log import AccessLog, access_record
 from paceline.serving.api_choice import Choice, ChoiceStyle, make_echo
 from paceline.serving.api_format import Answer
-from paceline.serving.api_generation import ApiParts, Cutoff, EventStream, Generation, events, whole
+from paceline.serving.api_generation import ApiParts, Cutoff, EventStream, Generation, begun, events, whole
 from paceline.serving.api_http import QueueFull, error_handler, json_response, on_loop, read_body, token_check
 from paceline.serving.api_load import FinishRate
 from paceline.serving.api_models import ChatBody, CompletionBody, GenerateBody, parse_body
@@ -78,6 +78,8 @@ class Api:
         if self.parts.sends_request_id:
             headers["x-request-id"] = record.request_id
         if body.stream:
+            if first.deadline_s is not None:  # so that one that expires in the queue has a status of its own
+                await begun(request, generation)
             return EventStream(generation, events(generation, record), headers)
         return Response(await whole(request, generation), media_type="application/json", headers=headers)
 

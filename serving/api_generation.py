@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
@@ -23,6 +23,8 @@ from paceline.serving.api_format import SSE_DONE, Answer, error_body, sse, to_js
 from paceline.serving.request import GenerationRequest, RoundEvent
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +150,7 @@ class Generation:
         self._index = {r.request_id: i for i, r in enumerate(requests)}
         self._unfinished = set(self._index)
         self._queue: asyncio.Queue[RoundEvent] = asyncio.Queue()
+        self._first: RoundEvent | None = None  # taken from the queue by `begin`, not yet folded
         self._loop = asyncio.get_running_loop()
         self.is_cut = False
         """The answer broke off on this side, not because the client hung up."""
@@ -174,19 +177,18 @@ class Generation:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield one piece a round and choice; raises Cutoff when a choice ends without being answered."""
-        while self._unfinished:
-            event = await self._next()
-            if event.finish_reason is not None:
-                self._unfinished.discard(event.request_id)
-                self._record.finish_reasons.append(event.finish_reason)
-            if event.finish_reason in ("abort", "error", "deadline"):
-                raise self._cut(event)
+        while self._first is not None or self._unfinished:
+            event, self._first = self._first or await self._next(), None
             piece = self.answer.take(self._index[event.request_id], event)
             if self._record.first_s is None:
                 self._record.first_s = self._record.timer()
             if piece.finish_reason is not None:
                 self._on_finish()
             yield piece
+
+    async def begin(self) -> None:
+        """Wait until there is something to send; raises Cutoff when the request ends before that."""
+        self._first = await self._next()
 
     def _cut(self, event: RoundEvent) -> Cutoff:
         self.is_cut = True
@@ -196,6 +198,15 @@ class Generation:
         return Cutoff(event.error or "the request was aborted before it was complete; send it again")
 
     async def _next(self) -> RoundEvent:
+        event = await self._receive()
+        if event.finish_reason is not None:
+            self._unfinished.discard(event.request_id)
+            self._record.finish_reasons.append(event.finish_reason)
+        if event.finish_reason in ("abort", "error", "deadline"):
+            raise self._cut(event)
+        return event
+
+    async def _receive(self) -> RoundEvent:
         while True:
             try:
                 return await asyncio.wait_for(self._queue.get(), timeout=max(self._parts.max_silence_s / 4, 0.05))
@@ -246,23 +257,39 @@ async def events(generation: Generation, record: AccessRecord) -> AsyncIterator[
         generation.close()
 
 
+async def begun(request: Request, generation: Generation) -> None:
+    """Wait for the first tokens; a request that ends before them, or whose client hangs up, is closed and raises Cutoff."""
+    try:
+        await _unless_gone(request, generation.begin())
+    except BaseException:
+        generation.close()
+        raise
+
+
 async def whole(request: Request, generation: Generation) -> bytes:
     """The complete answer as JSON; a client that hangs up stops the generation."""
 
     async def collect() -> list[Piece]:
         return [piece async for piece in generation.pieces()]
 
-    work = asyncio.ensure_future(collect())
-    gone = asyncio.ensure_future(_wait_disconnect(request))
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise Hangup("the client closed the connection")
-        return to_json(generation.answer.body(work.result()))
+        return to_json(generation.answer.body(await _unless_gone(request, collect())))
     finally:
         generation.close()
-        for task in (work, gone):
-            task.cancel()
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; raises Hangup when the client hangs up first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Hangup("the client closed the connection")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
 
 
 async def _wait_disconnect(request: Request) -> None:

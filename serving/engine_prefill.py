@@ -2,7 +2,7 @@
 
 Rows that complete a prompt yield the request's first output token. After a preemption the rows of prompt and output are
 recomputed and nothing is drawn: the anchor is already known. A request that wants its prompt's log-probabilities gets
-logits of its prompt rows too, in chunks small enough for the memory of V numbers a row.
+logits of its prompt rows too (prompt_scores.py).
 
 Shape legend: N packed rows, B requests in the chunk, M rows with logits, D requests whose prompt is complete, V vocab.
 """
@@ -12,16 +12,13 @@ from __future__ import annotations
 import torch
 
 from paceline.serving.kv_cache import KVPool
-from paceline.serving.request import TokenLogprob
+from paceline.serving.prompt_scores import bound_chunks, first_score_position, num_scores, score_prompt
 from paceline.serving.round_output import RoundOutput, round_logprobs
 from paceline.serving.running_request import RunningRequest
-from paceline.serving.sampling import SamplingBatch, draw_tokens, token_logprobs
+from paceline.serving.sampling import SamplingBatch, draw_tokens
 from paceline.serving.scheduler import Scheduler
 from paceline.serving.stop_check import cut_tokens
 from paceline.serving.target import TargetBatch, TargetModel
-
-_MAX_SCORE_ELEMENTS = 1 << 24
-"""Logits of prompt rows that one chunk may hold: 64 MiB of float32."""
 
 
 class PrefillRunner:
@@ -37,8 +34,7 @@ class PrefillRunner:
     def run(self, chunks: list[tuple[RunningRequest, int]]) -> None:
         """Prefill the next rows of each request; requests whose rows are complete start running (or end)."""
         device = self._target.device
-        if any(r.request.prompt_logprobs is not None for r, _ in chunks):
-            chunks = self._bound_scores(chunks)
+        chunks = bound_chunks(chunks, self._target.vocab_size)
         token_ids: list[int] = []
         positions: list[int] = []
         offsets = [0]
@@ -54,12 +50,11 @@ class PrefillRunner:
             positions += range(start, stop)
             out_rows.append(request.rows[start:stop])
             offsets.append(len(token_ids))
-            num_scores = _num_scores(request, stop)
-            if num_scores:
-                scoring.append((request, len(logit_rows), num_scores))
-                first = offsets[-2] + len(request.prompt_logprobs) - 1 - start
-                assert first >= offsets[-2], "rows whose tokens are not scored yet were not computed"
-                logit_rows += range(first, first + num_scores)
+            if num := num_scores(request, stop):
+                first = offsets[-2] + first_score_position(request) - start
+                assert first >= offsets[-2], "a row that scores a prompt token was not computed"
+                scoring.append((request, len(logit_rows), num))
+                logit_rows += range(first, first + num)
             if stop == len(request.tokens):  # no output yet, so the last row's logits are the first token's
                 draw_at.append(len(logit_rows))
                 logit_rows.append(len(token_ids) - 1)
@@ -94,22 +89,10 @@ class PrefillRunner:
             request.context_len += num_rows
             if request.context_len == request.prefill_len:
                 self._scheduler.start_running(request)
-        for request, at, num_scores in scoring:
-            _score_prompt(request, out.logits[at : at + num_scores])
+        for request, at, num in scoring:
+            score_prompt(request, out.logits[at : at + num])
         if drawing:
             self._draw_first(drawing, out.logits[draw_at] if scoring else out.logits)
-
-    def _bound_scores(self, chunks: list[tuple[RunningRequest, int]]) -> list[tuple[RunningRequest, int]]:
-        """Cut or leave out requests that want prompt log-probabilities where their logits would take too much memory."""
-        room = max(_MAX_SCORE_ELEMENTS // self._target.vocab_size, 1)
-        bounded = []
-        for request, num_rows in chunks:
-            if _num_scores(request, request.context_len + num_rows):
-                num_rows = min(num_rows, room)
-                room -= num_rows
-            if num_rows:
-                bounded.append((request, num_rows))
-        return bounded
 
     def _draw_first(self, requests: list[RunningRequest], logits: torch.Tensor) -> None:
         """Draw and emit the first output token of each request from logits (D, V)."""
@@ -130,23 +113,3 @@ class PrefillRunner:
             prompt = tuple(request.prompt_logprobs) if request.request.prompt_logprobs is not None else None
             own = logprobs[i] if logprobs else None
             self._output.emit(request, kept, 0, own[: len(kept)] if own else own, reason, match, prompt)
-
-
-def _num_scores(request: RunningRequest, stop: int) -> int:
-    """Rows before position `stop` whose logits are wanted for prompt tokens not scored yet.
-
-    Row i scores token i + 1. Rows known from before a preemption are not scored again; the last row of the prompt
-    belongs to the first output token.
-    """
-    if request.request.prompt_logprobs is None:
-        return 0
-    return max(min(stop, request.prompt_len - 1) - (len(request.prompt_logprobs) - 1), 0)
-
-
-def _score_prompt(request: RunningRequest, logits: torch.Tensor) -> None:
-    """Append the log-probabilities of the next prompt tokens, one for each row of logits (r, V)."""
-    known, num_top = request.prompt_logprobs, request.request.prompt_logprobs or 0
-    scored = request.tokens[len(known) : len(known) + len(logits)]
-    own, top_ids, top_values = token_logprobs(logits, torch.tensor(scored, device=logits.device), num_top)
-    rows = zip(scored, own.tolist(), top_ids.tolist(), top_values.tolist(), strict=True)
-    known += [TokenLogprob(token_id=t, logprob=lp, top=tuple(zip(i, v, strict=True))) for t, lp, i, v in rows]

@@ -42,6 +42,11 @@ def _reset(engine: ScriptedEngine) -> Iterator[None]:
     engine.drains = False
 
 
+def engine_text() -> str:
+    """What the scripted engine always says."""
+    return ScriptedEngine().text
+
+
 def post(url: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
     body = {"prompt": "abc", "max_tokens": 4, **fields}
     return httpx.post(f"{url}/v1/completions", content=json.dumps(body), headers=headers)
@@ -110,12 +115,38 @@ def test_the_openai_client_does_not_repeat_an_expired_request(url: str, engine: 
     assert len(engine.requests) == before + 1
 
 
-@pytest.mark.parametrize("num_rounds", [0, 1])
-def test_an_expired_stream_ends_with_an_error_event(url: str, engine: ScriptedEngine, num_rounds: int) -> None:
-    engine.fail_after, engine.end = num_rounds, "deadline"
+def test_a_stream_that_expires_before_its_first_token_is_504(url: str, engine: ScriptedEngine) -> None:
+    engine.fail_after, engine.end = 0, "deadline"
+    answer = post(url, max_tokens=99, timeout_s=1, stream=True)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 99])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_with_a_time_limit_is_the_stream_without(url: str, n: int, max_tokens: int) -> None:
+    ask: dict[str, Any] = {"max_tokens": max_tokens, "stream": True, "n": n}
+    texts = []
+    for limit in ({}, {"timeout_s": 9}):
+        parts = [json.loads(p.removeprefix("data: ")) for p in post(url, **ask, **limit).text.split("\n\n")[:-2]]
+        mine = [p["choices"][0] for p in parts]
+        texts.append(["".join(c["text"] for c in mine if c["index"] == i) for i in range(n)])
+    assert texts[0] == texts[1] == [engine_text()[: None if max_tokens == 99 else 1]] * n
+
+
+def test_a_client_that_hangs_up_before_the_first_token_aborts(url: str, engine: ScriptedEngine) -> None:
+    engine.go.clear()
+    body = {"prompt": "a", "stream": True, "timeout_s": 60}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/completions", json=body, headers={"x-request-id": "early"}, timeout=0.3)
+    wait_until(lambda: "early" in engine.aborted)
+    engine.go.set()
+
+
+def test_an_expired_stream_ends_with_an_error_event(url: str, engine: ScriptedEngine) -> None:
+    engine.fail_after, engine.end = 1, "deadline"
     answer = post(url, max_tokens=99, timeout_s=1, stream=True)
     parts = [json.loads(p.removeprefix("data: ")) for p in answer.text.split("\n\n") if p]
-    assert len(parts) == num_rounds + 1
+    assert len(parts) == 2
     assert parts[-1]["error"]["code"] == "deadline_exceeded"
     assert "[DONE]" not in answer.text
 

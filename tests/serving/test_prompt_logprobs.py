@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.serving import engine_prefill
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine import Engine
+from paceline.serving.prompt_scores import bound_chunks
 from paceline.serving.request import GenerationRequest, RoundEvent, SamplingParams, TokenLogprob
 from paceline.serving.scripted_drafters import RepeatDrafter
 from tests.fakes import greedy_continuation, plain_logits, tiny_target
@@ -87,7 +87,8 @@ def test_requests_with_and_without_scores_share_a_chunk() -> None:
 
 
 def test_logits_of_a_chunk_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_prefill, "_MAX_SCORE_ELEMENTS", 10 * 64)
+    bound = functools.partial(bound_chunks, max_elements=10 * 64)
+    monkeypatch.setattr("paceline.serving.engine_prefill.bound_chunks", bound)
     engine = new_engine()
     sizes: list[int] = []
     forward = engine.target.forward
