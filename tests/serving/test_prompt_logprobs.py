@@ -11,7 +11,7 @@ from paceline.config import EngineConfig
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine import Engine
 from paceline.serving.prompt_scores import bound_chunks
-from paceline.serving.request import GenerationRequest, RoundEvent, SamplingParams, TokenLogprob
+from paceline.serving.request import GenerationRequest, RequestTrace, RoundEvent, SamplingParams, TokenLogprob
 from paceline.serving.scripted_drafters import RepeatDrafter
 from tests.fakes import greedy_continuation, plain_logits, tiny_target
 
@@ -115,6 +115,27 @@ def test_scoring_alone_draws_nothing() -> None:
     assert (event.token_ids, event.finish_reason, event.logprobs) == ((), "length", ())
     assert (event.stats.num_emitted_tokens, event.stats.num_rounds) == (0, 0)
     check(event.prompt_logprobs, PROMPT, 0)
+
+
+def test_scoring_alone_is_not_traced() -> None:
+    class Traces:
+        """Keeps every trace."""
+
+        def __init__(self) -> None:
+            self.ids: list[str] = []
+
+        def wants(self, request_id: str, bucket: str) -> bool:
+            return True
+
+        def record_trace(self, trace: RequestTrace) -> None:
+            self.ids.append(trace.request_id)
+
+    traces = Traces()
+    engine = Engine(target(), DrafterSlots(), EngineConfig(kv_bytes=2 * 2**20), traces=traces)
+    submit(engine, "scored", PROMPT, prompt_logprobs=0, max_tokens=0)
+    submit(engine, "written", PROMPT, prompt_logprobs=0)
+    run(engine)
+    assert traces.ids == ["written"]
 
 
 def test_a_preempted_prefill_scores_every_token_once() -> None:
