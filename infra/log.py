@@ -19,8 +19,19 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 logger = logging.getLogger(__name__)
 
 
+class TextFormatter(logging.Formatter):
+    """One line of text; the fields of a structured record follow its message as JSON."""
+
+    def __init__(self) -> None:
+        super().__init__(_FORMAT)
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", None)
+        return super().format(record) + (f" {json.dumps(fields)}" if fields else "")
+
+
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ts, level, logger, message, and the traceback if there is one."""
+    """One JSON object a line: ts, level, logger, message, a record's own `fields`, and the traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         out: dict[str, Any] = {
@@ -29,37 +40,53 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "pid": record.process,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             out["error"] = self.formatException(record.exc_info)
         return json.dumps(out)
 
 
-def configure_logging(level: str = "INFO", *, file: Path | None = None, to_stderr: bool = True) -> None:
+def configure_logging(
+    level: str = "INFO", *, file: Path | None = None, to_stderr: bool = True, access_file: Path | None = None
+) -> None:
     """Set the handlers of the `paceline` logger; a second call replaces those of the first.
 
     Args:
         file: JSON lines, rotated at 10 MB with three old files.
         to_stderr: False for programs that draw on the terminal.
+        access_file: the same for the lines of `paceline.access`, which then go nowhere else; None = like all others.
     """
-    root = logging.getLogger("paceline")
+    root, access = logging.getLogger("paceline"), logging.getLogger("paceline.access")
     root.setLevel(level)
-    for handler in [h for h in root.handlers if getattr(h, "is_paceline", False)]:
-        root.removeHandler(handler)
-        handler.close()
+    for logger_ in (root, access):
+        for handler in [h for h in logger_.handlers if getattr(h, "is_paceline", False)]:
+            logger_.removeHandler(handler)
+            handler.close()
+    access.propagate = access_file is None
+    if access_file is not None:
+        _add_handlers(access, [_rotating_file(access_file)])
     handlers: list[logging.Handler] = []
     if to_stderr:
         stream = logging.StreamHandler(sys.stderr)
-        stream.setFormatter(logging.Formatter(_FORMAT))
+        stream.setFormatter(TextFormatter())
         handlers.append(stream)
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        rotating = logging.handlers.RotatingFileHandler(file, maxBytes=10_000_000, backupCount=3, encoding="utf-8")
-        rotating.setFormatter(JsonFormatter())
-        handlers.append(rotating)
+        handlers.append(_rotating_file(file))
+    _add_handlers(root, handlers)
+
+
+def _rotating_file(path: Path) -> logging.Handler:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=10_000_000, backupCount=3, encoding="utf-8")
+    handler.setFormatter(JsonFormatter())
+    return handler
+
+
+def _add_handlers(target: logging.Logger, handlers: list[logging.Handler]) -> None:
     for handler in handlers:
         handler.is_paceline = True  # type: ignore[attr-defined]
-        root.addHandler(handler)
+        target.addHandler(handler)
 
 
 def quiet_libraries(level: str) -> None:

@@ -159,7 +159,10 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     deployed_at = float(values.get(_DEPLOYED_AT, 0.0))
     paths = StorePaths.of(config)
     paths.data_dir.mkdir(parents=True, exist_ok=True)
-    configure_logging(file=paths.data_dir / f"replica-{replica_id}.log")
+    configure_logging(
+        file=paths.data_dir / f"replica-{replica_id}.log",
+        access_file=paths.data_dir / f"access-{replica_id}.log" if config.access_log else None,
+    )
     limit_threads(config.engine.num_threads)
     registry = DrafterRegistry(paths.registry)
     needs_taps = is_adaptive(config)
@@ -221,6 +224,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         api=ApiParts(
             client=LocalEngineClient(engine, thread, model_name=config.model_name),
             tokenizer=target.tokenizer,
+            has_access_log=config.access_log,
             api_token=config.api_token,
             holdback_percent=lambda: holdback.percent,
             opt_out_tenants=frozenset(config.trace.opt_out_tenants),

@@ -278,6 +278,8 @@ class ServiceConfig:
     """True: GET /metrics answers anybody, without a token. False: the API or admin token, or this computer (loopback)."""
     host: str = "127.0.0.1"
     port: int = 8000
+    access_log: bool = True
+    """One JSON line a request in data_dir/access-<replica>.log: labels, token counts, times; never its text."""
     trainer_threads: int = 1
     trainer_resources: TrainerResources = field(default_factory=TrainerResources)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -1,6 +1,6 @@
 """How does one HTTP request wait for the engine thread, and how does it let go when the client is gone?
 
-The engine's events cross into the event loop through one queue a request. A stream that breaks ends without `[DONE]`:
+The engine's events cross into the event loop through one queue an answer. A stream that breaks ends without `[DONE]`:
 HTTP 200 and a clean close do not mean that an answer is complete.
 """
 
@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from paceline.contracts import Group
-from paceline.serving.api_format import SSE_DONE, Answer, Piece, error_body, sse, to_json
+from paceline.serving.api_access_log import AccessRecord
+from paceline.serving.api_choice import Piece
+from paceline.serving.api_format import SSE_DONE, Answer, error_body, sse, to_json
 from paceline.serving.request import GenerationRequest, RoundEvent
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,9 @@ class EngineClient(Protocol):
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         """Admit a request; events come from another thread. Raises RequestError, CapacityError, EngineStoppedError."""
 
+    def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
+        """Admit all of the requests or none; otherwise like `submit`."""
+
     def abort(self, request_id: str) -> None:
         """Stop a request at the next round boundary; unknown and finished ids are ignored."""
 
@@ -48,6 +55,15 @@ class EngineClient(Protocol):
 
     def heartbeat_age_s(self) -> float:
         """Seconds since the engine thread last showed life."""
+
+    def now(self) -> float:
+        """Seconds of the clock that deadlines are given in."""
+
+    def num_waiting(self) -> int:
+        """Requests that wait for admission."""
+
+    def is_draining(self) -> bool:
+        """Whether new requests are refused because the replica shuts down."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,6 +93,8 @@ class ApiParts:
     """An engine thread without heartbeat for longer counts as dead."""
     sends_request_id: bool = True
     """False where a proxy in front already sends x-request-id back."""
+    has_access_log: bool = False
+    """Write one line a request to the logger `paceline.access`."""
     extra_routers: Sequence[APIRouter] = ()
     """Further routes behind the same token."""
     open_routers: Sequence[APIRouter] = ()
@@ -91,54 +109,118 @@ def default_group(request_id: str, holdback_percent: int) -> Group:
 class Cutoff(Exception):
     """The engine will not finish this request; the message is for the client."""
 
+    status = 503
+    kind = "server_error"
+    code = "incomplete"
+
+
+class Expired(Cutoff):
+    """The request's deadline passed first."""
+
+    status = 504
+    kind = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class Hangup(Cutoff):
+    """The client closed the connection; nobody reads this."""
+
+    status = 499
+    code = "client_closed"
+
 
 class Generation:
-    """One request between the HTTP handler and the engine thread; used from one event loop."""
+    """One answer between the HTTP handler and the engine thread; used from one event loop.
 
-    def __init__(self, parts: ApiParts, request: GenerationRequest, answer: Answer) -> None:
-        self._parts, self.request, self.answer = parts, request, answer
+    Its engine requests, one a choice, live and die together: they are admitted all or none, and when one of them ends
+    without being answered the others are aborted.
+    """
+
+    def __init__(
+        self,
+        parts: ApiParts,
+        requests: Sequence[GenerationRequest],
+        answer: Answer,
+        record: AccessRecord,
+        on_finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_finish: called when a choice is complete."""
+        self._parts, self.requests, self.answer, self._record = parts, requests, answer, record
+        self._on_finish = on_finish
+        self._index = {r.request_id: i for i, r in enumerate(requests)}
+        self._unfinished = set(self._index)
         self._queue: asyncio.Queue[RoundEvent] = asyncio.Queue()
+        self._first: RoundEvent | None = None  # taken from the queue by `begin`, not yet folded
         self._loop = asyncio.get_running_loop()
-        self._is_finished = False
+        self.is_cut = False
+        """The answer broke off on this side, not because the client hung up."""
+        self._is_closed = False
 
     def submit(self) -> None:
-        """Hand the request to the engine; raises what the engine raises."""
-        self._parts.client.submit(self.request, self._on_event)
+        """Hand the requests to the engine; raises what the engine raises."""
+        if len(self.requests) == 1:
+            self._parts.client.submit(self.requests[0], self._on_event)
+        else:
+            self._parts.client.submit_all(self.requests, self._on_event)
 
     def close(self) -> None:
-        """Abort unless finished; quick and idempotent, called whenever a handler ends for whatever reason."""
-        if not self._is_finished:
-            self._is_finished = True
-            self._parts.client.abort(self.request.request_id)
+        """Abort what is unfinished; quick and idempotent, called whenever a handler ends for whatever reason."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        record, choices = self._record, self.answer.choices
+        record.is_disconnected = record.is_disconnected or bool(self._unfinished and not self.is_cut)
+        record.completion_tokens = self.answer.num_completion_tokens
+        record.stats = [c.stats for c in choices if c.stats is not None]
+        for request_id in self._unfinished:
+            self._parts.client.abort(request_id)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield one piece a round; raises Cutoff when the request ends without being answered."""
-        while True:
-            event = await self._next()
-            if event.finish_reason in ("abort", "error"):
-                self._is_finished = True
-                raise Cutoff(event.error or "the request was aborted before it was complete; send it again")
-            piece = self.answer.take(event)
+        """Yield one piece a round and choice; raises Cutoff when a choice ends without being answered."""
+        while self._first is not None or self._unfinished:
+            event, self._first = self._first or await self._next(), None
+            piece = self.answer.take(self._index[event.request_id], event)
+            if self._record.first_s is None:
+                self._record.first_s = self._record.timer()
             if piece.finish_reason is not None:
-                self._is_finished = True
+                self._on_finish()
             yield piece
-            if piece.finish_reason is not None:
-                return
+
+    async def begin(self) -> None:
+        """Wait until there is something to send; raises Cutoff when the request ends before that."""
+        self._first = await self._next()
+
+    def _cut(self, event: RoundEvent) -> Cutoff:
+        self.is_cut = True
+        if event.finish_reason == "deadline":
+            done = self.answer.num_completion_tokens
+            return Expired(event.error or f"the request's deadline passed before it was complete, after {done} tokens")
+        return Cutoff(event.error or "the request was aborted before it was complete; send it again")
 
     async def _next(self) -> RoundEvent:
+        event = await self._receive()
+        if event.finish_reason is not None:
+            self._unfinished.discard(event.request_id)
+            self._record.finish_reasons.append(event.finish_reason)
+        if event.finish_reason in ("abort", "error", "deadline"):
+            raise self._cut(event)
+        return event
+
+    async def _receive(self) -> RoundEvent:
         while True:
             try:
                 return await asyncio.wait_for(self._queue.get(), timeout=max(self._parts.max_silence_s / 4, 0.05))
             except TimeoutError:
                 age_s = self._parts.client.heartbeat_age_s()
                 if age_s > self._parts.max_silence_s:
+                    self.is_cut = True
                     raise Cutoff(f"the engine has been silent for {age_s:.0f} s; send the request again") from None
 
     def _on_event(self, event: RoundEvent) -> None:  # engine thread
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
         except RuntimeError:  # the loop is closed: nobody listens any more
-            self._parts.client.abort(self.request.request_id)
+            self._parts.client.abort(event.request_id)
 
 
 class EventStream(StreamingResponse):
@@ -155,22 +237,33 @@ class EventStream(StreamingResponse):
             self._generation.close()
 
 
-async def events(generation: Generation) -> AsyncIterator[bytes]:
-    """Server-sent events of one answer: one chunk a round, then [DONE]; after an error event never [DONE]."""
+async def events(generation: Generation, record: AccessRecord) -> AsyncIterator[bytes]:
+    """Server-sent events of one answer: one chunk a round and choice, then [DONE]; after an error event never [DONE]."""
     answer = generation.answer
     try:
         async for piece in generation.pieces():
             yield sse(answer.chunk(piece))
-            if piece.finish_reason is not None and answer.with_usage:
-                yield sse(answer.usage_chunk(piece.stats))
+        if answer.with_usage:
+            yield sse(answer.usage_chunk())
         yield SSE_DONE
     except Cutoff as e:
-        yield sse(error_body(str(e), kind="server_error", code="incomplete"))
+        record.error = e.code
+        yield sse(error_body(str(e), kind=e.kind, code=e.code))
     except Exception as e:
-        log.exception("stream %s failed", generation.request.request_id)
+        record.error, generation.is_cut = "internal_error", True
+        log.exception("stream of request %s failed", record.request_id)
         yield sse(error_body(f"the answer broke off: {type(e).__name__}", kind="server_error", code="incomplete"))
     finally:
         generation.close()
+
+
+async def begun(request: Request, generation: Generation) -> None:
+    """Wait for the first tokens; a request that ends before them, or whose client hangs up, is closed and raises Cutoff."""
+    try:
+        await _unless_gone(request, generation.begin())
+    except BaseException:
+        generation.close()
+        raise
 
 
 async def whole(request: Request, generation: Generation) -> bytes:
@@ -179,17 +272,24 @@ async def whole(request: Request, generation: Generation) -> bytes:
     async def collect() -> list[Piece]:
         return [piece async for piece in generation.pieces()]
 
-    work = asyncio.ensure_future(collect())
-    gone = asyncio.ensure_future(_wait_disconnect(request))
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise Cutoff("the client closed the connection")
-        return to_json(generation.answer.body(work.result()))
+        return to_json(generation.answer.body(await _unless_gone(request, collect())))
     finally:
         generation.close()
-        for task in (work, gone):
-            task.cancel()
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; raises Hangup when the client hangs up first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Hangup("the client closed the connection")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
 
 
 async def _wait_disconnect(request: Request) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from paceline.errors import RequestError
+from paceline.serving.api_messages import Conversation, StrictModel
 from paceline.serving.request import SamplingParams
 
+MAX_CHOICES = 16
+"""Largest `n`."""
+MAX_TIMEOUT_S = 86_400.0
 _INT64 = 2**63
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 # Fields of OpenAI's API that are known but not offered: values that ask for nothing are let through.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((None, 1), "one choice is generated per request; send the request several times"),
-    "best_of": ((None, 1), "one choice is generated per request; send the request several times"),
-    "echo": ((None, False), "the prompt is not repeated in the answer; prepend it yourself"),
     "suffix": ((None, ""), "infilling is not offered by this model"),
-    "logit_bias": ((None, {}), "token biases are not applied"),
     "tools": ((None, []), "tool calls are not parsed out of the answer; describe the tools in the prompt"),
     "tool_choice": ((None, "none"), "tool calls are not parsed out of the answer"),
     "parallel_tool_calls": ((None,), "tool calls are not parsed out of the answer"),
@@ -31,23 +33,38 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "reasoning_effort": ((None,), "the model has no reasoning levels"),
     "verbosity": ((None,), "the model has no verbosity levels"),
     "web_search_options": ((None,), "there is no web search"),
-    "service_tier": ((None, "auto", "default"), "there is one service tier"),
+    "service_tier": ((None, "auto", "default"), "there is one service tier; the extension `priority` orders requests"),
     "store": ((None, False), "answers are not stored"),
-    "prompt_cache_key": ((None,), "prompts are not cached across requests"),
+    "prompt_cache_key": ((None,), "the prefix cache is chosen by the prompt's tokens alone"),
+    "prompt_cache_retention": ((None,), "cached prefixes stay until their memory is needed"),
     "safety_identifier": ((None,), "use `user`"),
+    "chat_template": ((None,), "the model's own chat template is used"),
+    "documents": ((None, []), "write the documents into the messages"),
+    "prompt_logprobs": ((None,), "use `echo` together with `logprobs` on /v1/completions"),
+    "truncate_prompt_tokens": ((None,), "prompts are never cut; send fewer tokens"),
+    "min_tokens": ((None, 0), "an answer ends where the model ends it; `ignore_eos` goes on to the limit"),
+    "bad_words": ((None, []), "use `logit_bias` with -100 for the tokens"),
+    "allowed_token_ids": ((None,), "use `logit_bias` for the tokens"),
+    "include_stop_str_in_output": ((None, False), "the text ends before the stop string"),
+    "use_beam_search": ((None, False), "answers are sampled; use `n` for several"),
+    "length_penalty": ((None, 1.0), "there is no beam search"),
 }  # fmt: skip
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Extension: every chunk carries the usage so far."""
     include_obfuscation: Literal[False] | None = None
 
+    @model_validator(mode="after")
+    def _usage_is_wanted(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats is only allowed together with include_usage: true")
+        return self
 
-class Metadata(_Strict):
+
+class Metadata(StrictModel):
     """Labels of a request that the service acts on."""
 
     bucket: str | None = None
@@ -58,52 +75,7 @@ class Metadata(_Strict):
     """Whose request it is, for opting out of traces; same as the header x-paceline-tenant."""
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ToolFunction(_Strict):
-    name: str
-    arguments: str
-
-
-class ToolCall(_Strict):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: ToolFunction
-
-
-class Message(_Strict):
-    """One message of a conversation, handed to the model's chat template."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("content must be text or a list of text parts")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls belong to a message of the role 'assistant'")
-        if self.tool_call_id is not None and self.role != "tool":
-            raise ValueError("tool_call_id belongs to a message of the role 'tool'")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it; 'developer' is another word for 'system'."""
-        text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
-        out: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.tool_calls:
-            out["tool_calls"] = [c.model_dump(exclude_none=True) for c in self.tool_calls]
-        if self.tool_call_id is not None:
-            out["tool_call_id"] = self.tool_call_id
-        return out
-
-
-class GenerateBody(_Strict):
+class GenerateBody(StrictModel):
     """Fields common to both routes; the last group are extensions (`extra_body` of the openai client)."""
 
     model: str | None = None
@@ -114,6 +86,10 @@ class GenerateBody(_Strict):
     seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """Token id, written as a string -> number added to its logit, in [-100, 100]; at most 1024 ids."""
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    """Choices of the answer."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, max_length=256)
@@ -129,6 +105,20 @@ class GenerateBody(_Strict):
     """False: markers such as <|call|> stay in the text."""
     return_token_ids: bool = False
     """Add prompt_token_ids and token_ids to the choice."""
+    priority: int | None = Field(default=None, ge=-1000, le=1000)
+    """Requests with a lower number are admitted first; 0 when not given."""
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    """Seconds after which the request ends without an answer; same as the header x-request-timeout-ms."""
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        bad = next((k for k in bias or () if not _TOKEN_ID.fullmatch(k)), None)
+        if bad is not None:
+            raise ValueError(f"logit_bias must have token ids as keys, such as '50256', got {bad[:32]!r}")
+        if bias and not all(-100.0 <= v <= 100.0 for v in bias.values()):
+            raise ValueError("logit_bias values must be in [-100, 100]")
+        return bias
 
     @field_validator("stop")
     @classmethod
@@ -142,6 +132,10 @@ class GenerateBody(_Strict):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed together with stream: true")
         return self
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
 
     def num_wanted(self) -> int | None:
         """The longest answer asked for, in tokens; None = as long as the context allows."""
@@ -171,6 +165,7 @@ class GenerateBody(_Strict):
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=self.num_logprobs(),
+            logit_bias=tuple((int(k), float(v)) for k, v in (self.logit_bias or {}).items()),
         )
 
 
@@ -179,6 +174,11 @@ class CompletionBody(GenerateBody):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(default=None, ge=0, le=20)
+    max_tokens: int | None = Field(default=None, ge=0)
+    """0, together with echo, scores the prompt and generates nothing."""
+    echo: bool | None = None
+    """Put the prompt before the answer; with logprobs its tokens' log-probabilities too."""
+    best_of: int | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -191,6 +191,17 @@ class CompletionBody(GenerateBody):
             raise ValueError("prompt must not be empty")
         return prompt
 
+    @model_validator(mode="after")
+    def _consistent(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be >= 1, got 0; 0 is only allowed together with echo: true")
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise ValueError(
+                f"best_of must equal n={self.num_choices}, got {self.best_of}: every choice is returned, none is "
+                "generated to be thrown away; set n and choose by logprobs"
+            )
+        return self
+
     def num_wanted(self) -> int | None:
         return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default on this route
 
@@ -198,10 +209,9 @@ class CompletionBody(GenerateBody):
         return self.logprobs
 
 
-class ChatBody(GenerateBody):
+class ChatBody(Conversation, GenerateBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -230,14 +240,29 @@ class FieldError(RequestError):
         self.param = param
 
 
-def parse_body(raw: bytes, kind: type[GenerateBody]) -> Any:
+def parse_body(raw: bytes, kind: type[BaseModel]) -> Any:
     """Read a request body; raises FieldError that names the field and the rule."""
+    return parse_values(parse_json(raw), kind)
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body; raises FieldError when it is none."""
     try:
-        values = json.loads(raw)
+        values = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
         raise FieldError(f"the body must be JSON: {e}", None) from e
     if not isinstance(values, dict):
         raise FieldError(f"the body must be a JSON object, got {type(values).__name__}", None)
+    if b"\\ud" in raw.lower():  # an escaped half of a character: no tokenizer takes it, and no answer can repeat it
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise FieldError("the body must be Unicode text, got half of a surrogate pair", None) from None
+    return values
+
+
+def parse_values(values: dict[str, Any], kind: type[BaseModel]) -> Any:
+    """The body of the given kind; raises FieldError that names the field and the rule."""
     for name in [k for k in values if k in REFUSED]:
         neutral, reason = REFUSED[name]
         value = values.pop(name)
@@ -246,10 +271,14 @@ def parse_body(raw: bytes, kind: type[GenerateBody]) -> Any:
     try:
         return kind.model_validate(values)
     except ValidationError as e:
-        raise _field_error(e) from e
+        raise _field_error(e, kind) from e
 
 
-def _field_error(error: ValidationError) -> FieldError:
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _field_error(error: ValidationError, kind: type[BaseModel]) -> FieldError:
     """The most telling of pydantic's complaints; unions of the prompt's forms complain once per form."""
     first = max(error.errors(), key=lambda e: e["type"] == "extra_forbidden")
     path = [str(p) for p in first["loc"] if not (isinstance(p, str) and ("[" in p or p in ("str", "int", "list")))]
@@ -257,4 +286,7 @@ def _field_error(error: ValidationError) -> FieldError:
     if first["type"] == "extra_forbidden":
         return FieldError(f"{name} is not a field of this request; remove it", name)
     message = first["msg"].removeprefix("Value error, ")
+    first_word = message.partition(" ")[0]
+    if name is None and first_word in kind.model_fields:  # a rule about several fields names the one to change first
+        name = first_word
     return FieldError(f"{name}: {message}" if name and not message.startswith(name) else message, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -128,6 +128,13 @@ class Engine:
         Raises: RequestError (prompt empty, too long or with unknown ids; request id in use), CapacityError (queue full),
             EngineStoppedError.
         """
+        self.submit_all((request,), on_event)
+
+    def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
+        """Queue all of the requests or none; raises like `submit`."""
+        self._inbox.put_all([self._new_running(r, on_event) for r in requests])
+
+    def _new_running(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> RunningRequest:
         prompt, params = request.prompt_token_ids, request.params
         if not prompt:
             raise RequestError("prompt must have at least one token, got none")
@@ -142,7 +149,7 @@ class Engine:
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self.target.eos_token_ids
-        running = RunningRequest(
+        return RunningRequest(
             request=request,
             on_event=on_event,
             arrival=0,
@@ -153,7 +160,15 @@ class Engine:
             counts=TokenCounts(prompt, self.target.vocab_size, self.target.device) if has_penalties(params) else None,
             submitted_s=self._clock.now(),
         )
-        self._inbox.put(running)
+
+    def now(self) -> float:
+        """Seconds of the engine's clock, in which deadlines are given."""
+        return self._clock.now()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not admitted yet."""
+        return len(self.scheduler.waiting) + len(self._inbox)
 
     def abort(self, request_id: str) -> None:
         """End a request at the next round boundary (finish reason 'abort'); unknown or finished ids are ignored."""
@@ -228,7 +243,7 @@ class Engine:
         """Counters and gauges; safe from any thread (values may be one round old)."""
         return {
             "num_running": len(self.scheduler.active),
-            "num_waiting": len(self.scheduler.waiting) + len(self._inbox),
+            "num_waiting": self.num_waiting,
             "num_pages": self.allocator.num_pages,
             "num_free_pages": self.allocator.num_free_pages,
             "num_rounds": self._decode.num_rounds,

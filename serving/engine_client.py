@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.errors import EngineStoppedError
 from paceline.serving.api_generation import EngineInfo
@@ -30,11 +30,25 @@ class LocalEngineClient:
             raise EngineStoppedError("the engine of this replica has stopped; send the request again")
         self._engine.submit(request, on_event)
 
+    def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
+        if not self._thread.is_alive:
+            raise EngineStoppedError("the engine of this replica has stopped; send the request again")
+        self._engine.submit_all(requests, on_event)
+
     def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
 
     def info(self) -> EngineInfo:
         return self._info
+
+    def now(self) -> float:
+        return self._engine.now()
+
+    def num_waiting(self) -> int:
+        return self._engine.num_waiting
+
+    def is_draining(self) -> bool:
+        return self._thread.is_draining
 
     def heartbeat_age_s(self) -> float:
         return self._thread.heartbeat_age_s() if self._thread.is_alive else float("inf")

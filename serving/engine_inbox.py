@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -46,23 +46,37 @@ class EngineInbox:
         return not (self._arrived or self._calls or self._aborts)
 
     def put(self, request: RunningRequest) -> None:
-        """Queue a request and give it its arrival number and, without one of its own, a seed.
+        """Queue one request; raises like `put_all`."""
+        self.put_all([request])
 
-        Raises: RequestError (id in use), CapacityError (queue full), EngineStoppedError.
+    def put_all(self, requests: Sequence[RunningRequest]) -> None:
+        """Queue all of the requests or none; each gets its arrival number and, without one of its own, a seed.
+
+        Raises: RequestError (id in use, more than the queue ever holds), CapacityError (queue full), EngineStoppedError.
         """
         with self._changed:
             if self._closed is not None:
                 raise EngineStoppedError(f"the engine does not take requests: {self._closed}")
-            if request.request_id in self._ids:
-                raise RequestError(f"request_id must be unique among unfinished requests, got {request.request_id!r}")
-            if len(self._arrived) + self._num_queued() >= self._max_waiting:
-                raise CapacityError(f"the queue is full ({self._max_waiting} requests wait); try again later")
-            if request.request.params.seed is None:
-                request.seed = int(self._rng.integers(2**62))
-            request.arrival = self._num_arrivals
-            self._num_arrivals += 1
-            self._ids.add(request.request_id)
-            self._arrived.append(request)
+            for request in requests:
+                if request.request_id in self._ids:
+                    raise RequestError(
+                        f"request_id must be unique among unfinished requests, got {request.request_id!r}"
+                    )
+            if len(requests) > self._max_waiting:
+                raise RequestError(f"requests at once must be at most {self._max_waiting}, got {len(requests)}")
+            room = self._max_waiting - len(self._arrived) - self._num_queued()
+            if len(requests) > room:
+                raise CapacityError(
+                    f"the queue has room for {max(room, 0)} of {len(requests)} requests "
+                    f"({self._max_waiting} may wait); try again later"
+                )
+            for request in requests:
+                if request.request.params.seed is None:
+                    request.seed = int(self._rng.integers(2**62))
+                request.arrival = self._num_arrivals
+                self._num_arrivals += 1
+                self._ids.add(request.request_id)
+                self._arrived.append(request)
             self._changed.notify_all()
 
     def abort(self, request_id: str) -> None:

@@ -1,9 +1,10 @@
 """How do prompts enter the KV pool: one packed causal forward over a bounded chunk of rows a round?
 
 Rows that complete a prompt yield the request's first output token. After a preemption the rows of prompt and output are
-recomputed and nothing is drawn: the anchor is already known.
+recomputed and nothing is drawn: the anchor is already known. A request that wants its prompt's log-probabilities gets
+logits of its prompt rows too (prompt_scores.py).
 
-Shape legend: N packed rows, B requests in the chunk, M requests whose prompt is complete, V vocab.
+Shape legend: N packed rows, B requests in the chunk, M rows with logits, D requests whose prompt is complete, V vocab.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from paceline.serving.kv_cache import KVPool
+from paceline.serving.prompt_scores import bound_chunks, first_score_position, num_scores, score_prompt
 from paceline.serving.round_output import RoundOutput, round_logprobs
 from paceline.serving.running_request import RunningRequest
 from paceline.serving.sampling import SamplingBatch, draw_tokens
@@ -32,10 +34,15 @@ class PrefillRunner:
     def run(self, chunks: list[tuple[RunningRequest, int]]) -> None:
         """Prefill the next rows of each request; requests whose rows are complete start running (or end)."""
         device = self._target.device
+        chunks = bound_chunks(chunks, self._target.vocab_size)
         token_ids: list[int] = []
         positions: list[int] = []
         offsets = [0]
-        out_rows, logit_rows, drawing = [], [], []
+        out_rows: list[torch.Tensor] = []
+        logit_rows: list[int] = []
+        drawing: list[RunningRequest] = []
+        draw_at: list[int] = []
+        scoring: list[tuple[RunningRequest, int, int]] = []  # (request, its first row of logits, their number)
         for request, num_rows in chunks:
             start, stop = request.context_len, request.context_len + num_rows
             assert request.rows is not None
@@ -43,7 +50,13 @@ class PrefillRunner:
             positions += range(start, stop)
             out_rows.append(request.rows[start:stop])
             offsets.append(len(token_ids))
+            if num := num_scores(request, stop):
+                first = offsets[-2] + first_score_position(request) - start
+                assert first >= offsets[-2], "a row that scores a prompt token was not computed"
+                scoring.append((request, len(logit_rows), num))
+                logit_rows += range(first, first + num)
             if stop == len(request.tokens):  # no output yet, so the last row's logits are the first token's
+                draw_at.append(len(logit_rows))
                 logit_rows.append(len(token_ids) - 1)
                 drawing.append(request)
         longest = max(r.context_len for r, _ in chunks)
@@ -71,11 +84,13 @@ class PrefillRunner:
             request.context_len += num_rows
             if request.context_len == request.prefill_len:
                 self._scheduler.start_running(request)
+        for request, at, num in scoring:
+            score_prompt(request, out.logits[at : at + num])
         if drawing:
-            self._draw_first(drawing, out.logits)
+            self._draw_first(drawing, out.logits[draw_at] if scoring else out.logits)
 
     def _draw_first(self, requests: list[RunningRequest], logits: torch.Tensor) -> None:
-        """Draw and emit the first output token of each request from logits (M, V)."""
+        """Draw and emit the first output token of each request from logits (D, V)."""
         device = logits.device
         sampling = SamplingBatch.from_params(
             [r.request.params for r in requests], [r.seed for r in requests], [r.counts for r in requests], device
@@ -90,4 +105,6 @@ class PrefillRunner:
             request.append_output(kept)
             if request.trace is not None:
                 self._output.trace_logits(request, logits[i : i + 1])
-            self._output.emit(request, kept, 0, logprobs[i] if logprobs else None, reason, match)
+            prompt = tuple(request.prompt_logprobs) if request.request.prompt_logprobs is not None else None
+            own = logprobs[i] if logprobs else None
+            self._output.emit(request, kept, 0, own[: len(kept)] if own else own, reason, match, prompt)

@@ -62,6 +62,11 @@ class EngineThread:
         return self._timer() - self._beat_s
 
     @property
+    def is_draining(self) -> bool:
+        """New requests are refused; those that were taken are finished."""
+        return self._is_draining
+
+    @property
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 

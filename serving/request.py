@@ -41,6 +41,7 @@ class SamplingParams:
     seed: int | None = None
     """None draws a random seed at admission. A token's draw depends on (seed, position) only."""
     max_tokens: int = 128
+    """Output tokens at most; 0 runs the prompt and draws nothing (with prompt_logprobs: scoring)."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -60,7 +61,7 @@ class SamplingParams:
             (0.0 < self.repetition_penalty <= 10.0, "repetition_penalty must be in (0, 10]", self.repetition_penalty),
             (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty must be in [-2, 2]", self.presence_penalty),
             (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty must be in [-2, 2]", self.frequency_penalty),
-            (self.max_tokens >= 1, "max_tokens must be >= 1", self.max_tokens),
+            (self.max_tokens >= 0, "max_tokens must be >= 0", self.max_tokens),
             (len(self.stop) <= 16 and all(self.stop), "stop must be at most 16 non-empty strings", self.stop),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs must be in [0, 20]", self.logprobs),
             (len(self.logit_bias) <= 1024, "logit_bias must have at most 1024 entries", len(self.logit_bias)),
@@ -109,7 +110,7 @@ class TokenLogprob:
 class RequestStats:
     """Totals of a request so far.
 
-    Prefill emits the first token and no round; a round emits its accepted tokens and one bonus token, and the end of the
+    Prefill emits the first token (none with max_tokens = 0) and no round; a round emits its accepted tokens and one bonus token, and the end of the
     request may cut the last round. So, from the first token on,
     num_emitted_tokens = 1 + num_rounds + num_accepted_tokens - num_truncated_tokens.
     """

@@ -64,6 +64,8 @@ class RoundOutput:
         """Decide at admission whether the request is traced (sink's sampling, the request's own opt-out)."""
         if self._features is None or self._traces is None or not request.request.is_traced:
             return
+        if request.request.params.max_tokens == 0:  # nothing is drawn, so there is nothing to learn from
+            return
         if self._traces.wants(request.request_id, request.request.bucket):
             request.trace = TraceRows()
 
@@ -121,6 +123,7 @@ class RoundOutput:
         logprobs: tuple[TokenLogprob, ...] | None,
         finish_reason: str | None,
         stop_match: str | None,
+        prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None,
     ) -> None:
         """Send one round's tokens (already in request.tokens) to the owner; end the request when there is a reason."""
         self.num_tokens += len(token_ids)
@@ -131,6 +134,7 @@ class RoundOutput:
             logprobs=logprobs,
             finish_reason=finish_reason,
             stop_match=stop_match,
+            prompt_logprobs=prompt_logprobs,
         )
         if finish_reason is not None:
             self.num_finished += 1

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.serving.request import GenerationRequest, RequestStats, RequestStatus, RoundEvent, advance_status
+from paceline.serving.request import (
+    GenerationRequest,
+    RequestStats,
+    RequestStatus,
+    RoundEvent,
+    TokenLogprob,
+    advance_status,
+)
 
 if TYPE_CHECKING:
     from paceline.serving.sampling import TokenCounts
@@ -54,6 +61,8 @@ class RunningRequest:
     drafted_len: int = 0
     rows: torch.Tensor | None = None  # (row_capacity,) int64, pool row of each position
     trace: TraceRows | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    """Of the prompt's first tokens, as far as they are known; empty unless the request asks for them."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -65,6 +74,8 @@ class RunningRequest:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
+        if self.request.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)  # nothing predicts the first token
 
     @property
     def request_id(self) -> str:

@@ -39,6 +39,8 @@ from paceline.serving.verify import AcceptPlan
 
 logger = logging.getLogger(__name__)
 
+_FAILED = "drafter %s failed; these requests decode plainly: %s"
+
 
 @dataclass(kw_only=True, slots=True)
 class DraftGroup:
@@ -141,7 +143,7 @@ class TreePolicy:
             try:
                 candidates = self._propose(group, keys, out)
             except Exception as e:  # a drafter is untrusted code with untrusted weights; decoding must go on
-                logger.exception("drafter %s failed; its requests decode plainly", group.drafter.caps.name)
+                logger.exception(_FAILED, group.drafter.caps.name, ", ".join(group.inputs.request_ids))
                 out.failures[index] = f"{type(e).__name__}: {e}"
                 continue
             if candidates is None:
@@ -169,7 +171,7 @@ class TreePolicy:
         try:
             found = self._candidates_of_one(out, drafter, inputs, keys)
         except Exception as e:  # a drafter is untrusted code with untrusted weights; decoding must go on
-            logger.exception("drafter %s failed; its requests decode plainly", drafter.caps.name)
+            logger.exception(_FAILED, drafter.caps.name, ", ".join(inputs.request_ids))
             out.failures[0] = f"{type(e).__name__}: {e}"
             return True
         if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -108,10 +109,25 @@ def test_streams_and_errors_pass_through_serve(service: Service, client: openai.
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 12
     assert "," not in (whole._request_id or ",")
-    with pytest.raises(openai.BadRequestError, match="n is not supported"):
-        client.completions.create(model="tiny", prompt="a", n=3)
+    with pytest.raises(openai.BadRequestError, match="suffix is not supported") as refused:
+        client.completions.create(model="tiny", prompt="a", suffix="b")
+    assert "," not in (refused.value.request_id or ",")
+    assert len(client.completions.create(model="tiny", prompt="a", n=3).choices) == 3
     raw = httpx.post(f"{service.url}/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 3})
     assert raw.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_requests_are_in_the_access_log_under_the_id_that_the_client_saw(
+    service: Service, client: openai.OpenAI
+) -> None:
+    answer = client.completions.create(model="tiny", prompt="a secret", max_tokens=5, extra_body={"ignore_eos": True})
+    (log,) = Path(service.config.data_dir).glob("access-*.log")
+    text = wait_for(lambda: answer._request_id in (text := log.read_text()) and text)  # type: ignore[operator]
+    (line,) = [e for e in map(json.loads, text.splitlines()) if e.get("request_id") == answer._request_id]
+    assert (line["status"], line["route"], line["completion_tokens"]) == (200, "/v1/completions", 5)
+    assert "secret" not in text
 
 
 @pytest.mark.ray

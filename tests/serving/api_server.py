@@ -1,4 +1,4 @@
-"""Helpers of the HTTP tests: an engine that speaks a script, and a real server on a free loopback port."""
+"""Helpers of the HTTP tests: an engine that speaks a script, real engines, and servers on a free loopback port."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import uvicorn
 from fastapi import FastAPI
 
+from paceline.config import EngineConfig
 from paceline.errors import CapacityError, PacelineError
-from paceline.serving.api_generation import EngineInfo
+from paceline.serving.api import build_api
+from paceline.serving.api_generation import ApiParts, EngineInfo
+from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.engine import Engine
+from paceline.serving.engine_client import LocalEngineClient
+from paceline.serving.engine_thread import EngineThread
 from paceline.serving.request import GenerationRequest, RequestStats, RoundEvent, TokenLogprob
+from paceline.serving.scripted_drafters import RepeatDrafter
 from paceline.serving.stop_check import StopStringChecker
+from paceline.serving.target import TargetModel
 from paceline.serving.text_stream import TokenText
 from tests.fakes import tiny_tokenizer
 
@@ -40,6 +49,12 @@ class ScriptedEngine:
         self.fail_after: int | None = None
         self.submit_error: PacelineError | None = None
         self.heartbeat_s = 0.0
+        self.clock_s = 1000.0
+        self.num_queued = 0
+        self.drains = False
+        self.end: str | None = None
+        """Finish reason that ends a request after `fail_after` rounds instead of 'error'."""
+        self.num_cached = 0
         self.go = threading.Event()
         self.go.set()
 
@@ -48,6 +63,19 @@ class ScriptedEngine:
 
     def heartbeat_age_s(self) -> float:
         return self.heartbeat_s
+
+    def now(self) -> float:
+        return self.clock_s
+
+    def num_waiting(self) -> int:
+        return self.num_queued
+
+    def is_draining(self) -> bool:
+        return self.drains
+
+    def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
+        for request in requests:
+            self.submit(request, on_event)
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)
@@ -86,13 +114,14 @@ class ScriptedEngine:
                     logprobs=None
                     if params.logprobs is None
                     else tuple(TokenLogprob(token_id=t, logprob=-0.5, top=tuple((t + k, -0.5 - k) for k in range(top))) for t in tokens),
-                    finish_reason="error" if is_broken else finish if is_last else None,
+                    finish_reason=(self.end or "error") if is_broken else finish if is_last else None,
                     stop_match=match if is_last else None,
                     stats=RequestStats(
                         drafter_version="v7", num_rounds=n, num_draft_tokens=4 * n, num_accepted_tokens=2 * n,
                         num_emitted_tokens=sum(map(len, rounds[:n])), draft_ms=1.0 * n, verify_ms=2.0 * n, total_ms=3.5 * n,
+                        num_cached_tokens=self.num_cached,
                     ),
-                    error="the drafting table caught fire" if is_broken else None,
+                    error="the drafting table caught fire" if is_broken and self.end is None else None,
                 )
             )  # fmt: skip
             if is_broken:
@@ -114,3 +143,22 @@ def serve_app(app: FastAPI) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(10)
+
+
+@contextlib.contextmanager
+def serve_engine(target: TargetModel, config: EngineConfig | None = None, **parts: Any) -> Iterator[tuple[str, Engine]]:
+    """Serve a real engine over `target` with a drafter that repeats the newest token; gives the base URL and the engine."""
+    engine = Engine(
+        target,
+        DrafterSlots(RepeatDrafter(), "repeat-1"),
+        config or EngineConfig(max_running=8, kv_bytes=4 * 2**20),
+        rng=np.random.default_rng(0),
+    )
+    thread = EngineThread(engine)
+    thread.start(is_warmed_up=True)
+    client = LocalEngineClient(engine, thread, model_name=parts.pop("model_name", "tiny"))
+    try:
+        with serve_app(build_api(ApiParts(client=client, tokenizer=target.tokenizer, **parts))) as base:
+            yield base, engine
+    finally:
+        assert thread.stop(timeout_s=10)

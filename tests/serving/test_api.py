@@ -257,10 +257,10 @@ def test_contradicting_labels_are_refused(url: str) -> None:
 # ---- errors -----------------------------------------------------------------------------------------------------
 def test_errors_are_openais(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as e:
-        client.completions.create(model="tiny", prompt="a", n=2)
+        client.completions.create(model="tiny", prompt="a", suffix="b")
     assert e.value.body == {
-        "message": "n is not supported: one choice is generated per request; send the request several times",
-        "type": "invalid_request_error", "param": "n", "code": None,
+        "message": "suffix is not supported: infilling is not offered by this model",
+        "type": "invalid_request_error", "param": "suffix", "code": None,
     }  # fmt: skip
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="gpt-4", prompt="a")

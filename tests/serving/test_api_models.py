@@ -47,7 +47,8 @@ def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(field: str) 
     ("fields", "param"),
     [
         ({"temprature": 1}, "temprature"),
-        ({"n": 2}, "n"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
         ({"n": True}, "n"),
         ({"temperature": "0.5"}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -62,7 +63,7 @@ def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(field: str) 
         ({"seed": 2**63}, "seed"),
         ({"metadata": {"color": "red"}}, "metadata.color"),
         ({"metadata": {"paceline_group": "x"}}, "metadata.paceline_group"),
-        ({"stream_options": {"include_usage": True}}, None),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
 )
@@ -91,7 +92,14 @@ def test_malformed_chats_are_refused(fields: dict) -> None:
         chat(**fields)
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 200_000])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b"3", b"\xff", b"[" * 200_000, b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": -Infinity}', b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800"}', b'{"prompt": "a", "model": "\\uDC00x"}', b'{"prompt": "a", "\\udc00": 1}',
+    ],
+)  # fmt: skip
 def test_bodies_that_are_no_json_object_are_refused(raw: bytes) -> None:
     with pytest.raises(FieldError):
         parse_body(raw, CompletionBody)
@@ -123,6 +131,10 @@ def test_messages_reach_the_template_as_plain_dicts() -> None:
     assert developer == {"role": "system", "content": "ab"}
     assert assistant == {"role": "assistant", "content": "", "tool_calls": [call]}
     assert tool == {"role": "tool", "content": "7", "tool_call_id": "c1"}
+
+
+def test_escaped_characters_outside_the_first_plane_are_text() -> None:
+    assert parse_body(b'{"prompt": "\\ud83d\\ude00"}', CompletionBody).prompt == "\U0001f600"
 
 
 def test_one_prompt_in_a_list_is_one_prompt() -> None:

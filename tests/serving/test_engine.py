@@ -308,7 +308,7 @@ def test_the_drafter_gets_every_row_once_with_the_features_of_the_plain_model(nu
 
 
 @pytest.mark.parametrize("how", ["raises", "nan", "inf", "2.5", "ids"])
-def test_a_broken_drafter_costs_speed_only(how):
+def test_a_broken_drafter_costs_speed_only(how, caplog):
     sinks = Sinks()
     engine = make_engine(BrokenDrafter(how), sinks=sinks)
     first = Run(engine, "first", max_tokens=20)
@@ -319,6 +319,8 @@ def test_a_broken_drafter_costs_speed_only(how):
     assert engine.stats()["num_drafter_failures"] == 1 and "v0" in engine.stats()["drafter_failures"]
     assert second.last.stats.drafter_version == ""
     assert {r["drafter_version"] for r in sinks.rows if r["request_id"] == "second"} == {""}
+    (line,) = [r.getMessage() for r in caplog.records if "decode plainly" in r.getMessage()]
+    assert line.endswith(": first")
 
 
 def test_a_drafter_that_fails_while_it_catches_up_is_contained():
@@ -614,3 +616,26 @@ def test_a_failing_target_ends_every_request_with_an_error_and_stops_the_thread(
     assert isinstance(thread.error, RuntimeError)
     with pytest.raises(EngineStoppedError):
         Run(engine, "late")
+
+
+def test_several_requests_are_taken_all_or_none():
+    engine = make_engine(max_waiting=3)
+
+    def ask(*ids: str) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        engine.submit_all(
+            [GenerationRequest(request_id=i, prompt_token_ids=PROMPT, params=params) for i in ids], ends.append
+        )
+
+    ends: list = []
+    ask("a", "b")
+    with pytest.raises(CapacityError, match="room for 1 of 2"):
+        ask("c", "d")
+    with pytest.raises(RequestError, match="at most 3"):
+        ask("c", "d", "e", "f")
+    with pytest.raises(RequestError, match="unique"):
+        ask("b")
+    ask("c")
+    finish(engine)
+    assert sorted(e.request_id for e in ends if e.finish_reason) == ["a", "b", "c"]
+    engine.check_integrity()

@@ -1,0 +1,108 @@
+"""How are bodies read, tokens checked and errors answered?"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import Request, Response
+from starlette.exceptions import HTTPException
+
+from paceline.errors import CapacityError, EngineStoppedError, RequestError
+from paceline.serving.api_access_log import access_record
+from paceline.serving.api_format import error_body, to_json
+from paceline.serving.api_generation import ApiParts, Cutoff, Expired
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 * 2**20
+_DRAIN_RETRY_S = 2
+"""A replica that shuts down or has failed is replaced, or others take its requests, within seconds."""
+
+
+class QueueFull(CapacityError):
+    """The engine's queue is full, with an estimate of when it will not be."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a request; raises HTTPException 413 above MAX_BODY_BYTES."""
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body must be at most {MAX_BODY_BYTES} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def token_check(api_token: str | None) -> Callable[[Request], None]:
+    """A check that raises HTTPException 401 unless a request carries the token; None = no token is asked for."""
+    wanted = None if api_token is None else api_token.encode()
+
+    def check(request: Request) -> None:
+        if wanted is None:
+            return
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("latin-1"), wanted):
+            message = "a valid token must be sent as 'Authorization: Bearer TOKEN'"
+            raise HTTPException(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+    return check
+
+
+def on_loop(check: Callable[[Request], None]) -> Callable[[Request], Awaitable[None]]:
+    """A check that does no I/O as a coroutine: FastAPI would send a plain function through its thread pool."""
+
+    async def checked(request: Request) -> None:
+        check(request)
+
+    return checked
+
+
+def json_response(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(to_json(body), status_code=status, media_type="application/json")
+
+
+def error_handler(parts: ApiParts) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """The handler of every error: OpenAI's error object; only errors raised on purpose show their message."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        record = access_record(request)
+        headers: dict[str, str] = {}
+        param, code = getattr(error, "param", None), None
+        if isinstance(error, RequestError):
+            status, kind = 400, "invalid_request_error"
+        elif isinstance(error, CapacityError):
+            status, kind, code = 429, "rate_limit_error", "queue_full"
+            headers = {"Retry-After": str(getattr(error, "retry_after_s", 1))}
+        elif isinstance(error, EngineStoppedError):
+            status, kind, code = 503, "server_error", "unavailable"
+            headers = {"Retry-After": str(_DRAIN_RETRY_S)}
+        elif isinstance(error, Expired):
+            status, kind, code = error.status, error.kind, error.code
+            headers = {"x-should-retry": "false"}  # OpenAI's clients would send it again, with the same time limit
+        elif isinstance(error, Cutoff):
+            status, kind, code = error.status, error.kind, error.code
+            headers = {"Retry-After": str(_DRAIN_RETRY_S)}
+        elif isinstance(error, HTTPException):
+            status, kind, headers = error.status_code, "invalid_request_error", dict(error.headers or {})
+            code = {401: "invalid_api_key", 404: "not_found"}.get(status)
+        else:
+            log.error("request %s to %s failed", record.request_id, record.route, exc_info=error)
+            status, kind, code = 500, "server_error", "internal_error"
+        message = "internal error; see the server's log" if status == 500 else str(getattr(error, "detail", error))
+        if parts.sends_request_id and record.request_id:
+            headers["x-request-id"] = record.request_id
+        record.error = code or kind
+        response = json_response(error_body(message, kind=kind, param=param, code=code), status)
+        response.headers.update(headers)
+        return response
+
+    return answer
