@@ -6,10 +6,12 @@ import math
 
 import msgspec
 
-from paceline.bandit.gain_model import forgetting
+from paceline.bandit.gain_model import ARM_SHARE, learned_share
 from paceline.bandit.recall import ScoreTable
 from paceline.contracts import ArmSpec
 
+FORGET_REHEARSED, FORGET_BARE = 0.07, 0.25
+"""Relative loss of acceptance length on other buckets after endless training, with and without rehearsal rows."""
 SCALE_SD = 1.0
 """Prior spread of the factor on `forgetting`, whose prior mean is 1."""
 LOSS_SD = 0.02
@@ -21,6 +23,14 @@ MAX_LOSS = 0.6
 SEEN = (-2.0, 5.0)
 """Bounds of one measured factor."""
 MAX_AWAITED = 256
+
+
+def forgetting(arm: ArmSpec) -> float:
+    """Prior relative fall of the acceptance length on buckets that the job does not train on."""
+    if arm.parameters == "calibration":
+        return 0.0
+    limit = FORGET_REHEARSED if arm.rehearsal_share >= 0.2 else FORGET_BARE
+    return limit * ARM_SHARE.get(arm.parameters, 1.0) * learned_share(arm.num_rows)
 
 
 class AwaitedLoss(msgspec.Struct, frozen=True):

@@ -29,8 +29,6 @@ HISTORY_SHARE, HISTORY_SD = 0.8, 0.25
 """Mean and spread of ARM_SHARE for a job of an earlier service, of which only rows and lengths are recorded."""
 DISCOUNT = 0.93
 """Weight that the evidence keeps at each new job; the rest returns to the prior."""
-FORGET_REHEARSED, FORGET_BARE = 0.07, 0.25
-"""Relative loss of acceptance length on other buckets after endless training, with and without rehearsal rows."""
 
 
 def learned_share(num_rows: float) -> float:
@@ -47,14 +45,6 @@ def further_share(before: float, after: float) -> float:
 def newness(before: float, after: float, num_rows: float) -> float:
     """further_share of a job of num_rows rows over what it would close on a drafter that knew none of them, in [0, 1]."""
     return min(further_share(before, after) / max(learned_share(num_rows), 1e-9), 1.0)
-
-
-def forgetting(arm: ArmSpec) -> float:
-    """Prior relative fall of the acceptance length on buckets that the job does not train on."""
-    if arm.parameters == "calibration":
-        return 0.0
-    limit = FORGET_REHEARSED if arm.rehearsal_share >= 0.2 else FORGET_BARE
-    return limit * ARM_SHARE.get(arm.parameters, 1.0) * learned_share(arm.num_rows)
 
 
 def misfit_sd(arm: ArmSpec) -> float:

@@ -122,8 +122,7 @@ def price_jobs(
         for template in arms:
             for rows in row_counts(template, belief.usable_rows, min_rows):
                 arm = sized(template, rows)
-                after = max(belief.learned_rows + min(rows, belief.fresh_rows), rows)
-                share, new = learned_share(arm.num_rows), newness(belief.learned_rows, after, arm.num_rows)
+                share, new = _lesson(belief, arm)
                 mean, sd = gains.predict(name, arm, room, share, new)
                 cost = costs.predict(arm, busy=busy, num_replicas=num_replicas)
                 gain, later = _expected_gains(belief, mean, sd, known)
@@ -154,6 +153,13 @@ def price_jobs(
     return priced
 
 
+def _lesson(belief: BucketBelief, arm: ArmSpec) -> tuple[float, float]:
+    """(learned_share, newness) of a job on the bucket's rows, of which the drafter may have learned some before."""
+    rows = arm.num_rows
+    after = max(belief.learned_rows + min(rows, belief.fresh_rows), rows)
+    return learned_share(rows), newness(belief.learned_rows, after, rows)
+
+
 def _expected_gains(belief: BucketBelief, mean: float, sd: float, known: float) -> tuple[float, float]:
     """Expected gain over the live version, and over the best existing one, whose gain over the live one is `known`."""
     gains = passed_gains(belief, mean + sd * np.asarray(QUANTILES))
@@ -181,9 +187,7 @@ def staleness_rates(
         for template in arms:
             rows = min(max(belief.usable_rows, min_rows), template.num_rows)
             arm = sized(template, rows)
-            after = max(belief.learned_rows + min(rows, belief.fresh_rows), rows)
-            share, new = learned_share(arm.num_rows), newness(belief.learned_rows, after, arm.num_rows)
-            mean, sd = gains.predict(name, arm, headroom(belief, best_length), share, new)
+            mean, sd = gains.predict(name, arm, headroom(belief, best_length), *_lesson(belief, arm))
             best = max(best, _expected_gains(belief, mean, sd, 0.0)[0])
         rates[name] = belief.busy * best
     return rates

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from paceline.bandit.arms import default_arms, sized
-from paceline.bandit.forgetting import MAX_LOSS, MIN_OBSERVED_ROUNDS, ForgettingModel
-from paceline.bandit.gain_model import forgetting
+from paceline.bandit.forgetting import MAX_LOSS, MIN_OBSERVED_ROUNDS, ForgettingModel, forgetting
 from paceline.bandit.recall import ScoreTable
 
 CALIBRATION, HEAD, FULL = default_arms()

@@ -3,7 +3,8 @@ import itertools
 import pytest
 
 from paceline.bandit.arms import default_arms, row_counts, sized
-from paceline.bandit.gain_model import GainModel, forgetting, further_share, learned_share, newness
+from paceline.bandit.forgetting import forgetting
+from paceline.bandit.gain_model import GainModel, further_share, learned_share, newness
 
 CALIBRATION, HEAD, FULL = default_arms()
 
