@@ -30,11 +30,11 @@ from paceline.contracts import Group
 from paceline.errors import ConfigError
 from paceline.paths import resolve_model
 from paceline.serving.request import SamplingParams
-from paceline.serving.scripted_drafters import RandomDrafter
+from paceline.serving.scripted_drafters import RejectedDrafter
 from paceline.serving.target import TargetModel
 
 NUM_DRAFT_TOKENS = 8
-"""Fixed tree of the speculative arm: random drafts are rejected, so this is the price of a round, not a speedup."""
+"""Chain that the speculative arm verifies every round; its tokens are rejected: the price of a round, not a speedup."""
 _SCALE = 16
 _SCALED_LAYERS = 4
 
@@ -143,7 +143,8 @@ def random_target(name: str, device: torch.device, *, is_scaled_down: bool) -> T
         config.num_key_value_heads //= 4
         config.head_dim = config.hidden_size // config.num_attention_heads
         config.num_hidden_layers, config.vocab_size = _SCALED_LAYERS, 4096
-        config.layer_types = None
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:_SCALED_LAYERS]
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, None, None
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:  # weights are drawn where they stay
@@ -182,10 +183,10 @@ def _row(name: str, target: TargetModel, batch: int, options: ShapesOptions, ban
         max_running=batch, max_waiting=max(256, batch), prefill_chunk_tokens=2048, prefix_caching=False, tree=tree
     )
     num_tokens = (batch + 1) * (context + NUM_DRAFT_TOKENS + 2 * config.page_tokens)
-    drafter = RandomDrafter(target.vocab_size, seed=options.seed)
+    drafter = RejectedDrafter(num_slots=NUM_DRAFT_TOKENS)
     arms = [
         EngineArm(PLAIN, new_engine(target, None, version=PLAIN, num_tokens=num_tokens, config=config), Group.PLAIN),
-        EngineArm(SPECULATIVE, new_engine(target, drafter, version="random", num_tokens=num_tokens, config=config), Group.ADAPTIVE),
+        EngineArm(SPECULATIVE, new_engine(target, drafter, version="rejected", num_tokens=num_tokens, config=config), Group.ADAPTIVE),
     ]  # fmt: skip
     rng = np.random.default_rng(options.seed)
     timings: dict[str, list[GroupTiming]] = {a.name: [] for a in arms}
