@@ -120,6 +120,40 @@ def bench_engine(
 
 
 @bench_app.command(
+    "soak",
+    help="Does the engine leak? Random traffic (mixed lengths and temperatures, shared prefixes, aborts, preemptions) for "
+    "some minutes, then the slope of resident memory over the second half with its interval, and whether pages, pins and "
+    "requests balance. Exit code 1 if something does not balance or memory surely grows. docs/benchmarks.md.",
+)
+def bench_soak(
+    minutes: Annotated[float, typer.Option(help="Minutes of traffic; memory is judged from 5 on.")] = 20.0,
+    concurrency: Annotated[int, typer.Option(help="Requests that run at once; up to twice as many wait or run.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 96,
+    kv_share: Annotated[
+        float, typer.Option(help="KV pages as a share of what all requests need at full length; < 1 forces preemptions.")
+    ] = 0.2,
+    max_growth: Annotated[float, typer.Option(help="MiB per hour of resident memory that count as a leak.")] = 32.0,
+    sample: Annotated[float, typer.Option(help="Seconds between samples of resident memory.")] = 1.0,
+    model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="specblock (the bundled one), lookup, none, or a folder.")] = "specblock",
+    device: Annotated[str, typer.Option(help="cpu | cuda | auto.")] = "cpu",
+    threads: Annotated[Optional[int], typer.Option(help="torch threads; default: torch's choice.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the traffic.")] = 0,
+    data: Data = None,
+    json: Json = None,
+) -> None:
+    from paceline.bench.soak import SoakOptions, run_soak
+
+    options = SoakOptions(
+        minutes=minutes, concurrency=concurrency, max_tokens=max_tokens, kv_share=kv_share, sample_s=sample,
+        max_growth_mib_per_h=max_growth, model=model, drafter=drafter, device=device, num_threads=threads, seed=seed,
+        data=data_folder(data), json=json,
+    )  # fmt: skip
+    if run_soak(options, Console() if sys.stdout.isatty() else Console(width=150))["verdict"] in ("failed", "leaks"):
+        raise typer.Exit(1)
+
+
+@bench_app.command(
     "shadow",
     help="Compare shadow scores (replay on logged texts, which decide what may serve) with real decoding, for several "
     "drafter versions: error of acceptance length with intervals. Exit code 1 if a paired error exceeds 2%.",
