@@ -76,7 +76,10 @@ def machine_facts() -> dict[str, Any]:
     """What a reader must know to compare figures; nothing that names the computer or its user."""
     device = None
     if torch.cuda.is_available():
-        device = {"name": torch.cuda.get_device_name(0), "memory_bytes": torch.cuda.get_device_properties(0).total_memory}
+        device = {
+            "name": torch.cuda.get_device_name(0),
+            "memory_bytes": torch.cuda.get_device_properties(0).total_memory,
+        }
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

@@ -36,7 +36,13 @@ class SoakTraffic:
     """An endless series of requests."""
 
     def __init__(
-        self, texts: dict[str, Sequence[Sequence[int]]], *, vocab_size: int, context_tokens: int, max_tokens: int, seed: int
+        self,
+        texts: dict[str, Sequence[Sequence[int]]],
+        *,
+        vocab_size: int,
+        context_tokens: int,
+        max_tokens: int,
+        seed: int,
     ) -> None:
         """texts: prompts by bucket. context_tokens: what one request may have; max_tokens: longest answer."""
         self._rng = np.random.default_rng(seed)

@@ -66,11 +66,16 @@ def bench_engine(
         typer.Option(help="plain and any of speculative, transformers, transformers_lookup (only at batch 1)."),
     ] = "plain,speculative,transformers,transformers_lookup",
     prompts: Annotated[int, typer.Option(help="Counted requests of a cell, at least.")] = 24,
-    groups: Annotated[int, typer.Option(help="Counted groups of a cell, at least: more of them, narrower intervals.")] = 6,
-    warmup: Annotated[int, typer.Option(help="First groups of a cell that are not counted: the budget controller learns.")] = 3,
+    groups: Annotated[
+        int, typer.Option(help="Counted groups of a cell, at least: more of them, narrower intervals.")
+    ] = 6,
+    warmup: Annotated[
+        int, typer.Option(help="First groups of a cell that are not counted: the budget controller learns.")
+    ] = 3,
     max_tokens: Annotated[int, typer.Option(help="New tokens per request at most.")] = 128,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Always generate max-tokens: more rounds at full batch, less real text.")
+        bool,
+        typer.Option("--ignore-eos", help="Always generate max-tokens: more rounds at full batch, less real text."),
     ] = False,
     check: Annotated[int, typer.Option(help="Greedy answers a cell checked in fp32; 0 = only compare engines.")] = 8,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt rows that a round may prefill.")] = 256,
@@ -130,7 +135,8 @@ def bench_soak(
     concurrency: Annotated[int, typer.Option(help="Requests that run at once; up to twice as many wait or run.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 96,
     kv_share: Annotated[
-        float, typer.Option(help="KV pages as a share of what all requests need at full length; < 1 forces preemptions.")
+        float,
+        typer.Option(help="KV pages as a share of what all requests need at full length; < 1 forces preemptions."),
     ] = 0.2,
     max_growth: Annotated[float, typer.Option(help="MiB per hour of resident memory that count as a leak.")] = 32.0,
     sample: Annotated[float, typer.Option(help="Seconds between samples of resident memory.")] = 1.0,
@@ -150,6 +156,47 @@ def bench_soak(
         data=data_folder(data), json=json,
     )  # fmt: skip
     if run_soak(options, Console() if sys.stdout.isatty() else Console(width=150))["verdict"] in ("failed", "leaks"):
+        raise typer.Exit(1)
+
+
+@bench_app.command(
+    "streams",
+    help="What do N concurrent streaming clients of an OpenAI-compatible server see? Errors, answers without [DONE], lost "
+    "tokens, time to the first token, gaps between chunks, tokens per second over time; with --check, greedy answers are "
+    "asked again one at a time and compared. Exit code 1 on any error or changed answer. docs/benchmarks.md.",
+)
+def bench_streams(
+    url: Annotated[str, typer.Option(help="Address of the server, without /v1.")] = "http://127.0.0.1:8000",
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Start `paceline serve` for this run, on a free port, and stop it afterwards."),
+    ] = False,
+    clients: Annotated[
+        int, typer.Option(help="Clients; each sends its next request when its answer is complete.")
+    ] = 32,
+    minutes: Annotated[float, typer.Option(help="Minutes of load; answers then under way may finish.")] = 10.0,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer; each asks for a quarter of it to all of it.")] = 128,
+    temperature: Annotated[str, typer.Option(help="Comma list; each request draws one.")] = "0,0.8",
+    buckets: Annotated[str, typer.Option(help="Comma list of traffic classes.")] = "tools,code,math,facts",
+    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Ask greedy answers again at the end and compare.")] = False,
+    num_check: Annotated[int, typer.Option(help="With --check: how many.")] = 32,
+    timeout: Annotated[float, typer.Option(help="Seconds of silence after which a stream counts as dead.")] = 120.0,
+    api_token: Annotated[
+        Optional[str], typer.Option(help="Bearer token of the server.", envvar="PACELINE_API_TOKEN")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and sampling.")] = 0,
+    data: Data = None,
+    json: Json = None,
+) -> None:
+    from paceline.bench.stream_load import StreamLoadOptions, has_failed, run_stream_load
+
+    options = StreamLoadOptions(
+        url=None if serve else url, clients=clients, minutes=minutes, max_tokens=max_tokens,
+        temperatures=numbers(temperature, float, "temperature"), buckets=split(buckets), is_chat=chat, is_checking=check,
+        num_check=num_check, timeout_s=timeout, api_token=api_token, seed=seed, data=data_folder(data), json=json,
+    )  # fmt: skip
+    if has_failed(run_stream_load(options, Console() if sys.stdout.isatty() else Console(width=150))):
         raise typer.Exit(1)
 
 
