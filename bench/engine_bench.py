@@ -35,6 +35,7 @@ ARMS = (PLAIN, SPECULATIVE, GENERATE, LOOKUP)
 RANDOM = "random"
 """Bucket of random token ids: an upper or lower bound that real text never reaches, shown next to real text."""
 _RANDOM_PROMPT_TOKENS = 24
+_OPTION_NAMES = {"num_prompts": "prompts", "min_groups": "groups", "warmup_groups": "warmup", "num_check": "check", "prefill_chunk_tokens": "prefill_chunk"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +80,10 @@ class EngineBenchOptions:
         strange = [b for b in self.buckets if b not in known and self.data is None]
         if not self.buckets or strange:
             raise ConfigError(f"buckets must be among {', '.join(known)}, or domains of --data, got {self.buckets}")
-        for name, least in (("num_prompts", 1), ("min_groups", 1), ("warmup_groups", 0), ("max_tokens", 2), ("num_check", 0), ("prefill_chunk_tokens", 1)):  # fmt: skip
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)}")
+        least = {"num_prompts": 1, "min_groups": 1, "warmup_groups": 0, "max_tokens": 2, "num_check": 0, "prefill_chunk_tokens": 1}
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise ConfigError(f"{_OPTION_NAMES.get(name, name)} must be >= {limit}, got {getattr(self, name)}")
 
     def num_groups(self, batch: int) -> int:
         """Counted groups of a cell."""

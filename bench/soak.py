@@ -87,7 +87,7 @@ def run_soak(options: SoakOptions, console: Console, timer: Callable[[], float] 
     )  # fmt: skip
     texts = {b: [encode(target, p.text) for p in load_prompts(b, options.data, 64, options.seed)] for b in BUNDLED_BUCKETS}  # fmt: skip
     traffic = SoakTraffic(
-        texts, vocab_size=target.vocab_size, context_tokens=engine.max_context_tokens, max_tokens=options.max_tokens,
+        texts, context_tokens=engine.max_context_tokens, max_tokens=options.max_tokens,
         seed=options.seed,
     )  # fmt: skip
     driver = SoakDriver(engine, traffic, 2 * options.concurrency)

@@ -1,7 +1,7 @@
 """What does random traffic look like: which request comes next, and which one is given up?
 
 Everything is a function of the seed. Half of the prompts begin with one of a few long shared prefixes (system prompts,
-in practice), lengths are log-uniform, a tenth of the requests is aborted at a random later round.
+in practice), lengths are log-uniform, a tenth of the requests is aborted within its next 40 rounds, most of them early.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class SoakTraffic:
         self,
         texts: dict[str, Sequence[Sequence[int]]],
         *,
-        vocab_size: int,
         context_tokens: int,
         max_tokens: int,
         seed: int,
@@ -48,7 +47,7 @@ class SoakTraffic:
         self._rng = np.random.default_rng(seed)
         self._texts = {b: [tuple(p) for p in prompts] for b, prompts in texts.items()}
         self._buckets = list(self._texts)
-        self._vocab_size, self._max_tokens = vocab_size, max_tokens
+        self._max_tokens = max_tokens
         self._room = context_tokens - max_tokens - 1
         longest = max(1, self._room // 2)
         self._prefixes = [self._text_of(self._length(longest // 2 + 1, longest)) for _ in range(NUM_PREFIXES)]
@@ -76,7 +75,7 @@ class SoakTraffic:
             request_id=f"soak-{i}", prompt_token_ids=prompt[: self._room] or own[:1], params=params, bucket=bucket,
             group=GROUPS[int(rng.integers(len(GROUPS)))],
         )  # fmt: skip
-        abort = int(rng.integers(0, MAX_ABORT_ROUNDS)) if rng.random() < ABORT_SHARE else None
+        abort = self._length(1, MAX_ABORT_ROUNDS) - 1 if rng.random() < ABORT_SHARE else None
         return SoakRequest(request=request, abort_after_rounds=abort)
 
     def wanted(self, limit: int) -> int:

@@ -34,9 +34,14 @@ def trend(times_s: Sequence[float], values: Sequence[float], *, num_blocks: int 
     used = [b for b in range(num_blocks) if (block == b).any()]
     if len(used) < 4:
         return None
-    fit = stats.linregress([t[block == b].mean() for b in used], [y[block == b].mean() for b in used])
-    half = float(stats.t.ppf(0.975, len(used) - 2) * fit.stderr)
-    slope = float(fit.slope)
+    x = np.array([t[block == b].mean() for b in used])
+    z = np.array([y[block == b].mean() for b in used])
+    x, z = x - x.mean(), z - z.mean()
+    spread = float(x @ x)
+    slope = float(x @ z) / spread
+    rest = z - slope * x
+    error = float(np.sqrt(rest @ rest / (len(used) - 2) / spread))  # 0, not NaN, for a series that does not move
+    half = float(stats.t.ppf(0.975, len(used) - 2)) * error
     return Trend(slope=slope, low=slope - half, high=slope + half, num_samples=len(t))
 
 
