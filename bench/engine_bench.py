@@ -80,7 +80,14 @@ class EngineBenchOptions:
         strange = [b for b in self.buckets if b not in known and self.data is None]
         if not self.buckets or strange:
             raise ConfigError(f"buckets must be among {', '.join(known)}, or domains of --data, got {self.buckets}")
-        least = {"num_prompts": 1, "min_groups": 1, "warmup_groups": 0, "max_tokens": 2, "num_check": 0, "prefill_chunk_tokens": 1}
+        least = {
+            "num_prompts": 1,
+            "min_groups": 1,
+            "warmup_groups": 0,
+            "max_tokens": 2,
+            "num_check": 0,
+            "prefill_chunk_tokens": 1,
+        }
         for name, limit in least.items():
             if getattr(self, name) < limit:
                 raise ConfigError(f"{_OPTION_NAMES.get(name, name)} must be >= {limit}, got {getattr(self, name)}")
@@ -91,11 +98,18 @@ class EngineBenchOptions:
 
 
 def quick(options: EngineBenchOptions) -> EngineBenchOptions:
-    """A run of about a minute with the same code path: too short for conclusions, long enough to see that it works."""
+    """A run of about a minute on the same code path: too short for conclusions, long enough to see that it works.
+
+    Only options that were left at their defaults change.
+    """
+    small: dict[str, Any] = {
+        "batches": (1, 8), "temperatures": (0.0,), "buckets": options.buckets[:1], "num_prompts": 4, "min_groups": 4,
+        "warmup_groups": 2, "max_tokens": 64, "num_check": 2,
+    }  # fmt: skip
+    default = EngineBenchOptions()
     return dataclasses.replace(
-        options, batches=(1, 8), temperatures=(0.0,), buckets=options.buckets[:1], num_prompts=4, min_groups=4,
-        warmup_groups=2, max_tokens=min(options.max_tokens, 64), num_check=2,
-    )  # fmt: skip
+        options, **{k: v for k, v in small.items() if getattr(options, k) == getattr(default, k)}
+    )
 
 
 def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str, Any]:

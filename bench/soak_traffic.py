@@ -7,7 +7,7 @@ in practice), lengths are log-uniform, a tenth of the requests is aborted within
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,7 @@ class SoakTraffic:
 
     def __init__(
         self,
-        texts: dict[str, Sequence[Sequence[int]]],
+        texts: Mapping[str, Sequence[Sequence[int]]],
         *,
         context_tokens: int,
         max_tokens: int,

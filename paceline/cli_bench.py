@@ -79,7 +79,9 @@ def bench_engine(
     ] = False,
     check: Annotated[int, typer.Option(help="Greedy answers a cell checked in fp32; 0 = only compare engines.")] = 8,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt rows that a round may prefill.")] = 256,
-    quick: Annotated[bool, typer.Option("--quick", help="Batch 1 and 8, greedy, few prompts: about a minute.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="About a minute: defaults become batch 1 and 8, greedy, few prompts.")
+    ] = False,
     shapes: Annotated[
         Optional[str],
         typer.Option(

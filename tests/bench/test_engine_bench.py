@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline.bench.engine_arms import BenchGroup, EngineArm, GroupTiming, new_engine
-from paceline.bench.engine_bench import lossless_row
+from paceline.bench.engine_bench import EngineBenchOptions, lossless_row, quick
 from paceline.bench.result_file import ResultFile
 from paceline.cli import app
 from paceline.config import EngineConfig, TreeConfig
@@ -76,6 +76,12 @@ def test_bad_options_are_answered_in_one_sentence(arguments, message):
     assert message in str(result.exception) and "\n" not in str(result.exception)
 
 
+def test_quick_shrinks_what_was_not_asked_for_and_nothing_else():
+    small = quick(EngineBenchOptions(batches=(2,), max_tokens=100))
+    assert small.batches == (2,) and small.max_tokens == 100
+    assert small.temperatures == (0.0,) and small.buckets == ("tools",) and small.num_groups(2) == 4
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run it on")
 def test_large_shapes_are_refused_without_a_gpu():
     result = RUN.invoke(app, ["bench", "engine", "--shapes", "qwen3-8b"])
@@ -94,7 +100,18 @@ def test_scaled_down_shapes_are_labelled(tmp_path):
 
 def test_a_killed_run_leaves_the_cells_that_were_done(tmp_path):
     path = tmp_path / "engine.json"
-    command = [sys.executable, "-m", "paceline.cli", "bench", "engine", *TINY, "--arms", "plain,speculative", "--check", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "paceline.cli",
+        "bench",
+        "engine",
+        *TINY,
+        "--arms",
+        "plain,speculative",
+        "--check",
+        "0",
+    ]
     command += ["--batch", "1,2,3,4,5,6,7,8", "--groups", "8", "--json", str(path)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
 

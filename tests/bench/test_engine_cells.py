@@ -64,7 +64,9 @@ def test_few_groups_are_trusted_less_and_many_as_usual():
 
 
 def test_split_of_rounds_is_per_round_and_counts_everything_but_the_models_as_outside():
-    split = split_of_rounds([stretch(1, 9, 5, draft=0.1, verify=0.5, build=0.3, strange=0.1), stretch(1, 9, 5, verify=1.0)])
+    split = split_of_rounds(
+        [stretch(1, 9, 5, draft=0.1, verify=0.5, build=0.3, strange=0.1), stretch(1, 9, 5, verify=1.0)]
+    )
     assert split["round_ms"] == 200.0 and split["num_rounds"] == 10
     assert split["part_ms"] == {"draft": 10.0, "verify": 150.0, "build": 30.0, "strange": 10.0}
     assert split["outside_share"] == 0.2
@@ -101,7 +103,13 @@ def test_cell_is_judged_on_its_full_batch_part_and_predicts_the_ratio_from_round
 
 @pytest.mark.parametrize(
     ("interval", "verdict"),
-    [([1.01, 1.2], "gain"), ([0.985, 1.1], "holds"), ([0.9, 1.1], "unclear"), ([0.9, 0.97], "below"), (None, "unclear")],
+    [
+        ([1.01, 1.2], "gain"),
+        ([0.985, 1.1], "holds"),
+        ([0.9, 1.1], "unclear"),
+        ([0.9, 0.97], "below"),
+        (None, "unclear"),
+    ],
 )
 def test_verdict_of_a_cell(interval, verdict):
     row = {"ratio": 1.0, "interval": interval, "num_groups": 4}
@@ -127,7 +135,12 @@ def _cell(verdict, batch=1, ratio=1.5, lossless=None):
 
 @pytest.mark.parametrize(
     ("verdicts", "overall"),
-    [(["gain", "holds"], "holds"), (["gain", "unclear"], "unclear"), (["unclear", "below"], "violated"), ([], "unclear")],
+    [
+        (["gain", "holds"], "holds"),
+        (["gain", "unclear"], "unclear"),
+        (["unclear", "below"], "violated"),
+        ([], "unclear"),
+    ],
 )
 def test_overall_verdict_is_that_of_the_worst_cell(verdicts, overall):
     summary = overall_verdict([_cell(v) for v in verdicts])

@@ -105,5 +105,3 @@ def test_bad_options_are_answered_in_one_sentence(arguments, message):
     result = RUN.invoke(app, ["bench", "soak", *arguments])
     assert isinstance(result.exception, PacelineError), result.output
     assert message in str(result.exception) and "\n" not in str(result.exception)
-
-

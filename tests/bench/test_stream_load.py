@@ -87,7 +87,9 @@ def test_a_server_that_wants_a_token_is_named_as_such(url):
 
 # ---- a server that breaks answers in every way ----------------------------------------------------------------------
 def _chunk(text="a", ids=(1,), finish=None):
-    return "data: " + json.dumps({"choices": [{"text": text, "token_ids": list(ids), "finish_reason": finish}]}) + "\n\n"
+    return (
+        "data: " + json.dumps({"choices": [{"text": text, "token_ids": list(ids), "finish_reason": finish}]}) + "\n\n"
+    )
 
 
 def _usage(count):
@@ -178,6 +180,6 @@ def test_a_broken_server_fails_the_command_and_is_told_from_a_full_one(broken, t
 
 def test_a_service_that_ends_before_it_answers_is_reported_with_its_last_words(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/echo")  # prints its arguments and ends
-    with pytest.raises(PacelineError, match="ended with code 0 before it answered: -m paceline.cli serve"):
-        with local_service.local_service(timeout_s=30):
-            pass
+    with pytest.raises(PacelineError) as error, local_service.local_service(timeout_s=30):
+        pass
+    assert "ended with code 0 before it answered: -m paceline.cli serve" in str(error.value)

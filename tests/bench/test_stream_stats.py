@@ -1,5 +1,7 @@
 """Sums over streamed answers, with known answers."""
 
+import itertools
+
 import pytest
 
 from paceline.bench.stream_client import StreamRequest, StreamResult
@@ -16,7 +18,7 @@ REQUEST = StreamRequest(prompt="x", bucket="b", max_tokens=4, temperature=0.0, s
 
 def _result(arrivals, *, problem=None, began_s=0.0):
     times = [t for t, _ in arrivals]
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     return StreamResult(request=REQUEST, began_s=began_s, problem=problem, ttft_s=times[0] - began_s if times else None, gaps_s=gaps, arrivals=arrivals)  # fmt: skip
 
 
