@@ -121,7 +121,7 @@ def test_a_killed_run_leaves_the_cells_that_were_done(tmp_path):
         return []
 
     try:
-        wait_until(cells, timeout_s=60)
+        wait_until(cells, timeout_s=180)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
