@@ -46,12 +46,12 @@ class GroupRun:
         return sum(len(o.token_ids) for o in self.outputs)
 
 
-def load_target(model: str, dtype: str = "auto") -> TargetModel:
+def load_target(model: str, dtype: str = "auto", device: str = "cpu") -> TargetModel:
     """Load 'bundled' or a local checkpoint; raises ConfigError."""
     known = ("auto", "float32", "bfloat16", "float16")
     if dtype not in known:
         raise ConfigError(f"dtype must be one of {', '.join(known)}, got {dtype!r}")
-    return TargetModel.load(resolve_model(model), dtype=dtype)
+    return TargetModel.load(resolve_model(model), dtype=dtype, device=device)
 
 
 def load_named_drafter(name: str, target: TargetModel) -> Drafter | None:

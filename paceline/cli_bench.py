@@ -47,6 +47,162 @@ def bench_drafters(
 
 
 @bench_app.command(
+    "engine",
+    help="How fast is the engine, and does speculation ever cost speed? Plain engine, speculative engine and transformers "
+    "run the same prompts in turn, group by group; every ratio has a 95% interval. Exit code 1 where speculation is surely "
+    "slower than 0.98x plain, or a greedy answer is not the target's own. How to read it: docs/benchmarks.md.",
+)
+def bench_engine(
+    batch: Annotated[str, typer.Option(help="Comma list: requests that run together.")] = "1,4,16,64",
+    temperature: Annotated[str, typer.Option(help="Comma list; 0 = greedy, and is checked to be lossless.")] = "0,0.8",
+    buckets: Annotated[
+        str,
+        typer.Option(
+            help="Comma list of tools, code (the drafter knows them), math, facts (it does not), random (token ids)."
+        ),
+    ] = "tools,code",
+    arms: Annotated[
+        str,
+        typer.Option(help="plain and any of speculative, transformers, transformers_lookup (only at batch 1)."),
+    ] = "plain,speculative,transformers,transformers_lookup",
+    prompts: Annotated[int, typer.Option(help="Counted requests of a cell, at least.")] = 24,
+    groups: Annotated[
+        int, typer.Option(help="Counted groups of a cell, at least: more of them, narrower intervals.")
+    ] = 6,
+    warmup: Annotated[
+        int, typer.Option(help="First groups of a cell that are not counted: the budget controller learns.")
+    ] = 3,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per request at most.")] = 128,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Always generate max-tokens: more rounds at full batch, less real text."),
+    ] = False,
+    check: Annotated[int, typer.Option(help="Greedy answers a cell checked in fp32; 0 = only compare engines.")] = 8,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt rows that a round may prefill.")] = 256,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="About a minute: defaults become batch 1 and 8, greedy, few prompts.")
+    ] = False,
+    shapes: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Instead: rounds of random-weight models, comma list of llama-3.1-8b, qwen3-8b, against the memory floor. "
+            "Needs a GPU."
+        ),
+    ] = None,
+    scale_down: Annotated[
+        bool, typer.Option("--scale-down", help="With --shapes: small layers, so that a CPU can run it; labelled so.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="specblock (the bundled one), lookup, or a folder.")] = "specblock",
+    dtype: Annotated[str, typer.Option(help="auto (as the service) | float32 | bfloat16 | float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto | cpu | cuda.")] = "auto",
+    threads: Annotated[Optional[int], typer.Option(help="torch threads; default: torch's choice.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
+    data: Data = None,
+    json: Json = None,
+) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=170)
+    if shapes is not None:
+        from paceline.bench.engine_shapes import ShapesOptions, run_shapes
+
+        run_shapes(
+            ShapesOptions(
+                shapes=split(shapes), batches=numbers(batch, int, "batch"), is_scaled_down=scale_down, is_quick=quick,
+                device=device, num_threads=threads, seed=seed, json=json,
+            ),
+            console,
+        )  # fmt: skip
+        return
+    from paceline.bench import engine_bench
+
+    options = engine_bench.EngineBenchOptions(
+        batches=numbers(batch, int, "batch"), temperatures=numbers(temperature, float, "temperature"),
+        buckets=split(buckets), arms=split(arms), num_prompts=prompts, min_groups=groups, warmup_groups=warmup,
+        max_tokens=max_tokens, ignore_eos=ignore_eos, num_check=check, prefill_chunk_tokens=prefill_chunk, model=model,
+        drafter=drafter, dtype=dtype, device=device, num_threads=threads, seed=seed, data=data_folder(data), json=json,
+    )  # fmt: skip
+    summary = engine_bench.run_engine_bench(engine_bench.quick(options) if quick else options, console)["summary"]
+    if summary["verdict"] == "violated" or summary["num_mismatches"]:
+        raise typer.Exit(1)
+
+
+@bench_app.command(
+    "soak",
+    help="Does the engine leak? Random traffic (mixed lengths and temperatures, shared prefixes, aborts, preemptions) for "
+    "some minutes, then the slope of resident memory over the second half with its interval, and whether pages, pins and "
+    "requests balance. Exit code 1 if something does not balance or memory surely grows. docs/benchmarks.md.",
+)
+def bench_soak(
+    minutes: Annotated[float, typer.Option(help="Minutes of traffic; memory is judged from 5 on.")] = 20.0,
+    concurrency: Annotated[int, typer.Option(help="Requests that run at once; up to twice as many wait or run.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 96,
+    kv_share: Annotated[
+        float,
+        typer.Option(help="KV pages as a share of what all requests need at full length; < 1 forces preemptions."),
+    ] = 0.2,
+    max_growth: Annotated[float, typer.Option(help="MiB per hour of resident memory that count as a leak.")] = 32.0,
+    sample: Annotated[float, typer.Option(help="Seconds between samples of resident memory.")] = 1.0,
+    model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="specblock (the bundled one), lookup, none, or a folder.")] = "specblock",
+    device: Annotated[str, typer.Option(help="cpu | cuda | auto.")] = "cpu",
+    threads: Annotated[Optional[int], typer.Option(help="torch threads; default: torch's choice.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the traffic.")] = 0,
+    data: Data = None,
+    json: Json = None,
+) -> None:
+    from paceline.bench.soak import SoakOptions, run_soak
+
+    options = SoakOptions(
+        minutes=minutes, concurrency=concurrency, max_tokens=max_tokens, kv_share=kv_share, sample_s=sample,
+        max_growth_mib_per_h=max_growth, model=model, drafter=drafter, device=device, num_threads=threads, seed=seed,
+        data=data_folder(data), json=json,
+    )  # fmt: skip
+    if run_soak(options, Console() if sys.stdout.isatty() else Console(width=150))["verdict"] in ("failed", "leaks"):
+        raise typer.Exit(1)
+
+
+@bench_app.command(
+    "streams",
+    help="What do N concurrent streaming clients of an OpenAI-compatible server see? Errors, answers without [DONE], lost "
+    "tokens, time to the first token, gaps between chunks, tokens per second over time; with --check, greedy answers are "
+    "asked again one at a time and compared. Exit code 1 on any error or changed answer. docs/benchmarks.md.",
+)
+def bench_streams(
+    url: Annotated[str, typer.Option(help="Address of the server, without /v1.")] = "http://127.0.0.1:8000",
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Start `paceline serve` for this run, on a free port, and stop it afterwards."),
+    ] = False,
+    clients: Annotated[
+        int, typer.Option(help="Clients; each sends its next request when its answer is complete.")
+    ] = 32,
+    minutes: Annotated[float, typer.Option(help="Minutes of load; answers then under way may finish.")] = 10.0,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer; each asks for a quarter of it to all of it.")] = 128,
+    temperature: Annotated[str, typer.Option(help="Comma list; each request draws one.")] = "0,0.8",
+    buckets: Annotated[str, typer.Option(help="Comma list of traffic classes.")] = "tools,code,math,facts",
+    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Ask greedy answers again at the end and compare.")] = False,
+    num_check: Annotated[int, typer.Option(help="With --check: how many.")] = 32,
+    timeout: Annotated[float, typer.Option(help="Seconds of silence after which a stream counts as dead.")] = 120.0,
+    api_token: Annotated[
+        Optional[str], typer.Option(help="Bearer token of the server.", envvar="PACELINE_API_TOKEN")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and sampling.")] = 0,
+    data: Data = None,
+    json: Json = None,
+) -> None:
+    from paceline.bench.stream_load import StreamLoadOptions, has_failed, run_stream_load
+
+    options = StreamLoadOptions(
+        url=None if serve else url, clients=clients, minutes=minutes, max_tokens=max_tokens,
+        temperatures=numbers(temperature, float, "temperature"), buckets=split(buckets), is_chat=chat, is_checking=check,
+        num_check=num_check, timeout_s=timeout, api_token=api_token, seed=seed, data=data_folder(data), json=json,
+    )  # fmt: skip
+    if has_failed(run_stream_load(options, Console() if sys.stdout.isatty() else Console(width=150))):
+        raise typer.Exit(1)
+
+
+@bench_app.command(
     "shadow",
     help="Compare shadow scores (replay on logged texts, which decide what may serve) with real decoding, for several "
     "drafter versions: error of acceptance length with intervals. Exit code 1 if a paired error exceeds 2%.",

@@ -1,0 +1,220 @@
+"""How long does one group of requests take in each arm, and where does the time go?
+
+A group's requests are submitted together, so that `batch` of them run until the first one ends. Three stretches are told
+apart: until every request has its first token, the full-batch part (from there to the end of the round in which the first
+request ends), and the draining tail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from paceline.bench.transformers_baseline import TransformersBaseline
+from paceline.config import EngineConfig
+from paceline.contracts import Group
+from paceline.errors import PacelineError
+from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.drafter import Drafter
+from paceline.serving.engine import Engine
+from paceline.serving.request import GenerationRequest, RoundEvent, SamplingParams
+from paceline.serving.target import TargetModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchGroup:
+    """Requests that run together, the same for every arm."""
+
+    tag: str
+    bucket: str
+    prompts: tuple[tuple[int, ...], ...]
+    params: tuple[SamplingParams, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """A stretch of engine time: differences of two readings of the counters."""
+
+    seconds: float
+    num_tokens: int
+    num_rounds: int
+    part_s: dict[str, float]
+    """Seconds of the decode rounds by part, as `Engine.stats()["round_part_s"]`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupTiming:
+    """What one arm did with one group."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    seconds: float
+    ttft_s: tuple[float, ...]
+    """From submission to the first token, per request."""
+    whole: Stretch | None = None
+    """None for arms that are not an engine."""
+    full_batch: Stretch | None = None
+    """None when a request ended before the last one had its first token, and for arms that are not an engine."""
+    num_request_rounds: int = 0
+    """Rounds summed over requests: the denominator of the pooled acceptance length."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def prefill_s(self) -> float:
+        """Engine: everything outside decode rounds (prefill, admission); otherwise the time to the first token."""
+        if self.whole is None:
+            return max(self.ttft_s)
+        return max(0.0, self.seconds - sum(self.whole.part_s.values()))
+
+
+class Arm(Protocol):
+    """One way of generating."""
+
+    name: str
+
+    def supports(self, batch: int) -> bool:
+        """Whether groups of this size can run."""
+        ...
+
+    def run(self, group: BenchGroup) -> GroupTiming:
+        """Run one group to its end; raises PacelineError when a request fails."""
+        ...
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the events of a running group have said so far."""
+
+    num_started: int = 0
+    num_finished: int = 0
+    num_tokens: int = 0
+    tokens: list[list[int]] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    last: dict[int, RoundEvent] = field(default_factory=dict)
+
+
+class EngineArm:
+    """Steps one engine in the caller's thread."""
+
+    def __init__(self, name: str, engine: Engine, group: Group, timer: Callable[[], float] = time.perf_counter) -> None:
+        self.name, self.engine = name, engine
+        self._group, self._timer = group, timer
+
+    def supports(self, batch: int) -> bool:
+        return batch <= self.engine.config.max_running
+
+    def run(self, group: BenchGroup) -> GroupTiming:
+        """See Arm.run. The counters are read four times a group, not once a round."""
+        engine, num_requests = self.engine, len(group.prompts)
+        seen = _Progress(tokens=[[] for _ in group.prompts], ttft_s=[0.0] * num_requests)
+        index = {f"{self.name}-{group.tag}-{i}": i for i in range(num_requests)}
+        self._wait()
+        start = self._read(seen)
+        began = start.seconds
+
+        def on_event(event: RoundEvent) -> None:
+            i = index[event.request_id]
+            if event.token_ids and not seen.tokens[i]:
+                seen.ttft_s[i] = self._timer() - began
+                seen.num_started += 1
+            seen.tokens[i].extend(event.token_ids)
+            seen.num_tokens += len(event.token_ids)
+            if event.finish_reason is not None:
+                seen.last[i] = event
+                seen.num_finished += 1
+
+        for request_id, i in index.items():
+            request = GenerationRequest(
+                request_id=request_id, prompt_token_ids=group.prompts[i], params=group.params[i], bucket=group.bucket,
+                group=self._group,
+            )  # fmt: skip
+            engine.submit(request, on_event)
+        full_start: Stretch | None = None
+        full_end: Stretch | None = None
+        while engine.step():
+            if full_end is None:
+                if full_start is not None and seen.num_finished:
+                    full_end = self._read(seen)
+                elif full_start is None and seen.num_started == num_requests and not seen.num_finished:
+                    full_start = self._read(seen)
+        self._wait()
+        end = self._read(seen)
+        for i in range(num_requests):
+            event = seen.last.get(i)
+            if event is None or event.finish_reason not in ("stop", "length"):
+                why = "no last event" if event is None else event.error or event.finish_reason
+                raise PacelineError(f"request {i} of group {group.tag} did not finish in arm {self.name!r}: {why}")
+        stats = [seen.last[i].stats for i in range(num_requests)]
+        whole = _between(start, end)
+        return GroupTiming(
+            token_ids=tuple(map(tuple, seen.tokens)),
+            seconds=whole.seconds,
+            ttft_s=tuple(seen.ttft_s),
+            whole=whole,
+            full_batch=None if full_start is None or full_end is None else _between(full_start, full_end),
+            num_request_rounds=sum(s.num_rounds for s in stats),
+            num_draft_tokens=sum(s.num_draft_tokens for s in stats),
+            num_accepted_tokens=sum(s.num_accepted_tokens for s in stats),
+        )
+
+    def _read(self, seen: _Progress) -> Stretch:
+        """A reading of the counters; `seconds` is the timer's own."""
+        stats: dict[str, Any] = self.engine.stats()
+        return Stretch(
+            seconds=self._timer(),
+            num_tokens=seen.num_tokens,
+            num_rounds=stats["num_rounds"],
+            part_s=stats["round_part_s"],
+        )
+
+    def _wait(self) -> None:
+        if self.engine.target.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.target.device)
+
+
+def _between(a: Stretch, b: Stretch) -> Stretch:
+    return Stretch(
+        seconds=b.seconds - a.seconds,
+        num_tokens=b.num_tokens - a.num_tokens,
+        num_rounds=b.num_rounds - a.num_rounds,
+        part_s={k: v - a.part_s.get(k, 0.0) for k, v in b.part_s.items()},
+    )
+
+
+class TransformersArm:
+    """transformers' own generate(), or its prompt lookup decoding, which takes one request at a time."""
+
+    def __init__(self, name: str, model: TransformersBaseline, *, lookup: bool) -> None:
+        self.name = name
+        self._model, self._lookup = model, lookup
+
+    def supports(self, batch: int) -> bool:
+        return batch == 1 or not self._lookup
+
+    def run(self, group: BenchGroup) -> GroupTiming:
+        token_ids, seconds, ttft_s = self._model.generate(group.prompts, group.params[0], lookup=self._lookup)
+        return GroupTiming(token_ids=token_ids, seconds=seconds, ttft_s=(ttft_s,) * len(group.prompts))
+
+
+def new_engine(
+    target: TargetModel, drafter: Drafter | None, *, version: str, num_tokens: int, config: EngineConfig
+) -> Engine:
+    """An engine whose pool holds num_tokens rows, whatever the drafter adds to a row, with measured verify costs.
+
+    Two engines of one benchmark thus have the same number of pages.
+    """
+    slots = DrafterSlots(drafter, version) if drafter is not None else DrafterSlots()
+    num_pages = -(-num_tokens // config.page_tokens)
+    row_bytes = target.kv_row_bytes + slots.kv_row_bytes
+    engine = Engine(target, slots, dataclasses.replace(config, kv_bytes=num_pages * config.page_tokens * row_bytes))
+    engine.warm_up()
+    return engine

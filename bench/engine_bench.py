@@ -1,0 +1,273 @@
+"""Does speculation ever cost speed, and how fast is the engine? Arms alternate group by group in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from paceline.bench.engine_arms import Arm, BenchGroup, EngineArm, GroupTiming, TransformersArm, new_engine
+from paceline.bench.engine_cells import PLAIN, SPECULATIVE, cell_row, crossovers, overall_verdict
+from paceline.bench.engine_run import encode, load_named_drafter, load_target, set_threads
+from paceline.bench.engine_table import cells_table, print_summary, rounds_table
+from paceline.bench.lossless import LosslessChecker
+from paceline.bench.result_file import ResultFile
+from paceline.bench.workloads import BUNDLED_BUCKETS, load_prompts
+from paceline.config import EngineConfig
+from paceline.contracts import Group
+from paceline.errors import ConfigError
+from paceline.paths import resolve_model
+from paceline.serving.request import SamplingParams
+from paceline.serving.target import TargetModel
+
+GENERATE, LOOKUP = "transformers", "transformers_lookup"
+ARMS = (PLAIN, SPECULATIVE, GENERATE, LOOKUP)
+RANDOM = "random"
+"""Bucket of random token ids: an upper or lower bound that real text never reaches, shown next to real text."""
+_RANDOM_PROMPT_TOKENS = 24
+_OPTION_NAMES = {"num_prompts": "prompts", "min_groups": "groups", "warmup_groups": "warmup", "num_check": "check", "prefill_chunk_tokens": "prefill_chunk"}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineBenchOptions:
+    """What to measure; see `paceline bench engine --help`."""
+
+    batches: tuple[int, ...] = (1, 4, 16, 64)
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    buckets: tuple[str, ...] = ("tools", "code")
+    arms: tuple[str, ...] = ARMS
+    num_prompts: int = 24
+    """Least counted requests of a cell."""
+    min_groups: int = 6
+    """Least counted groups of a cell: they are what the interval rests on."""
+    warmup_groups: int = 3
+    """Groups before them that are not counted: the budget controller learns, caches and pages are touched."""
+    max_tokens: int = 128
+    ignore_eos: bool = False
+    num_check: int = 8
+    """Greedy answers of a cell and arm that are checked against the fp32 target."""
+    prefill_chunk_tokens: int = 256
+    model: str = "bundled"
+    drafter: str = "specblock"
+    dtype: str = "auto"
+    device: str = "auto"
+    num_threads: int | None = None
+    seed: int = 0
+    data: Path | None = None
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [a for a in self.arms if a not in ARMS]
+        if unknown or PLAIN not in self.arms or len(set(self.arms)) < 2:
+            raise ConfigError(
+                f"arms must be 'plain' and at least one more of {', '.join(ARMS[1:])}, got {','.join(self.arms)!r}"
+            )
+        if not self.batches or min(self.batches) < 1 or max(self.batches) > 1024:
+            raise ConfigError(f"batch must be a comma list of sizes in [1, 1024], got {self.batches}")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ConfigError(f"temperature must be a comma list of numbers >= 0, got {self.temperatures}")
+        known = (*BUNDLED_BUCKETS, RANDOM)
+        strange = [b for b in self.buckets if b not in known and self.data is None]
+        if not self.buckets or strange:
+            raise ConfigError(f"buckets must be among {', '.join(known)}, or domains of --data, got {self.buckets}")
+        least = {
+            "num_prompts": 1,
+            "min_groups": 1,
+            "warmup_groups": 0,
+            "max_tokens": 2,
+            "num_check": 0,
+            "prefill_chunk_tokens": 1,
+        }
+        for name, limit in least.items():
+            if getattr(self, name) < limit:
+                raise ConfigError(f"{_OPTION_NAMES.get(name, name)} must be >= {limit}, got {getattr(self, name)}")
+
+    def num_groups(self, batch: int) -> int:
+        """Counted groups of a cell."""
+        return max(self.min_groups, -(-self.num_prompts // batch))
+
+
+def quick(options: EngineBenchOptions) -> EngineBenchOptions:
+    """A run of about a minute on the same code path: too short for conclusions, long enough to see that it works.
+
+    Only options that were left at their defaults change.
+    """
+    small: dict[str, Any] = {
+        "batches": (1, 8), "temperatures": (0.0,), "buckets": options.buckets[:1], "num_prompts": 4, "min_groups": 4,
+        "warmup_groups": 2, "max_tokens": 64, "num_check": 2,
+    }  # fmt: skip
+    default = EngineBenchOptions()
+    return dataclasses.replace(
+        options, **{k: v for k, v in small.items() if getattr(options, k) == getattr(default, k)}
+    )
+
+
+def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str, Any]:
+    """Measure every (bucket, batch, temperature) cell; prints tables, returns (and keeps on disk) the document.
+
+    Raises: ConfigError (unknown model, drafter, bucket; no CUDA device), PacelineError (a request failed).
+    """
+    set_threads(options.num_threads)
+    device = _device(options.device)
+    result = ResultFile(options.json, command="bench engine", options=options, extra={"device": device, "cells": []})
+    target = load_target(options.model, options.dtype, device)
+    prompts = {b: _prompts(options, b, target) for b in options.buckets}
+    arms = _arms(options, target, device, longest=max(len(p) for ps in prompts.values() for p in ps))
+    checker = None
+    if 0.0 in options.temperatures and options.num_check:
+        checker = LosslessChecker(resolve_model(options.model))
+    result.update(target={"dtype": str(target.dtype), "version": target.version, "fast_path": target.is_fast_path})
+    keys = [(b, n, t) for b in options.buckets for n in sorted(set(options.batches)) for t in options.temperatures]
+    cells: list[dict[str, Any]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        total = sum(options.num_groups(n) + options.warmup_groups for _, n, _ in keys)
+        task = bar.add_task("groups", total=total)
+        for bucket, batch, temperature in keys:
+            bar.update(task, description=f"{bucket} batch {batch} T={temperature:g}")
+            groups = _groups(options, bucket, batch, temperature, prompts[bucket])
+            usable = [a for a in arms if a.supports(batch)]
+            timings: dict[str, list[GroupTiming]] = {a.name: [] for a in usable}
+            for i, group in enumerate(groups):
+                turn = i % len(usable)  # who goes first changes, so that drift of the machine hits every arm alike
+                for arm in usable[turn:] + usable[:turn]:
+                    timing = arm.run(group)
+                    if i >= options.warmup_groups:
+                        timings[arm.name].append(timing)
+                bar.advance(task)
+            row = cell_row(bucket, batch, temperature, timings)
+            if temperature == 0:
+                counted = groups[options.warmup_groups :]
+                row["lossless"] = lossless_row(counted, timings, checker, options.num_check)
+            row["memory"] = _memory(arms, device)
+            cells.append(row)
+            result.update(cells=cells)
+    document = result.close(crossovers=crossovers(cells), summary=overall_verdict(cells))
+    console.print(cells_table(cells))
+    console.print(rounds_table(cells))
+    print_summary(document, console)
+    return document
+
+
+def lossless_row(
+    groups: Sequence[BenchGroup],
+    timings: dict[str, list[GroupTiming]],
+    checker: LosslessChecker | None,
+    num_check: int,
+) -> dict[str, int]:
+    """Are greedy answers of both engines the same, and the target's own?
+
+    Every answer that differs between the engines is checked against the fp32 target (a near tie may go either way), and
+    the first `num_check` of each engine besides.
+    """
+    answers: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
+    num_differing = num_compared = 0
+    for g, group in enumerate(groups):
+        for i, prompt in enumerate(group.prompts):
+            texts = [timings[name][g].token_ids[i] for name in (PLAIN, SPECULATIVE) if name in timings]
+            is_same = len(set(texts)) == 1
+            num_compared += 1
+            num_differing += not is_same
+            if not is_same or num_compared <= num_check:
+                answers.update(dict.fromkeys((prompt, text) for text in texts))
+    out = {"num_compared": num_compared, "num_differing": num_differing}
+    if checker is None:
+        return {**out, "num_checked_tokens": 0, "num_near_ties": 0, "num_mismatches": 0}
+    report = checker.check(list(answers))
+    return {
+        **out,
+        "num_checked_tokens": report.checked,
+        "num_near_ties": report.near_ties,
+        "num_mismatches": report.mismatches,
+    }
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda needs a GPU that torch can use; use --device cpu")
+    return name
+
+
+def _prompts(options: EngineBenchOptions, bucket: str, target: TargetModel) -> list[tuple[int, ...]]:
+    """Prompts for the largest cell of a bucket; smaller cells take the first ones."""
+    count = max((options.num_groups(n) + options.warmup_groups) * n for n in options.batches)
+    if bucket != RANDOM:
+        return [tuple(encode(target, p.text)) for p in load_prompts(bucket, options.data, count, options.seed)]
+    rng = np.random.default_rng(options.seed)
+    allowed = np.setdiff1d(np.arange(target.vocab_size), sorted(target.eos_token_ids))
+    return [tuple(row) for row in rng.choice(allowed, (count, _RANDOM_PROMPT_TOKENS)).tolist()]
+
+
+def _groups(
+    options: EngineBenchOptions, bucket: str, batch: int, temperature: float, prompts: Sequence[tuple[int, ...]]
+) -> list[BenchGroup]:
+    out = []
+    for i in range(options.warmup_groups + options.num_groups(batch)):
+        at = i * batch
+        params = tuple(
+            SamplingParams(
+                temperature=temperature, max_tokens=options.max_tokens, seed=options.seed + at + j,
+                ignore_eos=options.ignore_eos,
+            )
+            for j in range(batch)
+        )  # fmt: skip
+        tag = f"{bucket}-{batch}-{temperature:g}-{i}"
+        out.append(BenchGroup(tag=tag, bucket=bucket, prompts=tuple(prompts[at : at + batch]), params=params))
+    return out
+
+
+def _arms(options: EngineBenchOptions, target: TargetModel, device: str, *, longest: int) -> list[Arm]:
+    batch = max(options.batches)
+    context = longest + options.max_tokens
+    if context > target.context_tokens:
+        raise ConfigError(
+            f"max_tokens must be at most {target.context_tokens - longest} for prompts of up to {longest} tokens in this "
+            f"model's context of {target.context_tokens}, got {options.max_tokens}"
+        )
+    # Every engine holds all requests of the largest batch at once; the prefix cache is off, or a prompt's second run,
+    # in the next cell, would skip its prefill.
+    config = EngineConfig(
+        max_running=batch, max_waiting=max(256, batch), prefill_chunk_tokens=options.prefill_chunk_tokens,
+        prefix_caching=False,
+    )  # fmt: skip
+    pages = -(-(context + config.tree.max_draft_tokens + 1) // config.page_tokens)
+    num_tokens = (batch + 1) * pages * config.page_tokens
+    out: list[Arm] = [EngineArm(PLAIN, new_engine(target, None, version=PLAIN, num_tokens=num_tokens, config=config), Group.PLAIN)]  # fmt: skip
+    if SPECULATIVE in options.arms:
+        drafter = load_named_drafter(options.drafter, target)
+        if drafter is None:
+            raise ConfigError("drafter must be specblock, lookup or a folder: 'none' leaves nothing to compare")
+        engine = new_engine(target, drafter, version=options.drafter, num_tokens=num_tokens, config=config)
+        out.append(EngineArm(SPECULATIVE, engine, Group.ADAPTIVE))
+    if GENERATE in options.arms or LOOKUP in options.arms:
+        from paceline.bench.transformers_baseline import TransformersBaseline
+
+        pad = target.tokenizer.pad_token_id or 0
+        model = TransformersBaseline(str(resolve_model(options.model)), target.dtype, pad, device)
+        out += [TransformersArm(n, model, lookup=n == LOOKUP) for n in (GENERATE, LOOKUP) if n in options.arms]
+    return out
+
+
+def _memory(arms: Sequence[Arm], device: str) -> dict[str, Any]:
+    """Bytes now and at most so far, of the whole process (all arms together), and of each engine's pool."""
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB except on macOS
+    return {
+        "rss_bytes": psutil.Process().memory_info().rss,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "kv_bytes": {a.name: a.engine.config.kv_bytes for a in arms if isinstance(a, EngineArm)},
+        "peak_cuda_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+    }

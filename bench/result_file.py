@@ -1,0 +1,99 @@
+"""How does a benchmark keep what it has measured when it is killed half-way?
+
+The document is on disk before the first measurement (options and machine) and is replaced whole after every part, so
+that a reader always finds valid JSON: `is_complete` says whether the run came to its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+FORMAT = 1
+_PACKAGES = ("paceline", "torch", "transformers", "triton", "numpy")
+
+
+class ResultFile:
+    """A JSON document that grows; without a path it lives in memory only."""
+
+    def __init__(self, path: Path | None, *, command: str, options: Any, extra: dict[str, Any] | None = None) -> None:
+        """options: a dataclass, written as it is. Writes the document at once; raises OSError when it cannot."""
+        self.path = path
+        self.document: dict[str, Any] = {
+            "format": FORMAT,
+            "command": command,
+            "options": plain_values(options),
+            "machine": machine_facts(),
+            "began": utc_now(),
+            "is_complete": False,
+            **(extra or {}),
+        }
+        self.save()
+
+    def update(self, **values: Any) -> None:
+        """Set keys and write the document."""
+        self.document.update(values)
+        self.save()
+
+    def close(self, **values: Any) -> dict[str, Any]:
+        """Set the last keys, mark the document complete, write and return it."""
+        self.update(**values, ended=utc_now(), is_complete=True)
+        return self.document
+
+    def save(self) -> None:
+        """Replace the file in one step; a crash leaves the one before."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(self.document, file, indent=1, allow_nan=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, self.path)
+
+
+def plain_values(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass as JSON values."""
+    return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(options).items()}
+
+
+def utc_now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a reader must know to compare figures; nothing that names the computer or its user."""
+    device = None
+    if torch.cuda.is_available():
+        device = {
+            "name": torch.cuda.get_device_name(0),
+            "memory_bytes": torch.cuda.get_device_properties(0).total_memory,
+        }
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "num_cpus": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "cuda": device,
+        "packages": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # an optional one, or a checkout that is not installed
+        return None

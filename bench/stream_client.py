@@ -1,0 +1,214 @@
+"""How does one streaming client ask any OpenAI-compatible server, and what can go wrong with an answer?"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from paceline.errors import PacelineError
+
+REFUSED = "refused"
+"""HTTP 429: the server said that it is full. Counted, but not an error of the stream."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamRequest:
+    """What one client asks for."""
+
+    prompt: str
+    bucket: str
+    max_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerFeatures:
+    """Which extensions the server answers to, found by asking."""
+
+    model: str
+    has_token_ids: bool
+    """`return_token_ids`: every chunk names its tokens."""
+    has_usage: bool
+    """`stream_options.include_usage`: a last chunk counts them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StreamResult:
+    """One answer as the client saw it."""
+
+    request: StreamRequest
+    began_s: float
+    problem: str | None = None
+    """None when the answer is whole; otherwise one word and details after a colon."""
+    ttft_s: float | None = None
+    ended_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    """Between chunks with text or tokens."""
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """(time, tokens) of each such chunk; one token each where the server does not name them."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    usage_tokens: int | None = None
+    finish_reason: str | None = None
+
+
+class StreamClient:
+    """Sends requests to one server; usable by many tasks of one event loop."""
+
+    def __init__(
+        self, http: httpx.AsyncClient, *, is_chat: bool, features: ServerFeatures, timer: Callable[[], float] = time.perf_counter
+    ) -> None:  # fmt: skip
+        self._http, self._is_chat, self._features, self._timer = http, is_chat, features, timer
+
+    async def stream(self, request: StreamRequest) -> StreamResult:
+        """One streamed answer; never raises for what a server or the network does, `problem` says it."""
+        result = StreamResult(request=request, began_s=self._timer())
+        try:
+            await self._read(request, result)
+        except httpx.TimeoutException as e:
+            result.problem = f"timeout: {type(e).__name__}"
+        except httpx.HTTPError as e:
+            result.problem = f"connection: {type(e).__name__}: {e}"
+        result.ended_s = self._timer()
+        return result
+
+    async def top_two(self, request: StreamRequest, num_tokens: int) -> tuple[list[int], list[float]] | None:
+        """Ask without streaming: (token ids, log-probability of the best less that of the second best token, each).
+
+        None where the server gives no log-probabilities or no token ids.
+        """
+        body = self._body(request, is_stream=False, max_tokens=num_tokens)
+        body |= {"logprobs": True, "top_logprobs": 2} if self._is_chat else {"logprobs": 2}
+        response = await self._http.post(self._path, json=body)
+        if response.status_code != 200:
+            return None
+        choice = response.json()["choices"][0]
+        found = choice.get("logprobs") or {}
+        if self._is_chat:
+            tops = [[t["logprob"] for t in c["top_logprobs"]] for c in found.get("content") or []]
+        else:
+            tops = [list(t.values()) for t in found.get("top_logprobs") or []]
+        ids = choice.get("token_ids") or []
+        if not tops or not ids:
+            return None
+        ordered = [sorted(t, reverse=True) for t in tops]
+        return ids, [t[0] - t[1] if len(t) > 1 else float("inf") for t in ordered]
+
+    @property
+    def _path(self) -> str:
+        return "/v1/chat/completions" if self._is_chat else "/v1/completions"
+
+    def _body(self, request: StreamRequest, *, is_stream: bool, max_tokens: int | None = None) -> dict[str, Any]:
+        return _body(request, self._features, is_chat=self._is_chat, is_stream=is_stream, max_tokens=max_tokens)
+
+    async def _read(self, request: StreamRequest, result: StreamResult) -> None:
+        is_done = False
+        async with self._http.stream("POST", self._path, json=self._body(request, is_stream=True)) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode("utf-8", errors="replace")
+                kind = REFUSED if response.status_code == 429 else f"http_{response.status_code}"
+                result.problem = f"{kind}: {text[:200]}"
+                return
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line[5:].strip()
+                if data == "[DONE]":
+                    is_done = True
+                    continue
+                self._take(data, result)
+                if result.problem is not None:
+                    return
+        if not is_done:
+            result.problem = "no_done: the stream ended without [DONE]"
+        elif result.finish_reason not in ("stop", "length"):
+            result.problem = f"no_end: finish reason {result.finish_reason!r}"
+        elif self._features.has_token_ids and self._features.has_usage and len(result.token_ids) != result.usage_tokens:
+            result.problem = f"lost_tokens: {len(result.token_ids)} token ids arrived, usage says {result.usage_tokens}"
+
+    def _take(self, data: str, result: StreamResult) -> None:
+        """Fold one event."""
+        now = self._timer()
+        try:
+            body = json.loads(data)
+        except ValueError:
+            result.problem = f"bad_json: {data[:100]}"
+            return
+        if "error" in body:
+            result.problem = f"error_event: {json.dumps(body['error'])[:200]}"
+            return
+        usage = body.get("usage")
+        if usage:
+            result.usage_tokens = usage.get("completion_tokens")
+        for choice in body.get("choices") or []:
+            text = (choice.get("delta") or {}).get("content") if self._is_chat else choice.get("text")
+            ids = choice.get("token_ids") or []
+            result.finish_reason = choice.get("finish_reason") or result.finish_reason
+            if not text and not ids:
+                continue
+            if result.ttft_s is None:
+                result.ttft_s = now - result.began_s
+            else:
+                result.gaps_s.append(now - result.arrivals[-1][0])
+            result.arrivals.append((now, len(ids) if self._features.has_token_ids else 1))
+            result.text += text or ""
+            result.token_ids += ids
+
+
+def _body(
+    request: StreamRequest, features: ServerFeatures, *, is_chat: bool, is_stream: bool, max_tokens: int | None = None
+) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": features.model,
+        "max_tokens": max_tokens or request.max_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed,
+        "stream": is_stream,
+    }
+    if is_chat:
+        body["messages"] = [{"role": "user", "content": request.prompt}]
+    else:
+        body["prompt"] = request.prompt
+    if features.has_token_ids:
+        body["return_token_ids"] = True
+    if features.has_usage and is_stream:
+        body["stream_options"] = {"include_usage": True}
+    return body
+
+
+async def find_features(http: httpx.AsyncClient, url: str, *, is_chat: bool) -> ServerFeatures:
+    """Ask which model is served and which extensions it takes.
+
+    Raises: PacelineError when nothing answers there, the server wants a token, or it refuses a plain request.
+    """
+    try:
+        response = await http.get("/v1/models")
+    except httpx.HTTPError as e:
+        raise PacelineError(
+            f"no server answers at {url} ({type(e).__name__}); start one with `paceline serve`, or give --serve to have "
+            "one started for this run"
+        ) from e
+    if response.status_code == 401:
+        raise PacelineError(f"the server at {url} wants a token; give --api-token or set PACELINE_API_TOKEN")
+    try:
+        model = str(response.json()["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError) as e:
+        raise PacelineError(f"url must be an OpenAI-compatible server, but {url}/v1/models answered HTTP {response.status_code}") from e  # fmt: skip
+    probe = StreamRequest(prompt="Hello", bucket="default", max_tokens=1, temperature=0.0, seed=0)
+    said = ""
+    for has_token_ids, has_usage in ((True, True), (False, True), (False, False)):
+        wanted = ServerFeatures(model=model, has_token_ids=has_token_ids, has_usage=has_usage)
+        result = await StreamClient(http, is_chat=is_chat, features=wanted).stream(probe)
+        if result.problem is None or result.problem.startswith("lost_tokens"):
+            # a server may also let an unknown field pass without doing what it asks
+            return ServerFeatures(
+                model=model, has_token_ids=bool(result.token_ids), has_usage=result.usage_tokens is not None
+            )
+        said = result.problem
+    raise PacelineError(f"the server at {url} refuses a plain streaming request: {said}")
