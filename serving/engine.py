@@ -20,14 +20,17 @@ from paceline.clock import Clock, SystemClock
 from paceline.config import EngineConfig
 from paceline.errors import EngineStoppedError, RequestError
 from paceline.serving.bucket_names import BucketNames
+from paceline.serving.deadlines import Deadlines
 from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.engine_admission import Admission
 from paceline.serving.engine_checks import check_balance
 from paceline.serving.engine_inbox import Call, EngineInbox
 from paceline.serving.engine_prefill import PrefillRunner
 from paceline.serving.engine_rounds import DecodeRunner
 from paceline.serving.kv_budget import settle_kv_bytes
 from paceline.serving.kv_cache import PageAllocator
-from paceline.serving.request import GenerationRequest, RoundEvent
+from paceline.serving.prefix_cache import PrefixCache
+from paceline.serving.request import GenerationRequest, RequestStatus, RoundEvent
 from paceline.serving.round_output import RoundOutput
 from paceline.serving.running_request import RunningRequest
 from paceline.serving.sampling import TokenCounts, has_penalties
@@ -68,7 +71,10 @@ class Engine:
             num_sharing: replicas on this machine, which share its RAM when `config.kv_bytes` is None.
         Raises: ConfigError when the budget is too small (kv_budget.settle_kv_bytes).
         """
-        row_bytes = target.kv_row_bytes + slots.kv_row_bytes
+        # Drafters and traces want the features of every row, also of rows that were found in the prefix cache.
+        has_features = bool(target.tap_layers) and (slots.needs_features or traces is not None)
+        keeps_features = config.prefix_caching and has_features
+        row_bytes = target.kv_row_bytes + slots.kv_row_bytes + (target.feature_row_bytes if keeps_features else 0)
         config = settle_kv_bytes(
             config, row_bytes=row_bytes, context_tokens=target.context_tokens, device=target.device,
             num_sharing=num_sharing,
@@ -84,16 +90,22 @@ class Engine:
         limit = min(target.context_tokens, num_pages * config.page_tokens)
         self.max_context_tokens = min(limit, config.max_context_tokens or limit)
         """Prompt and output tokens that one request may have."""
-        self.allocator = PageAllocator(num_pages, config.page_tokens)
-        self.kv = target.new_kv_pool(num_pages, config.page_tokens, num_scratch)
+        self.prefix_cache = PrefixCache(config.page_tokens, is_enabled=config.prefix_caching)
+        self.allocator = PageAllocator(num_pages, config.page_tokens, self.prefix_cache)
+        self.kv = target.new_kv_pool(num_pages, config.page_tokens, num_scratch, keeps_features=keeps_features)
         slots.alloc(num_pages * config.page_tokens)
         self.scheduler = Scheduler(
             self.allocator,
             page_tokens=config.page_tokens,
             max_running=config.max_running,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
+            min_prefill_tokens=config.min_prefill_tokens,
+            priority_aging_s=config.priority_aging_s,
             on_preempt=lambda r: self.output.forget_draft_state(r),
+            may_share=lambda r: self._admission.may_share(r),
+            on_share=lambda r: self._admission.adopt_shared_rows(r),
         )
+        self._deadlines = Deadlines()
         self._inbox = EngineInbox(
             config.max_waiting,
             lambda: len(self.scheduler.waiting),
@@ -109,6 +121,7 @@ class Engine:
             trace_topk=trace_topk,
             on_end=self._inbox.forget,
         )
+        self._admission = Admission(target, self.kv, self.allocator, slots, self.output)
         self.policy = policy or TreePolicy(config.tree, vocab_size=target.vocab_size)
         self._prefill = PrefillRunner(target, self.kv, self.scheduler, self.output)
         self._decode = DecodeRunner(
@@ -179,11 +192,19 @@ class Engine:
         """One round: boundary work, admit, one prefill chunk, one decode round. False when there was nothing to do."""
         self._boundary()
         scheduler = self.scheduler
+        if len(self._deadlines):
+            for request in self._deadlines.take_expired(self._clock.now(), self.output.by_id):
+                self.output.end_early(request, "deadline")
         if not scheduler.active and not scheduler.waiting:
             return False
-        for request in scheduler.admit():
-            self._pin(request)
-        chunks = scheduler.prefill_chunks()
+        admitted = scheduler.admit()
+        if admitted:
+            scheduler.note_drafted()
+        for request in admitted:
+            self._admission.pin(request)
+            self._admission.adopt_shared_rows(request)
+        has_decoding = any(r.status is RequestStatus.RUNNING for r in scheduler.active)
+        chunks = scheduler.prefill_chunks(self._decode.num_rows if has_decoding else 0)
         if chunks:
             self._prefill.run(chunks)
         batch = scheduler.reserve(self.config.tree.max_draft_tokens)
@@ -226,7 +247,13 @@ class Engine:
             "num_tokens": self.output.num_tokens,
             "num_finished": self.output.num_finished,
             "num_aborted": self.output.num_aborted,
+            "num_expired": self.output.num_expired,
             "num_preemptions": self.scheduler.num_preemptions,
+            "num_cached_pages": self.prefix_cache.num_nodes,
+            "num_prefix_lookups": self.scheduler.num_lookups,
+            "num_prefix_hits": self.scheduler.num_hits,
+            "num_prefix_hit_tokens": self.scheduler.num_hit_rows,
+            "num_prefix_evictions": self.prefix_cache.num_evictions,
             "num_callback_errors": self.output.num_callback_errors,
             "num_buckets": len(self._buckets),
             "num_bucket_capped": self._buckets.num_capped,
@@ -264,6 +291,7 @@ class Engine:
                 request.request = dataclasses.replace(request.request, bucket=bucket)
             self.output.by_id[request.request_id] = request
             self.scheduler.add(request)
+            self._deadlines.add(request, self.output.by_id)
         for request_id in aborts:
             running = self.output.by_id.get(request_id)
             if running is not None:
@@ -276,16 +304,6 @@ class Engine:
         for version in self._known_versions - held:
             self.policy.forget(version)
         self._known_versions = held
-
-    def _pin(self, request: RunningRequest) -> None:
-        """Choose the drafter version once; a preempted request keeps its own."""
-        has_features = bool(self.target.tap_layers)
-        if not request.is_pinned:
-            request.slot, request.version = self.slots.pin(request.request.group, request.request_id)
-            request.is_pinned = True
-            self.output.start_trace(request, has_features)
-        drafter = self.slots.drafter(request.slot)
-        request.needs_features = drafter is not None and drafter.caps.needs_features and has_features
 
     def _measure_verify(self, num_rows: int) -> float:
         """Seconds of one forward over num_rows scratch rows without context."""

@@ -65,6 +65,8 @@ class PrefillRunner:
         )
         self.num_rows += len(token_ids)
         for i, (request, num_rows) in enumerate(chunks):
+            if out.features is not None and self._kv.features is not None:
+                self._kv.features.index_copy_(0, out_rows[i].to(device), out.features[offsets[i] : offsets[i + 1]])
             if out.features is not None and (request.needs_features or request.trace is not None):
                 features = out.features[offsets[i] : offsets[i + 1]]
                 if len(chunks) > 1:
@@ -74,6 +76,7 @@ class PrefillRunner:
                 if request.trace is not None:
                     self._output.trace_features(request, request.context_len, features)
             request.context_len += num_rows
+            self._scheduler.publish(request)
             if request.context_len == request.prefill_len:
                 self._scheduler.start_running(request)
         if drawing:

@@ -68,6 +68,8 @@ class DecodeRunner:
         self._catch_up_s = 0.0
         self._commit_s = 0.0
         self.num_rounds = 0
+        self.num_rows = 0
+        """Tree rows of the latest round, roots included."""
         self.part_s = dict.fromkeys(("draft", "build", "verify", "accept", "commit", "host"), 0.0)
         """Seconds that all rounds together spent inside drafters, building trees, in the verify forward, accepting,
         copying rows, and in everything else."""
@@ -85,6 +87,7 @@ class DecodeRunner:
         table = table[:, : max(r.context_len for r in requests)]
         draft, model_s, catch_up_s = self._draft(batch, table)
         tree = draft.tree
+        self.num_rows = tree.token_ids.numel()
 
         verify_start = self._timer()
         if len(requests) == 1:
@@ -285,22 +288,24 @@ class DecodeRunner:
         features: torch.Tensor | None,
     ) -> None:
         """Copy accepted KV rows to their pages and keep the feature rows that drafters and traces will want."""
+        # The rows of requests that end are copied too: their pages stay in the prefix cache.
         src: list[int] = []
         dst: list[torch.Tensor] = []
         wanted: list[int] = []
         takers: list[tuple[RunningRequest, int, bool]] = []
         for r, own, (reason, _) in zip(requests, rows, ends, strict=True):
             is_running = reason is None
-            if is_running:
-                src += own
-                dst.append(r.rows[r.context_len : r.context_len + len(own)])  # type: ignore[index]
+            src += own
+            dst.append(r.rows[r.context_len : r.context_len + len(own)])  # type: ignore[index]
             if features is not None and ((is_running and r.needs_features) or r.trace is not None):
                 wanted += own
                 takers.append((r, len(own), is_running))
-        if src:
-            device = self._scratch.device
-            target_rows = dst[0] if len(dst) == 1 else torch.cat(dst)
-            self._kv.commit(torch.tensor(src, device=device) + self._kv.scratch_start, target_rows.to(device))
+        device = self._scratch.device
+        src_rows = torch.tensor(src, device=device)
+        dst_rows = (dst[0] if len(dst) == 1 else torch.cat(dst)).to(device)
+        self._kv.commit(src_rows + self._kv.scratch_start, dst_rows)
+        if features is not None and self._kv.features is not None:
+            self._kv.features.index_copy_(0, dst_rows, features.index_select(0, src_rows))
         if takers:
             assert features is not None
             taken = features[torch.tensor(wanted, device=features.device)]

@@ -255,8 +255,15 @@ class TargetModel:
         """Bytes of one pool row over all layers, K and V."""
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
 
-    def new_kv_pool(self, num_pages: int, page_tokens: int, num_scratch_rows: int) -> KVPool:
-        """Allocate a pool of this model's shape."""
+    @property
+    def feature_row_bytes(self) -> int:
+        """Bytes of one row of tapped features."""
+        return self.feature_size * self.dtype.itemsize
+
+    def new_kv_pool(
+        self, num_pages: int, page_tokens: int, num_scratch_rows: int, *, keeps_features: bool = False
+    ) -> KVPool:
+        """Allocate a pool of this model's shape; with rows for the tapped features if they are to be kept."""
         return KVPool(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
@@ -266,6 +273,8 @@ class TargetModel:
             num_scratch_rows=num_scratch_rows,
             dtype=self.kv_dtype,
             device=self.device,
+            feature_size=self.feature_size if keeps_features else 0,
+            feature_dtype=self.dtype,
         )
 
     @torch.inference_mode()

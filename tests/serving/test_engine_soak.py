@@ -59,7 +59,7 @@ def test_a_thousand_mixed_requests_leave_nothing_behind():
         np.random.default_rng(0),
     )
     slots = DrafterSlots(RandomDrafter(VOCAB), "v0", first=RepeatDrafter(), first_version="v0")
-    row_bytes = target.kv_row_bytes + slots.kv_row_bytes
+    row_bytes = target.kv_row_bytes + slots.kv_row_bytes + target.feature_row_bytes
     config = EngineConfig(
         page_tokens=4, kv_bytes=40 * 4 * row_bytes, max_running=6, max_waiting=32, prefill_chunk_tokens=32, max_buckets=8,
         tree=TreeConfig(max_draft_tokens=6, node_buckets=(0, 2, 4, 6)),
