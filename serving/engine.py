@@ -217,6 +217,11 @@ class Engine:
         """No request is queued, running or in the inbox."""
         return self._inbox.num_unfinished == 0
 
+    @property
+    def is_draining(self) -> bool:
+        """New requests are refused; the ones that were taken are finished. Any thread."""
+        return self._inbox.is_closed
+
     def warm_up(self) -> None:
         """Measure the verify cost by rows for the tree policy; before the first request, in the engine's thread."""
         self.policy.calibrate(self._measure_verify, max_rows=min(65, self.kv.num_scratch_rows))

@@ -62,6 +62,11 @@ class EngineThread:
         return self._timer() - self._beat_s
 
     @property
+    def is_draining(self) -> bool:
+        """`stop` was called: requests that were taken are finished, new ones refused."""
+        return self._is_draining
+
+    @property
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
