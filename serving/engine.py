@@ -226,6 +226,10 @@ class Engine:
         """Measure the verify cost by rows for the tree policy; before the first request, in the engine's thread."""
         self.policy.calibrate(self._measure_verify, max_rows=min(65, self.kv.num_scratch_rows))
 
+    def clear_prefix_cache(self) -> int:
+        """Forget every cached page that no request uses; returns how many. Engine thread, between rounds."""
+        return self.allocator.clear_cache()
+
     def fail_all(self, error: str) -> None:
         """End every request with finish reason 'error' and refuse new ones; the engine cannot be used afterwards."""
         self.close_inbox(error)

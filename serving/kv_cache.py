@@ -229,6 +229,13 @@ class PageAllocator:
             count += 1
         return count * self.page_tokens
 
+    def clear_cache(self) -> int:
+        """Free every cached page that no request uses; returns how many."""
+        pages = self.cache.evict(self.cache.num_idle)
+        for page in pages:
+            self._runs.give(page)
+        return len(pages)
+
     # ---- checks -------------------------------------------------------------------------------------------------
     def check_integrity(self) -> None:
         """Raise AssertionError if pages leak or overlap."""

@@ -26,9 +26,16 @@ def specblock_state(seed: int) -> SpecBlockModel:
     torch.manual_seed(seed)
     model = SpecBlockModel(
         SpecBlockConfig(
-            hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=VOCAB,
-            feature_size=target().feature_size, embed_size=target().hidden_size, rank_hidden=8,
-        )  # fmt: skip
+            hidden_size=16,
+            intermediate_size=24,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            vocab_size=VOCAB,
+            feature_size=target().feature_size,
+            embed_size=target().hidden_size,
+            rank_hidden=8,
+        )
     )
     with torch.no_grad():
         for p in model.parameters():
@@ -89,6 +96,13 @@ def test_the_same_prompt_again_computes_its_last_page_only():
     first, second = serve(engine, [SYSTEM, SYSTEM])
     assert first.tokens == second.tokens == greedy(SYSTEM, 10)
     assert second.last.stats.num_cached_tokens == 20
+
+
+def test_prompts_of_one_chunk_wait_for_the_one_that_computes_their_prefix():
+    engine = make_engine(prefill_chunk_tokens=256)
+    runs = serve(engine, PROMPTS, together=True)
+    assert [r.last.stats.num_cached_tokens for r in runs] == [0, 20, 20, 20]
+    assert [r.tokens for r in runs] == [greedy(p, 10) for p in PROMPTS]
 
 
 def test_an_answer_is_cached_for_the_next_turn():
@@ -179,6 +193,20 @@ def test_new_weights_ingest_cached_rows_again():
     assert run.last.stats.num_cached_tokens == 20 and run.last.stats.drafter_version == "v1"
     assert_same_proposals(second, want)
     assert second.num_rows == want.num_rows, "every row, the cached ones from their kept features"
+
+
+def test_features_of_a_cached_answer_are_those_that_it_was_decoded_with():
+    first, second = RecordingDrafter(0), RecordingDrafter(1)
+    slots = DrafterSlots(first, "v0")
+    engine = make_engine(slots)
+    (run,) = serve(engine, PROMPTS[:1], num_tokens=12)
+    turn = (*PROMPTS[0], *run.tokens, 40, 41)
+    want = proposals_without_cache([turn], seed=1)
+    assert slots.stage("v1", second)
+    slots.publish()
+    (run,) = serve(engine, [turn], prefix="next")
+    assert run.last.stats.num_cached_tokens == 36
+    assert_same_proposals(second, want)
 
 
 def test_weights_loaded_into_the_same_slot_do_not_trust_the_old_ones_rows():

@@ -163,7 +163,7 @@ def test_a_cache_that_is_off_keeps_nothing():
 
 
 def test_integrity_check_finds_a_miscounted_holder():
-    pages, cache = make_pages()
+    pages, _ = make_pages()
     end(pages, "a", TEXT, 20)
     pages.share("b", "", TEXT, 39)
     pages._paths["b"][0].num_holders += 1
