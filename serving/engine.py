@@ -30,7 +30,7 @@ from paceline.serving.engine_rounds import DecodeRunner
 from paceline.serving.kv_budget import settle_kv_bytes
 from paceline.serving.kv_cache import PageAllocator
 from paceline.serving.prefix_cache import PrefixCache
-from paceline.serving.request import GenerationRequest, RequestStatus, RoundEvent
+from paceline.serving.request import GenerationRequest, RoundEvent
 from paceline.serving.round_output import RoundOutput
 from paceline.serving.running_request import RunningRequest
 from paceline.serving.sampling import TokenCounts, has_penalties
@@ -61,6 +61,7 @@ class Engine:
         rng: np.random.Generator | None = None,
         timer: Callable[[], float] = time.perf_counter,
         num_sharing: int = 1,
+        packs_prompts: bool | None = None,
     ) -> None:
         """Allocate the KV pool from the byte budget and bind the drafters to it.
 
@@ -68,6 +69,8 @@ class Engine:
             policy: tree policy; one for `config.tree` when None.
             rng: source of the seeds of requests without one.
             timer: monotonic seconds, for durations (`clock` is for time stamps).
+            packs_prompts: run prompt rows and tree rows of a round in one forward; None: where it pays
+                (packed_forward.py).
             num_sharing: replicas on this machine, which share its RAM when `config.kv_bytes` is None.
         Raises: ConfigError when the budget is too small (kv_budget.settle_kv_bytes).
         """
@@ -106,6 +109,7 @@ class Engine:
             on_share=lambda r: self._admission.adopt_shared_rows(r),
         )
         self._deadlines = Deadlines()
+        self._packs_prompts = target.kernels.is_capturable if packs_prompts is None else packs_prompts
         self._inbox = EngineInbox(
             config.max_waiting,
             lambda: len(self.scheduler.waiting),
@@ -203,11 +207,18 @@ class Engine:
         for request in admitted:
             self._admission.pin(request)
             self._admission.adopt_shared_rows(request)
-        has_decoding = any(r.status is RequestStatus.RUNNING for r in scheduler.active)
+        num_lookahead, has_decoding = self.config.tree.max_draft_tokens, scheduler.num_running > 0
+        batch = scheduler.reserve(num_lookahead) if self._packs_prompts and has_decoding else []
         chunks = scheduler.prefill_chunks(self._decode.num_rows if has_decoding else 0)
+        if batch and chunks:
+            prompts = self._prefill.pack(chunks)
+            out = self._decode.run(batch, prompts.batch)
+            assert out is not None
+            self._prefill.finish(prompts, out)
+            return True
         if chunks:
             self._prefill.run(chunks)
-        batch = scheduler.reserve(self.config.tree.max_draft_tokens)
+        batch = batch or scheduler.reserve(num_lookahead)
         if batch:
             self._decode.run(batch)
         return True

@@ -8,6 +8,8 @@ Shape legend: N packed rows, B requests in the chunk, M requests whose prompt is
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from paceline.serving.kv_cache import KVPool
@@ -16,7 +18,17 @@ from paceline.serving.running_request import RunningRequest
 from paceline.serving.sampling import SamplingBatch, draw_tokens
 from paceline.serving.scheduler import Scheduler
 from paceline.serving.stop_check import cut_tokens
-from paceline.serving.target import TargetBatch, TargetModel
+from paceline.serving.target import TargetBatch, TargetModel, TargetOutput
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptRows:
+    """The prompt rows of one round, packed."""
+
+    chunks: list[tuple[RunningRequest, int]]
+    batch: TargetBatch
+    offsets: list[int]  # B + 1, of each request's rows
+    drawing: list[RunningRequest]  # whose prompt is complete after this forward
 
 
 class PrefillRunner:
@@ -31,6 +43,11 @@ class PrefillRunner:
 
     def run(self, chunks: list[tuple[RunningRequest, int]]) -> None:
         """Prefill the next rows of each request; requests whose rows are complete start running (or end)."""
+        rows = self.pack(chunks)
+        self.finish(rows, self._target.forward(rows.batch, self._kv))
+
+    def pack(self, chunks: list[tuple[RunningRequest, int]]) -> PromptRows:
+        """Lay out the next rows of each request for a forward. Mutates nothing."""
         device = self._target.device
         token_ids: list[int] = []
         positions: list[int] = []
@@ -50,23 +67,25 @@ class PrefillRunner:
         table = torch.zeros(len(chunks), longest, dtype=torch.int64)
         for i, (request, _) in enumerate(chunks):
             table[i, : request.context_len] = request.rows[: request.context_len]  # type: ignore[index]
-        out = self._target.forward(
-            TargetBatch(
-                token_ids=torch.tensor(token_ids, device=device),
-                positions=torch.tensor(positions, device=device),
-                cu_rows=torch.tensor(offsets, device=device),
-                context_lens=torch.tensor([r.context_len for r, _ in chunks], device=device),
-                slot_table=table.to(device),
-                out_rows=torch.cat(out_rows).to(device),
-                ancestors=None,
-                logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-            ),
-            self._kv,
+        batch = TargetBatch(
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            cu_rows=torch.tensor(offsets, device=device),
+            context_lens=torch.tensor([r.context_len for r, _ in chunks], device=device),
+            slot_table=table.to(device),
+            out_rows=torch.cat(out_rows).to(device),
+            ancestors=None,
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         )
-        self.num_rows += len(token_ids)
+        return PromptRows(chunks=chunks, batch=batch, offsets=offsets, drawing=drawing)
+
+    def finish(self, rows: PromptRows, out: TargetOutput) -> None:
+        """Take the forward's output; requests whose rows are complete start running (or end)."""
+        chunks, offsets = rows.chunks, rows.offsets
+        self.num_rows += offsets[-1]
+        if out.features is not None and self._kv.features is not None:
+            self._kv.features.index_copy_(0, rows.batch.out_rows, out.features)
         for i, (request, num_rows) in enumerate(chunks):
-            if out.features is not None and self._kv.features is not None:
-                self._kv.features.index_copy_(0, out_rows[i].to(device), out.features[offsets[i] : offsets[i + 1]])
             if out.features is not None and (request.needs_features or request.trace is not None):
                 features = out.features[offsets[i] : offsets[i + 1]]
                 if len(chunks) > 1:
@@ -79,8 +98,8 @@ class PrefillRunner:
             self._scheduler.publish(request)
             if request.context_len == request.prefill_len:
                 self._scheduler.start_running(request)
-        if drawing:
-            self._draw_first(drawing, out.logits)
+        if rows.drawing:
+            self._draw_first(rows.drawing, out.logits)
 
     def _draw_first(self, requests: list[RunningRequest], logits: torch.Tensor) -> None:
         """Draw and emit the first output token of each request from logits (M, V)."""

@@ -143,6 +143,11 @@ class Scheduler:
         """Let others share the full pages that a request has computed."""
         self._publish(request, is_last=False)
 
+    @property
+    def num_running(self) -> int:
+        """Requests that decode."""
+        return sum(r.status is RequestStatus.RUNNING for r in self.active)
+
     def start_running(self, request: RunningRequest) -> None:
         """Prefill is complete: the request decodes from the next round on."""
         request.advance(RequestStatus.RUNNING)

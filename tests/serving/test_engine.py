@@ -142,12 +142,16 @@ class Run:
         return self.events[-1]
 
 
-def make_engine(drafter=None, *, num_pages: int = 64, sinks: Sinks | None = None, **config) -> Engine:
+def make_engine(
+    drafter=None, *, num_pages: int = 64, sinks: Sinks | None = None, packs_prompts: bool | None = None, **config
+) -> Engine:
     slots = drafter if isinstance(drafter, DrafterSlots) else DrafterSlots(drafter, "v0" if drafter else "")
     keeps_features = config.get("prefix_caching", True) and (sinks is not None or slots.needs_features)
     row_bytes = target().kv_row_bytes + slots.kv_row_bytes + (target().feature_row_bytes if keeps_features else 0)
     values = {"page_tokens": 4, "kv_bytes": num_pages * 4 * row_bytes, "tree": TREE, **config}
-    return Engine(target(), slots, EngineConfig(**values), feedback=sinks, traces=sinks, trace_topk=4)
+    return Engine(
+        target(), slots, EngineConfig(**values), feedback=sinks, traces=sinks, trace_topk=4, packs_prompts=packs_prompts
+    )
 
 
 def finish(engine: Engine) -> int:

@@ -339,9 +339,14 @@ def reference(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     num_pages=st.sampled_from([16, 24, 64]),
     chunk=st.sampled_from([3, 16, 64]),
     aborted=st.integers(0, 6),
+    packs_prompts=st.booleans(),
 )
-def test_greedy_tokens_are_the_same_with_shared_prefixes_preemption_and_aborts(picks, num_pages, chunk, aborted):
-    engine = make_engine(RecordingDrafter(), num_pages=num_pages, prefill_chunk_tokens=chunk, max_running=4)
+def test_greedy_tokens_are_the_same_with_shared_prefixes_preemption_and_aborts(
+    picks, num_pages, chunk, aborted, packs_prompts
+):
+    engine = make_engine(
+        RecordingDrafter(), num_pages=num_pages, prefill_chunk_tokens=chunk, max_running=4, packs_prompts=packs_prompts
+    )
     events: dict[str, list] = {}
     prompts = {}
     for i, (variant, length, priority) in enumerate(picks):
