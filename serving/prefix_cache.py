@@ -107,7 +107,7 @@ class PrefixCache:
 
     def evict(self, num_pages: int) -> list[int]:
         """Forget at most so many idle nodes, least recently held first; returns their pages."""
-        pages = []
+        pages: list[int] = []
         while self._idle and len(pages) < num_pages:
             node, _ = self._idle.popitem(last=False)
             assert not node.children and node.parent is not None, "leaves are evicted first"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -39,7 +39,17 @@ class Pages(Protocol):
     def num_shared_rows(self, request_id: str) -> int: ...
     def note_drafted(self, request_id: str, draft_key: DraftKey, num_rows: int) -> None: ...
     def next_page_key(self, request_id: str, tenant: str, token_ids: list[int]) -> tuple[int, bytes] | None: ...
-    def publish(self, request_id: str, tenant: str, token_ids: list[int], num_rows: int, **options: Any) -> None: ...
+    def publish(
+        self,
+        request_id: str,
+        tenant: str,
+        token_ids: list[int],
+        num_rows: int,
+        *,
+        draft_key: DraftKey | None = None,
+        num_drafted_rows: int = 0,
+        is_last: bool = False,
+    ) -> None: ...
 
 
 class Scheduler:
