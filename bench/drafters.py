@@ -125,8 +125,8 @@ def run_bench_drafters(options: BenchOptions, console: Console) -> dict:
     set_threads(options.num_threads)
     target = load_target(options.model)
     names = [d for d in options.drafters if d != "none"]
-    engines = {n: build_engine(target, load_named_drafter(n, target), EngineConfig(max_running=max(options.batches)), n) for n in names}  # fmt: skip
-    plain_engine = build_engine(target, None, EngineConfig(max_running=max(options.batches)))
+    engines = {n: build_engine(target, load_named_drafter(n, target), EngineConfig(max_running=max(options.batches), prefix_caching=False), n) for n in names}  # fmt: skip
+    plain_engine = build_engine(target, None, EngineConfig(max_running=max(options.batches), prefix_caching=False))
     checker = LosslessChecker(resolve_model(options.model)) if 0.0 in options.temperatures else None
     hf = None
     if options.baseline:

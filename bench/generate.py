@@ -45,7 +45,7 @@ def run_generate(
     ids = encode(target, text)
     if not ids:
         raise RequestError("prompt must not be empty")
-    engine = build_engine(target, load_named_drafter(drafter, target), EngineConfig(), drafter)
+    engine = build_engine(target, load_named_drafter(drafter, target), EngineConfig(prefix_caching=False), drafter)
     order = [Group.ADAPTIVE, Group.PLAIN] if compare else [Group.ADAPTIVE]
     runs: dict[Group, list[GroupRun]] = {g: [] for g in order}
     for i in range(4 if compare else 1):

@@ -107,7 +107,9 @@ def decode(
     """
     sink = _Sink(on_request)
     slots = DrafterSlots() if drafter is None else DrafterSlots(drafter, version)
-    config = EngineConfig(max_running=batch, max_waiting=max(256, len(work.prompts)), tree=tree or TreeConfig())
+    config = EngineConfig(
+        max_running=batch, max_waiting=max(256, len(work.prompts)), tree=tree or TreeConfig(), prefix_caching=False
+    )
     engine = Engine(target, slots, config, feedback=sink, traces=sink)
     if config.tree.is_adaptive and drafter is not None:
         engine.warm_up()

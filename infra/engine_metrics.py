@@ -23,7 +23,8 @@ ENGINE_METRICS: _Table = (
     ("num_prefill_rows", metric_spec("prefill_rows", "counter", "rows", "Prompt rows run through the target")),
     ("num_finished", metric_spec("requests_finished", "counter", "1", "Requests that ended by themselves")),
     ("num_aborted", metric_spec("requests_aborted", "counter", "1", "Requests ended early")),
-    ("num_preemptions", metric_spec("preemptions", "counter", "1", "Requests that lost their pages and were recomputed")),
+    ("num_expired", metric_spec("requests_expired", "counter", "1", "Requests ended because their deadline came; they count as ended early too")),
+    ("num_preemptions", metric_spec("preemptions", "counter", "1", "Requests that lost their pages and went back to the queue")),
     ("num_callback_errors", metric_spec("callback_errors", "counter", "1", "Events that a listener refused")),
     ("num_bucket_capped", metric_spec("requests_bucket_capped", "counter", "1", "Requests counted under bucket 'other': too many names (engine.max_buckets)")),
     ("num_drafter_failures", metric_spec("drafter_failures", "counter", "1", "Drafters switched off because they failed")),
@@ -32,7 +33,12 @@ ENGINE_METRICS: _Table = (
     ("num_running", metric_spec("requests_running", "gauge", "1", "Requests in the current round")),
     ("num_waiting", metric_spec("requests_waiting", "gauge", "1", "Requests in the queue")),
     ("num_pages", metric_spec("kv_pages", "gauge", "pages", "KV pages of the pool")),
-    ("num_free_pages", metric_spec("kv_pages_free", "gauge", "pages", "KV pages without an owner")),
+    ("num_free_pages", metric_spec("kv_pages_free", "gauge", "pages", "KV pages that a request can get: without an owner, or cached and in no use")),
+    ("num_cached_pages", metric_spec("prefix_cache_pages", "gauge", "pages", "KV pages in the prefix cache, those in use included")),
+    ("num_prefix_lookups", metric_spec("prefix_cache_lookups", "counter", "1", "Admissions that looked into the prefix cache")),
+    ("num_prefix_hits", metric_spec("prefix_cache_hits", "counter", "1", "Admissions that found cached rows")),
+    ("num_prefix_hit_tokens", metric_spec("prefix_cache_hit_tokens", "counter", "tokens", "Tokens whose KV rows were found instead of computed, after a preemption too")),
+    ("num_prefix_evictions", metric_spec("prefix_cache_evictions", "counter", "pages", "Cached pages given up because pages were needed")),
 )  # fmt: skip
 FEEDBACK_METRICS: _Table = (
     ("produced", metric_spec("feedback_rows_produced", "counter", "rows", "Round statistics recorded")),

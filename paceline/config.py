@@ -54,9 +54,14 @@ class EngineConfig:
     page_tokens: int = 16
     """Rows of one KV page."""
     kv_bytes: int | None = None
-    """Byte budget of target and drafter KV together; None = chosen at start from the free memory (serving/kv_budget.py)."""
+    """Byte budget of target and drafter KV, and of features kept for the prefix cache, together; None = chosen at start from the free memory (serving/kv_budget.py)."""
     prefill_chunk_tokens: int = 256
     """Prompt rows that one round may prefill, over all requests."""
+    min_prefill_tokens: int = 64
+    """Prompt rows of a round however many requests decode; otherwise the rows of the draft trees count against
+    prefill_chunk_tokens, which bounds the time between two chunks of an answer."""
+    priority_aging_s: float = 30.0
+    """Seconds of waiting that are worth one step of priority: nobody waits for ever behind better priorities."""
     prefix_caching: bool = True
     """Keep the full KV pages of ended requests and reuse them for prompts that begin alike, until pages are needed."""
     max_context_tokens: int | None = None
@@ -80,6 +85,8 @@ class EngineConfig:
         )
         _require(self.max_buckets >= 1, "engine.max_buckets must be >= 1", self.max_buckets)
         _require(self.prefill_chunk_tokens >= 1, "engine.prefill_chunk_tokens must be >= 1", self.prefill_chunk_tokens)
+        _require(self.min_prefill_tokens >= 1, "engine.min_prefill_tokens must be >= 1", self.min_prefill_tokens)
+        _require(self.priority_aging_s > 0, "engine.priority_aging_s must be > 0", self.priority_aging_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

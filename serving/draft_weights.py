@@ -39,6 +39,7 @@ class _Slot:
     drafter: Drafter | None = None
     version: str = ""
     num_pins: int = 0
+    num_loads: int = 0  # grows with every change of the weights
     failure: str = ""  # why it no longer drafts; "" = usable
 
 
@@ -86,11 +87,6 @@ class DrafterSlots:
         self.num_swaps = 0
         self.swap_pause_ms: list[float] = []
 
-    @property
-    def has_drafter(self) -> bool:
-        """Whether any slot holds a drafter or could be filled."""
-        return self._spawn is not None or any(s.drafter is not None for s in self._slots.values())
-
     # ---- memory -------------------------------------------------------------------------------------------------
     @property
     def kv_row_bytes(self) -> int:
@@ -125,6 +121,7 @@ class DrafterSlots:
                     self._waiting = (version, source)
                     return False
                 slot = self._slots[name]
+                slot.num_loads += 1  # from here on drafter KV that the old weights wrote is worth nothing
                 if self._staged == name:
                     self._staged = None
             if isinstance(source, Mapping):
@@ -135,6 +132,7 @@ class DrafterSlots:
                     drafter.alloc(self._num_pool_rows)
             with self._lock:
                 slot.drafter, slot.version, slot.failure = drafter, version, ""
+                slot.num_loads += 1
                 self._staged, self._waiting = name, None
         logger.info("drafter staged version=%s slot=%s", version, name)
         return True
@@ -224,6 +222,17 @@ class DrafterSlots:
     def live_slot(self) -> str:
         """Slot that new adaptive requests are pinned to."""
         return self._live
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether a drafter wants tapped hidden states, or one that is spawned later may."""
+        return self._spawn is not None or any(
+            s.drafter is not None and s.drafter.caps.needs_features for s in self._slots.values()
+        )
+
+    def num_loads(self, name: str) -> int:
+        """How often the weights of a slot have changed; the same number means the same weights."""
+        return self._slots[name].num_loads
 
     @property
     def live_version(self) -> str:

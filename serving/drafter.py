@@ -31,6 +31,9 @@ class DrafterCaps:
     is_product: bool = False
     """True: slot s offers the same candidates below every parent (table drafters); False: alternatives branch off the
     slot-0 chain only (BLOCK semantics)."""
+    is_row_local: bool = False
+    """True: what ingesting leaves behind is KV at the rows' own slots and follows from the text up to the token behind each
+    row, so that rows ingested for one request serve every request that begins with the same text."""
 
 
 @dataclass(kw_only=True, slots=True)

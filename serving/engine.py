@@ -20,7 +20,9 @@ from paceline.clock import Clock, SystemClock
 from paceline.config import EngineConfig
 from paceline.errors import EngineStoppedError, RequestError
 from paceline.serving.bucket_names import BucketNames
+from paceline.serving.deadlines import Deadlines
 from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.engine_admission import Admission
 from paceline.serving.engine_calibration import EngineProbe
 from paceline.serving.engine_checks import check_balance
 from paceline.serving.engine_inbox import Call, EngineInbox
@@ -28,6 +30,7 @@ from paceline.serving.engine_prefill import PrefillRunner
 from paceline.serving.engine_rounds import DecodeRunner
 from paceline.serving.kv_budget import pool_row_bytes, settle_kv_bytes
 from paceline.serving.kv_cache import PageAllocator
+from paceline.serving.prefix_cache import PrefixCache
 from paceline.serving.request import GenerationRequest, RoundEvent
 from paceline.serving.round_output import RoundOutput
 from paceline.serving.running_request import RunningRequest
@@ -59,6 +62,7 @@ class Engine:
         rng: np.random.Generator | None = None,
         timer: Callable[[], float] = time.perf_counter,
         num_sharing: int = 1,
+        packs_prompts: bool | None = None,
     ) -> None:
         """Allocate the KV pool from the byte budget and bind the drafters to it.
 
@@ -66,6 +70,8 @@ class Engine:
             policy: tree policy; one for `config.tree` when None.
             rng: source of the seeds of requests without one.
             timer: monotonic seconds, for durations (`clock` is for time stamps).
+            packs_prompts: run prompt rows and tree rows of a round in one forward; None: where it pays
+                (packed_forward.py).
             num_sharing: replicas on this machine, which share its RAM when `config.kv_bytes` is None.
         Raises: ConfigError when the budget is too small (kv_budget.settle_kv_bytes).
         """
@@ -85,7 +91,8 @@ class Engine:
         limit = min(target.context_tokens, num_pages * config.page_tokens)
         self.max_context_tokens = min(limit, config.max_context_tokens or limit)
         """Prompt and output tokens that one request may have."""
-        self.allocator = PageAllocator(num_pages, config.page_tokens)
+        self.prefix_cache = PrefixCache(config.page_tokens, is_enabled=config.prefix_caching)
+        self.allocator = PageAllocator(num_pages, config.page_tokens, self.prefix_cache)
         self.kv = target.new_kv_pool(num_pages, config.page_tokens, num_scratch, keeps_features=keeps_features)
         slots.alloc(num_pages * config.page_tokens)
         self.scheduler = Scheduler(
@@ -93,8 +100,14 @@ class Engine:
             page_tokens=config.page_tokens,
             max_running=config.max_running,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
+            min_prefill_tokens=config.min_prefill_tokens,
+            priority_aging_s=config.priority_aging_s,
             on_preempt=lambda r: self.output.forget_draft_state(r),
+            may_share=lambda r: self._admission.may_share(r),
+            on_share=lambda r: self._admission.adopt_shared_rows(r),
         )
+        self._deadlines = Deadlines()
+        self._packs_prompts = target.kernels.is_capturable if packs_prompts is None else packs_prompts
         self._inbox = EngineInbox(
             config.max_waiting,
             lambda: len(self.scheduler.waiting),
@@ -111,6 +124,7 @@ class Engine:
             trace_topk=trace_topk,
             on_end=self._inbox.forget,
         )
+        self._admission = Admission(self.kv, self.allocator, slots, self.output)
         self.policy = policy or TreePolicy(config.tree, vocab_size=target.vocab_size, timer=timer)
         self._prefill = PrefillRunner(target, self.kv, self.scheduler, self.output)
         self._decode = DecodeRunner(
@@ -196,14 +210,29 @@ class Engine:
         """One round: boundary work, admit, one prefill chunk, one decode round. False when there was nothing to do."""
         self._boundary()
         scheduler = self.scheduler
+        if len(self._deadlines):
+            for request in self._deadlines.take_expired(self._clock.now(), self.output.by_id):
+                self.output.end_early(request, "deadline")
         if not scheduler.active and not scheduler.waiting:
             return False
-        for request in scheduler.admit():
-            self._pin(request)
-        chunks = scheduler.prefill_chunks()
+        admitted = scheduler.admit()
+        if admitted:
+            scheduler.note_drafted()
+        for request in admitted:
+            self._admission.pin(request)
+            self._admission.adopt_shared_rows(request)
+        num_lookahead, has_decoding = self.config.tree.max_draft_tokens, scheduler.num_running > 0
+        batch = scheduler.reserve(num_lookahead) if self._packs_prompts and has_decoding else []
+        chunks = scheduler.prefill_chunks(self._decode.num_rows if has_decoding else 0)
+        if batch and chunks:
+            prompts = self._prefill.pack(chunks)
+            out = self._decode.run(batch, prompts.batch)
+            assert out is not None
+            self._prefill.finish(prompts, out)
+            return True
         if chunks:
             self._prefill.run(chunks)
-        batch = scheduler.reserve(self.config.tree.max_draft_tokens)
+        batch = batch or scheduler.reserve(num_lookahead)
         if batch:
             self._decode.run(batch)
         return True
@@ -212,6 +241,11 @@ class Engine:
     def is_idle(self) -> bool:
         """No request is queued, running or in the inbox."""
         return self._inbox.num_unfinished == 0
+
+    @property
+    def is_draining(self) -> bool:
+        """New requests are refused; the ones that were taken are finished. Any thread."""
+        return self._inbox.is_closed
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -225,6 +259,10 @@ class Engine:
                 probe.calibrate_draft(self.policy, drafter, self.config.max_running)
             except Exception as e:  # a broken drafter costs speed, never the engine
                 self.slots.mark_failed(slot, f"calibration raised {type(e).__name__}: {e}")
+
+    def clear_prefix_cache(self) -> int:
+        """Forget every cached page that no request uses; returns how many. Engine thread, between rounds."""
+        return self.allocator.clear_cache()
 
     def fail_all(self, error: str) -> None:
         """End every request with finish reason 'error' and refuse new ones; the engine cannot be used afterwards."""
@@ -252,7 +290,13 @@ class Engine:
             "num_tokens": self.output.num_tokens,
             "num_finished": self.output.num_finished,
             "num_aborted": self.output.num_aborted,
+            "num_expired": self.output.num_expired,
             "num_preemptions": self.scheduler.num_preemptions,
+            "num_cached_pages": self.prefix_cache.num_nodes,
+            "num_prefix_lookups": self.scheduler.num_lookups,
+            "num_prefix_hits": self.scheduler.num_hits,
+            "num_prefix_hit_tokens": self.scheduler.num_hit_rows,
+            "num_prefix_evictions": self.prefix_cache.num_evictions,
             "num_callback_errors": self.output.num_callback_errors,
             "num_buckets": len(self._buckets),
             "num_bucket_capped": self._buckets.num_capped,
@@ -290,6 +334,7 @@ class Engine:
                 request.request = dataclasses.replace(request.request, bucket=bucket)
             self.output.by_id[request.request_id] = request
             self.scheduler.add(request)
+            self._deadlines.add(request, self.output.by_id)
         for request_id in aborts:
             running = self.output.by_id.get(request_id)
             if running is not None:
@@ -302,10 +347,3 @@ class Engine:
         for version in self._known_versions - held:
             self.policy.forget(version)
         self._known_versions = held
-
-    def _pin(self, request: RunningRequest) -> None:
-        """Choose the drafter version once; a preempted request keeps its own."""
-        if not request.is_pinned:
-            request.slot, request.version = self.slots.pin(request.request.group, request.request_id)
-            request.is_pinned = True
-            self.output.start_trace(request)

@@ -18,14 +18,21 @@ def check_balance(allocator: PageAllocator, scheduler: Scheduler, slots: Drafter
         if r.is_pinned and r.slot is not None:
             pins[r.slot] += 1
         num_pages = len(allocator.pages(r.request_id))
-        num_held += num_pages
+        num_held += num_pages - allocator.num_shared_rows(r.request_id) // allocator.page_tokens
+        num_shared = allocator.num_shared_rows(r.request_id)
         is_active = r in scheduler.active
         assert is_active != (r in scheduler.waiting), f"{r.request_id} is in both lists or in none"
         assert r.row_capacity == num_pages * allocator.page_tokens, f"{r.request_id}: stale row table"
         assert is_active or num_pages == 0, f"{r.request_id} waits but holds pages"
         if r.status is RequestStatus.RUNNING:
             assert r.context_len == len(r.tokens) - 1, f"{r.request_id}: KV length is not committed - 1"
+        assert num_shared <= r.context_len, f"{r.request_id}: it would write rows that others share"
         assert r.drafted_len <= r.context_len <= r.row_capacity, f"{r.request_id}: row counts are inconsistent"
     assert pins == slots.num_pins(), f"drafter pins do not balance: {pins} != {slots.num_pins()}"
-    assert num_held + allocator.num_free_pages == allocator.num_pages, "pages of ended requests are held"
+    num_shared_pages = allocator.cache.num_nodes - allocator.cache.num_idle
+    assert num_held + num_shared_pages + allocator.num_free_pages == allocator.num_pages, (
+        "pages of ended requests are held"
+    )
+    ranks = [r.rank for r in scheduler.active]
+    assert ranks == sorted(ranks), "active requests are out of order"
     assert len(scheduler.active) + len(scheduler.waiting) == len(output.by_id), "a request is lost"

@@ -41,6 +41,11 @@ class EngineInbox:
         return len(self._ids)
 
     @property
+    def is_closed(self) -> bool:
+        """New requests are refused."""
+        return self._closed is not None
+
+    @property
     def is_empty(self) -> bool:
         """Nothing to take; read without the lock, once per round."""
         return not (self._arrived or self._calls or self._aborts)

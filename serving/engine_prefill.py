@@ -9,6 +9,8 @@ Shape legend: N packed rows, B requests in the chunk, M rows with logits, D requ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from paceline.serving.kv_cache import KVPool
@@ -18,7 +20,18 @@ from paceline.serving.running_request import RunningRequest
 from paceline.serving.sampling import SamplingBatch, draw_tokens
 from paceline.serving.scheduler import Scheduler
 from paceline.serving.stop_check import cut_tokens
-from paceline.serving.target import TargetBatch, TargetModel
+from paceline.serving.target import TargetBatch, TargetModel, TargetOutput
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptRows:
+    """The prompt rows of one round, packed."""
+
+    chunks: list[tuple[RunningRequest, int]]
+    batch: TargetBatch
+    drawing: list[RunningRequest]  # whose prompt is complete after this forward
+    draw_at: list[int]  # (D,) their rows of logits
+    scoring: list[tuple[RunningRequest, int, int]]  # (request, its first row of logits, their number)
 
 
 class PrefillRunner:
@@ -33,6 +46,11 @@ class PrefillRunner:
 
     def run(self, chunks: list[tuple[RunningRequest, int]]) -> None:
         """Prefill the next rows of each request; requests whose rows are complete start running (or end)."""
+        rows = self.pack(chunks)
+        self.finish(rows, self._target.forward(rows.batch, self._kv))
+
+    def pack(self, chunks: list[tuple[RunningRequest, int]]) -> PromptRows:
+        """Lay out the next rows of each request for a forward. Mutates nothing."""
         device = self._target.device
         chunks = bound_chunks(chunks, self._target.vocab_size)
         token_ids: list[int] = []
@@ -63,31 +81,32 @@ class PrefillRunner:
         table = torch.zeros(len(chunks), longest, dtype=torch.int64)
         for i, (request, _) in enumerate(chunks):
             table[i, : request.context_len] = request.rows[: request.context_len]  # type: ignore[index]
-        pool_rows = torch.cat(out_rows).to(device)
-        out = self._target.forward(
-            TargetBatch(
-                token_ids=torch.tensor(token_ids, device=device),
-                positions=torch.tensor(positions, device=device),
-                cu_rows=torch.tensor(offsets, device=device),
-                context_lens=torch.tensor([r.context_len for r, _ in chunks], device=device),
-                slot_table=table.to(device),
-                out_rows=pool_rows,
-                ancestors=None,
-                logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-            ),
-            self._kv,
+        batch = TargetBatch(
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            cu_rows=torch.tensor(offsets, device=device),
+            context_lens=torch.tensor([r.context_len for r, _ in chunks], device=device),
+            slot_table=table.to(device),
+            out_rows=torch.cat(out_rows).to(device),
+            ancestors=None,
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
         )
-        self.num_rows += len(token_ids)
-        if self._kv.features is not None and out.features is not None:
-            self._kv.features.index_copy_(0, pool_rows, out.features)
-        for request, num_rows in chunks:
+        return PromptRows(chunks=chunks, batch=batch, drawing=drawing, draw_at=draw_at, scoring=scoring)
+
+    def finish(self, rows: PromptRows, out: TargetOutput) -> None:
+        """Take the forward's output; requests whose rows are complete start running (or end)."""
+        self.num_rows += rows.batch.token_ids.numel()
+        if out.features is not None and self._kv.features is not None:
+            self._kv.features.index_copy_(0, rows.batch.out_rows, out.features)
+        for request, num_rows in rows.chunks:
             request.context_len += num_rows
+            self._scheduler.publish(request)
             if request.context_len == request.prefill_len:
                 self._scheduler.start_running(request)
-        for request, at, num in scoring:
+        for request, at, num in rows.scoring:
             score_prompt(request, out.logits[at : at + num])
-        if drawing:
-            self._draw_first(drawing, out.logits[draw_at] if scoring else out.logits)
+        if rows.drawing:
+            self._draw_first(rows.drawing, out.logits[rows.draw_at] if rows.scoring else out.logits)
 
     def _draw_first(self, requests: list[RunningRequest], logits: torch.Tensor) -> None:
         """Draw and emit the first output token of each request from logits (D, V)."""

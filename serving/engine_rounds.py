@@ -16,6 +16,7 @@ from paceline.serving.budget_stats import DraftKey
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine_drafting import catch_up, draft_inputs, mark_ingested
 from paceline.serving.kv_cache import KVPool
+from paceline.serving.packed_forward import forward_together
 from paceline.serving.round_output import RoundOutput, round_logprobs
 from paceline.serving.running_request import RunningRequest
 from paceline.serving.sampling import SamplingBatch
@@ -69,13 +70,18 @@ class DecodeRunner:
         self._catch_up_s = 0.0
         self._commit_s = 0.0
         self.num_rounds = 0
+        self.num_rows = 0
+        """Tree rows of the latest round, roots included."""
         self.part_s = dict.fromkeys(("draft", "build", "verify", "accept", "commit", "host"), 0.0)
         """Seconds that all rounds together spent inside drafters, building trees, in the verify forward, accepting,
         copying rows, and in everything else."""
 
-    def run(self, requests: list[RunningRequest]) -> None:
+    def run(self, requests: list[RunningRequest], prompts: TargetBatch | None = None) -> TargetOutput | None:
         """One round for all running requests; every one of them emits at least one token.
 
+        Args:
+            prompts: prompt rows that ride along in the forward; their output is returned, and their share of the
+                forward's time, by rows, is no part of the round's statistics.
         Syncs: one host read of the accepted paths (and what drafters and policy read).
         """
         start = self._timer()
@@ -86,6 +92,7 @@ class DecodeRunner:
         table = table[:, : max(r.context_len for r in requests)]
         draft, model_s, catch_up_s = self._draft(batch, table)
         tree = draft.tree
+        self.num_rows = tree.token_ids.numel()
 
         verify_start = self._timer()
         if len(requests) == 1:
@@ -93,21 +100,27 @@ class DecodeRunner:
         else:
             counts = tree.cu_nodes[1:] - tree.cu_nodes[:-1]
             positions = tree.depths + context_lens.repeat_interleave(counts)
-        out = self._target.forward(
-            TargetBatch(
-                token_ids=tree.token_ids,
-                positions=positions,
-                cu_rows=tree.cu_nodes,
-                context_lens=context_lens,
-                slot_table=table,
-                out_rows=self._scratch[: tree.token_ids.numel()],
-                ancestors=tree.ancestors,
-                logit_rows=None,
-            ),
-            self._kv,
+        rows = TargetBatch(
+            token_ids=tree.token_ids,
+            positions=positions,
+            cu_rows=tree.cu_nodes,
+            context_lens=context_lens,
+            slot_table=table,
+            out_rows=self._scratch[: tree.token_ids.numel()],
+            ancestors=tree.ancestors,
+            logit_rows=None,
         )
+        prompt_out = None
+        if prompts is None:
+            out = self._target.forward(rows, self._kv)
+        else:
+            out, prompt_out = forward_together(self._target, self._kv, rows, prompts)
         accept_start = self._timer()
         verify_s = accept_start - verify_start
+        if prompts is not None:
+            prompt_s = verify_s * prompts.token_ids.numel() / (prompts.token_ids.numel() + self.num_rows)
+            verify_s -= prompt_s
+            start += prompt_s
         plan = verify(tree, out.logits, batch.sampling, context_lens)
         accept_s = self._timer() - accept_start
         self._finish_round(batch, draft, plan, out, start, model_s, catch_up_s, verify_s)
@@ -118,6 +131,7 @@ class DecodeRunner:
         part_s["verify"] += verify_s
         part_s["accept"] += accept_s
         part_s["host"] += self._timer() - start - model_s - build_s - verify_s - accept_s - self._commit_s
+        return prompt_out
 
     # ---- draft --------------------------------------------------------------------------------------------------
     def _prepare(self, requests: list[RunningRequest]) -> _Batch:
@@ -194,6 +208,9 @@ class DecodeRunner:
         if len(rows) < len(batch.requests):
             table, temperatures = table[rows], temperatures[rows]
         features = self._kv.features if drafter.caps.needs_features else None
+        if drafter.caps.needs_features and features is None:
+            self._slots.mark_failed(slot, "it needs tapped hidden states, which this engine does not keep")
+            return None
         start = self._timer()
         try:
             if catch_up(drafter, requests, table, temperatures, features, self._chunk_rows):

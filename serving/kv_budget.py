@@ -33,7 +33,7 @@ def pool_row_bytes(target: TargetModel, slots: DrafterSlots, *, has_traces: bool
 
     Features are kept for drafters and traces; a target without taps has none.
     """
-    keeps_features = bool(target.tap_layers) and (slots.has_drafter or has_traces)
+    keeps_features = bool(target.tap_layers) and (slots.needs_features or has_traces)
     num_bytes = target.kv_row_bytes + slots.kv_row_bytes
     return num_bytes + (target.feature_row_bytes if keeps_features else 0), keeps_features
 

@@ -9,6 +9,8 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.kernels.dispatch import select_kernels
+from paceline.serving.page_runs import PageRuns
+from paceline.serving.prefix_cache import CachedPage, DraftKey, PrefixCache
 
 
 class KVPool:
@@ -73,22 +75,26 @@ class PageAllocator:
     """Hands out pages to requests; page ids are shared by every pool of the engine.
 
     A request's next page is the one after its last whenever that is free, so that a lone request's rows stay in order
-    and can be read as a slice.
+    and can be read as a slice. The first pages of a request may be cached ones that it shares and never writes
+    (prefix_cache.py); every other page has one owner.
     """
 
-    def __init__(self, num_pages: int, page_tokens: int) -> None:
+    def __init__(self, num_pages: int, page_tokens: int, cache: PrefixCache | None = None) -> None:
+        """cache: where full pages of ended requests stay; None keeps none."""
         if num_pages < 1 or page_tokens < 1:
             raise ConfigError(f"num_pages and page_tokens must be >= 1, got {num_pages} and {page_tokens}")
         self.num_pages = num_pages
         self.page_tokens = page_tokens
-        self._is_free = [True] * num_pages
-        self._num_free = num_pages
+        self.cache = cache or PrefixCache(page_tokens, is_enabled=False)
+        self._runs = PageRuns(num_pages)
         self._pages: dict[str, list[int]] = {}
+        self._paths: dict[str, list[CachedPage]] = {}
         self._rows: dict[str, torch.Tensor] = {}
 
     @property
     def num_free_pages(self) -> int:
-        return self._num_free
+        """Pages that a request can get: free ones, and cached ones that nobody uses."""
+        return self._runs.num_free + self.cache.num_idle
 
     def num_pages_for(self, num_rows: int) -> int:
         """Pages that `num_rows` rows need."""
@@ -104,35 +110,14 @@ class PageAllocator:
         missing = self.num_pages_for(num_rows) - len(held)
         if missing <= 0:
             return True
-        if missing > self._num_free:
+        if missing > self.num_free_pages:
             return False
-        new: list[int] = []
-        for _ in range(missing):
-            page = self._next_page(new[-1] if new else (held[-1] if held else None), missing - len(new))
-            self._is_free[page] = False
-            new.append(page)
-        self._num_free -= missing
-        self._pages[request_id] = pages = held + new
-        first = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_tokens
-        self._rows[request_id] = (first + torch.arange(self.page_tokens)).reshape(-1)
+        if missing > self._runs.num_free:
+            # A few more than needed: whole ended requests go at once and leave rows in order.
+            for page in self.cache.evict(missing - self._runs.num_free + self.num_pages // 32):
+                self._runs.give(page)
+        self._set_pages(request_id, held + self._runs.take(missing, held[-1] if held else None))
         return True
-
-    def _next_page(self, last: int | None, wanted: int) -> int:
-        """The page after `last` if free, else the start of the longest free run (room to grow in order)."""
-        if last is not None and last + 1 < self.num_pages and self._is_free[last + 1]:
-            return last + 1
-        best, best_len, start = -1, 0, -1
-        for page, is_free in enumerate((*self._is_free, False)):
-            if is_free and start < 0:
-                start = page
-            elif not is_free and start >= 0:
-                if page - start > best_len:
-                    best, best_len = start, page - start
-                start = -1
-        # Starting in the middle of a large run leaves the run's owner before it room to grow.
-        if best > 0 and not self._is_free[best - 1] and best_len > 2 * wanted:
-            best += best_len // 2
-        return best
 
     def rows(self, request_id: str, start: int, stop: int) -> torch.Tensor:
         """(stop - start,) int64 pool rows of positions [start, stop); they must be covered by the page table."""
@@ -157,18 +142,116 @@ class PageAllocator:
         return out
 
     def release(self, request_id: str) -> None:
-        """Give all pages of a request back; unknown requests are ignored."""
-        for page in self._pages.pop(request_id, ()):
-            self._is_free[page] = True
-            self._num_free += 1
+        """Give all pages of a request back; unknown requests are ignored. Cached pages stay until they are needed."""
+        path = self._paths.pop(request_id, [])
+        for page in self._pages.pop(request_id, [])[len(path) :]:
+            self._runs.give(page)
+        self.cache.let_go(path)
         self._rows.pop(request_id, None)
 
+    # ---- shared prefixes ----------------------------------------------------------------------------------------
+    def share(self, request_id: str, tenant: str, token_ids: list[int], max_rows: int) -> int:
+        """Begin a request's page table with cached pages of the same text; pages of its own there are given back.
+
+        For a request without rows of its own yet. Args: max_rows: share at most so many rows (whole pages).
+        Returns: rows that the request shares now, from position 0.
+        """
+        path = self._paths.setdefault(request_id, [])
+        num_new = self.cache.extend(path, tenant, token_ids, max_rows // self.page_tokens)
+        if num_new:
+            pages = self._pages.get(request_id, [])
+            for page in pages[len(path) - num_new : len(path)]:
+                self._runs.give(page)
+            self._set_pages(request_id, [node.page for node in path] + pages[len(path) :])
+        return len(path) * self.page_tokens
+
+    def num_shared_rows(self, request_id: str) -> int:
+        """Rows in pages that the request must not write."""
+        return len(self._paths.get(request_id, ())) * self.page_tokens
+
+    def next_page_key(self, request_id: str, tenant: str, token_ids: list[int]) -> tuple[int, bytes] | None:
+        """What the page behind the shared ones will be found by; None when the text ends before."""
+        path = self._paths.get(request_id, ())
+        if not self.cache.is_enabled or (len(path) + 1) * self.page_tokens >= len(token_ids):
+            return None
+        return id(path[-1] if path else self.cache.root(tenant)), self.cache.key(token_ids, len(path))
+
+    def publish(
+        self,
+        request_id: str,
+        tenant: str,
+        token_ids: list[int],
+        num_rows: int,
+        *,
+        draft_key: DraftKey | None = None,
+        num_drafted_rows: int = 0,
+        is_last: bool = False,
+    ) -> None:
+        """Let others share the full pages of a request's first num_rows rows; it does not write them any more.
+
+        Args:
+            draft_key: the drafter that wrote KV for the first num_drafted_rows rows.
+            is_last: the request is about to be released: where the cache has a page with the same text already, the
+                request's own one is given up, so that the pages behind it can follow in the tree.
+        """
+        if not self.cache.is_enabled or request_id not in self._pages:
+            return
+        path, pages, size = self._paths.setdefault(request_id, []), self._pages[request_id], self.page_tokens
+        num_drafted = 0
+        if draft_key is not None:
+            self.note_drafted(request_id, draft_key, num_drafted_rows)
+            num_drafted = num_drafted_rows // size
+        for index in range(len(path), min(num_rows, len(token_ids) - 1) // size):
+            node = self.cache.insert(path, tenant, self.cache.key(token_ids, index), pages[index])
+            if node is None:
+                if not is_last:
+                    return
+                self.cache.extend(path, tenant, token_ids, index + 1)
+                self._runs.give(pages[index])
+                pages[index] = path[-1].page
+            elif draft_key is not None and index < num_drafted:
+                node.drafted[draft_key[0]] = draft_key[1]
+
+    def note_drafted(self, request_id: str, draft_key: DraftKey, num_rows: int) -> None:
+        """A drafter has written KV at the first num_rows rows of a request."""
+        for node in self._paths.get(request_id, ())[: num_rows // self.page_tokens]:
+            node.drafted[draft_key[0]] = draft_key[1]
+
+    def num_drafted_rows(self, request_id: str, draft_key: DraftKey) -> int:
+        """First rows of a request that have the KV of this drafter already."""
+        slot, load = draft_key
+        count = 0
+        for node in self._paths.get(request_id, ()):
+            if node.drafted.get(slot) != load:
+                break
+            count += 1
+        return count * self.page_tokens
+
+    def clear_cache(self) -> int:
+        """Free every cached page that no request uses; returns how many."""
+        pages = self.cache.evict(self.cache.num_idle)
+        for page in pages:
+            self._runs.give(page)
+        return len(pages)
+
+    # ---- checks -------------------------------------------------------------------------------------------------
     def check_integrity(self) -> None:
         """Raise AssertionError if pages leak or overlap."""
-        owned = [page for pages in self._pages.values() for page in pages]
-        assert len(owned) == len(set(owned)), "a page has two owners"
-        assert self._num_free == sum(self._is_free), "the free-page count is wrong"
-        assert not any(self._is_free[page] for page in owned), "an owned page is marked free"
-        assert len(owned) + self._num_free == self.num_pages, "a page leaked"
+        cached, free = self.cache.check_integrity(self._paths), self._runs.pages()
+        owned: list[int] = []
         for request_id, pages in self._pages.items():
+            path = self._paths.get(request_id, [])
+            assert [node.page for node in path] == pages[: len(path)], "a page table and its cached pages differ"
             assert self._rows[request_id].numel() == len(pages) * self.page_tokens, "row table and page table differ"
+            owned += pages[len(path) :]
+        assert len(owned) == len(set(owned)), "a page has two owners"
+        assert not set(owned) & set(cached), "a cached page has an owner"
+        assert self._runs.num_free == len(free), "the free-page count is wrong"
+        assert not free & {*owned, *cached}, "a page in use is marked free"
+        assert len(owned) + len(cached) + len(free) == self.num_pages, "a page leaked"
+        assert all(self._pages.get(request_id) for request_id, path in self._paths.items() if path), "a path leaked"
+
+    def _set_pages(self, request_id: str, pages: list[int]) -> None:
+        self._pages[request_id] = pages
+        first = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_tokens
+        self._rows[request_id] = (first + torch.arange(self.page_tokens)).reshape(-1)

@@ -54,6 +54,8 @@ class RoundOutput:
         """Whether a training job runs on this host now; set by the replica, copied into the statistics."""
         self.num_finished = 0
         self.num_aborted = 0
+        self.num_expired = 0
+        """Of the aborted ones, those whose deadline came."""
         self.num_errors: dict[str, int] = {}
         """Drafter version -> requests pinned to it that ended in an error."""
         self.num_tokens = 0
@@ -144,8 +146,9 @@ class RoundOutput:
         self._call(request, event)
 
     def end_early(self, request: RunningRequest, reason: str, error: str | None = None) -> None:
-        """End a request without a result: reason 'abort' or 'error'. Its pages and pin are free afterwards."""
+        """End a request without a result: reason 'abort', 'deadline' or 'error'. Its pages and pin are free afterwards."""
         self.num_aborted += 1
+        self.num_expired += reason == "deadline"
         if reason == "error" and request.version:
             self.num_errors[request.version] = self.num_errors.get(request.version, 0) + 1
         event = request.event(self._clock.now(), finish_reason=reason, error=error)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.serving.prefix_cache import DraftKey
 from paceline.serving.request import (
     GenerationRequest,
     RequestStats,
@@ -63,6 +64,12 @@ class RunningRequest:
     trace: TraceRows | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """Of the prompt's first tokens, as far as they are known; empty unless the request asks for them."""
+    draft_key: DraftKey | None = None
+    """What drafter KV at shared rows is found by; None when the drafter's rows cannot be shared."""
+    rank: tuple[float, int] = (0.0, 0)
+    """Order of admission; the active request with the largest rank is preempted first. Set by the scheduler."""
+    num_cached_tokens: int = 0
+    was_preempted: bool = False
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -129,6 +136,7 @@ class RunningRequest:
             verify_ms=self.verify_ms,
             round_ms=self.round_ms,
             total_ms=(now_s - self.submitted_s) * 1e3,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
     def event(self, now_s: float, token_ids: tuple[int, ...] = (), **fields: Any) -> RoundEvent:

@@ -1,19 +1,28 @@
 """Which requests run this round, and who gives pages back when they run out?
 
-First come, first served. A request is admitted when its prompt's pages are free; prompts are prefilled in chunks between
-decode rounds; when a running request cannot get the page of its next row, the newest request loses its pages and goes
-back to the queue (its rows are recomputed later from its tokens).
+Every request has a rank: its submission time plus its priority times `priority_aging_s`, then its arrival. Smaller ranks
+are admitted first, equal priorities therefore in order of arrival, and a waiting request overtakes later ones of the next
+better priority once it has waited `priority_aging_s` longer. A rank never changes, so the smallest one is never
+preempted and always advances, and no two requests can preempt each other in turn.
+
+A request is admitted when its prompt's pages are free; pages of a cached prefix are shared (prefix_cache.py). Prompts are
+prefilled in chunks between decode rounds. When a running request cannot get the page of its next row, the active request
+with the largest rank loses its pages and goes back to the queue. When the first of the queue finds no room, active
+requests of a worse priority make it, if their pages suffice. Lost rows are recomputed, or found in the prefix cache.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+import math
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from paceline.serving.prefix_cache import DraftKey
 from paceline.serving.request import RequestStatus
+from paceline.serving.request_queue import RequestQueue
 from paceline.serving.running_request import RunningRequest
 
 
@@ -25,6 +34,22 @@ class Pages(Protocol):
     def ensure(self, request_id: str, num_rows: int) -> bool: ...
     def rows(self, request_id: str, start: int, stop: int) -> torch.Tensor: ...
     def release(self, request_id: str) -> None: ...
+    def pages(self, request_id: str) -> tuple[int, ...]: ...
+    def share(self, request_id: str, tenant: str, token_ids: list[int], max_rows: int) -> int: ...
+    def num_shared_rows(self, request_id: str) -> int: ...
+    def note_drafted(self, request_id: str, draft_key: DraftKey, num_rows: int) -> None: ...
+    def next_page_key(self, request_id: str, tenant: str, token_ids: list[int]) -> tuple[int, bytes] | None: ...
+    def publish(
+        self,
+        request_id: str,
+        tenant: str,
+        token_ids: list[int],
+        num_rows: int,
+        *,
+        draft_key: DraftKey | None = None,
+        num_drafted_rows: int = 0,
+        is_last: bool = False,
+    ) -> None: ...
 
 
 class Scheduler:
@@ -37,55 +62,101 @@ class Scheduler:
         page_tokens: int,
         max_running: int,
         prefill_chunk_tokens: int,
+        min_prefill_tokens: int = 1,
+        priority_aging_s: float = math.inf,
         on_preempt: Callable[[RunningRequest], None] = lambda r: None,
+        may_share: Callable[[RunningRequest], bool] = lambda r: False,
+        on_share: Callable[[RunningRequest], None] = lambda r: None,
     ) -> None:
+        """Args:
+        min_prefill_tokens: rows of a chunk however many requests decode.
+        may_share: whether a request may use cached pages.
+        on_share: told when a request that was admitted before has found more cached rows.
+        """
         self._pages = pages
         self._page_tokens = page_tokens
         self._max_running = max_running
         self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._min_prefill_tokens = min(min_prefill_tokens, prefill_chunk_tokens)
+        self._priority_aging_s = priority_aging_s
         self._on_preempt = on_preempt
-        self.waiting: deque[RunningRequest] = deque()
-        self.active: list[RunningRequest] = []  # PREFILL and RUNNING, oldest first
+        self._may_share = may_share
+        self._on_share = on_share
+        self.waiting = RequestQueue()
+        self.active: list[RunningRequest] = []  # PREFILL and RUNNING, smallest rank first
         self.num_preemptions = 0
+        self.num_lookups = 0
+        self.num_hits = 0
+        self.num_hit_rows = 0
         self.generation = 0
         """Grows whenever the set of active requests, a status or a page table changes."""
 
     def add(self, request: RunningRequest) -> None:
-        """Queue a request in arrival order."""
-        at = len(self.waiting)
-        while at and self.waiting[at - 1].arrival > request.arrival:
-            at -= 1
-        self.waiting.insert(at, request)
+        """Queue a request by its rank."""
+        priority = request.request.priority
+        delay_s = priority * self._priority_aging_s if priority else 0.0
+        request.rank = (request.submitted_s + delay_s, request.arrival)
+        self.waiting.push(request)
 
     def admit(self) -> list[RunningRequest]:
         """Move requests from the queue to prefill while they fit; returns the admitted ones."""
-        admitted = []
-        while self.waiting and len(self.active) < self._max_running:
-            request = self.waiting[0]
+        admitted: list[RunningRequest] = []
+        while (request := self.waiting.first()) is not None:
+            if len(self.active) >= self._max_running and not self._make_room(request, 0):
+                break
             # The first output row is part of the bill, and one page per active request stays free: otherwise
             # the admission would be preempted at once.
             num_rows = request.prefill_len + 1
-            num_pages = -(-num_rows // self._page_tokens)
-            if self.active and self._pages.num_free_pages < num_pages + len(self.active):
+            num_shared = self._share(request) // self._page_tokens
+            num_pages = -(-num_rows // self._page_tokens) - num_shared
+            if not self._has_room(num_pages) and not self._make_room(request, num_pages):
+                self._pages.release(request.request_id)
                 break
-            if not self._grow(request, num_rows):
-                break
-            self.waiting.popleft()
+            is_covered = self._grow(request, num_rows)
+            assert is_covered, "pages that are free can be taken"
+            self.waiting.remove(request)
+            self.num_lookups += self._may_share(request)
+            self._count_hit(request, 0, num_shared * self._page_tokens)
             request.advance(RequestStatus.PREFILL)
-            self._insert(request)
+            bisect.insort(self.active, request, key=lambda r: r.rank)
+            self.generation += 1
             admitted.append(request)
         return admitted
 
-    def prefill_chunks(self) -> list[tuple[RunningRequest, int]]:
-        """(request, rows) to prefill in this round, at most prefill_chunk_tokens rows together, oldest first."""
-        budget = self._prefill_chunk_tokens
+    def prefill_chunks(self, num_decode_rows: int = 0) -> list[tuple[RunningRequest, int]]:
+        """(request, rows) to prefill in this round, smallest rank first.
+
+        All rows of the round together stay within prefill_chunk_tokens, so that a decoding request waits no longer for its
+        next tokens when prompts come in; prompts get at least min_prefill_tokens of them. Of several prompts whose next
+        page is the same, one computes it and the others wait to share it.
+        """
+        budget = max(self._min_prefill_tokens, self._prefill_chunk_tokens - num_decode_rows)
         chunks = []
+        in_work: set[tuple[int, bytes]] = set()
         for request in self.active:
-            if request.status is RequestStatus.PREFILL and budget > 0:
-                num_rows = min(budget, request.prefill_len - request.context_len)
-                budget -= num_rows
-                chunks.append((request, num_rows))
+            if budget <= 0:
+                break
+            if request.status is not RequestStatus.PREFILL or not self._find_more(request, in_work):
+                continue
+            num_rows = min(budget, request.prefill_len - request.context_len)
+            budget -= num_rows
+            chunks.append((request, num_rows))
         return chunks
+
+    def note_drafted(self) -> None:
+        """Write down which shared pages have drafter KV by now; before new requests ask."""
+        for request in self.active:
+            if request.draft_key is not None:
+                self._pages.note_drafted(request.request_id, request.draft_key, request.drafted_len)
+
+    def publish(self, request: RunningRequest) -> None:
+        """Let others share the full pages that a request has computed."""
+        self._publish(request, is_last=False)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that decode."""
+        return sum(r.status is RequestStatus.RUNNING for r in self.active)
 
     def start_running(self, request: RunningRequest) -> None:
         """Prefill is complete: the request decodes from the next round on."""
@@ -95,7 +166,8 @@ class Scheduler:
     def reserve(self, num_lookahead_rows: int) -> list[RunningRequest]:
         """Give every running request the page of its next row, and of the draft path's rows where they are free.
 
-        Preempts the newest active requests when pages run out. Returns the running requests, oldest first.
+        Preempts the active requests with the largest ranks when pages run out. Returns the running requests, smallest
+        rank first.
         """
         batch: list[RunningRequest] = []
         for request in list(self.active):
@@ -116,6 +188,7 @@ class Scheduler:
     def preempt(self, request: RunningRequest) -> None:
         """Take a request's pages and queue it for recomputation."""
         request.advance(RequestStatus.PREEMPTED)
+        request.was_preempted = True
         self._drop(request)
         self.num_preemptions += 1
         self._on_preempt(request)
@@ -123,7 +196,7 @@ class Scheduler:
         self.add(request)
 
     def remove(self, request: RunningRequest, status: RequestStatus) -> None:
-        """End a request (FINISHED or ABORTED) wherever it is; its pages are free afterwards."""
+        """End a request (FINISHED or ABORTED) wherever it is; its pages are free or cached afterwards."""
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             self.waiting.remove(request)
         else:
@@ -131,15 +204,31 @@ class Scheduler:
         request.advance(status)
         request.forget_rows()
 
-    def _insert(self, request: RunningRequest) -> None:
-        at = len(self.active)
-        while at and self.active[at - 1].arrival > request.arrival:
-            at -= 1
-        self.active.insert(at, request)
-        self.generation += 1
+    # ---- room ---------------------------------------------------------------------------------------------------
+    def _has_room(self, num_pages: int) -> bool:
+        return self._pages.num_free_pages >= num_pages + len(self.active)
+
+    def _make_room(self, request: RunningRequest, num_pages: int) -> bool:
+        """Preempt active requests of a worse priority and rank until a request has a place and its pages.
+
+        Nobody is preempted when all their pages together would not be enough; pages that they share count in full.
+        """
+        num_free, num_left = self._pages.num_free_pages, len(self.active)
+        while num_left >= self._max_running or num_free < num_pages + num_left:
+            victim = self.active[num_left - 1] if num_left else None
+            if victim is None or victim.request.priority <= request.request.priority or victim.rank < request.rank:
+                return False
+            num_left -= 1
+            num_free += len(self._pages.pages(victim.request_id))
+        for victim in self.active[num_left:]:  # a copy
+            self.preempt(victim)
+        return self._has_room(num_pages)
 
     def _drop(self, request: RunningRequest) -> None:
-        self.active.remove(request)
+        at = bisect.bisect_left(self.active, request.rank, key=lambda r: r.rank)
+        assert self.active[at] is request, "an active request stands where its rank says"
+        del self.active[at]
+        self._publish(request, is_last=True)
         self._pages.release(request.request_id)
         self.generation += 1
 
@@ -152,3 +241,44 @@ class Scheduler:
             request.rows = self._pages.rows(request.request_id, 0, capacity)
             self.generation += 1
         return True
+
+    # ---- shared prefixes ----------------------------------------------------------------------------------------
+    def _share(self, request: RunningRequest) -> int:
+        """Rows that a request can share; the last one to prefill is always computed, for its logits and features."""
+        if not self._may_share(request):
+            return 0
+        return self._pages.share(
+            request.request_id, request.request.tenant, request.tokens, max_rows=request.prefill_len - 1
+        )
+
+    def _find_more(self, request: RunningRequest, in_work: set[tuple[int, bytes]]) -> bool:
+        """Share what was cached since admission; False when another request of this chunk computes the next page."""
+        if not self._may_share(request):
+            return True
+        start = request.context_len
+        is_fresh = start == self._pages.num_shared_rows(request.request_id)  # no rows of its own behind the shared ones
+        if is_fresh and (num_shared := self._share(request)) > start:
+            request.rows = self._pages.rows(request.request_id, 0, request.row_capacity)
+            self.generation += 1
+            self._count_hit(request, start, num_shared)
+            self._on_share(request)
+        key = self._pages.next_page_key(request.request_id, request.request.tenant, request.tokens)
+        if key is not None:
+            if is_fresh and key in in_work:
+                return False
+            in_work.add(key)
+        return True
+
+    def _publish(self, request: RunningRequest, *, is_last: bool) -> None:
+        self._pages.publish(
+            request.request_id, request.request.tenant, request.tokens, request.context_len,
+            draft_key=request.draft_key, num_drafted_rows=request.drafted_len, is_last=is_last,
+        )  # fmt: skip
+
+    def _count_hit(self, request: RunningRequest, start: int, stop: int) -> None:
+        """The rows [start, stop) of a request were found in the cache."""
+        request.context_len = stop
+        self.num_hits += start == 0 < stop
+        self.num_hit_rows += stop - start
+        if not request.was_preempted:
+            request.num_cached_tokens += stop - start

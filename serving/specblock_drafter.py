@@ -74,6 +74,7 @@ class SpecBlockDrafter:
             max_depth=2 * c.num_slots,
             is_reentrant=True,
             needs_features=True,
+            is_row_local=True,
         )
         self._shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         self._p: dict[str, torch.Tensor] = {}

@@ -125,7 +125,7 @@ class Run:
 
     def __init__(self, engine: Engine, request_id: str = "r", prompt=PROMPT, **fields) -> None:
         self.events: list = []
-        request = {k: fields.pop(k) for k in ("group", "bucket", "is_traced") if k in fields}
+        request = {k: fields.pop(k) for k in ("group", "bucket", "is_traced", "priority") if k in fields}
         params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **fields}
         engine.submit(
             GenerationRequest(
@@ -143,11 +143,15 @@ class Run:
         return self.events[-1]
 
 
-def make_engine(drafter=None, *, num_pages: int = 64, sinks: Sinks | None = None, **config) -> Engine:
+def make_engine(
+    drafter=None, *, num_pages: int = 64, sinks: Sinks | None = None, packs_prompts: bool | None = None, **config
+) -> Engine:
     slots = drafter if isinstance(drafter, DrafterSlots) else DrafterSlots(drafter, "v0" if drafter else "")
     row_bytes, _ = pool_row_bytes(target(), slots, has_traces=sinks is not None)
     values = {"page_tokens": 4, "kv_bytes": num_pages * 4 * row_bytes, "tree": TREE, **config}
-    return Engine(target(), slots, EngineConfig(**values), feedback=sinks, traces=sinks, trace_topk=4)
+    return Engine(
+        target(), slots, EngineConfig(**values), feedback=sinks, traces=sinks, trace_topk=4, packs_prompts=packs_prompts
+    )
 
 
 def finish(engine: Engine) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,9 +34,11 @@ def make_request(arrival: int, prompt_len: int, max_tokens: int = 8) -> RunningR
     )
 
 
-def make_scheduler(num_pages: int, *, max_running: int = 8, chunk: int = 6) -> tuple[Scheduler, PageAllocator]:
+def make_scheduler(
+    num_pages: int, *, max_running: int = 8, chunk: int = 6, **options
+) -> tuple[Scheduler, PageAllocator]:
     pages = PageAllocator(num_pages, PAGE)
-    return Scheduler(pages, page_tokens=PAGE, max_running=max_running, prefill_chunk_tokens=chunk), pages
+    return Scheduler(pages, page_tokens=PAGE, max_running=max_running, prefill_chunk_tokens=chunk, **options), pages
 
 
 def finish_prefill(scheduler: Scheduler, request: RunningRequest) -> None:
@@ -181,3 +185,108 @@ def test_pages_balance_and_the_oldest_request_always_advances(num_pages, operati
     for request in [*scheduler.active, *scheduler.waiting]:
         scheduler.remove(request, RequestStatus.ABORTED)
     assert pages.num_free_pages == num_pages
+
+
+# ---- priorities -----------------------------------------------------------------------------------------------------
+def with_priority(arrival: int, priority: int, *, submitted_s: float = 0.0, prompt_len: int = 3, max_tokens: int = 8):
+    request = make_request(arrival, prompt_len, max_tokens)
+    request.request = dataclasses.replace(request.request, priority=priority)
+    request.submitted_s = submitted_s
+    return request
+
+
+def test_better_priorities_go_first_and_equals_in_order_of_arrival():
+    scheduler, _ = make_scheduler(64, priority_aging_s=30.0)
+    requests = [with_priority(i, p) for i, p in enumerate((1, 0, 1, -1, 0))]
+    for r in requests:
+        scheduler.add(r)
+    assert [r.request_id for r in scheduler.admit()] == ["r3", "r1", "r4", "r0", "r2"]
+
+
+def test_waiting_makes_up_for_a_worse_priority():
+    scheduler, _ = make_scheduler(64, max_running=1, priority_aging_s=30.0)
+    old = with_priority(0, 1, submitted_s=0.0)
+    scheduler.add(old)
+    scheduler.add(with_priority(1, 0, submitted_s=29.0))
+    scheduler.add(with_priority(2, 0, submitted_s=31.0))
+    assert [r.request_id for r in scheduler.waiting] == ["r1", "r0", "r2"]
+
+
+def test_a_better_priority_takes_the_place_of_the_newest_request_of_the_worst():
+    scheduler, pages = make_scheduler(64, max_running=3, priority_aging_s=30.0)
+    running = [with_priority(i, p) for i, p in enumerate((0, 1, 1))]
+    for r in running:
+        scheduler.add(r)
+    for r in scheduler.admit():
+        finish_prefill(scheduler, r)
+    urgent = with_priority(3, -1)
+    scheduler.add(urgent)
+    assert scheduler.admit() == [urgent]
+    assert [r.status for r in running] == [RequestStatus.RUNNING, RequestStatus.RUNNING, RequestStatus.PREEMPTED]
+    assert scheduler.admit() == [], "the one that lost its place does not take it back"
+    pages.check_integrity()
+
+
+def test_equals_never_preempt_each_other_for_a_place():
+    scheduler, _ = make_scheduler(64, max_running=1, priority_aging_s=30.0)
+    for i in range(2):
+        scheduler.add(with_priority(i, 1))
+    first = scheduler.admit()
+    scheduler.add(with_priority(2, 1))
+    assert scheduler.admit() == [] and scheduler.active == first and scheduler.num_preemptions == 0
+
+
+def test_pages_for_a_better_priority_are_taken_only_if_they_suffice():
+    scheduler, pages = make_scheduler(8, priority_aging_s=30.0)
+    same, worse = with_priority(0, 0, prompt_len=15), with_priority(1, 1, prompt_len=7)
+    for r in (same, worse):
+        scheduler.add(r)
+    assert scheduler.admit() == [same, worse]
+    scheduler.add(with_priority(2, 0, prompt_len=19))
+    assert scheduler.admit() == [] and scheduler.num_preemptions == 0, "not even all pages of the worse one would do"
+    fits = with_priority(3, -1, prompt_len=7)
+    scheduler.add(fits)
+    assert scheduler.admit() == [fits] and worse.status is RequestStatus.PREEMPTED and same in scheduler.active
+    pages.check_integrity()
+
+
+@given(st.lists(st.tuples(st.integers(-1, 2), st.integers(1, 9)), min_size=2, max_size=12), st.integers(3, 10))
+def test_preemption_by_priority_ends(requests, num_pages):
+    scheduler, pages = make_scheduler(num_pages, max_running=3, priority_aging_s=10.0)
+    limit = num_pages * PAGE - 1
+    for i, (priority, prompt_len) in enumerate(requests):
+        prompt_len = min(prompt_len, limit - 1)
+        scheduler.add(with_priority(i, priority, submitted_s=3.0 * i, prompt_len=prompt_len, max_tokens=min(6, limit - prompt_len)))  # fmt: skip
+    for _ in range(60 * len(requests)):
+        scheduler.admit()
+        for request, num_rows in scheduler.prefill_chunks():
+            if request.context_len + num_rows == request.prefill_len:
+                finish_prefill(scheduler, request)
+            else:
+                request.context_len += num_rows
+        for request in scheduler.reserve(0):
+            request.tokens.append(9)
+            request.context_len += 1
+            if len(request.tokens) >= request.token_limit:
+                scheduler.remove(request, RequestStatus.FINISHED)
+        pages.check_integrity()
+    assert not scheduler.active and not scheduler.waiting
+    assert scheduler.num_preemptions <= len(requests) ** 2
+
+
+# ---- rows of a round ------------------------------------------------------------------------------------------------
+def test_prompts_get_what_decoding_leaves_and_at_least_their_minimum():
+    scheduler, _ = make_scheduler(64, chunk=20, min_prefill_tokens=5)
+    request = make_request(0, 100)
+    scheduler.add(request)
+    scheduler.admit()
+    assert [scheduler.prefill_chunks(n)[0][1] for n in (0, 8, 15, 16, 500)] == [20, 12, 5, 5, 5]
+
+
+def test_several_prompts_share_what_decoding_leaves():
+    scheduler, _ = make_scheduler(64, chunk=12, min_prefill_tokens=2)
+    requests = [make_request(i, 4) for i in range(3)]
+    for r in requests:
+        scheduler.add(r)
+    scheduler.admit()
+    assert scheduler.prefill_chunks(3) == [(requests[0], 4), (requests[1], 4), (requests[2], 1)]
