@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from paceline.errors import ConfigError
-from paceline.kernels.dispatch import select_kernels
+from paceline.kernels.dispatch import Kernels, select_kernels
 
 
 class KVPool:
@@ -28,6 +28,7 @@ class KVPool:
         num_scratch_rows: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        kernels: Kernels | None = None,
     ) -> None:
         self.num_pages = num_pages
         self.page_tokens = page_tokens
@@ -44,7 +45,7 @@ class KVPool:
         self.value_rows = self.values.unbind(0)  # (R, Hkv, Dh) each
         self.key_heads = self.keys.permute(0, 2, 3, 1).unbind(0)  # (Hkv, Dh, R) each
         self.value_heads = self.values.transpose(1, 2).unbind(0)  # (Hkv, R, Dh) each
-        self._commit_rows = select_kernels(device).commit_rows
+        self._commit_rows = (kernels or select_kernels(device)).commit_rows
 
     @property
     def row_bytes(self) -> int:
