@@ -61,7 +61,9 @@ def commit_rows(pool: torch.Tensor, src_rows: torch.Tensor, dst_rows: torch.Tens
     check_tensors(pool.device, src_rows=src_rows, dst_rows=dst_rows)
     check_integers(src_rows=src_rows, dst_rows=dst_rows)
     if pool.dim() != 5 or pool.shape[2] != 2 or (pool.numel() and not pool[0, 0].is_contiguous()):
-        raise ValueError(f"pool must be (Lt, R, 2, Hkv, Dh) of contiguous rows, got {tuple(pool.shape)} {pool.stride()}")
+        raise ValueError(
+            f"pool must be (Lt, R, 2, Hkv, Dh) of contiguous rows, got {tuple(pool.shape)} {pool.stride()}"
+        )
     num_rows = src_rows.numel()
     if num_rows == 0 or pool.numel() == 0:
         return

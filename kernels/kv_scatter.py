@@ -23,8 +23,10 @@ def _scatter_kernel(
     """One program moves BLOCK elements of one row, K and V."""
     source = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + source)
+    if row < 0:
+        return
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_element = (element < row_size) & (row >= 0)
+    is_element = element < row_size
     head, column = element // head_dim, element % head_dim
     key = tl.load(keys + source * key_row + head * key_head + column * key_column, mask=is_element)
     value = tl.load(values + source * value_row + head * value_head + column * value_column, mask=is_element)

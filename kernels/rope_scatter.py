@@ -67,21 +67,22 @@ def _rope_kernel(
         tl.store(at, first.to(out.dtype.element_ty), mask=mask)
         tl.store(at + half, second.to(out.dtype.element_ty), mask=mask)
     else:
-        head = (block - query_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
         slot = tl.load(rows + row)
-        is_head = (head < num_kv_heads) & (slot >= 0)
-        first, second = _turn(
-            key + row * key_row, k_norm, cos, sin, position, head, is_head, key_head, half, eps, HAS_K_NORM, BLOCK_D
-        )
-        mask = is_head[:, None] & (column < half)[None, :]
-        at = pool + slot * pool_row + head[:, None] * pool_head + column[None, :]
-        tl.store(at, first.to(pool.dtype.element_ty), mask=mask)
-        tl.store(at + half, second.to(pool.dtype.element_ty), mask=mask)
-        source = value + row * value_row + head[:, None] * value_head + column[None, :]
-        first_value = tl.load(source, mask=mask, other=0.0)
-        second_value = tl.load(source + half, mask=mask, other=0.0)
-        tl.store(at + pool_value, first_value.to(pool.dtype.element_ty), mask=mask)
-        tl.store(at + pool_value + half, second_value.to(pool.dtype.element_ty), mask=mask)
+        if slot >= 0:
+            head = (block - query_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+            is_head = head < num_kv_heads
+            first, second = _turn(
+                key + row * key_row, k_norm, cos, sin, position, head, is_head, key_head, half, eps, HAS_K_NORM, BLOCK_D
+            )
+            mask = is_head[:, None] & (column < half)[None, :]
+            at = pool + slot * pool_row + head[:, None] * pool_head + column[None, :]
+            tl.store(at, first.to(pool.dtype.element_ty), mask=mask)
+            tl.store(at + half, second.to(pool.dtype.element_ty), mask=mask)
+            source = value + row * value_row + head[:, None] * value_head + column[None, :]
+            first_value = tl.load(source, mask=mask, other=0.0)
+            second_value = tl.load(source + half, mask=mask, other=0.0)
+            tl.store(at + pool_value, first_value.to(pool.dtype.element_ty), mask=mask)
+            tl.store(at + pool_value + half, second_value.to(pool.dtype.element_ty), mask=mask)
 
 
 def rope_scatter(

@@ -17,15 +17,24 @@ from paceline.kernels.topk_lse_ref import MAX_K
 from paceline.kernels.triton_launch import check_tensors
 
 _BLOCK_V = 4096
-_NOTHING = tl.constexpr(-(2**63))
+_NOTHING = -(2**63)
 """Smaller than the key of every value."""
-_ID_BITS = tl.constexpr(0xFFFFFFFF)
-_LOW_BITS = tl.constexpr(0x7FFFFFFF)
-_QUIET_NAN = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def _block_kernel(logits, keys, peaks, sums, k, size, stride_row, stride_column, num_blocks, BLOCK_V: tl.constexpr):
+def _block_kernel(
+    logits,
+    keys,
+    peaks,
+    sums,
+    k,
+    size,
+    stride_row,
+    stride_column,
+    num_blocks,
+    NOTHING: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """Phase (a): one program per row and block."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -43,19 +52,29 @@ def _block_kernel(logits, keys, peaks, sums, k, size, stride_row, stride_column,
     tl.store(peaks + slot, peak)
     tl.store(sums + slot, tl.where(has_nan, float("nan"), total))
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    bits = tl.where(is_nan, _QUIET_NAN, bits)
-    ordered = bits ^ ((bits >> 31) & _LOW_BITS)
-    key = (ordered.to(tl.int64) << 32) | (_ID_BITS - ids.to(tl.int64))
-    key = tl.where(is_id, key, _NOTHING)
+    bits = tl.where(is_nan, 0x7FC00000, bits)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64))
+    key = tl.where(is_id, key, NOTHING)
     for i in range(k):
         best = tl.max(key, 0)
         tl.store(keys + slot * k + i, best)
-        key = tl.where(key == best, _NOTHING, key)
+        key = tl.where(key == best, NOTHING, key)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _merge_kernel(
-    keys, peaks, sums, values, ids, lse, k, num_blocks, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
+    keys,
+    peaks,
+    sums,
+    values,
+    ids,
+    lse,
+    k,
+    num_blocks,
+    NOTHING: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Phase (b): one program per row."""
     row = tl.program_id(0).to(tl.int64)
@@ -71,14 +90,14 @@ def _merge_kernel(
     result = tl.where(is_finite, shift + tl.log(whole), top)
     tl.store(lse + row, tl.where(has_nan, float("nan"), result))
     candidate = tl.arange(0, BLOCK_K)
-    key = tl.load(keys + row * num_blocks * k + candidate, mask=candidate < num_blocks * k, other=_NOTHING)
+    key = tl.load(keys + row * num_blocks * k + candidate, mask=candidate < num_blocks * k, other=NOTHING)
     for i in range(k):
         best = tl.max(key, 0)
         ordered = (best >> 32).to(tl.int32)
-        bits = ordered ^ ((ordered >> 31) & _LOW_BITS)
+        bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
         tl.store(values + row * k + i, bits.to(tl.float32, bitcast=True))
-        tl.store(ids + row * k + i, _ID_BITS - (best & _ID_BITS))
-        key = tl.where(key == best, _NOTHING, key)
+        tl.store(ids + row * k + i, 0xFFFFFFFF - (best & 0xFFFFFFFF))
+        key = tl.where(key == best, NOTHING, key)
 
 
 def topk_lse(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -111,10 +130,20 @@ def topk_lse(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, 
     peaks = torch.empty(num_rows, num_blocks, device=device)
     sums = torch.empty_like(peaks)
     _block_kernel[(num_rows, num_blocks)](
-        logits, keys, peaks, sums, k, size, *logits.stride(), num_blocks, BLOCK_V=block_v, num_warps=8
+        logits,
+        keys,
+        peaks,
+        sums,
+        k,
+        size,
+        *logits.stride(),
+        num_blocks,
+        NOTHING=_NOTHING,
+        BLOCK_V=block_v,
+        num_warps=8,
     )
     _merge_kernel[(num_rows,)](
         keys, peaks, sums, values, ids, lse, k, num_blocks,
-        BLOCK_C=triton.next_power_of_2(num_blocks), BLOCK_K=triton.next_power_of_2(num_blocks * k), num_warps=4,
+        NOTHING=_NOTHING, BLOCK_C=triton.next_power_of_2(num_blocks), BLOCK_K=triton.next_power_of_2(num_blocks * k), num_warps=4,
     )  # fmt: skip
     return values, ids, lse

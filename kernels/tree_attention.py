@@ -185,12 +185,10 @@ def _own_kernel(
         else:  # BLOCK_OWN is 32
             word = tl.load(words + row * num_words + begin // 32, mask=is_row, other=0)
             is_visible = ((word[:, None] >> tl.arange(0, BLOCK_OWN)[None, :]) & 1) != 0
-        acc, peak, total = _accumulate(
-            loaded, key, value, is_visible & is_key[None, :], acc, peak, total, scale, DTYPE
-        )
+        acc, peak, total = _accumulate(loaded, key, value, is_visible & is_key[None, :], acc, peak, total, scale, DTYPE)
     if SPLITS > 0:
         part = _part_length(context, SPLITS, MIN_PART, BLOCK_N)
-        for split in range(0, (context + part - 1) // part):
+        for split in range((context + part - 1) // part):
             # A part counts as one key whose score is its log-sum-exp and whose value is its output.
             at = (row + split * num_rows) * num_heads + head
             score = tl.load(lse + at, mask=is_row, other=0.0)
@@ -274,11 +272,13 @@ def _launch_shape(query_dtype: torch.dtype, pool_dtype: torch.dtype, block_m: in
 
     Fixed by shapes, not tuned by timing: a tuner would run kernels inside a graph capture.
     """
+    block_d = triton.next_power_of_2(head_dim)
     is_half = query_dtype == pool_dtype and query_dtype != torch.float32
     block_n = 64 if is_half else 32
-    if head_dim > 128:
+    if block_d > 128:
         block_n //= 2
-    return block_n, 8 if block_m * triton.next_power_of_2(head_dim) >= 64 * 256 else 4
+    is_wide = block_m * block_d >= 64 * 128 if is_half else block_d >= 128  # fewer warps would spill registers
+    return block_n, 8 if is_wide else 4
 
 
 def _check(query: torch.Tensor, pool: torch.Tensor, plan: TilePlan) -> None:

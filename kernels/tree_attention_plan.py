@@ -21,7 +21,7 @@ from paceline.kernels.triton_launch import check_integers, check_tensors
 TILE_FIELDS = 5
 """int32 fields of a tile: request (-1 = padding rows), first folded row within the request, first packed row of the
 request, rows of the request (0 = the tile is unused), context length."""
-_MAX_BLOCK_M = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
+_MAX_BLOCK_M = {torch.float32: 16, torch.bfloat16: 64, torch.float16: 64}
 """float32 products run without tensor cores and keep more bytes in registers."""
 
 
@@ -66,9 +66,7 @@ def _tile_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "width", "num_words"])
-def _pack_kernel(
-    ancestors, words, num_rows, width, num_words, stride_row, stride_column, BLOCK_R: tl.constexpr
-):
+def _pack_kernel(ancestors, words, num_rows, width, num_words, stride_row, stride_column, BLOCK_R: tl.constexpr):
     """One program packs one word of BLOCK_R rows."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     lane = tl.arange(0, 32)
@@ -151,9 +149,7 @@ def _block_m(num_rows: int, batch: int, num_groups: int, dtype: torch.dtype) -> 
 def _pack(ancestors: torch.Tensor, num_rows: int) -> torch.Tensor:
     """(N, W) bool -> (N, U) int32 words."""
     if ancestors.dtype != torch.bool or ancestors.dim() != 2 or ancestors.shape[0] != num_rows:
-        raise ValueError(
-            f"ancestors must be bool of ({num_rows}, W), got {ancestors.dtype} {tuple(ancestors.shape)}"
-        )
+        raise ValueError(f"ancestors must be bool of ({num_rows}, W), got {ancestors.dtype} {tuple(ancestors.shape)}")
     width = ancestors.shape[1]
     num_words = max(1, -(-width // 32))
     words = torch.empty(num_rows, num_words, dtype=torch.int32, device=ancestors.device)

@@ -153,7 +153,9 @@ def test_queries_and_pool_of_different_types(device):
 def test_extreme_logits_stay_finite(device, num_splits):
     """Scores up to about 1e4: exp overflows unless the peak is subtracted, in every part and in the merge."""
     case = Case([150], [TREE], loud=5e3, scale=1.0)
-    scores = torch.einsum("nhd,rd->nhr", case.query.double(), case.pool[case.inputs["slot_table"][0, :150], 0, 0].double())
+    scores = torch.einsum(
+        "nhd,rd->nhr", case.query.double(), case.pool[case.inputs["slot_table"][0, :150], 0, 0].double()
+    )
     assert scores.abs().max() > 1e4
     case.check(device, num_splits=num_splits)
 
