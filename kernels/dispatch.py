@@ -28,7 +28,9 @@ class Kernels:
 
     backend: str
     is_capturable: bool
-    """Planning and kernels read nothing on the host, and all shapes follow from the inputs' shapes (CUDA graphs)."""
+    """Planning and kernels read nothing on the host, and all shapes follow from the inputs' shapes (CUDA graphs).
+
+    A call must have run once before it is captured: the first one of its shapes compiles."""
     plan_attention: Callable[..., Any]
     """Its result is understood by the same backend's tree_attention only."""
     tree_attention: Callable[[torch.Tensor, torch.Tensor, Any, float], torch.Tensor]
