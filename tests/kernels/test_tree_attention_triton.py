@@ -24,6 +24,7 @@ def ancestor_matrix(trees: list[list[int]], width: int) -> torch.Tensor:
     rows = []
     for parents in trees:
         own = torch.zeros(len(parents), width, dtype=torch.bool)
+        own[:, len(parents) :] = True  # columns past the request's rows mean nothing
         for i, parent in enumerate(parents):
             if parent >= 0:
                 own[i] = own[parent]
