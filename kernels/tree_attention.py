@@ -87,17 +87,17 @@ def _attend_context(
 
 
 @triton.jit
-def _part_length(context, SPLITS: tl.constexpr, MIN_PART: tl.constexpr, BLOCK_N: tl.constexpr):
+def _part_length(context, num_splits, MIN_PART: tl.constexpr, BLOCK_N: tl.constexpr):
     """Context rows of a part: even parts, whole blocks, not too short (so that the last parts may be empty)."""
-    even = (context + SPLITS - 1) // SPLITS
+    even = (context + num_splits - 1) // num_splits
     return tl.maximum((even + BLOCK_N - 1) // BLOCK_N * BLOCK_N, MIN_PART)
 
 
-@triton.jit(do_not_specialize=["stride_table", "num_rows"])
+@triton.jit(do_not_specialize=["stride_table", "num_rows", "num_splits"])
 def _context_kernel(
-    query, pool, table, tiles, partial, lse, scale, num_rows, num_heads, head_dim,
+    query, pool, table, tiles, partial, lse, scale, num_splits, num_rows, num_heads, head_dim,
     stride_query, stride_query_head, stride_table, stride_slot, stride_pool, stride_value, stride_kv_head,
-    FIELDS: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, MIN_PART: tl.constexpr,
+    FIELDS: tl.constexpr, GROUPS: tl.constexpr, MIN_PART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Phase (a): one program per tile, KV head and part of the context."""
@@ -109,7 +109,7 @@ def _context_kernel(
     first_row = tl.load(record + 2)
     count = tl.load(record + 3)
     context = tl.load(record + 4)
-    part = _part_length(context, SPLITS, MIN_PART, BLOCK_N)
+    part = _part_length(context, num_splits, MIN_PART, BLOCK_N)
     low = split * part
     if low >= context:  # also unused tiles and padding rows, whose context is 0
         return
@@ -137,14 +137,14 @@ def _context_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["stride_table", "num_rows", "num_words"])
+@triton.jit(do_not_specialize=["stride_table", "num_rows", "num_words", "num_splits"])
 def _own_kernel(
-    query, pool, table, tiles, out_rows, words, partial, lse, out, scale, num_rows, num_words, num_heads, head_dim,
-    stride_query, stride_query_head, stride_table, stride_slot, stride_pool, stride_value, stride_kv_head,
-    FIELDS: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, MIN_PART: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    query, pool, table, tiles, out_rows, words, partial, lse, out, scale, num_splits, num_rows, num_words, num_heads,
+    head_dim, stride_query, stride_query_head, stride_table, stride_slot, stride_pool, stride_value, stride_kv_head,
+    FIELDS: tl.constexpr, GROUPS: tl.constexpr, IS_SPLIT: tl.constexpr, MIN_PART: tl.constexpr, IS_CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_OWN: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Phase (b): one program per tile and KV head; SPLITS = 0: it attends to the context itself."""
+    """Phase (b): one program per tile and KV head; unless IS_SPLIT it attends to the context itself."""
     record = tiles + tl.program_id(0) * FIELDS
     kv_head = tl.program_id(1)
     request = tl.load(record)
@@ -164,7 +164,7 @@ def _own_kernel(
     column = tl.arange(0, BLOCK_D)
     is_column = column < head_dim
     kv = pool + kv_head * stride_kv_head
-    if SPLITS == 0:
+    if not IS_SPLIT:
         acc, peak, total = _attend_context(
             loaded, acc, peak, total, kv, table + tl.maximum(request, 0).to(tl.int64) * stride_table,
             0, context, scale, stride_slot, stride_pool, stride_value, head_dim, BLOCK_N, BLOCK_D, DTYPE,
@@ -186,8 +186,8 @@ def _own_kernel(
             word = tl.load(words + row * num_words + begin // 32, mask=is_row, other=0)
             is_visible = ((word[:, None] >> tl.arange(0, BLOCK_OWN)[None, :]) & 1) != 0
         acc, peak, total = _accumulate(loaded, key, value, is_visible & is_key[None, :], acc, peak, total, scale, DTYPE)
-    if SPLITS > 0:
-        part = _part_length(context, SPLITS, MIN_PART, BLOCK_N)
+    if IS_SPLIT:
+        part = _part_length(context, num_splits, MIN_PART, BLOCK_N)
         for split in range((context + part - 1) // part):
             # A part counts as one key whose score is its log-sum-exp and whose value is its output.
             at = (row + split * num_rows) * num_heads + head
@@ -243,20 +243,20 @@ def tree_attention(query: torch.Tensor, pool: torch.Tensor, plan: TilePlan, scal
     )  # fmt: skip
     dtype = query.dtype if query.dtype == pool.dtype and not is_interpreted() else torch.float32
     shared = {
-        "FIELDS": TILE_FIELDS, "GROUPS": plan.num_groups, "SPLITS": splits if is_split else 0, "MIN_PART": _MIN_PART,
+        "FIELDS": TILE_FIELDS, "GROUPS": plan.num_groups, "MIN_PART": _MIN_PART,
         "BLOCK_M": plan.block_m, "BLOCK_N": block_n, "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "DTYPE": _DTYPES[dtype], "num_warps": num_warps, "num_stages": 2,
     }  # fmt: skip
     if is_split:
         _context_kernel[(num_tiles, num_kv_heads, splits)](
-            query, pool, plan.slot_table, plan.tiles, partial, lse, scale_log2, num_rows, num_heads, head_dim,
+            query, pool, plan.slot_table, plan.tiles, partial, lse, scale_log2, splits, num_rows, num_heads, head_dim,
             *strides, **shared,
         )  # fmt: skip
     words = plan.words
     _own_kernel[(num_tiles, num_kv_heads)](
         query, pool, plan.slot_table, plan.tiles, plan.out_rows, plan.tiles if words is None else words, partial, lse,
-        out, scale_log2, num_rows, 1 if words is None else words.shape[1], num_heads, head_dim, *strides,
-        IS_CAUSAL=words is None, BLOCK_OWN=block_n if words is None else _OWN_BLOCK, **shared,
+        out, scale_log2, splits, num_rows, 1 if words is None else words.shape[1], num_heads, head_dim, *strides,
+        IS_SPLIT=is_split, IS_CAUSAL=words is None, BLOCK_OWN=block_n if words is None else _OWN_BLOCK, **shared,
     )  # fmt: skip
     return out
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 SHARED_BYTES = 99 * 1024
 """Shared memory of one program on the GPUs that have least of it (sm_86, sm_89, sm_120)."""
