@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from paceline.errors import ConfigError
-from paceline.kernels.kv_commit_ref import commit_rows
-from paceline.kernels.kv_scatter_ref import scatter_rows
-from paceline.kernels.tree_attention_ref import AttentionPlan, plan_attention, tree_attention
+from paceline.kernels import kv_commit_ref, kv_scatter_ref, rope_scatter_ref, topk_lse_ref, tree_attention_ref
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "triton")
+BACKEND_VARIABLE = "PACELINE_KERNELS"
+"""Environment variable that names the backend where the program does not: auto | reference | triton."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,27 +28,85 @@ class Kernels:
 
     backend: str
     is_capturable: bool
-    """Planning and kernels read nothing on the host, and all shapes follow from the inputs' shapes (CUDA graphs)."""
-    plan_attention: Callable[..., AttentionPlan]
-    tree_attention: Callable[[torch.Tensor, torch.Tensor, AttentionPlan, float], torch.Tensor]
+    """Planning and kernels read nothing on the host, and all shapes follow from the inputs' shapes (CUDA graphs).
+
+    A call must have run once before it is captured: the first one of its shapes compiles."""
+    plan_attention: Callable[..., Any]
+    """Its result is understood by the same backend's tree_attention only."""
+    tree_attention: Callable[[torch.Tensor, torch.Tensor, Any, float], torch.Tensor]
     scatter_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     commit_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    rope_scatter: Callable[..., torch.Tensor]
+    topk_lse: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels:
+    """Return the kernels for a device.
+
+    Args:
+        device: that the tensors lie on.
+        backend: reference (torch, every device) | triton (CUDA; the CPU in triton's interpreter, for tests) | auto:
+            PACELINE_KERNELS if set, else triton on CUDA when it is installed and compiles, else reference.
+    Raises: ConfigError for a backend that does not exist or cannot run on the device.
+    """
+    source = "kernel backend"
+    if backend == "auto" and BACKEND_VARIABLE in os.environ:
+        source, backend = BACKEND_VARIABLE, os.environ[BACKEND_VARIABLE] or "auto"
+    if backend not in ("auto", *BACKENDS):
+        raise ConfigError(f"{source} must be one of auto, {', '.join(BACKENDS)}, got {backend!r}")
+    return _select(torch.device(device).type, backend)
 
 
 @lru_cache
-def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels:
-    """Return the kernels for a device; raises ConfigError for a backend that is not available.
+def _select(device_type: str, backend: str) -> Kernels:
+    if backend == "auto":
+        # Triton is imported for CUDA only: a CPU host may lack it, and its import takes time.
+        backend = "triton" if device_type == "cuda" and _has_triton() and not _is_interpreted() else "reference"
+    kernels = _reference() if backend == "reference" else _triton(device_type)
+    log.info("kernels selected backend=%s device=%s", kernels.backend, device_type)
+    return kernels
 
-    The torch references run on every device and are the only backend at present.
-    """
-    if backend not in ("auto", *BACKENDS):
-        raise ConfigError(f"kernel backend must be one of auto, {', '.join(BACKENDS)}, got {backend!r}")
-    log.info("kernels selected backend=reference device=%s", device)
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _is_interpreted() -> bool:
+    from paceline.kernels.triton_launch import is_interpreted
+
+    return is_interpreted()
+
+
+def _reference() -> Kernels:
     return Kernels(
         backend="reference",
         is_capturable=False,
-        plan_attention=plan_attention,
-        tree_attention=tree_attention,
-        scatter_rows=scatter_rows,
-        commit_rows=commit_rows,
+        plan_attention=tree_attention_ref.plan_attention,
+        tree_attention=tree_attention_ref.tree_attention,
+        scatter_rows=kv_scatter_ref.scatter_rows,
+        commit_rows=kv_commit_ref.commit_rows,
+        rope_scatter=rope_scatter_ref.rope_scatter,
+        topk_lse=topk_lse_ref.topk_lse,
+    )
+
+
+def _triton(device_type: str) -> Kernels:
+    if not _has_triton():
+        raise ConfigError("kernel backend triton needs the package triton: install it, or use the reference backend")
+    if device_type != "cuda" and not (device_type == "cpu" and _is_interpreted()):
+        raise ConfigError(
+            "kernel backend triton must run on a CUDA device, or on the CPU in triton's interpreter with "
+            f"TRITON_INTERPRET=1 set before triton is first imported (for tests), got device {device_type}"
+        )
+    from paceline.kernels import kv_commit, kv_scatter, rope_scatter, topk_lse, tree_attention, tree_attention_plan
+
+    return Kernels(
+        backend="triton",
+        is_capturable=not _is_interpreted(),
+        plan_attention=tree_attention_plan.plan_attention,
+        tree_attention=tree_attention.tree_attention,
+        scatter_rows=kv_scatter.scatter_rows,
+        commit_rows=kv_commit.commit_rows,
+        rope_scatter=rope_scatter.rope_scatter,
+        topk_lse=topk_lse.topk_lse,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from paceline.errors import ConfigError
-from paceline.kernels.dispatch import select_kernels
+from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.page_runs import PageRuns
 from paceline.serving.prefix_cache import CachedPage, DraftKey, PrefixCache
 
@@ -32,6 +32,7 @@ class KVPool:
         device: torch.device | str,
         feature_size: int = 0,
         feature_dtype: torch.dtype = torch.float32,
+        kernels: Kernels | None = None,
     ) -> None:
         """feature_size: m * Dm of the tapped hidden states kept beside the KV of every canonical row; 0 = none."""
         self.num_pages = num_pages
@@ -53,7 +54,7 @@ class KVPool:
         """(canonical rows, m * Dm) tapped hidden states, for drafters and traces; None when nobody wants them."""
         if feature_size:
             self.features = torch.zeros(self.scratch_start, feature_size, dtype=feature_dtype, device=device)
-        self._commit_rows = select_kernels(device).commit_rows
+        self._commit_rows = (kernels or select_kernels(device)).commit_rows
 
     @property
     def row_bytes(self) -> int:

@@ -23,7 +23,6 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.errors import ConfigError
 from paceline.kernels.dispatch import Kernels, select_kernels
-from paceline.kernels.tree_attention_ref import AttentionPlan
 from paceline.serving.fused_forward import KV_DTYPE, FusedForward, supports_fused
 from paceline.serving.kv_cache import KVPool
 
@@ -62,7 +61,7 @@ class _Pass:
     """State of one forward, handed to the attention function through the model's keyword arguments."""
 
     kv: KVPool
-    plan: AttentionPlan
+    plan: Any  # of `kernels`
     out_rows: torch.Tensor
     kernels: Kernels
 
@@ -111,6 +110,7 @@ class TargetModel:
         tap_layers: tuple[int, ...] | None,
         version: str,
         fast_path: bool | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         _register_attention()
         model.set_attn_implementation(ATTENTION)
@@ -131,7 +131,7 @@ class TargetModel:
         self.device: torch.device = self.embed_weight.device
         self.dtype: torch.dtype = self.embed_weight.dtype
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
-        self.kernels = select_kernels(self.device)
+        self.kernels = kernels or select_kernels(self.device)
         decoder = model.get_decoder()
         self.norm: torch.nn.Module = decoder.norm
         taps = default_tap_layers(self.num_layers) if tap_layers is None else tuple(tap_layers)
@@ -156,7 +156,7 @@ class TargetModel:
     def _choose_fast_path(self, *, is_required: bool) -> None:
         """Use the fused forward if the family is supported and it reproduces the transformers forward."""
         error = None
-        if supports_fused(self.model):
+        if self.kernels.backend == "reference" and supports_fused(self.model):  # it reads the reference's plans
             self._fused = FusedForward(self.model, self.tap_layers, self.kernels)
             self.kv_dtype = KV_DTYPE
             error = self._fused_error()
@@ -245,10 +245,16 @@ class TargetModel:
         tap_layers: tuple[int, ...] | None = None,
         version: str | None = None,
         fast_path: bool | None = None,
+        kernels: Kernels | None = None,
     ) -> TargetModel:
-        """Wrap a model that is in memory; its version hashes the config and the weights unless given."""
+        """Wrap a model that is in memory.
+
+        Args:
+            version: None = a hash of the config and the weights.
+            kernels: None = select_kernels of the model's device.
+        """
         version = version or _model_version(model)
-        return cls(model, tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path)
+        return cls(model, tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path, kernels=kernels)
 
     @property
     def kv_row_bytes(self) -> int:
@@ -275,6 +281,7 @@ class TargetModel:
             device=self.device,
             feature_size=self.feature_size if keeps_features else 0,
             feature_dtype=self.dtype,
+            kernels=self.kernels,
         )
 
     @torch.inference_mode()

@@ -1,24 +1,38 @@
 """Packed ragged forwards over paged KV equal ordinary forwards of the transformers model."""
 
+import os
+
 import pytest
 import torch
 
 from paceline.errors import ConfigError
+from paceline.kernels.dispatch import select_kernels
 from paceline.serving.kv_cache import PageAllocator
 from paceline.serving.target import TargetBatch, TargetModel, checkpoint_version, default_tap_layers
 from tests.fakes import plain_logits, prefill, tiny_model, tiny_target, tiny_tokenizer
 
 # float32 sums in another order: about 1e-6 on logits of size 5.
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
-TARGETS = [("llama", None), ("qwen3", None), ("llama", False), ("qwen3", False), ("qwen3_moe", None)]
+TARGETS = {
+    "llama-fused": ("llama", None, "reference"),
+    "qwen3-fused": ("qwen3", None, "reference"),
+    "llama-modules": ("llama", False, "reference"),
+    "qwen3-modules": ("qwen3", False, "reference"),
+    "qwen3_moe-modules": ("qwen3_moe", None, "reference"),
+    "qwen3-triton": ("qwen3", None, "triton"),
+}
 TREE = [-1, 0, 0, 1, 1, 2, 3]
 
 
-@pytest.fixture(scope="module", params=TARGETS, ids=lambda p: f"{p[0]}-{'fused' if p[1] is None else 'modules'}")
+@pytest.fixture(scope="module", params=TARGETS)
 def target(request):
-    kind, fast_path = request.param
-    made = TargetModel.from_model(tiny_model(kind), tiny_tokenizer(), fast_path=fast_path)
-    assert made.is_fast_path == (fast_path is None and kind != "qwen3_moe")
+    kind, fast_path, backend = TARGETS[request.param]
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1")
+    kernels = select_kernels("cpu", backend)
+    model = tiny_model(kind, layers=3 if backend == "triton" else 6)  # the interpreter is slow
+    made = TargetModel.from_model(model, tiny_tokenizer(), fast_path=fast_path, kernels=kernels)
+    assert made.is_fast_path == request.param.endswith("fused")
     return made
 
 

@@ -1,0 +1,28 @@
+"""Which k tokens have the largest logits, and what turns a logit into a log-probability? Plain torch reference.
+
+Shape legend: N rows, V vocab.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MAX_K = 32
+
+
+def topk_lse(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the k largest values of each row, their ids, and the row's log-sum-exp; log p = value - lse.
+
+    Equal values (0.0 and -0.0 too): lower id first. NaN is larger than every number, as in torch.topk, and makes its
+    row's lse NaN. A row of -inf has values -inf, ids 0..k-1 and lse -inf; +inf anywhere without NaN gives lse +inf.
+
+    Args:
+        logits: (N, V) float32, bfloat16 or float16.
+        k: 1 <= k <= min(V, MAX_K).
+    Returns: values (N, k) float32 in falling order, ids (N, k) int64, lse (N,) float32.
+    Raises: ValueError when k is out of range.
+    """
+    if not 1 <= k <= min(logits.shape[1], MAX_K):
+        raise ValueError(f"k must be in [1, {min(logits.shape[1], MAX_K)}], got {k}")
+    values, ids = logits.float().sort(dim=-1, descending=True, stable=True)
+    return values[:, :k].contiguous(), ids[:, :k].contiguous(), torch.logsumexp(logits.double(), -1).float()
