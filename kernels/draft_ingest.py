@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.launch_checks import check_launchable, check_tensor
+from paceline.kernels.launch_checks import check_tensor
+from paceline.kernels.triton_launch import check_tensors
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -87,7 +88,7 @@ def draft_ingest(
     Raises: ValueError on a wrong shape, dtype, layout or device.  Syncs: none.
     """
     device = pool.device
-    check_launchable(_write_kernel, device)
+    check_tensors(device)
     check_tensor("pool", pool, (None, None, 2, None, None), _DTYPES, is_contiguous=False)
     layers, _, _, heads, dim = pool.shape
     if dim % 2 or (pool.numel() and pool.stride()[2:] != (heads * dim, dim, 1)):

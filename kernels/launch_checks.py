@@ -1,12 +1,10 @@
-"""May these tensors go to a Triton kernel? Shape, dtype, device and layout, checked before every launch."""
+"""Does a tensor have the shape, dtype, device and layout that a kernel assumes?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
 
 def check_tensor(
@@ -34,9 +32,3 @@ def check_tensor(
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     if not is_contiguous and tensor.numel() and tensor.stride(-1) != 1:
         raise ValueError(f"{name} must have stride 1 in its last dimension, got strides {tensor.stride()}")
-
-
-def check_launchable(kernel: Any, device: torch.device) -> None:
-    """Raise ValueError unless the kernel can run there: compiled on CUDA, or interpreted on the CPU."""
-    if device.type != "cuda" and not isinstance(kernel, InterpretedFunction):
-        raise ValueError(f"tensors of a Triton kernel must be on a CUDA device, got {device}")

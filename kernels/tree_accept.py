@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.launch_checks import check_launchable, check_tensor
+from paceline.kernels.launch_checks import check_tensor
 from paceline.kernels.tree_accept_ref import AcceptedPaths
 from paceline.kernels.tree_build_ref import num_words
+from paceline.kernels.triton_launch import check_tensors
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def accept_paths(
     Raises: ValueError on a wrong shape, dtype, layout or device.  Syncs: none.
     """
     device = token_ids.device
-    check_launchable(_accept_kernel, device)
+    check_tensors(device)
     check_tensor("token_ids", token_ids, (None, None), torch.int64)
     shape = batch, width = token_ids.shape
     check_tensor("parents", parents, shape, torch.int64, device)

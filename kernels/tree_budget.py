@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.launch_checks import check_launchable, check_tensor
+from paceline.kernels.launch_checks import check_tensor
 from paceline.kernels.tree_budget_ref import NodeBudget
+from paceline.kernels.triton_launch import check_tensors
 
 _MAX_MASSES = 16384
 
@@ -123,7 +124,7 @@ def choose_budget(
     Syncs: none.
     """
     device = masses.device
-    check_launchable(_budget_kernel, device)
+    check_tensors(device)
     check_tensor("masses", masses, (None, None), torch.float32)
     num_requests, num_masses = masses.shape
     check_tensor("table_rows", table_rows, (None,), torch.int64, device)

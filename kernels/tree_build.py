@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.launch_checks import check_launchable, check_tensor
+from paceline.kernels.launch_checks import check_tensor
 from paceline.kernels.tree_build_ref import BuiltTrees, num_words
+from paceline.kernels.triton_launch import check_tensors
 
 _MAX_CANDIDATES = 8192
 _MAX_NODES = 1023
@@ -163,7 +164,7 @@ def build_trees(
     Raises: ValueError on a wrong shape, dtype, layout or device, and on sizes beyond the kernel's.  Syncs: none.
     """
     device = scores.device
-    check_launchable(_build_kernel, device)
+    check_tensors(device)
     check_tensor("scores", scores, (None, None), torch.float32)
     shape = batch, num_candidates = scores.shape
     for name, tensor in (("parents", parents), ("token_ids", token_ids), ("depths", depths)):

@@ -1,30 +1,37 @@
-"""Without a GPU the Triton kernels run through Triton's interpreter, which must be chosen before triton is imported."""
-
-import os
+"""Kernel tests run twice: in triton's interpreter on the CPU, and compiled on a CUDA device (marker gpu)."""
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from paceline.kernels.dispatch import select_kernels
+
+INTERPRETER = "cpu"
+
+
+@pytest.fixture(params=[INTERPRETER, pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The device whose triton kernels a test runs."""
+    from paceline.kernels.triton_launch import is_interpreted
+
+    if request.param == INTERPRETER and not is_interpreted():
+        pytest.skip("needs TRITON_INTERPRET=1")
+    if request.param == "cuda" and (is_interpreted() or not torch.cuda.is_available()):
+        pytest.skip("needs a CUDA device and TRITON_INTERPRET=0")
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device(request.param)
 
 
 @pytest.fixture
-def count_launches(monkeypatch):
-    """count_launches(module, kernel name) -> a function that says how often the kernel has been launched since."""
+def kernels(device):
+    """The triton kernels of the device."""
+    return select_kernels(device, "triton")
 
-    def watch(module, name):
-        kernel, launches = getattr(module, name), []
 
-        class Watched(type(kernel)):
-            def __init__(self):
-                self.__dict__.update(kernel.__dict__)
-
-            def __getitem__(self, grid):
-                launches.append(grid)
-                return kernel[grid]
-
-        monkeypatch.setattr(module, name, Watched())
-        return lambda: len(launches)
-
-    return watch
+@pytest.fixture
+def poisoned_memory():
+    """Uninitialised memory holds NaN, or the largest integer, until a kernel writes it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)

@@ -7,6 +7,7 @@ from paceline.kernels.tree_accept_ref import accept_paths as accept_reference
 from paceline.kernels.tree_build_ref import num_words
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.verify import accept
+from tests.kernels.launches import count_launches
 
 pytest.importorskip("triton")
 from paceline.kernels import tree_accept
@@ -139,8 +140,8 @@ def test_no_requests(twin):
     assert _accept(twin, trees, torch.empty(0, dtype=torch.int64), []).path.shape == (0, MAX_DEPTH + 1)
 
 
-def test_the_triton_kernel_runs_and_fills_poisoned_buffers(monkeypatch, count_launches):
-    launches = count_launches(tree_accept, "_accept_kernel")
+def test_the_triton_kernel_runs_and_fills_poisoned_buffers(monkeypatch):
+    launches = count_launches(monkeypatch, tree_accept, "_accept_kernel")
     empty = tree_accept.AcceptedPaths.empty
 
     def poisoned(*args):
@@ -164,5 +165,5 @@ def test_the_launcher_refuses_what_the_kernel_cannot_take():
         _accept("triton", trees, drawn, [0], max_depth=-1)
     with pytest.raises(ValueError, match=r"context_lens must have shape \(1\)"):
         _accept("triton", trees, drawn, [0, 1])
-    with pytest.raises(ValueError, match="next_token_ids must be torch.int64"):
+    with pytest.raises(ValueError, match=r"next_token_ids must be torch.int64"):
         _accept("triton", trees, drawn.int(), [0])

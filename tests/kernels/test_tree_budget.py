@@ -11,6 +11,7 @@ from paceline.kernels.tree_budget_ref import choose_budget as choose_reference
 from paceline.kernels.tree_budget_ref import seconds_of_rows
 from paceline.serving.budget import BudgetController
 from paceline.serving.cost_model import CostModel
+from tests.kernels.launches import count_launches
 
 pytest.importorskip("triton")
 from paceline.kernels import tree_budget
@@ -123,8 +124,8 @@ def test_twins_agree_on_many_masses_of_extreme_size():
         assert pair[0].cu_nodes.tolist() == pair[1].cu_nodes.tolist()
 
 
-def test_the_triton_kernel_runs_and_fills_poisoned_buffers(monkeypatch, count_launches):
-    launches = count_launches(tree_budget, "_budget_kernel")
+def test_the_triton_kernel_runs_and_fills_poisoned_buffers(monkeypatch):
+    launches = count_launches(monkeypatch, tree_budget, "_budget_kernel")
     empty = tree_budget.NodeBudget.empty
 
     def poisoned(*args):
@@ -145,7 +146,7 @@ def test_a_row_limit_below_the_roots_is_refused(twin):
 
 
 def test_the_launcher_refuses_what_the_kernel_cannot_take():
-    with pytest.raises(ValueError, match="masses must be torch.float32"):
+    with pytest.raises(ValueError, match=r"masses must be torch.float32"):
         _choose("triton", _masses(2, 3).double(), [1.0] * 8)
     with pytest.raises(ValueError, match="masses must have at most 16384"):
         _choose("triton", torch.zeros(200, 100), [1.0] * 8)

@@ -6,6 +6,7 @@ import torch
 from paceline.kernels.tree_build_ref import build_trees as build_reference
 from paceline.kernels.tree_build_ref import unpack_bits
 from paceline.serving.tree_builder import Candidates, rank_candidates, select_tree
+from tests.kernels.launches import count_launches
 
 pytest.importorskip("triton")
 from paceline.kernels import tree_build
@@ -74,12 +75,12 @@ def _check_against_serving(built, candidates, wanted, max_nodes):
 
 
 CASES = {
-    "unique tokens": dict(batch=3, count=40, vocab=10_000),
-    "many duplicates": dict(batch=3, count=60, vocab=2),
-    "ties": dict(batch=2, count=50, vocab=3, levels=1),
-    "one candidate": dict(batch=1, count=1),
-    "all absent": dict(batch=2, count=9, absent=1.1),
-    "beyond one chunk": dict(batch=2, count=150, vocab=3, absent=0.0),
+    "unique tokens": {"batch": 3, "count": 40, "vocab": 10_000},
+    "many duplicates": {"batch": 3, "count": 60, "vocab": 2},
+    "ties": {"batch": 2, "count": 50, "vocab": 3, "levels": 1},
+    "one candidate": {"batch": 1, "count": 1},
+    "all absent": {"batch": 2, "count": 9, "absent": 1.1},
+    "beyond one chunk": {"batch": 2, "count": 150, "vocab": 3, "absent": 0.0},
 }
 
 
@@ -132,8 +133,8 @@ def test_no_requests_and_no_candidates(twin):
     assert _build(twin, _candidates(1, 5), [5], 0).token_ids.tolist() == [[100]]
 
 
-def test_the_triton_kernel_runs_and_fills_poisoned_buffers(monkeypatch, count_launches):
-    launches = count_launches(tree_build, "_build_kernel")
+def test_the_triton_kernel_runs_and_fills_poisoned_buffers(monkeypatch):
+    launches = count_launches(monkeypatch, tree_build, "_build_kernel")
     empty = tree_build.BuiltTrees.empty
 
     def poisoned(*args):

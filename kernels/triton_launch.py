@@ -1,0 +1,52 @@
+"""What must hold before a Triton kernel is launched? Checks that all launchers share.
+
+Under TRITON_INTERPRET=1, set before triton is first imported, kernels run operation by operation in numpy on the CPU.
+That proves what a kernel computes. It does not prove that the kernel compiles for a GPU, that threads of one program
+are ordered where they must be, which rounding tensor cores use, or speed: tests marked `gpu` are for those.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+_INTERPRETER_PROCESSORS = 4
+"""Processor count assumed for the interpreter, so that small shapes are split there as large ones are on a GPU."""
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in triton's interpreter (decided when triton was imported, not by today's environment)."""
+    return not isinstance(tl.sum, triton.JITFunction)
+
+
+def check_tensors(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless kernels can run on `device` and every tensor given lies there.
+
+    Compiled kernels are launched on the current CUDA device, so tensors of another one are refused too.
+    """
+    if device.type == "cuda":
+        if not is_interpreted() and device.index != torch.cuda.current_device():
+            raise ValueError(f"device must be the current one (cuda:{torch.cuda.current_device()}), got {device}")
+    elif device.type != "cpu" or not is_interpreted():
+        raise ValueError(f"device must be cuda (or cpu with TRITON_INTERPRET=1 set before triton loads), got {device}")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
+def check_integers(**tensors: torch.Tensor) -> None:
+    """Raise ValueError unless every tensor is int64: row ids are multiplied by strides beyond 2**31."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.int64:
+            raise ValueError(f"{name} must be int64, got {tensor.dtype}")
+
+
+@lru_cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a device: how many programs it runs at once, at the least."""
+    if device.type != "cuda":
+        return _INTERPRETER_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
