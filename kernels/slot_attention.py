@@ -17,8 +17,8 @@ from paceline.kernels.launch_checks import check_tensor
 from paceline.kernels.triton_launch import check_tensors, is_interpreted, num_processors
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_TILE_ROWS = 64
-_BLOCK_KEYS = 64
+_TILES = {torch.float32: (16, 32), torch.bfloat16: (64, 64), torch.float16: (64, 64)}
+"""Query rows and keys of a tile; float32 products run without tensor cores and keep more bytes in registers."""
 _MIN_SPLIT_KEYS = 256
 _LOG2_E = 1.4426950408889634
 
@@ -205,7 +205,8 @@ def slot_attention(
         return out
     kv_heads = width // (2 * dim)
     groups = heads // kv_heads
-    tile = max(1, min(_TILE_ROWS // (slots * groups), blocks))
+    tile_rows, tile_keys = _TILES[query.dtype]
+    tile = max(1, min(tile_rows // (slots * groups), blocks))
     tiles = -(-blocks // tile)
     splits = num_splits(batch * tiles * kv_heads, slot_table.shape[1] * slots, num_processors(device))
     num_rows = batch * blocks * slots * heads
@@ -236,7 +237,7 @@ def slot_attention(
         DIM_PADDED=padded,
         TILE=tile,
         M=max(triton.next_power_of_2(tile * slots * groups), 16),
-        N=_BLOCK_KEYS,
+        N=tile_keys,
         N_CURRENT=max(triton.next_power_of_2(tile * slots), 16),
         NUM_SPLITS=splits,
         DTYPE=tl.float32 if is_interpreted() else _DTYPES[query.dtype],  # numpy sees bfloat16 as integers
