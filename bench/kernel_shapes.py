@@ -7,6 +7,7 @@ SpecBlock (arXiv 2605.07243) and of a five-layer table drafter (JetSpec, DFlash)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 NUM_SLOTS = 4
 """Draft slots of a SpecBlock block."""
@@ -61,11 +62,8 @@ class Shape:
         def down(name: str) -> int:
             return max(1, getattr(self, name) // _SCALE[name])
 
-        return replace(
-            self,
-            kv_heads=max(1, self.kv_heads // _SCALE["heads"]),
-            **{name: down(name) for name in _SCALE},
-        )
+        sizes: dict[str, Any] = {name: down(name) for name in _SCALE}
+        return replace(self, kv_heads=max(1, self.kv_heads // _SCALE["heads"]), **sizes)
 
 
 _COMMON = {"heads": 32, "kv_heads": 8, "head_dim": 128, "hidden_size": 4096}

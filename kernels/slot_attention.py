@@ -37,7 +37,7 @@ def _fold(q, k, v, visible, acc, top, total, scale):
     return acc, new_top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "num_tiles", "num_rows", "table_stride"])
 def _partial_kernel(
     query,
     current,
@@ -135,7 +135,7 @@ def _partial_kernel(
     tl.store(out_lse + to, lse, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge_kernel(
     parts,
     lse,

@@ -17,7 +17,7 @@ from paceline.kernels.tree_build_ref import num_words
 from paceline.kernels.triton_launch import check_tensors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "table_length", "max_depth"])
 def _accept_kernel(
     token_ids,
     parents,

@@ -18,7 +18,7 @@ from paceline.kernels.triton_launch import check_tensors
 _MAX_MASSES = 16384
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "num_masses", "num_steps", "max_rows"])
 def _budget_kernel(
     masses,
     table_rows,

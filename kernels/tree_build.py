@@ -31,7 +31,7 @@ def _mix(x):
     return x ^ (x >> 33)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_candidates", "max_nodes"])
 def _build_kernel(
     scores,
     parents,
