@@ -161,6 +161,6 @@ def choose_budget(
         B=padded[0],
         M=padded[1],
         IS_STEPPED=is_stepped,
-        num_warps=4 if size <= 1024 else 8 if size <= 4096 else 16,
+        num_warps=min(max(size // 128, 4), 16),  # a power of two; few entries a thread keep the sort's code short
     )
     return out

@@ -1,7 +1,7 @@
 """Do the kernels compile for GPUs that this machine lacks? `python tests/kernels/compile_kernels.py` prints a line each.
 
-Triton's compiler and ptxas run without a GPU. Shapes are those of 8B models; the lines say registers' spills and shared
-memory, so that a tile that does not fit is seen before a GPU sees it.
+Triton's compiler and ptxas run without a GPU. Tiles are those of 8B models; the lines say shared memory and use of tensor
+cores, so that a tile that does not fit is seen before a GPU sees it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _build() -> tuple[Any, dict, dict, int]:
         "out_tokens": I64, "out_parents": I64, "out_depths": I64, "out_scores": F32, "out_candidates": I64,
         "out_bits": I32, "out_counts": I64, "num_candidates": "i32", "max_nodes": "i32",
     }  # fmt: skip
-    constants = {"C": 1024, "W": 128, "V": 3, "V_PADDED": 4, "MAX_DEPTH": 16, "NUM_JUMPS": 4, "CHUNK": 32}
+    constants = {"C": 512, "W": 128, "V": 3, "V_PADDED": 4, "MAX_DEPTH": 8, "NUM_JUMPS": 3, "CHUNK": 32}
     return tree_build._build_kernel, types, constants, 4
 
 
@@ -36,7 +36,7 @@ def _budget() -> tuple[Any, dict, dict, int]:
         "out_nodes": I64, "out_cu": I64, "num_requests": "i32", "num_masses": "i32", "num_steps": "i32",
         "max_rows": "i32",
     }  # fmt: skip
-    return tree_budget._budget_kernel, types, {"B": 64, "M": 64, "IS_STEPPED": True}, 8
+    return tree_budget._budget_kernel, types, {"B": 16, "M": 64, "IS_STEPPED": True}, 8
 
 
 def _accept() -> tuple[Any, dict, dict, int]:
