@@ -1,120 +1,120 @@
-"""Do the kernels compile for GPUs that this machine lacks? `python tests/kernels/compile_kernels.py` prints a line each.
+"""Do the launchers' kernels compile for a GPU that this machine lacks? `python tests/kernels/compile_kernels.py 90`.
 
-Triton's compiler and ptxas run without a GPU. Tiles are those of 8B models; the lines say shared memory and use of tensor
-cores, so that a tile that does not fit is seen before a GPU sees it.
+Triton's compiler and ptxas run without a GPU. Launchers of trees, ingest and slot attention are called on CPU tensors;
+in place of each launch the kernel is compiled for the compute capability given (90 = Hopper) with the types, constants
+and alignments that the launch would have had, and a line of JSON tells what came out.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from typing import Any
 
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from paceline.kernels import draft_ingest, slot_attention, tree_accept, tree_budget, tree_build
+from paceline.kernels import triton_launch
 
-I64, I32, F32, BF16 = "*i64", "*i32", "*fp32", "*bf16"
+triton_launch.check_tensors = lambda device, **tensors: None  # the tensors lie on the CPU on purpose
 
+from paceline.kernels import draft_ingest, slot_attention, tree_accept, tree_budget, tree_build  # noqa: E402
 
-def _build() -> tuple[Any, dict, dict, int]:
-    types = {
-        "scores": F32, "parents": I64, "token_ids": I64, "depths": I64, "anchors": I64, "wanted": I64,
-        "out_tokens": I64, "out_parents": I64, "out_depths": I64, "out_scores": F32, "out_candidates": I64,
-        "out_bits": I32, "out_counts": I64, "num_candidates": "i32", "max_nodes": "i32",
-    }  # fmt: skip
-    constants = {"C": 512, "W": 128, "V": 3, "V_PADDED": 4, "MAX_DEPTH": 8, "NUM_JUMPS": 3, "CHUNK": 32}
-    return tree_build._build_kernel, types, constants, 4
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32"}
 
 
-def _budget() -> tuple[Any, dict, dict, int]:
-    types = {
-        "masses": F32, "table_rows": I64, "table_seconds": F32, "fixed_seconds": F32, "min_nodes": I64,
-        "out_nodes": I64, "out_cu": I64, "num_requests": "i32", "num_masses": "i32", "num_steps": "i32",
-        "max_rows": "i32",
-    }  # fmt: skip
-    return tree_budget._budget_kernel, types, {"B": 16, "M": 64, "IS_STEPPED": True}, 8
-
-
-def _accept() -> tuple[Any, dict, dict, int]:
-    names = (
-        "token_ids parents depths cu_nodes next_token_ids scratch_rows context_lens slot_table out_path out_accepted "
-        "out_bonus out_src out_dst"
-    )
-    types = dict.fromkeys(names.split(), I64) | {"ancestor_bits": I32}
-    types |= dict.fromkeys(("width", "table_length", "max_depth"), "i32")
-    return tree_accept._accept_kernel, types, {"W": 128, "V": 3, "D": 16}, 4
-
-
-def _ingest() -> tuple[Any, dict, dict, int]:
-    types = {
-        "kv": BF16, "k_norm_weight": BF16, "cos": F32, "sin": F32, "positions": I64, "pool_rows": I64, "pool": BF16,
-        "kv_stride": "i64", "layer_stride": "i64", "row_stride": "i64", "eps": "fp32",
-    }  # fmt: skip
-    constants = {"HEADS": 8, "DIM": 128, "HEADS_PADDED": 8, "HALF_PADDED": 64, "HAS_NORM": True}
-    return draft_ingest._write_kernel, types, constants, 4
-
-
-def _slots(dtype: str) -> tuple[Any, dict, dict, int]:
-    types = {
-        "query": dtype, "current": dtype, "pool": dtype, "slot_table": I64, "context_rows": I64, "own_slots": I64,
-        "out_parts": F32, "out_lse": F32, "num_blocks": "i32", "num_tiles": "i32", "num_rows": "i32", "scale": "fp32",
-    }  # fmt: skip
-    strides = "q_stride_b q_stride_f q_stride_k q_stride_h c_stride_b c_stride_f c_stride_k pool_stride table_stride"
-    types |= dict.fromkeys(strides.split(), "i64")
-    constants = {
-        "K": 4, "G": 4, "HKV": 8, "DIM": 128, "DIM_PADDED": 128, "TILE": 4, "M": 64, "N": 64, "N_CURRENT": 16,
-        "NUM_SPLITS": 8, "DTYPE": tl.bfloat16 if dtype == BF16 else tl.float32,
-    }  # fmt: skip
-    if dtype == F32:
-        constants |= {"TILE": 1, "M": 16, "N": 32}
-    return slot_attention._partial_kernel, types, constants, 4
-
-
-def _merge() -> tuple[Any, dict, dict, int]:
-    types = {"parts": F32, "lse": F32, "out": BF16, "num_rows": "i32"}
-    return slot_attention._merge_kernel, types, {"NUM_SPLITS": 8, "DIM": 128, "DIM_PADDED": 128, "ROWS": 16}, 4
-
-
-CASES = {
-    "tree_build": _build,
-    "tree_budget": _budget,
-    "tree_accept": _accept,
-    "draft_ingest": _ingest,
-    "slot_attention bf16": lambda: _slots(BF16),
-    "slot_attention fp32": lambda: _slots(F32),
-    "slot_attention merge": _merge,
-}
-
-
-def compile_kernel(name: str, capability: int) -> dict:
-    """Compile one case for compute capability `capability` (90 = Hopper); raises what Triton or ptxas raise."""
-    kernel, types, constants, num_warps = CASES[name]()
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types[n] for n in names}
-    places = {(names.index(n),): value for n, value in constants.items()}
-    # Pointers and strides of 8B models are multiples of 16, which Triton finds at a launch and lets the compiler know.
-    multiples = [i for i, n in enumerate(names) if types.get(n, "").startswith("*") or "stride" in n]
-    hints = {(i,): [["tt.divisibility", 16]] for i in multiples}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, places, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": num_warps, "num_stages": 2},
-    )
-    ptx = compiled.asm["ptx"]
+def compile_launch(kernel: Any, capability: int, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Compile what this launch would run; raises what Triton or ptxas raise."""
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    values |= {name: options.pop(name) for name in kernel.arg_names if name in options}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    hints: dict[tuple[int], Any] = {}
+    for i, parameter in enumerate(kernel.params):
+        value, adapts = values[parameter.name], not parameter.do_not_specialize
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name], hints[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None or (adapts and type(value) is int and value == 1):
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            if adapts and value % 16 == 0:
+                hints[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {
-        "kernel": name,
-        "capability": capability,
+        "kernel": kernel.__name__,
+        "dtype": signature.get("query", ""),
         "has_machine_code": bool(compiled.asm.get("cubin")),
         "shared_bytes": compiled.metadata.shared,
-        "uses_tensor_cores": "mma" in ptx,
+        "uses_tensor_cores": bool(re.search(r"\b(wgmma\.mma_async|mma\.sync)", compiled.asm["ptx"])),
     }
 
 
+def _long(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int64)
+
+
+def launch_trees(batch: int = 8, width: int = 65, candidates: int = 352) -> None:
+    """A round of trees: two blocks of SpecBlock's candidates."""
+    trees = tree_build.build_trees(
+        scores=torch.zeros(batch, candidates), parents=_long(batch, candidates), token_ids=_long(batch, candidates),
+        depths=_long(batch, candidates), anchor_token_ids=_long(batch), num_nodes=_long(batch), max_nodes=width - 1,
+        max_depth=8,
+    )  # fmt: skip
+    for is_stepped in (True, False):
+        tree_budget.choose_budget(
+            masses=torch.zeros(batch, width - 1), table_rows=_long(14), table_seconds=torch.zeros(14),
+            fixed_seconds=torch.zeros(1), min_nodes=_long(batch), max_rows=512, is_stepped=is_stepped,
+        )  # fmt: skip
+    tree_accept.accept_paths(
+        token_ids=trees.token_ids, parents=trees.parents, depths=trees.depths, ancestor_bits=trees.ancestor_bits,
+        cu_nodes=_long(batch + 1), next_token_ids=_long(batch * width), scratch_rows=_long(batch * width),
+        context_lens=_long(batch), slot_table=_long(batch, 4096), max_depth=8,
+    )  # fmt: skip
+
+
+def launch_ingest(*, has_norm: bool) -> None:
+    """Five layers of 8 KV heads of 128."""
+    dtype = torch.bfloat16
+    draft_ingest.draft_ingest(
+        features=torch.zeros(5, 32, dtype=dtype), fc=torch.zeros(32, 16, dtype=dtype),
+        norm_weight=torch.zeros(16, dtype=dtype), kv_weight=torch.zeros(16, 5 * 2048, dtype=dtype),
+        k_norm_weight=torch.zeros(5, 128, dtype=dtype) if has_norm else None, cos=torch.zeros(64, 64),
+        sin=torch.zeros(64, 64), positions=_long(5), pool_rows=_long(5),
+        pool=torch.zeros(5, 8, 2, 8, 128, dtype=dtype), eps=1e-6,
+    )  # fmt: skip
+
+
+def launch_slots(dtype: torch.dtype, *, batch: int = 4, blocks: int = 10) -> None:
+    """Leaves of SpecBlock for a target with 32 heads, 8 KV heads, head dim 128."""
+    slot_attention.slot_attention(
+        query=torch.zeros(batch, blocks, 4, 32, 128, dtype=dtype), current=torch.zeros(batch, blocks, 4, 2048, dtype=dtype),
+        pool=torch.zeros(8, 4, 2048, dtype=dtype), slot_table=_long(batch, 4096), context_rows=_long(batch, blocks),
+        own_slots=_long(batch, blocks), scale=0.1,
+    )  # fmt: skip
+
+
+def main(capability: int) -> None:
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
+        print(json.dumps(compile_launch(kernel, capability, args, options)), flush=True)
+
+    triton.JITFunction.run = run
+    launch_trees()
+    for has_norm in (True, False):
+        launch_ingest(has_norm=has_norm)
+    launch_slots(torch.bfloat16)
+    launch_slots(torch.bfloat16, batch=1, blocks=1)
+    launch_slots(torch.float32)
+
+
 if __name__ == "__main__":
-    for case in CASES:
-        for sm in [int(a) for a in sys.argv[1:]] or [90]:
-            print(json.dumps(compile_kernel(case, sm)), flush=True)
+    main(int(sys.argv[1]))
