@@ -11,6 +11,7 @@ from tests.kernels.launches import count_launches
 
 pytest.importorskip("triton")
 from paceline.kernels import slot_attention as module
+from paceline.kernels.triton_launch import is_interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TWINS = {"reference": attend_reference, "triton": module.slot_attention}
@@ -189,6 +190,24 @@ def test_the_triton_kernels_run_and_fill_poisoned_buffers(monkeypatch):
     found = module.slot_attention(**inputs)
     assert partial() == 1 and merge() == 1
     torch.testing.assert_close(found.double(), expected, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or is_interpreted(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_call_replays_on_new_lengths(dtype):
+    inputs = _inputs([[500, 499], [30, -1]], [[3, 0], [1, 0]], dtype=dtype, heads=32, kv_heads=8, dim=128)
+    inputs["pool"] = torch.nan_to_num(inputs["pool"])
+    module.slot_attention(**inputs)  # compile
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = module.slot_attention(**inputs)
+    for rows, own in (([[7, 6], [5, 5]], [[1, 0], [4, 2]]), ([[0, -1], [400, 3]], [[0, 0], [0, 4]])):
+        inputs["context_rows"].copy_(torch.tensor(rows))
+        inputs["own_slots"].copy_(torch.tensor(own))
+        graph.replay()
+        torch.testing.assert_close(found.double(), attend_reference(**inputs).double(), **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("twin", TWINS)

@@ -5,7 +5,15 @@ import torch
 
 from paceline.kernels.tree_build_ref import build_trees as build_reference
 from paceline.kernels.tree_build_ref import unpack_bits
-from paceline.serving.tree_builder import Candidates, rank_candidates, select_tree
+from paceline.serving.drafter import Proposal
+from paceline.serving.tree_builder import (
+    Candidates,
+    append_block,
+    block_candidates,
+    choose_frontier,
+    rank_candidates,
+    select_tree,
+)
 from tests.kernels.launches import count_launches
 
 pytest.importorskip("triton")
@@ -101,6 +109,32 @@ def test_twins_agree_on_random_forests(seed):
     for field in FIELDS:
         assert torch.equal(getattr(pair[0], field), getattr(pair[1], field)), field
     _check_against_serving(pair[1], candidates, wanted, 33)
+
+
+def _proposal(count, seed):
+    """Three slots of four candidates from a vocabulary so small that re-entry repeats what the first block proposed."""
+    g = torch.Generator().manual_seed(seed)
+    logprobs = torch.log_softmax(torch.randn(count, 3, 6, generator=g) * 2, -1).sort(descending=True).values[..., :4]
+    token_ids = torch.stack([torch.randperm(6, generator=g)[:4] for _ in range(count * 3)]).view(count, 3, 4)
+    return Proposal(token_ids=token_ids, logprobs=logprobs, widths=torch.randint(1, 5, (count, 3), generator=g))
+
+
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("seed", range(3))
+def test_equals_serving_on_a_block_and_its_re_entry(twin, seed):
+    candidates = block_candidates(_proposal(3, seed), False, 20)
+    leaves = choose_frontier(candidates, 4)
+    candidates = append_block(candidates, leaves, _proposal(leaves.candidates.numel(), seed + 50))
+    wanted = [20, 6, 13]
+    built = _build(twin, candidates, wanted, 20)
+    _check_against_serving(built, candidates, wanted, 20)
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_equals_serving_on_a_table_drafter(twin):
+    candidates = block_candidates(_proposal(2, 7), True, 16)
+    built = _build(twin, candidates, [16, 5], 16)
+    _check_against_serving(built, candidates, [16, 5], 16)
 
 
 def test_smaller_trees_are_prefixes_of_larger_ones():
