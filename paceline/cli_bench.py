@@ -272,3 +272,47 @@ def bench_feedback(
         drafter=drafter, share=share, num_threads=threads, model=model, seed=seed, data=data_folder(data), json=json,
     )  # fmt: skip
     run_feedback_cost(options, Console())
+
+
+@bench_app.command(
+    "kernels",
+    help="Time of every kernel per shape of an 8B target, its bytes, and its share of the bandwidth that a plain copy "
+    "reaches on the same device; then the floor of a round: weights and K/V read once. With a CUDA device the kernels "
+    "that serve there are timed by CUDA events; without one the CPU references run on scaled-down shapes (a check of "
+    "the command, not of a GPU). Shapes are the product of --contexts, --requests and --nodes. "
+    "Example: paceline bench kernels --kernels tree_attention --contexts 1024,32768 --requests 1,16 --json k.json",
+)
+def bench_kernels(
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="Comma list of all, tree_attention, slot_attention, scatter_rows, commit_rows, draft_ingest, topk_lse, "
+            "tree_build, tree_budget, tree_accept."
+        ),
+    ] = "all",
+    models: Annotated[
+        str, typer.Option(help="Comma list of the targets whose sizes are used: llama-3.1-8b, qwen3-8b.")
+    ] = "llama-3.1-8b,qwen3-8b",
+    contexts: Annotated[
+        str, typer.Option(help="Comma list of committed tokens per request, 1 to 131072.")
+    ] = "1024,8192,32768",
+    requests: Annotated[str, typer.Option(help="Comma list of requests in a round, 1 to 256.")] = "1,8,64",
+    nodes: Annotated[
+        str, typer.Option(help="Comma list of draft nodes per request, 1 to 256; each request verifies one row more.")
+    ] = "1,16,64",
+    repeats: Annotated[int, typer.Option(help="Timed calls per cell, of which the median counts.")] = 20,
+    device: Annotated[str, typer.Option(help="auto (cuda if there is one) | cpu | cuda.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto (bfloat16 on cuda, float32 on cpu) | float32 | bfloat16 | float16.")
+    ] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of inputs.")] = 0,
+    json: Json = None,
+) -> None:
+    from paceline.bench.kernels import KernelBenchOptions, run_bench_kernels
+
+    options = KernelBenchOptions(
+        kernels=split(kernels), models=split(models), contexts=numbers(contexts, int, "contexts"),
+        requests=numbers(requests, int, "requests"), nodes=numbers(nodes, int, "nodes"), repeats=repeats,
+        device=device, dtype=dtype, seed=seed, json=json,
+    )  # fmt: skip
+    run_bench_kernels(options, Console() if sys.stdout.isatty() else Console(width=130))
