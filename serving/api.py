@@ -96,7 +96,10 @@ class Api:
         headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
         if self.parts.sends_request_id:
             headers["x-request-id"] = request_id
-        generation.submit()
+        if generation.request.params.grammar is None:
+            generation.submit()
+        else:  # compiling must not hold up the event loop
+            await generation.submit_in_thread()
         if body.stream:
             return EventStream(generation, events(generation), headers)
         return Response(await whole(request, generation), media_type="application/json", headers=headers)

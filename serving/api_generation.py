@@ -105,6 +105,15 @@ class Generation:
         """Hand the request to the engine; raises what the engine raises."""
         self._parts.client.submit(self.request, self._on_event)
 
+    async def submit_in_thread(self) -> None:
+        """`submit` in a thread; a handler that is cancelled meanwhile leaves no request behind."""
+        work = asyncio.ensure_future(asyncio.to_thread(self.submit))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(lambda done: self.close() if done.exception() is None else None)
+            raise
+
     def close(self) -> None:
         """Abort unless finished; quick and idempotent, called whenever a handler ends for whatever reason."""
         if not self._is_finished:

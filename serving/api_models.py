@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from paceline.errors import RequestError
 from paceline.serving.request import SamplingParams
+from paceline.serving.response_format import ResponseFormat, grammar_spec
 
 _INT64 = 2**63
 
@@ -24,7 +25,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallel_tool_calls": ((None,), "tool calls are not parsed out of the answer"),
     "functions": ((None, []), "tool calls are not parsed out of the answer"),
     "function_call": ((None, "none"), "tool calls are not parsed out of the answer"),
-    "response_format": ((None, {"type": "text"}), "only text is generated"),
     "modalities": ((None, ["text"]), "only text is generated"),
     "audio": ((None,), "only text is generated"),
     "prediction": ((None,), "the service drafts by itself"),
@@ -119,7 +119,13 @@ class GenerateBody(_Strict):
     user: str | None = Field(default=None, max_length=256)
     """An opaque label of the caller; it changes nothing in the answer."""
     metadata: Metadata | None = None
+    response_format: ResponseFormat | None = None
+    """The answer keeps to this form; ends by itself where the form is complete."""
 
+    guided_regex: str | None = None
+    """The whole answer matches this regular expression (no look-around)."""
+    guided_grammar: str | None = None
+    """The answer is a sentence of this Lark grammar, in llguidance's dialect."""
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -141,6 +147,11 @@ class GenerateBody(_Strict):
     def _options_need_stream(self) -> GenerateBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed together with stream: true")
+        return self
+
+    @model_validator(mode="after")
+    def _one_form(self) -> GenerateBody:
+        grammar_spec(self.response_format, self.guided_regex, self.guided_grammar)
         return self
 
     def num_wanted(self) -> int | None:
@@ -171,6 +182,7 @@ class GenerateBody(_Strict):
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=self.num_logprobs(),
+            grammar=grammar_spec(self.response_format, self.guided_regex, self.guided_grammar),
         )
 
 

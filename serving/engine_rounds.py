@@ -128,7 +128,11 @@ class DecodeRunner:
                 requests=list(requests),
                 ids=[r.request_id for r in requests],
                 sampling=SamplingBatch.from_params(
-                    params, [r.seed for r in requests], [r.counts for r in requests], device
+                    params,
+                    [r.seed for r in requests],
+                    [r.counts for r in requests],
+                    device,
+                    [r.grammar for r in requests],
                 ),
                 temperatures=torch.tensor([p.temperature for p in params], device=device),
                 keys=[
@@ -303,7 +307,7 @@ class DecodeRunner:
             self._kv.commit(torch.tensor(src, device=device) + self._kv.scratch_start, target_rows.to(device))
         if takers:
             assert features is not None
-            taken = features[torch.tensor(wanted, device=features.device)]
+            taken = features[torch.tensor(wanted, dtype=torch.int64, device=features.device)]
             for (r, _, is_running), part in zip(takers, taken.split([n for _, n, _ in takers]), strict=True):
                 if is_running and r.needs_features:
                     r.pending.append(part)
@@ -314,4 +318,4 @@ class DecodeRunner:
         for r, own in zip(requests, rows, strict=True):
             if r.trace is not None:
                 # A copy: a view would keep the logits of the whole round alive.
-                self._output.trace_logits(r, logits[torch.tensor(own, device=logits.device)])
+                self._output.trace_logits(r, logits[torch.tensor(own, dtype=torch.int64, device=logits.device)])
