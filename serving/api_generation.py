@@ -36,7 +36,10 @@ class EngineInfo:
 
 
 class EngineClient(Protocol):
-    """All that the routes need of an engine; every method is thread-safe and returns at once."""
+    """All that the routes need of an engine; every method is thread-safe and returns at once.
+
+    Except `submit` of a request with a grammar, which may compile it for some seconds.
+    """
 
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         """Admit a request; events come from another thread. Raises RequestError, CapacityError, EngineStoppedError."""

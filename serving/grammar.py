@@ -47,7 +47,7 @@ class GrammarFactory:
         vocab_size: int,
         eos_token_ids: Collection[int],
         *,
-        max_cached: int = 32,
+        max_cached: int = 16,
         max_compiling: int = 2,
         timeout_s: float = 10.0,
     ) -> None:
