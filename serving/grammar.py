@@ -25,6 +25,8 @@ MAX_TEXT_BYTES = {"json_schema": 65_536, "regex": 4_096, "lark": 16_384}
 """Longest text by kind: some regular expressions cost time and memory with the square of their length."""
 MAX_PATTERN_BYTES = 4_096
 """Longest `pattern` inside a JSON schema."""
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+# Between two parts of a JSON answer: a model that would go on with blanks for ever has to go on with the answer.
 _STACK_BYTES = 256 * 2**20  # virtual: the compiler recurses once per rule of a chain, far beyond a usual stack
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
@@ -180,7 +182,8 @@ def compile_grammar(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
         elif spec.kind == "lark":
             source = LLMatcher.grammar_from_lark(spec.text)
         else:
-            source = LLMatcher.grammar_from_json_schema(spec.text or '{"type": "object"}')
+            options = None if '"x-guidance"' in spec.text else _JSON_OPTIONS  # the schema's own settings of the library
+            source = LLMatcher.grammar_from_json_schema(spec.text or '{"type": "object"}', options)
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**_LIMITS))
         if not matcher.is_error():
             has_first = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).any()

@@ -105,6 +105,19 @@ def test_states_of_one_grammar_are_independent() -> None:
     assert allowed_text(one) == {"b"} and allowed_text(two) == {"a", "c"}
 
 
+def test_blanks_inside_json_are_bounded_unless_the_schema_says_how() -> None:
+    state = factory().start(GrammarSpec(kind="json_object"))
+    state.advance(*ids("{"))
+    for token in ids("\n" + " " * 31):
+        assert {" ", "}"} <= allowed_text(state)
+        state.advance(token)
+    assert " " not in allowed_text(state) and "}" in allowed_text(state)
+    own = GrammarSpec(kind="json_schema", text='{"type":"object","x-guidance":{"whitespace_flexible":false}}')
+    state = factory().start(own)
+    state.advance(*ids("{"))
+    assert allowed_text(state) == {'"', "}"}
+
+
 # ---- the law of what is drawn -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("is_on_host", [False, True])
 def test_the_law_is_the_targets_renormalised_over_what_the_grammar_allows(is_on_host, monkeypatch) -> None:
