@@ -40,7 +40,10 @@ class EngineInfo:
 
 
 class EngineClient(Protocol):
-    """All that the routes need of an engine; every method is thread-safe and returns at once."""
+    """All that the routes need of an engine; every method is thread-safe and returns at once.
+
+    Except `submit` of a request with a grammar, which may compile it for some seconds.
+    """
 
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         """Admit a request; events come from another thread. Raises RequestError, CapacityError, EngineStoppedError."""
@@ -162,6 +165,15 @@ class Generation:
             self._parts.client.submit(self.requests[0], self._on_event)
         else:
             self._parts.client.submit_all(self.requests, self._on_event)
+
+    async def submit_in_thread(self) -> None:
+        """`submit` in a thread; a handler that is cancelled meanwhile leaves no request behind."""
+        work = asyncio.ensure_future(asyncio.to_thread(self.submit))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(lambda done: self.close() if done.exception() is None else None)
+            raise
 
     def close(self) -> None:
         """Abort what is unfinished; quick and idempotent, called whenever a handler ends for whatever reason."""

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from paceline.errors import RequestError
 from paceline.serving.api_messages import Conversation, StrictModel
 from paceline.serving.request import SamplingParams
+from paceline.serving.response_format import ResponseFormat, grammar_spec
 
 MAX_CHOICES = 16
 """Largest `n`."""
@@ -26,7 +27,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallel_tool_calls": ((None,), "tool calls are not parsed out of the answer"),
     "functions": ((None, []), "tool calls are not parsed out of the answer"),
     "function_call": ((None, "none"), "tool calls are not parsed out of the answer"),
-    "response_format": ((None, {"type": "text"}), "only text is generated"),
     "modalities": ((None, ["text"]), "only text is generated"),
     "audio": ((None,), "only text is generated"),
     "prediction": ((None,), "the service drafts by itself"),
@@ -95,7 +95,13 @@ class GenerateBody(StrictModel):
     user: str | None = Field(default=None, max_length=256)
     """An opaque label of the caller; it changes nothing in the answer."""
     metadata: Metadata | None = None
+    response_format: ResponseFormat | None = None
+    """The answer keeps to this form; ends by itself where the form is complete."""
 
+    guided_regex: str | None = None
+    """The whole answer matches this regular expression (no look-around)."""
+    guided_grammar: str | None = None
+    """The answer is a sentence of this Lark grammar, in llguidance's dialect."""
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -137,6 +143,11 @@ class GenerateBody(StrictModel):
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
 
+    @model_validator(mode="after")
+    def _one_form(self) -> GenerateBody:
+        grammar_spec(self.response_format, self.guided_regex, self.guided_grammar)
+        return self
+
     def num_wanted(self) -> int | None:
         """The longest answer asked for, in tokens; None = as long as the context allows."""
         return self.max_tokens
@@ -166,6 +177,7 @@ class GenerateBody(StrictModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logprobs=self.num_logprobs(),
             logit_bias=tuple((int(k), float(v)) for k, v in (self.logit_bias or {}).items()),
+            grammar=grammar_spec(self.response_format, self.guided_regex, self.guided_grammar),
         )
 
 

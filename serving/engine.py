@@ -24,10 +24,11 @@ from paceline.serving.deadlines import Deadlines
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine_admission import Admission
 from paceline.serving.engine_calibration import EngineProbe
-from paceline.serving.engine_checks import check_balance
+from paceline.serving.engine_checks import check_balance, check_bias
 from paceline.serving.engine_inbox import Call, EngineInbox
 from paceline.serving.engine_prefill import PrefillRunner
 from paceline.serving.engine_rounds import DecodeRunner
+from paceline.serving.grammar import GrammarFactory
 from paceline.serving.kv_budget import pool_row_bytes, settle_kv_bytes
 from paceline.serving.kv_cache import PageAllocator
 from paceline.serving.prefix_cache import PrefixCache
@@ -132,6 +133,7 @@ class Engine:
             chunk_rows=config.prefill_chunk_tokens, timer=timer,
         )  # fmt: skip
         self._token_text = TokenText(target.tokenizer)
+        self._grammars = GrammarFactory(target.tokenizer, target.vocab_size, target.eos_token_ids)
         self._buckets = BucketNames(config.max_buckets)
         self._known_versions = set(slots.versions().values())
 
@@ -139,8 +141,9 @@ class Engine:
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         """Queue a request; `on_event` is called from the engine thread once per round, last with a finish_reason.
 
-        Raises: RequestError (prompt empty, too long or with unknown ids; request id in use), CapacityError (queue full),
-            EngineStoppedError.
+        A grammar is compiled here, by the caller, in up to some seconds; a known one takes no time.
+        Raises: RequestError (prompt empty, too long or with unknown ids; bias of an unknown token; grammar that cannot be
+            used; request id in use), CapacityError (queue full, too many grammars at once), EngineStoppedError.
         """
         self.submit_all((request,), on_event)
 
@@ -160,8 +163,12 @@ class Engine:
             raise RequestError(
                 f"prompt token ids must be in [0, {self.target.vocab_size}), got {min(prompt)}..{max(prompt)}"
             )
+        check_bias(params.logit_bias, self.target.vocab_size)
         stops = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        grammar = None
+        if params.grammar is not None:
+            grammar = self._grammars.start(params.grammar, stop_token_ids=stops, ignores_eos=params.ignore_eos)
+        if not params.ignore_eos or grammar is not None:  # with ignore_eos a grammar draws it only where it must end
             stops |= self.target.eos_token_ids
         return RunningRequest(
             request=request,
@@ -173,6 +180,7 @@ class Engine:
             stop_checker=StopStringChecker(self._token_text, params.stop, prompt) if params.stop else None,
             counts=TokenCounts(prompt, self.target.vocab_size, self.target.device) if has_penalties(params) else None,
             submitted_s=self._clock.now(),
+            grammar=grammar,
         )
 
     def now(self) -> float:

@@ -1,7 +1,10 @@
-"""Do pages, drafter pins and request states of an engine balance?"""
+"""Do pages, drafter pins and request states of an engine balance, and do a request's token biases fit the target?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from paceline.errors import RequestError
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.kv_cache import PageAllocator
 from paceline.serving.request import RequestStatus
@@ -36,3 +39,13 @@ def check_balance(allocator: PageAllocator, scheduler: Scheduler, slots: Drafter
     ranks = [r.rank for r in scheduler.active]
     assert ranks == sorted(ranks), "active requests are out of order"
     assert len(scheduler.active) + len(scheduler.waiting) == len(output.by_id), "a request is lost"
+
+
+def check_bias(logit_bias: Sequence[tuple[int, float]], vocab_size: int) -> None:
+    """Raise RequestError unless every biased token is in the vocabulary and named once."""
+    token_ids = [t for t, _ in logit_bias]
+    bad = next((t for t in token_ids if not 0 <= t < vocab_size), None)
+    if bad is not None:
+        raise RequestError(f"logit_bias token ids must be in [0, {vocab_size}), got {bad}")
+    if len(set(token_ids)) < len(token_ids):
+        raise RequestError("logit_bias must name every token id at most once")

@@ -112,11 +112,14 @@ class PrefillRunner:
         """Draw and emit the first output token of each request from logits (D, V)."""
         device = logits.device
         sampling = SamplingBatch.from_params(
-            [r.request.params for r in requests], [r.seed for r in requests], [r.counts for r in requests], device
-        )
+            [r.request.params for r in requests], [r.seed for r in requests], [r.counts for r in requests], device,
+            [r.grammar for r in requests],
+        )  # fmt: skip
         positions = torch.tensor([len(r.tokens) for r in requests], device=device)
         owner = torch.arange(len(requests), device=device)
+        sampling.rewind()
         token_ids = draw_tokens(logits, owner, positions, sampling).tolist()
+        sampling.advance(range(len(requests)), token_ids)
         rows = [[i] for i in range(len(requests))]
         logprobs = round_logprobs(requests, logits, rows, [[t] for t in token_ids])
         for i, request in enumerate(requests):

@@ -143,7 +143,11 @@ class DecodeRunner:
                 requests=list(requests),
                 ids=[r.request_id for r in requests],
                 sampling=SamplingBatch.from_params(
-                    params, [r.seed for r in requests], [r.counts for r in requests], device
+                    params,
+                    [r.seed for r in requests],
+                    [r.counts for r in requests],
+                    device,
+                    [r.grammar for r in requests],
                 ),
                 temperatures=torch.tensor([p.temperature for p in params], device=device),
                 keys=[
@@ -296,7 +300,7 @@ class DecodeRunner:
         device = self._scratch.device
         parts = [r.rows[r.context_len : r.context_len + len(own)] for r, own in zip(requests, rows, strict=True)]  # type: ignore[index]
         dst = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
-        src = torch.tensor([row for own in rows for row in own], device=device)
+        src = torch.tensor([row for own in rows for row in own], dtype=torch.int64, device=device)
         self._kv.commit(src + self._kv.scratch_start, dst)
         if self._kv.features is not None and features is not None:
             self._kv.features.index_copy_(0, dst, features.index_select(0, src))
@@ -305,4 +309,4 @@ class DecodeRunner:
         for r, own in zip(requests, rows, strict=True):
             if r.trace is not None:
                 # A copy: a view would keep the logits of the whole round alive.
-                self._output.trace_logits(r, logits[torch.tensor(own, device=logits.device)])
+                self._output.trace_logits(r, logits[torch.tensor(own, dtype=torch.int64, device=logits.device)])

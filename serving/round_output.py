@@ -128,6 +128,10 @@ class RoundOutput:
         prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None,
     ) -> None:
         """Send one round's tokens (already in request.tokens) to the owner; end the request when there is a reason."""
+        if finish_reason == "error":  # its own grammar's; no drafter is to blame
+            error = request.grammar.error if request.grammar is not None else None
+            self.end_early(request, "error", error, is_drafters=False)
+            return
         self.num_tokens += len(token_ids)
         event = request.event(
             self._clock.now(),
@@ -145,11 +149,16 @@ class RoundOutput:
             self._end(request, RequestStatus.FINISHED)
         self._call(request, event)
 
-    def end_early(self, request: RunningRequest, reason: str, error: str | None = None) -> None:
-        """End a request without a result: reason 'abort', 'deadline' or 'error'. Its pages and pin are free afterwards."""
+    def end_early(
+        self, request: RunningRequest, reason: str, error: str | None = None, *, is_drafters: bool = True
+    ) -> None:
+        """End a request without a result: reason 'abort', 'deadline' or 'error'. Its pages and pin are free afterwards.
+
+        is_drafters: whether an error counts against the drafter version that the request is pinned to.
+        """
         self.num_aborted += 1
         self.num_expired += reason == "deadline"
-        if reason == "error" and request.version:
+        if reason == "error" and is_drafters and request.version:
             self.num_errors[request.version] = self.num_errors.get(request.version, 0) + 1
         event = request.event(self._clock.now(), finish_reason=reason, error=error)
         self._end(request, RequestStatus.ABORTED)
@@ -222,8 +231,8 @@ def round_logprobs(
     wanted = [i for i, r in enumerate(requests) if r.request.params.logprobs is not None]
     if not wanted:
         return None
-    index = torch.tensor([row for i in wanted for row in rows[i]], device=logits.device)
-    drawn = torch.tensor([t for i in wanted for t in token_ids[i]], device=logits.device)
+    index = torch.tensor([row for i in wanted for row in rows[i]], dtype=torch.int64, device=logits.device)
+    drawn = torch.tensor([t for i in wanted for t in token_ids[i]], dtype=torch.int64, device=logits.device)
     k = min(max(requests[i].request.params.logprobs or 0 for i in wanted), logits.shape[1])
     own, top_ids, top_values = (t.tolist() for t in token_logprobs(logits[index], drawn, k))
     result: list[tuple[TokenLogprob, ...] | None] = [None] * len(requests)

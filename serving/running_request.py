@@ -23,6 +23,7 @@ from paceline.serving.request import (
 )
 
 if TYPE_CHECKING:
+    from paceline.serving.grammar_state import GrammarState
     from paceline.serving.sampling import TokenCounts
     from paceline.serving.stop_check import StopStringChecker
 
@@ -52,6 +53,8 @@ class RunningRequest:
     counts: TokenCounts | None
     """Tokens seen, for penalties; None without penalties."""
     submitted_s: float
+    grammar: GrammarState | None = None
+    """Where the answer stands in its grammar; always that of the committed output tokens between rounds."""
 
     status: RequestStatus = RequestStatus.WAITING
     is_pinned: bool = False
@@ -117,6 +120,8 @@ class RunningRequest:
         self.tokens += token_ids
         if self.counts is not None:
             self.counts.add(token_ids)
+        if self.grammar is not None:
+            self.grammar.keep(len(token_ids))
 
     def forget_rows(self) -> None:
         """Drop everything that preemption loses; tokens, seed, pin, counters and trace stay."""

@@ -1,8 +1,9 @@
 """Which token does the target draw at a row?
 
 Shape legend: B requests, N rows (several per request), V vocabulary, E extra tokens of a row, R subset of rows.
-Processed distribution: penalties -> temperature -> top-k -> top-p -> min-p. Draws are inverse-CDF in token order with
-one uniform per (seed, position), so a seeded request draws the same tokens whatever the tree, batch or drafter.
+Processed distribution: logit bias -> grammar mask -> penalties -> temperature -> top-k -> top-p -> min-p. The filters so
+see only tokens that the grammar allows. Draws are inverse-CDF in token order with one uniform per (seed, position), so a
+seeded request draws the same tokens whatever the tree, batch or drafter.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.serving.grammar_state import GrammarState
 from paceline.serving.request import SamplingParams
 
 _CHUNK = 64  # tokens per partial sum of the inverse CDF
@@ -58,8 +60,11 @@ class SamplingBatch:
     is_greedy: list[bool]  # (B,)
     is_filtered: list[bool]  # (B,) top-k, top-p or min-p in force
     is_penalised: list[bool]  # (B,)
+    biases: list[tuple[torch.Tensor, torch.Tensor] | None]  # (B,) token ids (K,) int64 and what to add (K,) float32
+    grammars: list[GrammarState | None]  # (B,) draws follow their state; the caller moves it (`advance`)
+    has_grammars: bool
     is_all_greedy: bool
-    """Every request greedy without penalties: one argmax is enough."""
+    """Every request greedy without biases, grammars and penalties: one argmax is enough."""
 
     @staticmethod
     def from_params(
@@ -67,10 +72,12 @@ class SamplingBatch:
         seeds: Sequence[int],
         counts: Sequence[TokenCounts | None] | None = None,
         device: torch.device | str = "cpu",
+        grammars: Sequence[GrammarState | None] | None = None,
     ) -> SamplingBatch:
         """Collect settings; `seeds` are any ints (the engine draws one when params.seed is None).
 
-        `counts` must hold a TokenCounts for every request with penalties; ValueError otherwise.
+        `counts` must hold a TokenCounts for every request with penalties and `grammars` a state for every request with a
+        grammar; ValueError otherwise.
         """
         counts = [None] * len(params) if counts is None else list(counts)
         is_penalised = [has_penalties(p) for p in params]
@@ -78,7 +85,12 @@ class SamplingBatch:
             raise ValueError(f"seeds and counts must have one entry per request, got {len(seeds)} and {len(counts)}")
         if any(p and c is None for p, c in zip(is_penalised, counts, strict=True)):
             raise ValueError("counts must hold TokenCounts for every request with penalties, got None")
+        grammars = [None] * len(params) if grammars is None else list(grammars)
+        if any((p.grammar is None) != (g is None) for p, g in zip(params, grammars, strict=True)):
+            raise ValueError("grammars must hold a GrammarState for exactly the requests with a grammar")
         is_greedy = [p.temperature == 0.0 for p in params]
+        has_grammars = any(g is not None for g in grammars)
+        is_plain = not (any(is_penalised) or has_grammars or any(p.logit_bias for p in params))
 
         def f32(values: list[float]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
@@ -97,8 +109,29 @@ class SamplingBatch:
             is_greedy=is_greedy,
             is_filtered=[p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params],
             is_penalised=is_penalised,
-            is_all_greedy=all(is_greedy) and not any(is_penalised),
+            biases=[
+                (torch.tensor([t for t, _ in p.logit_bias], device=device), f32([b for _, b in p.logit_bias]))
+                if p.logit_bias
+                else None
+                for p in params
+            ],
+            grammars=grammars,
+            has_grammars=has_grammars,
+            is_all_greedy=all(is_greedy) and is_plain,
         )
+
+    def rewind(self) -> None:
+        """Take every grammar back to the committed tokens of its request."""
+        for grammar in self.grammars:
+            if grammar is not None:
+                grammar.rewind()
+
+    def advance(self, owners: Iterable[int], token_ids: Iterable[int]) -> None:
+        """Move the grammars of requests `owners` over the tokens just drawn for them."""
+        for owner, token_id in zip(owners, token_ids, strict=True):
+            grammar = self.grammars[owner]
+            if grammar is not None:
+                grammar.advance(token_id)
 
     def uniforms(self, owner: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One uniform in [0, 1) per (seed, position): float64, the shape of owner and positions broadcast.
@@ -148,6 +181,8 @@ def draw_tokens(
 ) -> torch.Tensor:
     """Draw one token per row from the request's processed distribution; greedy requests take the argmax.
 
+    A request with a grammar may have one row: the one behind the tokens that its grammar's state stands for.
+
     Args:
         logits: (N, V) float32; not modified.
         owner: (N,) int64, request index of each row.
@@ -159,6 +194,9 @@ def draw_tokens(
     if batch.is_all_greedy:
         return argmax_rows(logits)
     owner_list = owner.tolist()
+    logits = _bias(logits, owner_list, batch)
+    if batch.has_grammars:
+        logits = _mask(logits, owner_list, batch)
     if any(batch.is_penalised):
         logits = _penalise(logits, owner_list, batch, extra_token_ids)
     sampled = [i for i, b in enumerate(owner_list) if not batch.is_greedy[b]]
@@ -191,6 +229,27 @@ def _draw(
     if uniforms is None:
         uniforms = batch.uniforms(owner, positions)
     return _inverse_cdf(weights, uniforms)
+
+
+def _bias(logits: torch.Tensor, owner_list: list[int], batch: SamplingBatch) -> torch.Tensor:
+    """Logits with the numbers that requests add to tokens' logits (OpenAI's logit_bias)."""
+    found = [(i, bias) for i, b in enumerate(owner_list) if (bias := batch.biases[b]) is not None]
+    if not found:
+        return logits
+    rows = torch.tensor([i for i, (ids, _) in found for _ in range(ids.numel())], device=logits.device)
+    token_ids, values = (torch.cat(column) for column in zip(*(bias for _, bias in found), strict=True))
+    return logits.index_put((rows, token_ids), values, accumulate=True)
+
+
+def _mask(logits: torch.Tensor, owner_list: list[int], batch: SamplingBatch) -> torch.Tensor:
+    """Logits with -inf for the tokens that a request's grammar does not allow next."""
+    states = ((i, batch.grammars[b]) for i, b in enumerate(owner_list))
+    found = [(i, mask) for i, state in states if state is not None and (mask := state.allowed()) is not None]
+    if not found:
+        return logits
+    rows = torch.tensor([i for i, _ in found], device=logits.device)
+    is_allowed = torch.from_numpy(np.stack([mask for _, mask in found])).to(logits.device)  # (R, V)
+    return logits.index_put((rows,), logits[rows].masked_fill(~is_allowed, -torch.inf))
 
 
 def _penalise(

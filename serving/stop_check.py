@@ -39,7 +39,10 @@ def cut_tokens(request: RunningRequest, token_ids: list[int]) -> tuple[list[int]
 
     Returns: (tokens to emit, finish reason or None, stop string or None). A stop token or the token that completes a
     stop string is the last one emitted; at the token limit the reason is 'length' unless the last token stops anyway.
+    When the request's grammar cannot be followed the reason is 'error' and nothing of the round is emitted.
     """
+    if request.grammar is not None and request.grammar.error is not None:
+        return [], "error", None
     room = request.token_limit - len(request.tokens)
     if len(token_ids) > room:
         token_ids = token_ids[:room]

@@ -88,10 +88,14 @@ def verify(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, conte
         context_lens: (B,) int64, the anchors' positions: the token drawn at a row of depth d has position
             context_len + d + 1.
     All-greedy batches take one argmax. Otherwise tokens are drawn level by level, only at the nodes that the walk
-    reaches, which gives what drawing at every node would give.
+    reaches, which gives what drawing at every node would give. Requests with a grammar walk along: at every level their
+    rows are masked for the state that the path has led to, and the drawn token moves that state. Grammars are left ahead
+    of the committed tokens, until those that are emitted are committed (`GrammarState.keep`).
     """
     if sampling.is_all_greedy:
         return accept(tree, argmax_rows(logits))
+    if sampling.has_grammars:
+        sampling.rewind()
     if tree.host is not None:
         return _walk_host(tree.host, logits, sampling, context_lens)
     return _walk(tree, logits, sampling, context_lens)
@@ -119,6 +123,7 @@ def _walk_host(host: HostTree, logits: torch.Tensor, sampling: SamplingBatch, co
         extra = torch.tensor([tokens], dtype=torch.int64) if is_penalised else None
         drawn = draw_tokens(logits[current : current + 1], owner, context_lens + len(rows), sampling, extra)
         token = int(drawn[0])
+        sampling.advance((0,), (token,))
         child = children.get((current, token))
         if child is None:
             return _host_plan(rows, token)
@@ -129,7 +134,12 @@ def _walk_host(host: HostTree, logits: torch.Tensor, sampling: SamplingBatch, co
 def draw_all(
     tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor
 ) -> torch.Tensor:
-    """Draw at every tree row, (N,) int64; `accept(tree, draw_all(...))` equals `verify(...)`, without per-level syncs."""
+    """Draw at every tree row, (N,) int64; `accept(tree, draw_all(...))` equals `verify(...)`, without per-level syncs.
+
+    Raises: ValueError with grammars, whose state would be another one at every row.
+    """
+    if sampling.has_grammars:
+        raise ValueError("requests with a grammar must be verified level by level, got a draw at every row")
     owner = owners(tree)
     above = tree.ancestors.clone()
     above[:, 0] = False  # the root is committed, so it is counted already
@@ -156,6 +166,8 @@ def _walk(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, contex
     while True:
         drawn = draw_tokens(logits[current], active, context_lens[active] + (depth + 1), sampling, extra)
         bonus[active] = drawn
+        if sampling.has_grammars:
+            sampling.advance(active.tolist(), drawn.tolist())
         if not has_children:
             break
         wanted = torch.full((num_requests, 2), -2, dtype=torch.int64, device=owner.device)  # current row, token
