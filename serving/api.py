@@ -96,7 +96,7 @@ class Api:
         headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
         if self.parts.sends_request_id:
             headers["x-request-id"] = request_id
-        generation.submit()
+        await generation.submit()
         if body.stream:
             return EventStream(generation, events(generation), headers)
         return Response(await whole(request, generation), media_type="application/json", headers=headers)

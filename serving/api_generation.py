@@ -56,6 +56,9 @@ class ApiParts:
 
     client: EngineClient
     tokenizer: Any
+    admitted: Callable[[str], Awaitable[None]] | None = None
+    """For a client that submits to another process: returns once the engine has taken the request of this id, raises what
+    `submit` raises. None = `submit` itself does."""
     api_token: str | None = None
     holdback_percent: Callable[[], int] = lambda: 0
     """Share of requests without an explicit group that keep the first drafter."""
@@ -101,9 +104,15 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._is_finished = False
 
-    def submit(self) -> None:
+    async def submit(self) -> None:
         """Hand the request to the engine; raises what the engine raises."""
         self._parts.client.submit(self.request, self._on_event)
+        if self._parts.admitted is not None:
+            try:
+                await self._parts.admitted(self.request.request_id)
+            except BaseException:  # also a client that hangs up meanwhile
+                self.close()
+                raise
 
     def close(self) -> None:
         """Abort unless finished; quick and idempotent, called whenever a handler ends for whatever reason."""

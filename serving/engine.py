@@ -123,10 +123,10 @@ class Engine:
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         """Queue a request; `on_event` is called from the engine thread once per round, last with a finish_reason.
 
-        Raises: RequestError (prompt empty, too long or with unknown ids; request id in use), CapacityError (queue full),
-            EngineStoppedError.
+        Raises: RequestError (prompt empty, too long or with unknown ids; request id in use; nothing left to resume),
+            CapacityError (queue full), EngineStoppedError.
         """
-        prompt, params = request.prompt_token_ids, request.params
+        prompt, params, resumed = request.prompt_token_ids, request.params, request.resumed_token_ids
         if not prompt:
             raise RequestError("prompt must have at least one token, got none")
         if len(prompt) >= self.max_context_tokens:
@@ -137,6 +137,14 @@ class Engine:
             raise RequestError(
                 f"prompt token ids must be in [0, {self.target.vocab_size}), got {min(prompt)}..{max(prompt)}"
             )
+        token_limit = min(len(prompt) + params.max_tokens, self.max_context_tokens)
+        if resumed and (
+            len(prompt) + len(resumed) >= token_limit or not 0 <= min(resumed) <= max(resumed) < self.target.vocab_size
+        ):
+            raise RequestError(
+                f"resumed_token_ids must be fewer than the answer may have and in [0, {self.target.vocab_size}), "
+                f"got {len(resumed)} ids"
+            )  # fmt: skip
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self.target.eos_token_ids
@@ -145,7 +153,7 @@ class Engine:
             on_event=on_event,
             arrival=0,
             seed=params.seed if params.seed is not None else 0,
-            token_limit=min(len(prompt) + params.max_tokens, self.max_context_tokens),
+            token_limit=token_limit,
             stop_token_ids=stops,
             stop_checker=StopStringChecker(self._token_text, params.stop, prompt) if params.stop else None,
             counts=TokenCounts(prompt, self.target.vocab_size, self.target.device) if has_penalties(params) else None,

@@ -62,6 +62,8 @@ class RoundOutput:
         """Decide at admission whether the request is traced (sink's sampling, the request's own opt-out)."""
         if not has_features or self._traces is None or not request.request.is_traced:
             return
+        if request.request.resumed_token_ids:  # a trace needs the target's top k at every output token
+            return
         if self._traces.wants(request.request_id, request.request.bucket):
             request.trace = TraceRows()
 

@@ -70,6 +70,11 @@ class RunningRequest:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
+        resumed = list(self.request.resumed_token_ids)
+        if resumed:  # from here on the request is like one that was preempted behind these tokens
+            self.append_output(resumed)
+            if self.stop_checker is not None:
+                self.stop_checker.first_match(resumed)
 
     @property
     def request_id(self) -> str:
