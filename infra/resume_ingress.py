@@ -30,7 +30,7 @@ from paceline.serving.api_generation import ApiParts
 from paceline.serving.deployment import DeploymentLimits, EngineReplica, bind_engine
 from paceline.serving.engine_stream import EngineFacts, decode_facts, encode, stream_events
 from paceline.serving.http_relay import answer_http, relay_router
-from paceline.serving.resume import ResumingClient
+from paceline.serving.resume import MAX_SILENCE_S, ResumingClient
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def ingress_parts(config: ServiceConfig, client: ResumingClient, open_http: Any)
         holdback_percent=client.holdback_percent,
         opt_out_tenants=frozenset(config.trace.opt_out_tenants),
         # requests may wait for a replica, so that no engine at all is an illness only after that
-        max_silence_s=max(config.ingress.max_silence_s, config.ingress.max_wait_s) + 5.0,
+        max_silence_s=max(MAX_SILENCE_S, config.ingress.max_wait_s) + 5.0,
         sends_request_id=False,  # Serve's middleware does it
         open_routers=(relay_router(open_http, lambda: render_ingress_metrics(client.counters)),),
     )

@@ -260,18 +260,11 @@ class IngressConfig:
     """Deaths of its replica that one request survives; a request that kills engines must not go round for ever."""
     max_wait_s: float = 60.0
     """Longest time that a request waits while no replica takes it, each time; then it ends with an error."""
-    max_silence_s: float = 30.0
-    """An engine from which nothing came for so long (it gives a sign of life every few seconds) counts as dead."""
 
     def __post_init__(self) -> None:
         _require(1 <= self.num_replicas <= 64, "ingress.num_replicas must be in [1, 64]", self.num_replicas)
         _require(0 <= self.max_resumes <= 100, "ingress.max_resumes must be in [0, 100]", self.max_resumes)
         _require(0 < self.max_wait_s < float("inf"), "ingress.max_wait_s must be > 0 and finite", self.max_wait_s)
-        _require(
-            10 <= self.max_silence_s < float("inf"),
-            "ingress.max_silence_s must be >= 10 and finite",
-            self.max_silence_s,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MAX_REFUSALS = 3
 """Engines with a full queue that a new request is offered to before the client hears of it."""
+MAX_SILENCE_S = 30.0
+"""An engine that has a request and from which nothing came for so long counts as dead; see SIGN_OF_LIFE_S."""
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 1.0
 
 
@@ -88,10 +90,12 @@ class ResumingClient:
         *,
         clock: Clock | None = None,
         timer: Callable[[], float] = time.monotonic,
+        max_silence_s: float = MAX_SILENCE_S,
     ) -> None:
         """clock: of GenerationRequest.deadline_s."""
         self._open, self._facts, self._config = open_stream, facts, config
         self._clock, self._timer = clock or SystemClock(), timer
+        self._max_silence_s = max_silence_s
         self._heard_s = timer()
         self._pumps: dict[str, _Pump] = {}
         self.counters = ResumeCounters()
@@ -229,7 +233,7 @@ class ResumingClient:
     def _patience_s(self, splice: Splice, progress: _Progress) -> float:
         """Longest time to wait for the next item: signs of life come while an engine has the request, none before."""
         if progress.is_admitted:
-            return self._config.max_silence_s
+            return self._max_silence_s
         left_s = self._config.max_wait_s - (self._timer() - progress.lost_s)
         if splice.request.deadline_s is not None:
             left_s = min(left_s, splice.request.deadline_s - self._clock.now())
