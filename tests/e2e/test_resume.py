@@ -95,6 +95,25 @@ def test_the_ingress_passes_on_what_engines_answer(service: Service) -> None:
     assert bad.status_code == 400 and bad.json()["error"]["param"] == "prompt"
 
 
+def test_clients_that_hang_up_free_the_engines(service: Service) -> None:
+    body = {"prompt": PROMPTS[3], "max_tokens": NUM_LONG, "temperature": 0, "ignore_eos": True}
+
+    def totals() -> tuple[int, int]:
+        engines = [r["engine"] for r in replicas(service.url).values()]
+        return sum(e["num_aborted"] for e in engines), sum(e["num_running"] + e["num_waiting"] for e in engines)
+
+    async def leave() -> None:
+        async with new_client(service.url) as client:
+            for _ in range(4):  # left after their first event
+                async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+                    await anext(response.aiter_lines())
+
+    before = totals()[0]
+    asyncio.run(leave())
+    wait_for(lambda: totals()[1] == 0, "empty engines")
+    assert totals()[0] > before
+
+
 def test_a_killed_replica_takes_no_answer_with_it(service: Service) -> None:
     url = service.url
     before = replicas(url)
@@ -125,22 +144,3 @@ def test_a_killed_replica_takes_no_answer_with_it(service: Service) -> None:
         assert 1 + stats["num_rounds"] + stats["num_accepted_tokens"] - stats["num_truncated_tokens"] == MAX_TOKENS
     assert metric(url, "ingress_resumed_total") >= 1
     assert metric(url, "ingress_given_up_total") == 0
-
-
-def test_clients_that_hang_up_free_the_engines(service: Service) -> None:
-    body = {"prompt": PROMPTS[3], "max_tokens": NUM_LONG, "temperature": 0, "ignore_eos": True}
-
-    def totals() -> tuple[int, int]:
-        engines = [r["engine"] for r in replicas(service.url).values()]
-        return sum(e["num_aborted"] for e in engines), sum(e["num_running"] + e["num_waiting"] for e in engines)
-
-    async def leave() -> None:
-        async with new_client(service.url) as client:
-            for _ in range(4):  # left after their first event
-                async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-                    await anext(response.aiter_lines())
-
-    before = totals()[0]  # both replicas are back
-    asyncio.run(leave())
-    wait_for(lambda: totals()[1] == 0, "empty engines")
-    assert totals()[0] > before
