@@ -16,13 +16,14 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
 from paceline.clock import SystemClock
-from paceline.config import ServiceConfig, build_config
+from paceline.config import ServiceConfig, build_config, to_dict
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller_actor import stop_controller
 from paceline.infra.dashboard_access import configured_admin_token
 from paceline.infra.redis_clients import Keys, redact
 from paceline.infra.redis_server import EmbeddedRedis, configured_redis_url, resolve_redis
 from paceline.infra.replica_parts import StorePaths, ensure_first_version, is_adaptive, replica_values
+from paceline.infra.resume_ingress import INGRESS_CPUS, bind_resuming
 from paceline.infra.stop_signals import kept_sigterm
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.deployment import DeploymentLimits, bind_replicas
@@ -55,7 +56,14 @@ def build(args: Mapping[str, Any]) -> Application:
     """
     config = build_config(ServiceConfig, dict(args))
     config = replace(config, redis_url=configured_redis_url(config), admin_token=configured_admin_token(config))
-    return bind_replicas(FACTORY, replica_values(config, SystemClock().now()), deployment_limits(config))
+    return _bind(config, deployment_limits(config))
+
+
+def _bind(config: ServiceConfig, limits: DeploymentLimits) -> Application:
+    values = replica_values(config, SystemClock().now())
+    if config.resume:
+        return bind_resuming(FACTORY, values, to_dict(config), limits)
+    return bind_replicas(FACTORY, values, limits)
 
 
 def deployment_limits(config: ServiceConfig, *, grace_s: float = 900.0) -> DeploymentLimits:
@@ -94,8 +102,7 @@ def run_service(config: ServiceConfig) -> Service:
         if APP_NAME in _running_apps():
             raise ConfigError("a Paceline service already runs in this Ray cluster; stop it first")
         serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": config.port})
-        values = replica_values(config, SystemClock().now())
-        app = bind_replicas(FACTORY, values, deployment_limits(config, grace_s=LOCAL_GRACE_S))
+        app = _bind(config, deployment_limits(config, grace_s=LOCAL_GRACE_S))
         if is_adaptive(config):
             register_first_drafter(config)
         owns_app = True
@@ -159,12 +166,16 @@ def start_ray(config: ServiceConfig) -> bool:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # one computer, loopback only; also leaves ~/.ray alone
     # on a busy computer a proxy takes longer to start than Serve's 5 s, and Serve would kill it for that
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    num_ingress_cpus = config.ingress.num_replicas * INGRESS_CPUS if config.resume else 0.0
     with kept_sigterm():
         ray.init(
             address="local",
             namespace=APP_NAME,
             # logical CPUs: replicas book one each, a training task what it was given, everything else next to nothing
-            num_cpus=max(os.cpu_count() or 1, config.num_replicas * 2 + math.ceil(config.trainer_resources.num_cpus)),
+            num_cpus=max(
+                os.cpu_count() or 1,
+                config.num_replicas * 2 + math.ceil(config.trainer_resources.num_cpus + 2 * num_ingress_cpus),
+            ),
             resources=dict(config.trainer_resources.resources) or None,
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,

@@ -98,6 +98,13 @@ def serve(
             "computer where the service listens on loopback and has no API token.",
         ),
     ] = None,
+    resume: Annotated[
+        Optional[bool],
+        typer.Option(
+            "--resume/--no-resume",
+            help="Answers outlive the replica that writes them; costs a second hop (docs/resume.md).",
+        ),
+    ] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of trace store, drafter registry, Redis data.")] = None,
     dtype: Annotated[Optional[str], typer.Option(help="auto | float32 | bfloat16 | float16.")] = None,
     device: Annotated[Optional[str], typer.Option(help="auto | cpu | cuda.")] = None,
@@ -114,7 +121,7 @@ def serve(
     base = load_config(config) if config else ServiceConfig()
     given: dict[str, Any] = {
         "drafter": drafter, "num_replicas": replicas, "host": host, "port": port, "redis_url": redis_url,
-        "api_token": api_token, "admin_token": admin_token, "metrics_public": metrics_public, "data_dir": data_dir, "dtype": dtype, "device": device,
+        "api_token": api_token, "admin_token": admin_token, "metrics_public": metrics_public, "resume": resume, "data_dir": data_dir, "dtype": dtype, "device": device,
     }  # fmt: skip
     if model != "bundled":
         given["model"] = model

@@ -259,6 +259,22 @@ class TrainerResources:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IngressConfig:
+    """The processes in front of the engines with `resume: true`: HTTP and tokenizer, no model."""
+
+    num_replicas: int = 1
+    max_resumes: int = 3
+    """Deaths of its replica that one request survives; a request that kills engines must not go round for ever."""
+    max_wait_s: float = 60.0
+    """Longest time that a request waits while no replica takes it, each time; then it ends with an error."""
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.num_replicas <= 64, "ingress.num_replicas must be in [1, 64]", self.num_replicas)
+        _require(0 <= self.max_resumes <= 100, "ingress.max_resumes must be in [0, 100]", self.max_resumes)
+        _require(0 < self.max_wait_s < float("inf"), "ingress.max_wait_s must be > 0 and finite", self.max_wait_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceConfig:
     """One Paceline service: model, replicas, stores, feedback, policy."""
 
@@ -287,6 +303,9 @@ class ServiceConfig:
     port: int = 8000
     access_log: bool = True
     """One JSON line a request in data_dir/access-<replica>.log: labels, token counts, times; never its text."""
+    resume: bool = False
+    """True: answers outlive the replica that writes them (docs/resume.md), at the price of a second hop."""
+    ingress: IngressConfig = field(default_factory=IngressConfig)
     trainer_threads: int = 1
     trainer_resources: TrainerResources = field(default_factory=TrainerResources)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -71,10 +71,7 @@ class Api:
         answer = await self._new_answer(body, requests, record.request_id, info.model_name)
         generation = Generation(self.parts, requests, answer, record, self._finishes.note)
         try:
-            if first.params.grammar is None:
-                generation.submit()
-            else:  # compiling must not hold up the event loop
-                await generation.submit_in_thread()
+            await generation.submit()
         except CapacityError as e:
             raise QueueFull(str(e), self._finishes.retry_after_s(self.parts.client.num_waiting())) from e
         headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}

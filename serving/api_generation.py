@@ -75,6 +75,9 @@ class ApiParts:
 
     client: EngineClient
     tokenizer: Any
+    admitted: Callable[[str], Awaitable[None]] | None = None
+    """For a client that submits to another process: returns once the engine has taken the request of this id, raises what
+    `submit` raises. None = `submit` itself does."""
     api_token: str | None = None
     holdback_percent: Callable[[], int] = lambda: 0
     """Share of requests without an explicit group that keep the first drafter."""
@@ -159,16 +162,30 @@ class Generation:
         """The answer broke off on this side, not because the client hung up."""
         self._is_closed = False
 
-    def submit(self) -> None:
-        """Hand the requests to the engine; raises what the engine raises."""
+    async def submit(self) -> None:
+        """Hand the requests to the engine, all or none; raises what the engine raises."""
+        if self._parts.admitted is None and self.requests[0].params.grammar is not None:
+            await self._submit_in_thread()  # compiling must not hold up the event loop
+        else:
+            self._submit()
+        if self._parts.admitted is not None:
+            try:
+                for request in self.requests:
+                    await self._parts.admitted(request.request_id)
+            except BaseException as e:  # also a client that hangs up meanwhile
+                self.is_cut = isinstance(e, Exception)
+                self.close()
+                raise
+
+    def _submit(self) -> None:
         if len(self.requests) == 1:
             self._parts.client.submit(self.requests[0], self._on_event)
         else:
             self._parts.client.submit_all(self.requests, self._on_event)
 
-    async def submit_in_thread(self) -> None:
-        """`submit` in a thread; a handler that is cancelled meanwhile leaves no request behind."""
-        work = asyncio.ensure_future(asyncio.to_thread(self.submit))
+    async def _submit_in_thread(self) -> None:
+        """A handler that is cancelled meanwhile leaves no request behind."""
+        work = asyncio.ensure_future(asyncio.to_thread(self._submit))
         try:
             await asyncio.shield(work)
         except asyncio.CancelledError:

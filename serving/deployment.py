@@ -66,33 +66,33 @@ class EngineReplica:
 
     def __init__(self, factory: str, config: dict[str, Any]) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._parts = load_factory(factory)(config, replica_id)
+        self.parts = load_factory(factory)(config, replica_id)
         self._is_closed = False
         log.info("replica ready id=%s", replica_id)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        self._parts.api.sends_request_id = False  # Serve's middleware does it
-        return build_api(self._parts.api)
+        self.parts.api.sends_request_id = False  # Serve's middleware does it
+        return build_api(self.parts.api)
 
     async def check_health(self) -> None:
         """Raise when the engine thread is dead or silent; Redis and the controller do not matter here."""
-        thread = self._parts.thread
+        thread = self.parts.thread
         if thread.error is not None:
             raise RuntimeError(f"the engine thread died: {thread.error}")
         age_s = thread.heartbeat_age_s()
-        if not thread.is_alive or age_s > self._parts.api.max_silence_s:
+        if not thread.is_alive or age_s > self.parts.api.max_silence_s:
             raise RuntimeError(f"the engine thread has been silent for {age_s:.0f} s")
 
     async def __del__(self) -> None:
         """Serve calls this once after the last request, or after graceful_shutdown_timeout_s."""
-        if getattr(self, "_parts", None) is None or self._is_closed:
+        if getattr(self, "parts", None) is None or self._is_closed:
             return
         self._is_closed = True
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        self._parts.thread.stop(drain=True, timeout_s=self._parts.drain_s)
-        for close in self._parts.closers:
+        self.parts.thread.stop(drain=True, timeout_s=self.parts.drain_s)
+        for close in self.parts.closers:
             try:
                 close()
             except Exception:  # the others must still be closed
@@ -101,8 +101,13 @@ class EngineReplica:
 
 def bind_replicas(factory: str, config: dict[str, Any], limits: DeploymentLimits) -> Application:
     """The Serve application of `limits.num_replicas` replicas built by `factory(config, replica_id)`."""
+    return bind_engine(serve.ingress()(EngineReplica), factory, config, limits)
+
+
+def bind_engine(kind: type, factory: str, config: dict[str, Any], limits: DeploymentLimits) -> Application:
+    """The deployment `engine` of a class that is made like EngineReplica."""
     deployment = serve.deployment(
-        serve.ingress()(EngineReplica),
+        kind,
         name="engine",
         num_replicas=limits.num_replicas,
         max_ongoing_requests=limits.max_ongoing_requests,

@@ -143,7 +143,8 @@ class Engine:
 
         A grammar is compiled here, by the caller, in up to some seconds; a known one takes no time.
         Raises: RequestError (prompt empty, too long or with unknown ids; bias of an unknown token; grammar that cannot be
-            used; request id in use), CapacityError (queue full, too many grammars at once), EngineStoppedError.
+            used; request id in use; nothing left to resume), CapacityError (queue full, too many grammars at once),
+            EngineStoppedError.
         """
         self.submit_all((request,), on_event)
 
@@ -152,7 +153,7 @@ class Engine:
         self._inbox.put_all([self._new_running(r, on_event) for r in requests])
 
     def _new_running(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> RunningRequest:
-        prompt, params = request.prompt_token_ids, request.params
+        prompt, params, resumed = request.prompt_token_ids, request.params, request.resumed_token_ids
         if not prompt:
             raise RequestError("prompt must have at least one token, got none")
         if len(prompt) >= self.max_context_tokens:
@@ -164,6 +165,14 @@ class Engine:
                 f"prompt token ids must be in [0, {self.target.vocab_size}), got {min(prompt)}..{max(prompt)}"
             )
         check_bias(params.logit_bias, self.target.vocab_size)
+        token_limit = min(len(prompt) + params.max_tokens, self.max_context_tokens)
+        if resumed and (
+            len(prompt) + len(resumed) >= token_limit or not 0 <= min(resumed) <= max(resumed) < self.target.vocab_size
+        ):
+            raise RequestError(
+                f"resumed_token_ids must be fewer than the answer may have and in [0, {self.target.vocab_size}), "
+                f"got {len(resumed)} ids"
+            )  # fmt: skip
         stops = frozenset(params.stop_token_ids)
         grammar = None
         if params.grammar is not None:
@@ -175,7 +184,7 @@ class Engine:
             on_event=on_event,
             arrival=0,
             seed=params.seed if params.seed is not None else 0,
-            token_limit=min(len(prompt) + params.max_tokens, self.max_context_tokens),
+            token_limit=token_limit,
             stop_token_ids=stops,
             stop_checker=StopStringChecker(self._token_text, params.stop, prompt) if params.stop else None,
             counts=TokenCounts(prompt, self.target.vocab_size, self.target.device) if has_penalties(params) else None,

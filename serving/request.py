@@ -96,6 +96,9 @@ class GenerationRequest:
     """Time of the engine's clock after which the request ends with finish reason 'deadline'; None = never."""
     prompt_logprobs: int | None = None
     """Top log-probabilities per prompt token, as SamplingParams.logprobs; None = off."""
+    resumed_token_ids: tuple[int, ...] = ()
+    """Output tokens that a replica which then died has emitted: the answer goes on behind them, and max_tokens, penalties,
+    stop strings and draws count them as its own. They are not emitted again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,6 +68,8 @@ class RoundOutput:
             return
         if request.request.params.max_tokens == 0:  # nothing is drawn, so there is nothing to learn from
             return
+        if request.request.resumed_token_ids:  # a trace needs the target's top k at every output token
+            return
         if self._traces.wants(request.request_id, request.request.bucket):
             request.trace = TraceRows()
 

@@ -86,6 +86,14 @@ class RunningRequest:
         self.tokens = list(self.request.prompt_token_ids)
         if self.request.prompt_logprobs is not None:
             self.prompt_logprobs.append(None)  # nothing predicts the first token
+        resumed = list(self.request.resumed_token_ids)
+        if resumed:  # from here on the request is like one that was preempted behind these tokens
+            if self.grammar is not None:
+                for token_id in resumed:
+                    self.grammar.advance(token_id)
+            self.append_output(resumed)
+            if self.stop_checker is not None:
+                self.stop_checker.first_match(resumed)
 
     @property
     def request_id(self) -> str:

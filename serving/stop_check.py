@@ -30,7 +30,7 @@ class StopStringChecker:
             found = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
             if found:
                 return i + 1, min(found)[1]
-            self._tail = text[len(text) - self._keep :] if self._keep else ""
+            self._tail = text[-self._keep :] if self._keep else ""
         return None
 
 
