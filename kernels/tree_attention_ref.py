@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from paceline.kernels.attention_groups import group_requests
+
 
 @dataclass(kw_only=True, slots=True)
 class AttentionPlan:
@@ -26,6 +28,9 @@ class AttentionPlan:
     query_index: torch.Tensor | None  # (B * width,) int64 packed row of each padded row; None = rows are not padded
     row_index: torch.Tensor | None  # (N,) int64 padded row of each packed row; None = rows are not padded
     mask: torch.Tensor | None  # (B, 1, width * G, C) additive, 0 or -inf; None = every key is visible
+    parts: list[AttentionPlan] | None = None
+    """Requests that are padded apart from each other; everything else then only counts (N, B, width)."""
+    packed_rows: torch.Tensor | None = None  # (rows of the part,) int64 packed rows that a part fills, in its order
 
 
 def plan_attention(
@@ -55,7 +60,23 @@ def plan_attention(
     num_rows, batch = offsets[-1], len(counts)
     if batch == 1:
         return _plan_single(num_rows, contexts[0], slot_table, out_rows, ancestors, num_groups, dtype)
-    return _plan_ragged(counts, contexts, cu_rows, context_lens, slot_table, out_rows, ancestors, num_groups, dtype)
+    layout = (cu_rows, context_lens, slot_table, out_rows, ancestors, num_groups, dtype)
+    groups = group_requests(counts, [n + c for n, c in zip(counts, contexts, strict=True)])
+    if len(groups) == 1:
+        return _plan_ragged(counts, contexts, None, *layout)
+    parts = [_plan_ragged([counts[i] for i in g], [contexts[i] for i in g], g, *layout) for g in groups]
+    return AttentionPlan(
+        num_rows=num_rows,
+        num_requests=batch,
+        width=max(counts),
+        key_rows=None,
+        key_slice=None,
+        num_keys=max(part.num_keys for part in parts),
+        query_index=None,
+        row_index=None,
+        mask=None,
+        parts=parts,
+    )
 
 
 def _plan_single(
@@ -96,6 +117,7 @@ def _plan_single(
 def _plan_ragged(
     counts: list[int],
     contexts: list[int],
+    requests: list[int] | None,
     cu_rows: torch.Tensor,
     context_lens: torch.Tensor,
     slot_table: torch.Tensor,
@@ -104,9 +126,13 @@ def _plan_ragged(
     num_groups: int,
     dtype: torch.dtype,
 ) -> AttentionPlan:
+    """`requests`: which of the forward's requests counts and contexts belong to; None = all."""
     device, batch, width = out_rows.device, len(counts), max(counts)
     num_keys = max(n + c for n, c in zip(counts, contexts, strict=True))
     starts, sizes = cu_rows[:-1, None], (cu_rows[1:] - cu_rows[:-1])[:, None]
+    if requests is not None:
+        index = torch.tensor(requests, device=device)
+        starts, sizes, context_lens, slot_table = starts[index], sizes[index], context_lens[index], slot_table[index]
     lens = context_lens[:, None]
     position = torch.arange(num_keys, device=device)[None]
     own = position - lens  # (B, C) index among the request's own rows
@@ -120,7 +146,12 @@ def _plan_ragged(
         own_rows = torch.where(own < 0, table, own_rows)
     lane = torch.arange(width, device=device)[None]
     is_row = lane < sizes
-    if all(n == width for n in counts):
+    packed_rows = None
+    if requests is not None:
+        packed = starts + torch.where(is_row, lane, 0)
+        query_index, row_index = packed.view(-1), is_row.view(-1).nonzero().view(-1)
+        packed_rows = query_index[row_index]
+    elif all(n == width for n in counts):
         query_index = row_index = None
         packed = torch.arange(batch * width, device=device).view(batch, width)
     else:
@@ -129,12 +160,12 @@ def _plan_ragged(
         row_index = is_row.view(-1).nonzero().view(-1)
     mask = None
     if width > 1 or any(n + c != num_keys for n, c in zip(counts, contexts, strict=True)):
-        index = torch.where(is_own, own, 0)[:, None, :].expand(batch, width, num_keys)
+        lookup = torch.where(is_own, own, 0)[:, None, :].expand(batch, width, num_keys)
         if ancestors is None:
             local = torch.where(is_row, lane, 0)[:, :, None]
-            seen = index <= local
+            seen = lookup <= local
         else:
-            seen = ancestors[packed].gather(2, index)
+            seen = ancestors[packed].gather(2, lookup)
         visible = (own < 0)[:, None, :] | (seen & is_own[:, None, :])
         mask = torch.zeros(batch, width, num_keys, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
         mask = mask.repeat_interleave(num_groups, 1)[:, None]
@@ -148,6 +179,7 @@ def _plan_ragged(
         query_index=query_index,
         row_index=row_index,
         mask=mask,
+        packed_rows=packed_rows,
     )
 
 
@@ -165,6 +197,11 @@ def tree_attention(query: torch.Tensor, pool: torch.Tensor, plan: AttentionPlan,
         pool: (R, 2, Hkv, Dh) of this layer.
     Returns: (N, H, Dh).
     """
+    if plan.parts is not None:
+        out = torch.empty_like(query)
+        for part in plan.parts:
+            out.index_copy_(0, part.packed_rows, tree_attention(query, pool, part, scale))  # type: ignore[arg-type]
+        return out
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = pool.shape[2]
     batch, width, groups = plan.num_requests, plan.width, num_heads // num_kv_heads

@@ -17,6 +17,8 @@ _ROW_GRID = (1, 2, 3, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 5
 _BATCH_GRID = (1, 2, 4, 8, 16, 32, 64, 128)
 _FAST, _SLOW = 0.1, 0.04
 """Weights of one observation in the machine's speed and in the correction of one point."""
+_NEW = 8
+"""Observations that make a point, or the machine's speed, known."""
 
 
 def interpolate(grid: Sequence[int], values: Sequence[float], at: float) -> float:
@@ -61,6 +63,8 @@ class CostModel:
     def _reset(self, rows: list[float], batch: list[float]) -> None:
         self._rows, self._batch = rows, batch
         self._corrections: dict[int, list[float]] = {}  # by log2 of the requests
+        self._visits: dict[int, list[int]] = {}
+        self._num_seen = 0
         self._context = [1.0] * 32
         self._speed = 1.0
         self._curves: dict[int, list[float]] = {}  # by requests
@@ -137,11 +141,15 @@ class CostModel:
             self._speed, self._is_scaled = self._speed * seconds / predicted, True
             return
         miss = min(max(math.log(seconds / predicted), -0.5), 0.5)  # hiccups count little
-        self._speed *= math.exp(_FAST * miss)
-        slow = math.exp(_SLOW * miss)
-        bucket = log2_bucket(num_requests)
+        bucket, point = log2_bucket(num_requests), _nearest(_ROW_GRID, rows)
         correction = self._corrections.setdefault(bucket, [1.0] * len(_ROW_GRID))
-        correction[_nearest(_ROW_GRID, rows)] *= slow
+        visits = self._visits.setdefault(bucket, [0] * len(_ROW_GRID))
+        # A point seen for the first times at a speed that others have told shows the shape, not the machine.
+        is_new = visits[point] < _NEW <= self._num_seen - visits[point]
+        correction[point] *= math.exp((max(_SLOW, 0.6 / (1 + visits[point])) if is_new else _SLOW) * miss)
+        self._speed *= math.exp((_FAST / 4 if is_new else _FAST) * miss)
+        visits[point] += 1
+        self._num_seen += 1
         self._context[log2_bucket(context_rows)] *= math.exp(_SLOW / 2 * miss)
         for b in [b for b in self._curves if log2_bucket(b) == bucket]:
             del self._curves[b]

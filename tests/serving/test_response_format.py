@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import httpx
 import jsonschema
@@ -16,6 +17,7 @@ import pytest
 from paceline.config import EngineConfig
 from paceline.errors import RequestError
 from paceline.serving.api import build_api
+from paceline.serving.api_access_log import AccessRecord
 from paceline.serving.api_generation import ApiParts, Generation
 from paceline.serving.api_models import ChatBody, CompletionBody, FieldError, parse_body
 from paceline.serving.draft_weights import DrafterSlots
@@ -137,9 +139,13 @@ def test_a_handler_cancelled_while_the_grammar_compiles_leaves_no_request_behind
     engine.submit = slow_submit  # type: ignore[method-assign]
 
     async def main() -> None:
-        request = GenerationRequest(request_id="r", prompt_token_ids=(5,), params=SamplingParams())
-        generation = Generation(ApiParts(client=engine, tokenizer=None), request, None)  # type: ignore[arg-type]
-        task = asyncio.ensure_future(generation.submit_in_thread())
+        params = SamplingParams(grammar=GrammarSpec(kind="json_object"))
+        request = GenerationRequest(request_id="r", prompt_token_ids=(5,), params=params)
+        answer = SimpleNamespace(choices=[], num_completion_tokens=0)
+        record = AccessRecord(method="POST", route="/v1/completions", start_s=0.0)
+        generation = Generation(ApiParts(client=engine, tokenizer=None), [request], answer, record)  # type: ignore[arg-type]
+        task = asyncio.ensure_future(generation.submit())
+        await asyncio.sleep(0)
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
