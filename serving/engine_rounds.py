@@ -221,14 +221,13 @@ class DecodeRunner:
     ) -> None:
         requests, tree = batch.requests, draft.tree
         paths = plan.on_host()
-        tree_tokens = tree.token_ids.tolist() if tree.host is None else tree.host.token_ids
+        accepted_tokens = plan.accepted_tokens(tree)
         rows: list[list[int]] = []
         tokens: list[list[int]] = []
         ends: list[tuple[str | None, str | None]] = []
         accepted: list[int] = []
-        for r, (path, bonus) in zip(requests, paths, strict=True):
-            new = [tree_tokens[row] for row in path[1:]]
-            new.append(bonus)
+        for r, (path, bonus), new in zip(requests, paths, accepted_tokens, strict=True):
+            new = [*new, bonus]
             if r.row_capacity < r.token_limit:
                 # Pages ran out. The path may be cut anywhere: an accepted node's token is what the target would have
                 # drawn there, so the last one kept is the bonus token of a shorter path; the rest is drafted again.
