@@ -15,6 +15,7 @@ from paceline.adapt.trace_writer import TraceWriter
 from paceline.config import ServiceConfig, build_config, to_dict
 from paceline.contracts import DesiredState
 from paceline.errors import PacelineError
+from paceline.infra.capture_progress import capture_progress
 from paceline.infra.controller_actor import ControllerSpec, ensure_controller
 from paceline.infra.dashboard_access import Access
 from paceline.infra.dashboard_feed import DashboardFeed
@@ -182,7 +183,8 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         num_sharing=config.num_replicas,
     )  # fmt: skip
     thread = EngineThread(engine)
-    engine.warm_up()
+    with capture_progress() as progress:
+        engine.warm_up(progress)
     thread.start(is_warmed_up=True)
     closers: list[Callable[[], None]] = []
     holdback = _Holdback(config.policy.holdback_percent if needs_taps else 0)

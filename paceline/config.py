@@ -66,6 +66,8 @@ class EngineConfig:
     alike and counted under `other`."""
     num_threads: int | None = None
     """torch threads of the engine process; None leaves torch's choice."""
+    capture_s: float = 60.0
+    """Seconds that a start on CUDA may spend on capturing graphs, the commonest shapes first; 0 = no graphs."""
     tree: TreeConfig = field(default_factory=TreeConfig)
 
     def __post_init__(self) -> None:
@@ -80,6 +82,7 @@ class EngineConfig:
         )
         _require(self.max_buckets >= 1, "engine.max_buckets must be >= 1", self.max_buckets)
         _require(self.prefill_chunk_tokens >= 1, "engine.prefill_chunk_tokens must be >= 1", self.prefill_chunk_tokens)
+        _require(self.capture_s >= 0, "engine.capture_s must be >= 0", self.capture_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

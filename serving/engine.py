@@ -22,9 +22,11 @@ from paceline.errors import EngineStoppedError, RequestError
 from paceline.serving.bucket_names import BucketNames
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine_checks import check_balance
+from paceline.serving.engine_graphs import EngineGraphs, default_backend
 from paceline.serving.engine_inbox import Call, EngineInbox
 from paceline.serving.engine_prefill import PrefillRunner
 from paceline.serving.engine_rounds import DecodeRunner
+from paceline.serving.graph_capture import GraphBackend, Progress
 from paceline.serving.kv_budget import settle_kv_bytes
 from paceline.serving.kv_cache import PageAllocator
 from paceline.serving.request import GenerationRequest, RoundEvent
@@ -58,6 +60,7 @@ class Engine:
         rng: np.random.Generator | None = None,
         timer: Callable[[], float] = time.perf_counter,
         num_sharing: int = 1,
+        graph_backend: GraphBackend | None = None,
     ) -> None:
         """Allocate the KV pool from the byte budget and bind the drafters to it.
 
@@ -66,6 +69,7 @@ class Engine:
             rng: source of the seeds of requests without one.
             timer: monotonic seconds, for durations (`clock` is for time stamps).
             num_sharing: replicas on this machine, which share its RAM when `config.kv_bytes` is None.
+            graph_backend: what makes the graphs that `warm_up` captures; CUDA graphs where they can be had when None.
         Raises: ConfigError when the budget is too small (kv_budget.settle_kv_bytes).
         """
         row_bytes = target.kv_row_bytes + slots.kv_row_bytes
@@ -111,9 +115,13 @@ class Engine:
         )
         self.policy = policy or TreePolicy(config.tree, vocab_size=target.vocab_size)
         self._prefill = PrefillRunner(target, self.kv, self.scheduler, self.output)
+        graph_backend = graph_backend or default_backend(target, config)
+        self.graphs: EngineGraphs | None = None
+        if graph_backend is not None:
+            self.graphs = EngineGraphs(graph_backend, target, self.kv, slots, config, self.max_context_tokens)
         self._decode = DecodeRunner(
             target, self.kv, self.scheduler, slots, self.policy, self.output,
-            chunk_rows=config.prefill_chunk_tokens, timer=timer,
+            chunk_rows=config.prefill_chunk_tokens, timer=timer, graphs=self.graphs.target if self.graphs else None,
         )  # fmt: skip
         self._token_text = TokenText(target.tokenizer)
         self._buckets = BucketNames(config.max_buckets)
@@ -196,8 +204,14 @@ class Engine:
         """No request is queued, running or in the inbox."""
         return self._inbox.num_unfinished == 0
 
-    def warm_up(self) -> None:
-        """Measure the verify cost by rows for the tree policy; before the first request, in the engine's thread."""
+    @torch.inference_mode()
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Capture graphs and measure the verify cost by rows for the tree policy; before the first request.
+
+        progress: called with graphs made and graphs planned.
+        """
+        if self.graphs is not None:
+            self.graphs.capture(self._timer, progress)
         self.policy.calibrate(self._measure_verify, max_rows=min(65, self.kv.num_scratch_rows))
 
     def fail_all(self, error: str) -> None:
@@ -222,6 +236,7 @@ class Engine:
             "num_free_pages": self.allocator.num_free_pages,
             "num_rounds": self._decode.num_rounds,
             "round_part_s": dict(self._decode.part_s),
+            "num_graphs": self.graphs.num_graphs if self.graphs is not None else 0,
             "num_prefill_rows": self._prefill.num_rows,
             "num_tokens": self.output.num_tokens,
             "num_finished": self.output.num_finished,
@@ -302,7 +317,7 @@ class Engine:
             logit_rows=None,
         )
         start = self._timer()
-        self.target.forward(batch, self.kv)
+        (self.graphs.target if self.graphs is not None else self.target).forward(batch, self.kv)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return self._timer() - start

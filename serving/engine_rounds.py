@@ -14,6 +14,7 @@ import torch
 
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine_drafting import catch_up, draft_inputs, mark_ingested
+from paceline.serving.graphed_target import GraphedTarget
 from paceline.serving.kv_cache import KVPool
 from paceline.serving.round_output import RoundOutput, round_logprobs
 from paceline.serving.running_request import RunningRequest
@@ -22,7 +23,7 @@ from paceline.serving.scheduler import Scheduler
 from paceline.serving.stop_check import cut_tokens
 from paceline.serving.target import TargetBatch, TargetModel, TargetOutput
 from paceline.serving.tree_policy import DraftGroup, DraftKey, RoundDraft, TreePolicy
-from paceline.serving.verify import AcceptPlan, verify
+from paceline.serving.verify import AcceptPlan, accept, verify
 
 
 @dataclass(slots=True)
@@ -54,8 +55,12 @@ class DecodeRunner:
         *,
         chunk_rows: int,
         timer: Callable[[], float] = time.perf_counter,
+        graphs: GraphedTarget | None = None,
     ) -> None:
+        """graphs: verify forwards and acceptance by graph; None = eagerly."""
         self._target = target
+        self._forward = target.forward if graphs is None else graphs.forward
+        self._accept = accept if graphs is None else graphs.accept
         self._kv = kv
         self._scheduler = scheduler
         self._slots = slots
@@ -92,7 +97,7 @@ class DecodeRunner:
         else:
             counts = tree.cu_nodes[1:] - tree.cu_nodes[:-1]
             positions = tree.depths + context_lens.repeat_interleave(counts)
-        out = self._target.forward(
+        out = self._forward(
             TargetBatch(
                 token_ids=tree.token_ids,
                 positions=positions,
@@ -107,7 +112,7 @@ class DecodeRunner:
         )
         accept_start = self._timer()
         verify_s = accept_start - verify_start
-        plan = verify(tree, out.logits, batch.sampling, context_lens)
+        plan = verify(tree, out.logits, batch.sampling, context_lens, self._accept)
         accept_s = self._timer() - accept_start
         self._finish_round(batch, draft, plan, out, start, model_s, catch_up_s, verify_s)
         part_s = self.part_s
