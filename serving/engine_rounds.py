@@ -23,6 +23,7 @@ from paceline.serving.scheduler import Scheduler
 from paceline.serving.stop_check import cut_tokens
 from paceline.serving.target import TargetBatch, TargetModel, TargetOutput
 from paceline.serving.tree_policy import DraftGroup, DraftKey, RoundDraft, TreePolicy
+from paceline.serving.upload import upload
 from paceline.serving.verify import AcceptPlan, accept, verify
 
 
@@ -59,7 +60,7 @@ class DecodeRunner:
     ) -> None:
         """graphs: verify forwards and acceptance by graph; None = eagerly."""
         self._target = target
-        self._forward = target.forward if graphs is None else graphs.forward
+        self._graphs = graphs
         self._accept = accept if graphs is None else graphs.accept
         self._kv = kv
         self._scheduler = scheduler
@@ -86,7 +87,7 @@ class DecodeRunner:
         batch = self._prepare(requests)
         table = batch.table
         assert table is not None
-        context_lens = torch.tensor([r.context_len for r in requests], device=self._target.device)
+        context_lens = upload([r.context_len for r in requests], self._target.device)
         table = table[:, : max(r.context_len for r in requests)]
         draft, model_s, catch_up_s = self._draft(batch, table)
         tree = draft.tree
@@ -97,7 +98,7 @@ class DecodeRunner:
         else:
             counts = tree.cu_nodes[1:] - tree.cu_nodes[:-1]
             positions = tree.depths + context_lens.repeat_interleave(counts)
-        out = self._forward(
+        out = (self._graphs or self._target).forward(
             TargetBatch(
                 token_ids=tree.token_ids,
                 positions=positions,
@@ -183,7 +184,7 @@ class DecodeRunner:
             if group is not None:
                 groups.append(group)
                 group_slots.append(slot)
-        anchors = torch.tensor([r.tokens[r.context_len] for r in requests], device=table.device)
+        anchors = upload([r.tokens[r.context_len] for r in requests], table.device)
         draft = self._policy.draft(groups, keys, anchors, context_rows)
         for i, (slot, group) in enumerate(zip(group_slots, groups, strict=True)):
             reason = draft.failures.get(i)
@@ -304,10 +305,10 @@ class DecodeRunner:
         if src:
             device = self._scratch.device
             target_rows = dst[0] if len(dst) == 1 else torch.cat(dst)
-            self._kv.commit(torch.tensor(src, device=device) + self._kv.scratch_start, target_rows.to(device))
+            self._kv.commit(upload(src, device) + self._kv.scratch_start, upload(target_rows, device))
         if takers:
             assert features is not None
-            taken = features[torch.tensor(wanted, device=features.device)]
+            taken = features[upload(wanted, features.device)]
             for (r, _, is_running), part in zip(takers, taken.split([n for _, n, _ in takers]), strict=True):
                 if is_running and r.needs_features:
                     r.pending.append(part)

@@ -17,6 +17,7 @@ from paceline.serving.specblock_drafter import build_drafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target import TargetModel
 from tests.fakes import greedy_continuation, tiny_model, tiny_tokenizer
+from tests.serving.test_device_draft import DevicePolicy
 from tests.static_kernels import STATIC_KERNELS
 
 CONTEXT, NUM_TOKENS = 96, 14
@@ -67,9 +68,9 @@ class _Counted:
         self.run()
 
 
-def make_engine(target, slots, backend=None, **changes):
+def make_engine(target, slots, backend=None, policy=None, **changes):
     settings = {"max_running": 8, "kv_bytes": 64 * 2**20, "page_tokens": 4, "max_context_tokens": CONTEXT, "tree": TREE}
-    engine = Engine(target, slots, EngineConfig(**{**settings, **changes}), graph_backend=backend)
+    engine = Engine(target, slots, EngineConfig(**{**settings, **changes}), graph_backend=backend, policy=policy)
     if backend is not None:
         engine.graphs.capture()
     return engine
@@ -114,6 +115,16 @@ def test_tokens_are_those_of_an_engine_without_graphs(count, temperatures):
     assert [len(t) for t in expected.values()] == [NUM_TOKENS - i for i in range(count)]
     rounds = graphed.stats()["num_rounds"]
     assert backend.num_replays >= 2 * rounds, "block 1 and verify of every round were replayed"
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_graphs_and_drafting_with_one_read_work_together(count):
+    prompts, target = make_prompts(count, (0.0, 0.8)), make_target(STATIC_KERNELS)
+    build, _ = specblock(target)
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    engine = make_engine(target, DrafterSlots(build(), "v1"), CountingGraphs(), policy)
+    assert generate(engine, prompts) == generate(make_engine(make_target(), DrafterSlots()), prompts)
+    assert engine.stats()["num_drafter_failures"] == 0
 
 
 def test_accepted_drafts_come_through_the_graphs():
