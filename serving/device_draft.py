@@ -19,6 +19,7 @@ import torch
 
 from paceline.config import TreeConfig
 from paceline.serving.budget import BudgetController, DraftKey
+from paceline.serving.device_timer import CudaSpan, open_span
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Proposal
 from paceline.serving.score_calibration import ScoreCalibration
@@ -57,6 +58,7 @@ class _Drafted:
     leaf_mass: torch.Tensor | None  # (G,) float64
     is_expanded: bool
     num_slots: int
+    span: CudaSpan | None  # of the re-entry
 
 
 class DeviceDraft:
@@ -116,22 +118,25 @@ class DeviceDraft:
         group_keys = [keys[r] for r in group.rows]
         kappa = upload(self._calibration.table(group_keys, num_slots), proposal.logprobs.device)
         candidates = block_candidates(proposal, drafter.caps.is_product, limit, kappa[0])
-        leaf_mass, is_expanded = None, False
+        leaf_mass, is_expanded, span = None, False, None
         if drafter.caps.is_reentrant and self._config.max_frontier > 0:
             leaves = dense_frontier(candidates, self._config.max_frontier)
             leaf_mass = leaves.scores.double().exp().view(len(group.rows), -1).sum(1)
             if self._should_expand(group_keys, out.context_rows):
-                start = self._timer()
+                start, span = self._timer(), open_span(proposal.logprobs.device)
                 block = drafter.expand(inputs, proposal, leaves.frontier)
                 out.model_s += self._timer() - start
                 checks.append(_facts(block))
                 candidates = append_block(candidates, leaves, block, kappa[1][leaves.frontier.request])
-                out.expand_s += self._timer() - start
+                if span is None:
+                    out.expand_s += self._timer() - start
+                else:
+                    span.close()
                 is_expanded = True
         ranked = rank_merged(candidates, drafter.caps.max_depth)
         return _Drafted(
             index=index, group=group, ranked=ranked, masses=ranked.scores[:, :limit].double().exp(), checks=checks,
-            leaf_mass=leaf_mass, is_expanded=is_expanded, num_slots=num_slots,
+            leaf_mass=leaf_mass, is_expanded=is_expanded, num_slots=num_slots, span=span,
         )  # fmt: skip
 
     def _should_expand(self, keys: list[DraftKey | None], context_rows: int) -> bool:
@@ -146,7 +151,10 @@ class DeviceDraft:
             parts += [*d.checks, d.masses.flatten()]
             if d.leaf_mass is not None:
                 parts.append(d.leaf_mass)
+        start = self._timer()
         flat = torch.cat(parts).cpu().numpy()
+        out.model_s += self._timer() - start  # the drafters' work that was queued
+        out.expand_s += sum(d.span.seconds() for d in drafted if d.span is not None)
         masses = np.zeros((len(keys), self._config.max_draft_tokens))
         at = 0
 

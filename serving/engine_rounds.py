@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.serving.device_timer import open_span
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine_drafting import catch_up, draft_inputs, mark_ingested
 from paceline.serving.graphed_target import GraphedTarget
@@ -93,6 +94,7 @@ class DecodeRunner:
         tree = draft.tree
 
         verify_start = self._timer()
+        span = open_span(self._target.device)
         if len(requests) == 1:
             positions = tree.depths + context_lens
         else:
@@ -111,10 +113,14 @@ class DecodeRunner:
             ),
             self._kv,
         )
-        accept_start = self._timer()
-        verify_s = accept_start - verify_start
+        verify_s = self._timer() - verify_start
+        if span is not None:
+            span.close()
         plan = verify(tree, out.logits, batch.sampling, context_lens, self._accept)
-        accept_s = self._timer() - accept_start
+        if span is not None:
+            plan.on_host()  # the wait for the device; the host's clock saw only the launches
+            verify_s = span.seconds()
+        accept_s = self._timer() - verify_start - verify_s
         self._finish_round(batch, draft, plan, out, start, model_s, catch_up_s, verify_s)
         part_s = self.part_s
         build_s = draft.draft_s - draft.model_s
@@ -201,7 +207,8 @@ class DecodeRunner:
         requests = [batch.requests[i] for i in rows]
         temperatures = batch.temperatures
         if len(rows) < len(batch.requests):
-            table, temperatures = table[rows], temperatures[rows]
+            index = upload(rows, table.device)
+            table, temperatures = table[index], temperatures[index]
         start = self._timer()
         try:
             if catch_up(drafter, requests, table, temperatures, self._chunk_rows):
@@ -319,4 +326,4 @@ class DecodeRunner:
         for r, own in zip(requests, rows, strict=True):
             if r.trace is not None:
                 # A copy: a view would keep the logits of the whole round alive.
-                self._output.trace_logits(r, logits[torch.tensor(own, device=logits.device)])
+                self._output.trace_logits(r, logits[upload(own, logits.device)])

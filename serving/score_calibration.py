@@ -71,10 +71,11 @@ class ScoreCalibration:
             assert draft.cells is not None
             if tree.parents.device.type == "cpu":
                 parents, scores, cells = tree.parents.tolist(), tree.scores.tolist(), draft.cells.tolist()
+                bounds = tree.cu_nodes.tolist()
             else:  # one read; float64 holds the indices exactly
                 columns = torch.stack((tree.parents.double(), tree.scores.double(), draft.cells.double())).cpu()
                 parents, scores, cells = columns[0].long().tolist(), columns[1].tolist(), columns[2].long().tolist()
-            bounds = [0, *accumulate(n + 1 for n in draft.num_draft_tokens)]
+                bounds = [0, *accumulate(n + 1 for n in draft.num_draft_tokens)]
         touched: set[tuple[DraftKey, int]] = set()
         reentered = [0] * len(paths)
         for i, path in enumerate(paths):
