@@ -27,6 +27,9 @@ def default_backend(target: TargetModel, config: EngineConfig) -> GraphBackend |
     """CUDA graphs where the target is on CUDA, its kernels can be captured and the configuration gives time for it."""
     if target.device.type != "cuda" or config.capture_s <= 0:
         return None
+    if target.num_ranks > 1:
+        logger.warning("graphs are made for one device; a target over %d runs without", target.num_ranks)
+        return None
     if not target.kernels.is_capturable:
         logger.warning("kernel backend %s cannot be captured; rounds run without graphs", target.kernels.backend)
         return None

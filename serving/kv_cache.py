@@ -5,6 +5,8 @@ Shape legend: Lt layers, R pool rows, Hkv KV heads, Dh head dim, B requests, L c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from paceline.errors import ConfigError
@@ -28,7 +30,9 @@ class KVPool:
         num_scratch_rows: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        on_commit: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> None:
+        """on_commit: told the rows of every commit beforehand (other tensor-parallel ranks do the same)."""
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.scratch_start = num_pages * page_tokens
@@ -44,6 +48,7 @@ class KVPool:
         self.value_rows = self.values.unbind(0)  # (R, Hkv, Dh) each
         self.key_heads = self.keys.permute(0, 2, 3, 1).unbind(0)  # (Hkv, Dh, R) each
         self.value_heads = self.values.transpose(1, 2).unbind(0)  # (Hkv, R, Dh) each
+        self._on_commit = on_commit
         self._commit_rows = select_kernels(device).commit_rows
 
     @property
@@ -59,6 +64,8 @@ class KVPool:
 
     def commit(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None:
         """Copy accepted scratch rows (M,) to canonical rows (M,), all layers, K and V."""
+        if self._on_commit is not None:
+            self._on_commit(src_rows, dst_rows)
         self._commit_rows(self.data, src_rows, dst_rows)
 
 
