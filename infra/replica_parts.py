@@ -37,6 +37,7 @@ from paceline.serving.engine_thread import EngineThread
 from paceline.serving.lookup_drafter import PromptLookupDrafter
 from paceline.serving.specblock_drafter import DRAFTER_TYPE, build_drafter, read_drafter_files
 from paceline.serving.target import TargetModel
+from paceline.serving.tensor_parallel import Ranks, load_parallel
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +165,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     limit_threads(config.engine.num_threads)
     registry = DrafterRegistry(paths.registry)
     needs_taps = is_adaptive(config)
-    target = TargetModel.load(
-        resolve_model(config.model), device=config.device, dtype=config.dtype, tap_layers=None if needs_taps else ()
-    )
+    target, ranks = load_target(config, tap_layers=None if needs_taps else ())
     slots = make_slots(config, target, registry)
     keys = Keys(config.model_name)
     feedback = traces = None
@@ -235,8 +234,16 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             open_routers=(service_router(view, access, dashboard.run), dashboard_router(view, access, dashboard)),
         ),
         thread=thread,
-        closers=[dashboard.close, *adaptation.closers, *closers],
+        closers=[dashboard.close, *adaptation.closers, *closers, *([ranks.close] if ranks is not None else [])],
     )
+
+
+def load_target(config: ServiceConfig, *, tap_layers: tuple[int, ...] | None) -> tuple[TargetModel, Ranks | None]:
+    """The replica's target, and the processes of its other ranks when it is split over several devices."""
+    path, size = resolve_model(config.model), config.engine.tensor_parallel
+    if size > 1:
+        return load_parallel(path, size=size, device=config.device, dtype=config.dtype, tap_layers=tap_layers)
+    return TargetModel.load(path, device=config.device, dtype=config.dtype, tap_layers=tap_layers), None
 
 
 def limit_threads(num_threads: int | None) -> None:

@@ -68,6 +68,8 @@ class EngineConfig:
     """torch threads of the engine process; None leaves torch's choice."""
     capture_s: float = 60.0
     """Seconds that a start on CUDA may spend on capturing graphs, the commonest shapes first; 0 = no graphs."""
+    tensor_parallel: int = 1
+    """Devices that a replica splits the target over, by transformers' own plan; it must divide the target's KV heads."""
     tree: TreeConfig = field(default_factory=TreeConfig)
 
     def __post_init__(self) -> None:
@@ -82,6 +84,7 @@ class EngineConfig:
         )
         _require(self.max_buckets >= 1, "engine.max_buckets must be >= 1", self.max_buckets)
         _require(self.prefill_chunk_tokens >= 1, "engine.prefill_chunk_tokens must be >= 1", self.prefill_chunk_tokens)
+        _require(1 <= self.tensor_parallel <= 64, "engine.tensor_parallel must be in [1, 64]", self.tensor_parallel)
         _require(self.capture_s >= 0, "engine.capture_s must be >= 0", self.capture_s)
 
 

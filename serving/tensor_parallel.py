@@ -6,7 +6,7 @@ and the plan's collectives meet. Logits and features are whole on every rank, so
 sampling, scheduling) exists on rank 0 only.
 
 A checkpoint is read whole into each rank's RAM and split from there: transformers' loader of shares needs a package that
-is not among the requirements. Shape legend: B requests, N packed rows, L columns of the slot table, W widest tree, M rows.
+is not among the requirements.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +23,13 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
-from paceline.serving.kv_cache import KVPool
-from paceline.serving.target import TargetBatch, TargetModel
-from paceline.serving.upload import upload
+from paceline.serving.rank_orders import Leader, Orders, follow
+from paceline.serving.target import TargetModel
 
 logger = logging.getLogger(__name__)
 
-_HEADER = 8
-_START_TIMEOUT = timedelta(minutes=10)
-
-
-class _Order(IntEnum):
-    STOP = 0
-    POOL = 1
-    FORWARD = 2
-    COMMIT = 3
+_TIMEOUT = timedelta(minutes=10)
+"""For joining and for one collective; between orders a rank may wait for ever."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,83 +42,6 @@ class RankSettings:
     device: str  # cpu | cuda
     dtype: str = "auto"
     tap_layers: tuple[int, ...] | None = None
-
-
-class RankLeader:
-    """Rank 0's line to the other ranks: one header and one payload of integers per order."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def send_pool(self, num_pages: int, page_tokens: int, num_scratch_rows: int) -> None:
-        """The others allocate a pool of this shape; it replaces the one before."""
-        self._send(_Order.POOL, [num_pages, page_tokens, num_scratch_rows], [])
-
-    def send_forward(self, batch: TargetBatch) -> None:
-        """The others run this batch over their pool."""
-        ancestors, logit_rows = batch.ancestors, batch.logit_rows
-        columns = batch.slot_table.shape[1]
-        width = -1 if ancestors is None else ancestors.shape[1]
-        num_logits = -1 if logit_rows is None else logit_rows.numel()
-        parts = [batch.token_ids, batch.positions, batch.cu_rows, batch.context_lens, batch.slot_table, batch.out_rows]
-        parts += [t for t in (ancestors, logit_rows) if t is not None]
-        self._send(
-            _Order.FORWARD, [batch.token_ids.numel(), batch.context_lens.numel(), columns, width, num_logits], parts
-        )
-
-    def send_commit(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None:
-        """The others copy these pool rows."""
-        self._send(_Order.COMMIT, [src_rows.numel()], [src_rows, dst_rows])
-
-    def stop(self) -> None:
-        """The others leave their loops; nothing can be sent afterwards."""
-        self._send(_Order.STOP, [], [])
-
-    def _send(self, order: _Order, sizes: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
-        dist.broadcast(upload([order, *sizes, *[0] * (_HEADER - 1 - len(sizes))], self._device), 0)
-        if parts:
-            dist.broadcast(torch.cat([p.reshape(-1).long() for p in parts]), 0)
-
-
-def follow(target: TargetModel) -> None:
-    """Obey rank 0 until it says stop: what every other rank does.  Syncs: reads each header."""
-    kv: KVPool | None = None
-    header = torch.zeros(_HEADER, dtype=torch.int64, device=target.device)
-    while True:
-        dist.broadcast(header, 0)
-        order, *sizes = header.tolist()
-        if order == _Order.STOP:
-            return
-        if order == _Order.POOL:
-            kv = target.new_kv_pool(*sizes[:3])
-            continue
-        assert kv is not None, "a pool comes before its first use"
-        if order == _Order.COMMIT:
-            kv.commit(*_receive([sizes[0], sizes[0]], target.device))
-        else:
-            target.forward(_receive_batch(sizes, target.device), kv)
-
-
-def _receive(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    flat = torch.empty(sum(sizes), dtype=torch.int64, device=device)
-    dist.broadcast(flat, 0)
-    return list(flat.split(list(sizes)))
-
-
-def _receive_batch(sizes: Sequence[int], device: torch.device) -> TargetBatch:
-    rows, requests, columns, width, num_logits = sizes[:5]
-    lengths = [rows, rows, requests + 1, requests, requests * columns, rows, rows * max(width, 0), max(num_logits, 0)]
-    parts = _receive(lengths, device)
-    return TargetBatch(
-        token_ids=parts[0],
-        positions=parts[1],
-        cu_rows=parts[2],
-        context_lens=parts[3],
-        slot_table=parts[4].view(requests, columns),
-        out_rows=parts[5],
-        ancestors=parts[6].view(rows, width).bool() if width >= 0 else None,
-        logit_rows=parts[7] if num_logits >= 0 else None,
-    )
 
 
 # ---- splitting ------------------------------------------------------------------------------------------------------
@@ -183,8 +96,8 @@ def split_model(model: Any, size: int, device: torch.device) -> Any:
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def join_ranks(rank: int, settings: RankSettings) -> torch.device:
-    """Join the process group as `rank`; returns the rank's device. Blocks until all ranks have joined.
+def join_ranks(rank: int, settings: RankSettings) -> tuple[torch.device, Orders]:
+    """Join the process group as `rank`; returns the rank's device and its line. Blocks until all ranks have joined.
 
     Raises: ConfigError when the machine's accelerator is not the configured device, or there are fewer than ranks.
     """
@@ -201,27 +114,31 @@ def join_ranks(rank: int, settings: RankSettings) -> torch.device:
     # What transformers looks its own rank up by.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(settings.size))
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    store = dist.TCPStore("127.0.0.1", settings.port, settings.size, is_master=rank == 0, timeout=_TIMEOUT)
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{settings.port}",
+        store=dist.PrefixStore("group", store),
         rank=rank,
         world_size=settings.size,
-        timeout=_START_TIMEOUT,
+        timeout=_TIMEOUT,
         device_id=device if kind == "cuda" else None,
     )
-    return device
+    return device, Orders(store)
 
 
 class Ranks:
     """The processes of ranks 1 and up, and the leader of rank 0."""
 
-    def __init__(self, processes: list[Any], leader: RankLeader) -> None:
+    def __init__(self, processes: list[Any], leader: Leader) -> None:
         self._processes, self._leader = processes, leader
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End the other ranks; no forward may run any more."""
-        self._leader.stop()
-        dist.destroy_process_group()
+        try:
+            self._leader.stop()
+            dist.destroy_process_group()
+        except RuntimeError:  # a rank is gone already; the others are ended below
+            logger.exception("the ranks did not part in order")
         for process in self._processes:
             process.join(timeout_s)
             if process.is_alive():
@@ -250,18 +167,19 @@ def load_parallel(
     for process in processes:
         process.start()
     try:
-        target, leader = _load_rank(0, settings)
+        target, orders = _load_rank(0, settings)
     except BaseException:
         for process in processes:
             process.terminate()
         raise
+    leader = Leader(orders)
     target.leader = leader
     logger.info("target split ranks=%d device=%s kv_heads=%d", size, device, target.num_kv_heads)
     return target, Ranks(processes, leader)
 
 
-def _load_rank(rank: int, settings: RankSettings) -> tuple[TargetModel, RankLeader]:
-    device = join_ranks(rank, settings)
+def _load_rank(rank: int, settings: RankSettings) -> tuple[TargetModel, Orders]:
+    device, orders = join_ranks(rank, settings)
     target = TargetModel.load(
         settings.path,
         device=settings.device,
@@ -270,14 +188,14 @@ def _load_rank(rank: int, settings: RankSettings) -> tuple[TargetModel, RankLead
         split=lambda model: split_model(model, settings.size, device),
         num_ranks=settings.size,
     )
-    return target, RankLeader(device)
+    return target, orders
 
 
 def _run_rank(rank: int, settings: RankSettings) -> None:
     """Main of ranks 1 and up."""
     torch.set_num_threads(max(1, torch.get_num_threads() // settings.size))
-    target, _ = _load_rank(rank, settings)
-    follow(target)
+    target, orders = _load_rank(rank, settings)
+    follow(target, orders)
     dist.destroy_process_group()
 
 

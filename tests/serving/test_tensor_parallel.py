@@ -1,7 +1,10 @@
 """A target split over two ranks gives what the whole target gives, forward by forward and through the engine."""
 
+import threading
+
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from paceline.config import EngineConfig, TreeConfig
@@ -9,6 +12,7 @@ from paceline.errors import ConfigError
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine import Engine
 from paceline.serving.kv_cache import PageAllocator
+from paceline.serving.rank_orders import Order, Orders
 from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.scripted_drafters import OracleDrafter
 from paceline.serving.target import TargetModel
@@ -76,3 +80,23 @@ def test_targets_that_cannot_be_split_are_refused():
     other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8))
     with pytest.raises(ConfigError, match="must be 1 for gpt2"):
         check_split(other, 2)
+
+
+def test_orders_arrive_in_order_and_a_rank_without_orders_waits():
+    server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    sent, taken = Orders(server), Orders(dist.TCPStore("127.0.0.1", server.port, 2, is_master=False))
+    started, got = threading.Event(), []
+
+    def wait():
+        started.set()
+        got.append(taken.take(wait_s=0.01))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert started.wait(5)
+    thread.join(0.1)
+    assert thread.is_alive() and not got, "several waits without an order"
+    sent.put(Order.FORWARD, [3, 1, 7, -1, 2])
+    thread.join(5)
+    sent.put(Order.STOP, [])
+    assert got == [(Order.FORWARD, [3, 1, 7, -1, 2])] and taken.take() == (Order.STOP, [])
