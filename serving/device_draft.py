@@ -225,10 +225,11 @@ class DeviceDraft:
         out.num_draft_tokens = [int(n) if d else 0 for n, d in zip(counts, out.is_drafted, strict=True)]
         if len(parts) == 1:
             out.tree, out.cells = parts[0][0], cells[0]
-            return
-        index, cu_nodes = (upload(t, device) for t in merge_order(bounds, num_requests))
-        out.tree = merge_trees(parts, num_requests, (index, cu_nodes))
-        out.cells = torch.cat(cells)[index]
+        else:
+            index, cu_nodes = (upload(t, device) for t in merge_order(bounds, num_requests))
+            out.tree = merge_trees(parts, num_requests, (index, cu_nodes))
+            out.cells = torch.cat(cells)[index]
+        out.tree.counts = [n + 1 for n in out.num_draft_tokens]
 
     def forget(self, version: str) -> None:
         """Drop what was learnt about a drafter version."""

@@ -116,7 +116,13 @@ class GraphedTarget:
             self._cu_rows[b + 1 : sizes[1] + 1].fill_(n)
             self._ancestors[n : sizes[0]].zero_()
         self._tails.replay(sizes)
-        return AcceptPlan(**{name: static[:b] for name, static in self._plan.items()})
+        plan = {name: static[:b] for name, static in self._plan.items()}
+        return AcceptPlan(
+            path=plan["path"],
+            path_token_ids=plan["path_token_ids"],
+            num_accepted_tokens=plan["num_accepted_tokens"],
+            bonus_token_ids=plan["bonus_token_ids"],
+        )
 
     def _forward_job(self, rows: int, requests: int, width: int) -> Callable[[GraphBackend], None]:
         def capture(backend: GraphBackend) -> None:
@@ -147,8 +153,9 @@ class GraphedTarget:
             ancestors, drawn = self._ancestors[:rows], self._next_token_ids[:rows]
 
             def run() -> None:
-                for name, value in accept_rows(token_ids, cu_rows, ancestors, drawn).items():
-                    self._plan[name][:requests].copy_(value)
+                found = accept_rows(token_ids, cu_rows, ancestors, drawn)
+                for name, static in self._plan.items():
+                    static[:requests].copy_(getattr(found, name))
 
             self._tails.add((rows, requests), backend.capture(run))
 

@@ -139,7 +139,7 @@ class GraphedSpecBlock:
         for name, static in self._leaves.items():
             static[:f].copy_(getattr(frontier, name))
             static[f:padded].fill_(requests if name == "request" else 0)
-        self._second.replay(sizes)
+        self._second.replay((requests, width))
         return _rows_of(self._block2, f)
 
     def _copy_requests(self, inputs: DraftInputs, requests: int, width: int) -> None:

@@ -74,7 +74,7 @@ def accept(tree: TreeBatch, next_token_ids: torch.Tensor) -> AcceptPlan:
         found = walk(tree.host, drawn)
         return _host_plan(found, drawn[found[-1]])
     if next_token_ids.device.type != "cpu":
-        return AcceptPlan(**accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, next_token_ids))
+        return accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, next_token_ids)
     if tree.token_ids.numel() == tree.num_requests:  # roots only
         return AcceptPlan(
             path=torch.arange(tree.num_requests, device=next_token_ids.device)[:, None],
@@ -104,7 +104,7 @@ def accept(tree: TreeBatch, next_token_ids: torch.Tensor) -> AcceptPlan:
 
 def accept_rows(
     token_ids: torch.Tensor, cu_rows: torch.Tensor, ancestors: torch.Tensor, next_token_ids: torch.Tensor
-) -> dict[str, torch.Tensor]:
+) -> AcceptPlan:
     """`accept` with shapes that follow from its arguments' shapes: for devices that must not wait for the host.
 
     Rows from cu_rows[-1] on belong to no request; requests may have no rows (their results mean nothing).
@@ -113,8 +113,7 @@ def accept_rows(
         token_ids, next_token_ids: (N,) int64.
         cu_rows: (B + 1,) int64.
         ancestors: (N, W) bool; W bounds the path, because a tree of W rows has no depth beyond W - 1.
-    Returns: fields of an AcceptPlan: path and path_token_ids (B, W), num_accepted_tokens and bonus_token_ids (B,).
-    Syncs: none.
+    Returns: a plan whose path and path_token_ids are (B, W).  Syncs: none.
     """
     num_rows, width = ancestors.shape
     num_requests = cu_rows.numel() - 1
@@ -134,12 +133,12 @@ def accept_rows(
     path = path.view(num_requests, width)
     num_accepted_tokens = ((path >= 0).sum(1) - 1).clamp_(min=0)
     last = path.gather(1, num_accepted_tokens[:, None])[:, 0].clamp_(min=0)
-    return {
-        "path": path,
-        "path_token_ids": token_ids[path.clamp(min=0)],
-        "num_accepted_tokens": num_accepted_tokens,
-        "bonus_token_ids": next_token_ids[last],
-    }
+    return AcceptPlan(
+        path=path,
+        path_token_ids=token_ids[path.clamp(min=0)],
+        num_accepted_tokens=num_accepted_tokens,
+        bonus_token_ids=next_token_ids[last],
+    )
 
 
 def verify(
@@ -209,7 +208,10 @@ def draw_all(
         max=owner.numel() - 1
     )
     extra = torch.where(above, tree.token_ids[packed], -1)
-    return draw_tokens(logits, owner, context_lens[owner] + tree.depths + 1, sampling, extra)
+    owner_list = None
+    if tree.counts is not None:
+        owner_list = [b for b, count in enumerate(tree.counts) for _ in range(count)]
+    return draw_tokens(logits, owner, context_lens[owner] + tree.depths + 1, sampling, extra, owner_list=owner_list)
 
 
 def _walk(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor) -> AcceptPlan:

@@ -10,8 +10,10 @@ from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.graph_capture import EagerGraphs, capture_all
 from paceline.serving.graphed_target import GraphedTarget
 from paceline.serving.kv_cache import PageAllocator
+from paceline.serving.request import SamplingParams
+from paceline.serving.sampling import SamplingBatch, TokenCounts
 from paceline.serving.target import TargetBatch, TargetModel
-from paceline.serving.verify import AcceptPlan, accept, accept_rows
+from paceline.serving.verify import AcceptPlan, accept, accept_rows, draw_all
 from tests.fakes import prefill, tiny_model, tiny_tokenizer
 from tests.static_kernels import STATIC_KERNELS, StrictGraphs
 
@@ -69,9 +71,26 @@ def test_acceptance_without_host_reads_takes_the_same_paths():
         drawn = torch.from_numpy(rng.integers(6, size=tree.token_ids.numel()))
         expected = accept(tree, drawn)
         deepest = max(deepest, int(expected.num_accepted_tokens.max()))
-        fields = accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, drawn)
-        assert_same_plan(AcceptPlan(**fields), expected, tree)
+        got = accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, drawn)
+        assert_same_plan(got, expected, tree)
     assert deepest >= 2
+
+
+def test_draws_at_every_node_do_not_depend_on_what_the_host_knows_of_the_tree():
+    rng = np.random.default_rng(3)
+    sizes = [3, 1, 5]
+    tree = random_trees(rng, sizes)
+    logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(0))
+    params = [
+        SamplingParams(temperature=0.9, top_p=0.8),
+        SamplingParams(temperature=0.0),
+        SamplingParams(presence_penalty=1.0),
+    ]
+    counts = [None, None, TokenCounts([1, 2], VOCAB)]
+    batch, lens = SamplingBatch.from_params(params, [1, 2, 3], counts), torch.tensor([4, 5, 6])
+    expected = draw_all(tree, logits, batch, lens)
+    tree.counts = sizes
+    assert torch.equal(draw_all(tree, logits, batch, lens), expected)
 
 
 def make_rounds(target, kv, pages, rng):
