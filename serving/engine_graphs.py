@@ -19,7 +19,7 @@ from paceline.serving.target import TargetModel
 
 logger = logging.getLogger(__name__)
 
-_RANK_OF_LATER_SLOTS = 12
+_RANK_OF_LATER_SLOTS = 6
 """Graphs of slots without traffic at the start come after the commonest ones of the target and the live drafter."""
 
 

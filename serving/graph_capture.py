@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 _NUM_WARM_UPS = 2
 """Runs before a capture: libraries choose algorithms and compile kernels then, which a capture must not contain."""
 
+REFINING_RANK = 100
+"""Added to the rank of graphs that only save padding: without them a larger graph holds the round."""
+
 Progress = Callable[[int, int], None]
 """Called with (jobs done, jobs planned)."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.serving.draft_tree import TreeBatch
-from paceline.serving.graph_capture import CaptureJob, GraphBackend, GraphTable, size_ladder
+from paceline.serving.graph_capture import REFINING_RANK, CaptureJob, GraphBackend, GraphTable, size_ladder
 from paceline.serving.kv_cache import KVPool
 from paceline.serving.target import TargetBatch, TargetModel, TargetOutput
 from paceline.serving.verify import AcceptPlan, accept, accept_rows
@@ -32,9 +32,13 @@ class GraphedTarget:
         rows = min(kv.num_scratch_rows, MAX_GRAPH_ROWS)
         requests = min(max_requests, rows)
         self._max_width = max_width
+        steps = size_ladder(requests)
+        full = {b * max_width for b in steps if b * max_width <= rows}  # rounds of full trees need no padding
         self._ladders = (
-            size_ladder(rows, has_halves=True), size_ladder(requests), size_ladder(max_context, start=256, factor=4)
-        )  # fmt: skip
+            tuple(sorted({*size_ladder(rows, has_halves=True), *full})),
+            steps,
+            size_ladder(max_context, start=256, factor=4),
+        )
         self._forwards = GraphTable(self._ladders)
         self._tails = GraphTable(self._ladders[:2])
         self._current: tuple[int, int, int] | None = None
@@ -64,17 +68,18 @@ class GraphedTarget:
         return len(self._forwards) + len(self._tails)
 
     def jobs(self) -> list[CaptureJob]:
-        """Every graph worth having; few requests, short contexts and small trees come first."""
+        """Every graph worth having; those of plain decoding and full trees, which hold all others, come first."""
         rows, requests, widths = self._ladders
         jobs = []
         for i, b in enumerate(requests):
             fewer = requests[i - 1] if i else 0
-            steps = [n for n in rows if n > fewer and (n <= b * self._max_width or n == rows[0])]
-            for j, n in enumerate(steps):
-                jobs.append(CaptureJob(name=f"tail rows={n} requests={b}", rank=4 * i + j, run=self._tail_job(n, b)))
+            steps = [n for n in rows if fewer < n <= b * self._max_width]
+            for n in steps:
+                rank = i if n in (b, steps[-1]) else REFINING_RANK + i
+                jobs.append(CaptureJob(name=f"tail rows={n} requests={b}", rank=rank, run=self._tail_job(n, b)))
                 for k, width in enumerate(widths):
                     name = f"verify rows={n} requests={b} context={width}"
-                    jobs.append(CaptureJob(name=name, rank=4 * (i + k) + j, run=self._forward_job(n, b, width)))
+                    jobs.append(CaptureJob(name=name, rank=rank + k, run=self._forward_job(n, b, width)))
         return jobs
 
     def forward(self, batch: TargetBatch, kv: KVPool) -> TargetOutput:

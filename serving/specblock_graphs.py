@@ -12,7 +12,7 @@ import torch
 
 from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafter import DraftInputs, Frontier, Proposal
-from paceline.serving.graph_capture import CaptureJob, GraphBackend, GraphTable, size_ladder
+from paceline.serving.graph_capture import REFINING_RANK, CaptureJob, GraphBackend, GraphTable, size_ladder
 from paceline.serving.specblock_forward import SlotForward
 from paceline.serving.specblock_static import StaticSpecBlock
 
@@ -88,20 +88,21 @@ class GraphedSpecBlock:
         return len(self._first) + len(self._second)
 
     def jobs(self, name: str, rank: int = 0) -> list[CaptureJob]:
-        """Every graph worth having; few requests, short contexts and few rows come first. rank: added to all ranks."""
+        """Every graph worth having; those with most rows, which hold all others, come first. rank: added to all ranks."""
         rows, requests, widths = self._ladders
         jobs = []
         for i, b in enumerate(requests):
             most = max(32, b * (self._max_depth + 1))
             steps = [n for n in rows if b <= n <= most or n == rows[-1] < b]
             for k, width in enumerate(widths):
-                at = rank + 4 * (i + k)
+                at = rank + i + k
                 if self._max_leaves:
                     title = f"{name} block 2 requests={b} context={width}"
                     jobs.append(CaptureJob(name=title, rank=at, run=self._second_job(b, width)))
-                for j, n in enumerate(steps):
+                for n in steps:
                     title = f"{name} block 1 rows={n} requests={b} context={width}"
-                    jobs.append(CaptureJob(name=title, rank=at + j, run=self._first_job(n, b, width)))
+                    own = at if n == steps[-1] else at + REFINING_RANK
+                    jobs.append(CaptureJob(name=title, rank=own, run=self._first_job(n, b, width)))
         return jobs
 
     def propose(self, inputs: DraftInputs) -> Proposal | None:
