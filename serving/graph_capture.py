@@ -125,6 +125,8 @@ class CaptureJob:
     """One graph to make."""
 
     name: str
+    family: str
+    """Jobs that do the same at other sizes: when one of them cannot be captured, none is tried again."""
     rank: int
     """Jobs of lower rank are made first."""
     run: Callable[[GraphBackend], Any]
@@ -156,18 +158,22 @@ def capture_all(
 ) -> int:
     """Make graphs in the order of their ranks until the time is over; returns how many were made.
 
-    Whatever has no graph runs eagerly. A job that fails ends the capturing: what one shape cannot do no other can.
+    Whatever has no graph runs eagerly. A job that fails ends its family: what one shape cannot do no other can.
     """
     ordered = sorted(jobs, key=lambda job: job.rank)
     start, done = timer(), 0
+    failed: set[str] = set()
     for job in ordered:
         if timer() - start >= budget_s:
             break
+        if job.family in failed:
+            continue
         try:
             job.run(backend)
         except RuntimeError:  # torch raises it for every kind of failed capture; eager rounds need no graph
-            logger.exception("graph %s could not be captured; rounds without a graph run eagerly", job.name)
-            break
+            logger.exception("graph %s could not be captured; %s runs eagerly", job.name, job.family)
+            failed.add(job.family)
+            continue
         done += 1
         if progress is not None:
             progress(done, len(ordered))

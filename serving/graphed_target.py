@@ -76,10 +76,12 @@ class GraphedTarget:
             steps = [n for n in rows if fewer < n <= b * self._max_width]
             for n in steps:
                 rank = i if n in (b, steps[-1]) else REFINING_RANK + i
-                jobs.append(CaptureJob(name=f"tail rows={n} requests={b}", rank=rank, run=self._tail_job(n, b)))
+                name = f"acceptance rows={n} requests={b}"
+                jobs.append(CaptureJob(name=name, family="acceptance", rank=rank, run=self._tail_job(n, b)))
                 for k, width in enumerate(widths):
                     name = f"verify rows={n} requests={b} context={width}"
-                    jobs.append(CaptureJob(name=name, rank=rank + k, run=self._forward_job(n, b, width)))
+                    run = self._forward_job(n, b, width)
+                    jobs.append(CaptureJob(name=name, family="verify", rank=rank + k, run=run))
         return jobs
 
     def forward(self, batch: TargetBatch, kv: KVPool) -> TargetOutput:

@@ -98,11 +98,13 @@ class GraphedSpecBlock:
                 at = rank + i + k
                 if self._max_leaves:
                     title = f"{name} block 2 requests={b} context={width}"
-                    jobs.append(CaptureJob(name=title, rank=at, run=self._second_job(b, width)))
+                    run = self._second_job(b, width)
+                    jobs.append(CaptureJob(name=title, family=f"{name} block 2", rank=at, run=run))
                 for n in steps:
                     title = f"{name} block 1 rows={n} requests={b} context={width}"
                     own = at if n == steps[-1] else at + REFINING_RANK
-                    jobs.append(CaptureJob(name=title, rank=own, run=self._first_job(n, b, width)))
+                    run = self._first_job(n, b, width)
+                    jobs.append(CaptureJob(name=title, family=f"{name} block 1", rank=own, run=run))
         return jobs
 
     def propose(self, inputs: DraftInputs) -> Proposal | None:

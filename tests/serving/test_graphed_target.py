@@ -143,7 +143,7 @@ def test_forward_and_tail_can_be_captured():
     backend = StrictGraphs()
     few = sorted(graphed.jobs(), key=lambda job: -job.rank)[:4]
     assert capture_all(few, backend, budget_s=600.0) == 4 == backend.num_captured
-    assert any(job.name.startswith("verify") for job in few) and any(job.name.startswith("tail") for job in few)
+    assert any(job.name.startswith("verify") for job in few) and any(job.name.startswith("acceptance") for job in few)
 
 
 def test_rounds_that_no_graph_holds_run_eagerly():

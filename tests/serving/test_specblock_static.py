@@ -14,9 +14,9 @@ TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order
 LENGTH = 60
 
 
-def make_pair(model, embed, count, backend, *, max_leaves=3, num_jobs=None, **limits):
+def make_pair(model, embed, count, backend, *, max_leaves=3, num_jobs=None, dtype=torch.float32, **limits):
     """An eager drafter and a graphed one with the same weights."""
-    eager, graphed = (SpecBlockDrafter(model, embed, num_candidates=6) for _ in range(2))
+    eager, graphed = (SpecBlockDrafter(model, embed, num_candidates=6, dtype=dtype) for _ in range(2))
     for drafter in (eager, graphed):
         drafter.alloc(count * LENGTH)
     limits = {"max_requests": count, "max_context": LENGTH, **limits}
@@ -84,10 +84,25 @@ def test_replayed_drafting_equals_eager_drafting_over_rounds(count, scattered, c
     torch.testing.assert_close(graphed._pool[:, : count * LENGTH], eager._pool, **TOLERANCE)
 
 
-def test_both_blocks_can_be_captured():
+def test_replayed_bfloat16_drafting_stays_close_to_eager_drafting():
+    rng = np.random.default_rng(10)
+    model, embed = tiny_model()
+    eager, graphed, _ = make_pair(model, embed, 2, EagerGraphs(), dtype=torch.bfloat16)
+    requests = make_requests(rng, 2, True)
+    inputs = make_inputs(requests, [(0, r.context) for r in requests])
+    first, expected = graphed.propose(inputs), eager.propose(inputs)
+    assert graphed._is_graphed
+    torch.testing.assert_close(first.logprobs, expected.logprobs, atol=0.3, rtol=0)  # as bfloat16 against float32
+    frontier = Frontier(request=torch.tensor([0, 1]), slot=torch.tensor([1, 3]), token_ids=torch.tensor([4, 5]))
+    second, expected = graphed.expand(inputs, first, frontier), eager.expand(inputs, expected, frontier)
+    torch.testing.assert_close(second.logprobs, expected.logprobs, atol=0.3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_blocks_can_be_captured(dtype):
     model, embed = tiny_model(draft_vocab_size=30)
     backend = StrictGraphs()
-    _, _, graphs = make_pair(model, embed, 2, backend, num_jobs=3)
+    _, _, graphs = make_pair(model, embed, 2, backend, num_jobs=3, dtype=dtype)
     assert backend.num_captured == 3 == graphs.num_graphs
 
 
