@@ -51,7 +51,8 @@ class GraphedTarget:
         self._cu_rows, self._context_lens = zeros(requests + 1), zeros(requests)
         self._table = zeros(requests * max_context)  # taken as (B, L) of each bucket
         self._ancestors = zeros(rows, max_width, dtype=torch.bool)
-        self._out_rows = kv.scratch_rows(rows)
+        self._scratch = kv.scratch_rows(rows)
+        self._out_rows = self._scratch.clone()
         self._logits = zeros(rows, target.vocab_size, dtype=torch.float32)
         has_taps = bool(target.tap_layers)
         self._features = zeros(rows, target.feature_size, dtype=target.dtype) if has_taps else None
@@ -85,7 +86,7 @@ class GraphedTarget:
         return jobs
 
     def forward(self, batch: TargetBatch, kv: KVPool) -> TargetOutput:
-        """`TargetModel.forward` for verify batches, whose rows must write to the first N scratch rows.
+        """`TargetModel.forward` for verify batches; of the scratch rows they may write to the first N only.
 
         The output is valid until the next call.  Syncs: none when a graph fits.
         """
@@ -101,6 +102,8 @@ class GraphedTarget:
         self._token_ids[n:rows].zero_()
         self._positions[:n].copy_(batch.positions)
         self._positions[n:rows].zero_()
+        self._out_rows[:n].copy_(batch.out_rows)
+        self._out_rows[n:rows].copy_(self._scratch[n:rows])
         self._cu_rows[: b + 1].copy_(batch.cu_rows)
         self._cu_rows[b + 1 : requests + 1].fill_(n)
         self._context_lens[:b].copy_(batch.context_lens)

@@ -6,15 +6,13 @@ that a reader would show), requests without rows, slot-table entries past the co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from paceline.kernels.dispatch import Kernels
-from paceline.kernels.kv_commit_ref import commit_rows
-from paceline.kernels.kv_scatter_ref import scatter_rows
+from paceline.kernels.dispatch import select_kernels
 
 
 @dataclass
@@ -51,13 +49,12 @@ def tree_attention(query, pool, plan, scale):
     return out.masked_fill(~plan.is_row[:, None, None], float("nan"))
 
 
-STATIC_KERNELS = Kernels(
+STATIC_KERNELS = replace(
+    select_kernels("cpu", "reference"),
     backend="static",
     is_capturable=True,
     plan_attention=plan_attention,
     tree_attention=tree_attention,
-    scatter_rows=scatter_rows,
-    commit_rows=commit_rows,
 )
 
 
