@@ -41,8 +41,8 @@ class GraphedTarget:
         )
         self._forwards = GraphTable(self._ladders)
         self._tails = GraphTable(self._ladders[:2])
-        self._current: tuple[int, int, int] | None = None
-        self._current_rows = 0
+        self._current: tuple[int, int, int] | None = None  # bucket of the round that the static tensors hold
+        self._current_tokens: torch.Tensor | None = None  # its token_ids, by which a round is recognised
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=target.device)
@@ -91,7 +91,7 @@ class GraphedTarget:
         The output is valid until the next call.  Syncs: none when a graph fits.
         """
         n, b = batch.token_ids.numel(), batch.context_lens.numel()
-        self._current = None
+        self._current = self._current_tokens = None
         if batch.ancestors is None or batch.logit_rows is not None or batch.ancestors.shape[1] > self._max_width:
             return self._target.forward(batch, kv)
         sizes = self._forwards.fit(n, b, batch.slot_table.shape[1])
@@ -112,13 +112,14 @@ class GraphedTarget:
         self._ancestors[:rows].zero_()
         self._ancestors[:n, : batch.ancestors.shape[1]].copy_(batch.ancestors)
         self._forwards.replay(sizes)
-        self._current, self._current_rows = (rows, requests, width), n
+        self._current, self._current_tokens = (rows, requests, width), batch.token_ids
         return TargetOutput(logits=self._logits[:n], features=None if self._features is None else self._features[:n])
 
     def accept(self, tree: TreeBatch, next_token_ids: torch.Tensor) -> AcceptPlan:
-        """`verify.accept` for the trees of the latest `forward`; valid until the next call.  Syncs: none."""
+        """`verify.accept`, by graph for the trees of the latest `forward`; valid until the next call.  Syncs: none."""
         n, b = tree.token_ids.numel(), tree.num_requests
-        sizes = self._tails.fit(n, b) if self._current is not None and self._current_rows == n else None
+        # A round that ran elsewhere (beside prompt rows, say) left the static tensors as they were.
+        sizes = self._tails.fit(n, b) if tree.token_ids is self._current_tokens else None
         if sizes is None:
             return accept(tree, next_token_ids)
         self._next_token_ids[:n].copy_(next_token_ids)

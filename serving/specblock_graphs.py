@@ -59,6 +59,7 @@ class GraphedSpecBlock:
         )
         self._first, self._second = GraphTable(self._ladders), GraphTable(self._ladders[1:])
         self._sizes: tuple[int, int] | None = None  # (B, L) of what the request tensors hold
+        self._inputs: DraftInputs | None = None  # of the latest `propose`
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -127,10 +128,12 @@ class GraphedSpecBlock:
         self._cu_new[b + 1 : requests + 1].fill_(n)
         self._copy_requests(inputs, requests, width)
         self._first.replay(sizes)
+        self._inputs = inputs
         return _rows_of(self._block1, b)
 
     def expand(self, inputs: DraftInputs, frontier: Frontier) -> Proposal:
         """Block 2 at at most M leaves per request of the latest `propose`; valid until the next call.  Syncs: none."""
+        assert self._inputs is inputs, "expand follows propose on the same inputs"
         f, b, columns = frontier.token_ids.numel(), inputs.context_lens.numel(), inputs.slot_table.shape[1]
         sizes = self._second.fit(b, columns)
         if sizes is None or f > b * self._max_leaves:

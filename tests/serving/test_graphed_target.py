@@ -136,6 +136,20 @@ def test_padded_replays_equal_eager_rounds(kind):
         assert_same_plan(graphed.accept(tree, drawn), accept(tree, drawn), tree)
 
 
+def test_trees_that_ran_elsewhere_are_not_judged_by_the_latest_graph():
+    rng, target = np.random.default_rng(4), make_target("qwen3", 2)
+    pages = PageAllocator(24, 4)
+    kv = target.new_kv_pool(24, 4, 4 * WIDTH)
+    graphed = GraphedTarget(target, kv, max_requests=4, max_width=WIDTH, max_context=64)
+    capture_all(graphed.jobs(), EagerGraphs(), budget_s=600.0)
+    for tree, batch in make_rounds(target, kv, pages, rng):
+        graphed.forward(batch, kv)
+        counts = (tree.cu_nodes[1:] - tree.cu_nodes[:-1]).tolist()
+        other = random_trees(rng, counts)  # the same number of rows
+        drawn = torch.from_numpy(rng.integers(6, size=tree.token_ids.numel()))
+        assert_same_plan(graphed.accept(other, drawn), accept(other, drawn), other)
+
+
 def test_forward_and_tail_can_be_captured():
     target = make_target("qwen3", 2)
     kv = target.new_kv_pool(4, 4, 2 * WIDTH)
