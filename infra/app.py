@@ -72,7 +72,7 @@ def deployment_limits(config: ServiceConfig, *, grace_s: float = 900.0) -> Deplo
         num_replicas=config.num_replicas,
         max_ongoing_requests=config.engine.max_running + config.engine.max_waiting + 48,
         graceful_shutdown_timeout_s=grace_s,
-        num_gpus=1.0 if config.device == "cuda" else 0.0,
+        num_gpus=float(config.engine.tensor_parallel) if config.device == "cuda" else 0.0,
     )
 
 
@@ -188,7 +188,7 @@ def start_ray(config: ServiceConfig) -> bool:
 
 def check_gpus(config: ServiceConfig, num_gpus: int) -> None:
     """Raise ConfigError when replicas and a training task together ask for more GPUs than this computer has."""
-    serving = config.num_replicas if config.device == "cuda" else 0
+    serving = config.num_replicas * config.engine.tensor_parallel if config.device == "cuda" else 0
     wanted = config.trainer_resources.num_gpus
     if wanted > 0 and serving + wanted > num_gpus:
         raise ConfigError(

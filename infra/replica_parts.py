@@ -15,6 +15,7 @@ from paceline.adapt.trace_writer import TraceWriter
 from paceline.config import ServiceConfig, build_config, to_dict
 from paceline.contracts import DesiredState
 from paceline.errors import PacelineError
+from paceline.infra.capture_progress import capture_progress
 from paceline.infra.controller_actor import ControllerSpec, ensure_controller
 from paceline.infra.dashboard_access import Access
 from paceline.infra.dashboard_feed import DashboardFeed
@@ -36,6 +37,7 @@ from paceline.serving.engine_thread import EngineThread
 from paceline.serving.lookup_drafter import PromptLookupDrafter
 from paceline.serving.specblock_drafter import DRAFTER_TYPE, build_drafter, read_drafter_files
 from paceline.serving.target import TargetModel
+from paceline.serving.tensor_parallel import Ranks, load_parallel
 
 log = logging.getLogger(__name__)
 
@@ -166,9 +168,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     limit_threads(config.engine.num_threads)
     registry = DrafterRegistry(paths.registry)
     needs_taps = is_adaptive(config)
-    target = TargetModel.load(
-        resolve_model(config.model), device=config.device, dtype=config.dtype, tap_layers=None if needs_taps else ()
-    )
+    target, ranks = load_target(config, tap_layers=None if needs_taps else ())
     slots = make_slots(config, target, registry)
     keys = Keys(config.model_name)
     feedback = traces = None
@@ -185,7 +185,8 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         num_sharing=config.num_replicas,
     )  # fmt: skip
     thread = EngineThread(engine)
-    engine.warm_up()
+    with capture_progress() as progress:
+        engine.warm_up(progress)
     thread.start(is_warmed_up=True)
     closers: list[Callable[[], None]] = []
     holdback = _Holdback(config.policy.holdback_percent if needs_taps else 0)
@@ -237,8 +238,16 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             open_routers=(service_router(view, access, dashboard.run), dashboard_router(view, access, dashboard)),
         ),
         thread=thread,
-        closers=[dashboard.close, *adaptation.closers, *closers],
+        closers=[dashboard.close, *adaptation.closers, *closers, *([ranks.close] if ranks is not None else [])],
     )
+
+
+def load_target(config: ServiceConfig, *, tap_layers: tuple[int, ...] | None) -> tuple[TargetModel, Ranks | None]:
+    """The replica's target, and the processes of its other ranks when it is split over several devices."""
+    path, size = resolve_model(config.model), config.engine.tensor_parallel
+    if size > 1:
+        return load_parallel(path, size=size, device=config.device, dtype=config.dtype, tap_layers=tap_layers)
+    return TargetModel.load(path, device=config.device, dtype=config.dtype, tap_layers=tap_layers), None
 
 
 def limit_threads(num_threads: int | None) -> None:

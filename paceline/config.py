@@ -71,6 +71,10 @@ class EngineConfig:
     alike and counted under `other`."""
     num_threads: int | None = None
     """torch threads of the engine process; None leaves torch's choice."""
+    capture_s: float = 60.0
+    """Seconds that a start on CUDA may spend on capturing graphs, the commonest shapes first; 0 = no graphs."""
+    tensor_parallel: int = 1
+    """Devices that a replica splits the target over, by transformers' own plan; it must divide the target's KV heads."""
     tree: TreeConfig = field(default_factory=TreeConfig)
 
     def __post_init__(self) -> None:
@@ -87,6 +91,8 @@ class EngineConfig:
         _require(self.prefill_chunk_tokens >= 1, "engine.prefill_chunk_tokens must be >= 1", self.prefill_chunk_tokens)
         _require(self.min_prefill_tokens >= 1, "engine.min_prefill_tokens must be >= 1", self.min_prefill_tokens)
         _require(self.priority_aging_s > 0, "engine.priority_aging_s must be > 0", self.priority_aging_s)
+        _require(1 <= self.tensor_parallel <= 64, "engine.tensor_parallel must be in [1, 64]", self.tensor_parallel)
+        _require(self.capture_s >= 0, "engine.capture_s must be >= 0", self.capture_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,8 @@ class TreeBatch:
     ancestors: torch.Tensor  # (N, W) bool, [i, j]: j (own tree) is i or an ancestor of i
     host: HostTree | None = None
     """Set when there is one request and the tree was built on the host."""
+    counts: list[int] | None = None
+    """(B,) rows of each request, where the host knows them without asking the device."""
 
     @property
     def num_requests(self) -> int:
@@ -50,4 +52,5 @@ class TreeBatch:
             scores=zeros.float(),
             cu_nodes=torch.arange(n + 1, device=zeros.device),
             ancestors=torch.ones(n, 1, dtype=torch.bool, device=zeros.device),
+            counts=[1] * n,
         )

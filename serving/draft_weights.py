@@ -27,6 +27,7 @@ import torch
 from paceline.contracts import Group, is_canary
 from paceline.errors import DrafterMismatchError
 from paceline.serving.drafter import Drafter
+from paceline.serving.side_stream import side_stream
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class _Slot:
     version: str = ""
     num_pins: int = 0
     num_loads: int = 0  # grows with every change of the weights
+    twin: Drafter | None = None  # made beforehand for the first version that is staged here
     failure: str = ""  # why it no longer drafts; "" = usable
 
 
@@ -102,6 +104,21 @@ class DrafterSlots:
             if slot.drafter is not None:
                 slot.drafter.alloc(num_pool_rows)
 
+    def prepare_all(self) -> dict[str, Drafter]:
+        """Every drafter that a slot can hold, the live one first; the empty adaptive slot gets its twin now.
+
+        For what must be made before the first request and not while a version is staged, such as graphs.
+        """
+        for name in ADAPTIVE_SLOTS:
+            slot = self._slots[name]
+            if slot.drafter is None and slot.twin is None and self._spawn is not None:
+                slot.twin = self._spawn()
+                if self._num_pool_rows is not None:
+                    slot.twin.alloc(self._num_pool_rows)
+        held = {name: slot.drafter or slot.twin for name, slot in self._slots.items()}
+        found = {name: drafter for name, drafter in held.items() if drafter is not None}
+        return {name: found[name] for name in sorted(found, key=lambda n: n != self._live)}
+
     # ---- staging and publication --------------------------------------------------------------------------------
     def stage(self, version: str, source: Drafter | Mapping[str, torch.Tensor]) -> bool:
         """Bring a version into the idle adaptive slot; True when it is resident and can be published.
@@ -131,7 +148,7 @@ class DrafterSlots:
                 if self._num_pool_rows is not None and drafter is not slot.drafter:
                     drafter.alloc(self._num_pool_rows)
             with self._lock:
-                slot.drafter, slot.version, slot.failure = drafter, version, ""
+                slot.drafter, slot.version, slot.failure, slot.twin = drafter, version, "", None
                 slot.num_loads += 1
                 self._staged, self._waiting = name, None
         logger.info("drafter staged version=%s slot=%s", version, name)
@@ -305,7 +322,7 @@ class DrafterSlots:
                 raise DrafterMismatchError(
                     f"drafter {version} weights must be finite, {key} is not; retrain or re-fetch"
                 )
-        drafter = slot.drafter
+        drafter = slot.drafter or slot.twin
         fresh = drafter is None
         if drafter is None:
             if self._spawn is None:
@@ -314,7 +331,8 @@ class DrafterSlots:
         load = getattr(drafter, "load_state", None)
         if load is None:
             raise DrafterMismatchError(f"drafter {version} cannot be staged: {drafter.caps.name} has no weights")
-        load(state)  # checks names and shapes before the first copy
+        with side_stream(getattr(drafter, "device", None)):
+            load(state)  # checks names and shapes before the first copy
         if fresh and self._num_pool_rows is not None:
             drafter.alloc(self._num_pool_rows)
         return drafter

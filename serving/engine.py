@@ -25,10 +25,12 @@ from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine_admission import Admission
 from paceline.serving.engine_calibration import EngineProbe
 from paceline.serving.engine_checks import check_balance, check_bias
+from paceline.serving.engine_graphs import EngineGraphs, default_backend
 from paceline.serving.engine_inbox import Call, EngineInbox
 from paceline.serving.engine_prefill import PrefillRunner
 from paceline.serving.engine_rounds import DecodeRunner
 from paceline.serving.grammar import GrammarFactory
+from paceline.serving.graph_capture import GraphBackend, Progress
 from paceline.serving.kv_budget import pool_row_bytes, settle_kv_bytes
 from paceline.serving.kv_cache import PageAllocator
 from paceline.serving.prefix_cache import PrefixCache
@@ -64,6 +66,7 @@ class Engine:
         timer: Callable[[], float] = time.perf_counter,
         num_sharing: int = 1,
         packs_prompts: bool | None = None,
+        graph_backend: GraphBackend | None = None,
     ) -> None:
         """Allocate the KV pool from the byte budget and bind the drafters to it.
 
@@ -74,6 +77,7 @@ class Engine:
             packs_prompts: run prompt rows and tree rows of a round in one forward; None: where it pays
                 (packed_forward.py).
             num_sharing: replicas on this machine, which share its RAM when `config.kv_bytes` is None.
+            graph_backend: what makes the graphs that `warm_up` captures; CUDA graphs where they can be had when None.
         Raises: ConfigError when the budget is too small (kv_budget.settle_kv_bytes).
         """
         row_bytes, keeps_features = pool_row_bytes(target, slots, has_traces=traces is not None)
@@ -128,9 +132,13 @@ class Engine:
         self._admission = Admission(self.kv, self.allocator, slots, self.output)
         self.policy = policy or TreePolicy(config.tree, vocab_size=target.vocab_size, timer=timer)
         self._prefill = PrefillRunner(target, self.kv, self.scheduler, self.output)
+        graph_backend = graph_backend or default_backend(target, config)
+        self.graphs: EngineGraphs | None = None
+        if graph_backend is not None:
+            self.graphs = EngineGraphs(graph_backend, target, self.kv, slots, config, self.max_context_tokens)
         self._decode = DecodeRunner(
             target, self.kv, self.scheduler, slots, self.policy, self.output,
-            chunk_rows=config.prefill_chunk_tokens, timer=timer,
+            chunk_rows=config.prefill_chunk_tokens, timer=timer, graphs=self.graphs.target if self.graphs else None,
         )  # fmt: skip
         self._token_text = TokenText(target.tokenizer)
         self._grammars = GrammarFactory(target.tokenizer, target.vocab_size, target.eos_token_ids)
@@ -265,9 +273,15 @@ class Engine:
         return self._inbox.is_closed
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Measure what verify and drafting cost, for the tree policy; before the first request, in the engine's thread."""
-        probe = EngineProbe(self.target, self.kv, timer=self._timer)
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Capture graphs and measure what verify and drafting cost, for the tree policy; before the first request.
+
+        progress: called with graphs made and graphs planned.
+        """
+        if self.graphs is not None:
+            self.graphs.capture(self._timer, progress)
+        forward = self.graphs.target.forward if self.graphs is not None else self.target.forward
+        probe = EngineProbe(self.target, self.kv, timer=self._timer, forward=forward)
         probe.calibrate_verify(self.policy, self.config.max_running)
         slot = self.slots.live_slot
         drafter = self.slots.drafter(slot)
@@ -303,6 +317,7 @@ class Engine:
             "num_free_pages": self.allocator.num_free_pages,
             "num_rounds": self._decode.num_rounds,
             "round_part_s": dict(self._decode.part_s),
+            "num_graphs": self.graphs.num_graphs if self.graphs is not None else 0,
             "num_prefill_rows": self._prefill.num_rows,
             "num_tokens": self.output.num_tokens,
             "num_finished": self.output.num_finished,

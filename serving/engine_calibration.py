@@ -12,7 +12,7 @@ import torch
 
 from paceline.serving.drafter import Drafter, DraftInputs, Frontier
 from paceline.serving.kv_cache import KVPool
-from paceline.serving.target import TargetBatch, TargetModel
+from paceline.serving.target import TargetBatch, TargetModel, TargetOutput
 from paceline.serving.tree_policy import TreePolicy
 
 MAX_ROWS = 513
@@ -26,7 +26,16 @@ _DEPTH = 8
 class EngineProbe:
     """Runs forwards and drafting passes of chosen sizes over unused pool rows and times them."""
 
-    def __init__(self, target: TargetModel, kv: KVPool, *, timer: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        kv: KVPool,
+        *,
+        timer: Callable[[], float] = time.perf_counter,
+        forward: Callable[[TargetBatch, KVPool], TargetOutput] | None = None,
+    ) -> None:
+        """forward: how rounds run the target; its own forward when None."""
+        self._forward = forward or target.forward
         self._target, self._kv, self._timer = target, kv, timer
         self._device = target.device
 
@@ -65,7 +74,7 @@ class EngineProbe:
             ancestors=local[:, None] >= torch.arange(width, device=device),
             logit_rows=None,
         )
-        return self._timed(lambda: self._target.forward(batch, self._kv))
+        return self._timed(lambda: self._forward(batch, self._kv))
 
     def draft(self, drafter: Drafter, num_requests: int, num_leaves: int) -> float:
         """Seconds of a first block for so many requests, or, with num_leaves > 0, of the second block at the leaves."""

@@ -9,6 +9,7 @@ import torch
 
 from paceline.serving.drafter import Drafter, DraftInputs
 from paceline.serving.running_request import RunningRequest
+from paceline.serving.upload import upload
 
 MAX_BACKLOG_ROWS = 32
 """More new rows than this in one request are ingested before the drafting pass."""
@@ -44,13 +45,13 @@ def draft_inputs(
     new_slots = slots[0] if len(slots) == 1 else torch.cat(slots)
     return DraftInputs(
         request_ids=[r.request_id for r in requests],
-        context_lens=torch.tensor([r.context_len for r in requests], device=device),
-        anchor_token_ids=torch.tensor([r.tokens[r.context_len] for r in requests], device=device),
+        context_lens=upload([r.context_len for r in requests], device),
+        anchor_token_ids=upload([r.tokens[r.context_len] for r in requests], device),
         temperatures=temperatures,
         slot_table=slot_table,
-        cu_new=torch.tensor(offsets, device=device),
-        new_positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        new_token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        cu_new=upload(offsets, device),
+        new_positions=upload(positions, device, torch.int64),
+        new_token_ids=upload(token_ids, device, torch.int64),
         new_features=None if features is None else features.index_select(0, new_slots),
         new_slots=new_slots,
         histories=[r.tokens for r in requests],

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from paceline.serving.budget_stats import DraftKey
+from paceline.serving.device_timer import open_span
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine_drafting import catch_up, draft_inputs, mark_ingested
+from paceline.serving.graphed_target import GraphedTarget
 from paceline.serving.kv_cache import KVPool
 from paceline.serving.packed_forward import forward_together
 from paceline.serving.round_output import RoundOutput, round_logprobs
@@ -24,7 +26,8 @@ from paceline.serving.scheduler import Scheduler
 from paceline.serving.stop_check import cut_tokens
 from paceline.serving.target import TargetBatch, TargetModel, TargetOutput
 from paceline.serving.tree_policy import DraftGroup, RoundDraft, TreePolicy
-from paceline.serving.verify import AcceptPlan, verify
+from paceline.serving.upload import upload
+from paceline.serving.verify import AcceptPlan, accept, verify
 
 
 @dataclass(slots=True)
@@ -56,8 +59,12 @@ class DecodeRunner:
         *,
         chunk_rows: int,
         timer: Callable[[], float] = time.perf_counter,
+        graphs: GraphedTarget | None = None,
     ) -> None:
+        """graphs: verify forwards and acceptance by graph; None = eagerly."""
         self._target = target
+        self._graphs = graphs
+        self._accept = accept if graphs is None else graphs.accept
         self._kv = kv
         self._scheduler = scheduler
         self._slots = slots
@@ -88,18 +95,19 @@ class DecodeRunner:
         batch = self._prepare(requests)
         table = batch.table
         assert table is not None
-        context_lens = torch.tensor([r.context_len for r in requests], device=self._target.device)
+        context_lens = upload([r.context_len for r in requests], self._target.device)
         table = table[:, : max(r.context_len for r in requests)]
         draft, model_s, catch_up_s = self._draft(batch, table)
         tree = draft.tree
         self.num_rows = tree.token_ids.numel()
 
         verify_start = self._timer()
+        span = open_span(self._target.device)
         if len(requests) == 1:
             positions = tree.depths + context_lens
         else:
             counts = tree.cu_nodes[1:] - tree.cu_nodes[:-1]
-            positions = tree.depths + context_lens.repeat_interleave(counts)
+            positions = tree.depths + context_lens.repeat_interleave(counts, output_size=tree.token_ids.numel())
         rows = TargetBatch(
             token_ids=tree.token_ids,
             positions=positions,
@@ -112,17 +120,21 @@ class DecodeRunner:
         )
         prompt_out = None
         if prompts is None:
-            out = self._target.forward(rows, self._kv)
+            out = (self._graphs or self._target).forward(rows, self._kv)
         else:
             out, prompt_out = forward_together(self._target, self._kv, rows, prompts)
-        accept_start = self._timer()
-        verify_s = accept_start - verify_start
+        verify_s = self._timer() - verify_start
+        if span is not None:
+            span.close()
+        plan = verify(tree, out.logits, batch.sampling, context_lens, self._accept)
+        if span is not None:
+            plan.on_host()  # the wait for the device; the host's clock saw only the launches
+            verify_s = span.seconds()
+        accept_s = self._timer() - verify_start - verify_s
         if prompts is not None:
             prompt_s = verify_s * prompts.token_ids.numel() / (prompts.token_ids.numel() + self.num_rows)
             verify_s -= prompt_s
             start += prompt_s
-        plan = verify(tree, out.logits, batch.sampling, context_lens)
-        accept_s = self._timer() - accept_start
         self._finish_round(batch, draft, plan, out, start, model_s, catch_up_s, verify_s)
         part_s = self.part_s
         build_s = draft.draft_s - draft.model_s
@@ -193,7 +205,7 @@ class DecodeRunner:
             if group is not None:
                 groups.append(group)
                 group_slots.append(slot)
-        anchors = torch.tensor([r.tokens[r.context_len] for r in requests], device=table.device)
+        anchors = upload([r.tokens[r.context_len] for r in requests], table.device)
         draft = self._policy.draft(groups, keys, anchors, context_rows)
         for i, (slot, group) in enumerate(zip(group_slots, groups, strict=True)):
             reason = draft.failures.get(i)
@@ -210,7 +222,8 @@ class DecodeRunner:
         requests = [batch.requests[i] for i in rows]
         temperatures = batch.temperatures
         if len(rows) < len(batch.requests):
-            table, temperatures = table[rows], temperatures[rows]
+            index = upload(rows, table.device)
+            table, temperatures = table[index], temperatures[index]
         features = self._kv.features if drafter.caps.needs_features else None
         if drafter.caps.needs_features and features is None:
             self._slots.mark_failed(slot, "it needs tapped hidden states, which this engine does not keep")
@@ -239,14 +252,13 @@ class DecodeRunner:
     ) -> None:
         requests, tree = batch.requests, draft.tree
         paths = plan.on_host()
-        tree_tokens = tree.token_ids.tolist() if tree.host is None else tree.host.token_ids
+        accepted_tokens = plan.accepted_tokens(tree)
         rows: list[list[int]] = []
         tokens: list[list[int]] = []
         ends: list[tuple[str | None, str | None]] = []
         accepted: list[int] = []
-        for r, (path, bonus) in zip(requests, paths, strict=True):
-            new = [tree_tokens[row] for row in path[1:]]
-            new.append(bonus)
+        for r, (path, bonus), new in zip(requests, paths, accepted_tokens, strict=True):
+            new = [*new, bonus]
             if r.row_capacity < r.token_limit:
                 # Pages ran out. The path may be cut anywhere: an accepted node's token is what the target would have
                 # drawn there, so the last one kept is the bonus token of a shorter path; the rest is drafted again.
@@ -299,8 +311,8 @@ class DecodeRunner:
         """Copy accepted KV rows, and their tapped hidden states, to their pages; also of requests that end here."""
         device = self._scratch.device
         parts = [r.rows[r.context_len : r.context_len + len(own)] for r, own in zip(requests, rows, strict=True)]  # type: ignore[index]
-        dst = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(device)
-        src = torch.tensor([row for own in rows for row in own], dtype=torch.int64, device=device)
+        dst = upload(parts[0] if len(parts) == 1 else torch.cat(parts), device)
+        src = upload([row for own in rows for row in own], device, torch.int64)
         self._kv.commit(src + self._kv.scratch_start, dst)
         if self._kv.features is not None and features is not None:
             self._kv.features.index_copy_(0, dst, features.index_select(0, src))
@@ -309,4 +321,4 @@ class DecodeRunner:
         for r, own in zip(requests, rows, strict=True):
             if r.trace is not None:
                 # A copy: a view would keep the logits of the whole round alive.
-                self._output.trace_logits(r, logits[torch.tensor(own, dtype=torch.int64, device=logits.device)])
+                self._output.trace_logits(r, logits[upload(own, logits.device, torch.int64)])

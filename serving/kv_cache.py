@@ -5,6 +5,8 @@ Shape legend: Lt layers, R pool rows, Hkv KV heads, Dh head dim, B requests, L c
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from paceline.errors import ConfigError
@@ -33,8 +35,11 @@ class KVPool:
         feature_size: int = 0,
         feature_dtype: torch.dtype = torch.float32,
         kernels: Kernels | None = None,
+        on_commit: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> None:
-        """feature_size: m * Dm of the tapped hidden states kept beside the KV of every canonical row; 0 = none."""
+        """feature_size: m * Dm of the tapped hidden states kept beside the KV of every canonical row; 0 = none.
+        on_commit: told the rows of every commit beforehand (other tensor-parallel ranks do the same).
+        """
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.scratch_start = num_pages * page_tokens
@@ -54,6 +59,7 @@ class KVPool:
         """(canonical rows, m * Dm) tapped hidden states, for drafters and traces; None when nobody wants them."""
         if feature_size:
             self.features = torch.zeros(self.scratch_start, feature_size, dtype=feature_dtype, device=device)
+        self._on_commit = on_commit
         self._commit_rows = (kernels or select_kernels(device)).commit_rows
 
     @property
@@ -69,6 +75,8 @@ class KVPool:
 
     def commit(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None:
         """Copy accepted scratch rows (M,) to canonical rows (M,), all layers, K and V."""
+        if self._on_commit is not None:
+            self._on_commit(src_rows, dst_rows)
         self._commit_rows(self.data, src_rows, dst_rows)
 
 

@@ -178,6 +178,7 @@ def draw_tokens(
     batch: SamplingBatch,
     extra_token_ids: torch.Tensor | None = None,
     uniforms: torch.Tensor | None = None,
+    owner_list: list[int] | None = None,
 ) -> torch.Tensor:
     """Draw one token per row from the request's processed distribution; greedy requests take the argmax.
 
@@ -189,11 +190,12 @@ def draw_tokens(
         positions: (N,) int64, position of the token drawn.
         extra_token_ids: (N, E) int64, -1 padded: uncommitted tree tokens above the row (root excluded), for penalties.
         uniforms: (N,) float64, when the caller has computed batch.uniforms(owner, positions) already.
-    Returns: (N,) int64.  Syncs: reads owner on the host.
+        owner_list: `owner` on the host, where the caller knows it.
+    Returns: (N,) int64.  Syncs: reads owner unless owner_list is given.
     """
     if batch.is_all_greedy:
         return argmax_rows(logits)
-    owner_list = owner.tolist()
+    owner_list = owner.tolist() if owner_list is None else owner_list
     logits = _bias(logits, owner_list, batch)
     if batch.has_grammars:
         logits = _mask(logits, owner_list, batch)

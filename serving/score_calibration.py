@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,8 +69,13 @@ class ScoreCalibration:
             parents, scores, cells, bounds = host.parents, host.scores, host.cells, [0, len(host.parents)]
         else:
             assert draft.cells is not None
-            parents, scores, cells = tree.parents.tolist(), tree.scores.tolist(), draft.cells.tolist()
-            bounds = tree.cu_nodes.tolist()
+            if tree.parents.device.type == "cpu":
+                parents, scores, cells = tree.parents.tolist(), tree.scores.tolist(), draft.cells.tolist()
+                bounds = tree.cu_nodes.tolist()
+            else:  # one read; float64 holds the indices exactly
+                columns = torch.stack((tree.parents.double(), tree.scores.double(), draft.cells.double())).cpu()
+                parents, scores, cells = columns[0].long().tolist(), columns[1].tolist(), columns[2].long().tolist()
+                bounds = [0, *accumulate(n + 1 for n in draft.num_draft_tokens)]
         touched: set[tuple[DraftKey, int]] = set()
         reentered = [0] * len(paths)
         for i, path in enumerate(paths):

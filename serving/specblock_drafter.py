@@ -16,27 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import DrafterMismatchError
+from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafter import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.specblock_attention import SlotAttention
-from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel, rope_cos_sin
-from paceline.serving.specblock_weights import (
-    FLOAT32_WEIGHTS,
-    TargetHandles,
-    check_state,
-    choose_head_dtype,
-    fuse_weights,
-    head_logits,
-    pack_head,
-)
+from paceline.serving.specblock_forward import SlotForward
+from paceline.serving.specblock_graphs import GraphedSpecBlock, num_spare_rows
+from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
+from paceline.serving.specblock_weights import TargetHandles, check_state, choose_head_dtype
 
 DRAFTER_TYPE = "specblock"
 WEIGHTS_FILE, CONFIG_FILE = "drafter.safetensors", "config.json"
-_MIN_TEMPERATURE = 0.05
 _MAX_CACHED_SCALES = 256
 
 
@@ -62,37 +55,34 @@ class SpecBlockDrafter:
         self.version = version
         self.dtype, self.device = dtype, torch.device(device)
         self.head_dtype = head_dtype or dtype
-        self._embed = target_embed.detach()
-        if tuple(self._embed.shape) != (c.vocab_size, c.embed_size):
+        embed = target_embed.detach()
+        if tuple(embed.shape) != (c.vocab_size, c.embed_size):
             raise DrafterMismatchError(
-                f"target embedding must be {(c.vocab_size, c.embed_size)}, got {tuple(self._embed.shape)}"
+                f"target embedding must be {(c.vocab_size, c.embed_size)}, got {tuple(embed.shape)}"
             )
+        count = min(num_candidates, c.rank_topk)
         self.caps = DrafterCaps(
             name=DRAFTER_TYPE,
             num_slots=c.num_slots,
-            num_candidates=min(num_candidates, c.rank_topk),
+            num_candidates=count,
             max_depth=2 * c.num_slots,
             is_reentrant=True,
             needs_features=True,
             is_row_local=True,
         )
         self._shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-        self._p: dict[str, torch.Tensor] = {}
         self._pool = torch.empty(c.num_layers, 0, c.num_slots, 2 * c.num_kv_heads * c.head_dim, dtype=dtype)
+        self._num_rows = 0  # pool rows that requests may own
         self._angles = torch.empty(0)
-        k = c.num_slots
-        self._before = torch.tensor([0, *range(k - 1)], device=self.device)
-        self._slot_ids = torch.arange(k, device=self.device)
-        self._qkv_width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         self._attention = SlotAttention(c, dtype, self.device)
-        self._d2t: torch.Tensor | None = None
-        self._log_coverage: torch.Tensor | None = None
+        self._forward = SlotForward(
+            c, embed, dtype=dtype, head_dtype=self.head_dtype, device=self.device, num_candidates=count
+        )
+        self._p = self._forward.weights
         self._scale_cache: dict[tuple[float, ...], torch.Tensor] = {}
-        count = self.caps.num_candidates  # the first slot is conditioned on nothing drafted: path scores alone decide
-        widths = [[count] * len(c.branching), *([[min(b, count) for b in c.branching]] * (k - 1))]
-        self._widths = torch.tensor(widths, device=self.device).view(-1)
-        self._width_offsets = torch.arange(k, device=self.device) * len(c.branching)
         self._round: tuple[DraftInputs, list[torch.Tensor], torch.Tensor] | None = None
+        self._graphs: GraphedSpecBlock | None = None
+        self._is_graphed = False  # the latest `propose` was replayed
         self.load_state(model.state_dict())
 
     # ---- weights
@@ -104,18 +94,7 @@ class SpecBlockDrafter:
         Raises: DrafterMismatchError on missing, surplus, misshapen or non-finite tensors; nothing is changed then.
         """
         check_state(state, self._shapes)
-        new = fuse_weights(self.config, state, self._embed.to(self.device), self.device)
-        for key, value in new.items():
-            value = value.to(torch.float32 if key in FLOAT32_WEIGHTS else self.dtype).contiguous()
-            if key == "lm_head" and self.head_dtype != self.dtype:
-                value = pack_head(value, self.head_dtype)
-            if key in self._p:
-                self._p[key].copy_(value)
-            else:
-                self._p[key] = value
-        if self.config.draft_vocab_size is not None:
-            self._d2t = state["draft_token_ids"].to(self.device)
-            self._log_coverage = state["log_coverage"].to(self.device, torch.float32)
+        self._forward.load(state)
         self._scale_cache.clear()
 
     # ---- KV
@@ -123,9 +102,33 @@ class SpecBlockDrafter:
     def alloc(self, num_pool_rows: int) -> None:
         """Allocate zeroed drafter KV for pool rows 0..num_pool_rows-1."""
         c = self.config
+        self._num_rows = num_pool_rows
         shape = (c.num_layers, num_pool_rows, c.num_slots, 2 * c.num_kv_heads * c.head_dim)
         self._pool = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self._round = None
+        self._round = self._graphs = None
+
+    def make_graphs(
+        self, kernels: Kernels, *, max_requests: int, max_leaves: int, max_context: int
+    ) -> GraphedSpecBlock:
+        """Static tensors for drafting by graphs, which the caller has captured; before the first request, after `alloc`.
+
+        The pool is allocated anew, with spare rows for padding. max_leaves: of one request.
+        """
+        num_rows = self._num_rows
+        self._pool = self._pool.new_empty(0)  # the old one goes before the new one comes
+        self.alloc(num_rows + num_spare_rows(max_requests, max_leaves, self.caps.max_depth))
+        self._num_rows = num_rows
+        self._graphs = GraphedSpecBlock(
+            self._forward,
+            self._pool,
+            kernels,
+            first_spare=num_rows,
+            max_requests=max_requests,
+            max_leaves=max_leaves,
+            max_context=max_context,
+            max_depth=self.caps.max_depth,
+        )
+        return self._graphs
 
     @property
     def kv_row_bytes(self) -> int:
@@ -146,15 +149,22 @@ class SpecBlockDrafter:
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
-        """Ingest the new rows and propose block 1 at each anchor. Syncs: one small read-back of lengths off CPU."""
+        """Ingest the new rows and propose block 1 at each anchor. Syncs: none by graph, else small read-backs."""
+        if self._graphs is not None:
+            proposal = self._graphs.propose(inputs)
+            self._is_graphed, self._round = proposal is not None, None
+            if proposal is not None:
+                return proposal
         x, contexts = self._refresh(inputs, wants_block=True)
         scale = self._scales(inputs.temperatures)
         self._round = (inputs, contexts, scale)
-        return self._heads(x, scale[0])
+        return self._forward.heads(x, scale[0])
 
     @torch.no_grad()
     def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
         """Propose block 2 at the leaves; `inputs` must be those of the latest `propose`. Writes no KV."""
+        if self._graphs is not None and self._is_graphed:
+            return self._graphs.expand(inputs, frontier)
         assert self._round is not None and self._round[0] is inputs, "expand follows propose on the same inputs"
         assert proposal.hidden is not None
         _, contexts, scale = self._round
@@ -162,7 +172,9 @@ class SpecBlockDrafter:
         batch, leaves, k = len(inputs.request_ids), frontier.token_ids.numel(), c.num_slots
         # The hidden state is that of the leaf's slot; which token the leaf holds enters by its embedding.
         slots = frontier.slot if batch == 1 else torch.add(frontier.slot, frontier.request, alpha=k)
-        x = self._fuse(proposal.hidden.view(-1, self.config.hidden_size).index_select(0, slots), frontier.token_ids)
+        x = self._forward.fuse(
+            proposal.hidden.view(-1, self.config.hidden_size).index_select(0, slots), frontier.token_ids
+        )
         lengths = inputs.context_lens if batch == 1 else inputs.context_lens.index_select(0, frontier.request)
         at = (lengths - 1).expand(leaves) if c.compat_rope else lengths + frontier.slot
         angles = self._angles_at(at, int(contexts[0].shape[1]))
@@ -172,11 +184,11 @@ class SpecBlockDrafter:
         else:
             place, bias = self._attention.leaf_layout(inputs, frontier, contexts[0].shape[1])
         for i in range(c.num_layers):
-            x, qkv = self._enter(i, x, angles)
+            x, qkv = self._forward.enter(i, x, angles)
             new = qkv[:, c.num_heads * c.head_dim :].view(leaves, k, -1)
             if place is None:
                 kv = torch.cat((contexts[i], new[None]), dim=1)
-                x = self._finish(i, x, self._attention.attend_one(qkv, kv, bias))
+                x = self._forward.finish(i, x, self._attention.attend_one(qkv, kv, bias))
             else:
                 width = bias.shape[1] // (k * (c.num_heads // c.num_kv_heads))
                 padded = new.new_zeros(batch * width, k, new.shape[-1]).index_copy_(0, place, new)
@@ -184,58 +196,19 @@ class SpecBlockDrafter:
                 q = qkv[:, : c.num_heads * c.head_dim].reshape(leaves, -1)
                 q = q.new_zeros(batch * width, q.shape[-1]).index_copy_(0, place, q)
                 out = self._attention.attend_many(q.view(batch, width * k, -1), kv, bias)
-                x = self._finish(i, x, out.view(batch * width, k, -1)[place].flatten(0, 1))
-        return self._heads(x, scale[1].expand(leaves, -1) if batch == 1 else scale[1].index_select(0, frontier.request))
+                x = self._forward.finish(i, x, out.view(batch * width, k, -1)[place].flatten(0, 1))
+        return self._forward.heads(
+            x, scale[1].expand(leaves, -1) if batch == 1 else scale[1].index_select(0, frontier.request)
+        )
 
     # ---- forward pieces
-
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        """RMS norm of the residual stream (T, H) -> (T, H); its weight is folded into the projection behind it."""
-        h, eps = self.config.hidden_size, self.config.rms_eps
-        if self.device.type == "cpu":  # [x, -x] has mean 0, so its LayerNorm, one operator, is the RMSNorm of x
-            return F.layer_norm(torch.cat((x, -x), dim=1), (2 * h,), None, None, eps)[:, :h]
-        return F.rms_norm(x, (h,), None, eps)
-
-    def _fuse(self, cond: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Inputs of the K slots of n rows or leaves: condition (n, H) and tokens (n,) -> (n * K, H)."""
-        p = self._p
-        x = torch.addmm(p["token_table"].index_select(0, token_ids), self._norm(cond), p["fuse_cond"])
-        return (x[:, None] + p["slot_bias"]).flatten(0, 1)
 
     def _angles_at(self, rows: torch.Tensor, length: int) -> torch.Tensor:
         """Rotations of the K slots of rows at these positions, (rows * K, 1, Dh / 2): complex64, or cos|sin stacked."""
         c = self.config
         if self._angles.shape[0] < length + c.num_slots + 1:
-            size = max(512, 2 * (length + c.num_slots + 1))
-            positions = torch.arange(size, device=self.device)[:, None] + 1 + self._slot_ids
-            cos, sin = rope_cos_sin(positions, c.head_dim, c.rope_theta)
-            table = torch.complex(cos, sin) if self.dtype == torch.float32 else torch.stack((cos, sin), 2)
-            self._angles = table[..., None, :]
+            self._angles = self._forward.angle_table(max(512, 2 * (length + c.num_slots + 1)))
         return self._angles.index_select(0, rows).flatten(0, 1)
-
-    def _enter(self, i: int, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shift (from the second layer on), norm, fused projection, rotation: x (T, H) -> x, qkv (T, ..)."""
-        c, p = self.config, self._p
-        if i > 0:
-            before = x.view(-1, c.num_slots, x.shape[1]).index_select(1, self._before).view(x.shape)
-            x = torch.addmm(torch.mm(x, p[f"shift_own{i}"]), before, p[f"shift_before{i}"])
-        qkv = torch.mm(self._norm(x), p[f"qkv{i}"])
-        heads, half = c.num_heads + c.num_kv_heads, c.head_dim // 2
-        pairs = qkv.as_strided((x.shape[0], heads, half, 2), (self._qkv_width, c.head_dim, 2, 1))
-        if self.dtype == torch.float32:
-            torch.view_as_complex(pairs).mul_(angles)
-        else:
-            cos, sin = angles.unbind(1)
-            a, b = pairs.float().unbind(-1)
-            pairs.copy_(torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1))
-        return x, qkv
-
-    def _finish(self, i: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Output projection and MLP: x (T, H), attended (T, Hq * Dh) -> (T, H)."""
-        p = self._p
-        x = torch.addmm(x, attended, p[f"o{i}"])
-        gate, up = torch.mm(self._norm(x), p[f"gate_up{i}"]).chunk(2, dim=-1)
-        return torch.addmm(x, F.silu(gate).mul_(up), p[f"down{i}"])
 
     def _refresh(self, inputs: DraftInputs, *, wants_block: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Forward of the new rows; writes their KV. Returns the hidden state (B * K, H) of each request's
@@ -248,7 +221,9 @@ class SpecBlockDrafter:
             inputs.context_lens.tolist() if wants_block else [int(inputs.new_positions[e - 1]) + 1 for e in ends[1:]]
         )
         longest = max(lengths)
-        x = self._fuse(torch.mm(inputs.new_features.to(self.dtype), p["cond"]), inputs.new_token_ids)  # (R * K, H)
+        x = self._forward.fuse(
+            torch.mm(inputs.new_features.to(self.dtype), p["cond"]), inputs.new_token_ids
+        )  # (R * K, H)
         angles = self._angles_at(inputs.new_positions, longest)
         table = inputs.slot_table[:, :longest]
         first = int(table[0, 0])
@@ -259,7 +234,7 @@ class SpecBlockDrafter:
         contexts: list[torch.Tensor] = []
         last_rows = [e - 1 for e in ends[1:]]
         for i in range(c.num_layers):
-            x, qkv = self._enter(i, x, angles)
+            x, qkv = self._forward.enter(i, x, angles)
             self._pool[i].index_copy_(0, inputs.new_slots, qkv[:, c.num_heads * c.head_dim :].unflatten(0, (rows, k)))
             is_last = i == c.num_layers - 1
             if is_last and not wants_block:
@@ -267,7 +242,7 @@ class SpecBlockDrafter:
             if is_run:
                 context = self._pool[i, first : first + longest][None]
             else:
-                context = self._pool[i].index_select(0, table.reshape(-1).clamp_(0, self._pool.shape[1] - 1))
+                context = self._pool[i].index_select(0, table.reshape(-1).clamp_(0, self._num_rows - 1))
                 context = context.view(batch, longest, k, -1)
             contexts.append(context)
             if is_last and rows > batch:  # only the newest row of each request drafts
@@ -284,7 +259,7 @@ class SpecBlockDrafter:
             else:
                 counts = [1] * batch if is_last else [e - s for s, e in itertools.pairwise(ends)]
                 attended = self._attention.attend_ragged(qkv, context, counts, lengths)
-            x = self._finish(i, x, attended)
+            x = self._forward.finish(i, x, attended)
         return x, contexts
 
     def _scales(self, temperatures: torch.Tensor) -> torch.Tensor:
@@ -292,36 +267,12 @@ class SpecBlockDrafter:
         key = tuple(temperatures.tolist()) if self.device.type == "cpu" else None
         found = self._scale_cache.get(key) if key is not None else None
         if found is None:
-            t = temperatures.to(self.device, torch.float32)
-            is_sampled = t > 0
-            factors = self._p["beta"][:, :2].index_select(0, is_sampled.long()).transpose(0, 1)
-            found = factors / torch.where(is_sampled, t.clamp_min(_MIN_TEMPERATURE), 1.0)[:, None]
+            found = self._forward.scales(temperatures)
             if key is not None:
                 if len(self._scale_cache) >= _MAX_CACHED_SCALES:
                     self._scale_cache.clear()
                 self._scale_cache[key] = found
         return found
-
-    def _heads(self, x: torch.Tensor, scale: torch.Tensor) -> Proposal:
-        """Output and rank head at x (N * K, H) with factors (N, K): a proposal of N nodes."""
-        c, p, count, k = self.config, self._p, self.caps.num_candidates, self.config.num_slots
-        z = self._norm(x)
-        factor = scale.reshape(-1, 1)
-        logits = head_logits(z, p["lm_head"], self.head_dtype)
-        top, ids = torch.log_softmax(logits.mul_(factor), dim=-1).topk(c.rank_topk, dim=-1)
-        lp = top.div(factor).log_softmax(-1)  # the rank head reads the logits without calibration and temperature
-        prob = lp.exp()
-        features = torch.cat((z.float(), lp, prob[:, :1], (prob * lp).sum(-1, keepdim=True)), dim=-1)
-        classes = torch.mm(F.silu(torch.mm(features, p["rank_in"])), p["rank_out"]).argmax(-1).view(-1, k)
-        if self._d2t is not None and self._log_coverage is not None:
-            ids, top = self._d2t[ids], top + self._log_coverage
-        shape = (-1, k, c.rank_topk)
-        return Proposal(
-            token_ids=ids.view(shape)[..., :count],
-            logprobs=top.view(shape)[..., :count],
-            widths=self._widths.take(classes + self._width_offsets),
-            hidden=x.view(-1, k, self.config.hidden_size),
-        )
 
 
 def build_drafter(

@@ -10,9 +10,10 @@ import hashlib
 import json
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -54,6 +55,16 @@ class TargetOutput:
 
     logits: torch.Tensor  # (M, V) float32
     features: torch.Tensor | None  # (N, m * Dm) in the model's dtype; None when the target has no taps
+
+
+class RankLeader(Protocol):
+    """Tells the other tensor-parallel ranks what rank 0 is about to do."""
+
+    def send_pool(self, num_pages: int, page_tokens: int, num_scratch_rows: int) -> None: ...
+
+    def send_forward(self, batch: TargetBatch) -> None: ...
+
+    def send_commit(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None: ...
 
 
 @dataclass(slots=True)
@@ -111,7 +122,9 @@ class TargetModel:
         version: str,
         fast_path: bool | None = None,
         kernels: Kernels | None = None,
+        num_ranks: int = 1,
     ) -> None:
+        """num_ranks: tensor-parallel ranks that the model is split over; heads below are this rank's."""
         _register_attention()
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
@@ -122,11 +135,16 @@ class TargetModel:
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
-        self.num_heads: int = config.num_attention_heads
-        self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // self.num_heads
+        heads: int = config.num_attention_heads
+        self.num_ranks = num_ranks
+        self.num_heads = heads // num_ranks
+        self.num_kv_heads: int = (getattr(config, "num_key_value_heads", None) or heads) // num_ranks
+        self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // heads
+        self.leader: RankLeader | None = None
+        """Rank 0's line to the other ranks, which repeat every forward and commit."""
         self.context_tokens = _context_tokens(config)
-        self.embed_weight: torch.Tensor = model.get_input_embeddings().weight  # (V, Dm)
+        weight: Any = model.get_input_embeddings().weight
+        self.embed_weight: torch.Tensor = weight if num_ranks == 1 else weight.full_tensor()  # (V, Dm)
         self.lm_head: torch.nn.Module = model.get_output_embeddings()
         self.device: torch.device = self.embed_weight.device
         self.dtype: torch.dtype = self.embed_weight.dtype
@@ -144,7 +162,7 @@ class TargetModel:
             decoder.layers[tap].register_forward_hook(self._make_hook(tap), with_kwargs=True)
         self.kv_dtype = self.dtype
         self._fused: FusedForward | None = None
-        if fast_path is not False:
+        if fast_path is not False and num_ranks == 1:
             self._choose_fast_path(is_required=fast_path is True)
 
     @property
@@ -193,6 +211,8 @@ class TargetModel:
         dtype: str = "auto",
         tap_layers: tuple[int, ...] | None = None,
         fast_path: bool | None = None,
+        split: Callable[[Any], Any] | None = None,
+        num_ranks: int = 1,
     ) -> TargetModel:
         """Load a local transformers checkpoint (safetensors only).
 
@@ -202,6 +222,7 @@ class TargetModel:
             dtype: auto (the checkpoint's) | float32 | bfloat16 | float16.
             tap_layers: None = SpecBlock's three; () = no taps.
             fast_path: None = fused forward when supported and checked equal; False = never; True = required.
+            split: keeps this rank's share of the model, on its device, of `num_ranks` (tensor_parallel.py).
         Raises: ConfigError when the folder is not a usable checkpoint.
         """
         folder = Path(path)
@@ -234,7 +255,8 @@ class TargetModel:
         if bad is not None:
             raise ConfigError(f"model {folder} has non-finite weights in {bad}; download it again")
         version = checkpoint_version(folder)
-        return cls(model.to(device), tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path)
+        model = model.to(device) if split is None else split(model)
+        return cls(model, tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path, num_ranks=num_ranks)
 
     @classmethod
     def from_model(
@@ -269,7 +291,9 @@ class TargetModel:
     def new_kv_pool(
         self, num_pages: int, page_tokens: int, num_scratch_rows: int, *, keeps_features: bool = False
     ) -> KVPool:
-        """Allocate a pool of this model's shape, with the tapped hidden states of every row on demand."""
+        """Allocate a pool of this model's shape; rank 0 of several keeps the tapped hidden states of every row on demand."""
+        if self.leader is not None:
+            self.leader.send_pool(num_pages, page_tokens, num_scratch_rows)
         return KVPool(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
@@ -282,6 +306,7 @@ class TargetModel:
             feature_size=self.feature_size if keeps_features else 0,
             feature_dtype=self.dtype,
             kernels=self.kernels,
+            on_commit=self.leader.send_commit if self.leader is not None else None,
         )
 
     @torch.inference_mode()
@@ -290,6 +315,8 @@ class TargetModel:
 
         Every row sees its request's committed rows and, of the request's own rows, its ancestors (or all earlier rows).
         """
+        if self.leader is not None:
+            self.leader.send_forward(batch)
         plan = self.kernels.plan_attention(
             cu_rows=batch.cu_rows,
             context_lens=batch.context_lens,

@@ -16,6 +16,7 @@ import torch
 
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Frontier, Proposal
+from paceline.serving.upload import upload
 
 NUM_RANK_CLASSES = 3
 """Calibration distinguishes the first, the second and all later candidates of a slot."""
@@ -41,6 +42,8 @@ class Leaves:
     candidates: torch.Tensor  # (F,) int64, candidate index of each leaf
     columns: torch.Tensor  # (F,) int64, running number of the leaf inside its request
     scores: torch.Tensor  # (F,) float32
+    num_columns: int | None = None
+    """Leaves of every request, when all have the same number; None = read from `columns`."""
 
     def take(self, kept: Sequence[int]) -> Leaves:
         """Only these leaves; of each request they must be the heaviest ones, in order."""
@@ -142,11 +145,7 @@ def choose_frontier(candidates: Candidates, max_frontier: int) -> Leaves:
 
     Inner chain nodes are left out: what would follow them is proposed already. Syncs: one.
     """
-    present = candidates.scores > _ABSENT
-    num_children = torch.zeros(present.shape[0], present.shape[1] + 1, device=present.device)
-    num_children.scatter_add_(1, candidates.parents + 1, present.float())
-    leaf_scores = candidates.scores.masked_fill(num_children[:, 1:] > 0, _ABSENT)
-    scores, index = leaf_scores.topk(min(max_frontier, leaf_scores.shape[1]), dim=1)
+    scores, index = _best_leaves(candidates, max_frontier)
     request, column = (scores > _ABSENT).nonzero(as_tuple=True)
     leaf = index[request, column]
     return Leaves(
@@ -159,6 +158,33 @@ def choose_frontier(candidates: Candidates, max_frontier: int) -> Leaves:
         columns=column,
         scores=scores[request, column],
     )
+
+
+def dense_frontier(candidates: Candidates, max_frontier: int) -> Leaves:
+    """`choose_frontier` with the same number of leaves for every request; absent ones have score -inf. Syncs: none."""
+    scores, index = _best_leaves(candidates, max_frontier)
+    num_requests, width = index.shape
+    request = torch.arange(num_requests, device=index.device).repeat_interleave(width)
+    return Leaves(
+        frontier=Frontier(
+            request=request,
+            slot=candidates.depths.gather(1, index).flatten() - 1,
+            token_ids=candidates.token_ids.gather(1, index).flatten(),
+        ),
+        candidates=index.flatten(),
+        columns=torch.arange(width, device=index.device).repeat(num_requests),
+        scores=scores.flatten(),
+        num_columns=width,
+    )
+
+
+def _best_leaves(candidates: Candidates, max_frontier: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and candidate indices (B, max_frontier) of the heaviest leaves, falling; -inf where there is none."""
+    present = candidates.scores > _ABSENT
+    num_children = torch.zeros(present.shape[0], present.shape[1] + 1, device=present.device)
+    num_children.scatter_add_(1, candidates.parents + 1, present.float())
+    leaf_scores = candidates.scores.masked_fill(num_children[:, 1:] > 0, _ABSENT)
+    return leaf_scores.topk(min(max_frontier, leaf_scores.shape[1]), dim=1)
 
 
 def append_block(
@@ -175,7 +201,7 @@ def append_block(
     offsets = base + leaves.columns[:, None] * width
     new_parents = torch.where(parents < 0, leaves.candidates[:, None], parents + offsets)
     new_depths = depths + candidates.depths[request, leaves.candidates][:, None]
-    num_columns = int(leaves.columns.max()) + 1
+    num_columns = leaves.num_columns or int(leaves.columns.max()) + 1
 
     def join(old: torch.Tensor, new: torch.Tensor, absent: float) -> torch.Tensor:
         if num_leaves == num_requests * num_columns:  # leaves come request by request: already rectangular
@@ -204,12 +230,20 @@ def rank_candidates(candidates: Candidates, max_nodes: int) -> RankedCandidates:
     columns = torch.arange(top.shape[1], device=top.device)
     keys = torch.where(scores[:, :max_nodes] > _ABSENT, keys, -(2**62) - columns).sort(dim=1).values
     if top.shape[1] > 1 and bool((keys[:, 1:] == keys[:, :-1]).any()):
-        candidates = _merge_duplicates(candidates, order)
+        candidates = _merge_duplicates(candidates, order, int(candidates.depths.max()))
         scores, order = candidates.scores.sort(dim=1, descending=True, stable=True)
     return RankedCandidates(candidates=candidates, order=order, scores=scores)
 
 
-def _merge_duplicates(candidates: Candidates, order: torch.Tensor) -> Candidates:
+def rank_merged(candidates: Candidates, max_depth: int) -> RankedCandidates:
+    """`rank_candidates` for all candidates, none deeper than max_depth; siblings are always merged. Syncs: none."""
+    order = candidates.scores.sort(dim=1, descending=True, stable=True).indices
+    candidates = _merge_duplicates(candidates, order, max_depth)
+    scores, order = candidates.scores.sort(dim=1, descending=True, stable=True)
+    return RankedCandidates(candidates=candidates, order=order, scores=scores)
+
+
+def _merge_duplicates(candidates: Candidates, order: torch.Tensor, max_depth: int) -> Candidates:
     """Merge level by level; the winner of each (parent, token) is the one that comes first in `order`."""
     num_candidates = order.shape[1]
     inverse = torch.empty_like(order)
@@ -221,7 +255,7 @@ def _merge_duplicates(candidates: Candidates, order: torch.Tensor) -> Candidates
     parents = candidates.parents.gather(1, order)
     parents = torch.where(parents < 0, -1, inverse.gather(1, parents.clamp(min=0)))
     columns = torch.arange(num_candidates, device=order.device)
-    for depth in range(1, int(depths.max()) + 1):
+    for depth in range(1, max_depth + 1):
         is_level = (depths == depth) & (scores > _ABSENT)
         keys = torch.where(is_level, (parents << 32) + token_ids, -(2**62) - columns)
         winner = (keys[:, :, None] == keys[:, None, :]).int().argmax(2)  # first equal key
@@ -231,17 +265,24 @@ def _merge_duplicates(candidates: Candidates, order: torch.Tensor) -> Candidates
 
 
 def select_tree(
-    ranked: RankedCandidates, anchor_token_ids: torch.Tensor, num_nodes: Sequence[int]
+    ranked: RankedCandidates,
+    anchor_token_ids: torch.Tensor,
+    num_nodes: Sequence[int],
+    *,
+    present: Sequence[int] | None = None,
+    max_depth: int | None = None,
 ) -> tuple[TreeBatch, torch.Tensor]:
     """The best `num_nodes[b]` candidates of each request as packed trees, fewer where candidates run out.
 
     anchor_token_ids: (B,) int64. num_nodes: (B,) draft nodes, root excluded, at most rank_candidates' max_nodes.
+    present: (B,) candidates that each request has, and max_depth: of any of them, where the caller knows both.
     Returns the trees, parents before children, and the calibration cell of every row (N,) int64, -1 for roots.
-    Syncs: one.
+    Syncs: two, none when present and max_depth are given.
     """
     cands, device = ranked.candidates, anchor_token_ids.device
     num_requests = len(num_nodes)
-    present = (ranked.scores > _ABSENT).sum(1).tolist()
+    if present is None:
+        present = (ranked.scores > _ABSENT).sum(1).tolist()
     counts = [min(int(n), p) for n, p in zip(num_nodes, present, strict=True)]
     num_columns = max(counts)
     if num_columns == 0:
@@ -259,17 +300,17 @@ def select_tree(
     depths = torch.cat([zero, cands.depths.gather(1, take)], 1)
     cells = torch.cat([zero - 1, cands.cells.gather(1, take)], 1)
     scores = torch.cat([zero.float(), ranked.scores[:, :num_columns]], 1)
-    ancestors = _ancestors(parents, int(depths.max()))
+    ancestors = _ancestors(parents, int(depths.max()) if max_depth is None else max_depth)
     if min(counts) == num_columns:
         flat = [x.flatten() for x in (token_ids, parents, depths, scores, cells)]
         ancestors = ancestors.flatten(0, 1)
         cu_nodes = torch.arange(0, num_requests * (num_columns + 1) + 1, num_columns + 1, device=device)
     else:
-        lengths = torch.tensor([0, *(c + 1 for c in counts)], device=device)
-        keep = (torch.arange(num_columns + 1, device=device) < lengths[1:, None]).flatten().nonzero()[:, 0]
+        lengths = torch.tensor([0, *(c + 1 for c in counts)])
+        keep = upload((torch.arange(num_columns + 1) < lengths[1:, None]).flatten().nonzero()[:, 0], device)
         flat = [x.flatten()[keep] for x in (token_ids, parents, depths, scores, cells)]
         ancestors = ancestors.flatten(0, 1)[keep]
-        cu_nodes = lengths.cumsum(0)
+        cu_nodes = upload(lengths.cumsum(0), device)
     tree = TreeBatch(
         token_ids=flat[0], parents=flat[1], depths=flat[2], scores=flat[3], cu_nodes=cu_nodes, ancestors=ancestors
     )
@@ -290,18 +331,21 @@ def _ancestors(parents: torch.Tensor, max_depth: int) -> torch.Tensor:
     return reach > 0
 
 
-def merge_trees(parts: Sequence[tuple[TreeBatch, Sequence[int]]], num_requests: int) -> TreeBatch:
+def merge_trees(
+    parts: Sequence[tuple[TreeBatch, Sequence[int]]],
+    num_requests: int,
+    order: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> TreeBatch:
     """One TreeBatch in request order from parts, each with the request indices of its trees.
 
-    Every request must occur in exactly one part.
+    Every request must occur in exactly one part. order: what `merge_order` says, where the caller knows it.
     """
     if len(parts) == 1 and list(parts[0][1]) == list(range(num_requests)):
         return parts[0][0]
     width = max(tree.ancestors.shape[1] for tree, _ in parts)
     pad = torch.nn.functional.pad
     ancestors = torch.cat([pad(tree.ancestors, (0, width - tree.ancestors.shape[1])) for tree, _ in parts])
-    rows = merge_order([(tree.cu_nodes, requests) for tree, requests in parts], num_requests)
-    index, cu_nodes = rows
+    index, cu_nodes = order or merge_order([(tree.cu_nodes, requests) for tree, requests in parts], num_requests)
     return TreeBatch(
         token_ids=torch.cat([t.token_ids for t, _ in parts])[index],
         parents=torch.cat([t.parents for t, _ in parts])[index],

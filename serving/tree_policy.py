@@ -20,6 +20,7 @@ from paceline.config import TreeConfig
 from paceline.serving.budget import BudgetController
 from paceline.serving.budget_stats import DraftKey, RoundObservation
 from paceline.serving.cost_model import CostModel
+from paceline.serving.device_draft import DeviceDraft
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Drafter, DraftInputs, Proposal
 from paceline.serving.host_tree import HostCandidates, HostProposal
@@ -96,6 +97,8 @@ class TreePolicy:
         self._calibration = ScoreCalibration()
         self._timer = timer
         self._vocab_size = vocab_size
+        self.device_draft = DeviceDraft(config, self.budget, self._calibration, timer, vocab_size)
+        """Drafts rounds off the CPU."""
 
     def wants_draft(
         self, keys: list[DraftKey | None], context_rows: int, backlogs: list[int] | None = None
@@ -121,7 +124,8 @@ class TreePolicy:
             keys: (B,), as for wants_draft.
             anchor_token_ids: (B,) int64, of all B requests.
         Returns: trees of the B requests in round order. A drafter that raises or proposes invalid log-probabilities
-        is reported in `failures` (the caller stops using it); its requests decode plainly.  Syncs: a few per group.
+        is reported in `failures` (the caller stops using it); its requests decode plainly.  Syncs: a few per group on the CPU, else
+        one for all.
         """
         num_requests = anchor_token_ids.numel()
         out = RoundDraft(
@@ -134,6 +138,10 @@ class TreePolicy:
         if not groups:
             return out
         start = self._timer()
+        if anchor_token_ids.device.type != "cpu":
+            self.device_draft.draft(out, groups, keys, anchor_token_ids, context_rows)
+            out.draft_s = self._timer() - start
+            return out
         if num_requests == 1 and self._draft_one(out, groups[0], keys, anchor_token_ids):
             out.draft_s = self._timer() - start
             return out
@@ -325,6 +333,7 @@ class TreePolicy:
         """Drop what was learnt about a drafter version that is no longer loaded."""
         self.budget.forget(version)
         self._calibration.forget(version)
+        self.device_draft.forget(version)
 
 
 def draft_fixed(drafter: Drafter, inputs: DraftInputs, num_nodes: int, max_frontier: int = 4) -> TreeBatch:

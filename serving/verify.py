@@ -7,6 +7,7 @@ Lossless for every tree that does not depend on the draws (tree_speculation.md, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +26,33 @@ class AcceptPlan:
     bonus_token_ids: torch.Tensor  # (B,) int64
     host: list[tuple[list[int], int]] | None = None
     """(B,) path rows and bonus token, once they were read."""
+    path_token_ids: torch.Tensor | None = None  # (B, D + 1) int64, tokens of the path's rows; None = read the tree's
+    host_tokens: list[list[int]] | None = None
+    """(B,) accepted tokens, root and bonus excluded, once they were read with the paths."""
 
     def on_host(self) -> list[tuple[list[int], int]]:
         """Path rows (root first, padding dropped) and bonus token of each request.  Syncs: one, the first time."""
         if self.host is None:
             width = self.path.shape[1]
-            lines = torch.cat((self.path, self.num_accepted_tokens[:, None], self.bonus_token_ids[:, None]), 1).tolist()
-            self.host = [(line[: line[width] + 1], line[-1]) for line in lines]
+            parts = [self.path, self.num_accepted_tokens[:, None], self.bonus_token_ids[:, None]]
+            if self.path_token_ids is not None:
+                parts.append(self.path_token_ids)
+            lines = torch.cat(parts, 1).tolist()
+            self.host = [(line[: line[width] + 1], line[width + 1]) for line in lines]
+            if self.path_token_ids is not None:
+                self.host_tokens = [line[width + 3 : width + 3 + line[width]] for line in lines]
         return self.host
+
+    def accepted_tokens(self, tree: TreeBatch) -> list[list[int]]:
+        """Accepted tokens of each request, root and bonus excluded.
+
+        Syncs: that of `on_host`, and one more when the plan does not carry the path's tokens.
+        """
+        paths = self.on_host()
+        if self.host_tokens is None:
+            tokens = tree.token_ids.tolist() if tree.host is None else tree.host.token_ids
+            self.host_tokens = [[tokens[row] for row in path[1:]] for path, _ in paths]
+        return self.host_tokens
 
 
 def owners(tree: TreeBatch) -> torch.Tensor:
@@ -47,12 +67,14 @@ def accept(tree: TreeBatch, next_token_ids: torch.Tensor) -> AcceptPlan:
     """Walk every tree while the token drawn at a node is one of its children.
 
     next_token_ids: (N,) int64, the token drawn at each row. Siblings of a tree have different tokens.
-    Syncs: one (the depth of the longest accepted path).
+    Syncs: none off the CPU (`accept_rows`); on the CPU the depth of the longest accepted path is read.
     """
     if tree.host is not None:
         drawn = next_token_ids.tolist()
         found = walk(tree.host, drawn)
         return _host_plan(found, drawn[found[-1]])
+    if next_token_ids.device.type != "cpu":
+        return accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, next_token_ids)
     if tree.token_ids.numel() == tree.num_requests:  # roots only
         return AcceptPlan(
             path=torch.arange(tree.num_requests, device=next_token_ids.device)[:, None],
@@ -80,22 +102,71 @@ def accept(tree: TreeBatch, next_token_ids: torch.Tensor) -> AcceptPlan:
     return AcceptPlan(path=path, num_accepted_tokens=num_accepted_tokens, bonus_token_ids=next_token_ids[last])
 
 
-def verify(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor) -> AcceptPlan:
+def accept_rows(
+    token_ids: torch.Tensor, cu_rows: torch.Tensor, ancestors: torch.Tensor, next_token_ids: torch.Tensor
+) -> AcceptPlan:
+    """`accept` with shapes that follow from its arguments' shapes: for devices that must not wait for the host.
+
+    Rows from cu_rows[-1] on belong to no request; requests may have no rows (their results mean nothing).
+
+    Args:
+        token_ids, next_token_ids: (N,) int64.
+        cu_rows: (B + 1,) int64.
+        ancestors: (N, W) bool; W bounds the path, because a tree of W rows has no depth beyond W - 1.
+    Returns: a plan whose path and path_token_ids are (B, W).  Syncs: none.
+    """
+    num_rows, width = ancestors.shape
+    num_requests = cu_rows.numel() - 1
+    row = torch.arange(num_rows, device=token_ids.device)
+    lane = torch.arange(width, device=token_ids.device)
+    owner = torch.searchsorted(cu_rows[1:], row, right=True).clamp_(max=num_requests - 1)
+    start = cu_rows[owner]
+    # Parents come before children, so the parent is the last ancestor before the row itself; -1 for roots.
+    above = torch.where(ancestors & (lane < (row - start)[:, None]), lane, -1).amax(1)
+    matches = (above < 0) | (token_ids == next_token_ids[start + above.clamp(min=0)])
+    packed = (start[:, None] + lane).clamp_(max=num_rows - 1)
+    is_accepted = (row < cu_rows[-1]) & ~(ancestors & ~matches[packed]).any(1)
+    depth = (ancestors.sum(1) - 1).clamp_(min=0)
+    path = torch.full((num_requests * width,), -1, dtype=torch.int64, device=row.device)
+    # At most one row of a depth is accepted: the maximum picks it out of the others' -1.
+    path.scatter_reduce_(0, owner * width + depth, torch.where(is_accepted, row, -1), "amax")
+    path = path.view(num_requests, width)
+    num_accepted_tokens = ((path >= 0).sum(1) - 1).clamp_(min=0)
+    last = path.gather(1, num_accepted_tokens[:, None])[:, 0].clamp_(min=0)
+    return AcceptPlan(
+        path=path,
+        path_token_ids=token_ids[path.clamp(min=0)],
+        num_accepted_tokens=num_accepted_tokens,
+        bonus_token_ids=next_token_ids[last],
+    )
+
+
+def verify(
+    tree: TreeBatch,
+    logits: torch.Tensor,
+    sampling: SamplingBatch,
+    context_lens: torch.Tensor,
+    accept: Callable[[TreeBatch, torch.Tensor], AcceptPlan] = accept,
+) -> AcceptPlan:
     """Draw from the processed target distribution and accept: what the engine calls each round.
 
     Args:
         logits: (N, V) float32, one row per tree row.
         context_lens: (B,) int64, the anchors' positions: the token drawn at a row of depth d has position
             context_len + d + 1.
-    All-greedy batches take one argmax. Otherwise tokens are drawn level by level, only at the nodes that the walk
-    reaches, which gives what drawing at every node would give. Requests with a grammar walk along: at every level their
-    rows are masked for the state that the path has led to, and the drawn token moves that state. Grammars are left ahead
-    of the committed tokens, until those that are emitted are committed (`GrammarState.keep`).
+        accept: another implementation of `accept`.
+    All-greedy batches take one argmax. Otherwise tokens are drawn level by level on the CPU, only at the nodes that the
+    walk reaches, which gives what drawing at every node gives; elsewhere every level would cost a wait for the device, so
+    they are drawn at every node at once. Requests with a grammar walk everywhere: at every level their rows are masked for
+    the state that the path has led to, and the drawn token moves that state. Grammars are left ahead of the committed
+    tokens, until those that are emitted are committed (`GrammarState.keep`).
     """
     if sampling.is_all_greedy:
         return accept(tree, argmax_rows(logits))
     if sampling.has_grammars:
         sampling.rewind()
+    elif logits.device.type != "cpu":
+        return accept(tree, draw_all(tree, logits, sampling, context_lens))
     if tree.host is not None:
         return _walk_host(tree.host, logits, sampling, context_lens)
     return _walk(tree, logits, sampling, context_lens)
@@ -147,7 +218,10 @@ def draw_all(
         max=owner.numel() - 1
     )
     extra = torch.where(above, tree.token_ids[packed], -1)
-    return draw_tokens(logits, owner, context_lens[owner] + tree.depths + 1, sampling, extra)
+    owner_list = None
+    if tree.counts is not None:
+        owner_list = [b for b, count in enumerate(tree.counts) for _ in range(count)]
+    return draw_tokens(logits, owner, context_lens[owner] + tree.depths + 1, sampling, extra, owner_list=owner_list)
 
 
 def _walk(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor) -> AcceptPlan:

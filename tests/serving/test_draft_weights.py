@@ -79,6 +79,20 @@ def test_staging_copies_in_place():
     assert slots._slots["B"].drafter.weight.data_ptr() == address
 
 
+def test_a_twin_made_beforehand_takes_the_first_staged_version():
+    slots = make_slots(first=WeightDrafter(1.0))
+    slots.alloc(7)
+    prepared = slots.prepare_all()
+    assert list(prepared) == ["A", "B", "first"] and prepared["B"].num_pool_rows == 7
+    assert slots.prepare_all()["B"] is prepared["B"], "made once"
+    assert slots.versions() == {"A": "v1", "first": "v1"} and not slots.is_resident("")
+    with pytest.raises(DrafterMismatchError):
+        slots.stage("v2", state(1.0, size=4))
+    slots.stage("v2", state(2.0))
+    slots.publish("v2")
+    assert slots.drafter("B") is prepared["B"] and prepared["B"].weight[0] == 2.0
+
+
 def test_rollback_to_a_resident_version_needs_no_copy_even_while_it_is_pinned():
     slots = make_slots()
     slots.pin(Group.ADAPTIVE)

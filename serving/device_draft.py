@@ -1,0 +1,251 @@
+"""How are a round's trees drafted where every host read waits for the device?
+
+The batch path of TreePolicy with shapes that are known beforehand: every request has the same number of leaves (absent
+ones have mass 0), equal siblings are always merged, and all that the budget and the checks have to know is read at once.
+Re-entry is decided before the read, by the mass that the keys' leaves had in earlier rounds.
+
+Shape legend: B requests of the round, G requests of one drafter, C candidates, M leaves per request, N packed tree rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from paceline.config import TreeConfig
+from paceline.serving.budget import BudgetController, DraftKey
+from paceline.serving.device_timer import CudaSpan, open_span
+from paceline.serving.draft_tree import TreeBatch
+from paceline.serving.drafter import Proposal
+from paceline.serving.score_calibration import ScoreCalibration
+from paceline.serving.tree_builder import (
+    NUM_RANK_CLASSES,
+    RankedCandidates,
+    append_block,
+    block_candidates,
+    dense_frontier,
+    merge_order,
+    merge_trees,
+    rank_merged,
+    select_tree,
+)
+from paceline.serving.upload import upload
+
+if TYPE_CHECKING:
+    from paceline.serving.tree_policy import DraftGroup, RoundDraft
+
+logger = logging.getLogger(__name__)
+
+_MASS_RATE = 0.2
+_NUM_CHECKS = 3
+"""Per proposal: largest log-probability, lowest and highest token id."""
+
+
+@dataclass(slots=True)
+class _Drafted:
+    """One group on its way to the read."""
+
+    index: int
+    group: DraftGroup
+    ranked: RankedCandidates
+    masses: torch.Tensor  # (G, limit) float64
+    checks: list[torch.Tensor]  # (3,) float64 each
+    leaf_mass: torch.Tensor | None  # (G,) float64
+    is_expanded: bool
+    num_slots: int
+    span: CudaSpan | None  # of the re-entry
+
+
+class DeviceDraft:
+    """Drafts rounds off the CPU for one TreePolicy, whose budget and calibration it shares."""
+
+    def __init__(
+        self,
+        config: TreeConfig,
+        budget: BudgetController,
+        calibration: ScoreCalibration,
+        timer: Callable[[], float],
+        vocab_size: int | None,
+    ) -> None:
+        self._config, self._budget, self._calibration = config, budget, calibration
+        self._timer, self._vocab_size = timer, vocab_size
+        self._leaf_mass: dict[DraftKey, float] = {}
+
+    def draft(
+        self,
+        out: RoundDraft,
+        groups: Sequence[DraftGroup],
+        keys: list[DraftKey | None],
+        anchor_token_ids: torch.Tensor,
+        context_rows: int,
+    ) -> None:
+        """Fill `out` as TreePolicy.draft does.  Syncs: one for all groups."""
+        drafted: list[_Drafted] = []
+        for index, group in enumerate(groups):
+            try:
+                found = self._propose(index, group, keys, out)
+            except Exception as e:  # a drafter is untrusted code with untrusted weights; decoding must go on
+                logger.exception("drafter %s failed; its requests decode plainly", group.drafter.caps.name)
+                out.failures[index] = f"{type(e).__name__}: {e}"
+                continue
+            if found is not None:
+                drafted.append(found)
+        if not drafted:
+            return
+        masses = self._read(drafted, keys, out)
+        built = [d for d in drafted if d.index not in out.failures]
+        if not built:
+            return
+        nodes = self._budget.choose(masses, keys, context_rows, sum(out.is_drafted))
+        counts = np.minimum(nodes, (masses > 0).sum(1))
+        self._assemble(out, built, counts, anchor_token_ids)
+
+    def _propose(self, index: int, group: DraftGroup, keys: list[DraftKey | None], out: RoundDraft) -> _Drafted | None:
+        drafter, inputs, limit = group.drafter, group.inputs, self._config.max_draft_tokens
+        out.num_new_rows += inputs.new_token_ids.numel()
+        start = self._timer()
+        proposal = drafter.propose(inputs)
+        out.model_s += self._timer() - start
+        num_slots = proposal.logprobs.shape[1]
+        if num_slots == 0:
+            return None
+        checks = [_facts(proposal)]
+        group_keys = [keys[r] for r in group.rows]
+        kappa = upload(self._calibration.table(group_keys, num_slots), proposal.logprobs.device)
+        candidates = block_candidates(proposal, drafter.caps.is_product, limit, kappa[0])
+        leaf_mass, is_expanded, span = None, False, None
+        if drafter.caps.is_reentrant and self._config.max_frontier > 0:
+            leaves = dense_frontier(candidates, self._config.max_frontier)
+            leaf_mass = leaves.scores.double().exp().view(len(group.rows), -1).sum(1)
+            if self._should_expand(group_keys, out.context_rows, len(keys)):
+                start, span = self._timer(), open_span(proposal.logprobs.device)
+                block = drafter.expand(inputs, proposal, leaves.frontier)
+                out.model_s += self._timer() - start
+                checks.append(_facts(block))
+                candidates = append_block(candidates, leaves, block, kappa[1][leaves.frontier.request])
+                if span is None:
+                    out.expand_s += self._timer() - start
+                else:
+                    span.close()
+                is_expanded = True
+        ranked = rank_merged(candidates, drafter.caps.max_depth)
+        return _Drafted(
+            index=index, group=group, ranked=ranked, masses=ranked.scores[:, :limit].double().exp(), checks=checks,
+            leaf_mass=leaf_mass, is_expanded=is_expanded, num_slots=num_slots, span=span,
+        )  # fmt: skip
+
+    def _should_expand(self, keys: list[DraftKey | None], context_rows: int, num_requests: int) -> bool:
+        """Whether any leaf would earn its time, had each its share of the mass of the key's earlier rounds."""
+        num_leaves = self._config.max_frontier
+        known = [k for k in keys if k is not None for _ in range(num_leaves)]
+        masses = [self._leaf_mass.get(k, 1.0) / num_leaves for k in known]
+        return bool(known) and bool(self._budget.choose_leaves(known, masses, context_rows, num_requests))
+
+    def _read(self, drafted: list[_Drafted], keys: list[DraftKey | None], out: RoundDraft) -> np.ndarray:
+        """Bring checks and masses to the host in one read; returns (B, limit) masses, 0 for what failed."""
+        parts = []
+        for d in drafted:
+            parts += [*d.checks, d.masses.flatten()]
+            if d.leaf_mass is not None:
+                parts.append(d.leaf_mass)
+        start = self._timer()
+        flat = torch.cat(parts).cpu().numpy()
+        out.model_s += self._timer() - start  # the drafters' work that was queued
+        out.expand_s += sum(d.span.seconds() for d in drafted if d.span is not None)
+        masses = np.zeros((len(keys), self._config.max_draft_tokens))
+        at = 0
+
+        def take(count: int) -> np.ndarray:
+            nonlocal at
+            at += count
+            return flat[at - count : at]
+
+        for d in drafted:
+            rows = d.group.rows
+            errors = [self._error(take(_NUM_CHECKS)) for _ in d.checks]
+            own = take(d.masses.numel()).reshape(len(rows), -1)
+            leaf_mass = None if d.leaf_mass is None else take(len(rows))
+            error = next((e for e in errors if e), None)
+            if error is not None:
+                out.failures[d.index] = error
+                continue
+            masses[np.ix_(rows, range(own.shape[1]))] = own
+            for row in rows:
+                out.is_drafted[row] = True
+            if leaf_mass is not None:
+                self._note_leaves(d, rows, leaf_mass, keys, out)
+        return masses
+
+    def _note_leaves(
+        self, d: _Drafted, rows: list[int], leaf_mass: np.ndarray, keys: list[DraftKey | None], out: RoundDraft
+    ) -> None:
+        for row, mass in zip(rows, leaf_mass.tolist(), strict=True):
+            key = keys[row]
+            if key is not None:
+                old = self._leaf_mass.get(key, mass)
+                self._leaf_mass[key] = old + _MASS_RATE * (mass - old)
+            if d.is_expanded:
+                out.frontier_mass = out.frontier_mass or [0.0] * len(keys)
+                out.frontier_mass[row] = mass
+        if d.is_expanded:
+            out.num_cells = d.num_slots * NUM_RANK_CLASSES
+            out.num_leaves += len(rows) * self._config.max_frontier
+
+    def _error(self, facts: np.ndarray) -> str | None:
+        highest, low, high = facts.tolist()
+        if not highest <= 1e-3:
+            return f"ValueError: log-probabilities must be at most 0 (-inf = absent), got {highest}"
+        if self._vocab_size is not None and (low < 0 or high >= self._vocab_size):
+            return f"ValueError: proposed token ids must be in [0, {self._vocab_size}), got {low:.0f}..{high:.0f}"
+        return None
+
+    def _assemble(
+        self, out: RoundDraft, built: list[_Drafted], counts: np.ndarray, anchor_token_ids: torch.Tensor
+    ) -> None:
+        num_requests, device = anchor_token_ids.numel(), anchor_token_ids.device
+        parts, cells, bounds = [], [], []
+        for d in built:
+            rows = d.group.rows
+            is_whole = rows == list(range(num_requests))
+            anchors = anchor_token_ids if is_whole else anchor_token_ids[upload(rows, device)]
+            own = counts[rows].tolist()
+            depth = min(d.group.drafter.caps.max_depth, max(own))
+            tree, tree_cells = select_tree(d.ranked, anchors, own, present=own, max_depth=depth)
+            parts.append((tree, rows))
+            cells.append(tree_cells)
+            bounds.append((_offsets(own), rows))
+        rest = [i for i, drafted in enumerate(out.is_drafted) if not drafted]
+        if rest:
+            roots = TreeBatch.roots(anchor_token_ids[upload(rest, device)])
+            parts.append((roots, rest))
+            cells.append(roots.parents)
+            bounds.append((_offsets([0] * len(rest)), rest))
+        out.num_draft_tokens = [int(n) if d else 0 for n, d in zip(counts, out.is_drafted, strict=True)]
+        if len(parts) == 1:
+            out.tree, out.cells = parts[0][0], cells[0]
+        else:
+            index, cu_nodes = (upload(t, device) for t in merge_order(bounds, num_requests))
+            out.tree = merge_trees(parts, num_requests, (index, cu_nodes))
+            out.cells = torch.cat(cells)[index]
+        out.tree.counts = [n + 1 for n in out.num_draft_tokens]
+
+    def forget(self, version: str) -> None:
+        """Drop what was learnt about a drafter version."""
+        for key in [k for k in self._leaf_mass if k[0] == version]:
+            del self._leaf_mass[key]
+
+
+def _facts(proposal: Proposal) -> torch.Tensor:
+    """(3,) float64: largest log-probability (NaN wins a maximum), lowest and highest token id."""
+    low, high = torch.aminmax(proposal.token_ids)
+    return torch.stack((proposal.logprobs.max().double(), low.double(), high.double()))
+
+
+def _offsets(counts: list[int]) -> torch.Tensor:
+    """(B + 1,) int64 cu_nodes of trees with so many draft nodes, on the host."""
+    return torch.tensor([0, *counts]).cumsum(0) + torch.arange(len(counts) + 1)

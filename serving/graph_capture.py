@@ -1,0 +1,181 @@
+"""How does work of a fixed shape become a graph that one call replays, and which shapes get one?
+
+A piece of work is a function without arguments that reads static tensors and writes static tensors. Captured once, it
+can be replayed for every round that fits its sizes: the round's numbers are copied into the static tensors and padded.
+What a captured function must keep to: no host read, no shape that depends on data, no tensor that is not static.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_NUM_WARM_UPS = 2
+"""Runs before a capture: libraries choose algorithms and compile kernels then, which a capture must not contain."""
+
+REFINING_RANK = 100
+"""Added to the rank of graphs that only save padding: without them a larger graph holds the round."""
+
+Progress = Callable[[int, int], None]
+"""Called with (jobs done, jobs planned)."""
+
+
+class Graph(Protocol):
+    """Captured work."""
+
+    def replay(self) -> None:
+        """Run the work again over the same tensors."""
+
+
+class GraphBackend(Protocol):
+    """Makes graphs."""
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Run `run` at least once and return its graph."""
+
+
+class CudaGraphs:
+    """CUDA graphs in one shared memory pool; replays must follow one another on one stream.
+
+    Graphs keep nothing but what they write into static tensors: the memory of their intermediates is used again by
+    every other graph of the pool.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """Warm up on a side stream, then capture. Raises: RuntimeError when the work cannot be captured."""
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                for _ in range(_NUM_WARM_UPS):
+                    run()
+            current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: another thread of the process may allocate meanwhile (HTTP, traces)
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                run()
+        return graph
+
+
+class EagerGraphs:
+    """Graphs that run the same function again: on the CPU they show that padding and static tensors are right."""
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        run()
+        return _EagerGraph(run)
+
+
+@dataclass(frozen=True, slots=True)
+class _EagerGraph:
+    run: Callable[[], None]
+
+    def replay(self) -> None:
+        self.run()
+
+
+class GraphTable:
+    """Graphs by their sizes; the cheapest one that every size of a round fits into is used."""
+
+    def __init__(self, ladders: Sequence[Sequence[int]]) -> None:
+        """ladders: for each size, the rising steps that graphs may have."""
+        self._ladders = [tuple(steps) for steps in ladders]
+        self._graphs: dict[tuple[int, ...], Graph] = {}
+        self._found: dict[tuple[int, ...], tuple[int, ...] | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def add(self, sizes: tuple[int, ...], graph: Graph) -> None:
+        """Put in a graph; `sizes` are steps of the ladders."""
+        self._graphs[sizes] = graph
+        self._found.clear()
+
+    def fit(self, *sizes: int) -> tuple[int, ...] | None:
+        """Sizes of the cheapest graph that holds `sizes`; None when there is none."""
+        steps = []
+        for size, ladder in zip(sizes, self._ladders, strict=True):
+            step = smallest_step(ladder, size)
+            if step is None:
+                return None
+            steps.append(step)
+        key = tuple(steps)
+        if key not in self._found:
+            fitting = [s for s in self._graphs if all(a >= b for a, b in zip(s, key, strict=True))]
+            self._found[key] = min(fitting) if fitting else None  # the first size counts most
+        return self._found[key]
+
+    def replay(self, sizes: tuple[int, ...]) -> None:
+        self._graphs[sizes].replay()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureJob:
+    """One graph to make."""
+
+    name: str
+    family: str
+    """Jobs that do the same at other sizes: when one of them cannot be captured, none is tried again."""
+    rank: int
+    """Jobs of lower rank are made first."""
+    run: Callable[[GraphBackend], Any]
+
+
+def size_ladder(limit: int, *, start: int = 1, factor: int = 2, has_halves: bool = False) -> tuple[int, ...]:
+    """Steps from `start` by `factor` up to `limit`, which is the last; `has_halves` adds 1.5 times each even step."""
+    steps, size = [], start
+    while size < limit:
+        steps.append(size)
+        if has_halves and size % 2 == 0 and size + size // 2 < limit:
+            steps.append(size + size // 2)
+        size *= factor
+    return (*steps, limit)
+
+
+def smallest_step(ladder: Sequence[int], size: int) -> int | None:
+    """The smallest step that holds `size`; None above the last."""
+    return next((step for step in ladder if step >= size), None)
+
+
+def capture_all(
+    jobs: Iterable[CaptureJob],
+    backend: GraphBackend,
+    *,
+    budget_s: float,
+    timer: Callable[[], float] = time.perf_counter,
+    progress: Progress | None = None,
+) -> int:
+    """Make graphs in the order of their ranks until the time is over; returns how many were made.
+
+    Whatever has no graph runs eagerly. A job that fails ends its family: what one shape cannot do no other can.
+    """
+    ordered = sorted(jobs, key=lambda job: job.rank)
+    start, done = timer(), 0
+    failed: set[str] = set()
+    for job in ordered:
+        if timer() - start >= budget_s:
+            break
+        if job.family in failed:
+            continue
+        try:
+            job.run(backend)
+        except RuntimeError:  # torch raises it for every kind of failed capture; eager rounds need no graph
+            logger.exception("graph %s could not be captured; %s runs eagerly", job.name, job.family)
+            failed.add(job.family)
+            continue
+        done += 1
+        if progress is not None:
+            progress(done, len(ordered))
+    logger.info("graphs captured num=%d planned=%d s=%.1f", done, len(ordered), timer() - start)
+    return done

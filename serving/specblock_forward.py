@@ -1,0 +1,149 @@
+"""What does one SpecBlock forward compute around its attention: inputs of slots, projections, MLP, heads?
+
+Nothing here reads the host or has a shape that depends on data, so both the eager drafter and captured graphs use it.
+
+Shape legend: K draft slots, T = rows * K drafter tokens, H drafter hidden size, E target embedding size, V target
+vocabulary, Hq/Hkv query/KV heads, Dh head dim, N nodes of a proposal, B requests, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from paceline.serving.drafter import Proposal
+from paceline.serving.specblock_model import SpecBlockConfig, rope_cos_sin
+from paceline.serving.specblock_weights import FLOAT32_WEIGHTS, fuse_weights, head_logits, pack_head
+
+_MIN_TEMPERATURE = 0.05
+
+
+class SlotForward:
+    """The fused weights of one drafter and the operations between its attention calls."""
+
+    def __init__(
+        self,
+        config: SpecBlockConfig,
+        embed: torch.Tensor,
+        *,
+        dtype: torch.dtype,
+        head_dtype: torch.dtype,
+        device: torch.device,
+        num_candidates: int,
+    ) -> None:
+        """embed: (V, E), the target's token embedding."""
+        c = self.config = config
+        self.dtype, self.head_dtype, self.device = dtype, head_dtype, device
+        self.num_candidates = num_candidates
+        self.weights: dict[str, torch.Tensor] = {}
+        self._embed = embed
+        k = c.num_slots
+        self.slot_ids = torch.arange(k, device=device)
+        self._before = torch.tensor([0, *range(k - 1)], device=device)
+        self._qkv_width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        self._d2t: torch.Tensor | None = None
+        self._log_coverage: torch.Tensor | None = None
+        # The first slot is conditioned on nothing drafted: path scores alone decide.
+        count = num_candidates
+        widths = [[count] * len(c.branching), *([[min(b, count) for b in c.branching]] * (k - 1))]
+        self._widths = torch.tensor(widths, device=device).view(-1)
+        self._width_offsets = torch.arange(k, device=device) * len(c.branching)
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace all weights; every tensor keeps its storage, so that captured graphs stay valid.
+
+        state: SpecBlockModel.state_dict(), checked by the caller.
+        """
+        new = fuse_weights(self.config, state, self._embed.to(self.device), self.device)
+        for key, value in new.items():
+            value = value.to(torch.float32 if key in FLOAT32_WEIGHTS else self.dtype).contiguous()
+            if key == "lm_head" and self.head_dtype != self.dtype:
+                value = pack_head(value, self.head_dtype)
+            if key in self.weights:
+                self.weights[key].copy_(value)
+            else:
+                self.weights[key] = value
+        if self.config.draft_vocab_size is not None:
+            token_ids = state["draft_token_ids"].to(self.device)
+            coverage = state["log_coverage"].to(self.device, torch.float32)
+            if self._d2t is None or self._log_coverage is None:
+                self._d2t, self._log_coverage = token_ids.clone(), coverage.clone()
+            else:
+                self._d2t.copy_(token_ids)
+                self._log_coverage.copy_(coverage)
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        """RMS norm of the residual stream (T, H) -> (T, H); its weight is folded into the projection behind it."""
+        h, eps = self.config.hidden_size, self.config.rms_eps
+        if self.device.type == "cpu":  # [x, -x] has mean 0, so its LayerNorm, one operator, is the RMSNorm of x
+            return F.layer_norm(torch.cat((x, -x), dim=1), (2 * h,), None, None, eps)[:, :h]
+        return F.rms_norm(x, (h,), None, eps)
+
+    def fuse(self, cond: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Inputs of the K slots of n rows or leaves: condition (n, H) and tokens (n,) -> (n * K, H)."""
+        p = self.weights
+        x = torch.addmm(p["token_table"].index_select(0, token_ids), self.norm(cond), p["fuse_cond"])
+        return (x[:, None] + p["slot_bias"]).flatten(0, 1)
+
+    def angle_table(self, num_positions: int) -> torch.Tensor:
+        """Rotations of the K slots of rows at positions 0..P-1, (P, K, 1, Dh / 2): complex64, or (P, K, 2, 1, Dh / 2)."""
+        c = self.config
+        positions = torch.arange(num_positions, device=self.device)[:, None] + 1 + self.slot_ids
+        cos, sin = rope_cos_sin(positions, c.head_dim, c.rope_theta)
+        table = torch.complex(cos, sin) if self.dtype == torch.float32 else torch.stack((cos, sin), 2)
+        return table[..., None, :]
+
+    def enter(self, i: int, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shift (from the second layer on), norm, fused projection, rotation: x (T, H) -> x, qkv (T, ..)."""
+        c, p = self.config, self.weights
+        if i > 0:
+            before = x.view(-1, c.num_slots, x.shape[1]).index_select(1, self._before).view(x.shape)
+            x = torch.addmm(torch.mm(x, p[f"shift_own{i}"]), before, p[f"shift_before{i}"])
+        qkv = torch.mm(self.norm(x), p[f"qkv{i}"])
+        heads, half = c.num_heads + c.num_kv_heads, c.head_dim // 2
+        pairs = qkv.as_strided((x.shape[0], heads, half, 2), (self._qkv_width, c.head_dim, 2, 1))
+        if self.dtype == torch.float32:
+            torch.view_as_complex(pairs).mul_(angles)
+        else:
+            cos, sin = angles.unbind(1)
+            a, b = pairs.float().unbind(-1)
+            pairs.copy_(torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1))
+        return x, qkv
+
+    def finish(self, i: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Output projection and MLP: x (T, H), attended (T, Hq * Dh) -> (T, H)."""
+        p = self.weights
+        x = torch.addmm(x, attended, p[f"o{i}"])
+        gate, up = torch.mm(self.norm(x), p[f"gate_up{i}"]).chunk(2, dim=-1)
+        return torch.addmm(x, F.silu(gate).mul_(up), p[f"down{i}"])
+
+    def scales(self, temperatures: torch.Tensor) -> torch.Tensor:
+        """(2, B, K) factors on the logits: exp(log_beta[class, block, slot]) / T, with T = 1 for greedy requests."""
+        t = temperatures.to(self.device, torch.float32)
+        is_sampled = t > 0
+        factors = self.weights["beta"][:, :2].index_select(0, is_sampled.long()).transpose(0, 1)
+        return factors / torch.where(is_sampled, t.clamp_min(_MIN_TEMPERATURE), 1.0)[:, None]
+
+    def heads(self, x: torch.Tensor, scale: torch.Tensor) -> Proposal:
+        """Output and rank head at x (N * K, H) with factors (N, K): a proposal of N nodes."""
+        c, p, count, k = self.config, self.weights, self.num_candidates, self.config.num_slots
+        z = self.norm(x)
+        factor = scale.reshape(-1, 1)
+        logits = head_logits(z, p["lm_head"], self.head_dtype)
+        top, ids = torch.log_softmax(logits.mul_(factor), dim=-1).topk(c.rank_topk, dim=-1)
+        lp = top.div(factor).log_softmax(-1)  # the rank head reads the logits without calibration and temperature
+        prob = lp.exp()
+        features = torch.cat((z.float(), lp, prob[:, :1], (prob * lp).sum(-1, keepdim=True)), dim=-1)
+        classes = torch.mm(F.silu(torch.mm(features, p["rank_in"])), p["rank_out"]).argmax(-1).view(-1, k)
+        if self._d2t is not None and self._log_coverage is not None:
+            ids, top = self._d2t[ids], top + self._log_coverage
+        shape = (-1, k, c.rank_topk)
+        return Proposal(
+            token_ids=ids.view(shape)[..., :count],
+            logprobs=top.view(shape)[..., :count],
+            widths=self._widths.take(classes + self._width_offsets),
+            hidden=x.view(-1, k, self.config.hidden_size),
+        )

@@ -1,0 +1,127 @@
+"""Rounds drafted with one host read get the trees that the host's own path builds."""
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.config import TreeConfig
+from paceline.serving.cost_model import CostModel
+from paceline.serving.draft_tree import TreeBatch
+from paceline.serving.drafter import Proposal
+from paceline.serving.scripted_drafters import NoneDrafter, RandomDrafter
+from paceline.serving.tree_builder import append_block, block_candidates, dense_frontier, rank_merged, select_tree
+from paceline.serving.tree_policy import DraftGroup, RoundDraft, TreePolicy
+from paceline.serving.verify import accept
+from tests.serving.test_tree_policy import VOCAB, BrokenDrafter, inputs_for
+from tests.static_kernels import StrictGraphs
+
+
+class TwinDrafter(RandomDrafter):
+    """Random candidates over few tokens, so that siblings are often equal."""
+
+    def _slots(self, histories, request_ids):
+        found = super()._slots(histories, request_ids)
+        found.token_ids = found.token_ids % 4
+        return found
+
+
+class DevicePolicy(TreePolicy):
+    """Takes the path that devices other than the CPU take."""
+
+    def draft(self, groups, keys, anchor_token_ids, context_rows):
+        num = anchor_token_ids.numel()
+        out = RoundDraft(
+            tree=TreeBatch.roots(anchor_token_ids), keys=keys, num_draft_tokens=[0] * num, is_drafted=[False] * num,
+            context_rows=context_rows,
+        )  # fmt: skip
+        self.device_draft.draft(out, groups, keys, anchor_token_ids, context_rows)
+        return out
+
+
+def make_policy(kind, **config):
+    config = {"max_draft_tokens": 8, "node_buckets": (0, 2, 4, 8), "max_frontier": 3, "is_adaptive": False, **config}
+    return kind(TreeConfig(**config), cost=CostModel(lambda q: 5e-3 + 1e-4 * q), vocab_size=VOCAB)
+
+
+def nodes_of(out):
+    """Per request: every node as (path of tokens, score), sorted."""
+    tree, found = out.tree, []
+    for b in range(tree.num_requests):
+        lo, hi = tree.cu_nodes[b].item(), tree.cu_nodes[b + 1].item()
+        own = []
+        for row in range(lo, hi):
+            path = tree.token_ids[lo:hi][tree.ancestors[row, : hi - lo]].tolist()
+            own.append((tuple(path), round(float(tree.scores[row]), 4), int(out.cells[row])))
+            assert int(tree.depths[row]) == len(path) - 1
+        found.append(sorted(own))
+    return found
+
+
+def random_round(rng, drafters, count):
+    histories = [rng.integers(VOCAB, size=3).tolist() for _ in range(count)]
+    owner = rng.integers(len(drafters), size=count)
+    groups = [
+        DraftGroup(drafter=d, inputs=inputs_for([histories[i] for i in rows]), rows=rows)
+        for j, d in enumerate(drafters)
+        if (rows := np.flatnonzero(owner == j).tolist())
+    ]
+    keys = [(f"v{j}", "x", True) for j in owner]
+    return groups, keys, torch.tensor([h[-1] for h in histories])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [RandomDrafter(VOCAB, 1)],
+        lambda: [TwinDrafter(VOCAB, 2)],
+        lambda: [RandomDrafter(VOCAB, 3, is_product=True, is_reentrant=False), TwinDrafter(VOCAB, 4), NoneDrafter()],
+    ],
+    ids=["random", "equal siblings", "several drafters"],
+)
+def test_trees_equal_those_of_the_host_path(make):
+    rng = np.random.default_rng(0)
+    host, device = make_policy(TreePolicy), make_policy(DevicePolicy)
+    for _ in range(12):
+        groups, keys, anchors = random_round(rng, make(), int(rng.integers(2, 6)))
+        expected, got = (p.draft(groups, keys, anchors, 10) for p in (host, device))
+        assert nodes_of(got) == nodes_of(expected)
+        assert got.num_draft_tokens == expected.num_draft_tokens and got.is_drafted == expected.is_drafted
+        assert got.num_cells == expected.num_cells
+        np.testing.assert_allclose(got.frontier_mass, expected.frontier_mass, rtol=1e-5)
+        for policy, out in ((host, expected), (device, got)):
+            drawn = out.tree.token_ids * 0 + 1
+            policy.observe(out, accept(out.tree, drawn), verify_s=6e-3, round_s=1e-2)
+
+
+@pytest.mark.parametrize("how", ["raise", "nan", "3.0", "token"])
+def test_a_broken_drafter_costs_its_own_requests_their_drafts_only(how):
+    policy = make_policy(DevicePolicy)
+    histories = [[1, 2], [3, 4], [5, 6]]
+    groups = [
+        DraftGroup(drafter=BrokenDrafter(how), inputs=inputs_for([histories[1]]), rows=[1]),
+        DraftGroup(drafter=RandomDrafter(VOCAB), inputs=inputs_for([histories[0], histories[2]]), rows=[0, 2]),
+    ]
+    out = policy.draft(groups, [("b", "x", True)] * 3, torch.tensor([2, 4, 6]), 10)
+    assert list(out.failures) == [0] and out.is_drafted == [True, False, True]
+    assert out.num_draft_tokens[1] == 0 and min(out.num_draft_tokens[0], out.num_draft_tokens[2]) > 0
+
+
+def test_between_proposal_and_tree_nothing_is_read():
+    drafter = TwinDrafter(VOCAB, 5)
+    inputs = inputs_for([[1, 2], [3, 4]])
+    first = drafter.propose(inputs)
+    leaves = dense_frontier(block_candidates(first, False, 8), 3)
+    second = drafter.expand(inputs, first, leaves.frontier)
+    out = torch.zeros(2 * 6, dtype=torch.int64)
+
+    def run():
+        candidates = block_candidates(
+            Proposal(token_ids=first.token_ids + 0, logprobs=first.logprobs + 0, widths=None), False, 8
+        )
+        leaves = dense_frontier(candidates, 3)
+        ranked = rank_merged(append_block(candidates, leaves, second), drafter.caps.max_depth)
+        tree, _ = select_tree(ranked, inputs.anchor_token_ids, [5, 5], present=[5, 5], max_depth=5)
+        out.copy_(tree.token_ids)
+
+    StrictGraphs().capture(run).replay()
+    assert out[0] == 2 and out[6] == 4
