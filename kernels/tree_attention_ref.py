@@ -146,13 +146,14 @@ def _plan_ragged(
         own_rows = torch.where(own < 0, table, own_rows)
     lane = torch.arange(width, device=device)[None]
     is_row = lane < sizes
-    packed_rows = None
+    packed_rows: torch.Tensor | None = None
+    query_index: torch.Tensor | None = None
+    row_index: torch.Tensor | None = None
     if requests is not None:
         packed = starts + torch.where(is_row, lane, 0)
         query_index, row_index = packed.view(-1), is_row.view(-1).nonzero().view(-1)
         packed_rows = query_index[row_index]
     elif all(n == width for n in counts):
-        query_index = row_index = None
         packed = torch.arange(batch * width, device=device).view(batch, width)
     else:
         packed = starts + torch.where(is_row, lane, 0)  # padding rows repeat the first row: finite, then dropped
