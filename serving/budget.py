@@ -19,6 +19,7 @@ import numpy as np
 from paceline.config import TreeConfig
 from paceline.serving.budget_stats import DraftKey, KeyStats, RoundObservation
 from paceline.serving.cost_model import CostCurve, CostModel
+from paceline.serving.request_draft import DraftRecord
 
 _MAX_KEYS = 512  # buckets are named by clients: bound what they can make us remember
 
@@ -30,6 +31,8 @@ class BudgetController:
     TRIAL_SHARE = 16
     """One request in so many, at least one, drafts in a trial or probe: that costs a batch little and tells as much."""
     PROBE_ROUNDS = 4
+    FREE_BACKLOG = 16
+    """Rows that cost next to nothing beside a round's own."""
     MAX_WEIGHT = 40.0
     MAX_LOSSES = 6.0
     """More lost rounds than this in a row are no accident: the average then forgets what was before."""
@@ -46,6 +49,8 @@ class BudgetController:
         self._stats: OrderedDict[DraftKey, KeyStats] = OrderedDict()
         self.draft_cost = CostCurve()
         """Whole drafting passes by the requests that draft."""
+        self.ingest_row_s = 0.0
+        """Seconds that a drafter takes to ingest one row of a long backlog, at calibration speed."""
         self.expand_cost = CostCurve()
         """Re-entry by leaves."""
         self._aux_s: dict[bool, float] = {}  # drafted? -> EMA of round - draft - verify, per round
@@ -82,14 +87,21 @@ class BudgetController:
     # Whether to draft
 
     def wants_draft(
-        self, keys: Sequence[DraftKey | None], context_rows: int, backlogs: Sequence[int] | None = None
+        self,
+        keys: Sequence[DraftKey | None],
+        context_rows: int,
+        backlogs: Sequence[int] | None = None,
+        horizons: Sequence[int] | None = None,
+        records: Sequence[DraftRecord] | None = None,
     ) -> list[bool]:
         """Which of the B requests to draft for; None = has no drafter. Call once per round: it moves probe states.
 
         New keys draft for a short trial with a few of their requests; keys known to lose decode plainly and draft again
         in rare probes; among the rest, the set with the highest rate (tokens per second) drafts.
 
-        backlogs: (B,) rows that a drafter would have to ingest first; trials prefer requests with few.
+        backlogs: (B,) rows that a drafter would have to ingest first; None = none. Trials prefer requests with few.
+        horizons: (B,) tokens that each request is expected to get still: a backlog must pay for itself within them.
+        records: (B,) how drafting went for each request; those for which it does not pay sit out for a while.
         """
         rows: dict[DraftKey, list[int]] = {}
         for i, key in enumerate(keys):
@@ -101,9 +113,10 @@ class BudgetController:
         num = {key: len(own) for key, own in rows.items()}
         forced: list[DraftKey] = []
         known: list[DraftKey] = []
-        for key in rows:
+        for key, own in rows.items():
             stats = self.stats(key)
-            self._advance(key, stats, min(num[key], few), len(keys), context_rows)
+            least = min((backlogs[i] for i in own), default=0) if backlogs is not None else 0
+            self._advance(key, stats, min(num[key], few), len(keys), context_rows, least)
             if stats.state in ("trial", "probe"):
                 num[key] = min(num[key], few)
                 forced.append(key)
@@ -114,7 +127,7 @@ class BudgetController:
         base, first = rate, value
         for i in range(1, len(known) + 1):
             drafting = forced + known[:i]
-            slack = 1.01 if self._stats[known[i - 1]].state == "on" else 0.98  # hysteresis
+            slack = self._slack(self._stats[known[i - 1]], len(keys))
             new = self._rate_of(drafting, num, len(keys), context_rows) * slack
             if new > rate:
                 rate, value = new, len(drafting)
@@ -128,13 +141,40 @@ class BudgetController:
                 if stats.rounds_on % self.PLAIN_EVERY == 0:
                     chosen.discard(key)
         wants = [False] * len(keys)
+        saved_s = 1 / base - 1 / rate if rate > base else 0.0  # a token
         for key in chosen:
             own = rows[key]
             if len(own) > num[key]:
                 own = sorted(own, key=backlogs.__getitem__)[: num[key]] if backlogs is not None else own[: num[key]]
+            elif backlogs is not None and horizons is not None and key not in forced:
+                own = [i for i in own if self._repays(backlogs[i], horizons[i] * saved_s)]
+            if records is not None and key not in forced:
+                break_even = self._break_even(self._stats[key], len(keys), num[key], context_rows)
+                own = [i for i in own if not records[i].sit_out(break_even)]
             for i in own:
                 wants[i] = True
         return wants
+
+    def _break_even(self, stats: KeyStats, num_requests: int, num_drafting: int, context_rows: int) -> float:
+        """Accepted tokens per round at which drafting for one request of a batch is worth its share of the time."""
+        plain_s = self.cost.seconds(num_requests, context_rows, num_requests)
+        num_rows = num_requests + num_drafting * stats.num_nodes
+        rows_s = (self.cost.seconds(num_rows, context_rows, num_requests) - plain_s) / num_drafting
+        return (self._predict_draft(num_drafting) / num_drafting + rows_s) * num_requests / plain_s
+
+    def _repays(self, backlog: int, gain_s: float) -> bool:
+        """Whether catching up with so many rows costs less than half of what drafting then gains."""
+        return backlog <= self.FREE_BACKLOG or backlog * self.ingest_row_s * self.cost.speed <= gain_s / 2
+
+    @staticmethod
+    def _slack(stats: KeyStats, num_requests: int) -> float:
+        """Factor on the rate that drafting promises: hysteresis, and caution where few rounds speak for turning it on.
+
+        A batch gains less than a lone request and can lose more, so it asks for more.
+        """
+        if stats.state == "on":
+            return 1.01 if num_requests == 1 else 0.98
+        return (0.98 if num_requests == 1 else 0.93) - 0.15 / math.sqrt(max(stats.weight, 1.0))
 
     def _switch(self, key: DraftKey, is_on: bool) -> None:
         stats = self._stats[key]
@@ -144,8 +184,10 @@ class BudgetController:
         elif not is_on and stats.state == "on":
             stats.state = "off"
 
-    def _advance(self, key: DraftKey, stats: KeyStats, num: int, num_requests: int, context_rows: int) -> None:
-        """End trials and probes, start probes."""
+    def _advance(
+        self, key: DraftKey, stats: KeyStats, num: int, num_requests: int, context_rows: int, backlog: int
+    ) -> None:
+        """End trials and probes, start probes. backlog: rows that each of `num` requests would have to catch up with."""
         if stats.state in ("trial", "probe"):
             is_hopeless = stats.state == "trial" and stats.weight >= 6 and not self._pays(key, stats, context_rows, 1.2)
             if stats.rounds_left > 0 and not is_hopeless:
@@ -158,7 +200,8 @@ class BudgetController:
             plain_s = self.cost.seconds(num_requests, context_rows, num_requests)
             added_s = self._predict_draft(num) - plain_s
             added_s += self.cost.seconds(num_requests + num * self._forced_nodes, context_rows, num_requests)
-            if stats.credit_s >= self.PROBE_ROUNDS * added_s:
+            catch_up_s = num * backlog * self.ingest_row_s * self.cost.speed
+            if stats.credit_s >= self.PROBE_ROUNDS * added_s + catch_up_s:
                 stats.state, stats.rounds_left = "probe", self.PROBE_ROUNDS
                 stats.weight = min(stats.weight, self.PROBE_ROUNDS / 2)  # the probe outweighs the past
 
@@ -303,6 +346,9 @@ class BudgetController:
         _ema(self._aux_s, num_drafting > 0, aux, 0.05)
         if num_drafting > 0 and seen.num_new_rows <= 12 * num_drafting:
             self.draft_cost.observe(num_drafting, seen.draft_s / speed)
+        if seen.num_catch_up_rows > 0:
+            row_s = seen.catch_up_s / seen.num_catch_up_rows / speed
+            self.ingest_row_s += (0.2 if self.ingest_row_s else 1.0) * (row_s - self.ingest_row_s)
         if seen.num_leaves > 0:
             self.expand_cost.observe(seen.num_leaves, seen.expand_s / speed)
         tokens = num_requests + sum(seen.num_accepted_tokens)
@@ -318,32 +364,44 @@ class BudgetController:
         lost_s += self.cost.seconds(num_rows, seen.context_rows, num_requests)
         lost_s /= max(num_drafting, 1)
         catch_up_s = seen.catch_up_s / max(num_drafting, 1)
-        forced: set[DraftKey] = set()
+        drafted: dict[DraftKey, list[int]] = {}
         for i, key in enumerate(seen.keys):
             if key is None:
                 continue
-            stats = self.stats(key)
             if seen.is_drafted[i]:
-                stats.weight = min(stats.weight + 1, self.MAX_WEIGHT)
-                stats.num_accepted_tokens += (seen.num_accepted_tokens[i] - stats.num_accepted_tokens) / stats.weight
-                stats.num_nodes += (seen.num_nodes[i] - stats.num_nodes) / stats.weight
-                gained_s = seen.num_accepted_tokens[i] * plain_s / num_requests
-                if stats.state in ("trial", "probe"):
-                    stats.credit_s -= lost_s + catch_up_s - gained_s
-                    forced.add(key)
-                elif lost_s > 0:
-                    stats.losses = max(stats.losses + 1.0 - gained_s / lost_s, 0.0)
-                    if stats.losses > self.MAX_LOSSES:
-                        stats.losses, stats.weight = 0.0, min(stats.weight, self.SHORT_WEIGHT)
-                if seen.frontier_mass:
-                    stats.expand_gain = stats.expand_gain * 0.98 + seen.num_accepted_tokens_reentered[i]
-                    stats.expand_mass = stats.expand_mass * 0.98 + seen.frontier_mass[i]
-                    if stats.expand_gain > 2.0:
-                        stats.expand_backoff = 32
-            elif stats.state == "off":
+                drafted.setdefault(key, []).append(i)
+            elif self.stats(key).state == "off":
+                stats = self.stats(key)
                 stats.credit_s += stats.share * seen.round_s / num_requests
-        for key in forced:
-            self._stats[key].rounds_left -= 1
+        for key, rows in drafted.items():
+            self._learn_key(self.stats(key), seen, rows, lost_s, catch_up_s, plain_s / num_requests)
+
+    def _learn_key(
+        self, stats: KeyStats, seen: RoundObservation, rows: list[int], lost_s: float, catch_up_s: float, token_s: float
+    ) -> None:
+        """One observation a round, whatever the batch: requests of one round are alike, and many of them must not make
+        the memory short.
+
+        rows: requests of the key that were drafted. lost_s, catch_up_s: per request. token_s: of plain decoding.
+        """
+        count = len(rows)
+        accepted = sum(seen.num_accepted_tokens[i] for i in rows)
+        stats.weight = min(stats.weight + 1, self.MAX_WEIGHT)
+        stats.num_accepted_tokens += (accepted / count - stats.num_accepted_tokens) / stats.weight
+        stats.num_nodes += (sum(seen.num_nodes[i] for i in rows) / count - stats.num_nodes) / stats.weight
+        gained_s = accepted * token_s
+        if stats.state in ("trial", "probe"):
+            stats.credit_s -= (lost_s + catch_up_s) * count - gained_s
+            stats.rounds_left -= 1
+        elif lost_s > 0:
+            stats.losses = max(stats.losses + 1.0 - gained_s / (lost_s * count), 0.0)
+            if stats.losses > self.MAX_LOSSES:
+                stats.losses, stats.weight = 0.0, min(stats.weight, self.SHORT_WEIGHT)
+        if seen.frontier_mass:
+            stats.expand_gain = stats.expand_gain * 0.98 + sum(seen.num_accepted_tokens_reentered[i] for i in rows)
+            stats.expand_mass = stats.expand_mass * 0.98 + sum(seen.frontier_mass[i] for i in rows)
+            if stats.expand_gain > 2.0:
+                stats.expand_backoff = 32
 
 
 def _ema(table: dict, key: object, value: float, rate: float) -> None:

@@ -51,6 +51,9 @@ class EngineProbe:
             return
         budget, max_requests = policy.budget, min(max_requests, MAX_REQUESTS)
         budget.draft_cost.calibrate(lambda n: self.draft(drafter, n, 0), max_size=max_requests)
+        num_rows = min(256, self._kv.scratch_start)
+        self.ingest(drafter, num_rows)  # warm-up
+        budget.ingest_row_s = self.ingest(drafter, num_rows) / num_rows
         frontier = policy.config.max_frontier
         if drafter.caps.is_reentrant and frontier > 0:
             budget.expand_cost.calibrate(lambda n: self.draft(drafter, -(-n // frontier), n), max_size=max_requests)
@@ -94,11 +97,20 @@ class EngineProbe:
             for request_id in inputs.request_ids:
                 drafter.release(request_id)
 
-    def _inputs(self, drafter: Drafter, num_requests: int) -> DraftInputs:
-        """Requests of a short context that all lie on the same pool rows; two rows of each are new."""
+    def ingest(self, drafter: Drafter, num_rows: int) -> float:
+        """Seconds to ingest the first rows of one request."""
+        inputs = self._inputs(drafter, 1, num_new=num_rows, length=num_rows)
+        try:
+            return self._timed(lambda: drafter.ingest(inputs))
+        finally:
+            drafter.release(inputs.request_ids[0])
+
+    def _inputs(self, drafter: Drafter, num_requests: int, *, num_new: int = 2, length: int = _CONTEXT) -> DraftInputs:
+        """Requests of a short context that all lie on the same pool rows; the last num_new rows of each are new."""
         device = self._device
-        rows = torch.arange(min(_CONTEXT, self._kv.scratch_start), device=device)
-        length, num_new = rows.numel(), min(2, rows.numel())
+        length = min(length, self._kv.scratch_start)
+        rows = torch.arange(length, device=device)
+        num_new = min(num_new, length)
         new = rows[-num_new:].repeat(num_requests)
         features = self._kv.features if drafter.caps.needs_features else None
         return DraftInputs(

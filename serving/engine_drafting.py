@@ -71,14 +71,15 @@ def catch_up(
     temperatures: torch.Tensor,
     features: torch.Tensor | None,
     chunk_rows: int,
-) -> bool:
+) -> int:
     """Ingest long backlogs (prompts, rounds without drafting) in chunks; one row per request stays for `propose`.
 
     Without it a proposal's time would not be that of a typical round, and the rows of one drafter call would be
-    unbounded. Returns whether there was a backlog.
+    unbounded. Returns how many rows it took.
     """
     if max(r.context_len - r.drafted_len for r in requests) <= MAX_BACKLOG_ROWS:
-        return False
+        return 0
+    num_done = 0
     while True:
         budget, stops = chunk_rows, []
         for r in requests:
@@ -86,6 +87,7 @@ def catch_up(
             budget -= num_rows
             stops.append(r.drafted_len + num_rows)
         if budget == chunk_rows:
-            return True
+            return num_done
+        num_done += chunk_rows - budget
         drafter.ingest(draft_inputs(requests, slot_table, temperatures, features, stops))
         mark_ingested(requests, stops)

@@ -75,6 +75,7 @@ class DecodeRunner:
         self._scratch = kv.scratch_rows(kv.num_scratch_rows)  # (max rows of a round,) int64
         self._batch: _Batch | None = None
         self._catch_up_s = 0.0
+        self._num_catch_up_rows = 0
         self._commit_s = 0.0
         self.num_rounds = 0
         self.num_rows = 0
@@ -193,13 +194,17 @@ class DecodeRunner:
         context_rows = sum(r.context_len for r in requests)
         # With one token left there is nothing to gain from a draft.
         keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
-        wants = self._policy.wants_draft(keys, context_rows, [r.context_len - r.drafted_len for r in requests])
+        backlogs = [r.context_len - r.drafted_len for r in requests]
+        # An answer lasts about as long again as it has lasted, at least a few tokens more, and never beyond its limit.
+        horizons = [min(r.token_limit - len(r.tokens), max(32, r.num_output)) for r in requests]
+        records = [r.draft_record for r in requests]
+        wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons, records)
         by_slot: dict[str, list[int]] = {}
         for i, is_wanted in enumerate(wants):
             if is_wanted:
                 by_slot.setdefault(batch.slots[i], []).append(i)  # type: ignore[arg-type]
         groups, group_slots = [], []
-        self._catch_up_s = 0.0
+        self._catch_up_s, self._num_catch_up_rows = 0.0, 0
         for slot, rows in by_slot.items():
             group = self._group(batch, slot, rows, table)
             if group is not None:
@@ -230,8 +235,10 @@ class DecodeRunner:
             return None
         start = self._timer()
         try:
-            if catch_up(drafter, requests, table, temperatures, features, self._chunk_rows):
+            num_rows = catch_up(drafter, requests, table, temperatures, features, self._chunk_rows)
+            if num_rows:
                 self._catch_up_s += self._timer() - start
+                self._num_catch_up_rows += num_rows
         except Exception as e:  # a broken drafter costs speed, never a request
             self._slots.mark_failed(slot, f"ingest raised {type(e).__name__}: {e}")
             return None
@@ -289,6 +296,8 @@ class DecodeRunner:
             r.num_draft_tokens += draft.num_draft_tokens[i]
             r.num_accepted_tokens += num_accepted_tokens
             r.num_truncated_tokens += num_accepted_tokens + 1 - len(new)
+            if draft.is_drafted[i]:
+                r.draft_record.note(num_accepted_tokens)
             own_draft_ms = draft_ms if draft.is_drafted[i] else 0.0
             r.draft_ms += own_draft_ms
             r.verify_ms += verify_ms
@@ -301,7 +310,10 @@ class DecodeRunner:
             self._output.emit(r, tokens[i], num_kept, logprobs[i] if logprobs else None, reason, match)
         self.num_rounds += 1
         round_s = self._timer() - start
-        self._policy.observe(draft, plan, verify_s=verify_s, round_s=round_s - catch_up_s, catch_up_s=catch_up_s)
+        self._policy.observe(
+            draft, plan, verify_s=verify_s, round_s=round_s - catch_up_s, catch_up_s=catch_up_s,
+            num_catch_up_rows=self._num_catch_up_rows,
+        )  # fmt: skip
         self._output.record_rounds(stat_rows, verify_ms, round_s * share)
         end_ms = (self._timer() - emit_start) * share
         for r in requests:

@@ -21,6 +21,7 @@ from paceline.serving.request import (
     TokenLogprob,
     advance_status,
 )
+from paceline.serving.request_draft import DraftRecord
 
 if TYPE_CHECKING:
     from paceline.serving.grammar_state import GrammarState
@@ -71,6 +72,7 @@ class RunningRequest:
     """What drafter KV at shared rows is found by; None when the drafter's rows cannot be shared."""
     rank: tuple[float, int] = (0.0, 0)
     """Order of admission; the active request with the largest rank is preempted first. Set by the scheduler."""
+    draft_record: DraftRecord = field(default_factory=DraftRecord)
     num_cached_tokens: int = 0
     was_preempted: bool = False
 

@@ -24,6 +24,7 @@ from paceline.serving.device_draft import DeviceDraft
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Drafter, DraftInputs, Proposal
 from paceline.serving.host_tree import HostCandidates, HostProposal
+from paceline.serving.request_draft import DraftRecord
 from paceline.serving.score_calibration import ScoreCalibration
 from paceline.serving.tree_builder import (
     NUM_RANK_CLASSES,
@@ -101,14 +102,20 @@ class TreePolicy:
         """Drafts rounds off the CPU."""
 
     def wants_draft(
-        self, keys: list[DraftKey | None], context_rows: int, backlogs: list[int] | None = None
+        self,
+        keys: list[DraftKey | None],
+        context_rows: int,
+        backlogs: list[int] | None = None,
+        horizons: list[int] | None = None,
+        records: list[DraftRecord] | None = None,
     ) -> list[bool]:
         """Whether to call the drafter for each of the round's B requests.
 
         keys: None for requests without a (working) drafter. context_rows: sum of their context_lens. Call exactly once
         per round and before `draft`: it moves the probing state. backlogs: rows that the drafter has not ingested yet.
+        horizons: tokens that each request is expected to get still. records: how drafting went for each request.
         """
-        return self.budget.wants_draft(keys, context_rows, backlogs)
+        return self.budget.wants_draft(keys, context_rows, backlogs, horizons, records)
 
     def draft(
         self,
@@ -298,12 +305,19 @@ class TreePolicy:
         out.num_draft_tokens = (out.tree.cu_nodes[1:] - out.tree.cu_nodes[:-1] - 1).tolist()
 
     def observe(
-        self, draft: RoundDraft, plan: AcceptPlan, *, verify_s: float, round_s: float, catch_up_s: float = 0.0
+        self,
+        draft: RoundDraft,
+        plan: AcceptPlan,
+        *,
+        verify_s: float,
+        round_s: float,
+        catch_up_s: float = 0.0,
+        num_catch_up_rows: int = 0,
     ) -> None:
         """Learn from a verified round.
 
         verify_s: seconds of the verify forward. round_s: seconds of the whole round without prefill and without
-        catch_up_s, which drafters spent on rows that earlier plain rounds had left behind.
+        catch_up_s, which drafters spent on num_catch_up_rows that earlier plain rounds had left behind.
         """
         paths = plan.on_host()
         num_accepted_tokens = [len(rows) - 1 for rows, _ in paths]
@@ -324,6 +338,7 @@ class TreePolicy:
                 expand_s=draft.expand_s,
                 num_leaves=draft.num_leaves,
                 catch_up_s=catch_up_s,
+                num_catch_up_rows=num_catch_up_rows,
                 frontier_mass=draft.frontier_mass,
                 num_accepted_tokens_reentered=reentered,
             )
