@@ -1,13 +1,14 @@
 """How long does one group of requests take in each arm, and where does the time go?
 
-A group's requests are submitted together, so that `batch` of them run until the first one ends. Three stretches are told
-apart: until every request has its first token, the full-batch part (from there to the end of the round in which the first
-request ends), and the draining tail.
+`batch` requests of a group run at once: when one ends, the next one starts, until none is left. Three stretches are told
+apart: until the first `batch` requests have their first tokens, the full-batch part (from there to the end of the round
+after which fewer than `batch` run), and the draining tail.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from paceline.errors import PacelineError
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.drafter import Drafter
 from paceline.serving.engine import Engine
+from paceline.serving.kv_budget import pool_row_bytes
 from paceline.serving.request import GenerationRequest, RoundEvent, SamplingParams
 from paceline.serving.target import TargetModel
 
@@ -34,6 +36,8 @@ class BenchGroup:
     bucket: str
     prompts: tuple[tuple[int, ...], ...]
     params: tuple[SamplingParams, ...]
+    batch: int
+    """Requests that run at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +58,7 @@ class GroupTiming:
     token_ids: tuple[tuple[int, ...], ...]
     seconds: float
     ttft_s: tuple[float, ...]
-    """From submission to the first token, per request."""
+    """From the start of the group (transformers: of the batch) to the first token, for the first `batch` requests."""
     whole: Stretch | None = None
     """None for arms that are not an engine."""
     full_batch: Stretch | None = None
@@ -94,6 +98,7 @@ class Arm(Protocol):
 class _Progress:
     """What the events of a running group have said so far."""
 
+    num_submitted: int = 0
     num_started: int = 0
     num_finished: int = 0
     num_tokens: int = 0
@@ -132,19 +137,27 @@ class EngineArm:
                 seen.last[i] = event
                 seen.num_finished += 1
 
-        for request_id, i in index.items():
-            request = GenerationRequest(
-                request_id=request_id, prompt_token_ids=group.prompts[i], params=group.params[i], bucket=group.bucket,
-                group=self._group,
-            )  # fmt: skip
-            engine.submit(request, on_event)
+        waiting = iter(index.items())
+
+        def submit(count: int) -> None:
+            for request_id, i in itertools.islice(waiting, count):
+                request = GenerationRequest(
+                    request_id=request_id, prompt_token_ids=group.prompts[i], params=group.params[i],
+                    bucket=group.bucket, group=self._group,
+                )  # fmt: skip
+                engine.submit(request, on_event)
+                seen.num_submitted += 1
+
+        submit(group.batch)
         full_start: Stretch | None = None
         full_end: Stretch | None = None
         while engine.step():
+            submit(group.batch - (seen.num_submitted - seen.num_finished))
             if full_end is None:
-                if full_start is not None and seen.num_finished:
+                is_full = seen.num_submitted - seen.num_finished == group.batch
+                if full_start is not None and not is_full:
                     full_end = self._read(seen)
-                elif full_start is None and seen.num_started == num_requests and not seen.num_finished:
+                elif full_start is None and is_full and seen.num_started >= group.batch:
                     full_start = self._read(seen)
         self._wait()
         end = self._read(seen)
@@ -158,7 +171,7 @@ class EngineArm:
         return GroupTiming(
             token_ids=tuple(map(tuple, seen.tokens)),
             seconds=whole.seconds,
-            ttft_s=tuple(seen.ttft_s),
+            ttft_s=tuple(seen.ttft_s[: group.batch]),
             whole=whole,
             full_batch=None if full_start is None or full_end is None else _between(full_start, full_end),
             num_request_rounds=sum(s.num_rounds for s in stats),
@@ -201,8 +214,15 @@ class TransformersArm:
         return batch == 1 or not self._lookup
 
     def run(self, group: BenchGroup) -> GroupTiming:
-        token_ids, seconds, ttft_s = self._model.generate(group.prompts, group.params[0], lookup=self._lookup)
-        return GroupTiming(token_ids=token_ids, seconds=seconds, ttft_s=(ttft_s,) * len(group.prompts))
+        token_ids: list[tuple[int, ...]] = []
+        seconds, ttft_s = 0.0, list[float]()
+        for at in range(0, len(group.prompts), group.batch):  # generate() has no continuous batching
+            prompts = group.prompts[at : at + group.batch]
+            texts, took_s, first_s = self._model.generate(prompts, group.params[at], lookup=self._lookup)
+            token_ids += texts
+            seconds += took_s
+            ttft_s.append(first_s)
+        return GroupTiming(token_ids=tuple(token_ids), seconds=seconds, ttft_s=tuple(ttft_s))
 
 
 def new_engine(
@@ -214,7 +234,7 @@ def new_engine(
     """
     slots = DrafterSlots(drafter, version) if drafter is not None else DrafterSlots()
     num_pages = -(-num_tokens // config.page_tokens)
-    row_bytes = target.kv_row_bytes + slots.kv_row_bytes
+    row_bytes, _ = pool_row_bytes(target, slots, has_traces=False)
     engine = Engine(target, slots, dataclasses.replace(config, kv_bytes=num_pages * config.page_tokens * row_bytes))
     engine.warm_up()
     return engine

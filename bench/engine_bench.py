@@ -50,6 +50,8 @@ class EngineBenchOptions:
     """Least counted requests of a cell."""
     min_groups: int = 6
     """Least counted groups of a cell: they are what the interval rests on."""
+    waves: int = 3
+    """Requests of a group over the batch: while some are left, one that ends is followed by the next one."""
     warmup_groups: int = 3
     """Groups before them that are not counted: the budget controller learns, caches and pages are touched."""
     max_tokens: int = 128
@@ -83,6 +85,7 @@ class EngineBenchOptions:
         least = {
             "num_prompts": 1,
             "min_groups": 1,
+            "waves": 1,
             "warmup_groups": 0,
             "max_tokens": 2,
             "num_check": 0,
@@ -94,7 +97,11 @@ class EngineBenchOptions:
 
     def num_groups(self, batch: int) -> int:
         """Counted groups of a cell."""
-        return max(self.min_groups, -(-self.num_prompts // batch))
+        return max(self.min_groups, -(-self.num_prompts // self.group_size(batch)))
+
+    def group_size(self, batch: int) -> int:
+        """Requests of a group; alone, a request is a group."""
+        return batch if batch == 1 else batch * self.waves
 
 
 def quick(options: EngineBenchOptions) -> EngineBenchOptions:
@@ -204,7 +211,7 @@ def _device(name: str) -> str:
 
 def _prompts(options: EngineBenchOptions, bucket: str, target: TargetModel) -> list[tuple[int, ...]]:
     """Prompts for the largest cell of a bucket; smaller cells take the first ones."""
-    count = max((options.num_groups(n) + options.warmup_groups) * n for n in options.batches)
+    count = max((options.num_groups(n) + options.warmup_groups) * options.group_size(n) for n in options.batches)
     if bucket != RANDOM:
         return [tuple(encode(target, p.text)) for p in load_prompts(bucket, options.data, count, options.seed)]
     rng = np.random.default_rng(options.seed)
@@ -215,18 +222,19 @@ def _prompts(options: EngineBenchOptions, bucket: str, target: TargetModel) -> l
 def _groups(
     options: EngineBenchOptions, bucket: str, batch: int, temperature: float, prompts: Sequence[tuple[int, ...]]
 ) -> list[BenchGroup]:
-    out = []
+    out, size = [], options.group_size(batch)
     for i in range(options.warmup_groups + options.num_groups(batch)):
-        at = i * batch
+        at = i * size
         params = tuple(
             SamplingParams(
                 temperature=temperature, max_tokens=options.max_tokens, seed=options.seed + at + j,
                 ignore_eos=options.ignore_eos,
             )
-            for j in range(batch)
+            for j in range(size)
         )  # fmt: skip
         tag = f"{bucket}-{batch}-{temperature:g}-{i}"
-        out.append(BenchGroup(tag=tag, bucket=bucket, prompts=tuple(prompts[at : at + batch]), params=params))
+        texts = tuple(prompts[at : at + size])
+        out.append(BenchGroup(tag=tag, bucket=bucket, prompts=texts, params=params, batch=batch))
     return out
 
 

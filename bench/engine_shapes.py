@@ -193,7 +193,9 @@ def _row(name: str, target: TargetModel, batch: int, options: ShapesOptions, ban
     for i in range(options.num_groups + 1):  # the first one warms up
         prompts = tuple(map(tuple, rng.integers(0, target.vocab_size, (batch, options.prompt_tokens)).tolist()))
         params = (SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True),) * batch
-        group = BenchGroup(tag=f"{name}-{batch}-{i}", bucket="random", prompts=prompts, params=params)
+        group = BenchGroup(
+            tag=f"{name}-{batch}-{i}", bucket="random", prompts=prompts, params=params, batch=len(prompts)
+        )
         for arm in arms if i % 2 else arms[::-1]:
             timing = arm.run(group)
             if i > 0:

@@ -72,6 +72,10 @@ def bench_engine(
     warmup: Annotated[
         int, typer.Option(help="First groups of a cell that are not counted: the budget controller learns.")
     ] = 3,
+    waves: Annotated[
+        int,
+        typer.Option(help="Requests of a group over the batch: one that ends is followed by the next, so long as any."),
+    ] = 3,
     max_tokens: Annotated[int, typer.Option(help="New tokens per request at most.")] = 128,
     ignore_eos: Annotated[
         bool,
@@ -118,7 +122,7 @@ def bench_engine(
     options = engine_bench.EngineBenchOptions(
         batches=numbers(batch, int, "batch"), temperatures=numbers(temperature, float, "temperature"),
         buckets=split(buckets), arms=split(arms), num_prompts=prompts, min_groups=groups, warmup_groups=warmup,
-        max_tokens=max_tokens, ignore_eos=ignore_eos, num_check=check, prefill_chunk_tokens=prefill_chunk, model=model,
+        waves=waves, max_tokens=max_tokens, ignore_eos=ignore_eos, num_check=check, prefill_chunk_tokens=prefill_chunk, model=model,
         drafter=drafter, dtype=dtype, device=device, num_threads=threads, seed=seed, data=data_folder(data), json=json,
     )  # fmt: skip
     summary = engine_bench.run_engine_bench(engine_bench.quick(options) if quick else options, console)["summary"]

@@ -39,7 +39,7 @@ def test_every_arm_of_every_cell_is_measured(tmp_path):
     assert set(alone["arms"]) == {"plain", "speculative", "transformers", "transformers_lookup"}
     assert set(pair["arms"]) == {"plain", "speculative", "transformers"}, "prompt lookup takes one request at a time"
     for cell in document["cells"]:
-        assert cell["num_groups"] == 2 and cell["num_requests"] == 2 * cell["batch"]
+        assert cell["num_groups"] == 2 and cell["num_requests"] == {1: 2, 2: 12}[cell["batch"]]
         assert cell["lossless"]["num_mismatches"] == 0 and cell["lossless"]["num_checked_tokens"] > 0
         assert cell["memory"]["kv_bytes"]["plain"] > 0 and cell["memory"]["peak_rss_bytes"] >= cell["memory"]["rss_bytes"] * 0.5  # fmt: skip
         for name, ratio in cell["ratios"].items():
@@ -151,9 +151,9 @@ def _arm(max_running=4):
     return EngineArm("speculative", new_engine(target, RandomDrafter(64), version="r", num_tokens=1024, config=config), Group.ADAPTIVE)  # fmt: skip
 
 
-def _group(lengths, prompt=(5, 9, 7)):
+def _group(lengths, prompt=(5, 9, 7), batch=None):
     params = tuple(SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths)
-    return BenchGroup(tag="g", bucket="b", prompts=(prompt,) * len(lengths), params=params)
+    return BenchGroup(tag="g", bucket="b", prompts=(prompt,) * len(lengths), params=params, batch=batch or len(lengths))
 
 
 def test_full_batch_part_ends_with_the_round_of_the_first_end():
@@ -167,6 +167,14 @@ def test_full_batch_part_ends_with_the_round_of_the_first_end():
     assert all(0 < t < run.seconds for t in run.ttft_s)
     # one first token each, then accepted and bonus tokens, less what the last rounds were cut by
     assert run.num_tokens <= 3 + run.num_request_rounds + run.num_accepted_tokens
+
+
+def test_a_request_that_ends_is_followed_by_the_next_one():
+    arm = _arm()
+    run = arm.run(_group([6, 20, 6, 20, 6, 20], batch=2))
+    assert [len(t) for t in run.token_ids] == [6, 20, 6, 20, 6, 20]
+    assert arm.engine.stats()["num_finished"] == 6 and len(run.ttft_s) == 2
+    assert run.full_batch is not None and run.full_batch.num_tokens > 40  # until the last wave has a free place
 
 
 def test_a_group_that_never_runs_together_has_no_full_batch_part():
