@@ -17,9 +17,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.config import TreeConfig
+from paceline.serving.batch_guard import BatchGuard
 from paceline.serving.budget_stats import DraftKey, KeyStats, RoundObservation
-from paceline.serving.cost_model import CostCurve, CostModel
+from paceline.serving.cost_model import CostModel, log2_bucket
 from paceline.serving.request_draft import DraftRecord
+from paceline.serving.round_costs import RoundCosts
 
 _MAX_KEYS = 512  # buckets are named by clients: bound what they can make us remember
 
@@ -40,20 +42,16 @@ class BudgetController:
     PROBE_SHARE = 0.015
     """Largest share of plain decoding's time that probing may lose; halves with every losing probe."""
     MIN_PROBE_SHARE = 0.001
+    BATCH_PROBE_SHARE = 0.4
+    """Of these shares in a batch, where there is less to win."""
     PLAIN_EVERY = 128
     """While the advantage of drafting is small, one plain round in this many keeps plain decoding's cost honest."""
 
     def __init__(self, config: TreeConfig, cost: CostModel | None = None) -> None:
         self.config = config
-        self.cost = cost or CostModel()
+        self.costs = RoundCosts(cost)
         self._stats: OrderedDict[DraftKey, KeyStats] = OrderedDict()
-        self.draft_cost = CostCurve()
-        """Whole drafting passes by the requests that draft."""
-        self.ingest_row_s = 0.0
-        """Seconds that a drafter takes to ingest one row of a long backlog, at calibration speed."""
-        self.expand_cost = CostCurve()
-        """Re-entry by leaves."""
-        self._aux_s: dict[bool, float] = {}  # drafted? -> EMA of round - draft - verify, per round
+        self._guards: dict[int, BatchGuard] = {}  # by log2 of the requests
         self._rate = 0.0  # EMA of tokens per second over rounds
         nonzero = [n for n in config.node_buckets if 0 < n <= config.max_draft_tokens] or [config.max_draft_tokens]
         self._buckets = (0, *nonzero)
@@ -110,6 +108,7 @@ class BudgetController:
         if not self.config.is_adaptive:
             return [k is not None for k in keys]
         few = max(1, len(keys) // self.TRIAL_SHARE)
+        is_locked = len(keys) > 1 and self._guard(len(keys)).is_locked()
         num = {key: len(own) for key, own in rows.items()}
         forced: list[DraftKey] = []
         known: list[DraftKey] = []
@@ -117,10 +116,10 @@ class BudgetController:
             stats = self.stats(key)
             least = min((backlogs[i] for i in own), default=0) if backlogs is not None else 0
             self._advance(key, stats, min(num[key], few), len(keys), context_rows, least)
-            if stats.state in ("trial", "probe"):
+            if stats.state == "trial" or (stats.state == "probe" and not is_locked):
                 num[key] = min(num[key], few)
                 forced.append(key)
-            else:
+            elif not is_locked:
                 known.append(key)
         known.sort(key=lambda k: -self._stats[k].num_accepted_tokens)
         rate, value = self._rate_of(forced, num, len(keys), context_rows), len(forced)
@@ -155,16 +154,19 @@ class BudgetController:
                 wants[i] = True
         return wants
 
+    def _guard(self, num_requests: int) -> BatchGuard:
+        return self._guards.setdefault(log2_bucket(num_requests), BatchGuard())
+
     def _break_even(self, stats: KeyStats, num_requests: int, num_drafting: int, context_rows: int) -> float:
         """Accepted tokens per round at which drafting for one request of a batch is worth its share of the time."""
-        plain_s = self.cost.seconds(num_requests, context_rows, num_requests)
+        plain_s = self.costs.verify.seconds(num_requests, context_rows, num_requests)
         num_rows = num_requests + num_drafting * stats.num_nodes
-        rows_s = (self.cost.seconds(num_rows, context_rows, num_requests) - plain_s) / num_drafting
-        return (self._predict_draft(num_drafting) / num_drafting + rows_s) * num_requests / plain_s
+        rows_s = (self.costs.verify.seconds(num_rows, context_rows, num_requests) - plain_s) / num_drafting
+        return (self.costs.draft_s(num_drafting) / num_drafting + rows_s) * num_requests / plain_s
 
     def _repays(self, backlog: int, gain_s: float) -> bool:
         """Whether catching up with so many rows costs less than half of what drafting then gains."""
-        return backlog <= self.FREE_BACKLOG or backlog * self.ingest_row_s * self.cost.speed <= gain_s / 2
+        return backlog <= self.FREE_BACKLOG or self.costs.catch_up_s(backlog) <= gain_s / 2
 
     @staticmethod
     def _slack(stats: KeyStats, num_requests: int) -> float:
@@ -197,10 +199,10 @@ class BudgetController:
                 stats.share = max(stats.share / 2, self.MIN_PROBE_SHARE)
             stats.state, stats.rounds_left = ("on" if is_paying else "off"), 0
         elif stats.state == "off":
-            plain_s = self.cost.seconds(num_requests, context_rows, num_requests)
-            added_s = self._predict_draft(num) - plain_s
-            added_s += self.cost.seconds(num_requests + num * self._forced_nodes, context_rows, num_requests)
-            catch_up_s = num * backlog * self.ingest_row_s * self.cost.speed
+            plain_s = self.costs.verify.seconds(num_requests, context_rows, num_requests)
+            added_s = self.costs.draft_s(num) - plain_s
+            added_s += self.costs.verify.seconds(num_requests + num * self._forced_nodes, context_rows, num_requests)
+            catch_up_s = self.costs.catch_up_s(num * backlog)
             if stats.credit_s >= self.PROBE_ROUNDS * added_s + catch_up_s:
                 stats.state, stats.rounds_left = "probe", self.PROBE_ROUNDS
                 stats.weight = min(stats.weight, self.PROBE_ROUNDS / 2)  # the probe outweighs the past
@@ -208,7 +210,7 @@ class BudgetController:
     def _pays(self, key: DraftKey, stats: KeyStats, context_rows: int, benefit: float) -> bool:
         """Whether this key alone would decode faster with drafting, its acceptance taken `benefit` times."""
         plain = self._rate_of([], {}, 1, context_rows)
-        time_s = self._round_s(1 + stats.num_nodes, 1, context_rows, 1)
+        time_s = self.costs.round_s(1 + stats.num_nodes, 1, context_rows, 1)
         return (1 + benefit * stats.num_accepted_tokens) / time_s > plain
 
     def _rate_of(
@@ -222,24 +224,7 @@ class BudgetController:
             tokens += num[key] * stats.num_accepted_tokens
             rows += num[key] * stats.num_nodes
             num_drafting += num[key]
-        return tokens / self._round_s(rows, num_drafting, context_rows, num_requests)
-
-    def _round_s(self, rows: float, num_drafting: int, context_rows: int, num_requests: int) -> float:
-        verify_s = self.cost.seconds(rows, context_rows, num_requests)
-        return verify_s + self._predict_draft(num_drafting) + self._aux(num_drafting)
-
-    def _aux(self, num_drafting: int) -> float:
-        """Seconds of a round outside drafting and verify."""
-        aux = self._aux_s.get(num_drafting > 0, self._aux_s.get(num_drafting == 0, 0.0))
-        return aux * self.cost.speed
-
-    def _predict_draft(self, num_drafting: int) -> float:
-        """Seconds of drafting for so many requests; a guess of 0.4 plain forwards until measured."""
-        if num_drafting == 0:
-            return 0.0
-        if not self.draft_cost.is_known:
-            return 0.4 * self.cost.seconds(1) * math.sqrt(num_drafting)
-        return self.draft_cost.seconds(num_drafting) * self.cost.speed
+        return tokens / self.costs.round_s(rows, num_drafting, context_rows, num_requests)
 
     # How many nodes
 
@@ -264,11 +249,11 @@ class BudgetController:
             return np.array([self.choose_one(masses[0, : available[0]].tolist(), keys[0], context_rows, num_drafting)])
         if not self.config.is_adaptive:
             return available
-        fixed_s = self._predict_draft(num_drafting) + self._aux(num_drafting)
+        fixed_s = self.costs.draft_s(num_drafting) + self.costs.aux_s(num_drafting)
         flat = masses.ravel()
         order = np.argsort(-flat, kind="stable")[: int(available.sum())]
         gains = np.concatenate([[0.0], flat[order].cumsum()])
-        times = fixed_s + self.cost.predict(num_requests + np.arange(len(gains)), context_rows, num_requests)
+        times = fixed_s + self.costs.verify.predict(num_requests + np.arange(len(gains)), context_rows, num_requests)
         best = int(((num_requests + gains) / times).argmax())
         width = max(masses.shape[1], 1)
         nodes = np.bincount(order[:best] // width, minlength=num_requests)
@@ -284,13 +269,13 @@ class BudgetController:
         available = min(len(masses), self.config.max_draft_tokens)
         if not self.config.is_adaptive:
             return available
-        fixed_s = self._predict_draft(num_drafting) + self._aux(num_drafting)
+        fixed_s = self.costs.draft_s(num_drafting) + self.costs.aux_s(num_drafting)
         best, best_rate, gain, taken = 0, 0.0, 1.0, 0
         for option in self._buckets:
             option = min(option, available)
             gain += sum(masses[taken:option])
             taken = option
-            rate = gain / (fixed_s + self.cost.seconds(1 + option, context_rows))
+            rate = gain / (fixed_s + self.costs.verify.seconds(1 + option, context_rows))
             if rate > best_rate:
                 best, best_rate = option, rate
         if key is not None and best < self._forced_nodes and self._is_forced(key):
@@ -311,16 +296,15 @@ class BudgetController:
         Returns: indices, heaviest first.
         """
         order = sorted(range(len(masses)), key=lambda i: -masses[i])
-        if not self.config.is_adaptive or not self.expand_cost.is_known or self._rate <= 0 or not order:
+        if not self.config.is_adaptive or not self.costs.expand.is_known or self._rate <= 0 or not order:
             return order
-        rate = self._rate * self.cost.speed
-        row_s = self.cost.seconds(2 * num_requests + 8, context_rows, num_requests)
-        row_s = (row_s - self.cost.seconds(2 * num_requests, context_rows, num_requests)) / 8
+        rate = self._rate * self.costs.speed
+        row_s = self.costs.row_s(context_rows, num_requests)
         best, best_gain, gain = 0, 0.0, 0.0
         for num, i in enumerate(order, 1):
             stats = self._stats.get(keys[i])
             gain += masses[i] * (stats.expand_gain / stats.expand_mass if stats is not None else 1.0)
-            net = gain - rate * self.expand_cost.seconds(num) - self._rate * row_s * num
+            net = gain - rate * self.costs.expand.seconds(num) - self._rate * row_s * num
             if net > best_gain:
                 best, best_gain = num, net
         if best:
@@ -339,19 +323,17 @@ class BudgetController:
         """Fold one verified round."""
         num_requests = len(seen.keys)
         num_drafting = sum(seen.is_drafted)
-        plain_s = self.cost.seconds(num_requests, seen.context_rows, num_requests)
-        self.cost.observe(num_requests + sum(seen.num_nodes), seen.context_rows, seen.verify_s, num_requests)
-        speed = self.cost.speed
-        aux = max(seen.round_s - seen.draft_s - seen.verify_s, 0.0) / speed
-        _ema(self._aux_s, num_drafting > 0, aux, 0.05)
-        if num_drafting > 0 and seen.num_new_rows <= 12 * num_drafting:
-            self.draft_cost.observe(num_drafting, seen.draft_s / speed)
-        if seen.num_catch_up_rows > 0:
-            row_s = seen.catch_up_s / seen.num_catch_up_rows / speed
-            self.ingest_row_s += (0.2 if self.ingest_row_s else 1.0) * (row_s - self.ingest_row_s)
-        if seen.num_leaves > 0:
-            self.expand_cost.observe(seen.num_leaves, seen.expand_s / speed)
+        plain_s = self.costs.verify.seconds(num_requests, seen.context_rows, num_requests)
+        self.costs.observe(seen)
+        speed = self.costs.speed
         tokens = num_requests + sum(seen.num_accepted_tokens)
+        is_tried = any(
+            d and k is not None and self.stats(k).state in ("on", "off")
+            for k, d in zip(seen.keys, seen.is_drafted, strict=True)
+        )
+        if num_requests > 1 and (is_tried or num_drafting == 0):
+            seconds = (seen.round_s + seen.catch_up_s) / speed
+            self._guard(num_requests).note(tokens, seconds, is_drafted=is_tried)
         if seen.round_s > 0:
             now = tokens / seen.round_s
             self._rate += (0.05 if self._rate > 0 else 1.0) * (now - self._rate)
@@ -360,8 +342,8 @@ class BudgetController:
     def _learn_keys(self, seen: RoundObservation, num_requests: int, num_drafting: int, plain_s: float) -> None:
         num_rows = num_requests + sum(seen.num_nodes)
         # More than a plain round takes, per drafted request; predicted, because a hiccup would have hit either.
-        lost_s = self._predict_draft(num_drafting) - plain_s
-        lost_s += self.cost.seconds(num_rows, seen.context_rows, num_requests)
+        lost_s = self.costs.draft_s(num_drafting) - plain_s
+        lost_s += self.costs.verify.seconds(num_rows, seen.context_rows, num_requests)
         lost_s /= max(num_drafting, 1)
         catch_up_s = seen.catch_up_s / max(num_drafting, 1)
         drafted: dict[DraftKey, list[int]] = {}
@@ -372,7 +354,8 @@ class BudgetController:
                 drafted.setdefault(key, []).append(i)
             elif self.stats(key).state == "off":
                 stats = self.stats(key)
-                stats.credit_s += stats.share * seen.round_s / num_requests
+                share = stats.share if num_requests == 1 else stats.share * self.BATCH_PROBE_SHARE
+                stats.credit_s += share * seen.round_s / num_requests
         for key, rows in drafted.items():
             self._learn_key(self.stats(key), seen, rows, lost_s, catch_up_s, plain_s / num_requests)
 
@@ -402,10 +385,3 @@ class BudgetController:
             stats.expand_mass = stats.expand_mass * 0.98 + sum(seen.frontier_mass[i] for i in rows)
             if stats.expand_gain > 2.0:
                 stats.expand_backoff = 32
-
-
-def _ema(table: dict, key: object, value: float, rate: float) -> None:
-    old = table.get(key)
-    if old is not None:
-        value = min(value, 4 * old)  # one hiccup must not look like a regime
-    table[key] = value if old is None else old + rate * (value - old)

@@ -43,20 +43,20 @@ class EngineProbe:
         """Measure the prior of the policy's verify cost; the pool must be unused."""
         max_rows = min(MAX_ROWS, self._kv.num_scratch_rows)
         max_requests = min(max_requests, MAX_REQUESTS)
-        policy.budget.cost.calibrate(self.verify, max_rows=max_rows, max_requests=max_requests, limit_s=LIMIT_S)
+        policy.budget.costs.verify.calibrate(self.verify, max_rows=max_rows, max_requests=max_requests, limit_s=LIMIT_S)
 
     def calibrate_draft(self, policy: TreePolicy, drafter: Drafter, max_requests: int) -> None:
         """Measure the priors of the policy's drafting costs; passes on what the drafter raises."""
         if drafter.caps.num_slots == 0:
             return
         budget, max_requests = policy.budget, min(max_requests, MAX_REQUESTS)
-        budget.draft_cost.calibrate(lambda n: self.draft(drafter, n, 0), max_size=max_requests)
+        budget.costs.draft.calibrate(lambda n: self.draft(drafter, n, 0), max_size=max_requests)
         num_rows = min(256, self._kv.scratch_start)
         self.ingest(drafter, num_rows)  # warm-up
-        budget.ingest_row_s = self.ingest(drafter, num_rows) / num_rows
+        budget.costs.ingest_row_s = self.ingest(drafter, num_rows) / num_rows
         frontier = policy.config.max_frontier
         if drafter.caps.is_reentrant and frontier > 0:
-            budget.expand_cost.calibrate(lambda n: self.draft(drafter, -(-n // frontier), n), max_size=max_requests)
+            budget.costs.expand.calibrate(lambda n: self.draft(drafter, -(-n // frontier), n), max_size=max_requests)
 
     def verify(self, num_rows: int, num_requests: int) -> float:
         """Seconds of one forward over num_rows scratch rows of so many requests."""

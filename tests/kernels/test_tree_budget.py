@@ -73,7 +73,7 @@ def test_equals_the_batch_formula_of_serving(twin, slope):
     expected = controller.choose(masses.double().numpy(), [None] * 5, 0, num_drafting=4)
     grid = [1, 2, 3, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 513]
     table = [float(s) for s in cost.predict(np.array(grid))]
-    fixed = controller._predict_draft(4) + controller._aux(4)
+    fixed = controller.costs.draft_s(4) + controller.costs.aux_s(4)
     found = _choose(twin, masses, table, fixed=fixed, is_stepped=False, grid=grid)
     assert found.num_nodes.tolist() == expected.tolist()
 

@@ -45,11 +45,11 @@ def test_joint_choice_equals_exhaustive_search_on_a_staircase(seed):
         masses = -np.sort(-(rng.random((num_requests, 7)) ** 2), axis=1)
         masses[rng.integers(num_requests), rng.integers(1, 6) :] = 0
         nodes = ctrl.choose(masses, [None] * num_requests, 50)
-        fixed = ctrl._predict_draft(num_requests)
+        fixed = ctrl.costs.draft_s(num_requests)
 
         def rate(ns, masses=masses, ctrl=ctrl, fixed=fixed):
             expected = len(ns) + sum(masses[b, :n].sum() for b, n in enumerate(ns))
-            return expected / (fixed + ctrl.cost.predict(len(ns) + sum(ns), 50))
+            return expected / (fixed + ctrl.costs.verify.predict(len(ns) + sum(ns), 50))
 
         available = [(m[:5] > 0).sum() for m in masses]
         best = max(rate(ns) for ns in itertools.product(*(range(a + 1) for a in available)))
@@ -211,7 +211,7 @@ def test_a_trial_in_a_large_batch_drafts_for_few_requests_with_short_backlogs():
 
 def test_only_leaves_that_earn_their_time_are_reentered():
     ctrl = BudgetController(TreeConfig(), CostModel(staircase))
-    ctrl.expand_cost.calibrate(lambda n: 1e-3 + 1e-3 * n, max_size=64)
+    ctrl.costs.expand.calibrate(lambda n: 1e-3 + 1e-3 * n, max_size=64)
     for _ in range(40):  # about 100 tokens a second: a leaf's millisecond is worth a tenth of a token
         seen(ctrl, [KEY], [False], [0], [0], verify=lambda _rows: 10e-3)
     masses = [0.9, 0.02, 0.5, 0.05, 0.8]

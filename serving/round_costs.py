@@ -1,0 +1,73 @@
+"""How long does a decode round take: drafting, verify, and everything around them?"""
+
+from __future__ import annotations
+
+import math
+
+from paceline.serving.budget_stats import RoundObservation
+from paceline.serving.cost_model import CostCurve, CostModel
+
+_RATE = 0.05
+
+
+class RoundCosts:
+    """Every cost that the budget controller weighs, in seconds at the machine's present speed."""
+
+    def __init__(self, verify: CostModel | None = None) -> None:
+        self.verify = verify or CostModel()
+        self.draft = CostCurve()
+        """Whole drafting passes by the requests that draft."""
+        self.expand = CostCurve()
+        """Re-entry by leaves."""
+        self.ingest_row_s = 0.0
+        """Seconds that a drafter takes to ingest one row of a long backlog, at calibration speed."""
+        self._aux_s: dict[bool, float] = {}  # drafted? -> EMA of round - draft - verify, per round
+
+    @property
+    def speed(self) -> float:
+        """Time now over time at calibration."""
+        return self.verify.speed
+
+    def round_s(self, rows: float, num_drafting: int, context_rows: int, num_requests: int) -> float:
+        """A round of so many packed rows, for some of whose requests a drafter is called."""
+        verify_s = self.verify.seconds(rows, context_rows, num_requests)
+        return verify_s + self.draft_s(num_drafting) + self.aux_s(num_drafting)
+
+    def aux_s(self, num_drafting: int) -> float:
+        """What a round takes outside drafting and verify."""
+        return self._aux_s.get(num_drafting > 0, self._aux_s.get(num_drafting == 0, 0.0)) * self.speed
+
+    def draft_s(self, num_drafting: int) -> float:
+        """Drafting for so many requests; a guess of 0.4 plain forwards until measured."""
+        if num_drafting == 0:
+            return 0.0
+        if not self.draft.is_known:
+            return 0.4 * self.verify.seconds(1) * math.sqrt(num_drafting)
+        return self.draft.seconds(num_drafting) * self.speed
+
+    def catch_up_s(self, num_rows: int) -> float:
+        """Ingesting so many rows of long backlogs."""
+        return num_rows * self.ingest_row_s * self.speed
+
+    def row_s(self, context_rows: int, num_requests: int) -> float:
+        """One more row of a verify forward that has a draft node a request already."""
+        rows = 2 * num_requests
+        more = self.verify.seconds(rows + 8, context_rows, num_requests)
+        return (more - self.verify.seconds(rows, context_rows, num_requests)) / 8
+
+    def observe(self, seen: RoundObservation) -> None:
+        """Fold one verified round."""
+        num_requests, num_drafting = len(seen.keys), sum(seen.is_drafted)
+        self.verify.observe(num_requests + sum(seen.num_nodes), seen.context_rows, seen.verify_s, num_requests)
+        speed = self.speed
+        aux = max(seen.round_s - seen.draft_s - seen.verify_s, 0.0) / speed
+        old = self._aux_s.get(num_drafting > 0)
+        # one hiccup must not look like a regime
+        self._aux_s[num_drafting > 0] = aux if old is None else old + _RATE * (min(aux, 4 * old) - old)
+        if num_drafting > 0 and seen.num_new_rows <= 12 * num_drafting:
+            self.draft.observe(num_drafting, seen.draft_s / speed)
+        if seen.num_catch_up_rows > 0:
+            row_s = seen.catch_up_s / seen.num_catch_up_rows / speed
+            self.ingest_row_s += (0.2 if self.ingest_row_s else 1.0) * (row_s - self.ingest_row_s)
+        if seen.num_leaves > 0:
+            self.expand.observe(seen.num_leaves, seen.expand_s / speed)
