@@ -9,7 +9,7 @@ PAGE = ROOT / "ARCHITECTURE.md"
 MARK = "<!-- modules -->\n"
 FOLDERS = {
     "paceline": "shared vocabulary and command line; loads no torch when imported",
-    "kernels": "what runs on the accelerator: the torch references that specify each kernel",
+    "kernels": "what runs on the accelerator: Triton kernels, and the torch references that specify them and run on the CPU",
     "serving": "how text is generated; imports `kernels`",
     "bandit": "whether an update pays; numpy, scipy and river, imports none of the others",
     "adapt": "how a drafter improves; imports `kernels` and serving's drafter modules",
