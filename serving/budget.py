@@ -327,35 +327,39 @@ class BudgetController:
         self.costs.observe(seen)
         speed = self.costs.speed
         tokens = num_requests + sum(seen.num_accepted_tokens)
-        is_tried = any(
-            d and k is not None and self.stats(k).state in ("on", "off")
-            for k, d in zip(seen.keys, seen.is_drafted, strict=True)
-        )
+        drafted: dict[DraftKey, list[int]] = {}
+        plain: dict[DraftKey, int] = {}
+        for i, key in enumerate(seen.keys):
+            if key is not None:
+                if seen.is_drafted[i]:
+                    drafted.setdefault(key, []).append(i)
+                else:
+                    plain[key] = plain.get(key, 0) + 1
+        is_tried = any(self.stats(key).state in ("on", "off") for key in drafted)
         if num_requests > 1 and (is_tried or num_drafting == 0):
             seconds = (seen.round_s + seen.catch_up_s) / speed
             self._guard(num_requests).note(tokens, seconds, is_drafted=is_tried)
         if seen.round_s > 0:
             now = tokens / seen.round_s
             self._rate += (0.05 if self._rate > 0 else 1.0) * (now - self._rate)
-        self._learn_keys(seen, num_requests, num_drafting, plain_s)
+        for key, count in plain.items():
+            stats = self.stats(key)
+            if stats.state == "off":
+                share = stats.share if num_requests == 1 else stats.share * self.BATCH_PROBE_SHARE
+                stats.credit_s += share * seen.round_s * count / num_requests
+        if drafted:
+            self._learn_keys(drafted, seen, num_drafting, plain_s)
 
-    def _learn_keys(self, seen: RoundObservation, num_requests: int, num_drafting: int, plain_s: float) -> None:
+    def _learn_keys(
+        self, drafted: dict[DraftKey, list[int]], seen: RoundObservation, num_drafting: int, plain_s: float
+    ) -> None:
+        num_requests = len(seen.keys)
         num_rows = num_requests + sum(seen.num_nodes)
         # More than a plain round takes, per drafted request; predicted, because a hiccup would have hit either.
         lost_s = self.costs.draft_s(num_drafting) - plain_s
         lost_s += self.costs.verify.seconds(num_rows, seen.context_rows, num_requests)
-        lost_s /= max(num_drafting, 1)
-        catch_up_s = seen.catch_up_s / max(num_drafting, 1)
-        drafted: dict[DraftKey, list[int]] = {}
-        for i, key in enumerate(seen.keys):
-            if key is None:
-                continue
-            if seen.is_drafted[i]:
-                drafted.setdefault(key, []).append(i)
-            elif self.stats(key).state == "off":
-                stats = self.stats(key)
-                share = stats.share if num_requests == 1 else stats.share * self.BATCH_PROBE_SHARE
-                stats.credit_s += share * seen.round_s / num_requests
+        lost_s /= num_drafting
+        catch_up_s = seen.catch_up_s / num_drafting
         for key, rows in drafted.items():
             self._learn_key(self.stats(key), seen, rows, lost_s, catch_up_s, plain_s / num_requests)
 
