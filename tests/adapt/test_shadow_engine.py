@@ -38,10 +38,10 @@ class Collector:
 class FixedPolicy(TreePolicy):
     """Trees of a fixed size from the drafter's own scores: nothing is learnt between rounds."""
 
-    def wants_draft(self, keys, context_rows):
+    def wants_draft(self, keys, context_rows, *_loads):
         return [k is not None for k in keys]
 
-    def observe(self, draft, plan, *, verify_s, round_s):
+    def observe(self, draft, plan, **times):
         pass
 
 
