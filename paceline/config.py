@@ -99,7 +99,7 @@ class EngineConfig:
 class FeedbackConfig:
     """Round statistics on their way to Redis."""
 
-    max_rows: int = 8192
+    max_rows: int = 65_536
     """Rows kept while Redis is away; the oldest are dropped and counted."""
     flush_interval_s: float = 0.25
     max_stream_entries: int = 10_000
