@@ -128,6 +128,14 @@ class Expired(Cutoff):
     code = "deadline_exceeded"
 
 
+class Unfit(Cutoff):
+    """The request itself is at fault; sent again it would end the same way."""
+
+    status = 400
+    kind = "invalid_request_error"
+    code = "cannot_be_answered"
+
+
 class Hangup(Cutoff):
     """The client closed the connection; nobody reads this."""
 
@@ -224,6 +232,8 @@ class Generation:
         if event.finish_reason == "deadline":
             done = self.answer.num_completion_tokens
             return Expired(event.error or f"the request's deadline passed before it was complete, after {done} tokens")
+        if event.is_own_fault:
+            return Unfit(event.error or "the request cannot be answered")
         return Cutoff(event.error or "the request was aborted before it was complete; send it again")
 
     async def _next(self) -> RoundEvent:

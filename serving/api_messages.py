@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
+
+MAX_PARTS = 1024
+"""Parts or tool calls of a message: every bad one costs an error of its own."""
 
 
 class StrictModel(BaseModel):
@@ -37,6 +40,13 @@ class Message(StrictModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
+    @field_validator("content", "tool_calls", mode="before")
+    @classmethod
+    def _few_parts(cls, parts: Any) -> Any:
+        if isinstance(parts, list) and len(parts) > MAX_PARTS:
+            raise ValueError(f"a message must have at most {MAX_PARTS} parts, got {len(parts)}")
+        return parts
+
     @model_validator(mode="after")
     def _has_content(self) -> Message:
         if self.content is None and not self.tool_calls:
@@ -64,7 +74,7 @@ class Message(StrictModel):
 class Conversation(StrictModel):
     """Messages and how the chat template writes them; the last three fields are extensions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=4096)
     add_generation_prompt: bool | None = None
     """Write the beginning of the assistant's turn; default: unless continue_final_message is set."""
     continue_final_message: bool = False

@@ -16,6 +16,9 @@ from paceline.serving.response_format import ResponseFormat, grammar_spec
 MAX_CHOICES = 16
 """Largest `n`."""
 MAX_TIMEOUT_S = 86_400.0
+MAX_STOPS = 16
+MIN_TEMPERATURE = 1e-6
+"""Below it the most likely token is drawn anyhow."""
 _INT64 = 2**63
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -126,6 +129,13 @@ class GenerateBody(StrictModel):
             raise ValueError("logit_bias values must be in [-100, 100]")
         return bias
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _few_stops(cls, stop: Any) -> Any:
+        if isinstance(stop, list) and len(stop) > MAX_STOPS:
+            raise ValueError(f"stop must be at most {MAX_STOPS} strings, got {len(stop)}")
+        return stop
+
     @field_validator("stop")
     @classmethod
     def _stop_list(cls, stop: str | list[str] | None) -> str | list[str] | None:
@@ -159,8 +169,11 @@ class GenerateBody(StrictModel):
     def sampling(self, *, max_tokens: int) -> SamplingParams:
         """The engine's parameters; raises RequestError where a value is out of range."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        temperature = self.temperature
+        if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
+            temperature = 0.0
         values = {
-            "temperature": self.temperature,
+            "temperature": temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "min_p": self.min_p,
@@ -175,6 +188,7 @@ class GenerateBody(StrictModel):
             max_tokens=max_tokens,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            skip_special_tokens=self.skip_special_tokens,
             logprobs=self.num_logprobs(),
             logit_bias=tuple((int(k), float(v)) for k, v in (self.logit_bias or {}).items()),
             grammar=grammar_spec(self.response_format, self.guided_regex, self.guided_grammar),
@@ -191,6 +205,16 @@ class CompletionBody(GenerateBody):
     echo: bool | None = None
     """Put the prompt before the answer; with logprobs its tokens' log-probabilities too."""
     best_of: int | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _known_form(cls, prompt: Any) -> Any:
+        """One look at every element: a union would write an error for each of them and for each of its forms."""
+        inner = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else prompt
+        is_ids = isinstance(inner, list) and not (len(inner) == 1 and isinstance(inner[0], str))
+        if is_ids and not all(type(t) is int for t in inner):
+            raise ValueError("prompt must be a text, a list of token ids, or a list that holds one of these")
+        return prompt
 
     @field_validator("prompt")
     @classmethod
@@ -260,7 +284,7 @@ def parse_body(raw: bytes, kind: type[BaseModel]) -> Any:
 def parse_json(raw: bytes) -> dict[str, Any]:
     """The JSON object of a body; raises FieldError when it is none."""
     try:
-        values = json.loads(raw, parse_constant=_no_constant)
+        values = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
         raise FieldError(f"the body must be JSON: {e}", None) from e
     if not isinstance(values, dict):
@@ -280,6 +304,9 @@ def parse_values(values: dict[str, Any], kind: type[BaseModel]) -> Any:
         value = values.pop(name)
         if not any(value == x and type(value) is type(x) for x in neutral):
             raise FieldError(f"{name} is not supported: {reason}", name)
+    strange = next((k for k in values if k not in kind.model_fields), None)
+    if strange is not None:
+        raise FieldError(f"{strange[:64]} is not a field of this request; remove it", strange[:64])
     try:
         return kind.model_validate(values)
     except ValidationError as e:

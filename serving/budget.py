@@ -62,8 +62,6 @@ class BudgetController:
         found = self._stats.get(key)
         if found is None:
             found = self._stats[key] = KeyStats(rounds_left=self.TRIAL_ROUNDS, share=self.PROBE_SHARE)
-            if len(self._stats) > _MAX_KEYS:
-                self._stats.popitem(last=False)
         else:
             self._stats.move_to_end(key)
         return found
@@ -107,6 +105,8 @@ class BudgetController:
                 rows.setdefault(key, []).append(i)
         if not self.config.is_adaptive:
             return [k is not None for k in keys]
+        while len(self._stats) > _MAX_KEYS:
+            self._stats.popitem(last=False)
         few = max(1, len(keys) // self.TRIAL_SHARE)
         is_locked = len(keys) > 1 and self._guard(len(keys)).is_locked()
         num = {key: len(own) for key, own in rows.items()}

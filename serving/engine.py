@@ -6,6 +6,7 @@ begins at the next round boundary.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -194,11 +195,17 @@ class Engine:
             seed=params.seed if params.seed is not None else 0,
             token_limit=token_limit,
             stop_token_ids=stops,
-            stop_checker=StopStringChecker(self._token_text, params.stop, prompt) if params.stop else None,
+            stop_checker=self._stop_checker(request),
             counts=TokenCounts(prompt, self.target.vocab_size, self.target.device) if has_penalties(params) else None,
             submitted_s=self._clock.now(),
             grammar=grammar,
         )
+
+    def _stop_checker(self, request: GenerationRequest) -> StopStringChecker | None:
+        params, prompt = request.params, request.prompt_token_ids
+        if not params.stop:
+            return None
+        return StopStringChecker(self._token_text, params.stop, prompt, skip_special=params.skip_special_tokens)
 
     def now(self) -> float:
         """Seconds of the engine's clock, in which deadlines are given."""
@@ -304,9 +311,11 @@ class Engine:
                 self.output.end_early(request, "error", error)
             except Exception:  # the failed round left the state inconsistent; the owner must still hear of it
                 logger.exception("request %s could not be ended cleanly", request.request_id)
-                request.on_event(request.event(self._clock.now(), finish_reason="error", error=error))
+                with contextlib.suppress(Exception):  # one owner that is gone must not keep it from the others
+                    request.on_event(request.event(self._clock.now(), finish_reason="error", error=error))
         for _, future in calls:
-            future.set_exception(EngineStoppedError(error))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineStoppedError(error))
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; safe from any thread (values may be one round old)."""

@@ -66,10 +66,11 @@ class EngineProbe:
         width = int(sizes.max())
         local = torch.arange(num_rows, device=device) - bounds[:-1].repeat_interleave(sizes)
         context = min(_CONTEXT, self._kv.scratch_start) if num_requests > 1 else 0
-        context = min(context, self._target.context_tokens - _DEPTH)
+        depth = min(_DEPTH, self._target.context_tokens)
+        context = min(context, self._target.context_tokens - depth)
         batch = TargetBatch(
             token_ids=torch.zeros_like(local),
-            positions=local % _DEPTH + context,
+            positions=local % depth + context,
             cu_rows=bounds,
             context_lens=torch.full((num_requests,), context, device=device),
             slot_table=torch.arange(context, device=device).expand(num_requests, -1),

@@ -62,11 +62,13 @@ class EngineInbox:
         with self._changed:
             if self._closed is not None:
                 raise EngineStoppedError(f"the engine does not take requests: {self._closed}")
+            own: set[str] = set()
             for request in requests:
-                if request.request_id in self._ids:
+                if request.request_id in self._ids or request.request_id in own:
                     raise RequestError(
                         f"request_id must be unique among unfinished requests, got {request.request_id!r}"
                     )
+                own.add(request.request_id)
             if len(requests) > self._max_waiting:
                 raise RequestError(f"requests at once must be at most {self._max_waiting}, got {len(requests)}")
             room = self._max_waiting - len(self._arrived) - self._num_queued()

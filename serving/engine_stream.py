@@ -74,7 +74,12 @@ async def stream_events(
         if request.params.grammar is None:
             client.submit(request, on_event)
         else:  # compiling must not hold up the event loop
-            await asyncio.to_thread(client.submit, request, on_event)
+            work = asyncio.ensure_future(asyncio.to_thread(client.submit, request, on_event))
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:  # nobody waits any more: the request must not stay behind
+                work.add_done_callback(lambda d: client.abort(request.request_id) if d.exception() is None else None)
+                raise
     except (RequestError, CapacityError, EngineStoppedError) as e:
         kind: Refusal = next(k for k, error in _ERRORS.items() if isinstance(e, error))
         yield encode(StreamItem(refusal=kind, message=str(e)))

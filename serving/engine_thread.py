@@ -87,4 +87,4 @@ class EngineThread:
         except BaseException as e:
             self.error = e
             logger.exception("engine thread died")
-            engine.fail_all(f"the engine failed: {type(e).__name__}: {e}")
+            engine.fail_all("the engine failed; its log says why")  # what it was may quote other requests

@@ -30,8 +30,8 @@ _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _STACK_BYTES = 256 * 2**20  # virtual: the compiler recurses once per rule of a chain, far beyond a usual stack
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 50_000,
-    "step_max_items": 20_000,
+    "step_lexer_fuel": 5_000,
+    "step_max_items": 2_000,
     "max_items_in_row": 1_000,
     "max_lexer_states": 20_000,  # 1 to 2 kB each, per request
     "max_grammar_size": 200_000,

@@ -54,6 +54,11 @@ class GrammarState:
         self.error: str | None = None
         """Why the grammar cannot be followed any further; stays once it is set."""
 
+    @property
+    def num_ahead(self) -> int:
+        """Uncommitted tokens that the grammar has taken; those drawn behind an error are not among them."""
+        return self._num_ahead
+
     def allowed(self) -> np.ndarray | None:
         """(V,) bool, the tokens that may come next; None (anything) behind the end of the answer and after an error."""
         if self._is_ended or self.error is not None:

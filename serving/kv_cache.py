@@ -183,7 +183,8 @@ class PageAllocator:
         path = self._paths.get(request_id, ())
         if not self.cache.is_enabled or (len(path) + 1) * self.page_tokens >= len(token_ids):
             return None
-        return id(path[-1] if path else self.cache.root(tenant)), self.cache.key(token_ids, len(path))
+        parent = path[-1] if path else self.cache.known_root(tenant)
+        return id(parent) if parent is not None else hash(tenant), self.cache.key(token_ids, len(path))
 
     def publish(
         self,

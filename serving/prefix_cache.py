@@ -66,6 +66,10 @@ class PrefixCache:
             root = self._roots[tenant] = CachedPage(page=-1, parent=None, key=tenant.encode("utf-8", "surrogatepass"))
         return root
 
+    def known_root(self, tenant: str) -> CachedPage | None:
+        """`root`, if the tenant has one already."""
+        return self._roots.get(tenant)
+
     def key(self, token_ids: Sequence[int], index: int) -> bytes:
         """Key of a text's page `index`; the text must reach at least one token behind it."""
         start = index * self.page_tokens

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from paceline.contracts import Group
 from paceline.errors import IllegalTransitionError, RequestError
+
+_INT31 = 2**31
+MAX_STOP_CHARS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +48,8 @@ class SamplingParams:
     """Output tokens at most; 0 runs the prompt and draws nothing (with prompt_logprobs: scoring)."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
+    """Whether stop strings are looked for in the text without special tokens, as the reader sees it."""
     ignore_eos: bool = False
     logprobs: int | None = None
     """Top log-probabilities per emitted token; None = off, 0 = only the emitted token's own."""
@@ -54,16 +60,34 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            (0.0 <= self.temperature <= 100.0, "temperature must be in [0, 100]", self.temperature),
-            (self.top_k >= 0, "top_k must be >= 0 (0 = all)", self.top_k),
+            (
+                self.temperature == 0 or 1e-30 <= self.temperature <= 100.0,
+                "temperature must be in [0, 100], 0 or at least 1e-30",
+                self.temperature,
+            ),
+            (0 <= self.top_k < _INT31, "top_k must be in [0, 2**31) (0 = all)", self.top_k),
             (0.0 < self.top_p <= 1.0, "top_p must be in (0, 1]", self.top_p),
             (0.0 <= self.min_p <= 1.0, "min_p must be in [0, 1]", self.min_p),
-            (0.0 < self.repetition_penalty <= 10.0, "repetition_penalty must be in (0, 10]", self.repetition_penalty),
+            (
+                0.001 <= self.repetition_penalty <= 10.0,
+                "repetition_penalty must be in [0.001, 10]",
+                self.repetition_penalty,
+            ),
             (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty must be in [-2, 2]", self.presence_penalty),
             (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty must be in [-2, 2]", self.frequency_penalty),
             (self.max_tokens >= 0, "max_tokens must be >= 0", self.max_tokens),
             (len(self.stop) <= 16 and all(self.stop), "stop must be at most 16 non-empty strings", self.stop),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs must be in [0, 20]", self.logprobs),
+            (
+                all(len(s) <= MAX_STOP_CHARS for s in self.stop),
+                f"stop strings must have at most {MAX_STOP_CHARS} characters",
+                "",
+            ),
+            (
+                all(0 <= t < _INT31 for t in self.stop_token_ids),
+                "stop_token_ids must be token ids",
+                self.stop_token_ids,
+            ),
             (len(self.logit_bias) <= 1024, "logit_bias must have at most 1024 entries", len(self.logit_bias)),
             (
                 all(-100.0 <= b <= 100.0 for _, b in self.logit_bias),
@@ -73,7 +97,7 @@ class SamplingParams:
         )
         for ok, rule, value in checks:
             if not ok:
-                raise RequestError(f"{rule}, got {value}")
+                raise RequestError(f"{rule}, got {str(value)[:200]}" if value != "" else rule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +124,12 @@ class GenerationRequest:
     """Output tokens that a replica which then died has emitted: the answer goes on behind them, and max_tokens, penalties,
     stop strings and draws count them as its own. They are not emitted again."""
 
+    def __post_init__(self) -> None:
+        if not -_INT31 < self.priority < _INT31:
+            raise RequestError(f"priority must be in (-2**31, 2**31), got {str(self.priority)[:32]}")
+        if self.deadline_s is not None and not math.isfinite(self.deadline_s):
+            raise RequestError(f"deadline_s must be finite or None, got {self.deadline_s}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:
@@ -113,8 +143,8 @@ class TokenLogprob:
 class RequestStats:
     """Totals of a request so far.
 
-    Prefill emits the first token (none with max_tokens = 0) and no round; a round emits its accepted tokens and one bonus token, and the end of the
-    request may cut the last round. So, from the first token on,
+    Prefill emits the first token (none with max_tokens = 0) and no round; a round emits its accepted tokens and one bonus
+    token, and the end of the request may cut the last round. So, from the first token on,
     num_emitted_tokens = 1 + num_rounds + num_accepted_tokens - num_truncated_tokens.
     """
 
@@ -161,6 +191,8 @@ class RoundEvent:
     """The stop string that ended the request: the text before it is the answer."""
     stats: RequestStats
     error: str | None = None
+    is_own_fault: bool = False
+    """An error that the request itself brought about: it would end the same way again."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """One per prompt token with the first event of a request that asked for them; None for the first token."""
 

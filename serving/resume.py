@@ -98,6 +98,9 @@ class ResumingClient:
         self._max_silence_s = max_silence_s
         self._heard_s = timer()
         self._pumps: dict[str, _Pump] = {}
+        self._refusals: dict[
+            str, asyncio.Future[None]
+        ] = {}  # of requests that ended before anybody asked; see `admitted`
         self.counters = ResumeCounters()
 
     # ---- EngineClient -------------------------------------------------------------------------------------------
@@ -112,16 +115,22 @@ class ResumingClient:
 
     def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
         """Each choice may go to another engine; `admitted` tells for each."""
+        known = [r.request_id for r in requests if r.request_id in self._pumps]
+        if known:
+            raise RequestError(f"request_id must be unique among unfinished requests, got {known[0]!r}")
         for request in requests:
             self.submit(request, on_event)
 
     async def admitted(self, request_id: str) -> None:
         """Return once an engine has taken a submitted request; raises what that engine's `submit` raised."""
         pump = self._pumps.get(request_id)
-        if pump is not None:
-            await asyncio.shield(pump.admitted)
+        future = pump.admitted if pump is not None else self._refusals.pop(request_id, None)
+        if future is not None:
+            await asyncio.shield(future)
+        self._refusals.pop(request_id, None)
 
     def abort(self, request_id: str) -> None:
+        self._refusals.pop(request_id, None)
         pump = self._pumps.pop(request_id, None)
         if pump is not None:
             pump.task.cancel()
@@ -167,6 +176,7 @@ class ResumingClient:
             if not admitted.done():
                 admitted.set_exception(e)
                 admitted.exception()  # read here: whoever waited may be gone
+                self._refusals[splice.request.request_id] = admitted
             else:
                 on_event(splice.end("error", str(e), self._elapsed_ms(progress)))
         finally:
@@ -236,7 +246,7 @@ class ResumingClient:
                     progress.is_admitted = progress.was_admitted = True
                     _settle(admitted)
                 for event in item.events:
-                    if event.finish_reason == "error":
+                    if event.finish_reason == "error" and not event.is_own_fault:
                         raise _Broken(event.error or "the engine failed")
                     is_over = event.finish_reason is not None
                     on_event(splice.take(event))

@@ -63,7 +63,7 @@ class RoundCosts:
         aux = max(seen.round_s - seen.draft_s - seen.verify_s, 0.0) / speed
         old = self._aux_s.get(num_drafting > 0)
         # one hiccup must not look like a regime
-        self._aux_s[num_drafting > 0] = aux if old is None else old + _RATE * (min(aux, 4 * old) - old)
+        self._aux_s[num_drafting > 0] = aux if not old else old + _RATE * (min(aux, 4 * old) - old)
         if num_drafting > 0 and seen.num_new_rows <= 12 * num_drafting:
             self.draft.observe(num_drafting, seen.draft_s / speed)
         if seen.num_catch_up_rows > 0:

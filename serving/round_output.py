@@ -132,7 +132,10 @@ class RoundOutput:
         """Send one round's tokens (already in request.tokens) to the owner; end the request when there is a reason."""
         if finish_reason == "error":  # its own grammar's; no drafter is to blame
             error = request.grammar.error if request.grammar is not None else None
-            self.end_early(request, "error", error, is_drafters=False)
+            if token_ids:
+                self.emit(request, token_ids, num_accepted_tokens, logprobs, None, None, prompt_logprobs)
+            if request.request_id in self.by_id:  # its owner may be gone
+                self.end_early(request, "error", error, is_drafters=False)
             return
         self.num_tokens += len(token_ids)
         event = request.event(
@@ -162,7 +165,8 @@ class RoundOutput:
         self.num_expired += reason == "deadline"
         if reason == "error" and is_drafters and request.version:
             self.num_errors[request.version] = self.num_errors.get(request.version, 0) + 1
-        event = request.event(self._clock.now(), finish_reason=reason, error=error)
+        is_own_fault = reason == "error" and not is_drafters
+        event = request.event(self._clock.now(), finish_reason=reason, error=error, is_own_fault=is_own_fault)
         self._end(request, RequestStatus.ABORTED)
         self._call(request, event)
 

@@ -95,6 +95,7 @@ class SpecBlockDrafter:
         """
         check_state(state, self._shapes)
         self._forward.load(state)
+        self._pool.zero_()  # what other weights wrote is stale, and weights that were broken may have left NaN
         self._scale_cache.clear()
 
     # ---- KV

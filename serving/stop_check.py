@@ -11,8 +11,15 @@ from paceline.serving.text_stream import TextStream, TokenText
 class StopStringChecker:
     """Incremental detokenisation of one request; made only when it has stop strings."""
 
-    def __init__(self, tokens: TokenText, stop: Sequence[str], prompt_token_ids: Sequence[int] = ()) -> None:
-        self._stream = TextStream(tokens, prompt_token_ids=prompt_token_ids)
+    def __init__(
+        self,
+        tokens: TokenText,
+        stop: Sequence[str],
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special: bool = True,
+    ) -> None:
+        self._stream = TextStream(tokens, prompt_token_ids=prompt_token_ids, skip_special=skip_special)
         self._stop = tuple(stop)
         self._keep = max(len(s) for s in stop) - 1
         self._tail = ""  # text that a match may still begin in
@@ -41,8 +48,15 @@ def cut_tokens(request: RunningRequest, token_ids: list[int]) -> tuple[list[int]
     stop string is the last one emitted; at the token limit the reason is 'length' unless the last token stops anyway.
     When the request's grammar cannot be followed the reason is 'error' and nothing of the round is emitted.
     """
-    if request.grammar is not None and request.grammar.error is not None:
-        return [], "error", None
+    grammar = request.grammar
+    if grammar is not None and grammar.error is not None:
+        # What was drawn before the grammar failed counts, and may end the answer before the failure would.
+        token_ids, reason, match = _cut(request, token_ids[: grammar.num_ahead])
+        return token_ids, reason or "error", match
+    return _cut(request, token_ids)
+
+
+def _cut(request: RunningRequest, token_ids: list[int]) -> tuple[list[int], str | None, str | None]:
     room = request.token_limit - len(request.tokens)
     if len(token_ids) > room:
         token_ids = token_ids[:room]

@@ -8,12 +8,16 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from pydantic import BaseModel
 
+from paceline.errors import RequestError
 from paceline.serving.api import build_api
 from paceline.serving.api_generation import ApiParts
 from paceline.serving.api_models import REFUSED, ChatBody, CompletionBody
 from paceline.serving.api_tokenize import DetokenizeBody, TokenizeChat, TokenizePrompt
+from paceline.serving.request import SamplingParams
+from paceline.serving.sampling import SamplingBatch, TokenCounts, draw_tokens, has_penalties
 from tests.serving.api_server import TOKENIZER, ScriptedEngine
 
 NESTED = "[" * 300 + "]" * 300
@@ -73,3 +77,52 @@ def test_no_header_is_a_fault(headers: dict[str, str]) -> None:
 
     answer = asyncio.run(ask())
     assert answer.status_code == (200 if "authorization" in headers else 400), answer.text
+
+
+WHOLE = [0, 1, -1, 2**31, 2**63, 2**70]
+BROKEN = [1e-50, 1e-7, 1e300, float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(n, v) for n in ("top_k", "max_tokens", "seed") for v in WHOLE]
+    + [
+        (n, v)
+        for n in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
+        for v in (*WHOLE, *BROKEN)
+    ],
+)
+def test_parameters_that_are_taken_can_be_sampled_with(name: str, value: float) -> None:
+    try:
+        params = SamplingParams(**{"temperature": 0.7, name: value})  # type: ignore[arg-type]
+    except RequestError:
+        return
+    counts = TokenCounts([1], 16) if has_penalties(params) else None
+    batch = SamplingBatch.from_params([params], [int(params.seed or 0)], [counts])
+    drawn = draw_tokens(torch.linspace(0, 3, 16)[None], torch.tensor([0]), torch.tensor([5]), batch)
+    assert 0 <= int(drawn[0]) < 16
+    if name == "temperature" and value < 1e-3:
+        assert int(drawn[0]) == 15
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt": "\xed\xa0\x80"}',
+        '{"prompt": "\\ud800"}'.encode("utf-16"),
+        b'{"prompt": "a", "model": "\xed\xa0\x80"}',
+        b'{"prompt": "a", "top_k": 9223372036854775808}',
+        b'{"prompt": "a", "stop_token_ids": [1180591620717411303424]}',
+        b'{"prompt": [' + b"1," * 200_000 + b'"a"]}',
+        b'{"prompt": "a", "stop": [' + b"1," * 200_000 + b"1]}",
+        b'{"prompt": "a", ' + b",".join(b'"f%d": 1' % i for i in range(50_000)) + b"}",
+    ],
+)
+def test_a_body_that_cannot_be_meant_is_a_400_with_a_short_reason(raw: bytes) -> None:
+    async def ask() -> httpx.Response:
+        app = build_api(ApiParts(client=ScriptedEngine("hi"), tokenizer=TOKENIZER))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.post("/v1/completions", content=raw)
+
+    answer = asyncio.run(asyncio.wait_for(ask(), 20))
+    assert answer.status_code == 400 and len(answer.content) < 2000

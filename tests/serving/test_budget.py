@@ -238,3 +238,12 @@ def test_calibration_stops_when_its_time_is_over():
     cost = CostModel()
     cost.calibrate(lambda rows, requests: calls.append(rows) or 0.1 * rows, max_rows=513, max_requests=64, limit_s=3.0)
     assert max(calls) < 65 and cost.seconds(513) > cost.seconds(17)
+
+
+def test_more_keys_than_are_remembered_may_run_at_once():
+    ctrl = BudgetController(TreeConfig(), CostModel(staircase))
+    keys = [("v", f"bucket {i}", True) for i in range(600)]
+    for _ in range(3):
+        drafted = ctrl.wants_draft(keys, 6000)
+        seen(ctrl, keys, drafted, [2 * d for d in drafted], [0] * 600)
+    assert len(ctrl.states()) <= 600

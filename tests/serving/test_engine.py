@@ -616,7 +616,8 @@ def test_a_failing_target_ends_every_request_with_an_error_and_stops_the_thread(
     thread.start(is_warmed_up=True)
     engine.submit(GenerationRequest(request_id="r", prompt_token_ids=PROMPT, params=SamplingParams()), on_event)
     assert ended.wait(60)
-    assert events[-1].finish_reason == "error" and "device lost" in events[-1].error
+    assert events[-1].finish_reason == "error"
+    assert "device lost" not in events[-1].error, "what went wrong may quote other requests: it belongs in the log"
     assert isinstance(thread.error, RuntimeError)
     with pytest.raises(EngineStoppedError):
         Run(engine, "late")

@@ -352,6 +352,19 @@ def test_a_grammar_that_fails_half_way_ends_its_request_alone(drafter) -> None:
     assert engine.output.num_errors == {}  # no drafter is to blame
 
 
+@pytest.mark.parametrize("drafter", [None, "random"])
+def test_what_was_drawn_before_a_grammar_fails_counts(drafter) -> None:
+    made = make_drafter(drafter, {}) if drafter else None
+    engine, answers = make_engine(made), Answers()
+    grammar = GrammarSpec(kind="regex", text="[ab]{6}(Q|QQ)")
+    submit(engine, answers, "cut", grammar=grammar, max_tokens=6)
+    submit(engine, answers, "broken", grammar=grammar, max_tokens=8)
+    run(engine)
+    assert answers.last["cut"].finish_reason == "length" and len(answers.tokens["cut"]) == 6
+    assert answers.last["broken"].finish_reason == "error" and answers.last["broken"].is_own_fault
+    assert answers.tokens["broken"] == answers.tokens["cut"]
+
+
 # ---- grammars that are wrong, huge or hostile -------------------------------------------------------------------
 def nested(depth: int) -> str:
     return '{"properties":{"a":' * depth + "{}" + "}}" * depth

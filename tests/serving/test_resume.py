@@ -226,6 +226,25 @@ def test_a_full_queue_is_429_only_when_every_engine_asked_is_full(place: Place) 
     run(main)
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_one_refused_choice_refuses_the_answer(place: Place, is_stream: bool) -> None:
+    full = ScriptedEngine()
+    full.submit_error = CapacityError("the queue is full")
+
+    async def main() -> None:
+        async with place.http() as http:
+            place.way.engines = [place.way.engines[0], full, full, full]
+            body = {**BODY, "n": 2, "stream": is_stream}
+            response = await asyncio.wait_for(http.post("/v1/completions", json=body), 20)
+            assert response.status_code in (200, 429)  # whichever choice met the engine with room
+            place.way.engines = [full, full]
+            response = await asyncio.wait_for(http.post("/v1/completions", json=body), 20)
+            assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
+            assert place.client.num_waiting() == 0
+
+    run(main)
+
+
 def test_an_answer_that_was_begun_waits_for_room_and_goes_on(place: Place) -> None:
     full = ScriptedEngine()
     full.submit_error = CapacityError("the queue is full")
