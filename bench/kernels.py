@@ -199,7 +199,7 @@ def run_bench_kernels(options: KernelBenchOptions, console: Console) -> dict[str
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     dtype = _DTYPES["bfloat16" if has_gpu else "float32"] if options.dtype == "auto" else _DTYPES[options.dtype]
     bench = Bench(device=device, dtype=dtype, kernels=select_kernels(device, "auto" if has_gpu else "reference"))
-    cells = [c for c in plan_cells(options) if c.kernel != "topk_lse" or hasattr(bench.kernels, "topk_lse")]
+    cells = plan_cells(options)
     copy_rate = measure_copy(bench, options.repeats)
     rows = []
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:  # fmt: skip

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 WINDOW = 32.0
 """Drafted rounds before a verdict."""
-LEAST_PLAIN = 3.0
-"""Plain rounds to compare with."""
+LEAST_PLAIN = 2.5
+"""Weight of the plain rounds to compare with: three, a little decayed."""
 PLAIN_EVERY = 256
+"""Rounds of which one is plain, whatever drafting yields."""
 _DECAY = 1.0 - 1.0 / 128
 LEAST = 1.0
 """Drafted over plain tokens per second below which drafting is taken away."""
@@ -52,12 +53,12 @@ class BatchGuard:
         if self.lock > 0:
             self.lock -= 1
             return True
-        return self.plain.weight < LEAST_PLAIN - 0.5 or self.num_calls % PLAIN_EVERY == 0
+        return self.plain.weight < LEAST_PLAIN or self.num_calls % PLAIN_EVERY == 0
 
     def note(self, tokens: int, seconds: float, *, is_drafted: bool) -> None:
         """One round: tokens emitted and seconds taken, at the machine's speed of calibration."""
         (self.drafted if is_drafted else self.plain).add(tokens, seconds)
-        if not is_drafted or self.drafted.weight < WINDOW / 4 or self.plain.weight < LEAST_PLAIN - 0.5 or self.lock:
+        if not is_drafted or self.drafted.weight < WINDOW / 4 or self.plain.weight < LEAST_PLAIN or self.lock:
             return
         drafted = self.drafted.tokens / self.drafted.seconds
         plain = self.plain.tokens / self.plain.seconds

@@ -161,40 +161,35 @@ class CostCurve:
     GRID = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
     def __init__(self) -> None:
-        self._prior: list[float] | None = None
-        self._correction = [1.0] * len(self.GRID)
+        self._values: list[float] | None = None  # corrected; asked for once a leaf and round
         self._scale = 1.0
 
     @property
     def is_known(self) -> bool:
         """Whether anything was measured yet."""
-        return self._prior is not None
+        return self._values is not None
 
     def calibrate(self, measure: Callable[[int], float], *, max_size: int, repeats: int = 3) -> None:
         """measure(size) does the work once and returns its seconds; sizes beyond max_size are extrapolated."""
         sizes = [n for n in self.GRID if n <= max_size] or [1]
         measure(sizes[-1])  # warm-up
         times = [min(measure(n) for _ in range(repeats)) for n in sizes]
-        self._prior = _extend(self.GRID, times)
-        self._correction, self._scale = [1.0] * len(self.GRID), 1.0
+        self._values, self._scale = _extend(self.GRID, times), 1.0
 
     def seconds(self, size: float) -> float:
         """Expected seconds; 0 while nothing is known."""
-        if self._prior is None:
-            return 0.0
-        values = [p * c for p, c in zip(self._prior, self._correction, strict=True)]
-        return interpolate(self.GRID, values, size) * self._scale
+        return 0.0 if self._values is None else interpolate(self.GRID, self._values, size) * self._scale
 
     def observe(self, size: int, seconds: float) -> None:
         """Fold one measurement."""
         if not seconds > 0:
             return
-        if self._prior is None:  # never calibrated: the cost grows with the square root of the size until seen
-            self._prior = [seconds * math.sqrt(n / size) for n in self.GRID]
+        if self._values is None:  # never calibrated: the cost grows with the square root of the size until seen
+            self._values = [seconds * math.sqrt(n / size) for n in self.GRID]
             return
         miss = min(max(math.log(seconds / self.seconds(size)), -0.7), 0.7)
         self._scale *= math.exp(_FAST / 2 * miss)
-        self._correction[_nearest(self.GRID, size)] *= math.exp(_SLOW * miss)
+        self._values[_nearest(self.GRID, size)] *= math.exp(_SLOW * miss)
 
 
 def log2_bucket(n: int) -> int:
