@@ -1,71 +1,64 @@
-"""Does drafting in batches of this size really bring more tokens per second than plain decoding did?
+"""How much may drafting in batches of this size have cost, against plain decoding, before it has to stop for a while?
 
-The budget controller decides by what it expects. This guard compares what rounds of either kind really yielded, catching up
-and all, and takes drafting away for a while where it yielded less.
+The budget controller decides by what it expects. This guard keeps an account of what really happened: every drafted round
+is charged the time it took and credited the plain rounds that its tokens would have taken; every round of either kind earns
+a small allowance. In debt beyond a limit, nothing is drafted in such batches, trials and probes included, until the
+allowance has paid the debt off. Whatever the forecasts say, drafting thus costs a batch at most the limit once, and the
+allowance's share of the time from then on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-WINDOW = 32.0
-"""Drafted rounds before a verdict."""
-LEAST_PLAIN = 2.5
-"""Weight of the plain rounds to compare with: three, a little decayed."""
-PLAIN_EVERY = 256
-"""Rounds of which one is plain, whatever drafting yields."""
-_DECAY = 1.0 - 1.0 / 128
-LEAST = 1.0
-"""Drafted over plain tokens per second below which drafting is taken away."""
-CLEAR = 0.8
-"""A share so low needs only a quarter of the window."""
-FIRST_LOCK, LAST_LOCK = 512, 16_384
-"""Rounds; doubled by every verdict against drafting, and back to the first by one for it."""
-
-
-@dataclass(slots=True)
-class _Yield:
-    tokens: float = 0.0
-    seconds: float = 0.0
-    weight: float = 0.0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        self.tokens = self.tokens * _DECAY + tokens
-        self.seconds = self.seconds * _DECAY + seconds
-        self.weight = self.weight * _DECAY + 1.0
+SHARE = 0.0075
+"""Rounds' worth of loss allowed per round."""
+LIMIT = 4.0
+"""Debt in plain rounds at which drafting stops."""
+CREDIT = 8.0
+"""Gains in plain rounds that later losses may use up, at most."""
+LEAST_PLAIN = 3
+"""Plain rounds to know before any drafting."""
+PLAIN_EVERY, PLAIN_EVERY_WHEN_SURE = 16, 64
+"""Rounds of which one is plain, whatever drafting yields: contexts grow and machines slow down, so only plain rounds of the
+last moments are a fair comparison. Rarer with at least half of the credit."""
+_RATE = 0.25
+_HICCUP = 4.0
+"""A round counts as at most so many plain ones."""
 
 
 @dataclass(slots=True)
 class BatchGuard:
-    """The record of one batch size (its log2)."""
+    """The account of one batch size (its log2)."""
 
-    plain: _Yield = field(default_factory=_Yield)
-    drafted: _Yield = field(default_factory=_Yield)
-    lock: int = 0
-    """Rounds left without drafting."""
-    next_lock: int = FIRST_LOCK
-
+    debt: float = 0.0
+    """What drafting has cost beyond what it brought and what it was allowed, in plain rounds; negative = credit."""
+    is_locked: bool = False
+    scale: float = 0.0
+    """EMA of a plain round's time over its forecast."""
+    num_plain: int = 0
     num_calls: int = 0
 
-    def is_locked(self) -> bool:
-        """Whether this round must not draft; call once a round. Now and then a plain round keeps the comparison honest."""
+    def forbids(self) -> bool:
+        """Whether this round must not draft; call once a round."""
         self.num_calls += 1
-        if self.lock > 0:
-            self.lock -= 1
-            return True
-        return self.plain.weight < LEAST_PLAIN or self.num_calls % PLAIN_EVERY == 0
+        every = PLAIN_EVERY if self.debt > -CREDIT / 2 else PLAIN_EVERY_WHEN_SURE
+        return self.is_locked or self.num_plain < LEAST_PLAIN or self.num_calls % every == 0
 
-    def note(self, tokens: int, seconds: float, *, is_drafted: bool) -> None:
-        """One round: tokens emitted and seconds taken, at the machine's speed of calibration."""
-        (self.drafted if is_drafted else self.plain).add(tokens, seconds)
-        if not is_drafted or self.drafted.weight < WINDOW / 4 or self.plain.weight < LEAST_PLAIN or self.lock:
-            return
-        drafted = self.drafted.tokens / self.drafted.seconds
-        plain = self.plain.tokens / self.plain.seconds
-        if self.drafted.weight < WINDOW and drafted > CLEAR * plain:
-            return
-        if drafted < LEAST * plain:
-            self.lock, self.next_lock = self.next_lock, min(2 * self.next_lock, LAST_LOCK)
-            self.drafted = _Yield()
-        elif drafted > 1.03 * plain:
-            self.next_lock = FIRST_LOCK
+    def note(self, tokens_per_request: float, seconds: float, forecast_s: float, *, is_drafted: bool) -> None:
+        """One round.
+
+        Args:
+            tokens_per_request: tokens emitted over requests; 1 when plain.
+            seconds: of the whole round, catching up included.
+            forecast_s: of a plain round of so many requests at start; only its shape over sizes matters.
+        """
+        ratio = seconds / forecast_s
+        if is_drafted and self.scale > 0:
+            self.debt += min(ratio / self.scale, _HICCUP) - tokens_per_request
+        elif not is_drafted:
+            self.num_plain += 1
+            old = self.scale or ratio
+            self.scale += max(_RATE, 1 / self.num_plain) * (min(ratio, _HICCUP * old) - self.scale)
+        self.debt = max(self.debt - SHARE, -CREDIT)
+        self.is_locked = self.debt > (0.0 if self.is_locked else LIMIT)

@@ -42,7 +42,7 @@ class BudgetController:
     PROBE_SHARE = 0.015
     """Largest share of plain decoding's time that probing may lose; halves with every losing probe."""
     MIN_PROBE_SHARE = 0.001
-    BATCH_PROBE_SHARE = 0.4
+    BATCH_PROBE_SHARE = 0.2
     """Of these shares in a batch, where there is less to win."""
     PLAIN_EVERY = 128
     """While the advantage of drafting is small, one plain round in this many keeps plain decoding's cost honest."""
@@ -108,7 +108,7 @@ class BudgetController:
         while len(self._stats) > _MAX_KEYS:
             self._stats.popitem(last=False)
         few = max(1, len(keys) // self.TRIAL_SHARE)
-        is_locked = len(keys) > 1 and self._guard(len(keys)).is_locked()
+        is_locked = len(keys) > 1 and self._guard(len(keys)).forbids()
         num = {key: len(own) for key, own in rows.items()}
         forced: list[DraftKey] = []
         known: list[DraftKey] = []
@@ -116,10 +116,12 @@ class BudgetController:
             stats = self.stats(key)
             least = min((backlogs[i] for i in own), default=0) if backlogs is not None else 0
             self._advance(key, stats, min(num[key], few), len(keys), context_rows, least)
-            if stats.state == "trial" or (stats.state == "probe" and not is_locked):
+            if is_locked:
+                continue
+            if stats.state in ("trial", "probe"):
                 num[key] = min(num[key], few)
                 forced.append(key)
-            elif not is_locked:
+            else:
                 known.append(key)
         known.sort(key=lambda k: -self._stats[k].num_accepted_tokens)
         rate, value = self._rate_of(forced, num, len(keys), context_rows), len(forced)
@@ -175,8 +177,8 @@ class BudgetController:
         A batch gains less than a lone request and can lose more, so it asks for more.
         """
         if stats.state == "on":
-            return 1.01 if num_requests == 1 else 0.98
-        return (0.98 if num_requests == 1 else 0.93) - 0.15 / math.sqrt(max(stats.weight, 1.0))
+            return 1.01 if num_requests == 1 else 0.95
+        return (0.98 if num_requests == 1 else 0.9) - 0.15 / math.sqrt(max(stats.weight, 1.0))
 
     def _switch(self, key: DraftKey, is_on: bool) -> None:
         stats = self._stats[key]
@@ -324,8 +326,12 @@ class BudgetController:
         num_requests = len(seen.keys)
         num_drafting = sum(seen.is_drafted)
         plain_s = self.costs.verify.seconds(num_requests, seen.context_rows, num_requests)
+        if num_requests > 1 and seen.round_s > 0:
+            forecast_s = self.costs.verify.at_start(num_requests, num_requests)
+            tokens_per_request = 1 + sum(seen.num_accepted_tokens) / num_requests
+            seconds = seen.round_s + seen.catch_up_s
+            self._guard(num_requests).note(tokens_per_request, seconds, forecast_s, is_drafted=num_drafting > 0)
         self.costs.observe(seen)
-        speed = self.costs.speed
         tokens = num_requests + sum(seen.num_accepted_tokens)
         drafted: dict[DraftKey, list[int]] = {}
         plain: dict[DraftKey, int] = {}
@@ -335,10 +341,6 @@ class BudgetController:
                     drafted.setdefault(key, []).append(i)
                 else:
                     plain[key] = plain.get(key, 0) + 1
-        is_tried = any(self.stats(key).state in ("on", "off") for key in drafted)
-        if num_requests > 1 and (is_tried or num_drafting == 0):
-            seconds = (seen.round_s + seen.catch_up_s) / speed
-            self._guard(num_requests).note(tokens, seconds, is_drafted=is_tried)
         if seen.round_s > 0:
             now = tokens / seen.round_s
             self._rate += (0.05 if self._rate > 0 else 1.0) * (now - self._rate)

@@ -108,6 +108,10 @@ class CostModel:
         self._reset(rows, _extend(_BATCH_GRID, batch))
         self._is_scaled = True
 
+    def at_start(self, rows: int, num_requests: int) -> float:
+        """Seconds as they were calibrated, whatever was learnt since."""
+        return interpolate(_ROW_GRID, self._rows, rows) + interpolate(_BATCH_GRID, self._batch, num_requests)
+
     def _curve(self, num_requests: int) -> list[float]:
         found = self._curves.get(num_requests)
         if found is None:

@@ -20,6 +20,7 @@ from paceline.serving.graphed_target import GraphedTarget
 from paceline.serving.kv_cache import KVPool
 from paceline.serving.packed_forward import forward_together
 from paceline.serving.round_output import RoundOutput, round_logprobs
+from paceline.serving.round_rows import RoundRows
 from paceline.serving.running_request import RunningRequest
 from paceline.serving.sampling import SamplingBatch
 from paceline.serving.scheduler import Scheduler
@@ -72,7 +73,7 @@ class DecodeRunner:
         self._output = output
         self._chunk_rows = chunk_rows
         self._timer = timer
-        self._scratch = kv.scratch_rows(kv.num_scratch_rows)  # (max rows of a round,) int64
+        self._rows = RoundRows(kv)
         self._batch: _Batch | None = None
         self._catch_up_s = 0.0
         self._num_catch_up_rows = 0
@@ -97,8 +98,8 @@ class DecodeRunner:
         table = batch.table
         assert table is not None
         context_lens = upload([r.context_len for r in requests], self._target.device)
-        table = table[:, : max(r.context_len for r in requests)]
-        draft, model_s, catch_up_s = self._draft(batch, table)
+        num_keys = max(r.context_len for r in requests)
+        draft, model_s, catch_up_s = self._draft(batch, table[:, :num_keys])
         tree = draft.tree
         self.num_rows = tree.token_ids.numel()
 
@@ -114,8 +115,8 @@ class DecodeRunner:
             positions=positions,
             cu_rows=tree.cu_nodes,
             context_lens=context_lens,
-            slot_table=table,
-            out_rows=self._scratch[: tree.token_ids.numel()],
+            slot_table=table[:, :num_keys],
+            out_rows=self._rows.place(requests, tree, table, context_lens),
             ancestors=tree.ancestors,
             logit_rows=None,
         )
@@ -276,7 +277,7 @@ class DecodeRunner:
             rows.append(path[: len(new)])
             ends.append((reason, match))
         commit_start = self._timer()
-        self._commit(requests, rows, out.features)
+        self._rows.commit(requests, rows, out.features)
         self._commit_s = self._timer() - commit_start
         self.part_s["commit"] += self._commit_s
         logprobs = round_logprobs(requests, out.logits, rows, tokens)
@@ -318,16 +319,6 @@ class DecodeRunner:
         end_ms = (self._timer() - emit_start) * share
         for r in requests:
             r.round_ms += end_ms  # reported with the next round
-
-    def _commit(self, requests: list[RunningRequest], rows: list[list[int]], features: torch.Tensor | None) -> None:
-        """Copy accepted KV rows, and their tapped hidden states, to their pages; also of requests that end here."""
-        device = self._scratch.device
-        parts = [r.rows[r.context_len : r.context_len + len(own)] for r, own in zip(requests, rows, strict=True)]  # type: ignore[index]
-        dst = upload(parts[0] if len(parts) == 1 else torch.cat(parts), device)
-        src = upload([row for own in rows for row in own], device, torch.int64)
-        self._kv.commit(src + self._kv.scratch_start, dst)
-        if self._kv.features is not None and features is not None:
-            self._kv.features.index_copy_(0, dst, features.index_select(0, src))
 
     def _trace_logits(self, requests: list[RunningRequest], rows: list[list[int]], logits: torch.Tensor) -> None:
         for r, own in zip(requests, rows, strict=True):

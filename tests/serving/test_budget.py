@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.config import TreeConfig
+from paceline.serving.batch_guard import LEAST_PLAIN
 from paceline.serving.budget import BudgetController
 from paceline.serving.budget_stats import RoundObservation
 from paceline.serving.cost_model import CostModel
@@ -203,10 +204,14 @@ def test_same_observations_give_the_same_decisions():
 
 def test_a_trial_in_a_large_batch_drafts_for_few_requests_with_short_backlogs():
     ctrl = BudgetController(TreeConfig(), CostModel(staircase))
+    for size in (64, 8):
+        for _ in range(LEAST_PLAIN):  # plain rounds come first, to compare with
+            assert not any(ctrl.wants_draft([KEY] * size, 100 * size))
+            seen(ctrl, [KEY] * size, [False] * size, [0] * size, [0] * size)
     backlogs = [100 - i for i in range(64)]
     drafted = ctrl.wants_draft([KEY] * 64, 6400, backlogs)
     assert [i for i, d in enumerate(drafted) if d] == [60, 61, 62, 63]
-    assert sum(BudgetController(TreeConfig(), CostModel(staircase)).wants_draft([KEY] * 8, 800)) == 1
+    assert sum(ctrl.wants_draft([KEY] * 8, 800)) == 1
 
 
 def test_only_leaves_that_earn_their_time_are_reentered():
