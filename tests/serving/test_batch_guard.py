@@ -18,7 +18,9 @@ def play(guard, num_rounds, drafted_s, plain_s=lambda i: 1.0, tokens=2.0):
     num_drafted, lost_s = 0, 0.0
     for i in range(num_rounds):
         is_drafted, now_s = not guard.forbids(), plain_s(i)
-        guard.note(tokens if is_drafted else 1.0, (drafted_s if is_drafted else 1.0) * now_s, 0.5, is_drafted=is_drafted)
+        guard.note(
+            tokens if is_drafted else 1.0, (drafted_s if is_drafted else 1.0) * now_s, 0.5, is_drafted=is_drafted
+        )
         num_drafted += is_drafted
         lost_s += is_drafted * (drafted_s - tokens) * now_s
     return num_drafted, lost_s
