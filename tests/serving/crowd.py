@@ -215,9 +215,8 @@ class Crowd:
         self.is_ended: set[str] = set()
         self.is_free: set[str] = set()
         """Requests that took the other side of a near tie: the rest of their answer is another one."""
-        self.slots = DrafterSlots(
-            make_drafter("good", seed, self.texts), "v0", first=specblock(seed), first_version="first"
-        )
+        first = make_drafter("rows" if seed % 2 else "specblock", seed, self.texts)  # of a fifth of the requests
+        self.slots = DrafterSlots(make_drafter("good", seed, self.texts), "v0", first=first, first_version="first")
         self.engine = self._engine(tree, 22 + pages_each * size, 32 + chunk_each * size)
 
     def _engine(self, tree: TreeConfig, num_pages: int, num_chunk_rows: int) -> Engine:
