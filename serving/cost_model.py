@@ -135,7 +135,7 @@ class CostModel:
         """Seconds of a verify forward of `rows` packed rows of so many requests over `context_rows` committed rows; never
         falls with rows."""
         curve = self._curve(num_requests)
-        times = np.interp(rows, _FAR_ROW_GRID, [*curve, curve[-1] * _FAR])
+        times = np.asarray(np.interp(rows, _FAR_ROW_GRID, [*curve, curve[-1] * _FAR]))
         return times * (self._speed * self._context[log2_bucket(context_rows)])
 
     def observe(self, rows: int, context_rows: int, seconds: float, num_requests: int = 1) -> None:

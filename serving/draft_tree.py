@@ -44,18 +44,22 @@ class TreeBatch:
     @staticmethod
     def roots(anchor_token_ids: torch.Tensor) -> TreeBatch:
         """One-node trees: plain decoding."""
-        n, fixed = anchor_token_ids.numel(), _fixed_of_roots(anchor_token_ids.numel(), str(anchor_token_ids.device))
-        return TreeBatch(token_ids=anchor_token_ids, counts=[1] * n, **fixed)
+        n = anchor_token_ids.numel()
+        parents, depths, scores, cu_nodes, ancestors = _columns_of_roots(n, str(anchor_token_ids.device))
+        return TreeBatch(
+            token_ids=anchor_token_ids,
+            parents=parents,
+            depths=depths,
+            scores=scores,
+            cu_nodes=cu_nodes,
+            ancestors=ancestors,
+            counts=[1] * n,
+        )
 
 
 @lru_cache(maxsize=64)
-def _fixed_of_roots(n: int, device: str) -> dict[str, torch.Tensor]:
+def _columns_of_roots(n: int, device: str) -> tuple[torch.Tensor, ...]:
     """What all plain rounds of n requests share; read only."""
     zeros = torch.zeros(n, dtype=torch.int64, device=device)
-    return {
-        "parents": zeros - 1,
-        "depths": zeros,
-        "scores": zeros.float(),
-        "cu_nodes": torch.arange(n + 1, device=device),
-        "ancestors": torch.ones(n, 1, dtype=torch.bool, device=device),
-    }
+    ancestors = torch.ones(n, 1, dtype=torch.bool, device=device)
+    return zeros - 1, zeros, zeros.float(), torch.arange(n + 1, device=device), ancestors

@@ -230,8 +230,9 @@ def pack_trees(
     counts.cumsum(out=cu_nodes[1:])
     start, size, local = cu_nodes[columns[_OWNER]], int(cu_nodes[-1]), ranks + 1
     rows = start + local
-    packed = np.repeat([[0], [0], [-1], [0], [-1]], size, axis=1)
-    packed[_TOKEN, cu_nodes[:-1]] = anchor_token_ids.numpy()
+    packed = np.zeros((5, size), dtype=np.int64)
+    packed[_PARENT] = packed[_CELL] = -1
+    packed[_TOKEN][cu_nodes[:-1]] = anchor_token_ids.numpy()
     packed[:, rows] = columns
     scores = np.zeros(size, dtype=np.float32)
     scores[rows] = values
