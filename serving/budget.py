@@ -33,11 +33,13 @@ class BudgetController:
     TRIAL_SHARE = 16
     """One request in so many, at least one, drafts in a trial or probe: that costs a batch little and tells as much."""
     PROBE_ROUNDS = 4
+    FILLING_SHARE = 4
+    """A batch of B fills up while more than B over this many prompts are being read."""
     FREE_BACKLOG = 16
     """Rows that cost next to nothing beside a round's own."""
     MAX_WEIGHT = 40.0
     MAX_LOSSES = 6.0
-    """More lost rounds than this in a row are no accident: the average then forgets what was before."""
+    """More lost rounds than this in a row are no accident: the average then forgets."""
     SHORT_WEIGHT = 6.0
     PROBE_SHARE = 0.015
     """Largest share of plain decoding's time that probing may lose; halves with every losing probe."""
@@ -89,6 +91,7 @@ class BudgetController:
         backlogs: Sequence[int] | None = None,
         horizons: Sequence[int] | None = None,
         records: Sequence[DraftRecord] | None = None,
+        num_filling: int = 0,
     ) -> list[bool]:
         """Which of the B requests to draft for; None = has no drafter. Call once per round: it moves probe states.
 
@@ -98,6 +101,8 @@ class BudgetController:
         backlogs: (B,) rows that a drafter would have to ingest first; None = none. Trials prefer requests with few.
         horizons: (B,) tokens that each request is expected to get still: a backlog must pay for itself within them.
         records: (B,) how drafting went for each request; those for which it does not pay sit out for a while.
+        num_filling: requests whose prompts are being read. A batch that fills up decodes plainly, in short rounds: a token
+            is dearer in it than it will be in the full one.
         """
         rows: dict[DraftKey, list[int]] = {}
         for i, key in enumerate(keys):
@@ -105,6 +110,8 @@ class BudgetController:
                 rows.setdefault(key, []).append(i)
         if not self.config.is_adaptive:
             return [k is not None for k in keys]
+        if num_filling * self.FILLING_SHARE > len(keys) > 1:
+            return [False] * len(keys)
         while len(self._stats) > _MAX_KEYS:
             self._stats.popitem(last=False)
         few = max(1, len(keys) // self.TRIAL_SHARE)

@@ -106,14 +106,16 @@ class TreePolicy:
         backlogs: list[int] | None = None,
         horizons: list[int] | None = None,
         records: list[DraftRecord] | None = None,
+        num_filling: int = 0,
     ) -> list[bool]:
         """Whether to call the drafter for each of the round's B requests.
 
         keys: None for requests without a (working) drafter. context_rows: sum of their context_lens. Call exactly once
         per round and before `draft`: it moves the probing state. backlogs: rows that the drafter has not ingested yet.
         horizons: tokens that each request is expected to get still. records: how drafting went for each request.
+        num_filling: requests whose prompts are being read.
         """
-        return self.budget.wants_draft(keys, context_rows, backlogs, horizons, records)
+        return self.budget.wants_draft(keys, context_rows, backlogs, horizons, records, num_filling)
 
     def draft(
         self,
