@@ -143,6 +143,8 @@ class DrafterSlots:
                 slot.is_loading = True  # the hold-back group may ask for the version that the copy overwrites
                 if self._staged == name:
                     self._staged = None
+                if self._canary == name:  # it failed; its share was meant for its own version, not for the slot
+                    self._canary, self._canary_percent = None, 0
             try:
                 drafter = self._bring(slot, version, source)
             except BaseException as e:

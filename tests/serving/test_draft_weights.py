@@ -248,6 +248,16 @@ def test_new_requests_of_a_failed_canary_get_the_live_version():
     assert slots.drafter(name) is None and slots.pin(Group.ADAPTIVE, own)[1] == "v1"
 
 
+def test_the_share_of_a_failed_canary_ends_with_its_weights():
+    slots = make_slots()
+    slots.stage("v2", state(2.0))
+    slots.set_canary("v2", 50)
+    slots.mark_failed("B", "NaN")
+    assert slots.stage("v3", state(3.0)), "the slot of a canary that failed is idle"
+    assert slots.canary_version == ""
+    assert {slots.pin(Group.ADAPTIVE, i)[1] for i in ids_of("v3", 50, True)} == {"v1"}
+
+
 def test_no_request_is_pinned_to_a_slot_while_its_weights_are_overwritten():
     pinned = []
 
