@@ -20,6 +20,7 @@ from paceline.contracts import Group
 from paceline.serving.api_access_log import AccessRecord
 from paceline.serving.api_choice import Piece
 from paceline.serving.api_format import SSE_DONE, Answer, error_body, sse, to_json
+from paceline.serving.grammar_threads import submit_in_thread
 from paceline.serving.request import GenerationRequest, RoundEvent
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class Generation:
     async def submit(self) -> None:
         """Hand the requests to the engine, all or none; raises what the engine raises."""
         if self._parts.admitted is None and self.requests[0].params.grammar is not None:
-            await self._submit_in_thread()  # compiling must not hold up the event loop
+            await submit_in_thread(self._submit, self.close)  # compiling must not hold up the event loop
         else:
             self._submit()
         if self._parts.admitted is not None:
@@ -190,15 +191,6 @@ class Generation:
             self._parts.client.submit(self.requests[0], self._on_event)
         else:
             self._parts.client.submit_all(self.requests, self._on_event)
-
-    async def _submit_in_thread(self) -> None:
-        """A handler that is cancelled meanwhile leaves no request behind."""
-        work = asyncio.ensure_future(asyncio.to_thread(self._submit))
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            work.add_done_callback(lambda done: self.close() if done.exception() is None else None)
-            raise
 
     def close(self) -> None:
         """Abort what is unfinished; quick and idempotent, called whenever a handler ends for whatever reason."""
