@@ -158,10 +158,11 @@ class Generation:
         answer: Answer,
         record: AccessRecord,
         on_finish: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_finish: called when a choice is complete."""
+        """on_finish: called when a choice is complete. on_close: called once, when the answer is over."""
         self._parts, self.requests, self.answer, self._record = parts, requests, answer, record
-        self._on_finish = on_finish
+        self._on_finish, self._on_close = on_finish, on_close
         self._index = {r.request_id: i for i, r in enumerate(requests)}
         self._unfinished = set(self._index)
         self._queue: asyncio.Queue[RoundEvent] = asyncio.Queue()
@@ -203,6 +204,7 @@ class Generation:
         record.stats = [c.stats for c in choices if c.stats is not None]
         for request_id in self._unfinished:
             self._parts.client.abort(request_id)
+        self._on_close()
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield one piece a round and choice; raises Cutoff when a choice ends without being answered."""
