@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.serving.prefix_cache import DraftKey
+from paceline.serving.prefix_cache import DraftWriter
 from paceline.serving.request import RequestStatus
 from paceline.serving.request_queue import RequestQueue
 from paceline.serving.running_request import RunningRequest
@@ -37,7 +37,7 @@ class Pages(Protocol):
     def pages(self, request_id: str) -> tuple[int, ...]: ...
     def share(self, request_id: str, tenant: str, token_ids: list[int], max_rows: int) -> int: ...
     def num_shared_rows(self, request_id: str) -> int: ...
-    def note_drafted(self, request_id: str, draft_key: DraftKey, num_rows: int) -> None: ...
+    def note_drafted(self, request_id: str, draft_writer: DraftWriter, num_rows: int) -> None: ...
     def next_page_key(self, request_id: str, tenant: str, token_ids: list[int]) -> tuple[int, bytes] | None: ...
     def publish(
         self,
@@ -46,7 +46,7 @@ class Pages(Protocol):
         token_ids: list[int],
         num_rows: int,
         *,
-        draft_key: DraftKey | None = None,
+        draft_writer: DraftWriter | None = None,
         num_drafted_rows: int = 0,
         is_last: bool = False,
     ) -> None: ...
@@ -146,8 +146,8 @@ class Scheduler:
     def note_drafted(self) -> None:
         """Write down which shared pages have drafter KV by now; before new requests ask."""
         for request in self.active:
-            if request.draft_key is not None:
-                self._pages.note_drafted(request.request_id, request.draft_key, request.drafted_len)
+            if request.draft_writer is not None:
+                self._pages.note_drafted(request.request_id, request.draft_writer, request.drafted_len)
 
     def publish(self, request: RunningRequest) -> None:
         """Let others share the full pages that a request has computed."""
@@ -272,7 +272,7 @@ class Scheduler:
     def _publish(self, request: RunningRequest, *, is_last: bool) -> None:
         self._pages.publish(
             request.request_id, request.request.tenant, request.tokens, request.context_len,
-            draft_key=request.draft_key, num_drafted_rows=request.drafted_len, is_last=is_last,
+            draft_writer=request.draft_writer, num_drafted_rows=request.drafted_len, is_last=is_last,
         )  # fmt: skip
 
     def _count_hit(self, request: RunningRequest, start: int, stop: int) -> None:
