@@ -105,6 +105,11 @@ class PageAllocator:
         """Pages that a request can get: free ones, and cached ones that nobody uses."""
         return self._runs.num_free + self.cache.num_idle
 
+    @property
+    def num_ever_cached(self) -> int:
+        """Pages that have become cached ones so far; grows when a text may find more of itself."""
+        return self.cache.num_nodes + self.cache.num_evictions
+
     def num_pages_for(self, num_rows: int) -> int:
         """Pages that `num_rows` rows need."""
         return -(-num_rows // self.page_tokens)

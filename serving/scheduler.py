@@ -31,6 +31,8 @@ class Pages(Protocol):
 
     @property
     def num_free_pages(self) -> int: ...
+    @property
+    def num_ever_cached(self) -> int: ...
     def ensure(self, request_id: str, num_rows: int) -> bool: ...
     def rows(self, request_id: str, start: int, stop: int) -> torch.Tensor: ...
     def release(self, request_id: str) -> None: ...
@@ -88,6 +90,8 @@ class Scheduler:
         self.num_lookups = 0
         self.num_hits = 0
         self.num_hit_rows = 0
+        self._blocked: tuple[RunningRequest, int, int, int] | None = None
+        """The first of the queue when it last found no room, with what it found: see `_is_still_blocked`."""
         self.generation = 0
         """Grows whenever the set of active requests, a status or a page table changes."""
 
@@ -104,6 +108,9 @@ class Scheduler:
         while (request := self.waiting.first()) is not None:
             if len(self.active) >= self._max_running and not self._make_room(request, 0):
                 break
+            if self._is_still_blocked(request):
+                break
+            num_active = len(self.active)
             # The first output row is part of the bill, and one page per active request stays free: otherwise
             # the admission would be preempted at once.
             num_rows = request.prefill_len + 1
@@ -111,7 +118,10 @@ class Scheduler:
             num_pages = -(-num_rows // self._page_tokens) - num_shared
             if not self._has_room(num_pages) and not self._make_room(request, num_pages):
                 self._pages.release(request.request_id)
+                # Preemptions that were not enough are followed by others in the next round.
+                self._blocked = (request, *self._room()) if len(self.active) == num_active else None
                 break
+            self._blocked = None
             is_covered = self._grow(request, num_rows)
             assert is_covered, "pages that are free can be taken"
             self.waiting.remove(request)
@@ -205,6 +215,22 @@ class Scheduler:
         request.forget_rows()
 
     # ---- room ---------------------------------------------------------------------------------------------------
+    def _room(self) -> tuple[int, int, int]:
+        """What decides whether the first of the queue fits: free pages, active requests, pages that were ever cached."""
+        return self._pages.num_free_pages, len(self.active), self._pages.num_ever_cached
+
+    def _is_still_blocked(self, request: RunningRequest) -> bool:
+        """Whether a request that found no room would find none again: looking for its prefix costs time with its length.
+
+        While it is first nobody else is admitted. Room for it can come only from pages that became free, from requests
+        that left, or from cached pages that may continue its prefix; what active requests take makes no room.
+        """
+        if self._blocked is None or self._blocked[0] is not request:
+            return False
+        _, num_free, num_active, num_cached = self._blocked
+        now_free, now_active, now_cached = self._room()
+        return now_free <= num_free and now_active >= max(num_active, 1) and now_cached == num_cached
+
     def _has_room(self, num_pages: int) -> bool:
         return self._pages.num_free_pages >= num_pages + len(self.active)
 
