@@ -11,7 +11,7 @@ Shape legend: B requests of the round, M best candidates of a request.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,7 +53,7 @@ class BudgetController:
         self.config = config
         self.costs = RoundCosts(cost)
         self._stats: OrderedDict[DraftKey, KeyStats] = OrderedDict()
-        self._guards: dict[int, BatchGuard] = {}  # by log2 of the requests
+        self._guards: defaultdict[int, BatchGuard] = defaultdict(BatchGuard)  # by log2 of the requests
         self._rate = 0.0  # EMA of tokens per second over rounds
         nonzero = [n for n in config.node_buckets if 0 < n <= config.max_draft_tokens] or [config.max_draft_tokens]
         self._buckets = (0, *nonzero)
@@ -115,7 +115,7 @@ class BudgetController:
         while len(self._stats) > _MAX_KEYS:
             self._stats.popitem(last=False)
         few = max(1, len(keys) // self.TRIAL_SHARE)
-        is_locked = len(keys) > 1 and self._guard(len(keys)).forbids()
+        is_locked = len(keys) > 1 and self._guards[log2_bucket(len(keys))].forbids()
         num = {key: len(own) for key, own in rows.items()}
         forced: list[DraftKey] = []
         known: list[DraftKey] = []
@@ -162,9 +162,6 @@ class BudgetController:
             for i in own:
                 wants[i] = True
         return wants
-
-    def _guard(self, num_requests: int) -> BatchGuard:
-        return self._guards.setdefault(log2_bucket(num_requests), BatchGuard())
 
     def _break_even(self, stats: KeyStats, num_requests: int, num_drafting: int, context_rows: int) -> float:
         """Accepted tokens per round at which drafting for one request of a batch is worth its share of the time."""
@@ -341,7 +338,8 @@ class BudgetController:
             forecast_s = self.costs.verify.at_start(num_requests, num_requests)
             tokens_per_request = 1 + sum(seen.num_accepted_tokens) / num_requests
             seconds = seen.round_s + seen.catch_up_s
-            self._guard(num_requests).note(tokens_per_request, seconds, forecast_s, is_drafted=num_drafting > 0)
+            guard = self._guards[log2_bucket(num_requests)]
+            guard.note(tokens_per_request, seconds, forecast_s, is_drafted=num_drafting > 0)
         self.costs.observe(seen)
         tokens = num_requests + sum(seen.num_accepted_tokens)
         drafted: dict[DraftKey, list[int]] = {}

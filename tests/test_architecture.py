@@ -118,5 +118,25 @@ def test_module_says_what_it_answers_and_stays_short(path):
     assert text.count("\n") <= 400
 
 
+def _types(path: Path) -> set[str]:
+    """Names of classes and of types that a module defines."""
+    names: set[str] = set()
+    for node in parse_module(path).body:
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {t.id for t in node.targets if isinstance(t, ast.Name) and not t.id.isupper()}
+    return {n for n in names if n[0].isupper()}
+
+
+@pytest.mark.parametrize("folder", ["kernels", "serving", "infra"])
+def test_the_name_of_a_type_means_one_thing_in_its_folder(folder):
+    seen: dict[str, list[str]] = {}
+    for path in sorted((ROOT / folder).glob("*.py")):
+        for name in _types(path):
+            seen.setdefault(name, []).append(path.name)
+    assert {name: files for name, files in seen.items() if len(files) > 1} == {}
+
+
 def test_architecture_page_has_one_sentence_for_every_module():
     assert PAGE.read_text(encoding="utf-8") == page(), "run `python tests/architecture_page.py`"
