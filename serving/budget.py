@@ -10,7 +10,6 @@ Shape legend: B requests of the round, M best candidates of a request.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
@@ -135,7 +134,7 @@ class BudgetController:
         base, first = rate, value
         for i in range(1, len(known) + 1):
             drafting = forced + known[:i]
-            slack = self._slack(self._stats[known[i - 1]], len(keys))
+            slack = self._stats[known[i - 1]].slack(len(keys))
             new = self._rate_of(drafting, num, len(keys), context_rows) * slack
             if new > rate:
                 rate, value = new, len(drafting)
@@ -173,16 +172,6 @@ class BudgetController:
     def _repays(self, backlog: int, gain_s: float) -> bool:
         """Whether catching up with so many rows costs less than half of what drafting then gains."""
         return backlog <= self.FREE_BACKLOG or self.costs.catch_up_s(backlog) <= gain_s / 2
-
-    @staticmethod
-    def _slack(stats: KeyStats, num_requests: int) -> float:
-        """Factor on the rate that drafting promises: hysteresis, and caution where few rounds speak for turning it on.
-
-        A batch gains less than a lone request and can lose more, so it asks for more.
-        """
-        if stats.state == "on":
-            return 1.01 if num_requests == 1 else 0.95
-        return (0.98 if num_requests == 1 else 0.9) - 0.15 / math.sqrt(max(stats.weight, 1.0))
 
     def _switch(self, key: DraftKey, is_on: bool) -> None:
         stats = self._stats[key]
