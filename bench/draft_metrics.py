@@ -68,8 +68,9 @@ def acceptance(requests: Requests) -> dict[str, Any]:
     }
     if not rounds:
         return {**out, "acceptance_length": None, "depths": [], "histogram": []}
-    total = sum(by_prompt.values())
-    pooled, interval = 1.0, [1.0, 1.0]
+    total = np.sum(list(by_prompt.values()), axis=0)  # (2, K)
+    joint = joint_rates(total)
+    pooled, interval = 1.0, None if len(by_prompt) < 2 else [1.0, 1.0]
     if depth:
         columns = np.stack([c.ravel() for c in by_prompt.values()], 1)  # (2 * K, P)
         pooled, values = resampled(columns, lambda sums: mean_length(sums.reshape(2, depth, -1)))
@@ -77,13 +78,12 @@ def acceptance(requests: Requests) -> dict[str, Any]:
     lengths = [
         float(mean_length(depth_counts(own, depth))) for _, own in requests if any(not r.is_limited for r in own)
     ]
-    joint = joint_rates(total)
     whole = np.bincount([r.num_accepted_tokens for r in rounds if not r.is_cut], minlength=1)
     return {
         **out,
         "acceptance_length": {
             "pooled": pooled,
-            "interval": interval if len(by_prompt) > 1 else None,
+            "interval": interval,
             "num_prompts": len(by_prompt),
             "per_request": float(np.mean(lengths)),
         },

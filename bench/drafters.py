@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paceline.bench.draft_arms import ArmSpec, arm_specs, build_arms, check_policies
 from paceline.bench.draft_cells import drafting_row, random_gaps, speed_prediction, summarise
 from paceline.bench.drafters_table import acceptance_table, print_end, summary_table
-from paceline.bench.engine_arms import Arm, BenchGroup, GroupTiming, TransformersArm
+from paceline.bench.engine_arms import Arm, BenchGroup, EngineArm, GroupTiming, TransformersArm
 from paceline.bench.engine_bench import GENERATE, LOOKUP, RANDOM, RANDOM_PROMPT_TOKENS, pick_device
 from paceline.bench.engine_cells import PLAIN, cell_row
 from paceline.bench.engine_run import load_target, set_threads
@@ -25,7 +25,7 @@ from paceline.bench.result_file import ResultFile, plain_values
 from paceline.bench.workload_sources import read_questions
 from paceline.bench.workload_split import EMBEDDINGS, Workload, domain_workload, load_workloads, random_workload
 from paceline.config import EngineConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.paths import resolve_model
 from paceline.serving.target import TargetModel
 
@@ -148,6 +148,7 @@ def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any
             timings = run_alternating(
                 usable, groups, num_warmup=options.warmup_groups, on_group=lambda: bar.advance(task)
             )
+            _check_drafters(arms)
             cells.append(_cell(options, specs, workload.name, groups[options.warmup_groups :], timings, checker))
             result.update(cells=cells)
     kinds = {w.name: w.kind for w in workloads}
@@ -239,6 +240,14 @@ def _arms(
         model = TransformersBaseline(str(resolve_model(options.model)), target.dtype, pad, device)
         out += [TransformersArm(n, model, lookup=n == LOOKUP) for n in (GENERATE, LOOKUP)]
     return out
+
+
+def _check_drafters(arms: Sequence[Arm]) -> None:
+    """Raises PacelineError when a drafter has failed: its arm would decode plainly from then on and look slow."""
+    for arm in arms:
+        failures = arm.engine.stats()["drafter_failures"] if isinstance(arm, EngineArm) else {}
+        if failures:
+            raise PacelineError(f"drafter of arm {arm.name} failed: {'; '.join(map(str, failures.values()))}")
 
 
 def _cell(

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.drafters_table import COLUMNS, SUMMARY_COLUMNS, cell_texts, lossless_counts, summary_texts
+from paceline.bench.drafters_table import (
+    COLUMNS,
+    GAP_COLUMNS,
+    SUMMARY_COLUMNS,
+    cell_texts,
+    gap_texts,
+    lossless_counts,
+    summary_texts,
+)
 from paceline.bench.engine_cells import PLAIN
 from paceline.bench.html_page import COLORS, html_table, plots, trace_menu, write_page
 
@@ -17,11 +25,7 @@ def write_html(document: dict[str, Any], path: Path) -> None:
     figures = [_pareto(document), _speedups(document), _depths(document)]
     cells = document["cells"]
     counts, machine = lossless_counts(document), document["machine"]
-    gaps = [
-        [r["random_bucket"], r["kind"], r["batch"], f"{r['temperature']:g}", r["arm"], f"{r['random_tokens_per_s']:.0f}",
-         f"{r['real_tokens_per_s']:.0f}", f"{r['gap']:+.1%}"]
-        for r in document["random_gaps"]
-    ]  # fmt: skip
+    gaps = [gap_texts(r) for r in document["random_gaps"]]
     splits = [
         [name, w["kind"], w["num_prompts"], f"{w['prompt_tokens']['mean']:.0f}", _number(w.get("similarity")),
          _number(w.get("uniform_similarity")), _number(w.get("entropy_nats", {}).get("mean")), w["seed"]]
@@ -43,7 +47,7 @@ length, user tokens per second). Acceptance length counts the bonus token.</p>
 <h2>Over all buckets</h2>{html_table(SUMMARY_COLUMNS, [summary_texts(r) for r in document["summary"]])}
 <h2>Cells</h2>{html_table(COLUMNS, [cell_texts(c, arm) for c in cells for arm in c["arms"]])}
 <h2>Random tokens beside text</h2><p>Random prompts are no result: the gap is what they would flatter or hurt.</p>
-{html_table(("random bucket", "instead of", "batch", "T", "arm", "tok/s", "real tok/s", "gap"), gaps)}
+{html_table(GAP_COLUMNS, gaps)}
 <h2>Arms</h2>{html_table(("arm", "nodes at most", "weights", "bytes", "of the target", "trained on"), drafters)}
 <h2>Prompts</h2>{html_table(("bucket", "kind", "prompts", "mean tokens", "similarity", "uniform", "entropy, nats", "seed"), splits)}
 <h2>Configuration</h2>{options}"""

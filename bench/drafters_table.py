@@ -25,6 +25,8 @@ SUMMARY_COLUMNS = (
     "draft share",
 )
 
+GAP_COLUMNS = ("random bucket", "instead of", "batch", "T", "arm", "random", "text", "gap")
+
 
 def cell_texts(cell: dict[str, Any], arm: str) -> list[str]:
     """One row of a cell, as COLUMNS."""
@@ -83,6 +85,14 @@ def summary_table(document: dict[str, Any]) -> Table:
     return table
 
 
+def gap_texts(row: dict[str, Any]) -> list[str]:
+    """One row of the random gaps, as GAP_COLUMNS."""
+    return [
+        row["random_bucket"], row["kind"], str(row["batch"]), f"{row['temperature']:g}", row["arm"],
+        f"{row['random_tokens_per_s']:.0f}", f"{row['real_tokens_per_s']:.0f}", f"{row['gap']:+.1%}",
+    ]  # fmt: skip
+
+
 def lossless_counts(document: dict[str, Any]) -> dict[str, int]:
     """Sums over all cells and arms."""
     rows = [r for c in document["cells"] for r in c["lossless"].values()]
@@ -94,12 +104,11 @@ def print_end(document: dict[str, Any], console: Console) -> None:
     """Random tokens beside real text, losslessness, the selection, and where the files are."""
     for name, reason in document["skipped_buckets"].items():
         console.print(f"[yellow]left out[/yellow] {name}: {reason}", soft_wrap=True)
-    for row in document["random_gaps"]:
-        console.print(
-            f"random tokens instead of text, batch {row['batch']} T={row['temperature']:g}, {row['kind']}, {row['arm']}: "
-            f"{row['gap']:+.0%} tokens per second",
-            soft_wrap=True,
-        )
+    if document["random_gaps"]:
+        table = new_table("Random tokens instead of text, tokens per second", GAP_COLUMNS, 2)
+        for row in document["random_gaps"]:
+            table.add_row(*gap_texts(row))
+        console.print(table)
     for name, workload in document["workloads"].items():
         if workload.get("similarity") is not None:
             console.print(

@@ -5,16 +5,20 @@ from html.parser import HTMLParser
 
 import jsonschema
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline.bench import draft_arms, workload_split
+from paceline.bench import draft_arms, drafters, workload_split
 from paceline.bench.drafters import BenchOptions, quick
+from paceline.bench.drafters_html import write_html
 from paceline.cli import app
 from paceline.config import TreeConfig
 from paceline.errors import ConfigError, PacelineError
+from paceline.paths import bundled
+from paceline.serving.lookup_drafter import PromptLookupDrafter
 
 RUN = CliRunner()
-SMALL = ["--temperature", "0,0.8", "--num-prompts", "2", "--groups", "2", "--waves", "1", "--warmup", "0", "--max-tokens", "8", "--check", "1", "--threads", "1"]  # fmt: skip
+SMALL = ["--temperature", "0,0.8", "--num-prompts", "2", "--groups", "2", "--waves", "1", "--warmup", "0", "--max-tokens", "6", "--check", "1", "--threads", "1"]  # fmt: skip
 ARMS = ["lookup/adaptive", "lookup/fixed4", "specblock/adaptive", "specblock/fixed4"]
 NUMBER = {"type": "number"}
 INTERVAL = {"type": ["array", "null"], "items": NUMBER, "minItems": 2, "maxItems": 2}
@@ -134,7 +138,7 @@ def test_chosen_prompts_and_the_random_gap_are_told(run):
     assert document["workloads"]["random"]["isl"] == pytest.approx(tools["prompt_tokens"]["mean"], abs=12)
     assert {r["arm"] for r in document["random_gaps"]} == {"plain", *ARMS}
     assert {r["kind"] for r in document["summary"]} == {"domain"}, "random tokens are no result"
-    assert "random tokens instead of text" in output and "mean similarity" in output
+    assert "Random tokens instead of text" in output and "mean similarity" in output
 
 
 def test_the_page_opens_without_a_network(run):
@@ -159,6 +163,13 @@ def test_the_page_opens_without_a_network(run):
     assert not [a for tag, a in page.tags if tag in ("script", "link", "img") and ("src" in a or "href" in a)]
     assert text.count("Plotly.newPlot(") == 3 and "Pareto" in text and "specblock/fixed4" in text
     assert "0 mismatches" in text
+
+
+def test_names_from_a_data_folder_cannot_break_out_of_the_page(run, tmp_path):
+    document = json.loads(json.dumps(run[0]).replace("tools", "</script><img src=x>"))
+    write_html(document, tmp_path / "b.html")
+    text = (tmp_path / "b.html").read_text()
+    assert "<img src=x>" not in text and "&lt;img src=x&gt;" in text
 
 
 # ---- comparing --------------------------------------------------------------------------------------------------------
@@ -209,7 +220,7 @@ def test_runs_of_different_configurations_are_refused_or_warned_of(run, tmp_path
     path = folder / "deep" / "a.json"
     other = slower(tmp_path, document, 1.0, max_tokens=64)
     refused = compare(path, other)
-    assert isinstance(refused.exception, ConfigError) and "option max_tokens differs: 8 and 64" in str(refused.exception)  # fmt: skip
+    assert isinstance(refused.exception, ConfigError) and "option max_tokens differs: 6 and 64" in str(refused.exception)  # fmt: skip
     forced = compare(path, other, "--force")
     assert forced.exit_code == 0 and "option max_tokens differs" in forced.output
     warned = compare(path, slower(tmp_path, document, 1.0, "d.json", num_threads=7))
@@ -257,6 +268,34 @@ def test_a_new_policy_is_one_entry(monkeypatch):
     monkeypatch.setitem(draft_arms.BUDGET_POLICIES, "flat", lambda tree, n: TreeConfig(max_draft_tokens=n, max_frontier=0, is_adaptive=False))  # fmt: skip
     names = [s.name for s in draft_arms.arm_specs(["lookup"], ["adaptive", "flat"], [2, 4])]
     assert names == ["lookup/adaptive", "lookup/flat2", "lookup/flat4"]
+
+
+def test_two_drafters_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="'specblock/adaptive' twice"):
+        draft_arms.arm_specs(["specblock", str(bundled("specblock"))], ["adaptive"], [])
+
+
+def test_the_configuration_is_on_disk_before_the_model_is_loaded(tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(drafters, "load_target", broken)
+    path = tmp_path / "d.json"
+    with pytest.raises(RuntimeError):
+        drafters.run_bench_drafters(BenchOptions(json=path), Console(quiet=True))
+    document = json.loads(path.read_text())
+    assert document["is_complete"] is False and document["options"]["drafters"] == ["lookup", "specblock"]
+    assert [a["name"] for a in document["drafting_arms"]][-1] == "specblock/fixed8" and document["machine"]["num_cpus"]
+
+
+def test_a_drafter_that_fails_ends_the_run_instead_of_looking_slow(monkeypatch):
+    def fail(self, inputs):
+        raise RuntimeError("no draft today")
+
+    monkeypatch.setattr(PromptLookupDrafter, "propose", fail)
+    options = BenchOptions(drafters=("lookup",), policies=("fixed",), nodes=(2,), batches=(1,), temperatures=(0.0,), buckets=("tools",), num_prompts=1, min_groups=1, warmup_groups=0, max_tokens=4, num_check=0)  # fmt: skip
+    with pytest.raises(PacelineError, match=r"drafter of arm lookup/fixed2 failed.*no draft today"):
+        drafters.run_bench_drafters(options, Console(quiet=True))
 
 
 def test_load_buckets_run_next_to_random_tokens_of_their_length(tmp_path, monkeypatch):
