@@ -68,10 +68,12 @@ def bench_drafters(
     json: Json = None,
     html: Annotated[Optional[Path], typer.Option("--html", help="Write plots and tables to this file.")] = None,
 ) -> None:
-    from paceline.bench import drafters as bench
+    from paceline.bench.drafters import run_bench_drafters
+    from paceline.bench.drafters_options import BenchOptions
+    from paceline.bench.drafters_options import quick as quick_options
     from paceline.bench.drafters_table import lossless_counts
 
-    options = bench.BenchOptions(
+    options = BenchOptions(
         drafters=split(drafters), policies=split(policies), nodes=numbers(nodes, int, "nodes"),
         batches=numbers(batch, int, "batch"), temperatures=numbers(temperature, float, "temperature"),
         buckets=split(buckets), input_tokens=numbers(isl, int, "isl"), num_prompts=num_prompts, min_groups=groups,
@@ -80,7 +82,7 @@ def bench_drafters(
         data=data_folder(data), json=json, html=html,
     )  # fmt: skip
     console = Console() if sys.stdout.isatty() else Console(width=190)
-    document = bench.run_bench_drafters(bench.quick(options) if quick else options, console)
+    document = run_bench_drafters(quick_options(options) if quick else options, console)
     if lossless_counts(document)["num_mismatches"]:
         raise typer.Exit(1)
 

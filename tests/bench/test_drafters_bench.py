@@ -9,8 +9,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline.bench import draft_arms, drafters, workload_split
-from paceline.bench.drafters import BenchOptions, quick
 from paceline.bench.drafters_html import write_html
+from paceline.bench.drafters_options import BenchOptions, quick
 from paceline.cli import app
 from paceline.config import TreeConfig
 from paceline.errors import ConfigError, PacelineError
