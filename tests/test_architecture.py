@@ -35,6 +35,7 @@ RAY_LEAVES = {"serving/deployment.py", "adapt/trainer_task.py"}
 COMMAND_LINE = {
     "paceline/cli.py",
     "paceline/cli_bench.py",
+    "paceline/cli_bench_serve.py",
     "paceline/cli_replay.py",
     "paceline/cli_versions.py",
 }  # hands each command to the folder that does it, inside the function
