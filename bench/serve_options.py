@@ -45,6 +45,8 @@ class ServeBenchOptions:
     extra_body: str = "{}"
     """JSON object of fields added to every request body; null leaves a field out."""
     api_key: str | None = None
+    note: str = ""
+    """Kept in the document: what the server is, and what else ran."""
     seed: int = 0
     data: Path | None = None
     json: Path | None = None
