@@ -119,6 +119,9 @@ def print_serve_bench(document: dict[str, Any], console: Console) -> None:
             console.print(f"[yellow]{c['load']}[/yellow]: over before the load was full; more --requests or --seconds are needed", soft_wrap=True)  # fmt: skip
         else:
             console.print(f"{c['load']}: left out {window['excluded_ramp_up_s']:.1f} s ramp-up and {window['excluded_drain_s']:.1f} s drain; client lag p99 {c['client_lag_ms']['p99'] or 0:.1f} ms", soft_wrap=True)  # fmt: skip
+        lag, gap = c["client_lag_ms"]["p99"], c["gap_ms"]["p50"]
+        if lag is not None and gap is not None and lag > gap:
+            console.print(f"  [yellow]this client runs up to {lag:.0f} ms late, a gap is {gap:.0f} ms[/yellow]: gaps and times to the first token are partly the client's own", soft_wrap=True)  # fmt: skip
         if c["num_refusals"]:
             console.print(f"  {c['num_refusals']} x HTTP 429, {c['refused_wait_s']:.1f} s waited as asked", soft_wrap=True)  # fmt: skip
         if c["num_sent_late"]:

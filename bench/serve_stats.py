@@ -127,7 +127,7 @@ def _in_window(answers: Sequence[Answer], kind: str, window: tuple[float, float]
     ttft: list[list[float]] = []
     gaps: list[list[float]] = []
     whole: list[list[float]] = []
-    user: list[float] = []
+    user: list[tuple[float, float]] = []  # tokens after the first chunk, and the seconds they took
     blocks = [0.0] * _NUM_BLOCKS
     for a in answers:
         chunks = [(at, n) for at, n in token_arrivals(a, kind) if begin <= at <= end]
@@ -136,15 +136,14 @@ def _in_window(answers: Sequence[Answer], kind: str, window: tuple[float, float]
         times = [at for at, _ in chunks]
         if len(times) > 1:
             gaps.append([later - before for before, later in itertools.pairwise(times)])
-            if times[-1] > times[0]:
-                user.append(sum(n for _, n in chunks[1:]) / (times[-1] - times[0]))
+            user.append((sum(n for _, n in chunks[1:]), times[-1] - times[0]))
         if begin <= a.due_s <= end and a.first_token_s is not None:
             ttft.append([a.first_token_s - a.due_s])
             if a.result.problem is None:
                 whole.append([a.result.ended_s - a.due_s])
     rate = mean_with_interval([b * _NUM_BLOCKS / (end - begin) for b in blocks])
     return {
-        "output_tokens_per_s": rate, "user_tokens_per_s": mean_with_interval(user),
+        "output_tokens_per_s": rate, "user_tokens_per_s": ratio_with_interval([n for n, _ in user], [s for _, s in user], digits=2),
         **{n: percentiles_with_intervals(v) for n, v in zip(names, (ttft, gaps, whole), strict=True)},
     }  # fmt: skip
 

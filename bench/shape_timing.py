@@ -86,7 +86,9 @@ def part_key(part: Part) -> tuple[object, ...]:
 
 
 def estimate_on_cpu(forwards: Iterable[Forward], repeats: int, on_part: Callable[[str], None]) -> dict[Part, float]:
-    """Seconds of every part: the best of some runs in float32, a stack's being one layer's times their number.
+    """CPU seconds (of all threads) of every part: the best of some runs in float32, a stack's being one layer's times their number.
+
+    CPU seconds and not those of the clock: what else runs on the machine counts only where it takes memory bandwidth.
 
     Args:
         on_part: told the name of each module before it is built.
@@ -102,14 +104,15 @@ def estimate_on_cpu(forwards: Iterable[Forward], repeats: int, on_part: Callable
         for parts in groups.values():  # one module at a time: a head of 128256 tokens has 2 GB
             on_part(parts[0].name)
             module = build_part(max(parts, key=lambda p: p.num_vectors))
-            for part in parts:
-                call = runner(module, part)
-                best = float("inf")
-                for _ in range(repeats + 1):
-                    began = time.perf_counter()
+            calls = {part: runner(module, part) for part in parts}
+            best = dict.fromkeys(parts, float("inf"))
+            for _ in range(repeats + 1):  # in turn, so that a machine that slows down slows every part
+                for part, call in calls.items():
+                    began = time.process_time()
                     call()
-                    best = min(best, time.perf_counter() - began)
-                seconds[part] = best * (part.count if isinstance(part, LayersCost) else 1)
+                    best[part] = min(best[part], time.process_time() - began)
+            for part in parts:
+                seconds[part] = best[part] * (part.count if isinstance(part, LayersCost) else 1)
     return seconds
 
 

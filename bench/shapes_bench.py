@@ -152,7 +152,7 @@ def timed_model(shape: Shape, options: DrafterShapesOptions, on_part: Any) -> di
         rounds = {name: ms([*f, verify]) for name, f in drafts.items()}
     draft_ms = {name: ms(f) for name, f in drafts.items()}
     return {
-        "kind": "measured" if options.is_cuda else "estimate: float32 on a CPU, one layer timed and multiplied",
+        "kind": "measured" if options.is_cuda else "estimate: CPU time in float32, one layer timed and multiplied",
         "context": shape.context, "batch": shape.requests, "plain_ms": round(ms([plain]), 3), "verify_ms": round(ms([verify]), 3),
         "draft_ms": {n: round(v, 3) for n, v in draft_ms.items()}, "round_ms": {n: round(v, 3) for n, v in rounds.items()},
         "specblock_over_eagle3": round(draft_ms[OURS] / draft_ms[THEIRS], 4),
