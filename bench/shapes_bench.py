@@ -66,7 +66,7 @@ class DrafterShapesOptions:
 def run_drafter_shapes(options: DrafterShapesOptions, console: Console) -> dict[str, Any]:
     """Count every cell, time the first one of each model; prints tables, returns (and keeps on disk) the document."""
     set_threads(options.num_threads)
-    extra = {"device": "cuda" if options.is_cuda else "cpu", "limit": LIMIT, "models": {}}
+    extra: dict[str, Any] = {"device": "cuda" if options.is_cuda else "cpu", "limit": LIMIT, "models": {}}
     result = ResultFile(options.json, command="bench shapes", options=options, extra=extra)
     models: dict[str, Any] = {}
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:  # fmt: skip
