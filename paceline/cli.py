@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from paceline.cli_bench import bench_app
+from paceline.cli_bench_serve import SERVE_HELP, SHAPES_HELP
+from paceline.cli_bench_serve import serve as bench_serve
+from paceline.cli_bench_serve import shapes as bench_shapes
 from paceline.cli_options import Data, Json, data_folder, split
 from paceline.cli_replay import REPLAY_HELP, replay
 from paceline.cli_versions import versions_app
@@ -23,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+bench_app.command("serve", help=SERVE_HELP)(bench_serve)
+bench_app.command("shapes", help=SHAPES_HELP)(bench_shapes)
 app.add_typer(bench_app, name="bench")
 app.add_typer(versions_app, name="versions")
 

@@ -36,6 +36,7 @@ COMMAND_LINE = {
     "paceline/cli.py",
     "paceline/cli_bench.py",
     "paceline/cli_bench_drafters.py",
+    "paceline/cli_bench_serve.py",
     "paceline/cli_replay.py",
     "paceline/cli_versions.py",
 }  # hands each command to the folder that does it, inside the function
