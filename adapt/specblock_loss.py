@@ -57,7 +57,7 @@ class BlockLoss:
     first_nll: torch.Tensor  # () cross-entropy of slot 0 without decay, summed, detached
 
 
-def _soft_cross_entropy(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+def soft_cross_entropy(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     """Cross-entropy per row to the logged top-k plus one bucket for the rest: (N, V), (N, k), (N, k) -> (N,)."""
     draft = torch.log_softmax(logits.float(), dim=-1).gather(1, ids.clamp_min(0))
     target = logprobs.exp() * (ids >= 0)
@@ -122,7 +122,7 @@ def block_loss(
                 logits = None
             else:
                 logits = model.lm_head(head_in)
-                loss, best = _soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1)
+                loss, best = soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1)
             token_loss = token_loss + config.slot_decay**slot * loss.sum()
             if slot == 0:
                 first_nll = first_nll + loss.detach().sum()
@@ -158,7 +158,7 @@ def _head_loss(
     model: SpecBlockModel, z: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = model.lm_head(z)
-    return _soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1)
+    return soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1)
 
 
 def _draft_index(model: SpecBlockModel) -> torch.Tensor:

@@ -66,6 +66,9 @@ class Proposal:
     logprobs: torch.Tensor  # (F, S, K) float32, <= 0, calibrated; -inf marks an absent candidate
     widths: torch.Tensor | None  # (F, S) int64, candidates to keep per slot (rank head); None = K
     hidden: torch.Tensor | None = None  # (F, S, Dd), for re-entry only
+    edge_logprobs: torch.Tensor | None = None
+    """(F, S - 1, K, K) float32, product drafters only: [f, s, i, j] replaces logprobs[f, s + 1, j] below candidate i of
+    slot s, in any order of j. Ranks (calibration, widths) are then those among the candidates of one parent."""
 
 
 @dataclass(kw_only=True, slots=True)

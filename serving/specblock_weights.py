@@ -39,6 +39,9 @@ class TargetHandles(Protocol):
     @property
     def embed_weight(self) -> torch.Tensor: ...
 
+    @property
+    def head_weight(self) -> torch.Tensor: ...
+
 
 def fuse_weights(
     config: SpecBlockConfig, state: Mapping[str, torch.Tensor], embed: torch.Tensor, device: torch.device

@@ -166,6 +166,12 @@ class TargetModel:
             self._choose_fast_path(is_required=fast_path is True)
 
     @property
+    def head_weight(self) -> torch.Tensor:
+        """(V, Dm) weight of the output head; with tied embeddings the token embedding."""
+        weight: Any = self.lm_head.weight
+        return weight if self.num_ranks == 1 else weight.full_tensor()
+
+    @property
     def is_fast_path(self) -> bool:
         """Whether forwards run fused (fused_forward.py) instead of through the transformers modules."""
         return self._fused is not None

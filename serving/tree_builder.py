@@ -106,14 +106,16 @@ def block_candidates(
 ) -> Candidates:
     """Candidates of the first block; `proposal` has F = B.
 
-    is_product: slot s offers the same candidates below every parent; then only the best `max_nodes` of each level are
-    kept, which loses nothing for trees of at most max_nodes nodes. Otherwise alternatives branch off the chain only.
+    is_product: slot s offers the same candidates below every parent, with the parent's own scores where the proposal has
+    edge_logprobs; then only the best `max_nodes` of each level are kept, which loses nothing for trees of at most
+    max_nodes nodes. Otherwise alternatives branch off the chain only.
     kappa: (B, S, R) float32 added to the conditional log-probabilities (tree_speculation.md 4.3).
     """
     logprobs = _slot_logprobs(proposal, kappa)
     num_requests, num_slots, num_candidates = logprobs.shape
     if is_product:
-        return _product_candidates(proposal.token_ids, logprobs, max_nodes)
+        edges = None if proposal.edge_logprobs is None else _ranked_edges(proposal, proposal.edge_logprobs, kappa)
+        return _product_candidates(proposal.token_ids, logprobs, max_nodes, edges)
     parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 0, str(logprobs.device))
     return Candidates(
         token_ids=proposal.token_ids.reshape(num_requests, -1),
@@ -124,17 +126,48 @@ def block_candidates(
     )
 
 
-def _product_candidates(token_ids: torch.Tensor, logprobs: torch.Tensor, max_nodes: int) -> Candidates:
+def _ranked_edges(
+    proposal: Proposal, edges: torch.Tensor, kappa: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of the candidates of slots 1.. below each candidate of the slot before, best first, and their columns.
+
+    Both (F, S - 1, K, K); calibrated and cut to the widths by the rank below the parent.
+    """
+    scores, columns = edges.sort(dim=-1, descending=True)
+    rank = torch.arange(edges.shape[3], device=edges.device)
+    if kappa is not None:
+        scores = (scores + kappa[:, 1:, None, rank.clamp(max=NUM_RANK_CLASSES - 1)]).clamp_(max=0.0)
+    if proposal.widths is not None:
+        scores = scores.masked_fill(rank >= proposal.widths[:, 1:, None, None], _ABSENT)
+    return scores, columns
+
+
+def _product_candidates(
+    token_ids: torch.Tensor,
+    logprobs: torch.Tensor,
+    max_nodes: int,
+    edges: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Candidates:
     num_requests, num_slots, num_candidates = logprobs.shape
     front = logprobs.new_zeros(num_requests, 1)
     base, out = -1, []  # candidate index of the front's first column; the root is -1
+    column = front.long()  # of the front's tokens among their slot's candidates
     for slot in range(num_slots):
-        level = (front[:, :, None] + logprobs[:, slot, None, :]).flatten(1)
+        if slot == 0 or edges is None:
+            scores = logprobs[:, slot, None, :]
+        else:
+            below = column[:, :, None].expand(-1, -1, num_candidates)
+            scores = edges[0][:, slot - 1].gather(1, below)
+        level = (front[:, :, None] + scores).flatten(1)
         front, flat = level.topk(min(max_nodes, level.shape[1]), dim=1)
         rank = flat % num_candidates
         cells = slot * NUM_RANK_CLASSES + rank.clamp(max=NUM_RANK_CLASSES - 1)
         parents = flat // num_candidates + base
-        out.append((token_ids[:, slot].gather(1, rank), parents, front, torch.full_like(flat, slot + 1), cells))
+        if slot == 0 or edges is None:
+            column = rank
+        else:
+            column = edges[1][:, slot - 1].gather(1, below).flatten(1).gather(1, flat)
+        out.append((token_ids[:, slot].gather(1, column), parents, front, torch.full_like(flat, slot + 1), cells))
         base = sum(part[0].shape[1] for part in out[:-1])
     columns = [torch.cat(parts, 1) for parts in zip(*out, strict=True)]
     return Candidates(token_ids=columns[0], parents=columns[1], scores=columns[2], depths=columns[3], cells=columns[4])

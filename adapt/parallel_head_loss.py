@@ -1,0 +1,178 @@
+"""The training step of a parallel head on logged requests: which anchors, which targets, which weights?
+
+Shape legend: B requests of a batch, A anchors, S draft slots, M supervised (anchor, slot) rows, k logged target
+log-probs a token, H hidden size, V vocabulary.
+JetSpec learns the target's soft distribution by forward KL with equal weights; DFlash learns the token in the text by
+cross-entropy with weights exp(-s / gamma) of slot s. Sums are divided by the sum of the weights. The edge correction is
+trained with the true previous token beside the uncorrected logits, which stay a good choice of candidates.
+Source: tree_speculation.md 1.5 (JetSpec), 2 (DFlash), 4.3 (edge correction).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from paceline.adapt.parallel_head_rows import anchored_forward, draw_anchors
+from paceline.adapt.specblock_loss import soft_cross_entropy
+from paceline.adapt.specblock_rows import RowBatch
+from paceline.errors import ConfigError
+from paceline.serving.parallel_head_model import ParallelHeadModel
+
+OBJECTIVES = ("forward_kl", "cross_entropy")
+_MAX_LOGITS = 2**26
+"""Logits held at once; beyond it the output head runs in checkpointed chunks."""
+_GAMMA_PER_SLOT = 7 / 15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelLossConfig:
+    """What is trained on a batch and how it is weighted."""
+
+    objective: str = "forward_kl"
+    """'forward_kl' to the target's soft distribution (JetSpec) | 'cross_entropy' with the token in the text (DFlash)."""
+    decay_gamma: float | None = None
+    """Slot s, counted from 0, weighs exp(-s / decay_gamma); None = all slots weigh the same."""
+    num_anchors: int | None = 24
+    """Anchors drawn per request and batch; None = every supervised position."""
+    edge_weight: float = 1.0
+    """Weight of the corrected logits' loss beside that of the uncorrected ones; only with an edge correction."""
+    calibration_weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"loss.objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
+        if self.decay_gamma is not None and not self.decay_gamma > 0:
+            raise ConfigError(f"loss.decay_gamma must be > 0 or null, got {self.decay_gamma!r}")
+        if self.num_anchors is not None and self.num_anchors < 1:
+            raise ConfigError(f"loss.num_anchors must be >= 1 or null, got {self.num_anchors!r}")
+
+
+def default_loss(is_causal: bool, num_slots: int) -> ParallelLossConfig:
+    """What the papers train with: JetSpec's loss for a causal block, DFlash's, its gamma of 7 for 15 slots scaled, else."""
+    if is_causal:
+        return ParallelLossConfig()
+    return ParallelLossConfig(objective="cross_entropy", decay_gamma=_GAMMA_PER_SLOT * num_slots)
+
+
+def soft_kl(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Forward KL per row from the logged top-k plus one bucket for the rest: (M, V), (M, k), (M, k) -> (M,)."""
+    target = logprobs.exp() * (ids >= 0)
+    rest = (1.0 - target.sum(-1)).clamp_min(0.0)
+    entropy = -(torch.xlogy(target, target).sum(-1) + torch.xlogy(rest, rest))
+    return soft_cross_entropy(logits, ids, logprobs) - entropy
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rows:
+    """What M supervised rows are compared with."""
+
+    text: torch.Tensor  # (M,) int64
+    previous: torch.Tensor  # (M,) int64, the token before
+    is_edged: torch.Tensor  # (M,) bool: the parent is a draft token, not the anchor
+    topk_ids: torch.Tensor  # (M, k) int64
+    topk_logprobs: torch.Tensor  # (M, k) float32
+    slots: torch.Tensor  # (M,) int64
+    temperatures: torch.Tensor  # (M,) float32
+
+    def take(self, rows: torch.Tensor) -> _Rows:
+        return _Rows(
+            text=self.text[rows], previous=self.previous[rows], is_edged=self.is_edged[rows],
+            topk_ids=self.topk_ids[rows], topk_logprobs=self.topk_logprobs[rows], slots=self.slots[rows],
+            temperatures=self.temperatures[rows],
+        )  # fmt: skip
+
+
+def _row_losses(
+    model: ParallelHeadModel, head: torch.Tensor, config: ParallelLossConfig, z: torch.Tensor, rows: _Rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token and calibration loss, cross-entropy with the text and best token of M rows, each (M,)."""
+    logits = F.linear(z, head.to(z.dtype)).float()
+
+    def token_loss(logits: torch.Tensor) -> torch.Tensor:
+        if config.objective == "forward_kl":
+            return soft_kl(logits, rows.topk_ids, rows.topk_logprobs)
+        return F.cross_entropy(logits, rows.text, reduction="none")
+
+    loss = token_loss(logits)
+    if model.config.edge_rank:
+        logits = logits + model.edge_bias(rows.previous).float() * rows.is_edged[:, None]
+        loss = (loss + config.edge_weight * token_loss(logits)) / (1.0 + config.edge_weight)
+    fixed = logits.detach()
+    is_sampled = rows.temperatures > 0
+    beta = model.log_beta[is_sampled.long(), rows.slots].exp()
+    scaled = fixed * (beta / torch.where(is_sampled, rows.temperatures.clamp_min(0.05), 1.0))[:, None]
+    calibration = F.cross_entropy(scaled, rows.text, reduction="none")
+    return loss, calibration, F.cross_entropy(fixed, rows.text, reduction="none"), fixed.argmax(-1)
+
+
+def parallel_training_loss(
+    model: ParallelHeadModel,
+    batch: RowBatch,
+    embed: torch.Tensor,
+    config: ParallelLossConfig,
+    generator: torch.Generator,
+    *,
+    head: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of one batch (weighted mean per supervised slot) and detached sums for reporting.
+
+    Args:
+        embed, head: (V, H), the target's token embedding and output head, frozen; no head = tied to the embedding.
+        generator: of the CPU; draws the anchors.
+    Returns the loss and {"rows": anchors, "loss", "correct1" (histogram over 0..S of leading slots whose best token is
+    the text's), "rows1", "nll1" (cross-entropy of the first slot with the text, summed)}.
+    """
+    s = model.config.num_slots
+    head = embed if head is None else head
+    anchors, is_real = draw_anchors(batch.is_output, config.num_anchors, generator)
+    hidden = anchored_forward(model, batch, embed, anchors)
+    last = batch.token_ids.shape[1] - 1
+    at = anchors[..., None] + 1 + torch.arange(s, device=anchors.device)  # (B, A, S) positions that the slots predict
+    inside = at.clamp_max(last)
+    request = torch.arange(anchors.shape[0], device=anchors.device)[:, None, None].expand_as(at)
+    is_supervised = is_real[..., None] & (at <= last) & batch.is_output[request, inside]
+    where = is_supervised.nonzero(as_tuple=True)
+    slots, owner, position = where[2], request[where], at[where]
+    rows = _Rows(
+        text=batch.token_ids[owner, position],
+        previous=batch.token_ids[owner, position - 1],
+        is_edged=slots > 0,
+        topk_ids=batch.topk_ids[owner, position],
+        topk_logprobs=batch.topk_logprobs[owner, position],
+        slots=slots,
+        temperatures=batch.temperatures[owner],
+    )
+    z = model.normed(hidden[where])
+    out = []
+    v = head.shape[0]
+    is_chunked = slots.numel() * v > _MAX_LOGITS
+    for part in torch.arange(slots.numel(), device=z.device).split(max(1, _MAX_LOGITS // v)):
+        args = (model, head, config, z[part], rows.take(part))
+        if is_chunked and torch.is_grad_enabled():
+            out.append(checkpoint(_row_losses, *args, use_reentrant=False))
+        else:
+            out.append(_row_losses(*args))
+    if out:
+        loss, calibration, text_nll, best = (torch.cat(parts) for parts in zip(*out, strict=True))
+    else:  # no request of the batch has two tokens that the target wrote
+        loss = calibration = text_nll = z.sum(-1).float()
+        best = slots
+    decay = 1.0 if config.decay_gamma is None else torch.exp(-slots.float() / config.decay_gamma)
+    weights = torch.ones_like(loss) * decay
+    total = ((loss + config.calibration_weight * calibration) * weights).sum() / weights.sum().clamp_min(1e-9)
+    is_right = torch.zeros_like(is_supervised)
+    is_right[where] = best == rows.text
+    correct = is_right.long().cumprod(-1).sum(-1)[is_real]
+    num_anchors = is_real.sum().float()
+    report = {
+        "rows": num_anchors,
+        "loss": total.detach(),
+        "correct1": torch.bincount(correct, minlength=s + 1).float(),
+        "rows1": num_anchors,
+        "nll1": (text_nll.detach() * (slots == 0)).sum(),
+    }
+    return total, report
