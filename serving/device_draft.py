@@ -243,7 +243,7 @@ class DeviceDraft:
 def _facts(proposal: Proposal) -> torch.Tensor:
     """(3,) float64: largest log-probability (NaN wins a maximum), lowest and highest token id."""
     low, high = torch.aminmax(proposal.token_ids)
-    return torch.stack((proposal.logprobs.max().double(), low.double(), high.double()))
+    return torch.stack((proposal.highest_logprob().double(), low.double(), high.double()))
 
 
 def _offsets(counts: list[int]) -> torch.Tensor:

@@ -70,6 +70,11 @@ class Proposal:
     """(F, S - 1, K, K) float32, product drafters only: [f, s, i, j] replaces logprobs[f, s + 1, j] below candidate i of
     slot s, in any order of j. Ranks (calibration, widths) are then those among the candidates of one parent."""
 
+    def highest_logprob(self) -> torch.Tensor:
+        """() largest score of any candidate; NaN wins."""
+        own = self.logprobs.max()
+        return own if self.edge_logprobs is None else torch.maximum(own, self.edge_logprobs.max())
+
 
 @dataclass(kw_only=True, slots=True)
 class Frontier:

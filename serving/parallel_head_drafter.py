@@ -175,9 +175,7 @@ class ParallelHeadDrafter:
         """(B, 1, G * N, L + N) additive mask: a request's own context and the visible rows of its block."""
         rows = self._hidden_rows.shape[0]
         beyond = torch.arange(longest, device=self.device) >= context_lens[:, None, None]  # (B, 1, L)
-        hidden = torch.cat(
-            (beyond.expand(-1, rows, -1), self._hidden_rows.expand(context_lens.numel(), -1, -1)), dim=2
-        )
+        hidden = torch.cat((beyond.expand(-1, rows, -1), self._hidden_rows.expand(context_lens.numel(), -1, -1)), dim=2)
         bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
         return bias[:, None].repeat(1, 1, self.config.num_heads // self.config.num_kv_heads, 1)
 
@@ -239,7 +237,9 @@ def build_parallel_head(
     except ValueError as e:
         raise DrafterMismatchError(str(e)) from e
     if settings.drafter_type != kind:
-        raise DrafterMismatchError(f"a {kind} drafter must have is_causal {DRAFTER_TYPES[kind]}, got {settings.is_causal}")
+        raise DrafterMismatchError(
+            f"a {kind} drafter must have is_causal {DRAFTER_TYPES[kind]}, got {settings.is_causal}"
+        )
     if (settings.vocab_size, settings.feature_size) != (target.vocab_size, target.feature_size):
         raise DrafterMismatchError(
             f"drafter expects vocabulary {settings.vocab_size} and features {settings.feature_size}, "

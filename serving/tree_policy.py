@@ -274,7 +274,7 @@ class TreePolicy:
         return candidates
 
     def _check(self, proposal: Proposal) -> None:
-        highest = float(proposal.logprobs.max())  # NaN wins a maximum
+        highest = float(proposal.highest_logprob())
         if not highest <= 1e-3:
             raise ValueError(f"log-probabilities must be at most 0 (-inf = absent), got {highest}")
         if self._vocab_size is not None:
