@@ -3,7 +3,7 @@
 Shape legend: B requests of a batch, A anchors, S draft slots, M supervised (anchor, slot) rows, k logged target
 log-probs a token, H hidden size, V vocabulary.
 JetSpec learns the target's soft distribution by forward KL with equal weights; DFlash learns the token in the text by
-cross-entropy with weights exp(-s / gamma) of slot s. Sums are divided by the sum of the weights. The edge correction is
+cross-entropy with weights exp(-s / gamma) of slot s, gamma = 7 in a block of 15 slots. Sums are divided by the sum of the weights. The edge correction is
 trained with the true previous token beside the uncorrected logits, which stay a good choice of candidates.
 Source: tree_speculation.md 1.5 (JetSpec), 2 (DFlash), 4.3 (edge correction).
 """
@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.adapt.parallel_head_rows import anchored_forward, draw_anchors
-from paceline.adapt.specblock_loss import soft_cross_entropy
-from paceline.adapt.specblock_rows import RowBatch
+from paceline.adapt.row_batch import RowBatch, soft_cross_entropy
 from paceline.errors import ConfigError
+from paceline.serving.drafter_family import TargetHandles
 from paceline.serving.parallel_head_model import ParallelHeadModel
 
 OBJECTIVES = ("forward_kl", "cross_entropy")
 _MAX_LOGITS = 2**26
 """Logits held at once; beyond it the output head runs in checkpointed chunks."""
-_GAMMA_PER_SLOT = 7 / 15
+DFLASH_DECAY_SHARE = 7 / 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +34,8 @@ class ParallelLossConfig:
 
     objective: str = "forward_kl"
     """'forward_kl' to the target's soft distribution (JetSpec) | 'cross_entropy' with the token in the text (DFlash)."""
-    decay_gamma: float | None = None
-    """Slot s, counted from 0, weighs exp(-s / decay_gamma); None = all slots weigh the same."""
+    decay_share: float | None = None
+    """Slot s of S, counted from 0, weighs exp(-s / (decay_share * S)); None = all slots weigh the same."""
     num_anchors: int | None = 24
     """Anchors drawn per request and batch; None = every supervised position."""
     edge_weight: float = 1.0
@@ -45,17 +45,27 @@ class ParallelLossConfig:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ConfigError(f"loss.objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
-        if self.decay_gamma is not None and not self.decay_gamma > 0:
-            raise ConfigError(f"loss.decay_gamma must be > 0 or null, got {self.decay_gamma!r}")
+        if self.decay_share is not None and not self.decay_share > 0:
+            raise ConfigError(f"loss.decay_share must be > 0 or null, got {self.decay_share!r}")
         if self.num_anchors is not None and self.num_anchors < 1:
             raise ConfigError(f"loss.num_anchors must be >= 1 or null, got {self.num_anchors!r}")
 
 
-def default_loss(is_causal: bool, num_slots: int) -> ParallelLossConfig:
-    """What the papers train with: JetSpec's loss for a causal block, DFlash's, its gamma of 7 for 15 slots scaled, else."""
-    if is_causal:
-        return ParallelLossConfig()
-    return ParallelLossConfig(objective="cross_entropy", decay_gamma=_GAMMA_PER_SLOT * num_slots)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetTables:
+    """What the loss reads of the target, frozen."""
+
+    embed: torch.Tensor  # (V, H) token embedding
+    head: torch.Tensor  # (V, H) output head
+
+    @staticmethod
+    def of(target: TargetHandles, device: torch.device) -> TargetTables:
+        """The tables in float32 on a device; one tensor where the target shares it."""
+        embed = target.embed_weight.detach().to(device, torch.float32)
+        is_tied = target.head_weight is target.embed_weight
+        return TargetTables(
+            embed=embed, head=embed if is_tied else target.head_weight.detach().to(device, torch.float32)
+        )
 
 
 def soft_kl(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
@@ -112,24 +122,25 @@ def _row_losses(
 def parallel_training_loss(
     model: ParallelHeadModel,
     batch: RowBatch,
-    embed: torch.Tensor,
+    tables: TargetTables,
     config: ParallelLossConfig,
     generator: torch.Generator,
     *,
-    head: torch.Tensor | None = None,
+    trains_backbone: bool = True,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of one batch (weighted mean per supervised slot) and detached sums for reporting.
 
     Args:
-        embed, head: (V, H), the target's token embedding and output head, frozen; no head = tied to the embedding.
         generator: of the CPU; draws the anchors.
+        trains_backbone: False computes hidden states without a graph (only norm, correction and calibration learn).
     Returns the loss and {"rows": anchors, "loss", "correct1" (histogram over 0..S of leading slots whose best token is
     the text's), "rows1", "nll1" (cross-entropy of the first slot with the text, summed)}.
     """
     s = model.config.num_slots
-    head = embed if head is None else head
+    head = tables.head
     anchors, is_real = draw_anchors(batch.is_output, config.num_anchors, generator)
-    hidden = anchored_forward(model, batch, embed, anchors)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and trains_backbone):
+        hidden = anchored_forward(model, batch, tables.embed, anchors)
     last = batch.token_ids.shape[1] - 1
     at = anchors[..., None] + 1 + torch.arange(s, device=anchors.device)  # (B, A, S) positions that the slots predict
     inside = at.clamp_max(last)
@@ -161,7 +172,7 @@ def parallel_training_loss(
     else:  # no request of the batch has two tokens that the target wrote
         loss = calibration = text_nll = z.sum(-1).float()
         best = slots
-    decay = 1.0 if config.decay_gamma is None else torch.exp(-slots.float() / config.decay_gamma)
+    decay = 1.0 if config.decay_share is None else torch.exp(-slots.float() / (config.decay_share * s))
     weights = torch.ones_like(loss) * decay
     total = ((loss + config.calibration_weight * calibration) * weights).sum() / weights.sum().clamp_min(1e-9)
     is_right = torch.zeros_like(is_supervised)

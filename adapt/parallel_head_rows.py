@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.adapt.specblock_rows import RowBatch
+from paceline.adapt.row_batch import RowBatch
 from paceline.serving.parallel_head_model import ParallelHeadModel, block_visibility
 from paceline.serving.specblock_model import rope_cos_sin
 

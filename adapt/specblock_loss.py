@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paceline.adapt.specblock_rows import BlockState, RowBatch, RowGrid, block1_forward, next_block_forward
+from paceline.adapt.row_batch import RowBatch, draft_index, soft_cross_entropy
+from paceline.adapt.specblock_rows import BlockState, RowGrid, block1_forward, next_block_forward
 from paceline.serving.specblock_model import (
     NUM_RANK_CLASSES,
     SpecBlockModel,
@@ -57,16 +58,6 @@ class BlockLoss:
     first_nll: torch.Tensor  # () cross-entropy of slot 0 without decay, summed, detached
 
 
-def soft_cross_entropy(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy per row to the logged top-k plus one bucket for the rest: (N, V), (N, k), (N, k) -> (N,)."""
-    draft = torch.log_softmax(logits.float(), dim=-1).gather(1, ids.clamp_min(0))
-    target = logprobs.exp() * (ids >= 0)
-    rest = (1.0 - target.sum(-1)).clamp_min(0.0)
-    draft_mass = (draft.exp() * (target > 0)).sum(-1)
-    loss = -(target * draft.masked_fill(target == 0, 0.0)).sum(-1)
-    return loss - rest * torch.log1p(-draft_mass.clamp_max(1 - 1e-6))
-
-
 def _chunks(rows: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
     return rows.split(max(1, _MAX_LOGITS // width))
 
@@ -101,7 +92,7 @@ def block_loss(
     is_side = torch.rand(n, generator=generator).to(device) < config.side_share
     alive = torch.arange(n, device=device)
     last = batch.token_ids.shape[1] - 1
-    to_draft = _draft_index(model) if c.draft_vocab_size is not None else None
+    to_draft = draft_index(model.draft_token_ids, c.vocab_size) if c.draft_vocab_size is not None else None
     for slot in range(k):
         at = positions[alive] + slot
         is_valid = (at <= last) & batch.is_output[request[alive], at.clamp_max(last)]
@@ -159,14 +150,6 @@ def _head_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = model.lm_head(z)
     return soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1)
-
-
-def _draft_index(model: SpecBlockModel) -> torch.Tensor:
-    """(V,) int64 draft id of each target id, -1 outside the draft vocabulary."""
-    ids: torch.Tensor = model.draft_token_ids  # type: ignore[assignment]
-    index = torch.full((model.config.vocab_size,), -1, dtype=torch.int64, device=ids.device)
-    index[ids] = torch.arange(ids.numel(), device=ids.device)
-    return index
 
 
 def _side_losses(

@@ -9,17 +9,16 @@ Source: DFlash and JetSpec, tree_speculation.md 1.3, 1.9 and 4.7.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
-from paceline.errors import DrafterMismatchError
+from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.serving.drafter import DrafterCaps, DraftInputs, Frontier, Proposal
+from paceline.serving.drafter_family import DrafterFamily, TargetHandles, check_state, serving_dtype
+from paceline.serving.output_head import choose_head_dtype
 from paceline.serving.parallel_head_forward import HeadForward
 from paceline.serving.parallel_head_model import (
     DRAFTER_TYPES,
@@ -27,8 +26,6 @@ from paceline.serving.parallel_head_model import (
     ParallelHeadModel,
     block_visibility,
 )
-from paceline.serving.specblock_drafter import CONFIG_FILE, WEIGHTS_FILE, read_drafter_files
-from paceline.serving.specblock_weights import TargetHandles, check_state, choose_head_dtype
 
 _MAX_CACHED_SCALES = 256
 _MIN_POSITIONS = 512
@@ -211,73 +208,38 @@ class ParallelHeadDrafter:
         return found
 
 
-def build_parallel_head(
-    config: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
+def make_drafter(
+    model: ParallelHeadModel,
     target: TargetHandles,
     *,
-    version: str = "",
-    target_version: str | None = None,
     dtype: torch.dtype | None = None,
+    head_dtype: torch.dtype | None = None,
     num_candidates: int = 8,
+    version: str = "",
 ) -> ParallelHeadDrafter:
-    """Make a drafter from a config.json mapping and weights, refusing anything that does not fit `target`.
-
-    `target_version`: what the weights were trained for; None takes it from the config (an absent one is refused).
-    dtype None: float32 on CPU, where drafting cost is operators, and bfloat16 elsewhere.
-    Raises: DrafterMismatchError.
-    """
-    kind, trained_for = config.get("drafter_type"), target_version or config.get("target_version")
-    if kind not in DRAFTER_TYPES:
-        raise DrafterMismatchError(f"drafter_type must be one of {', '.join(DRAFTER_TYPES)}, got {kind!r}")
-    if trained_for != target.version:
-        raise DrafterMismatchError(f"drafter was trained for target {trained_for!r}, not for {target.version!r}")
-    try:
-        settings = ParallelHeadConfig.from_dict(config)
-    except ValueError as e:
-        raise DrafterMismatchError(str(e)) from e
-    if settings.drafter_type != kind:
-        raise DrafterMismatchError(
-            f"a {kind} drafter must have is_causal {DRAFTER_TYPES[kind]}, got {settings.is_causal}"
-        )
-    if (settings.vocab_size, settings.feature_size) != (target.vocab_size, target.feature_size):
-        raise DrafterMismatchError(
-            f"drafter expects vocabulary {settings.vocab_size} and features {settings.feature_size}, "
-            f"the target has {target.vocab_size} and {target.feature_size}"
-        )
-    model = ParallelHeadModel(settings)
-    check_state(state, {name: tuple(t.shape) for name, t in model.state_dict().items()})
-    model.load_state_dict(dict(state))
+    """The serving form of a model; a number type that is None is chosen for the target's device."""
     device = torch.device(target.device)
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    dtype = dtype or serving_dtype(device)
     return ParallelHeadDrafter(
         model,
         target.embed_weight,
         target.head_weight,
         dtype=dtype,
-        head_dtype=choose_head_dtype(dtype, device, target.head_weight.numel()),
+        head_dtype=head_dtype or choose_head_dtype(dtype, device, target.head_weight.numel()),
         device=device,
         num_candidates=num_candidates,
         version=version,
     )
 
 
-def load_parallel_head(path: str | Path, target: TargetHandles, **options: Any) -> ParallelHeadDrafter:
-    """Load the drafter in a folder (config.json, drafter.safetensors) for this target.
+def _family(name: str) -> DrafterFamily:
+    def read_config(values: Mapping[str, Any]) -> ParallelHeadConfig:
+        config = ParallelHeadConfig.from_dict(values)
+        if config.drafter_type != name:
+            raise ConfigError(f"is_causal of a {name} drafter must be {DRAFTER_TYPES[name]}, got {config.is_causal}")
+        return config
 
-    Raises: DrafterMismatchError on another target, another shape, non-finite or unreadable weights.
-    """
-    config, state = read_drafter_files(path)
-    return build_parallel_head(config, state, target, **options)
+    return DrafterFamily(name=name, read_config=read_config, make_model=ParallelHeadModel, make_drafter=make_drafter)
 
 
-def save_parallel_head(path: str | Path, model: ParallelHeadModel, target_version: str) -> None:
-    """Write config.json and drafter.safetensors; the weights appear atomically."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    kind = model.config.drafter_type
-    values = {"drafter_type": kind, "target_version": target_version, **model.config.to_dict()}
-    (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    tmp = folder / (WEIGHTS_FILE + ".tmp")
-    save_file({k: v.detach().float().cpu().contiguous() for k, v in model.state_dict().items()}, tmp)
-    tmp.replace(folder / WEIGHTS_FILE)
+JETSPEC, DFLASH = _family("jetspec"), _family("dflash")

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from paceline.serving.drafter import Proposal
+from paceline.serving.output_head import head_logits, pack_head
 from paceline.serving.parallel_head_model import ParallelHeadConfig
 from paceline.serving.specblock_model import rope_cos_sin
-from paceline.serving.specblock_weights import head_logits, pack_head
 
 _MIN_TEMPERATURE = 0.05
 _MIN_REST = 1e-9

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ConfigError
+from paceline.serving.drafter_family import DrafterModel
 from paceline.serving.specblock_model import rotate
 
 DRAFTER_TYPES = {"jetspec": True, "dflash": False}
@@ -133,12 +134,15 @@ class ParallelHeadLayer(nn.Module):
         return x + self.down_proj(F.silu(gate) * up)
 
 
-class ParallelHeadModel(nn.Module):
+class ParallelHeadModel(DrafterModel):
     """All trainable parameters of a parallel head."""
+
+    config: ParallelHeadConfig
 
     def __init__(self, config: ParallelHeadConfig) -> None:
         super().__init__()
         c = self.config = config
+        self.drafter_type = config.drafter_type
         self.cond_proj = nn.Linear(c.feature_size, c.hidden_size, bias=False)
         self.cond_norm = nn.Parameter(torch.ones(c.hidden_size))
         if c.mask_token_id is None:

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from paceline.serving.drafter import Proposal
+from paceline.serving.output_head import head_logits, pack_head
 from paceline.serving.specblock_model import SpecBlockConfig, rope_cos_sin
-from paceline.serving.specblock_weights import FLOAT32_WEIGHTS, fuse_weights, head_logits, pack_head
+from paceline.serving.specblock_weights import FLOAT32_WEIGHTS, fuse_weights
 
 _MIN_TEMPERATURE = 0.05
 

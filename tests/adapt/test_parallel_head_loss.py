@@ -7,14 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from paceline.adapt import parallel_head_loss
-from paceline.adapt.parallel_head_loss import (
-    ParallelLossConfig,
-    default_loss,
-    parallel_training_loss,
-    soft_kl,
-)
+from paceline.adapt.drafter_families import training_family
+from paceline.adapt.parallel_head_loss import ParallelLossConfig, TargetTables, parallel_training_loss, soft_kl
 from paceline.adapt.parallel_head_rows import anchored_forward, draw_anchors, supervised_anchors
-from paceline.adapt.specblock_rows import collate
+from paceline.adapt.row_batch import collate
 from paceline.errors import ConfigError
 from paceline.serving.parallel_head_model import ParallelHeadConfig, ParallelHeadModel
 from paceline.serving.request import RequestTrace
@@ -23,6 +19,7 @@ V, FEATURES, HIDDEN, TOPK, SLOTS = 40, 12, 16, 4, 4
 KINDS = pytest.mark.parametrize("is_causal", [True, False], ids=["jetspec", "dflash"])
 EMBED = torch.randn(V, HIDDEN, generator=torch.Generator().manual_seed(5))
 HEAD = torch.randn(V, HIDDEN, generator=torch.Generator().manual_seed(6))
+TABLES = TargetTables(embed=EMBED, head=HEAD)
 
 
 def tiny_head(is_causal=True, seed=0, **changes):
@@ -88,7 +85,7 @@ def loop_oracle(model, traces, config, head=HEAD):
                     if rest > 1e-6:
                         kl += rest * math.log(rest / (1 - sum(q[v] for v in target)))
                     losses.append(kl)
-                weight = 1.0 if config.decay_gamma is None else math.exp(-s / config.decay_gamma)
+                weight = 1.0 if config.decay_share is None else math.exp(-s / (config.decay_share * SLOTS))
                 if len(losses) == 2:
                     losses = [(losses[0] + config.edge_weight * losses[1]) / (1 + config.edge_weight)]
                 total, weight_sum = total + weight * losses[0], weight_sum + weight
@@ -110,18 +107,18 @@ def make_half_right(model, traces):
 
 
 @pytest.mark.parametrize("has_topk", [True, False])
-@pytest.mark.parametrize("objective, gamma", [("forward_kl", None), ("cross_entropy", 3.0)])
+@pytest.mark.parametrize("objective, share", [("forward_kl", None), ("cross_entropy", 0.7)])
 @pytest.mark.parametrize("edge_rank", [0, 3])
 @KINDS
-def test_packed_loss_equals_the_direct_formula(is_causal, edge_rank, objective, gamma, has_topk):
+def test_packed_loss_equals_the_direct_formula(is_causal, edge_rank, objective, share, has_topk):
     model = tiny_head(is_causal, edge_rank=edge_rank)
     traces = [trace(i, 12 + 4 * i, 3 + 2 * i, has_topk=has_topk) for i in range(3)]
     make_half_right(model, traces)
     config = ParallelLossConfig(
-        objective=objective, decay_gamma=gamma, num_anchors=None, calibration_weight=0.0, edge_weight=0.5
+        objective=objective, decay_share=share, num_anchors=None, calibration_weight=0.0, edge_weight=0.5
     )
     loss, histogram, anchors = loop_oracle(model, traces, config)
-    got, report = parallel_training_loss(model, collate(traces), EMBED, config, generator(), head=HEAD)
+    got, report = parallel_training_loss(model, collate(traces), TABLES, config, generator())
     assert float(got.detach()) == pytest.approx(loss, rel=1e-4)
     assert report["correct1"].tolist() == histogram
     assert sum(histogram[2:]) > 0 or edge_rank, "the case must reach later slots"
@@ -142,10 +139,10 @@ def test_forward_kl_is_zero_at_the_target_and_has_the_gradient_of_cross_entropy(
 
 
 def test_the_papers_losses_are_the_defaults():
-    jetspec, dflash = default_loss(True, 15), default_loss(False, 15)
-    assert (jetspec.objective, jetspec.decay_gamma) == ("forward_kl", None)
-    assert (dflash.objective, dflash.decay_gamma) == ("cross_entropy", 7.0)
-    for wrong in ({"objective": "reverse_kl"}, {"decay_gamma": 0.0}, {"num_anchors": 0}):
+    jetspec, dflash = (training_family(name).defaults["loss"] for name in ("jetspec", "dflash"))
+    assert (jetspec.objective, jetspec.decay_share) == ("forward_kl", None)
+    assert (dflash.objective, dflash.decay_share * 15) == ("cross_entropy", 7.0)
+    for wrong in ({"objective": "reverse_kl"}, {"decay_share": 0.0}, {"num_anchors": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             ParallelLossConfig(**wrong)
 
@@ -187,8 +184,8 @@ def test_requests_of_a_batch_do_not_touch_each_other():
     model = tiny_head(edge_rank=2)
     traces = [trace(i, 30 - 6 * i, 3 + i) for i in range(3)]
     config = ParallelLossConfig(num_anchors=None, calibration_weight=0.0)
-    together, report = parallel_training_loss(model, collate(traces), EMBED, config, generator(), head=HEAD)
-    alone = [parallel_training_loss(model, collate([t]), EMBED, config, generator(), head=HEAD) for t in traces]
+    together, report = parallel_training_loss(model, collate(traces), TABLES, config, generator())
+    alone = [parallel_training_loss(model, collate([t]), TABLES, config, generator()) for t in traces]
     slots = [
         sum(min(SLOTS, len(t.token_ids) - 1 - a) for a in range(t.prompt_len, len(t.token_ids) - 1)) for t in traces
     ]
@@ -204,12 +201,21 @@ def test_calibration_trains_only_its_own_scalars():
     for weight in (0.0, 1.0):
         model.zero_grad()
         config = ParallelLossConfig(num_anchors=None, calibration_weight=weight)
-        parallel_training_loss(model, collate(traces), EMBED, config, generator(), head=HEAD)[0].backward()
+        parallel_training_loss(model, collate(traces), TABLES, config, generator())[0].backward()
         grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
     assert float(grads[1].pop("log_beta").abs().min()) > 0
     grads[0].pop("log_beta", None)
     assert grads[0].keys() == grads[1].keys()
     assert all(torch.allclose(grads[0][n], grads[1][n], atol=1e-6) for n in grads[0])
+
+
+def test_without_the_backbone_only_what_lies_behind_it_gets_gradients():
+    model = tiny_head(edge_rank=2)
+    config = ParallelLossConfig()
+    batch = collate([trace(1, 20, 4)])
+    parallel_training_loss(model, batch, TABLES, config, generator(), trains_backbone=False)[0].backward()
+    with_grad = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert with_grad == {"final_norm", "edge_in", "edge_out", "log_beta"}
 
 
 def test_chunked_output_head_gives_the_same_loss_and_gradients(monkeypatch):
@@ -218,7 +224,7 @@ def test_chunked_output_head_gives_the_same_loss_and_gradients(monkeypatch):
     for limit in (2**26, V * 7):
         monkeypatch.setattr(parallel_head_loss, "_MAX_LOGITS", limit)
         model.zero_grad()
-        loss, report = parallel_training_loss(model, batch, EMBED, ParallelLossConfig(), generator(), head=HEAD)
+        loss, report = parallel_training_loss(model, batch, TABLES, ParallelLossConfig(), generator())
         loss.backward()
         results.append((float(loss.detach()), model.cond_proj.weight.grad.clone(), report["correct1"]))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
@@ -229,7 +235,7 @@ def test_chunked_output_head_gives_the_same_loss_and_gradients(monkeypatch):
 def test_a_batch_without_supervised_anchors_has_no_loss():
     model = tiny_head()
     loss, report = parallel_training_loss(
-        model, collate([trace(0, 6, 5), trace(1, 4, 4)]), EMBED, ParallelLossConfig(), generator(), head=HEAD
+        model, collate([trace(0, 6, 5), trace(1, 4, 4)]), TABLES, ParallelLossConfig(), generator()
     )
     loss.backward()
     assert float(loss.detach()) == 0 and int(report["rows"]) == 0
@@ -248,11 +254,11 @@ def test_a_tiny_head_learns_a_regular_text(is_causal, edge_rank):
         t.topk_logprobs[:] = -torch.inf
         t.topk_logprobs[:, 0] = 0.0
         traces.append(t)
-    batch, config = collate(traces), default_loss(is_causal, SLOTS)
+    batch, config = collate(traces), training_family(model.drafter_type).defaults["loss"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     losses, g = [], generator()
     for _ in range(150):
-        loss, report = parallel_training_loss(model, batch, EMBED, config, g, head=HEAD)
+        loss, report = parallel_training_loss(model, batch, TABLES, config, g)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

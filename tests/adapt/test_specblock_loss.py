@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from paceline.adapt import specblock_loss
+from paceline.adapt.row_batch import collate
 from paceline.adapt.specblock_loss import LossConfig, training_loss
-from paceline.adapt.specblock_rows import block1_forward, collate
+from paceline.adapt.specblock_rows import block1_forward
 from paceline.serving.request import RequestTrace
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel, rank_class, rank_features
 

@@ -21,7 +21,7 @@ from paceline.adapt.target_handle import load_target_handle
 from paceline.adapt.trace_store import TraceStore
 from paceline.adapt.train_drafter import DrafterRecipe, plan_batches, rate_at, train_drafter
 from paceline.errors import ConfigError
-from paceline.serving.specblock_drafter import load_drafter
+from paceline.serving.drafter_families import load_drafter
 from paceline.serving.target import TargetModel
 from tests.fakes import tiny_model, tiny_tokenizer
 

@@ -7,16 +7,12 @@ import pytest
 import torch
 
 from paceline.adapt.parallel_head_rows import anchored_forward
-from paceline.adapt.specblock_rows import RowBatch
+from paceline.adapt.row_batch import RowBatch
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.kernels.draft_ingest_ref import draft_ingest
 from paceline.serving.drafter import Frontier
-from paceline.serving.parallel_head_drafter import (
-    ParallelHeadDrafter,
-    build_parallel_head,
-    load_parallel_head,
-    save_parallel_head,
-)
+from paceline.serving.drafter_families import build_drafter, load_drafter, save_drafter
+from paceline.serving.parallel_head_drafter import ParallelHeadDrafter
 from paceline.serving.parallel_head_model import ParallelHeadConfig, ParallelHeadModel
 from paceline.serving.specblock_model import rope_cos_sin
 from tests.serving.test_specblock_drafter import FEATURES, Request, V, make_inputs, pool_rows
@@ -281,38 +277,38 @@ class FakeTarget:
 @KINDS
 def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path, is_causal):
     model, embed, head = tiny_head(is_causal, edge_rank=2)
-    save_parallel_head(tmp_path, model, "abc")
-    drafter = load_parallel_head(tmp_path, FakeTarget(embed, head), version="v1")
+    save_drafter(tmp_path, model, "abc")
+    drafter = load_drafter(tmp_path, FakeTarget(embed, head), version="v1")
     assert drafter.version == "v1" and drafter.caps.name == ("jetspec" if is_causal else "dflash")
     assert drafter.config == model.config
     (request,) = prefilled(drafter, 1, np.random.default_rng(0))
     proposal = drafter.propose(make_inputs([request], [(0, request.context)]))
     assert_proposal_matches(proposal, 0, reference_logits(model, embed, head, request))
     with pytest.raises(DrafterMismatchError, match="trained for target"):
-        load_parallel_head(tmp_path, FakeTarget(embed, head, version="other"))
+        load_drafter(tmp_path, FakeTarget(embed, head, version="other"))
     with pytest.raises(DrafterMismatchError, match="vocabulary"):
-        load_parallel_head(tmp_path, FakeTarget(embed, head, vocab_size=V + 1))
+        load_drafter(tmp_path, FakeTarget(embed, head, vocab_size=V + 1))
     with pytest.raises(DrafterMismatchError, match="target embedding"):
-        load_parallel_head(tmp_path, FakeTarget(embed[:, :-1], head))
+        load_drafter(tmp_path, FakeTarget(embed[:, :-1], head))
     with pytest.raises(DrafterMismatchError, match="target output head"):
-        load_parallel_head(tmp_path, FakeTarget(embed, head[:, :-1]))
+        load_drafter(tmp_path, FakeTarget(embed, head[:, :-1]))
 
 
 def test_weights_and_configs_that_do_not_fit_are_refused():
     model, embed, head = tiny_head()
     target, state = FakeTarget(embed, head), model.state_dict()
     config = {"drafter_type": "jetspec", "target_version": "abc", **model.config.to_dict()}
-    assert build_parallel_head(config, state, target).caps.name == "jetspec"
+    assert build_drafter(config, state, target).caps.name == "jetspec"
     for changes, message in (
         ({"drafter_type": "dflash"}, "is_causal"),
-        ({"drafter_type": "specblock"}, "drafter_type must be one of"),
+        ({"drafter_type": "specblock"}, "specblock|SpecBlock"),
         ({"head_dim": 7}, "head_dim"),
         ({"num_layers": 3}, "missing"),
         ({"edge_rank": 2}, "missing"),
         ({"mask_token_id": 3}, "surplus"),
     ):
         with pytest.raises(DrafterMismatchError, match=message):
-            build_parallel_head({**config, **changes}, state, target)
+            build_drafter({**config, **changes}, state, target)
     drafter = ParallelHeadDrafter(model, embed, head)
     with pytest.raises(DrafterMismatchError, match="finite"):
         drafter.load_state({**state, "final_norm": torch.full((HIDDEN,), float("nan"))})
