@@ -146,6 +146,8 @@ class TargetModel:
         weight: Any = model.get_input_embeddings().weight
         self.embed_weight: torch.Tensor = weight if num_ranks == 1 else weight.full_tensor()  # (V, Dm)
         self.lm_head: torch.nn.Module = model.get_output_embeddings()
+        head: Any = self.lm_head.weight
+        self.head_weight: torch.Tensor = head if num_ranks == 1 else head.full_tensor()  # (V, Dm)
         self.device: torch.device = self.embed_weight.device
         self.dtype: torch.dtype = self.embed_weight.dtype
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
@@ -164,12 +166,6 @@ class TargetModel:
         self._fused: FusedForward | None = None
         if fast_path is not False and num_ranks == 1:
             self._choose_fast_path(is_required=fast_path is True)
-
-    @property
-    def head_weight(self) -> torch.Tensor:
-        """(V, Dm) weight of the output head; with tied embeddings the token embedding."""
-        weight: Any = self.lm_head.weight
-        return weight if self.num_ranks == 1 else weight.full_tensor()
 
     @property
     def is_fast_path(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Frontier, Proposal
+from paceline.serving.edge_scores import rank_edges
 from paceline.serving.upload import upload
 
 NUM_RANK_CLASSES = 3
@@ -114,8 +115,7 @@ def block_candidates(
     logprobs = _slot_logprobs(proposal, kappa)
     num_requests, num_slots, num_candidates = logprobs.shape
     if is_product:
-        edges = None if proposal.edge_logprobs is None else _ranked_edges(proposal, proposal.edge_logprobs, kappa)
-        return _product_candidates(proposal.token_ids, logprobs, max_nodes, edges)
+        return _product_candidates(proposal.token_ids, logprobs, max_nodes, rank_edges(proposal, kappa))
     parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 0, str(logprobs.device))
     return Candidates(
         token_ids=proposal.token_ids.reshape(num_requests, -1),
@@ -126,27 +126,11 @@ def block_candidates(
     )
 
 
-def _ranked_edges(
-    proposal: Proposal, edges: torch.Tensor, kappa: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of the candidates of slots 1.. below each candidate of the slot before, best first, and their columns.
-
-    Both (F, S - 1, K, K); calibrated and cut to the widths by the rank below the parent.
-    """
-    scores, columns = edges.sort(dim=-1, descending=True)
-    rank = torch.arange(edges.shape[3], device=edges.device)
-    if kappa is not None:
-        scores = (scores + kappa[:, 1:, None, rank.clamp(max=NUM_RANK_CLASSES - 1)]).clamp_(max=0.0)
-    if proposal.widths is not None:
-        scores = scores.masked_fill(rank >= proposal.widths[:, 1:, None, None], _ABSENT)
-    return scores, columns
-
-
 def _product_candidates(
     token_ids: torch.Tensor,
     logprobs: torch.Tensor,
     max_nodes: int,
-    edges: tuple[torch.Tensor, torch.Tensor] | None = None,
+    edges: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> Candidates:
     num_requests, num_slots, num_candidates = logprobs.shape
     front = logprobs.new_zeros(num_requests, 1)
