@@ -19,6 +19,8 @@ from paceline.serving.drafter import Drafter
 from paceline.serving.engine import Engine
 from paceline.serving.kv_budget import pool_row_bytes
 from paceline.serving.lookup_drafter import PromptLookupDrafter
+from paceline.serving.parallel_head_drafter import ParallelHeadDrafter
+from paceline.serving.parallel_head_model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel
 from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 from paceline.serving.specblock_drafter import SpecBlockDrafter
@@ -29,7 +31,7 @@ VOCAB = 64
 NUM_TOKENS = 24
 NUM_PROMPTS = 8
 PAGE = 4
-DRAFTERS = ("repeat", "random", "oracle", "rejected", "lookup", "specblock")
+DRAFTERS = ("repeat", "random", "oracle", "rejected", "lookup", "specblock", "jetspec", "dflash")
 
 
 @functools.cache
@@ -75,6 +77,21 @@ def tiny_specblock(seed: int) -> SpecBlockDrafter:
     return SpecBlockDrafter(model, t.embed_weight, dtype=torch.float32, device="cpu")
 
 
+def tiny_parallel_head(name: str, seed: int) -> ParallelHeadDrafter:
+    """The causal head scores candidates below each parent, the other one does not."""
+    t = target()
+    config = ParallelHeadConfig(
+        is_causal=DRAFTER_TYPES[name], hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8,
+        num_slots=4, vocab_size=VOCAB, feature_size=t.feature_size, edge_rank=4 if name == "jetspec" else 0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = ParallelHeadModel(config)
+        if config.edge_rank:
+            torch.nn.init.normal_(model.edge_out)
+    return ParallelHeadDrafter(model, t.embed_weight, t.head_weight)
+
+
 def make_drafter(name: str, seed: int = 0) -> Drafter:
     texts = {f"r{i}": [*p, *g] for i, (p, g) in enumerate(zip(prompts(), greedy_reference(), strict=True))}
     if name == "repeat":
@@ -87,6 +104,8 @@ def make_drafter(name: str, seed: int = 0) -> Drafter:
         return RejectedDrafter(0)
     if name == "lookup":
         return PromptLookupDrafter()
+    if name in DRAFTER_TYPES:
+        return tiny_parallel_head(name, seed)
     return tiny_specblock(seed)
 
 
