@@ -27,7 +27,7 @@ def prepare(model: ParallelHeadModel, traces: Sequence[RequestTrace], target: Ta
 
 
 def held_out_loss(config: ParallelLossConfig) -> ParallelLossConfig:
-    return dataclasses.replace(config, num_anchors=None, calibration_weight=0.0)
+    return dataclasses.replace(config, num_anchors=None, edge_share=1.0, calibration_weight=0.0)
 
 
 def summarise(sums: Mapping[str, torch.Tensor], config: ParallelLossConfig) -> dict[str, float]:
@@ -57,8 +57,9 @@ def _family(name: str, loss: ParallelLossConfig) -> TrainingFamily:
         )
 
     def update_loss(trains_backbone: bool) -> ParallelLossConfig:
-        """Logged rows are few, so every one of them is an anchor."""
-        return dataclasses.replace(loss, num_anchors=None)
+        """Logged rows are few, so every one of them is an anchor; without the backbone, all teach the calibration."""
+        share = loss.calibration_share if trains_backbone else 1.0
+        return dataclasses.replace(loss, num_anchors=None, calibration_share=share)
 
     return TrainingFamily(
         name=name,

@@ -3,14 +3,15 @@
 Shape legend: B requests of a batch, A anchors, S draft slots, M supervised (anchor, slot) rows, k logged target
 log-probs a token, H hidden size, V vocabulary.
 JetSpec learns the target's soft distribution by forward KL with equal weights; DFlash learns the token in the text by
-cross-entropy with weights exp(-s / gamma) of slot s, gamma = 7 in a block of 15 slots. Sums are divided by the sum of the weights. The edge correction is
-trained with the true previous token beside the uncorrected logits, which stay a good choice of candidates.
+cross-entropy with weights exp(-s / gamma) of slot s, gamma = 7 in a block of 15 slots. Sums are divided by the sum of
+their weights. A share of the rows sees the edge correction by the true previous token; the others keep the uncorrected
+logits a good choice of candidates.
 Source: tree_speculation.md 1.5 (JetSpec), 2 (DFlash), 4.3 (edge correction).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +37,13 @@ class ParallelLossConfig:
     """'forward_kl' to the target's soft distribution (JetSpec) | 'cross_entropy' with the token in the text (DFlash)."""
     decay_share: float | None = None
     """Slot s of S, counted from 0, weighs exp(-s / (decay_share * S)); None = all slots weigh the same."""
-    num_anchors: int | None = 24
+    num_anchors: int | None = 16
     """Anchors drawn per request and batch; None = every supervised position."""
-    edge_weight: float = 1.0
-    """Weight of the corrected logits' loss beside that of the uncorrected ones; only with an edge correction."""
+    edge_share: float = 0.5
+    """Share of rows whose logits are corrected by the previous token; only with an edge correction."""
     calibration_weight: float = 0.1
+    calibration_share: float = 0.25
+    """Share of rows whose calibration loss is computed."""
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -78,45 +81,40 @@ def soft_kl(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> 
 
 @dataclass(kw_only=True, slots=True)
 class _Rows:
-    """What M supervised rows are compared with."""
+    """M supervised rows: their logits' input and what they are compared with."""
 
+    z: torch.Tensor  # (M, H), normed
     text: torch.Tensor  # (M,) int64
     previous: torch.Tensor  # (M,) int64, the token before
-    is_edged: torch.Tensor  # (M,) bool: the parent is a draft token, not the anchor
     topk_ids: torch.Tensor  # (M, k) int64
     topk_logprobs: torch.Tensor  # (M, k) float32
     slots: torch.Tensor  # (M,) int64
     temperatures: torch.Tensor  # (M,) float32
+    is_edged: torch.Tensor  # (M,) bool: corrected; never the first slot, whose parent is the anchor
+    is_side: torch.Tensor  # (M,) bool: teaches the calibration
 
     def take(self, rows: torch.Tensor) -> _Rows:
-        return _Rows(
-            text=self.text[rows], previous=self.previous[rows], is_edged=self.is_edged[rows],
-            topk_ids=self.topk_ids[rows], topk_logprobs=self.topk_logprobs[rows], slots=self.slots[rows],
-            temperatures=self.temperatures[rows],
-        )  # fmt: skip
+        return _Rows(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
 def _row_losses(
-    model: ParallelHeadModel, head: torch.Tensor, config: ParallelLossConfig, z: torch.Tensor, rows: _Rows
+    model: ParallelHeadModel, head: torch.Tensor, config: ParallelLossConfig, rows: _Rows
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token and calibration loss, cross-entropy with the text and best token of M rows, each (M,)."""
-    logits = F.linear(z, head.to(z.dtype)).float()
-
-    def token_loss(logits: torch.Tensor) -> torch.Tensor:
-        if config.objective == "forward_kl":
-            return soft_kl(logits, rows.topk_ids, rows.topk_logprobs)
-        return F.cross_entropy(logits, rows.text, reduction="none")
-
-    loss = token_loss(logits)
+    """Token loss (M,), calibration loss of the side rows, cross-entropy of the first slots' rows, best token (M,)."""
+    logits = F.linear(rows.z, head.to(rows.z.dtype)).float()
     if model.config.edge_rank:
-        logits = logits + model.edge_bias(rows.previous).float() * rows.is_edged[:, None]
-        loss = (loss + config.edge_weight * token_loss(logits)) / (1.0 + config.edge_weight)
-    fixed = logits.detach()
-    is_sampled = rows.temperatures > 0
-    beta = model.log_beta[is_sampled.long(), rows.slots].exp()
-    scaled = fixed * (beta / torch.where(is_sampled, rows.temperatures.clamp_min(0.05), 1.0))[:, None]
-    calibration = F.cross_entropy(scaled, rows.text, reduction="none")
-    return loss, calibration, F.cross_entropy(fixed, rows.text, reduction="none"), fixed.argmax(-1)
+        edged = rows.is_edged.nonzero()[:, 0]
+        logits = logits.index_add(0, edged, model.edge_bias(rows.previous[edged]).float())
+    if config.objective == "forward_kl":
+        loss = soft_kl(logits, rows.topk_ids, rows.topk_logprobs)
+    else:
+        loss = F.cross_entropy(logits, rows.text, reduction="none")
+    fixed, side, first = logits.detach(), rows.is_side, rows.slots == 0
+    is_sampled = rows.temperatures[side] > 0
+    beta = model.log_beta[is_sampled.long(), rows.slots[side]].exp()
+    scale = beta / torch.where(is_sampled, rows.temperatures[side].clamp_min(0.05), 1.0)
+    calibration = F.cross_entropy(fixed[side] * scale[:, None], rows.text[side], reduction="none")
+    return loss, calibration, F.cross_entropy(fixed[first], rows.text[first], reduction="none"), fixed.argmax(-1)
 
 
 def parallel_training_loss(
@@ -131,7 +129,7 @@ def parallel_training_loss(
     """Loss of one batch (weighted mean per supervised slot) and detached sums for reporting.
 
     Args:
-        generator: of the CPU; draws the anchors.
+        generator: of the CPU; draws the anchors and the rows that are corrected or calibrated.
         trains_backbone: False computes hidden states without a graph (only norm, correction and calibration learn).
     Returns the loss and {"rows": anchors, "loss", "correct1" (histogram over 0..S of leading slots whose best token is
     the text's), "rows1", "nll1" (cross-entropy of the first slot with the text, summed)}.
@@ -148,33 +146,33 @@ def parallel_training_loss(
     is_supervised = is_real[..., None] & (at <= last) & batch.is_output[request, inside]
     where = is_supervised.nonzero(as_tuple=True)
     slots, owner, position = where[2], request[where], at[where]
+    draws = torch.rand(2, slots.numel(), generator=generator).to(slots.device)
     rows = _Rows(
+        z=model.normed(hidden[where]),
         text=batch.token_ids[owner, position],
         previous=batch.token_ids[owner, position - 1],
-        is_edged=slots > 0,
         topk_ids=batch.topk_ids[owner, position],
         topk_logprobs=batch.topk_logprobs[owner, position],
         slots=slots,
         temperatures=batch.temperatures[owner],
+        is_edged=(slots > 0) & (draws[0] < config.edge_share),
+        is_side=draws[1] < config.calibration_share * (config.calibration_weight > 0),
     )
-    z = model.normed(hidden[where])
     out = []
-    v = head.shape[0]
-    is_chunked = slots.numel() * v > _MAX_LOGITS
-    for part in torch.arange(slots.numel(), device=z.device).split(max(1, _MAX_LOGITS // v)):
-        args = (model, head, config, z[part], rows.take(part))
-        if is_chunked and torch.is_grad_enabled():
+    most = max(1, _MAX_LOGITS // head.shape[0])
+    for part in torch.arange(slots.numel(), device=slots.device).split(most):
+        args = (model, head, config, rows.take(part) if slots.numel() > most else rows)
+        if slots.numel() > most and torch.is_grad_enabled():
             out.append(checkpoint(_row_losses, *args, use_reentrant=False))
         else:
             out.append(_row_losses(*args))
-    if out:
-        loss, calibration, text_nll, best = (torch.cat(parts) for parts in zip(*out, strict=True))
-    else:  # no request of the batch has two tokens that the target wrote
-        loss = calibration = text_nll = z.sum(-1).float()
-        best = slots
-    decay = 1.0 if config.decay_share is None else torch.exp(-slots.float() / (config.decay_share * s))
-    weights = torch.ones_like(loss) * decay
-    total = ((loss + config.calibration_weight * calibration) * weights).sum() / weights.sum().clamp_min(1e-9)
+    loss, calibration, first_nll, best = (torch.cat(parts) for parts in zip(*out, strict=True))
+    weights = torch.ones_like(loss)
+    if config.decay_share is not None:
+        weights = torch.exp(-slots.float() / (config.decay_share * s))
+    total = (loss * weights).sum() / weights.sum().clamp_min(1e-9)
+    side_weights = weights[rows.is_side]
+    total = total + config.calibration_weight * (calibration * side_weights).sum() / side_weights.sum().clamp_min(1e-9)
     is_right = torch.zeros_like(is_supervised)
     is_right[where] = best == rows.text
     correct = is_right.long().cumprod(-1).sum(-1)[is_real]
@@ -184,6 +182,6 @@ def parallel_training_loss(
         "loss": total.detach(),
         "correct1": torch.bincount(correct, minlength=s + 1).float(),
         "rows1": num_anchors,
-        "nll1": (text_nll.detach() * (slots == 0)).sum(),
+        "nll1": first_nll.sum(),
     }
     return total, report

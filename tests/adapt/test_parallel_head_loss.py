@@ -66,30 +66,23 @@ def loop_oracle(model, traces, config, head=HEAD):
                 p = a + 1 + s
                 if p >= n:
                     break
-                logits = [model.normed(hidden[s]) @ head.T]
-                if model.config.edge_rank:
-                    bias = model.edge_in[t.token_ids[p - 1]] @ model.edge_out.T
-                    logits.append(logits[0] + bias * (s > 0))
-                losses = []
-                for z in logits:
-                    q = z.softmax(-1).tolist()
-                    if config.objective == "cross_entropy":
-                        losses.append(-math.log(q[t.token_ids[p]]))
-                        continue
+                z = model.normed(hidden[s]) @ head.T
+                if model.config.edge_rank and s > 0 and config.edge_share:
+                    z = z + model.edge_in[t.token_ids[p - 1]] @ model.edge_out.T
+                q = z.softmax(-1).tolist()
+                loss = -math.log(q[t.token_ids[p]])
+                if config.objective == "forward_kl":
                     i = p - t.prompt_len
                     target = {t.token_ids[p]: 1.0}
                     if t.topk_ids is not None:
                         target = {int(v): math.exp(x) for v, x in zip(t.topk_ids[i], t.topk_logprobs[i], strict=True)}
-                    kl = sum(m * math.log(m / q[v]) for v, m in target.items())
+                    loss = sum(m * math.log(m / q[v]) for v, m in target.items())
                     rest = 1 - sum(target.values())
                     if rest > 1e-6:
-                        kl += rest * math.log(rest / (1 - sum(q[v] for v in target)))
-                    losses.append(kl)
+                        loss += rest * math.log(rest / (1 - sum(q[v] for v in target)))
                 weight = 1.0 if config.decay_share is None else math.exp(-s / (config.decay_share * SLOTS))
-                if len(losses) == 2:
-                    losses = [(losses[0] + config.edge_weight * losses[1]) / (1 + config.edge_weight)]
-                total, weight_sum = total + weight * losses[0], weight_sum + weight
-                is_open = is_open and int(logits[-1].argmax()) == t.token_ids[p]
+                total, weight_sum = total + weight * loss, weight_sum + weight
+                is_open = is_open and int(z.argmax()) == t.token_ids[p]
                 correct += is_open
             histogram[correct] += 1
     return total / weight_sum, histogram, anchors
@@ -108,20 +101,20 @@ def make_half_right(model, traces):
 
 @pytest.mark.parametrize("has_topk", [True, False])
 @pytest.mark.parametrize("objective, share", [("forward_kl", None), ("cross_entropy", 0.7)])
-@pytest.mark.parametrize("edge_rank", [0, 3])
+@pytest.mark.parametrize("edge_rank, edge_share", [(0, 1.0), (3, 1.0), (3, 0.0)])
 @KINDS
-def test_packed_loss_equals_the_direct_formula(is_causal, edge_rank, objective, share, has_topk):
+def test_packed_loss_equals_the_direct_formula(is_causal, edge_rank, edge_share, objective, share, has_topk):
     model = tiny_head(is_causal, edge_rank=edge_rank)
     traces = [trace(i, 12 + 4 * i, 3 + 2 * i, has_topk=has_topk) for i in range(3)]
     make_half_right(model, traces)
     config = ParallelLossConfig(
-        objective=objective, decay_share=share, num_anchors=None, calibration_weight=0.0, edge_weight=0.5
+        objective=objective, decay_share=share, num_anchors=None, calibration_weight=0.0, edge_share=edge_share
     )
     loss, histogram, anchors = loop_oracle(model, traces, config)
     got, report = parallel_training_loss(model, collate(traces), TABLES, config, generator())
     assert float(got.detach()) == pytest.approx(loss, rel=1e-4)
     assert report["correct1"].tolist() == histogram
-    assert sum(histogram[2:]) > 0 or edge_rank, "the case must reach later slots"
+    assert sum(histogram[2:]) > 0 or (edge_rank and edge_share), "the case must reach later slots"
     assert int(report["rows"]) == int(report["rows1"]) == anchors
 
 
@@ -183,7 +176,7 @@ def test_an_anchor_sees_strictly_earlier_context_and_its_own_block_only(is_causa
 def test_requests_of_a_batch_do_not_touch_each_other():
     model = tiny_head(edge_rank=2)
     traces = [trace(i, 30 - 6 * i, 3 + i) for i in range(3)]
-    config = ParallelLossConfig(num_anchors=None, calibration_weight=0.0)
+    config = ParallelLossConfig(num_anchors=None, calibration_weight=0.0, edge_share=1.0)
     together, report = parallel_training_loss(model, collate(traces), TABLES, config, generator())
     alone = [parallel_training_loss(model, collate([t]), TABLES, config, generator()) for t in traces]
     slots = [
@@ -200,7 +193,7 @@ def test_calibration_trains_only_its_own_scalars():
     grads = []
     for weight in (0.0, 1.0):
         model.zero_grad()
-        config = ParallelLossConfig(num_anchors=None, calibration_weight=weight)
+        config = ParallelLossConfig(num_anchors=None, calibration_weight=weight, calibration_share=1.0)
         parallel_training_loss(model, collate(traces), TABLES, config, generator())[0].backward()
         grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
     assert float(grads[1].pop("log_beta").abs().min()) > 0
