@@ -5,11 +5,11 @@ A new drafter adds its modules and one line here, next to its line in `serving/d
 
 from __future__ import annotations
 
-from paceline.adapt import specblock_family
+from paceline.adapt import eagle_family, specblock_family
 from paceline.adapt.drafter_family import TrainingFamily
 from paceline.errors import ConfigError
 
-FAMILIES: dict[str, TrainingFamily] = {f.name: f for f in (specblock_family.FAMILY,)}
+FAMILIES: dict[str, TrainingFamily] = {f.name: f for f in (specblock_family.FAMILY, eagle_family.FAMILY)}
 
 
 def training_family(name: str) -> TrainingFamily:

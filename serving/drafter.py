@@ -73,8 +73,9 @@ class Frontier:
     """Leaves of the first block at which a re-entrant drafter continues."""
 
     request: torch.Tensor  # (F,) int64, index into the B requests of the inputs
-    slot: torch.Tensor  # (F,) int64, slot of the first block that the leaf sits in
+    slot: torch.Tensor  # (F,) int64, slot of the proposal that the leaf sits in
     token_ids: torch.Tensor  # (F,) int64, the leaf's token
+    node: torch.Tensor | None = None  # (F,) int64, row of the proposal; None = `request`, as in the first block
 
 
 class Drafter(Protocol):

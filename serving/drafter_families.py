@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.serving import specblock_drafter
+from paceline.serving import eagle_drafter, specblock_drafter
 from paceline.serving.drafter_family import (
     DrafterFamily,
     DrafterModel,
@@ -24,7 +24,7 @@ from paceline.serving.drafter_family import (
     check_state,
 )
 
-FAMILIES: dict[str, DrafterFamily] = {f.name: f for f in (specblock_drafter.FAMILY,)}
+FAMILIES: dict[str, DrafterFamily] = {f.name: f for f in (specblock_drafter.FAMILY, eagle_drafter.FAMILY)}
 WEIGHTS_FILE, CONFIG_FILE = "drafter.safetensors", "config.json"
 
 
