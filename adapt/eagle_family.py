@@ -61,7 +61,7 @@ def summarise(sums: Mapping[str, torch.Tensor], config: EagleLossConfig) -> dict
 
 FAMILY = TrainingFamily(
     name=EagleModel.drafter_type,
-    defaults={"learning_rate": 2e-3, "num_layers": 1, "num_slots": 4, "loss": EagleLossConfig()},
+    defaults={"learning_rate": 2e-3, "num_layers": 1, "num_slots": 1, "loss": EagleLossConfig()},
     make_config=make_config,
     prepare=prepare,
     frozen=target_embedding,

@@ -89,8 +89,9 @@ class EagleDrafter:
             name=EagleModel.drafter_type,
             num_slots=c.num_slots,
             num_candidates=count,
-            max_depth=2 * c.num_slots,
-            is_reentrant=True,
+            max_depth=c.num_slots * (c.max_depth // c.num_slots),
+            num_blocks=c.max_depth // c.num_slots,
+            is_reentrant=c.max_depth >= 2 * c.num_slots,
             needs_features=True,
             is_row_local=True,
         )

@@ -37,8 +37,10 @@ class EagleConfig:
     """Width of a fused feature row: tapped layers x target hidden size."""
     embed_size: int
     """Width of the target's token embedding."""
-    num_slots: int = 4
-    """Draft tokens that one call adds below a node, greedily one after the other."""
+    num_slots: int = 1
+    """Draft tokens that one call adds below a node, greedily one after the other; 1 = level by level, as published."""
+    max_depth: int = 8
+    """Deepest draft token; calls re-enter until it is reached."""
     num_steps: int = 5
     """Steps unrolled in training; calibration knows as many depths."""
     draft_vocab_size: int | None = None
@@ -52,6 +54,7 @@ class EagleConfig:
             (self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads", self.num_heads),
             (self.head_dim % 2 == 0, "head_dim must be even", self.head_dim),
             (1 <= self.num_slots <= 16, "num_slots must be in [1, 16]", self.num_slots),
+            (self.num_slots <= self.max_depth <= 32, "max_depth must be in [num_slots, 32]", self.max_depth),
             (1 <= self.num_steps <= 16, "num_steps must be in [1, 16]", self.num_steps),
             (1 <= draft_ids <= self.vocab_size, "draft_vocab_size must be in [1, vocab_size]", draft_ids),
         )

@@ -48,11 +48,11 @@ class FixedPolicy(TreePolicy):
 
 
 def make_drafter(target, seed, overconfidence=0.0, family="specblock"):
-    if family == "eagle3":
+    if family.startswith("eagle3"):
         torch.manual_seed(seed)
         return EagleDrafter(EagleModel(EagleConfig(
             hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=8, vocab_size=target.vocab_size,
-            feature_size=target.feature_size, embed_size=target.hidden_size, num_slots=3,
+            feature_size=target.feature_size, embed_size=target.hidden_size, num_slots=int(family[-1]),
         )), target.embed_weight)  # fmt: skip
     config = SpecBlockConfig(
         hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=8, vocab_size=target.vocab_size,
@@ -91,7 +91,7 @@ def serve(num_requests, *, max_running=4, learns=False, overconfidence=0.0, voca
     return target, sink
 
 
-@pytest.fixture(scope="module", params=["specblock", "eagle3"])
+@pytest.fixture(scope="module", params=["specblock", "eagle3-slots-1", "eagle3-slots-4"])
 def served(request):
     return request.param, *serve(8, family=request.param)
 

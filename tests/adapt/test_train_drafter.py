@@ -169,7 +169,7 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     (numbers,) = results.values()
     assert numbers["nll"] > 0 and numbers["acceptance_length_sampled"] >= 1
     drafter = load_drafter(tmp_path / "a", load_target_handle(target_dir))
-    assert drafter.caps.num_slots == 4 and drafter.caps.name == kind["drafter"]
+    assert (drafter.caps.name, drafter.caps.max_depth) == (kind["drafter"], 8)
     config = json.loads((tmp_path / "a" / "config.json").read_text(encoding="utf-8"))
     assert config["draft_vocab_size"] == kind.get("draft_vocab_size")
     assert config["domains"] == list(config["learned_rows"]) == [prompts_dir.name]

@@ -80,7 +80,7 @@ def tiny_specblock(seed: int) -> SpecBlockDrafter:
 def tiny_eagle(seed: int, **changes) -> EagleDrafter:
     t = target()
     values = {
-        "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "num_slots": 2,
+        "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "max_depth": 5,
         "vocab_size": VOCAB, "draft_vocab_size": VOCAB - 4, "embed_size": 32, "feature_size": t.feature_size, **changes,
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]):

@@ -6,11 +6,14 @@ import torch
 
 from paceline.adapt.eagle_rows import unrolled_hidden
 from paceline.adapt.row_batch import RowBatch
+from paceline.config import TreeConfig
 from paceline.errors import DrafterMismatchError
+from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Frontier
 from paceline.serving.drafter_families import load_drafter, save_drafter
 from paceline.serving.eagle_drafter import EagleDrafter
 from paceline.serving.eagle_model import EagleConfig, EagleModel
+from paceline.serving.tree_policy import DraftGroup, TreePolicy, draft_fixed
 from tests.serving.test_specblock_drafter import EMBED, FEATURES, FakeTarget, Request, V, make_inputs, pool_rows
 
 TOLERANCE = 1e-4  # fp32, other reduction orders
@@ -220,3 +223,59 @@ def test_new_weights_replace_the_old_in_place_and_wrong_ones_change_nothing():
     drafter.load_state(good)
     assert storage == {k: t.data_ptr() for k, t in drafter._forward.weights.items()}
     assert_slots_match(drafter.propose(make_inputs([request], [(0, 20)])), 0, other, embed, request, [])
+
+
+def brute_force_tree(model, embed, request, num_nodes, max_frontier, num_candidates):
+    """Path -> score of the best nodes of an EAGLE-3 tree, grown level by level with one full forward a node."""
+    scores, level = {(): 0.0}, [()]
+    for _ in range(model.config.max_depth):
+        new = {}
+        for path in level:
+            top = path_logits(model, embed, request, path)[-1].log_softmax(-1).topk(num_candidates)
+            new |= {
+                (*path, t): scores[path] + p for t, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            }
+        scores |= new
+        level = sorted(new, key=new.__getitem__, reverse=True)[:max_frontier]
+    best = sorted((p for p in scores if p), key=lambda p: (-scores[p], len(p)))[:num_nodes]
+    return {path: scores[path] for path in best}
+
+
+def paths_of(tree, request):
+    """Path -> score of every draft node of one request's tree."""
+    start, stop = tree.cu_nodes[request : request + 2].tolist()
+    paths = {0: ()}
+    for row in range(1, stop - start):
+        paths[row] = (*paths[int(tree.parents[start + row])], int(tree.token_ids[start + row]))
+    return {path: float(tree.scores[start + row]) for row, path in paths.items() if row}
+
+
+@pytest.mark.parametrize("way", ["fixed", "alone", "batch", "device"])
+def test_trees_grow_level_by_level_as_published(way):
+    rng = np.random.default_rng(8)
+    model, embed = tiny_model(num_slots=1, max_depth=4)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4)  # sure enough of itself for deep trees
+    drafter = EagleDrafter(model, embed, num_candidates=5)
+    drafter.alloc(200)
+    requests = [Request(f"r{i}", rng, 40, 12 + 7 * i, list(range(50 * i, 50 * i + 40))) for i in range(3)]
+    requests = requests[:1] if way == "alone" else requests
+    inputs = make_inputs(requests, [(0, r.context) for r in requests])
+    if way == "fixed":
+        tree = draft_fixed(drafter, inputs, 9, max_frontier=3)
+    else:
+        config = TreeConfig(max_draft_tokens=9, max_frontier=3, is_adaptive=False)
+        policy, keys = TreePolicy(config, vocab_size=V), [("v", "b", True)] * len(requests)
+        group = DraftGroup(drafter=drafter, inputs=inputs, rows=list(range(len(requests))))
+        out = policy.draft([group], keys, inputs.anchor_token_ids, 10)
+        if way == "device":
+            out.tree = TreeBatch.roots(inputs.anchor_token_ids)
+            policy.device_draft.draft(out, [group], keys, inputs.anchor_token_ids, 10)
+        tree = out.tree
+        assert not out.failures and out.num_leaves > 0
+    depths = set()
+    for i, request in enumerate(requests):
+        got, want = paths_of(tree, i), brute_force_tree(model, embed, request, 9, 3, 5)
+        assert got.keys() == want.keys() and got == pytest.approx(want, abs=1e-3)
+        depths |= {len(p) for p in got}
+    assert max(depths) == 4
