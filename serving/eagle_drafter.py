@@ -13,7 +13,7 @@ Source: EAGLE-3 (arXiv 2503.01840).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,15 @@ class _Round:
     context_bias: torch.Tensor  # (B, 1, L) additive: -inf beyond the context
     scales: torch.Tensor  # (steps, B)
     num_columns: int = 0  # D
+    grids: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def grid(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Request and position of the newest row, (B * W,) int64 each, of every row of a grid of this width."""
+        if width not in self.grids:
+            newest = self.inputs.context_lens - 1
+            owner = torch.arange(newest.numel(), device=newest.device).repeat_interleave(width)
+            self.grids[width] = owner, newest.repeat_interleave(width)
+        return self.grids[width]
 
     def columns(self, count: int) -> torch.Tensor:
         """Room for `count` more tree rows of each request, (B, count, C)."""
@@ -232,6 +241,10 @@ class EagleDrafter:
             own: (W, W) which of the rows that a step adds each row of a request sees.
         """
         num_rows, width, count = hidden.shape[0], own.shape[0], self.config.num_slots - 1
+        if count == 0:
+            seen = own.new_zeros(num_rows, 0) if seen is None else seen
+            one = Proposal(token_ids=slots[0][:, None], logprobs=slots[1][:, None], widths=None, hidden=hidden[:, None])
+            return one, _Block(depths, seen[:, None])
         first = 0 if seen is None else seen.shape[1]
         bias = torch.zeros(num_rows, count + 1, first + count * width, dtype=self.dtype, device=self.device)
         if seen is not None:
@@ -270,14 +283,12 @@ class EagleDrafter:
         Returns: the rows' hidden states and their best candidates.
         """
         batch, width = len(state.inputs.request_ids), own.shape[0]
-        lengths = state.inputs.context_lens
-        lengths = lengths if width == 1 else lengths.repeat_interleave(width)
-        qkv = self._forward.enter(hidden, token_ids, self._angles.index_select(0, lengths - 1 + depths))
+        owner, newest = state.grid(width)
+        qkv = self._forward.enter(hidden, token_ids, self._angles.index_select(0, newest + depths))
         state.columns(width).copy_(qkv[:, -self._kv_width :].view(batch, width, -1))
         tree = None if seen is None else torch.cat((seen.view(batch, width, -1), own.expand(batch, -1, -1)), 2)
         hidden = self._forward.finish(hidden, self._attend(qkv, state, tree))
         steps = depths.clamp(max=self.config.num_steps - 1)
-        owner = torch.arange(batch, device=self.device).repeat_interleave(width)
         return hidden, self._forward.heads(hidden, state.scales[steps, owner][:, None])
 
     def _attend(self, qkv: torch.Tensor, state: _Round, tree_bias: torch.Tensor | None) -> torch.Tensor:
