@@ -5,12 +5,13 @@ A new drafter adds its modules and one line here, next to its line in `serving/d
 
 from __future__ import annotations
 
-from paceline.adapt import parallel_head_family, specblock_family
+from paceline.adapt import eagle_family, parallel_head_family, specblock_family
 from paceline.adapt.drafter_family import TrainingFamily
 from paceline.errors import ConfigError
 
 FAMILIES: dict[str, TrainingFamily] = {
-    f.name: f for f in (specblock_family.FAMILY, parallel_head_family.JETSPEC, parallel_head_family.DFLASH)
+    f.name: f
+    for f in (specblock_family.FAMILY, eagle_family.FAMILY, parallel_head_family.JETSPEC, parallel_head_family.DFLASH)
 }
 
 

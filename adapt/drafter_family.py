@@ -63,8 +63,8 @@ class TrainingFamily:
     frozen: Callable[[TargetHandles, torch.device], Any]
     """What the loss reads of the target, on this device: tensors without gradients."""
     loss: TrainingLoss
-    update_loss: Callable[[bool], Any]
-    """Loss settings of an online update, given whether the backbone learns."""
+    update_loss: Callable[[Any, bool], Any]
+    """Loss settings of an online update, given the model and whether its backbone learns."""
     held_out_loss: Callable[[Any], Any]
     """Loss settings for held-out numbers, given those of training: every row counts, nothing is drawn."""
     summarise: Callable[[Mapping[str, torch.Tensor], Any], dict[str, float]]

@@ -107,7 +107,7 @@ def update_drafter(
     family = training_family(model.drafter_type)
     select_parameters(model, arm.parameters)
     trains_backbone = family.arms[arm.parameters] is None
-    config = family.update_loss(trains_backbone)
+    config = family.update_loss(model, trains_backbone)
     weights, scalars = family.split_scalars(model)
     groups = [
         {"params": weights, "peak": arm.learning_rate},

@@ -9,7 +9,7 @@ import torch
 
 from paceline.adapt.drafter_family import TrainingFamily
 from paceline.adapt.drafter_recipe import DrafterRecipe, TargetShape
-from paceline.adapt.new_drafter import scale_taps
+from paceline.adapt.new_drafter import even_taps
 from paceline.adapt.parallel_head_loss import (
     DFLASH_DECAY_SHARE,
     ParallelLossConfig,
@@ -23,7 +23,7 @@ from paceline.serving.request import RequestTrace
 
 def prepare(model: ParallelHeadModel, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
     """Even out the taps."""
-    scale_taps(model.cond_proj.weight, traces, max(1, target.feature_size // target.embed_weight.shape[1]))
+    even_taps(model.cond_proj.weight, traces, target)
 
 
 def held_out_loss(config: ParallelLossConfig) -> ParallelLossConfig:
@@ -56,7 +56,7 @@ def _family(name: str, loss: ParallelLossConfig) -> TrainingFamily:
             rms_eps=shape.rms_eps,
         )
 
-    def update_loss(trains_backbone: bool) -> ParallelLossConfig:
+    def update_loss(model: ParallelHeadModel, trains_backbone: bool) -> ParallelLossConfig:
         """Logged rows are few, so every one of them is an anchor; without the backbone, all teach the calibration."""
         share = loss.calibration_share if trains_backbone else 1.0
         return dataclasses.replace(loss, num_anchors=None, calibration_share=share)

@@ -10,8 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.serving.request import RequestTrace
+
+_MAX_LOGITS = 2**26
+"""Logits held at once; beyond it the output head runs in checkpointed chunks."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,3 +86,30 @@ def draft_index(draft_token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     index = torch.full((vocab_size,), -1, dtype=torch.int64, device=draft_token_ids.device)
     index[draft_token_ids] = torch.arange(draft_token_ids.numel(), device=draft_token_ids.device)
     return index
+
+
+def row_chunks(rows: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
+    """Row numbers in parts whose logits over `width` tokens may be held at once."""
+    return rows.split(max(1, _MAX_LOGITS // width))
+
+
+def head_loss(
+    head: nn.Linear, z: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, *, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`soft_cross_entropy` of the output head at normed hidden states z (N, H), its argmax (N,) and its logits.
+
+    num_rows: of all chunks together; where their logits would not fit, these are computed again backwards and the third
+    result is None.
+    """
+    if num_rows * head.out_features > _MAX_LOGITS and torch.is_grad_enabled():
+        loss, best = checkpoint(_loss_and_best, head, z, ids, logprobs, use_reentrant=False)
+        return loss, best, None
+    logits = head(z)
+    return soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1), logits
+
+
+def _loss_and_best(
+    head: nn.Linear, z: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = head(z)
+    return soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1)

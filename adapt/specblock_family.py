@@ -8,10 +8,9 @@ import torch
 
 from paceline.adapt.drafter_family import TrainingFamily
 from paceline.adapt.drafter_recipe import DrafterRecipe, TargetShape
-from paceline.adapt.new_drafter import most_frequent_tokens, scale_taps
+from paceline.adapt.new_drafter import even_taps, reduce_vocab, target_embedding
 from paceline.adapt.specblock_loss import LossConfig, training_loss
 from paceline.adapt.target_handle import TargetHandle
-from paceline.serving.drafter_family import TargetHandles
 from paceline.serving.request import RequestTrace
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
 
@@ -41,22 +40,13 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
     )
 
 
-@torch.no_grad()
 def prepare(model: SpecBlockModel, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
     """Even out the taps and choose the draft vocabulary, if it is a reduced one."""
-    scale_taps(model.cond_proj.weight, traces, max(1, target.feature_size // target.embed_weight.shape[1]))
-    if model.config.draft_vocab_size is not None:
-        ids, log_coverage = most_frequent_tokens(traces, model.config.draft_vocab_size, model.config.vocab_size)
-        model.draft_token_ids.copy_(ids)  # type: ignore[operator]
-        model.log_coverage.copy_(log_coverage)  # type: ignore[operator]
+    even_taps(model.cond_proj.weight, traces, target)
+    reduce_vocab(model, traces)
 
 
-def frozen(target: TargetHandles, device: torch.device) -> torch.Tensor:
-    """The target's token embedding (V, E) float32."""
-    return target.embed_weight.detach().to(device, torch.float32)
-
-
-def update_loss(trains_backbone: bool) -> LossConfig:
+def update_loss(model: SpecBlockModel, trains_backbone: bool) -> LossConfig:
     """Without the backbone a row is cheap, so every row teaches calibration; otherwise the default share does."""
     return LossConfig() if trains_backbone else LossConfig(side_share=1.0)
 
@@ -83,7 +73,7 @@ FAMILY = TrainingFamily(
     defaults={"learning_rate": 2e-3, "num_layers": 2, "num_slots": 4, "loss": LossConfig()},
     make_config=make_config,
     prepare=prepare,
-    frozen=frozen,
+    frozen=target_embedding,
     loss=training_loss,
     update_loss=update_loss,
     held_out_loss=held_out_loss,

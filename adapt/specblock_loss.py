@@ -10,23 +10,18 @@ Source: SpecBlock (arXiv 2605.07243).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from paceline.adapt.row_batch import RowBatch, draft_index, soft_cross_entropy
+from paceline.adapt.row_batch import RowBatch, draft_index, head_loss, row_chunks
 from paceline.adapt.specblock_rows import BlockState, RowGrid, block1_forward, next_block_forward
 from paceline.serving.specblock_model import (
     NUM_RANK_CLASSES,
     SpecBlockModel,
     rank_class,
 )
-
-_MAX_LOGITS = 2**26
-"""Logits held at once; beyond it the output head runs in checkpointed chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +51,6 @@ class BlockLoss:
     correct: torch.Tensor  # (N,) int64, leading slots whose argmax is the token in the text
     num_slot_rows: list[int]  # rows that reached slot s
     first_nll: torch.Tensor  # () cross-entropy of slot 0 without decay, summed, detached
-
-
-def _chunks(rows: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
-    return rows.split(max(1, _MAX_LOGITS // width))
 
 
 def block_loss(
@@ -102,18 +93,13 @@ def block_loss(
             counts += [0] * (k - slot - 1)
             break
         passed = []
-        for part in _chunks(alive, c.num_draft_ids):
+        for part in row_chunks(alive, c.num_draft_ids):
             where = (request[part], positions[part] + slot)
             text, ids, logprobs = batch.token_ids[where], batch.topk_ids[where], batch.topk_logprobs[where]
             if to_draft is not None:
                 text, ids = to_draft[text], to_draft[ids]
             head_in = z[part, slot]
-            if alive.numel() * c.num_draft_ids > _MAX_LOGITS and torch.is_grad_enabled():
-                loss, best = checkpoint(_head_loss, model, head_in, ids, logprobs, use_reentrant=False)
-                logits = None
-            else:
-                logits = model.lm_head(head_in)
-                loss, best = soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1)
+            loss, best, logits = head_loss(model.lm_head, head_in, ids, logprobs, num_rows=alive.numel())
             token_loss = token_loss + config.slot_decay**slot * loss.sum()
             if slot == 0:
                 first_nll = first_nll + loss.detach().sum()
@@ -143,13 +129,6 @@ def block_loss(
         num_slot_rows=counts,
         first_nll=first_nll,
     )
-
-
-def _head_loss(
-    model: SpecBlockModel, z: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model.lm_head(z)
-    return soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1)
 
 
 def _side_losses(

@@ -185,7 +185,7 @@ def train_target(
 def train_drafter(
     target: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")],
     out: Annotated[Path, typer.Option(help="Folder for weights, config, PROVENANCE.md, shards and the checkpoint.")],
-    drafter: Annotated[str, typer.Option(help="Kind of drafter: specblock | jetspec | dflash.")] = "specblock",
+    drafter: Annotated[str, typer.Option(help="Kind of drafter: specblock | eagle3 | jetspec | dflash.")] = "specblock",
     draft_vocab: Annotated[
         Optional[int],
         typer.Option(help="Draft only the tokens that the target writes most often, so many of them; default: all."),

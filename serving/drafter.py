@@ -25,12 +25,14 @@ class DrafterCaps:
     max_depth: int
     """Deepest draft token, over all blocks."""
     is_reentrant: bool
-    """Whether `expand` may be called on leaves of the first block."""
+    """Whether `expand` may be called on leaves of a proposal."""
     needs_features: bool
     """Whether the engine must hand over tapped target hidden states."""
     is_product: bool = False
     """True: slot s offers the same candidates below every parent (table drafters); False: alternatives branch off the
     slot-0 chain only (BLOCK semantics)."""
+    num_blocks: int = 2
+    """Blocks of a round, the first included, if it is re-entrant: each continues from leaves of the one before."""
     is_row_local: bool = False
     """True: what ingesting leaves behind is KV at the rows' own slots and follows from the text up to the token behind each
     row, so that rows ingested for one request serve every request that begins with the same text."""
@@ -78,11 +80,12 @@ class Proposal:
 
 @dataclass(kw_only=True, slots=True)
 class Frontier:
-    """Leaves of the first block at which a re-entrant drafter continues."""
+    """Leaves of the latest block at which a re-entrant drafter continues."""
 
     request: torch.Tensor  # (F,) int64, index into the B requests of the inputs
-    slot: torch.Tensor  # (F,) int64, slot of the first block that the leaf sits in
+    slot: torch.Tensor  # (F,) int64, slot of the proposal that the leaf sits in
     token_ids: torch.Tensor  # (F,) int64, the leaf's token
+    node: torch.Tensor | None = None  # (F,) int64, row of the proposal; None = `request`, as in the first block
 
 
 class Drafter(Protocol):

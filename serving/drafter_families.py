@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.serving import parallel_head_drafter, specblock_drafter
+from paceline.serving import eagle_drafter, parallel_head_drafter, specblock_drafter
 from paceline.serving.drafter_family import (
     DrafterFamily,
     DrafterModel,
@@ -25,7 +25,13 @@ from paceline.serving.drafter_family import (
 )
 
 FAMILIES: dict[str, DrafterFamily] = {
-    f.name: f for f in (specblock_drafter.FAMILY, parallel_head_drafter.JETSPEC, parallel_head_drafter.DFLASH)
+    f.name: f
+    for f in (
+        specblock_drafter.FAMILY,
+        eagle_drafter.FAMILY,
+        parallel_head_drafter.JETSPEC,
+        parallel_head_drafter.DFLASH,
+    )
 }
 WEIGHTS_FILE, CONFIG_FILE = "drafter.safetensors", "config.json"
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from paceline.serving.row_ops import adjacent_pairs
 from paceline.serving.specblock_model import SpecBlockConfig
 
 FLOAT32_WEIGHTS = ("rank_in", "rank_out", "beta")
@@ -40,7 +41,7 @@ def fuse_weights(
         "lm_head": (s["lm_head.weight"] * s["final_norm"]).T,
     }
     heads = c.num_heads + c.num_kv_heads
-    order = torch.arange(c.head_dim, device=device).view(2, -1).T.reshape(-1)  # half-split -> adjacent pairs
+    order = adjacent_pairs(c.head_dim, device)
     for i in range(c.num_layers):
         name = f"layers.{i}."
         qkv = (s[name + "qkv_proj.weight"] * s[name + "input_norm"]).view(-1, c.head_dim, h).clone()

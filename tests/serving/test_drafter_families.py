@@ -8,6 +8,7 @@ from paceline.adapt.drafter_families import training_family
 from paceline.adapt.drafter_recipe import DrafterRecipe
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.paths import bundled
+from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.drafter_families import FAMILIES, build_drafter, build_model, drafter_family, read_drafter_files
 from paceline.serving.specblock_drafter import SpecBlockDrafter
 from tests.fakes import tiny_target
@@ -54,3 +55,22 @@ def test_bundled_weights_load_as_a_specblock_drafter_bit_for_bit():
     again = SpecBlockDrafter(model, Target.embed_weight, head_dtype=drafter.head_dtype)
     names = [k for k, t in again._p.items() if t.layout == torch.strided and k != "lm_head"]
     assert len(names) > 10 and all(torch.equal(drafter._p[k], again._p[k]) for k in names)
+
+
+def test_weights_of_another_family_are_refused_and_change_nothing():
+    target = tiny_target()
+    sizes = {
+        "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
+        "vocab_size": target.vocab_size, "feature_size": target.feature_size, "embed_size": target.hidden_size,
+    }  # fmt: skip
+    states = {name: f.make_model(f.read_config(sizes)).state_dict() for name, f in FAMILIES.items()}
+    for name in FAMILIES:
+        config = {"drafter_type": name, "target_version": target.version, **sizes}
+        drafter = build_drafter(config, states[name], target)
+        slots = DrafterSlots(drafter, "v0", spawn=lambda d=drafter: d)
+        for other, state in states.items():
+            if other != name:
+                with pytest.raises(DrafterMismatchError, match="missing"):
+                    build_drafter(config, state, target)
+                with pytest.raises(DrafterMismatchError, match="missing"):
+                    slots.stage("v1", state)
