@@ -86,9 +86,15 @@ class ParallelHeadDrafter:
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights in place. Live drafter KV becomes stale.
 
-        Raises: DrafterMismatchError on missing, surplus, misshapen or non-finite tensors; nothing is changed then.
+        Raises: DrafterMismatchError on missing, surplus, misshapen or non-finite tensors, and on weights that were trained
+            with the other kind of block; nothing is changed then.
         """
         check_state(state, self._shapes)
+        if bool(state["is_causal"]) != self.config.is_causal:
+            raise DrafterMismatchError(
+                f"weights of a {self.caps.name} drafter must have is_causal {self.config.is_causal}, "
+                f"got {bool(state['is_causal'])}"
+            )
         self._forward.load(state)
         self._pool.zero_()  # what other weights wrote is stale, and weights that were broken may have left NaN
         self._scale_cache.clear()
@@ -234,7 +240,7 @@ def make_drafter(
 
 def _family(name: str) -> DrafterFamily:
     def read_config(values: Mapping[str, Any]) -> ParallelHeadConfig:
-        config = ParallelHeadConfig.from_dict(values)
+        config = ParallelHeadConfig.from_dict({"is_causal": DRAFTER_TYPES[name], **values})
         if config.drafter_type != name:
             raise ConfigError(f"is_causal of a {name} drafter must be {DRAFTER_TYPES[name]}, got {config.is_causal}")
         return config

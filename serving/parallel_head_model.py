@@ -143,6 +143,7 @@ class ParallelHeadModel(DrafterModel):
         super().__init__()
         c = self.config = config
         self.drafter_type = config.drafter_type
+        self.register_buffer("is_causal", torch.tensor(c.is_causal))  # weights of the other kind have the same shapes
         self.cond_proj = nn.Linear(c.feature_size, c.hidden_size, bias=False)
         self.cond_norm = nn.Parameter(torch.ones(c.hidden_size))
         if c.mask_token_id is None:
