@@ -34,6 +34,7 @@ class TrainingLoss(Protocol):
         frozen: Any,
         config: Any,
         generator: torch.Generator,
+        /,
         *,
         trains_backbone: bool = True,
     ) -> tuple[torch.Tensor, Report]:
