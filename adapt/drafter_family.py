@@ -35,6 +35,7 @@ class TrainingLoss(Protocol):
         frozen: Any,
         config: Any,
         generator: torch.Generator,
+        /,
         *,
         trains_backbone: bool = True,
     ) -> tuple[torch.Tensor, Report]:

@@ -83,7 +83,7 @@ def block_loss(
     is_side = torch.rand(n, generator=generator).to(device) < config.side_share
     alive = torch.arange(n, device=device)
     last = batch.token_ids.shape[1] - 1
-    to_draft = draft_index(model.draft_token_ids, c.vocab_size) if c.draft_vocab_size is not None else None
+    to_draft = draft_index(model.draft_token_ids, c.vocab_size) if c.draft_vocab_size is not None else None  # type: ignore[arg-type]
     for slot in range(k):
         at = positions[alive] + slot
         is_valid = (at <= last) & batch.is_output[request[alive], at.clamp_max(last)]

@@ -73,6 +73,7 @@ class _Trainer:
 
     def __init__(self, model: DrafterModel, target: TargetHandle, recipe: DrafterRecipe, device: torch.device) -> None:
         """recipe: complete."""
+        assert recipe.learning_rate is not None
         self.model, self.recipe, self.device = model.to(device), recipe, device
         self.family = training_family(recipe.drafter)
         self.frozen = self.family.frozen(target, device)

@@ -63,6 +63,7 @@ class _Round:
 class _Block:
     """Where the candidates of a proposal can be re-entered."""
 
+    hidden: torch.Tensor  # (F, S, H), the proposal's
     depths: torch.Tensor  # (F,) int64, depth of each node: its slot s proposes depth + s + 1
     seen: torch.Tensor  # (F, S, D) additive bias: tree rows that a child of slot s sees
 
@@ -113,7 +114,7 @@ class EagleDrafter:
             c, embed, dtype=dtype, head_dtype=self.head_dtype, device=self.device, num_candidates=count
         )
         self._round: _Round | None = None
-        self._blocks: list[tuple[torch.Tensor, _Block]] = []  # by the hidden states of their proposals
+        self._blocks: list[_Block] = []  # of the round, each below the one before
         self.load_state(model.state_dict())
 
     @torch.no_grad()
@@ -161,7 +162,7 @@ class EagleDrafter:
         slots = self._forward.heads(hidden, state.scales[0][:, None])
         depths = torch.zeros_like(inputs.context_lens)
         proposal, block = self._unroll(state, hidden, slots, depths, None, self._alone)
-        self._blocks = [(proposal.hidden, block)]
+        self._blocks = [block]
         return proposal
 
     @torch.no_grad()
@@ -172,9 +173,9 @@ class EagleDrafter:
         """
         state = self._round
         assert state is not None and state.inputs is inputs, "expand follows propose on the same inputs"
-        at = next((i for i, (hidden, _) in enumerate(self._blocks) if hidden is proposal.hidden), None)
+        at = next((i for i, block in enumerate(self._blocks) if block.hidden is proposal.hidden), None)
         assert at is not None, "only proposals of this round can be expanded"
-        parents, block = self._blocks[at]
+        block = self._blocks[at]
         state.num_columns = block.seen.shape[2]
         batch = len(inputs.request_ids)
         node = frontier.request if frontier.node is None else frontier.node
@@ -188,13 +189,15 @@ class EagleDrafter:
         own = torch.full((width, width), float("-inf"), dtype=self.dtype, device=self.device).fill_diagonal_(0.0)
         depths = lay(block.depths.index_select(0, node) + (frontier.slot + 1))
         seen = lay(block.seen[node, frontier.slot])  # (N, D)
-        hidden, slots = self._step(state, lay(parents[node, frontier.slot]), lay(frontier.token_ids), depths, seen, own)
+        hidden, slots = self._step(
+            state, lay(block.hidden[node, frontier.slot]), lay(frontier.token_ids), depths, seen, own
+        )
         result, after = self._unroll(state, hidden, slots, depths, torch.cat((seen, own.repeat(batch, 1)), 1), own)
         if place is not None:
             result.token_ids, result.logprobs = result.token_ids[place], result.logprobs[place]
-            result.hidden = result.hidden[place]
-            after = _Block(after.depths[place], after.seen[place])
-        self._blocks = [*self._blocks[: at + 1], (result.hidden, after)]
+            after = _Block(after.hidden[place], after.depths[place], after.seen[place])
+            result.hidden = after.hidden
+        self._blocks = [*self._blocks[: at + 1], after]
         return result
 
     # ---- pieces
@@ -243,8 +246,9 @@ class EagleDrafter:
         num_rows, width, count = hidden.shape[0], own.shape[0], self.config.num_slots - 1
         if count == 0:
             seen = own.new_zeros(num_rows, 0) if seen is None else seen
-            one = Proposal(token_ids=slots[0][:, None], logprobs=slots[1][:, None], widths=None, hidden=hidden[:, None])
-            return one, _Block(depths, seen[:, None])
+            block = _Block(hidden[:, None], depths, seen[:, None])
+            one = Proposal(token_ids=slots[0][:, None], logprobs=slots[1][:, None], widths=None, hidden=block.hidden)
+            return one, block
         first = 0 if seen is None else seen.shape[1]
         bias = torch.zeros(num_rows, count + 1, first + count * width, dtype=self.dtype, device=self.device)
         if seen is not None:
@@ -260,11 +264,9 @@ class EagleDrafter:
             every_id.append(slots[0])
             every_logprob.append(slots[1])
             every_hidden.append(hidden)
-        proposal = Proposal(
-            token_ids=torch.stack(every_id, 1), logprobs=torch.stack(every_logprob, 1), widths=None,
-            hidden=torch.stack(every_hidden, 1),
-        )  # fmt: skip
-        return proposal, _Block(depths, bias)
+        block = _Block(torch.stack(every_hidden, 1), depths, bias)
+        ids, logprobs = torch.stack(every_id, 1), torch.stack(every_logprob, 1)
+        return Proposal(token_ids=ids, logprobs=logprobs, widths=None, hidden=block.hidden), block
 
     def _step(
         self,
@@ -298,13 +300,11 @@ class EagleDrafter:
         q = qkv[:, : c.num_heads * c.head_dim].reshape(batch, width, c.num_kv_heads, groups, c.head_dim)
         q = q.permute(0, 2, 3, 1, 4).reshape(batch, c.num_kv_heads, groups * width, c.head_dim)
         kv = state.kv[:, :end].unflatten(2, (2, c.num_kv_heads, c.head_dim)).permute(2, 0, 3, 1, 4)
-        bias = state.context_bias  # (1 or B, 1, L)
+        bias: torch.Tensor | None = None
         if tree_bias is not None:
-            bias = torch.cat((bias.expand(batch, width, -1), tree_bias), 2).repeat(1, groups, 1)[:, None]
+            bias = torch.cat((state.context_bias.expand(-1, width, -1), tree_bias), 2).repeat(1, groups, 1)[:, None]
         elif batch > 1:
-            bias = F.pad(bias, (0, state.num_columns)).expand(-1, groups * width, -1)[:, None]
-        else:
-            bias = None
+            bias = F.pad(state.context_bias, (0, state.num_columns)).expand(-1, groups * width, -1)[:, None]
         out = F.scaled_dot_product_attention(q, kv[0], kv[1], bias, scale=1.0)
         out = out.view(batch, c.num_kv_heads, groups, width, c.head_dim)
         return out.permute(0, 3, 1, 2, 4).reshape(batch * width, -1)
