@@ -7,6 +7,8 @@ whether a candidate's score depends on its parent or not (tree_speculation.md 4.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from paceline.serving.drafter import Proposal
@@ -32,6 +34,20 @@ def rank_edges(proposal: Proposal, kappa: torch.Tensor | None) -> tuple[torch.Te
     return scores, columns
 
 
+@lru_cache(maxsize=64)
+def _levels(num_slots: int, num_candidates: int, max_nodes: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slot of each of the C candidates, and the index at which the level before it begins (-1: the root's): (C,) int64."""
+    slots: list[int] = []
+    bases: list[int] = []
+    count, base = 1, -1
+    for slot in range(num_slots):
+        count, before = min(max_nodes, count * num_candidates), len(slots)
+        slots += [slot] * count
+        bases += [base] * count
+        base = before
+    return torch.tensor(slots, device=device), torch.tensor(bases, device=device)
+
+
 def best_of_levels(
     token_ids: torch.Tensor,
     logprobs: torch.Tensor,
@@ -47,26 +63,29 @@ def best_of_levels(
         num_classes: rank classes; a cell is slot * num_classes + class of the rank below the parent.
     Syncs: none.
     """
-    num_requests, num_slots, num_candidates = logprobs.shape
-    front = logprobs.new_zeros(num_requests, 1)
-    base, out = -1, []  # candidate index of the front's first column; the root is -1
-    column = front.long()  # of the front's tokens among their slot's candidates
+    num_slots, num_candidates = logprobs.shape[1:]
+    front = logprobs.new_zeros(logprobs.shape[0], 1)
+    paths, places, columns = [], [], []
     for slot in range(num_slots):
         if slot == 0 or edges is None:
-            scores = logprobs[:, slot, None, :]
+            scores = logprobs[:, slot, None]
         else:
-            below = column[:, :, None].expand(-1, -1, num_candidates)
+            below = columns[-1][:, :, None].expand(-1, -1, num_candidates)
             scores = edges[0][:, slot - 1].gather(1, below)
         level = (front[:, :, None] + scores).flatten(1)
-        front, flat = level.topk(min(max_nodes, level.shape[1]), dim=1)
-        rank = flat % num_candidates
-        cells = slot * num_classes + rank.clamp(max=num_classes - 1)
-        parents = flat // num_candidates + base
-        if slot == 0 or edges is None:
-            column = rank
-        else:
-            column = edges[1][:, slot - 1].gather(1, below).flatten(1).gather(1, flat)
-        out.append((token_ids[:, slot].gather(1, column), parents, front, torch.full_like(flat, slot + 1), cells))
-        base = sum(part[0].shape[1] for part in out[:-1])
-    ids, above, paths, depths, cells = (torch.cat(parts, 1) for parts in zip(*out, strict=True))
-    return ids, above, paths, depths, cells
+        front, place = level.topk(min(max_nodes, level.shape[1]), dim=1)
+        paths.append(front)
+        places.append(place)  # parent's place in the front before * K + rank below the parent
+        if edges is not None:
+            columns.append(place if slot == 0 else edges[1][:, slot - 1].gather(1, below).flatten(1).gather(1, place))
+    slots, bases = _levels(num_slots, num_candidates, max_nodes, str(logprobs.device))
+    every = torch.cat(places, 1)
+    rank = every % num_candidates
+    column = rank if edges is None else torch.cat(columns, 1)
+    return (
+        token_ids.flatten(1).gather(1, column + slots * num_candidates),
+        every // num_candidates + bases,
+        torch.cat(paths, 1),
+        (slots + 1).expand_as(every),
+        rank.clamp(max=num_classes - 1) + slots * num_classes,
+    )
