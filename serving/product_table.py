@@ -65,7 +65,9 @@ def best_of_levels(
     """
     num_slots, num_candidates = logprobs.shape[1:]
     front = logprobs.new_zeros(logprobs.shape[0], 1)
-    paths, places, columns = [], [], []
+    paths: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    columns: list[torch.Tensor] = []
     for slot in range(num_slots):
         if slot == 0 or edges is None:
             scores = logprobs[:, slot, None]
