@@ -62,7 +62,7 @@ def load_named_drafter(name: str, target: TargetModel) -> Drafter | None:
         from paceline.serving.lookup_drafter import PromptLookupDrafter
 
         return PromptLookupDrafter()
-    from paceline.serving.specblock_drafter import load_drafter
+    from paceline.serving.drafter_families import load_drafter
 
     path = resolve_drafter(DRAFTER_NAMES.get(name, name))
     if path is None:
