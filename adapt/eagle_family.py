@@ -11,6 +11,7 @@ from paceline.adapt.drafter_recipe import DrafterRecipe, TargetShape
 from paceline.adapt.eagle_loss import EagleLossConfig, training_loss
 from paceline.adapt.new_drafter import even_taps, reduce_vocab, target_embedding
 from paceline.adapt.target_handle import TargetHandle
+from paceline.errors import ConfigError
 from paceline.serving.eagle_model import EagleConfig, EagleModel
 from paceline.serving.request import RequestTrace
 
@@ -18,7 +19,9 @@ _CALIBRATION = ("log_beta",)
 
 
 def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe) -> EagleConfig:
-    """One layer shaped like the target's. recipe: complete."""
+    """One layer shaped like the target's. recipe: complete. Raises: ConfigError when it wants more layers."""
+    if recipe.num_layers != 1:
+        raise ConfigError(f"num_layers of an EAGLE-3 drafter must be 1, got {recipe.num_layers}")
     assert recipe.num_slots is not None and isinstance(recipe.loss, EagleLossConfig)
     return EagleConfig(
         hidden_size=shape.hidden_size,

@@ -213,7 +213,7 @@ def shadow_scores(
         drafters: version -> drafter; their KV is allocated anew.
         traces: logged requests of one bucket; those without a round are left out for every version alike.
         num_nodes: draft nodes per request and round, equal for all versions.
-        max_frontier: leaves of the first block that a re-entrant drafter continues from.
+        max_frontier: leaves of a block that a re-entrant drafter continues from.
         is_calibrated: learn the score calibration as the engine does while it serves; False scores the drafter's own
             probabilities, for less work.
     Returns: version -> one RequestScore per usable trace, in the order of the traces.

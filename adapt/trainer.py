@@ -42,7 +42,7 @@ class ShadowConfig:
     num_nodes: int = 8
     """Draft nodes per request and round."""
     max_frontier: int = 4
-    """Leaves of the first block that the second continues from."""
+    """Leaves of a block that the next one continues from."""
     min_gain: float = 0.0
     """Tokens per round that the lower bound of the gain must exceed (what the swap costs)."""
 

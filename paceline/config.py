@@ -29,7 +29,7 @@ class TreeConfig:
     node_buckets: tuple[int, ...] = (0, 2, 4, 6, 8, 12, 16)
     """Draft nodes per request that the budget controller chooses among; 0 is plain decoding."""
     max_frontier: int = 4
-    """Leaves of the first block that a re-entrant drafter continues from; 0 turns the second block off."""
+    """Leaves of a block that a re-entrant drafter continues from; 0 turns later blocks off."""
     is_adaptive: bool = True
     """False: always max_draft_tokens nodes (fixed budget), for comparisons."""
 

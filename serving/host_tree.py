@@ -105,8 +105,11 @@ class HostCandidates:
         free = [i for i, inner in enumerate(self.has_child) if not inner and i >= first]
         return sorted(free, key=self.scores.__getitem__, reverse=True)[:max_frontier]
 
-    def frontier(self, leaves: Sequence[int], entries: Sequence[int] = ()) -> Frontier:
-        """Where the next block continues. entries: the leaves that the latest block hangs below; () for the first."""
+    def frontier(self, leaves: Sequence[int], entries: Sequence[int] = (), first_cell: int = 0) -> Frontier:
+        """Where the next block continues.
+
+        entries: the leaves that the latest block hangs below, () for the first; first_cell: that block's.
+        """
         token_ids = [self.token_ids[i] for i in leaves]
         if not entries:
             slots = [self.depths[i] - 1 for i in leaves]
@@ -118,7 +121,7 @@ class HostCandidates:
             while entry not in node_of:
                 entry = self.parents[entry]
             nodes.append(node_of[entry])
-            slots.append(self.depths[i] - self.depths[entry] - 1)
+            slots.append((self.cells[i] - first_cell) // NUM_RANK_CLASSES)
         columns = torch.from_numpy(np.array([[0] * len(leaves), slots, token_ids, nodes]))
         return Frontier(request=columns[0], slot=columns[1], token_ids=columns[2], node=columns[3])
 

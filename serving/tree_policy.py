@@ -227,7 +227,7 @@ class TreePolicy:
             if not mass > 0:
                 break
             start = self._timer()
-            proposal = drafter.expand(inputs, proposal, found.frontier(leaves, entries))
+            proposal = drafter.expand(inputs, proposal, found.frontier(leaves, entries, cells))
             out.model_s += self._timer() - start
             read, floor = HostProposal.of(proposal, self._vocab_size), found.floor(self.config.max_draft_tokens)
             first, entries = len(found.scores), leaves

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.adapt.drafter_families import training_family
+from paceline.adapt.drafter_recipe import target_shape
 from paceline.adapt.regenerate import (
     RegenerateConfig,
     Regenerator,
@@ -179,3 +181,16 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     with pytest.raises(ConfigError, match="another recipe"):
         other = dataclasses.replace(recipe, learning_rate=1e-4)
         train_drafter(target_dir, prompts_dir, tmp_path / "a", other)
+
+
+def test_a_drafter_that_nobody_knows_or_cannot_be_is_refused(tmp_path, target_dir, prompts_dir):
+    recipe = DrafterRecipe(drafter="eagle9", domains=(), text=TEXT)
+    with pytest.raises(ConfigError, match=r"drafter must be one of specblock, eagle3.*got 'eagle9'"):
+        train_drafter(target_dir, prompts_dir, tmp_path / "a", recipe)
+    assert not (tmp_path / "a").exists()
+    family, target = training_family("eagle3"), load_target_handle(target_dir)
+    deep = family.complete(DrafterRecipe(num_layers=2))
+    with pytest.raises(ConfigError, match="must be 1, got 2"):
+        family.make_config(target, target_shape(target_dir), deep)
+    shaped = family.make_config(target, target_shape(target_dir), family.complete(DrafterRecipe(num_slots=2)))
+    assert (shaped.num_slots, shaped.hidden_size, shaped.feature_size) == (2, 32, 96)
