@@ -110,8 +110,10 @@ def test_replay_equals_served_rounds(monkeypatch, name, edge_rank):
     assert len(replay_rounds(make(target, 0, 2.0), sink.traces, calibrated(nodes, 4))) == 8
 
 
-@pytest.mark.parametrize("name, edge_rank", [("jetspec", 3), ("dflash", None)])
-def test_the_recipe_trains_a_drafter_that_loads(tmp_path, target_dir, prompts_dir, name, edge_rank):  # noqa: F811
+@pytest.mark.parametrize(
+    "name, edge_rank, autocast", [("jetspec", 3, None), ("dflash", None, None), ("jetspec", 3, True)]
+)
+def test_the_recipe_trains_a_drafter_that_loads(tmp_path, target_dir, prompts_dir, name, edge_rank, autocast):  # noqa: F811
     recipe = DrafterRecipe(
         drafter=name,
         domains=(),
