@@ -61,6 +61,8 @@ class BudgetController:
         """The statistics of a key, made on first use (for tests and metrics)."""
         found = self._stats.get(key)
         if found is None:
+            if len(self._stats) >= _MAX_KEYS:
+                self._stats.popitem(last=False)
             found = self._stats[key] = KeyStats(rounds_left=self.TRIAL_ROUNDS, share=self.PROBE_SHARE)
         else:
             self._stats.move_to_end(key)
@@ -105,8 +107,6 @@ class BudgetController:
                 rows.setdefault(key, []).append(i)
         if not self.config.is_adaptive:
             return [k is not None for k in keys]
-        while len(self._stats) > _MAX_KEYS:
-            self._stats.popitem(last=False)
         few = max(1, len(keys) // self.TRIAL_SHARE)
         is_locked = len(keys) > 1 and self._guard(len(keys)).forbids()
         num = {key: len(own) for key, own in rows.items()}

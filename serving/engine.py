@@ -34,6 +34,7 @@ from paceline.serving.grammar import GrammarFactory
 from paceline.serving.graph_capture import GraphBackend, Progress
 from paceline.serving.kv_budget import pool_row_bytes, settle_kv_bytes
 from paceline.serving.kv_cache import PageAllocator
+from paceline.serving.policy_budgets import verify_cost
 from paceline.serving.prefix_cache import PrefixCache
 from paceline.serving.request import GenerationRequest, RoundEvent
 from paceline.serving.round_output import RoundOutput
@@ -131,7 +132,8 @@ class Engine:
             on_end=self._inbox.forget,
         )
         self._admission = Admission(self.kv, self.allocator, slots, self.output)
-        self.policy = policy or TreePolicy(config.tree, vocab_size=target.vocab_size, timer=timer)
+        cost = verify_cost(config.tree, target.config, target.dtype.itemsize)
+        self.policy = policy or TreePolicy(config.tree, cost=cost, vocab_size=target.vocab_size, timer=timer)
         self._prefill = PrefillRunner(target, self.kv, self.scheduler, self.output)
         graph_backend = graph_backend or default_backend(target, config)
         self.graphs: EngineGraphs | None = None

@@ -79,7 +79,7 @@ def _block_layout(num_slots: int, num_candidates: int, block: int, device: str) 
     return parents, slot + 1, cells, classes[:num_candidates]
 
 
-def _slot_logprobs(proposal: Proposal, kappa: torch.Tensor | None) -> torch.Tensor:
+def slot_logprobs(proposal: Proposal, kappa: torch.Tensor | None) -> torch.Tensor:
     """Conditional log-probabilities (F, S, K), calibrated, -inf beyond the widths. kappa: (F, S, R)."""
     logprobs = proposal.logprobs
     num_candidates = logprobs.shape[2]
@@ -110,7 +110,7 @@ def block_candidates(
     kept, which loses nothing for trees of at most max_nodes nodes. Otherwise alternatives branch off the chain only.
     kappa: (B, S, R) float32 added to the conditional log-probabilities (tree_speculation.md 4.3).
     """
-    logprobs = _slot_logprobs(proposal, kappa)
+    logprobs = slot_logprobs(proposal, kappa)
     num_requests, num_slots, num_candidates = logprobs.shape
     if is_product:
         return _product_candidates(proposal.token_ids, logprobs, max_nodes)
@@ -196,7 +196,7 @@ def append_block(
         return candidates
     num_requests, base = candidates.scores.shape
     parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 1, str(proposal.logprobs.device))
-    scores = _chain_scores(_slot_logprobs(proposal, kappa)).view(num_leaves, -1) + leaves.scores[:, None]
+    scores = _chain_scores(slot_logprobs(proposal, kappa)).view(num_leaves, -1) + leaves.scores[:, None]
     request, width = leaves.frontier.request, num_slots * num_candidates
     offsets = base + leaves.columns[:, None] * width
     new_parents = torch.where(parents < 0, leaves.candidates[:, None], parents + offsets)

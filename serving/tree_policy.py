@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from paceline.config import TreeConfig
-from paceline.serving.budget import BudgetController
 from paceline.serving.budget_stats import DraftKey, RoundObservation
+from paceline.serving.bundle_expansion import BundleExpansion
 from paceline.serving.cost_model import CostModel
 from paceline.serving.device_draft import DeviceDraft
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Drafter, DraftInputs, Proposal
 from paceline.serving.host_tree import HostCandidates, HostProposal
+from paceline.serving.policy_budgets import make_budget
 from paceline.serving.request_draft import DraftRecord
 from paceline.serving.score_calibration import ScoreCalibration
 from paceline.serving.tree_builder import (
@@ -94,12 +95,13 @@ class TreePolicy:
     ) -> None:
         """timer: seconds, monotonic. vocab_size: when given, proposals outside [0, vocab_size) count as failures."""
         self.config = config
-        self.budget = BudgetController(config, cost)
+        self.budget = make_budget(config, cost)
+        self._bundle = BundleExpansion(config.bundle_width) if config.policy == "bundle" else None
         self._calibration = ScoreCalibration()
         self._timer = timer
         self._vocab_size = vocab_size
-        self.device_draft = DeviceDraft(config, self.budget, self._calibration, timer, vocab_size)
-        """Drafts rounds off the CPU."""
+        self.device_draft = DeviceDraft(config, self.budget, self._calibration, timer, vocab_size, self._bundle)
+        """Drafts rounds off the CPU, and batches whose trees grow by bundles."""
 
     def wants_draft(
         self,
@@ -145,11 +147,11 @@ class TreePolicy:
         if not groups:
             return out
         start = self._timer()
-        if anchor_token_ids.device.type != "cpu":
-            self.device_draft.draft(out, groups, keys, anchor_token_ids, context_rows)
+        if num_requests == 1 and self._draft_one(out, groups[0], keys, anchor_token_ids):
             out.draft_s = self._timer() - start
             return out
-        if num_requests == 1 and self._draft_one(out, groups[0], keys, anchor_token_ids):
+        if anchor_token_ids.device.type != "cpu" or self._bundle is not None:
+            self.device_draft.draft(out, groups, keys, anchor_token_ids, context_rows)
             out.draft_s = self._timer() - start
             return out
         limit = self.config.max_draft_tokens
@@ -191,7 +193,7 @@ class TreePolicy:
             return True
         if found is None:
             return True
-        order = found.ranked(limit)
+        order = found.ranked(limit) if self._bundle is None else self._bundle.order_of_one(found, limit)
         if found.has_duplicates(order):
             found.merge_duplicates()
             order = found.ranked(limit)
@@ -229,7 +231,7 @@ class TreePolicy:
         block = drafter.expand(inputs, proposal, found.frontier(leaves))
         out.model_s += self._timer() - start
         read, late = HostProposal.of(block, self._vocab_size), kappa[cells:]
-        floor = found.floor(self.config.max_draft_tokens)
+        floor = found.floor(self.config.max_draft_tokens) if self._bundle is None else -math.inf
         for node, leaf in enumerate(leaves):
             found.add_block(read, node, late, entry=leaf, first_cell=cells, floor=floor)
         out.expand_s, out.num_cells, out.frontier_mass = self._timer() - start, cells, [mass]
