@@ -25,6 +25,7 @@ from paceline.serving.tree_builder import (
     block_candidates,
     rank_candidates,
     slot_logprobs,
+    with_chain,
 )
 
 _ABSENT = float("-inf")
@@ -43,7 +44,8 @@ class BundleExpansion:
         """`tree_builder.block_candidates`, without leaving out light nodes that come in the bundles of heavy ones."""
         if not is_product:
             return block_candidates(proposal, False, max_nodes, kappa)
-        logprobs = slot_logprobs(proposal, kappa)[:, :, : self.width]
+        calibrated = slot_logprobs(proposal, kappa)
+        logprobs = calibrated[:, : proposal.restart or None, : self.width]
         num_requests, num_slots, width = logprobs.shape
         front = logprobs.new_zeros(num_requests, 1)  # nodes of a level that can still be popped: its heaviest
         above = torch.full_like(front, -1, dtype=torch.int64)
@@ -62,7 +64,8 @@ class BundleExpansion:
         token_ids, parents, scores, depths, cells = (torch.cat(c, 1) for c in zip(*columns, strict=True))
         whole = Candidates(token_ids=token_ids, parents=parents, scores=scores, depths=depths, cells=cells)
         order = scores.sort(dim=1, descending=True, stable=True).indices
-        return _first(whole, _by_bundle(whole, order, self.width)[0], max_nodes)
+        table = _first(whole, _by_bundle(whole, order, self.width)[0], max_nodes)
+        return with_chain(table, proposal, calibrated) if proposal.restart else table
 
     def rank(self, candidates: Candidates, max_depth: int) -> RankedCandidates:
         """Siblings with equal tokens merged, then all candidates by order of addition; those that no bundle holds are

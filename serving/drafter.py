@@ -66,6 +66,9 @@ class Proposal:
     logprobs: torch.Tensor  # (F, S, K) float32, <= 0, calibrated; -inf marks an absent candidate
     widths: torch.Tensor | None  # (F, S) int64, candidates to keep per slot (rank head); None = K
     hidden: torch.Tensor | None = None  # (F, S, Dd), for re-entry only
+    restart: int = 0
+    """Slot at which a second chain begins below the same node (mixed drafts); 0 = there is only one. Its slots are BLOCK
+    slots also where the first ones are a product table."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,7 +76,9 @@ class Frontier:
     """Leaves of the first block at which a re-entrant drafter continues."""
 
     request: torch.Tensor  # (F,) int64, index into the B requests of the inputs
-    slot: torch.Tensor  # (F,) int64, slot of the first block that the leaf sits in
+    slot: (
+        torch.Tensor
+    )  # (F,) int64, slot of the first block that the leaf sits in; of its second chain from `restart` on
     token_ids: torch.Tensor  # (F,) int64, the leaf's token
 
 

@@ -129,7 +129,7 @@ class Engine:
             feedback=feedback,
             traces=traces,
             trace_topk=trace_topk,
-            on_end=self._inbox.forget,
+            on_end=self._note_end,
         )
         self._admission = Admission(self.kv, self.allocator, slots, self.output)
         cost = verify_cost(config.tree, target.config, target.dtype.itemsize)
@@ -296,7 +296,7 @@ class Engine:
         drafter = self.slots.drafter(slot)
         if drafter is not None:
             try:
-                probe.calibrate_draft(self.policy, drafter, self.config.max_running)
+                probe.calibrate_draft(self.policy, self.policy.mixed(drafter), self.config.max_running)
             except Exception as e:  # a broken drafter costs speed, never the engine
                 self.slots.mark_failed(slot, f"calibration raised {type(e).__name__}: {e}")
 
@@ -383,6 +383,10 @@ class Engine:
             if running is not None:
                 self.output.end_early(running, "abort")
         return calls
+
+    def _note_end(self, request_id: str) -> None:
+        self.policy.release(request_id)
+        self._inbox.forget(request_id)
 
     def _forget_versions(self) -> None:
         """Drop what the policy learnt about drafter versions that are no longer resident."""

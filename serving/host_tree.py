@@ -27,6 +27,7 @@ class HostProposal:
     token_ids: list[list[list[int]]]  # (F, S, K)
     logprobs: list[list[list[float]]]  # (F, S, K)
     widths: list[list[int]] | None  # (F, S)
+    restart: int = 0
 
     @staticmethod
     def of(proposal: Proposal, vocab_size: int | None) -> HostProposal:
@@ -40,7 +41,7 @@ class HostProposal:
             if low < 0 or high >= vocab_size:
                 raise ValueError(f"proposed token ids must be in [0, {vocab_size}), got {low}..{high}")
         widths = None if proposal.widths is None else proposal.widths.tolist()
-        return HostProposal(proposal.token_ids.tolist(), proposal.logprobs.tolist(), widths)
+        return HostProposal(proposal.token_ids.tolist(), proposal.logprobs.tolist(), widths, proposal.restart)
 
 
 class HostCandidates:
@@ -67,7 +68,7 @@ class HostCandidates:
         floor: float = -math.inf,
     ) -> None:
         """Hang node `node` of a proposal below candidate `entry` (-1 = root): alternatives branch off the chain of
-        first candidates.
+        first candidates, and of the second chain if there is one.
 
         Args:
             kappa: at least S * R corrections of the conditional log-probabilities, slot after slot.
@@ -79,7 +80,12 @@ class HostCandidates:
             return
         widths = None if proposal.widths is None else proposal.widths[node]
         scores, last_class = self.scores, NUM_RANK_CLASSES - 1
+        top, is_alive = (above, parent, depth), True
         for slot, logprobs in enumerate(proposal.logprobs[node]):
+            if slot == proposal.restart:
+                (above, parent, depth), is_alive = top, True
+            if not is_alive:
+                continue
             depth += 1
             if widths is not None:
                 logprobs = logprobs[: widths[slot]]
@@ -103,8 +109,9 @@ class HostCandidates:
             if parent >= 0 and num_added:
                 self.has_child[parent] = True
             if chain < 0:
-                return
-            parent, above = chain, scores[chain]
+                is_alive = False
+            else:
+                parent, above = chain, scores[chain]
 
     def leaves(self, max_frontier: int) -> list[int]:
         """The heaviest candidates without candidates below them, heaviest first."""
@@ -113,7 +120,7 @@ class HostCandidates:
 
     def frontier(self, leaves: Sequence[int]) -> Frontier:
         """Where the next block continues."""
-        slots, token_ids = [self.depths[i] - 1 for i in leaves], [self.token_ids[i] for i in leaves]
+        slots, token_ids = [self.cells[i] // NUM_RANK_CLASSES for i in leaves], [self.token_ids[i] for i in leaves]
         columns = torch.from_numpy(np.array([[0] * len(leaves), slots, token_ids]))
         return Frontier(request=columns[0], slot=columns[1], token_ids=columns[2])
 

@@ -69,14 +69,16 @@ class RankedCandidates:
 
 
 @lru_cache(maxsize=64)
-def _block_layout(num_slots: int, num_candidates: int, block: int, device: str) -> tuple[torch.Tensor, ...]:
+def _block_layout(
+    num_slots: int, num_candidates: int, block: int, device: str, restart: int = 0
+) -> tuple[torch.Tensor, ...]:
     """Parents (-1 = block entry), depths, cells and rank classes of a BLOCK proposal, candidate s * K + k."""
     slot = torch.arange(num_slots, device=device).repeat_interleave(num_candidates)
     rank = torch.arange(num_candidates, device=device).repeat(num_slots)
-    parents = torch.where(slot > 0, (slot - 1) * num_candidates, -1)
+    parents = torch.where((slot > 0) & (slot != restart), (slot - 1) * num_candidates, -1)
     classes = rank.clamp(max=NUM_RANK_CLASSES - 1)
     cells = (block * num_slots + slot) * NUM_RANK_CLASSES + classes
-    return parents, slot + 1, cells, classes[:num_candidates]
+    return parents, torch.where(slot < restart, slot, slot - restart) + 1, cells, classes[:num_candidates]
 
 
 def slot_logprobs(proposal: Proposal, kappa: torch.Tensor | None) -> torch.Tensor:
@@ -92,8 +94,10 @@ def slot_logprobs(proposal: Proposal, kappa: torch.Tensor | None) -> torch.Tenso
     return logprobs
 
 
-def _chain_scores(logprobs: torch.Tensor) -> torch.Tensor:
+def _chain_scores(logprobs: torch.Tensor, restart: int = 0) -> torch.Tensor:
     """Path scores of a BLOCK proposal: candidates of slot s hang below the chain of first candidates."""
+    if restart:
+        return torch.cat([_chain_scores(logprobs[:, :restart]), _chain_scores(logprobs[:, restart:])], 1)
     chain = logprobs[:, :, 0].cumsum(1).cummin(1).values  # cummin: a parallel scan may round upwards
     scores = logprobs.clone()
     scores[:, 1:] += chain[:, :-1, None]
@@ -113,15 +117,28 @@ def block_candidates(
     logprobs = slot_logprobs(proposal, kappa)
     num_requests, num_slots, num_candidates = logprobs.shape
     if is_product:
-        return _product_candidates(proposal.token_ids, logprobs, max_nodes)
-    parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 0, str(logprobs.device))
+        at = proposal.restart or num_slots
+        table = _product_candidates(proposal.token_ids[:, :at], logprobs[:, :at], max_nodes)
+        return with_chain(table, proposal, logprobs) if proposal.restart else table
+    parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 0, str(logprobs.device), proposal.restart)
     return Candidates(
         token_ids=proposal.token_ids.reshape(num_requests, -1),
         parents=parents.expand(num_requests, -1),
-        scores=_chain_scores(logprobs).view(num_requests, -1),
+        scores=_chain_scores(logprobs, proposal.restart).view(num_requests, -1),
         depths=depths.expand(num_requests, -1),
         cells=cells.expand(num_requests, -1),
     )
+
+
+def with_chain(table: Candidates, proposal: Proposal, logprobs: torch.Tensor) -> Candidates:
+    """A product table's candidates and those of the second chain in its proposal. logprobs: (B, S, K), calibrated."""
+    at, base = proposal.restart, table.scores.shape[1]
+    tail = Proposal(token_ids=proposal.token_ids[:, at:], logprobs=logprobs[:, at:], widths=None)
+    chain = block_candidates(tail, False, 0)
+    chain.parents = torch.where(chain.parents < 0, -1, chain.parents + base)
+    chain.cells = chain.cells + at * NUM_RANK_CLASSES
+    fields = ("token_ids", "parents", "scores", "depths", "cells")
+    return Candidates(**{f: torch.cat([getattr(table, f), getattr(chain, f)], 1) for f in fields})
 
 
 def _product_candidates(token_ids: torch.Tensor, logprobs: torch.Tensor, max_nodes: int) -> Candidates:
@@ -151,7 +168,7 @@ def choose_frontier(candidates: Candidates, max_frontier: int) -> Leaves:
     return Leaves(
         frontier=Frontier(
             request=request,
-            slot=candidates.depths[request, leaf] - 1,
+            slot=candidates.cells[request, leaf] // NUM_RANK_CLASSES,
             token_ids=candidates.token_ids[request, leaf],
         ),
         candidates=leaf,
@@ -168,7 +185,7 @@ def dense_frontier(candidates: Candidates, max_frontier: int) -> Leaves:
     return Leaves(
         frontier=Frontier(
             request=request,
-            slot=candidates.depths.gather(1, index).flatten() - 1,
+            slot=candidates.cells.gather(1, index).flatten() // NUM_RANK_CLASSES,
             token_ids=candidates.token_ids.gather(1, index).flatten(),
         ),
         candidates=index.flatten(),
@@ -195,8 +212,9 @@ def append_block(
     if num_leaves == 0:
         return candidates
     num_requests, base = candidates.scores.shape
-    parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 1, str(proposal.logprobs.device))
-    scores = _chain_scores(slot_logprobs(proposal, kappa)).view(num_leaves, -1) + leaves.scores[:, None]
+    restart = proposal.restart
+    parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 1, str(proposal.logprobs.device), restart)
+    scores = _chain_scores(slot_logprobs(proposal, kappa), restart).view(num_leaves, -1) + leaves.scores[:, None]
     request, width = leaves.frontier.request, num_slots * num_candidates
     offsets = base + leaves.columns[:, None] * width
     new_parents = torch.where(parents < 0, leaves.candidates[:, None], parents + offsets)

@@ -24,9 +24,11 @@ from paceline.serving.device_draft import DeviceDraft
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Drafter, DraftInputs, Proposal
 from paceline.serving.host_tree import HostCandidates, HostProposal
+from paceline.serving.mixed_drafter import MixedDrafter
 from paceline.serving.policy_budgets import make_budget
 from paceline.serving.request_draft import DraftRecord
 from paceline.serving.score_calibration import ScoreCalibration
+from paceline.serving.text_drafters import make_text_drafter
 from paceline.serving.tree_builder import (
     NUM_RANK_CLASSES,
     Candidates,
@@ -102,6 +104,16 @@ class TreePolicy:
         self._vocab_size = vocab_size
         self.device_draft = DeviceDraft(config, self.budget, self._calibration, timer, vocab_size, self._bundle)
         """Drafts rounds off the CPU, and batches whose trees grow by bundles."""
+        self._text = None if config.mix == "none" else make_text_drafter(config.mix)
+
+    def mixed(self, drafter: Drafter) -> Drafter:
+        """The drafter as rounds use it: with a text drafter at its side if the configuration asks for one."""
+        return drafter if self._text is None or drafter.caps.num_slots == 0 else MixedDrafter(drafter, self._text)
+
+    def release(self, request_id: str) -> None:
+        """Forget what is kept for a request that has ended."""
+        if self._text is not None:
+            self._text.release(request_id)
 
     def wants_draft(
         self,
