@@ -23,13 +23,14 @@ from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 from paceline.serving.specblock_drafter import SpecBlockDrafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
+from paceline.serving.suffix_drafter import SuffixDrafter
 from tests.fakes import greedy_continuation, plain_logits, tiny_target
 
 VOCAB = 64
 NUM_TOKENS = 24
 NUM_PROMPTS = 8
 PAGE = 4
-DRAFTERS = ("repeat", "random", "oracle", "rejected", "lookup", "specblock")
+DRAFTERS = ("repeat", "random", "oracle", "rejected", "lookup", "suffix", "specblock")
 
 
 @functools.cache
@@ -87,6 +88,8 @@ def make_drafter(name: str, seed: int = 0) -> Drafter:
         return RejectedDrafter(0)
     if name == "lookup":
         return PromptLookupDrafter()
+    if name == "suffix":
+        return SuffixDrafter(recent_tokens=64 * (seed % 2))
     return tiny_specblock(seed)
 
 
