@@ -1,9 +1,10 @@
 """What followed most often after text that ended like this? (suffix drafter)
 
 Where prompt lookup takes the newest match, this one counts all matches, of any length up to 16 tokens, in the request's
-own prompt and output and, if asked, in recent answers of the same replica; the newest counts more. The estimate of the longest match is blended
-with those of shorter ones, which occurred more often: a tree of candidates with frequencies for scores. Host-side, no
-weights, no KV; memory is bounded.
+own prompt and output and, if asked, in recent answers of the same replica; the newest counts more. The estimate of the
+longest match is blended with those of shorter ones, which occurred more often: a tree of candidates with frequencies for
+scores. Host-side, no weights, no KV; memory is bounded. Others' answers only change how fast a text comes; but whoever
+measures times closely could tell that such a text was written before, so keeping them is a choice.
 Source: the idea of SuffixDecoding (arXiv 2411.04975) on suffix automata (as SAM Decoding, arXiv 2411.10666); blending as
 in prediction by partial matching.
 """
@@ -23,6 +24,8 @@ MAX_CONTEXT = 16
 """Tokens of the longest match that is looked for."""
 MIN_CONTEXT = 2
 """Tokens of the shortest match that counts."""
+_MAX_STEP = 1024
+"""Tokens of one request that are counted in one call: some milliseconds, for which a round may wait."""
 _MAX_BLENDED = 3
 _NEWEST_BONUS = 2
 """Occurrences that the newest one counts for beyond itself: what was written last is most likely to come again."""
@@ -49,7 +52,7 @@ class SuffixDrafter(TextDrafter):
     def __init__(
         self, *, num_slots: int = 8, num_candidates: int = 4, max_text: int = 16384, recent_tokens: int = 0
     ) -> None:
-        """max_text: tokens of a request that are counted; beyond, the older half is forgotten (about 100 bytes a token).
+        """max_text: tokens of a request that are counted; beyond, the older half is forgotten (about 130 bytes a token).
         recent_tokens: tokens of ended requests' answers that are kept for everybody; 0 = none.
         """
         super().__init__(
@@ -61,18 +64,18 @@ class SuffixDrafter(TextDrafter):
         self._histories: dict[str, Sequence[int]] = {}  # only with recent texts
 
     def follow(self, request_id: str, history: Sequence[int]) -> None:
-        """Count what is new."""
+        """Count what is new, of a long text a part in every call."""
         text = self._texts.get(request_id)
         if text is None:
             text = self._texts[request_id] = _Text(SuffixAutomaton(MAX_CONTEXT), len(history))
             if self._recent is not None:
                 self._histories[request_id] = history
-        new = history[max(text.num_seen, len(history) - self._max_text) :]
-        if text.automaton.num_tokens + len(new) > self._max_text:
+        if text.automaton.num_tokens + len(history) - text.num_seen > self._max_text:
             text.automaton = SuffixAutomaton(MAX_CONTEXT)
-            new = history[-(self._max_text // 2) :]
+            text.num_seen = len(history) - self._max_text // 2
+        new = history[text.num_seen : text.num_seen + _MAX_STEP]
         text.automaton.extend(new)
-        text.num_seen = len(history)
+        text.num_seen += len(new)
 
     def release(self, request_id: str) -> None:
         """Forget the request; what it wrote joins the recent texts."""
