@@ -253,14 +253,17 @@ class BudgetController:
             return available
         fixed_s = self.costs.draft_s(num_drafting) + self.costs.aux_s(num_drafting)
         flat = masses.ravel()
-        order = np.argsort(-flat, kind="stable")[: int(available.sum())]
-        gains = np.concatenate([[0.0], flat[order].cumsum()])
-        times = fixed_s + self.costs.verify.predict(num_requests + np.arange(len(gains)), context_rows, num_requests)
-        best = int(((num_requests + gains) / times).argmax())
+        order = (-flat).argsort(kind="stable")[: int(available.sum())]
+        tokens = np.full(len(order) + 1, float(num_requests))
+        tokens[1:] += flat[order].cumsum()
+        rows = np.arange(num_requests, num_requests + len(tokens))
+        times = fixed_s + self.costs.verify.predict(rows, context_rows, num_requests)
+        best = int((tokens / times).argmax())
         width = max(masses.shape[1], 1)
         nodes = np.bincount(order[:best] // width, minlength=num_requests)
-        for i, key in enumerate(keys):
-            if key is not None and nodes[i] < self._forced_nodes and self._is_forced(key):
+        forced = {key for key in set(keys) if key is not None and self._is_forced(key)}
+        for i, key in enumerate(keys if forced else ()):
+            if key in forced and nodes[i] < self._forced_nodes:
                 nodes[i] = min(self._forced_nodes, available[i])
         return nodes
 
@@ -302,11 +305,12 @@ class BudgetController:
             return order
         rate = self._rate * self.costs.speed
         row_s = self.costs.row_s(context_rows, num_requests)
-        best, best_gain, gain = 0, 0.0, 0.0
-        for num, i in enumerate(order, 1):
-            stats = self._stats.get(keys[i])
-            gain += masses[i] * (stats.expand_gain / stats.expand_mass if stats is not None else 1.0)
-            net = gain - rate * self.costs.expand.seconds(num) - self._rate * row_s * num
+        found = {key: self._stats.get(key) for key in set(keys)}
+        worth = {key: 1.0 if stats is None else stats.expand_gain / stats.expand_mass for key, stats in found.items()}
+        best, best_gain, gain, rows_rate = 0, 0.0, 0.0, self._rate * row_s
+        for num, (i, expand_s) in enumerate(zip(order, self.costs.expand.up_to(len(order)), strict=True), 1):
+            gain += masses[i] * worth[keys[i]]
+            net = gain - rate * expand_s - rows_rate * num
             if net > best_gain:
                 best, best_gain = num, net
         if best:

@@ -14,6 +14,9 @@ from itertools import accumulate
 import numpy as np
 
 _ROW_GRID = (1, 2, 3, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 513)
+_FAR = 1000
+_FAR_ROW_GRID = np.array([*_ROW_GRID, _FAR * _ROW_GRID[-1]], dtype=np.float64)
+"""Beyond the last point the average slope from 0 continues."""
 _BATCH_GRID = (1, 2, 4, 8, 16, 32, 64, 128)
 _FAST, _SLOW = 0.1, 0.04
 """Weights of one observation in the machine's speed and in the correction of one point."""
@@ -132,9 +135,8 @@ class CostModel:
         """Seconds of a verify forward of `rows` packed rows of so many requests over `context_rows` committed rows; never
         falls with rows."""
         curve = self._curve(num_requests)
-        out = np.interp(rows, _ROW_GRID, curve)
-        beyond = np.maximum(np.asarray(rows) - _ROW_GRID[-1], 0) * (curve[-1] / _ROW_GRID[-1])
-        return (out + beyond) * (self._speed * self._context[log2_bucket(context_rows)])
+        times = np.asarray(np.interp(rows, _FAR_ROW_GRID, [*curve, curve[-1] * _FAR]))
+        return times * (self._speed * self._context[log2_bucket(context_rows)])
 
     def observe(self, rows: int, context_rows: int, seconds: float, num_requests: int = 1) -> None:
         """Fold one measured verify forward."""
@@ -183,6 +185,21 @@ class CostCurve:
     def seconds(self, size: float) -> float:
         """Expected seconds; 0 while nothing is known."""
         return 0.0 if self._values is None else interpolate(self.GRID, self._values, size) * self._scale
+
+    def up_to(self, size: int) -> list[float]:
+        """`seconds` of 1, 2, ..., size."""
+        if self._values is None:
+            return [0.0] * size
+        grid, values, times = self.GRID, self._values, list[float]()
+        for i in range(1, len(grid)):
+            low, high, base = grid[i - 1], grid[i], values[i - 1]
+            rise = values[i] - base
+            times += [base + rise * (n - low) / (high - low) for n in range(low, min(high, size + 1))]
+            if high > size:
+                break
+        else:
+            times += [interpolate(grid, values, n) for n in range(grid[-1], size + 1)]
+        return [t * self._scale for t in times]
 
     def observe(self, size: int, seconds: float) -> None:
         """Fold one measurement."""

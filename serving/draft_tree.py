@@ -6,6 +6,7 @@ Shape legend: B requests, N packed tree rows (all requests, roots included), W w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -44,13 +45,21 @@ class TreeBatch:
     def roots(anchor_token_ids: torch.Tensor) -> TreeBatch:
         """One-node trees: plain decoding."""
         n = anchor_token_ids.numel()
-        zeros = torch.zeros(n, dtype=torch.int64, device=anchor_token_ids.device)
+        parents, depths, scores, cu_nodes, ancestors = _columns_of_roots(n, str(anchor_token_ids.device))
         return TreeBatch(
             token_ids=anchor_token_ids,
-            parents=zeros - 1,
-            depths=zeros,
-            scores=zeros.float(),
-            cu_nodes=torch.arange(n + 1, device=zeros.device),
-            ancestors=torch.ones(n, 1, dtype=torch.bool, device=zeros.device),
+            parents=parents,
+            depths=depths,
+            scores=scores,
+            cu_nodes=cu_nodes,
+            ancestors=ancestors,
             counts=[1] * n,
         )
+
+
+@lru_cache(maxsize=64)
+def _columns_of_roots(n: int, device: str) -> tuple[torch.Tensor, ...]:
+    """What all plain rounds of n requests share; read only."""
+    zeros = torch.zeros(n, dtype=torch.int64, device=device)
+    ancestors = torch.ones(n, 1, dtype=torch.bool, device=device)
+    return zeros - 1, zeros, zeros.float(), torch.arange(n + 1, device=device), ancestors

@@ -35,14 +35,18 @@ def draft_inputs(
     offsets = [0]
     positions: list[int] = []
     token_ids: list[int] = []
-    slots = []
+    owners: list[int] = []
     for i, r in enumerate(requests):
         stop = r.context_len if stops is None else stops[i]
         positions += range(r.drafted_len, stop)
         token_ids += r.tokens[r.drafted_len + 1 : stop + 1]
-        slots.append(slot_table[i, r.drafted_len : stop])
+        owners += [i] * (stop - r.drafted_len)
         offsets.append(len(positions))
-    new_slots = slots[0] if len(slots) == 1 else torch.cat(slots)
+    new_positions = upload(positions, device, torch.int64)
+    if len(requests) == 1:
+        new_slots = slot_table[0, requests[0].drafted_len : requests[0].drafted_len + len(positions)]
+    else:
+        new_slots = slot_table[upload(owners, device, torch.int64), new_positions]
     return DraftInputs(
         request_ids=[r.request_id for r in requests],
         context_lens=upload([r.context_len for r in requests], device),
@@ -50,7 +54,7 @@ def draft_inputs(
         temperatures=temperatures,
         slot_table=slot_table,
         cu_new=upload(offsets, device),
-        new_positions=upload(positions, device, torch.int64),
+        new_positions=new_positions,
         new_token_ids=upload(token_ids, device, torch.int64),
         new_features=None if features is None else features.index_select(0, new_slots),
         new_slots=new_slots,

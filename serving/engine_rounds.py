@@ -177,8 +177,8 @@ class DecodeRunner:
                 table = requests[0].rows[None]  # type: ignore[index]
             else:
                 table = torch.zeros(len(requests), max(r.row_capacity for r in requests), dtype=torch.int64)
-                for i, r in enumerate(requests):
-                    table[i, : r.row_capacity] = r.rows  # type: ignore[assignment]
+                for line, r in zip(table.numpy(), requests, strict=True):
+                    line[: r.row_capacity] = r.rows  # type: ignore[assignment]
             batch.table = table.to(device)
         return batch
 

@@ -19,6 +19,7 @@ class Matcher(Protocol):
     def rollback(self, num_tokens: int, /) -> bool: ...
     def is_error(self) -> bool: ...
     def get_error(self) -> str: ...
+    def deep_copy(self) -> Matcher: ...
 
 
 class GrammarState:
@@ -44,6 +45,8 @@ class GrammarState:
     ) -> None:
         """stop_token_ids: the request's own; those outside the vocabulary are never drawn."""
         self._matcher = matcher
+        self._fresh = matcher.deep_copy()  # what a matcher with an error is replaced by: it cannot be taken back
+        self._consumed: list[int] = []  # tokens that the matcher has consumed, the uncommitted ones last
         self._vocab_size = vocab_size
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self._stop_ids = np.array(sorted(t for t in stop_token_ids if 0 <= t < vocab_size), dtype=np.int64)
@@ -52,7 +55,7 @@ class GrammarState:
         self._num_ahead = 0  # tokens that the matcher has consumed and nobody has committed
         self._is_ended = False
         self.error: str | None = None
-        """Why the grammar cannot be followed any further; stays once it is set."""
+        """Why the grammar cannot be followed any further; stays until a token before the failure is taken back."""
 
     @property
     def num_ahead(self) -> int:
@@ -87,6 +90,7 @@ class GrammarState:
             self._is_ended = True
         elif self._matcher.consume_token(token_id):
             self._num_ahead += 1
+            self._consumed.append(token_id)
         else:
             self._fail(self._matcher.get_error())
 
@@ -95,8 +99,16 @@ class GrammarState:
         surplus = self._num_ahead - num_tokens
         self._is_ended = self._is_ended and num_tokens > self._num_ahead
         self._num_ahead = 0
-        if surplus > 0 and self.error is None and not self._matcher.rollback(surplus):
-            self._fail(self._matcher.get_error())
+        if surplus <= 0:
+            return
+        del self._consumed[-surplus:]
+        if self.error is None:
+            if not self._matcher.rollback(surplus):
+                self._fail(self._matcher.get_error())
+            return
+        self._matcher, self.error = self._fresh.deep_copy(), None
+        for token_id in self._consumed:
+            self._matcher.consume_token(token_id)
 
     def rewind(self) -> None:
         """Take back every uncommitted token."""

@@ -1,7 +1,7 @@
 """How is one request's tree built from plain Python numbers?
 
 With one request of some tens of candidates a tensor operator costs more than all of its arithmetic, so a lone request on
-the CPU takes this path; results equal those of `tree_builder` and `verify.accept`, which serve batches.
+the CPU takes this path; results equal those of `host_batch` and `verify.accept`, which serve batches.
 
 Shape legend: S draft slots, K candidates per slot, R rank classes, F frontier leaves, N rows of the tree (root included).
 """
@@ -17,6 +17,7 @@ import torch
 
 from paceline.serving.draft_tree import HostTree, TreeBatch
 from paceline.serving.drafter import Frontier, Proposal
+from paceline.serving.host_batch import check_proposal
 from paceline.serving.tree_builder import NUM_RANK_CLASSES
 
 
@@ -31,15 +32,8 @@ class HostProposal:
 
     @staticmethod
     def of(proposal: Proposal, vocab_size: int | None) -> HostProposal:
-        """Read a proposal. Raises: ValueError on log-probabilities above 0, NaN, or token ids outside [0, vocab_size)."""
-        highest = float(proposal.logprobs.numpy().max())  # NaN wins a maximum
-        if not highest <= 1e-3:
-            raise ValueError(f"log-probabilities must be at most 0 (-inf = absent), got {highest}")
-        if vocab_size is not None:
-            ids = proposal.token_ids.numpy()
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= vocab_size:
-                raise ValueError(f"proposed token ids must be in [0, {vocab_size}), got {low}..{high}")
+        """Read a proposal. Raises: what `check_proposal` does."""
+        check_proposal(proposal, vocab_size)
         widths = None if proposal.widths is None else proposal.widths.tolist()
         return HostProposal(proposal.token_ids.tolist(), proposal.logprobs.tolist(), widths, proposal.restart)
 

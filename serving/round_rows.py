@@ -24,6 +24,7 @@ class RoundRows:
         self._kv = kv
         self._scratch = kv.scratch_rows(kv.num_scratch_rows)  # (max rows of a round,) int64
         self._out_rows = self._scratch[:0]
+        self._table = self._scratch[None, :0]
         self._is_behind_context = False
 
     def place(
@@ -36,7 +37,7 @@ class RoundRows:
             context_lens: (B,).
         Syncs: none.
         """
-        num_rows = tree.token_ids.numel()
+        num_rows, self._table = tree.token_ids.numel(), table
         self._is_behind_context = False
         if len(requests) == 1:
             start = requests[0].context_len
@@ -63,24 +64,25 @@ class RoundRows:
             if keeps_features:
                 self._kv.features.index_copy_(0, self._out_rows, features)  # type: ignore[union-attr, arg-type]
             return
-        device = self._scratch.device
-        moved, dst_moved = [], []
-        for r, path in zip(requests, paths, strict=True):
-            first = 1
+        moved, stays = list[int](), list[int]()  # packed rows
+        moved_at, stays_at = list[int](), list[int]()  # where the table has the rows of their positions
+        width = self._table.shape[1]
+        for i, (r, path) in enumerate(zip(requests, paths, strict=True)):
+            first, at, num_rows = 1, i * width + r.context_len, len(path)
             if self._is_behind_context:  # the head of the path that lies where it belongs
-                while first < len(path) and path[first] == first:
+                while first < num_rows and path[first] == first:
                     first += 1
-            if first < len(path):
-                moved += path[first:]
-                dst_moved.append(r.rows[r.context_len + first : r.context_len + len(path)])  # type: ignore[index]
+            moved += path[first:]
+            moved_at += range(at + first, at + num_rows)
+            if keeps_features:
+                stays += path[:first]
+                stays_at += range(at, min(at + first, at + num_rows))
+        if not moved and not keeps_features:
+            return
+        device, num_moved = self._scratch.device, len(moved)
+        src = upload(moved + stays, device, torch.int64)
+        dst = self._table.reshape(-1).index_select(0, upload(moved_at + stays_at, device, torch.int64))
         if moved:
-            src = self._out_rows.index_select(0, upload(moved, device, torch.int64))
-            self._kv.commit(src, upload(_cat(dst_moved), device))
+            self._kv.commit(self._out_rows.index_select(0, src[:num_moved]), dst[:num_moved])
         if keeps_features:
-            kept = [r.rows[r.context_len : r.context_len + len(p)] for r, p in zip(requests, paths, strict=True)]  # type: ignore[index]
-            src = upload([row for path in paths for row in path], device, torch.int64)
-            self._kv.features.index_copy_(0, upload(_cat(kept), device), features.index_select(0, src))  # type: ignore[union-attr]
-
-
-def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._kv.features.index_copy_(0, dst, features.index_select(0, src))  # type: ignore[union-attr, arg-type]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from paceline.serving.budget_stats import DraftKey
@@ -54,10 +55,18 @@ class ScoreCalibration:
                 self._sums.pop(next(iter(self._sums)))
         return sums.kappa
 
-    def table(self, keys: Sequence[DraftKey | None], num_slots: int) -> torch.Tensor:
+    def array(self, keys: Sequence[DraftKey | None], num_slots: int) -> np.ndarray:
         """(2 blocks, G, S, R) float32 to add to conditional log-probabilities."""
-        rows = torch.tensor([self.row(key, 2 * num_slots * NUM_RANK_CLASSES) for key in keys], dtype=torch.float32)
-        return rows.view(len(keys), 2, num_slots, NUM_RANK_CLASSES).transpose(0, 1)
+        num_cells, number = 2 * num_slots * NUM_RANK_CLASSES, {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        rows = np.array([self.row(key, num_cells) for key in number], dtype=np.float32)
+        blocks = rows.reshape(len(number), 2, num_slots, NUM_RANK_CLASSES).swapaxes(0, 1)
+        if len(number) == 1:
+            return blocks.repeat(len(keys), axis=1)
+        return blocks[:, [number[key] for key in keys]]
+
+    def table(self, keys: Sequence[DraftKey | None], num_slots: int) -> torch.Tensor:
+        """`array` as a tensor."""
+        return torch.from_numpy(self.array(keys, num_slots))
 
     def observe(self, draft: RoundDraft, paths: Sequence[Sequence[int]]) -> list[int]:
         """Fold the tested nodes; paths: accepted packed rows of each request, root first.

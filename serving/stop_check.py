@@ -46,10 +46,12 @@ def cut_tokens(request: RunningRequest, token_ids: list[int]) -> tuple[list[int]
 
     Returns: (tokens to emit, finish reason or None, stop string or None). A stop token or the token that completes a
     stop string is the last one emitted; at the token limit the reason is 'length' unless the last token stops anyway.
-    When the request's grammar cannot be followed the reason is 'error' and nothing of the round is emitted.
+    When the request's grammar cannot be followed behind one of these tokens, the reason is 'error' and that is the last
+    one emitted.
     """
     grammar = request.grammar
-    if grammar is not None and grammar.error is not None:
+    # Tokens that a shortage of pages has cut may end before the failure: then it is met again by a later round.
+    if grammar is not None and grammar.error is not None and len(token_ids) > grammar.num_ahead:
         # What was drawn before the grammar failed counts, and may end the answer before the failure would.
         token_ids, reason, match = _cut(request, token_ids[: grammar.num_ahead])
         return token_ids, reason or "error", match

@@ -45,19 +45,6 @@ class Leaves:
     num_columns: int | None = None
     """Leaves of every request, when all have the same number; None = read from `columns`."""
 
-    def take(self, kept: Sequence[int]) -> Leaves:
-        """Only these leaves; of each request they must be the heaviest ones, in order."""
-        index = torch.tensor(kept, device=self.candidates.device)
-        frontier = self.frontier
-        return Leaves(
-            frontier=Frontier(
-                request=frontier.request[index], slot=frontier.slot[index], token_ids=frontier.token_ids[index]
-            ),
-            candidates=self.candidates[index],
-            columns=self.columns[index],
-            scores=self.scores[index],
-        )
-
 
 @dataclass(kw_only=True, slots=True)
 class RankedCandidates:

@@ -22,7 +22,8 @@ from paceline.serving.bundle_expansion import BundleExpansion
 from paceline.serving.cost_model import CostModel
 from paceline.serving.device_draft import DeviceDraft
 from paceline.serving.draft_tree import TreeBatch
-from paceline.serving.drafter import Drafter, DraftInputs, Proposal
+from paceline.serving.drafter import Drafter, DraftInputs
+from paceline.serving.host_batch import BatchCandidates, RankedBatch, check_proposal, pack_trees
 from paceline.serving.host_tree import HostCandidates, HostProposal
 from paceline.serving.mixed_drafter import MixedDrafter
 from paceline.serving.policy_budgets import make_budget
@@ -31,12 +32,9 @@ from paceline.serving.score_calibration import ScoreCalibration
 from paceline.serving.text_drafters import make_text_drafter
 from paceline.serving.tree_builder import (
     NUM_RANK_CLASSES,
-    Candidates,
     append_block,
     block_candidates,
     choose_frontier,
-    merge_order,
-    merge_trees,
     rank_candidates,
     select_tree,
 )
@@ -167,7 +165,8 @@ class TreePolicy:
             out.draft_s = self._timer() - start
             return out
         limit = self.config.max_draft_tokens
-        built, masses = [], np.zeros((num_requests, limit))
+        built: list[tuple[RankedBatch, list[int]]] = []
+        masses = np.zeros((num_requests, limit))
         for index, group in enumerate(groups):
             try:
                 candidates = self._propose(group, keys, out)
@@ -177,15 +176,15 @@ class TreePolicy:
                 continue
             if candidates is None:
                 continue
-            ranked = rank_candidates(candidates, limit)
-            mass = np.exp(ranked.scores[:, :limit].double().cpu().numpy())
-            masses[np.ix_(group.rows, range(mass.shape[1]))] = mass
-            built.append((group, ranked))
+            ranked = candidates.ranked(limit)
+            masses[np.array(group.rows)[ranked.owners], ranked.ranks] = np.exp(ranked.scores.astype(np.float64))
+            built.append((ranked, group.rows))
             for row in group.rows:
                 out.is_drafted[row] = True
         if built:
             nodes = self.budget.choose(masses, keys, context_rows, sum(out.is_drafted))
-            self._assemble(out, built, nodes, anchor_token_ids)
+            out.tree, out.cells = pack_trees(built, nodes, anchor_token_ids)
+            out.num_draft_tokens = [count - 1 for count in out.tree.counts or ()]
         out.draft_s = self._timer() - start
         return out
 
@@ -250,7 +249,7 @@ class TreePolicy:
         out.num_leaves = len(leaves)
         return found
 
-    def _propose(self, group: DraftGroup, keys: list[DraftKey | None], out: RoundDraft) -> Candidates | None:
+    def _propose(self, group: DraftGroup, keys: list[DraftKey | None], out: RoundDraft) -> BatchCandidates | None:
         drafter, inputs = group.drafter, group.inputs
         out.num_new_rows += inputs.new_token_ids.numel()
         start = self._timer()
@@ -259,26 +258,27 @@ class TreePolicy:
         num_slots = proposal.logprobs.shape[1]
         if num_slots == 0:
             return None
-        self._check(proposal)
+        check_proposal(proposal, self._vocab_size)
         group_keys: list = [keys[r] for r in group.rows]  # of requests that draft: never None
-        kappa = self._calibration.table(group_keys, num_slots).to(proposal.logprobs.device)  # (2, G, S, R)
+        kappa = self._calibration.array(group_keys, num_slots)  # (2, G, S, R)
         limit = self.config.max_draft_tokens
-        candidates = block_candidates(proposal, drafter.caps.is_product, limit, kappa[0])
+        candidates = BatchCandidates.of(proposal, drafter.caps.is_product, limit, kappa[0])
         if not drafter.caps.is_reentrant or self.config.max_frontier == 0:
             return candidates
-        leaves = choose_frontier(candidates, self.config.max_frontier)
-        owner, masses = leaves.frontier.request.tolist(), leaves.scores.exp().tolist()
+        leaves = candidates.leaves(self.config.max_frontier)
+        owners, leaf_masses = candidates.owners_and_masses(leaves)
+        owner, masses = owners.tolist(), leaf_masses.tolist()
         kept = self.budget.choose_leaves([group_keys[r] for r in owner], masses, out.context_rows, len(keys))
         if not sum(masses[i] for i in kept) > 0:
             return candidates
         if len(kept) < len(owner):
-            leaves = leaves.take(sorted(kept))
-        request = leaves.frontier.request
+            kept.sort()
+            leaves, owners = leaves[kept], owners[kept]
         start = self._timer()
-        block = drafter.expand(inputs, proposal, leaves.frontier)
+        block = drafter.expand(inputs, proposal, candidates.frontier(leaves))
         out.model_s += self._timer() - start
-        self._check(block)
-        candidates = append_block(candidates, leaves, block, kappa[1][request])
+        check_proposal(block, self._vocab_size)
+        candidates = candidates.append(leaves, block, kappa[1][owners])
         out.expand_s += self._timer() - start
         out.num_cells = num_slots * NUM_RANK_CLASSES
         out.frontier_mass = out.frontier_mass or [0.0] * len(keys)
@@ -286,37 +286,6 @@ class TreePolicy:
         for i in kept:
             out.frontier_mass[group.rows[owner[i]]] += masses[i]
         return candidates
-
-    def _check(self, proposal: Proposal) -> None:
-        highest = float(proposal.logprobs.max())  # NaN wins a maximum
-        if not highest <= 1e-3:
-            raise ValueError(f"log-probabilities must be at most 0 (-inf = absent), got {highest}")
-        if self._vocab_size is not None:
-            low, high = torch.aminmax(proposal.token_ids)
-            if int(low) < 0 or int(high) >= self._vocab_size:
-                raise ValueError(f"proposed token ids must be in [0, {self._vocab_size}), got {int(low)}..{int(high)}")
-
-    def _assemble(self, out: RoundDraft, built: list, nodes: np.ndarray, anchor_token_ids: torch.Tensor) -> None:
-        num_requests = anchor_token_ids.numel()
-        parts, cells = [], []
-        for group, ranked in built:
-            is_whole = group.rows == list(range(num_requests))
-            anchors = anchor_token_ids if is_whole else anchor_token_ids[group.rows]
-            tree, tree_cells = select_tree(ranked, anchors, nodes[group.rows].tolist())
-            parts.append((tree, group.rows))
-            cells.append(tree_cells)
-        rest = [i for i, drafted in enumerate(out.is_drafted) if not drafted]
-        if rest:
-            roots = TreeBatch.roots(anchor_token_ids[rest])
-            parts.append((roots, rest))
-            cells.append(roots.parents)
-        out.tree = merge_trees(parts, num_requests)
-        if len(parts) == 1 and parts[0][0] is out.tree:
-            out.cells = cells[0]
-        else:
-            index, _ = merge_order([(t.cu_nodes, rows) for t, rows in parts], num_requests)
-            out.cells = torch.cat(cells)[index]
-        out.num_draft_tokens = (out.tree.cu_nodes[1:] - out.tree.cu_nodes[:-1] - 1).tolist()
 
     def observe(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 
@@ -15,7 +16,12 @@ def upload(
     To CUDA the copy goes through pinned memory: a copy from ordinary memory would wait for all work that is queued.
     Syncs: none.
     """
-    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+    if isinstance(values, torch.Tensor):
+        tensor = values
+    elif len(values) and type(values[0]) is int and dtype in (None, torch.int64):
+        tensor = torch.from_numpy(np.array(values, dtype=np.int64))  # a third of torch.tensor's time
+    else:
+        tensor = torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -9,7 +9,7 @@ from paceline.config import TreeConfig
 from paceline.serving.batch_guard import LEAST_PLAIN
 from paceline.serving.budget import BudgetController
 from paceline.serving.budget_stats import RoundObservation
-from paceline.serving.cost_model import CostModel
+from paceline.serving.cost_model import CostCurve, CostModel
 
 KEY = ("v1", "math", False)
 
@@ -236,6 +236,16 @@ def test_rows_of_many_requests_cost_what_was_measured_for_many():
     for _ in range(300):
         cost.observe(96, 500, 2 * measure(96, 16), 16)
     assert cost.seconds(96, 500, 16) == pytest.approx(2 * measure(96, 16), rel=0.05)
+
+
+def test_costs_of_many_sizes_are_those_of_each_size():
+    cost, curve = CostModel(staircase), CostCurve()
+    assert curve.up_to(3) == [0.0] * 3
+    rows = np.arange(1, 1200)  # the grid ends at 513
+    assert cost.predict(rows, 64, 4) == pytest.approx([cost.seconds(int(q), 64, 4) for q in rows], rel=1e-12)
+    curve.calibrate(lambda n: 1e-3 + 1e-4 * n**0.7, max_size=40)
+    for size in (0, 1, 2, 5, 64, 255, 256, 300):
+        assert curve.up_to(size) == [curve.seconds(n) for n in range(1, size + 1)]
 
 
 def test_calibration_stops_when_its_time_is_over():

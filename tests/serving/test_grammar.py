@@ -28,6 +28,7 @@ from tests.fakes import EOS_ID, tiny_tokenizer
 from tests.serving.constrained import (
     KINDS,
     PERSON,
+    PROMPT,
     VOCAB,
     Answers,
     factory,
@@ -42,6 +43,7 @@ from tests.serving.constrained import (
 
 MODEL = Path(__file__).parents[2] / "paceline" / "models" / "target"
 REGEX = GrammarSpec(kind="regex", text="(ab|cd)+[0-9]{2,}z")
+DEAD_END = GrammarSpec(kind="regex", text="[ab]{6}(Q|QQ)")  # the vocabulary has no capital Q
 
 
 def ids(text: str) -> list[int]:
@@ -116,6 +118,20 @@ def test_blanks_inside_json_are_bounded_unless_the_schema_says_how() -> None:
     state = factory().start(own)
     state.advance(*ids("{"))
     assert allowed_text(state) == {'"', "}"}
+
+
+def test_a_failure_behind_tokens_that_are_taken_back_is_forgotten_and_met_again() -> None:
+    state = factory().start(DEAD_END)
+    for token in ids("ababab"):
+        state.advance(token)
+    assert state.allowed() is None and state.error is not None
+    state.keep(4)
+    assert state.error is None and allowed_text(state) == {"a", "b"}
+    for token in ids("bb"):
+        state.advance(token)
+    assert state.allowed() is None and state.error is not None
+    state.keep(2)
+    assert state.allowed() is None and state.error is not None, "nothing was taken back"
 
 
 # ---- the law of what is drawn -----------------------------------------------------------------------------------
@@ -333,10 +349,9 @@ def test_logprobs_are_those_of_the_unprocessed_distribution() -> None:
 
 @pytest.mark.parametrize("drafter", [None, "random"])
 def test_a_grammar_that_fails_half_way_ends_its_request_alone(drafter) -> None:
-    """The vocabulary has no capital Q."""
     made = make_drafter(drafter, {}) if drafter else None
     engine, answers = make_engine(made), Answers()
-    broken = {"grammar": GrammarSpec(kind="regex", text="[ab]{6}(Q|QQ)"), "logprobs": 0}
+    broken = {"grammar": DEAD_END, "logprobs": 0}
     submit(engine, answers, "broken", **broken)
     run(engine)
     for name, params in KINDS.items():
@@ -356,13 +371,31 @@ def test_a_grammar_that_fails_half_way_ends_its_request_alone(drafter) -> None:
 def test_what_was_drawn_before_a_grammar_fails_counts(drafter) -> None:
     made = make_drafter(drafter, {}) if drafter else None
     engine, answers = make_engine(made), Answers()
-    grammar = GrammarSpec(kind="regex", text="[ab]{6}(Q|QQ)")
-    submit(engine, answers, "cut", grammar=grammar, max_tokens=6)
-    submit(engine, answers, "broken", grammar=grammar, max_tokens=8)
+    submit(engine, answers, "cut", grammar=DEAD_END, max_tokens=6)
+    submit(engine, answers, "broken", grammar=DEAD_END, max_tokens=8)
     run(engine)
     assert answers.last["cut"].finish_reason == "length" and len(answers.tokens["cut"]) == 6
     assert answers.last["broken"].finish_reason == "error" and answers.last["broken"].is_own_fault
     assert answers.tokens["broken"] == answers.tokens["cut"]
+
+
+def test_pages_that_run_out_before_a_grammar_fails_cost_no_token() -> None:
+    def serve(num_pages: int, drafter) -> Answers:
+        engine, answers = make_engine(drafter, num_pages=num_pages, prefix_caching=False), Answers()
+        submit(engine, answers, "other", max_tokens=20, ignore_eos=True)
+        submit(engine, answers, "broken", grammar=DEAD_END)
+        run(engine)
+        assert answers.last["broken"].finish_reason == "error"
+        return answers
+
+    want = serve(100, None).tokens
+    known = OracleDrafter({name: [*PROMPT, *tokens] for name, tokens in want.items()})
+    num_rounds = []
+    for num_pages in (8, 9, 10, 100):
+        got = serve(num_pages, known)
+        assert got.tokens == want
+        num_rounds.append(got.last["broken"].stats.num_rounds)
+    assert num_rounds[0] > num_rounds[-1], "no path was cut in front of the failure"
 
 
 # ---- grammars that are wrong, huge or hostile -------------------------------------------------------------------
