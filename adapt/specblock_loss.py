@@ -43,6 +43,8 @@ class LossConfig:
     """Share of rows that go on into block 2 (and of those into block 3)."""
     early_start_share: float = 0.25
     """Share of rows that start their next block at an earlier correct slot, as leaves of the greedy chain do."""
+    has_valid_prefix: bool = True
+    """False (ablation): every slot of every row is trained, whether the slots before it were right or not."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,6 +102,7 @@ def block_loss(
     z = model.normed(hidden)
     is_side = torch.rand(n, generator=generator).to(device) < config.side_share
     alive = torch.arange(n, device=device)
+    on_prefix = torch.ones(n, dtype=torch.bool, device=device)
     last = batch.token_ids.shape[1] - 1
     to_draft = _draft_index(model) if c.draft_vocab_size is not None else None
     for slot in range(k):
@@ -142,8 +145,11 @@ def block_loss(
                     slot,
                 )
                 rank_loss, calibration_loss = rank_loss + rank_part, calibration_loss + calibration_part
-        alive = alive[torch.cat(passed)]
-        correct[alive] += 1
+        is_right = torch.cat(passed)
+        on_prefix[alive] &= is_right
+        correct[alive] += on_prefix[alive]
+        if config.has_valid_prefix:
+            alive = alive[is_right]
     return BlockLoss(
         token=token_loss,
         rank=rank_loss,
@@ -248,7 +254,7 @@ def training_loss(
             break
         weight = weight / config.next_block_share  # rows that go on stand for those that were not drawn
         path = [(s, at_column[kept], m[kept]) for s, at_column, m in [*path, (state, column, start)]]
-        cond = hidden[kept, start[kept] - 1]
+        cond = hidden[kept, start[kept] - 1] if model.config.inherits_hidden else first.cond[request[kept], row[kept]]
         request, row, offset = request[kept], row[kept], (offset + start)[kept]
         grid = RowGrid(request, batch.token_ids.shape[0])
         with torch.set_grad_enabled(learns):

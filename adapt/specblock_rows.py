@@ -76,6 +76,7 @@ class BlockState:
     """Hidden states of one block for selected rows, with what later blocks need."""
 
     hidden: torch.Tensor  # (B, A, K, H) before the final norm
+    cond: torch.Tensor  # (B, A, H) what the block was conditioned on
     kv: list[tuple[torch.Tensor, torch.Tensor]]  # per layer (B, Hkv, A * K, Dh)
 
 
@@ -104,7 +105,7 @@ def block1_forward(model: SpecBlockModel, batch: RowBatch, embed: torch.Tensor) 
             q, k, v.to(k.dtype), is_causal=True, enable_gqa=c.num_heads != c.num_kv_heads
         )
         x = layer.finish(x, out)
-    return BlockState(hidden=x.unflatten(1, (t, c.num_slots)), kv=kv)
+    return BlockState(hidden=x.unflatten(1, (t, c.num_slots)), cond=cond, kv=kv)
 
 
 def next_block_forward(
@@ -161,7 +162,7 @@ def next_block_forward(
         every_v = torch.cat([first.kv[i][1], *(p.kv[i][1] for p, _ in previous), value], dim=2).to(every_k.dtype)
         out = F.scaled_dot_product_attention(q, every_k, every_v, mask, enable_gqa=c.num_heads != c.num_kv_heads)
         x = layer.finish(x, out)
-    return BlockState(hidden=x.unflatten(1, (a, k)), kv=kv)
+    return BlockState(hidden=x.unflatten(1, (a, k)), cond=cond, kv=kv)
 
 
 class RowGrid:
@@ -187,5 +188,7 @@ class RowGrid:
             return self.spread(rows).transpose(1, 2).flatten(2, 3)
 
         return BlockState(
-            hidden=self.spread(state.hidden[self.request, columns]), kv=[(move(k), move(v)) for k, v in state.kv]
+            hidden=self.spread(state.hidden[self.request, columns]),
+            cond=self.spread(state.cond[self.request, columns]),
+            kv=[(move(k), move(v)) for k, v in state.kv],
         )

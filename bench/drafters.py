@@ -1,216 +1,187 @@
-"""How fast is each drafter? Arms alternate prompt by prompt in one process against the plain loop."""
+"""Which drafter gains most, under which policy? Drafter x policy arms alternate group by group with plain decoding."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from paceline.bench.engine_run import (  # fmt: skip
-    GroupRun,
-    build_engine,
-    encode,
-    greedy_or_sampled,
-    load_named_drafter,
-    load_target,
-    run_group,
-    set_threads,
-    trained_domains,
-)
-from paceline.bench.intervals import ratio_of_rates
+from paceline.bench.draft_arms import ArmSpec, arm_specs, build_arms
+from paceline.bench.draft_cells import drafting_row, random_gaps, speed_prediction, summarise
+from paceline.bench.drafters_options import ALL, BenchOptions
+from paceline.bench.drafters_table import acceptance_table, print_end, summary_table
+from paceline.bench.engine_arms import Arm, BenchGroup, EngineArm, GroupTiming, TransformersArm
+from paceline.bench.engine_bench import GENERATE, LOOKUP, RANDOM, RANDOM_PROMPT_TOKENS, pick_device
+from paceline.bench.engine_cells import PLAIN, cell_row
+from paceline.bench.engine_run import load_target, set_threads
+from paceline.bench.group_runs import make_groups, run_alternating
 from paceline.bench.lossless import LosslessChecker
-from paceline.bench.workloads import load_prompts
+from paceline.bench.lossless_row import lossless_row
+from paceline.bench.result_file import ResultFile, plain_values
+from paceline.bench.workload_sources import read_questions
+from paceline.bench.workload_split import Workload, domain_workload, load_workloads, random_workload
 from paceline.config import EngineConfig
-from paceline.contracts import Group
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.paths import resolve_model
+from paceline.serving.target import TargetModel
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BenchOptions:
-    """What to compare; see `paceline bench drafters --help`."""
+def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any]:
+    """Measure every (bucket, batch, temperature) cell; prints tables, returns (and keeps on disk) the document.
 
-    drafters: tuple[str, ...]
-    batches: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    buckets: tuple[str, ...]
-    num_prompts: int = 16
-    max_tokens: int = 128
-    num_threads: int | None = 2
-    model: str = "bundled"
-    baseline: str | None = None
-    seed: int = 0
-    data: Path | None = None
-    json: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not self.drafters or any(b < 1 for b in self.batches) or self.num_prompts < 1:
-            raise ConfigError("drafters must not be empty, batch sizes and num_prompts must be >= 1")
-        if self.baseline not in (None, "transformers"):
-            raise ConfigError(f"baseline must be 'transformers', got {self.baseline!r}")
-
-
-@dataclass(slots=True)
-class _Arm:
-    name: str
-    runs: list[GroupRun] = field(default_factory=list)
-    tokens: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    def add(self, run: GroupRun) -> None:
-        self.runs.append(run)
-        self.tokens.append(run.num_tokens)
-        self.seconds.append(run.seconds)
-
-    @property
-    def rate(self) -> float:
-        return sum(self.tokens) / sum(self.seconds)
-
-
-def _row(name: str, arm: _Arm, plain: _Arm, batch: int, temperature: float, bucket: str, lossless: str | None) -> dict:
-    outputs = [o for r in arm.runs for o in r.outputs]
-    rounds = sum(o.stats.num_rounds for o in outputs) or 1
-    accepted = sum(o.stats.num_accepted_tokens for o in outputs)
-    draft = sum(o.stats.draft_ms for o in outputs) * batch / rounds
-    verify = sum(o.stats.verify_ms for o in outputs) * batch / rounds
-    round_ms = sum(o.stats.round_ms for o in outputs) * batch / rounds
-    speedup, interval = ratio_of_rates(arm.tokens, arm.seconds, plain.tokens, plain.seconds)
-    return {
-        "drafter": name,
-        "batch": batch,
-        "temperature": temperature,
-        "bucket": bucket,
-        "in_domain": bucket in trained_domains(name),
-        "acceptance_length": round(accepted / rounds + 1, 3),
-        "tokens_per_s": round(arm.rate, 1),
-        "plain_tokens_per_s": round(plain.rate, 1),
-        "speedup": round(speedup, 3),
-        "speedup_interval": [round(v, 3) for v in interval] if len(arm.tokens) > 1 else None,
-        "draft_ms": round(draft, 3),
-        "verify_ms": round(verify, 3),
-        "overhead_ms": round(max(0.0, round_ms - draft - verify), 3),
-        "num_draft_tokens": round(sum(o.stats.num_draft_tokens for o in outputs) / rounds, 2),
-        "lossless": lossless,
-        "num_prompts": len(outputs),
-        "num_tokens": int(sum(arm.tokens)),
-    }
-
-
-def _baseline_rows(arms: dict[str, _Arm], plain: _Arm, batch: int, temperature: float, bucket: str) -> list[dict]:
-    rows = []
-    for name, arm in arms.items():
-        ratio, interval = ratio_of_rates(plain.tokens, plain.seconds, arm.tokens, arm.seconds)
-        rows.append(
-            {
-                "drafter": name, "batch": batch, "temperature": temperature, "bucket": bucket,
-                "tokens_per_s": round(arm.rate, 1), "plain_tokens_per_s": round(plain.rate, 1),
-                "plain_over_baseline": round(ratio, 3), "plain_over_baseline_interval": [round(v, 3) for v in interval] if len(arm.tokens) > 1 else None,
-                "num_tokens": int(sum(arm.tokens)),
-            }
-        )  # fmt: skip
-    return rows
-
-
-def _groups(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
-    return [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
-
-
-def run_bench_drafters(options: BenchOptions, console: Console) -> dict:
-    """Run every (bucket, batch, temperature) cell with all drafters alternating; prints a table, returns the document."""
+    Raises: ConfigError (unknown model, drafter, bucket or policy; no CUDA device), PacelineError (a request failed).
+    """
     set_threads(options.num_threads)
-    target = load_target(options.model)
-    names = [d for d in options.drafters if d != "none"]
-    engines = {n: build_engine(target, load_named_drafter(n, target), EngineConfig(max_running=max(options.batches), prefix_caching=False), n) for n in names}  # fmt: skip
-    plain_engine = build_engine(target, None, EngineConfig(max_running=max(options.batches), prefix_caching=False))
-    checker = LosslessChecker(resolve_model(options.model)) if 0.0 in options.temperatures else None
-    hf = None
-    if options.baseline:
-        from paceline.bench.transformers_baseline import TransformersBaseline
+    device = pick_device(options.device)
+    specs = arm_specs(options.drafters, options.policies, options.nodes)
+    result = ResultFile(
+        options.json, command="bench drafters", options=options,
+        extra={"device": device, "drafting_arms": [plain_values(s) for s in specs], "cells": []},
+    )  # fmt: skip
+    target = load_target(options.model, options.dtype, device)
+    workloads, skipped = build_workloads(options, target)
+    result.update(
+        target={
+            "dtype": str(target.dtype), "version": target.version, "fast_path": target.is_fast_path,
+            "num_weights": sum(p.numel() for p in target.model.parameters()),
+        },
+        workloads={w.name: w.as_dict() for w in workloads}, skipped_buckets=skipped,
+    )  # fmt: skip
+    arms = _arms(options, specs, target, device, workloads)
+    checker = LosslessChecker(resolve_model(options.model)) if options.num_check else None
+    keys = [(w, n, t) for w in workloads for n in sorted(set(options.batches)) for t in options.temperatures]
+    cells: list[dict[str, Any]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        num_groups = {n: options.num_counted(n) // options.group_size(n) + options.warmup_groups for n in options.batches}  # fmt: skip
+        task = bar.add_task("groups", total=sum(num_groups[n] for _, n, _ in keys))
+        for workload, batch, temperature in keys:
+            bar.update(task, description=f"{workload.name} batch {batch} T={temperature:g}")
+            groups = _groups(options, workload, batch, temperature)
+            usable = [a for a in arms if a.supports(batch)]
+            timings = run_alternating(
+                usable, groups, num_warmup=options.warmup_groups, on_group=lambda: bar.advance(task)
+            )
+            _check_drafters(arms)
+            cells.append(_cell(options, specs, workload.name, groups[options.warmup_groups :], timings, checker))
+            result.update(cells=cells)
+    kinds = {w.name: w.kind for w in workloads}
+    document = result.close(
+        summary=summarise(cells, specs, kinds), random_gaps=random_gaps(cells, kinds, _twins(workloads))
+    )
+    console.print(acceptance_table(document))
+    console.print(summary_table(document))
+    print_end(document, console)
+    if options.html is not None:
+        from paceline.bench.drafters_html import write_html
 
-        hf = TransformersBaseline(str(resolve_model(options.model)), target.dtype, target.tokenizer.pad_token_id or 0)
-    cells = [(b, n, t) for b in options.buckets for n in options.batches for t in options.temperatures]
-    rows: list[dict] = []
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:  # fmt: skip
-        task = bar.add_task("benchmark", total=sum(max(1, options.num_prompts // b) for _, b, _ in cells))
-        for bucket, batch, temperature in cells:
-            bar.update(task, description=f"{bucket} batch {batch} T={temperature:g}")
-            count = max(options.num_prompts, batch)
-            prompts = [encode(target, p.text) for p in load_prompts(bucket, options.data, count, options.seed)]
-            arms = {n: _Arm(n) for n in names}
-            plain = _Arm("none")
-            baseline = {n: _Arm(n) for n in ("transformers.generate", "transformers.prompt_lookup")} if hf else {}
-            for i, group in enumerate([prompts[:batch], *_groups(prompts, batch)]):  # the first group warms up
-                params = [greedy_or_sampled(temperature, options.max_tokens, options.seed + i * batch + j) for j in range(len(group))]  # fmt: skip
-                order = [("none", plain_engine, Group.PLAIN), *((n, engines[n], Group.ADAPTIVE) for n in names)]
-                turn = i % len(order)
-                for name, engine, kind in order[turn:] + order[:turn]:
-                    run = run_group(engine, group, params, group=kind, bucket=bucket, tag=f"{name}-{bucket}-{batch}-{temperature}-{i}")  # fmt: skip
-                    if i > 0:
-                        (plain if name == "none" else arms[name]).add(run)
-                for name, arm in baseline.items():
-                    if hf is None or (batch > 1 and "lookup" in name):
-                        continue
-                    tokens, seconds = hf.run(group, params[0], lookup="lookup" in name)
-                    if i > 0:
-                        arm.tokens.append(tokens)
-                        arm.seconds.append(seconds)
-                if i > 0:
-                    bar.advance(task)
-            for name, arm in [("none", plain), *arms.items()]:
-                lossless = None
-                if temperature == 0 and checker is not None:
-                    report = checker.check([(o.prompt_token_ids, o.token_ids) for r in arm.runs for o in r.outputs])
-                    lossless = f"{report.mismatches} mismatches, {report.near_ties} near ties of {report.checked}"
-                if name != "none" or "none" in options.drafters:
-                    rows.append(_row(name, arm, plain, batch, temperature, bucket, lossless))
-            rows += _baseline_rows({n: a for n, a in baseline.items() if a.tokens}, plain, batch, temperature, bucket)
-    result = {"options": _plain(options), "dtype": str(target.dtype), "rows": rows, "summary": summarise(rows)}
-    console.print(_table(rows))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        console.print(f"JSON: {options.json}")
-    return result
+        write_html(document, options.html)
+        console.print(f"HTML: {options.html}", soft_wrap=True)
+    return document
 
 
-def summarise(rows: list[dict]) -> list[dict]:
-    """Geometric mean speedup per drafter, batch, temperature and in-domain flag."""
-    keys = sorted({(r["drafter"], r["batch"], r["temperature"], r["in_domain"]) for r in rows if "speedup" in r})
+def build_workloads(options: BenchOptions, target: TargetModel) -> tuple[list[Workload], dict[str, str]]:
+    """The workloads of all buckets, and why buckets that were not asked for by name were left out."""
+    questions = read_questions(options.data)
+    wants_all = ALL in options.buckets
+    names = [*questions, RANDOM] if wants_all else list(options.buckets)
+    strange = [n for n in names if n not in questions and n != RANDOM]
+    if strange:
+        raise ConfigError(f"buckets must be among {', '.join(questions)}, {RANDOM}, {ALL}, got {strange[0]!r}")
+    count, room = max(map(options.num_counted, options.batches)), target.context_tokens - options.max_tokens
+    if room < max((*options.input_tokens, RANDOM_PROMPT_TOKENS)):
+        raise ConfigError(f"max_tokens and isl must fit the model's context of {target.context_tokens}, got {options.max_tokens} and {options.input_tokens}")  # fmt: skip
+    out: list[Workload] = []
+    skipped: dict[str, str] = {}
+    for name in names:
+        if name == RANDOM:
+            continue
+        try:
+            out.append(
+                domain_workload(
+                    target, name, questions[name], count=count, max_prompt_tokens=room, seed=options.seed,
+                    embedding=options.embedding,
+                )
+            )  # fmt: skip
+        except ConfigError as e:
+            if not wants_all:
+                raise
+            skipped[name] = str(e)
+    if RANDOM in names:
+        lengths = sorted(len(p) for w in out for p in w.prompts)
+        middle = lengths[len(lengths) // 2] if lengths else RANDOM_PROMPT_TOKENS
+        out.append(random_workload(target, RANDOM, num_tokens=middle, count=count, seed=options.seed))
+    for num_tokens in options.input_tokens:
+        out += load_workloads(target, questions, num_tokens=num_tokens, count=count, seed=options.seed)
+        out.append(random_workload(target, f"{RANDOM}-{num_tokens}", num_tokens=num_tokens, count=count, seed=options.seed))  # fmt: skip
+    if not out:
+        raise ConfigError(f"data must have prompts that fit the model, got: {'; '.join(skipped.values())}")
+    return out, skipped
+
+
+def _twins(workloads: Sequence[Workload]) -> dict[str, str]:
+    """Real bucket -> its random bucket, where there is one."""
+    names = {w.name for w in workloads if w.kind == "random"}
+    pairs = {w.name: RANDOM if w.kind == "domain" else f"{RANDOM}-{w.facts['isl']}" for w in workloads if w.kind != "random"}  # fmt: skip
+    return {real: twin for real, twin in pairs.items() if twin in names}
+
+
+def _groups(options: BenchOptions, workload: Workload, batch: int, temperature: float) -> list[BenchGroup]:
+    """Groups that are not counted, then the counted ones, whose prompts are the selected ones."""
+    size = options.group_size(batch)
+    lists = {"w": workload.take_spare(options.warmup_groups * size), "": workload.take(options.num_counted(batch))}
     return [
-        {
-            "drafter": d, "batch": b, "temperature": t, "in_domain": i,
-            "speedup": round(float(np.exp(np.mean([np.log(r["speedup"]) for r in rows if "speedup" in r and (r["drafter"], r["batch"], r["temperature"], r["in_domain"]) == (d, b, t, i)]))), 3),
-        }
-        for d, b, t, i in keys
+        group
+        for label, prompts in lists.items()
+        for group in make_groups(
+            prompts, bucket=workload.name, batch=batch, group_size=size, temperature=temperature,
+            max_tokens=options.max_tokens, seed=options.seed, ignore_eos=options.ignore_eos, label=label,
+        )
     ]  # fmt: skip
 
 
-def _plain(options: BenchOptions) -> dict:
-    import dataclasses
+def _arms(
+    options: BenchOptions, specs: Sequence[ArmSpec], target: TargetModel, device: str, workloads: Sequence[Workload]
+) -> list[Arm]:
+    batch = max(options.batches)
+    longest = max(len(p) for w in workloads for p in (*w.prompts, *w.spare))
+    config = EngineConfig(max_running=batch, max_waiting=max(256, batch), prefix_caching=False)
+    out: list[Arm] = [*build_arms(specs, target, config, context_tokens=longest + options.max_tokens)]
+    if options.baseline is not None:
+        from paceline.bench.transformers_baseline import TransformersBaseline
 
-    return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(options).items()}
+        pad = target.tokenizer.pad_token_id or 0
+        model = TransformersBaseline(str(resolve_model(options.model)), target.dtype, pad, device)
+        out += [TransformersArm(n, model, lookup=n == LOOKUP) for n in (GENERATE, LOOKUP)]
+    return out
 
 
-def _interval_text(interval: list[float] | None) -> str:
-    """Both ends, or a dash where one group of requests gives no interval."""
-    return "-" if interval is None else f"{interval[0]:.2f}-{interval[1]:.2f}"
+def _check_drafters(arms: Sequence[Arm]) -> None:
+    """Raises PacelineError when a drafter has failed: its arm would decode plainly from then on and look slow."""
+    for arm in arms:
+        failures = arm.engine.stats()["drafter_failures"] if isinstance(arm, EngineArm) else {}
+        if failures:
+            raise PacelineError(f"drafter of arm {arm.name} failed: {'; '.join(map(str, failures.values()))}")
 
 
-def _table(rows: list[dict]) -> Table:
-    table = Table(title="Drafters against the plain loop (alternating, 95% interval of the ratio)")
-    for i, name in enumerate(("drafter", "bucket", "batch", "T", "accept. length", "tok/s", "plain tok/s", "speedup", "interval", "draft ms", "verify ms", "other ms")):  # fmt: skip
-        table.add_column(name, justify="left" if i < 2 else "right")
-    for r in rows:
-        if "speedup" in r:
-            interval = _interval_text(r["speedup_interval"])
-            table.add_row(r["drafter"], r["bucket"] + (" *" if r["in_domain"] else ""), str(r["batch"]), f"{r['temperature']:g}", f"{r['acceptance_length']:.2f}", f"{r['tokens_per_s']:.0f}", f"{r['plain_tokens_per_s']:.0f}", f"{r['speedup']:.2f}", interval, f"{r['draft_ms']:.2f}", f"{r['verify_ms']:.2f}", f"{r['overhead_ms']:.2f}")  # fmt: skip
-        else:
-            interval = _interval_text(r["plain_over_baseline_interval"])
-            table.add_row(r["drafter"], r["bucket"], str(r["batch"]), f"{r['temperature']:g}", "-", f"{r['tokens_per_s']:.0f}", f"{r['plain_tokens_per_s']:.0f}", f"plain is {r['plain_over_baseline']:.2f}x", interval, "-", "-", "-")  # fmt: skip
-    table.caption = "* the drafter was trained on this bucket's domain"
-    return table
+def _cell(
+    options: BenchOptions,
+    specs: Sequence[ArmSpec],
+    bucket: str,
+    groups: Sequence[BenchGroup],
+    timings: dict[str, list[GroupTiming]],
+    checker: LosslessChecker | None,
+) -> dict[str, Any]:
+    batch, temperature = groups[0].batch, groups[0].params[0].temperature
+    row = cell_row(bucket, batch, temperature, timings)
+    drafting, lossless = {PLAIN: drafting_row(None, groups, timings[PLAIN])}, {}
+    for spec in specs:
+        own = drafting_row(spec, groups, timings[spec.name])
+        length = own["acceptance_length"]
+        own["prediction"] = None if length is None else speed_prediction(row, spec.name, length["pooled"])
+        own["in_domain"] = bucket in spec.domains
+        drafting[spec.name] = own
+        lossless[spec.name] = lossless_row(groups, timings, checker, options.num_check, spec.name)
+    return {**row, "drafting": drafting, "lossless": lossless}

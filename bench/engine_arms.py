@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.bench.counted_drafter import CountedDrafter, DraftCalls
+from paceline.bench.round_log import Round, RoundRecorder
 from paceline.bench.transformers_baseline import TransformersBaseline
 from paceline.config import EngineConfig
 from paceline.contracts import Group
@@ -25,6 +27,7 @@ from paceline.serving.drafter import Drafter
 from paceline.serving.engine import Engine
 from paceline.serving.kv_budget import pool_row_bytes
 from paceline.serving.request import GenerationRequest, RoundEvent, SamplingParams
+from paceline.serving.sinks import FeedbackSink
 from paceline.serving.target import TargetModel
 
 
@@ -67,6 +70,13 @@ class GroupTiming:
     """Rounds summed over requests: the denominator of the pooled acceptance length."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    submitted_s: tuple[float, ...] = ()
+    """Per request, from the start of the group; () for arms that are not an engine, as for the next ones."""
+    chunks: tuple[tuple[tuple[float, int], ...], ...] = ()
+    """Per request, (seconds from the start of the group, tokens) of each event with tokens; the first is prefill's."""
+    rounds: tuple[tuple[Round, ...], ...] = ()
+    """Per request; () where the arm has no recorder."""
+    calls: DraftCalls = field(default_factory=DraftCalls)
 
     @property
     def num_tokens(self) -> int:
@@ -104,15 +114,28 @@ class _Progress:
     num_tokens: int = 0
     tokens: list[list[int]] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
+    submitted_s: list[float] = field(default_factory=list)
+    chunks: list[list[tuple[float, int]]] = field(default_factory=list)
     last: dict[int, RoundEvent] = field(default_factory=dict)
 
 
 class EngineArm:
     """Steps one engine in the caller's thread."""
 
-    def __init__(self, name: str, engine: Engine, group: Group, timer: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        group: Group,
+        timer: Callable[[], float] = time.perf_counter,
+        *,
+        recorder: RoundRecorder | None = None,
+        drafter: CountedDrafter | None = None,
+    ) -> None:
+        """recorder: the engine's feedback sink, for timings with rounds. drafter: the engine's, for its calls."""
         self.name, self.engine = name, engine
         self._group, self._timer = group, timer
+        self._recorder, self._drafter = recorder, drafter
 
     def supports(self, batch: int) -> bool:
         return batch <= self.engine.config.max_running
@@ -120,17 +143,23 @@ class EngineArm:
     def run(self, group: BenchGroup) -> GroupTiming:
         """See Arm.run. The counters are read four times a group, not once a round."""
         engine, num_requests = self.engine, len(group.prompts)
-        seen = _Progress(tokens=[[] for _ in group.prompts], ttft_s=[0.0] * num_requests)
+        seen = _Progress(
+            tokens=[[] for _ in group.prompts], ttft_s=[0.0] * num_requests, chunks=[[] for _ in group.prompts]
+        )
         index = {f"{self.name}-{group.tag}-{i}": i for i in range(num_requests)}
+        calls = DraftCalls() if self._drafter is None else self._drafter.calls
         self._wait()
         start = self._read(seen)
         began = start.seconds
 
         def on_event(event: RoundEvent) -> None:
             i = index[event.request_id]
-            if event.token_ids and not seen.tokens[i]:
-                seen.ttft_s[i] = self._timer() - began
-                seen.num_started += 1
+            if event.token_ids:
+                at = self._timer() - began
+                seen.chunks[i].append((at, len(event.token_ids)))
+                if not seen.tokens[i]:
+                    seen.ttft_s[i] = at
+                    seen.num_started += 1
             seen.tokens[i].extend(event.token_ids)
             seen.num_tokens += len(event.token_ids)
             if event.finish_reason is not None:
@@ -145,6 +174,7 @@ class EngineArm:
                     request_id=request_id, prompt_token_ids=group.prompts[i], params=group.params[i],
                     bucket=group.bucket, group=self._group,
                 )  # fmt: skip
+                seen.submitted_s.append(self._timer() - began)
                 engine.submit(request, on_event)
                 seen.num_submitted += 1
 
@@ -177,6 +207,12 @@ class EngineArm:
             num_request_rounds=sum(s.num_rounds for s in stats),
             num_draft_tokens=sum(s.num_draft_tokens for s in stats),
             num_accepted_tokens=sum(s.num_accepted_tokens for s in stats),
+            submitted_s=tuple(seen.submitted_s),
+            chunks=tuple(map(tuple, seen.chunks)),
+            rounds=()
+            if self._recorder is None
+            else self._recorder.take(list(index), [p.max_tokens for p in group.params]),
+            calls=DraftCalls() if self._drafter is None else self._drafter.calls - calls,
         )
 
     def _read(self, seen: _Progress) -> Stretch:
@@ -226,7 +262,13 @@ class TransformersArm:
 
 
 def new_engine(
-    target: TargetModel, drafter: Drafter | None, *, version: str, num_tokens: int, config: EngineConfig
+    target: TargetModel,
+    drafter: Drafter | None,
+    *,
+    version: str,
+    num_tokens: int,
+    config: EngineConfig,
+    feedback: FeedbackSink | None = None,
 ) -> Engine:
     """An engine whose pool holds num_tokens rows, whatever the drafter adds to a row, with measured verify costs.
 
@@ -235,6 +277,7 @@ def new_engine(
     slots = DrafterSlots(drafter, version) if drafter is not None else DrafterSlots()
     num_pages = -(-num_tokens // config.page_tokens)
     row_bytes, _ = pool_row_bytes(target, slots, has_traces=False)
-    engine = Engine(target, slots, dataclasses.replace(config, kv_bytes=num_pages * config.page_tokens * row_bytes))
+    config = dataclasses.replace(config, kv_bytes=num_pages * config.page_tokens * row_bytes)
+    engine = Engine(target, slots, config, feedback=feedback)
     engine.warm_up()
     return engine

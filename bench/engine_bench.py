@@ -10,31 +10,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from paceline.bench.engine_arms import Arm, BenchGroup, EngineArm, GroupTiming, TransformersArm, new_engine
+from paceline.bench.engine_arms import Arm, EngineArm, TransformersArm, new_engine
 from paceline.bench.engine_cells import PLAIN, SPECULATIVE, cell_row, crossovers, overall_verdict
 from paceline.bench.engine_run import encode, load_named_drafter, load_target, set_threads
 from paceline.bench.engine_table import cells_table, print_summary, rounds_table
+from paceline.bench.group_runs import make_groups, random_prompts, run_alternating
 from paceline.bench.lossless import LosslessChecker
+from paceline.bench.lossless_row import lossless_row
 from paceline.bench.result_file import ResultFile
 from paceline.bench.workloads import BUNDLED_BUCKETS, load_prompts
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
 from paceline.paths import resolve_model
-from paceline.serving.request import SamplingParams
 from paceline.serving.target import TargetModel
 
 GENERATE, LOOKUP = "transformers", "transformers_lookup"
 ARMS = (PLAIN, SPECULATIVE, GENERATE, LOOKUP)
 RANDOM = "random"
 """Bucket of random token ids: an upper or lower bound that real text never reaches, shown next to real text."""
-_RANDOM_PROMPT_TOKENS = 24
+RANDOM_PROMPT_TOKENS = 24
 _OPTION_NAMES = {"num_prompts": "prompts", "min_groups": "groups", "warmup_groups": "warmup", "num_check": "check", "prefill_chunk_tokens": "prefill_chunk"}  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
     Raises: ConfigError (unknown model, drafter, bucket; no CUDA device), PacelineError (a request failed).
     """
     set_threads(options.num_threads)
-    device = _device(options.device)
+    device = pick_device(options.device)
     result = ResultFile(options.json, command="bench engine", options=options, extra={"device": device, "cells": []})
     target = load_target(options.model, options.dtype, device)
     prompts = {b: _prompts(options, b, target) for b in options.buckets}
@@ -142,16 +142,15 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
         task = bar.add_task("groups", total=total)
         for bucket, batch, temperature in keys:
             bar.update(task, description=f"{bucket} batch {batch} T={temperature:g}")
-            groups = _groups(options, bucket, batch, temperature, prompts[bucket])
+            groups = make_groups(
+                prompts[bucket][: (options.warmup_groups + options.num_groups(batch)) * options.group_size(batch)],
+                bucket=bucket, batch=batch, group_size=options.group_size(batch), temperature=temperature,
+                max_tokens=options.max_tokens, seed=options.seed, ignore_eos=options.ignore_eos,
+            )  # fmt: skip
             usable = [a for a in arms if a.supports(batch)]
-            timings: dict[str, list[GroupTiming]] = {a.name: [] for a in usable}
-            for i, group in enumerate(groups):
-                turn = i % len(usable)  # who goes first changes, so that drift of the machine hits every arm alike
-                for arm in usable[turn:] + usable[:turn]:
-                    timing = arm.run(group)
-                    if i >= options.warmup_groups:
-                        timings[arm.name].append(timing)
-                bar.advance(task)
+            timings = run_alternating(
+                usable, groups, num_warmup=options.warmup_groups, on_group=lambda: bar.advance(task)
+            )
             row = cell_row(bucket, batch, temperature, timings)
             if temperature == 0:
                 counted = groups[options.warmup_groups :]
@@ -166,40 +165,7 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
     return document
 
 
-def lossless_row(
-    groups: Sequence[BenchGroup],
-    timings: dict[str, list[GroupTiming]],
-    checker: LosslessChecker | None,
-    num_check: int,
-) -> dict[str, int]:
-    """Are greedy answers of both engines the same, and the target's own?
-
-    Every answer that differs between the engines is checked against the fp32 target (a near tie may go either way), and
-    the first `num_check` of each engine besides.
-    """
-    answers: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
-    num_differing = num_compared = 0
-    for g, group in enumerate(groups):
-        for i, prompt in enumerate(group.prompts):
-            texts = [timings[name][g].token_ids[i] for name in (PLAIN, SPECULATIVE) if name in timings]
-            is_same = len(set(texts)) == 1
-            num_compared += 1
-            num_differing += not is_same
-            if not is_same or num_compared <= num_check:
-                answers.update(dict.fromkeys((prompt, text) for text in texts))
-    out = {"num_compared": num_compared, "num_differing": num_differing}
-    if checker is None:
-        return {**out, "num_checked_tokens": 0, "num_near_ties": 0, "num_mismatches": 0}
-    report = checker.check(list(answers))
-    return {
-        **out,
-        "num_checked_tokens": report.checked,
-        "num_near_ties": report.near_ties,
-        "num_mismatches": report.mismatches,
-    }
-
-
-def _device(name: str) -> str:
+def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
@@ -214,28 +180,7 @@ def _prompts(options: EngineBenchOptions, bucket: str, target: TargetModel) -> l
     count = max((options.num_groups(n) + options.warmup_groups) * options.group_size(n) for n in options.batches)
     if bucket != RANDOM:
         return [tuple(encode(target, p.text)) for p in load_prompts(bucket, options.data, count, options.seed)]
-    rng = np.random.default_rng(options.seed)
-    allowed = np.setdiff1d(np.arange(target.vocab_size), sorted(target.eos_token_ids))
-    return [tuple(row) for row in rng.choice(allowed, (count, _RANDOM_PROMPT_TOKENS)).tolist()]
-
-
-def _groups(
-    options: EngineBenchOptions, bucket: str, batch: int, temperature: float, prompts: Sequence[tuple[int, ...]]
-) -> list[BenchGroup]:
-    out, size = [], options.group_size(batch)
-    for i in range(options.warmup_groups + options.num_groups(batch)):
-        at = i * size
-        params = tuple(
-            SamplingParams(
-                temperature=temperature, max_tokens=options.max_tokens, seed=options.seed + at + j,
-                ignore_eos=options.ignore_eos,
-            )
-            for j in range(size)
-        )  # fmt: skip
-        tag = f"{bucket}-{batch}-{temperature:g}-{i}"
-        texts = tuple(prompts[at : at + size])
-        out.append(BenchGroup(tag=tag, bucket=bucket, prompts=texts, params=params, batch=batch))
-    return out
+    return random_prompts(target, count, RANDOM_PROMPT_TOKENS, options.seed)
 
 
 def _arms(options: EngineBenchOptions, target: TargetModel, device: str, *, longest: int) -> list[Arm]:

@@ -5,33 +5,20 @@ A cell is one (bucket, batch, temperature). Everything here is arithmetic on Gro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from paceline.bench.engine_arms import GroupTiming, Stretch
-from paceline.bench.intervals import ratio_of_rates
+from paceline.bench.intervals import expanded_level, ratio_of_rates
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 FLOOR = 0.98
 """Least speed of speculative over plain decoding that counts as 'costs nothing'."""
 MODEL_PARTS = ("draft", "verify")
 """Parts of a round spent inside a model."""
-_LEVEL = 0.95
 _NUM_RESAMPLES = 10_000
-
-
-def expanded_level(num_groups: int, level: float = _LEVEL) -> float:
-    """Level at which a percentile bootstrap over so few groups covers `level`.
-
-    The percentile bootstrap is too narrow for small samples: it uses normal instead of t quantiles and a variance with
-    n instead of n - 1. Source: Hesterberg 2015, arXiv 1411.5279, section 'expanded percentile interval'.
-    """
-    t = stats.t.ppf((1 + level) / 2, num_groups - 1)
-    return float(2 * stats.norm.cdf(math.sqrt(num_groups / (num_groups - 1)) * t) - 1)
 
 
 def paired_ratio(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
@@ -94,6 +81,8 @@ def arm_summary(groups: Sequence[GroupTiming]) -> dict[str, Any]:
         "ttft_ms": {name: round(float(v), 3) for name, v in zip(("p50", "p95", "max"), np.quantile(ttft_ms, [0.5, 0.95, 1]), strict=True)},
         "prefill_s": round(prefill_s, 6),
         "decode_tokens_per_s": round((tokens - requests) / decode_s, 2) if decode_s > 0 and tokens > requests else None,
+        "group_tokens": [g.num_tokens for g in groups],
+        "group_seconds": [g.seconds for g in groups],
     }  # fmt: skip
     whole = [g.whole for g in groups if g.whole is not None]
     if not whole:

@@ -22,21 +22,23 @@ def _ratio(row: dict[str, Any] | None) -> tuple[str, str]:
     return ("-", "-") if row is None else (f"{row['ratio']:.3f}", interval_text(row["interval"], 3))
 
 
-def _number(value: float | None, digits: int = 0) -> str:
+def number_text(value: float | None, digits: int = 0) -> str:
+    """The rounded number, or a dash for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _new_table(title: str, columns: Sequence[str], num_left: int) -> Table:
+def new_table(title: str, columns: Sequence[str], num_left: int) -> Table:
+    """A table whose first num_left columns are texts."""
     table = Table(title=title)
     for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < num_left else "right")
+        table.add_column(name, justify="left" if i < num_left else "right", no_wrap=name == "arm")
     return table
 
 
 def cells_table(cells: Sequence[dict[str, Any]]) -> Table:
     """Speed of every arm of every cell and its ratio to the plain engine."""
     names = ("bucket", "batch", "T", "arm", "tok/s", "decode", "full batch", "TTFT ms", "accept.", "/ plain", "95%", "full batch", "95%", "verdict")  # fmt: skip
-    table = _new_table("Tokens per second by arm, and as a ratio to the plain engine", names, 1)
+    table = new_table("Tokens per second by arm, and as a ratio to the plain engine", names, 1)
     for cell in cells:
         for i, (name, arm) in enumerate(cell["arms"].items()):
             ratios = cell["ratios"].get(name, {"whole": None, "full_batch": None})
@@ -44,9 +46,9 @@ def cells_table(cells: Sequence[dict[str, Any]]) -> Table:
             colour = _COLOURS.get(verdict or "", "")
             where = (cell["bucket"], str(cell["batch"]), f"{cell['temperature']:g}") if i == 0 else ("", "", "")
             table.add_row(
-                *where, name, _number(arm["tokens_per_s"]), _number(arm["decode_tokens_per_s"]),
-                _number(arm.get("full_batch_tokens_per_s")), _number(arm["ttft_ms"]["p50"], 1),
-                _number(arm.get("acceptance_length"), 2), *_ratio(ratios["whole"]), *_ratio(ratios["full_batch"]),
+                *where, name, number_text(arm["tokens_per_s"]), number_text(arm["decode_tokens_per_s"]),
+                number_text(arm.get("full_batch_tokens_per_s")), number_text(arm["ttft_ms"]["p50"], 1),
+                number_text(arm.get("acceptance_length"), 2), *_ratio(ratios["whole"]), *_ratio(ratios["full_batch"]),
                 f"[{colour}]{verdict}[/{colour}]" if verdict and colour else verdict or "",
                 end_section=i + 1 == len(cell["arms"]),
             )  # fmt: skip
@@ -61,7 +63,7 @@ def rounds_table(cells: Sequence[dict[str, Any]]) -> Table:
     """Where the time of a decode round goes."""
     parts = list(dict.fromkeys(p for c in cells for a in c["arms"].values() for p in a.get("rounds", {}).get("part_ms", {})))  # fmt: skip
     columns = ("bucket", "batch", "T", "arm", "rounds", "at full batch", "round ms", *(f"{p} ms" for p in parts), "outside models", "draft/round", "predicted")  # fmt: skip
-    table = _new_table("Time of a decode round by part (mean over all rounds)", columns, 1)
+    table = new_table("Time of a decode round by part (mean over all rounds)", columns, 1)
     for cell in cells:
         for name, arm in cell["arms"].items():
             rounds = arm.get("rounds")
@@ -70,10 +72,10 @@ def rounds_table(cells: Sequence[dict[str, Any]]) -> Table:
             share, outside = arm["full_batch_round_share"], rounds["outside_share"]
             table.add_row(
                 cell["bucket"], str(cell["batch"]), f"{cell['temperature']:g}", name, str(rounds["num_rounds"]),
-                "-" if share is None else f"{share:.0%}", _number(rounds["round_ms"], 3),
-                *(_number(rounds["part_ms"].get(p), 3) for p in parts),
-                "-" if outside is None else f"{outside:.1%}", _number(arm["draft_tokens_per_round"], 2),
-                "" if name == PLAIN else _number(cell["ratios"][name]["from_parts"], 3),
+                "-" if share is None else f"{share:.0%}", number_text(rounds["round_ms"], 3),
+                *(number_text(rounds["part_ms"].get(p), 3) for p in parts),
+                "-" if outside is None else f"{outside:.1%}", number_text(arm["draft_tokens_per_round"], 2),
+                "" if name == PLAIN else number_text(cell["ratios"][name]["from_parts"], 3),
             )  # fmt: skip
     table.caption = "outside models: everything but draft and verify; predicted: plain round ms x acceptance length / round ms, at full batch"  # fmt: skip
     return table

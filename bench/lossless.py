@@ -36,13 +36,17 @@ class LosslessChecker:
         self._model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
 
     @torch.inference_mode()
+    def logits(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> torch.Tensor:
+        """(T, V) float32 logits behind which each of the T output tokens stands."""
+        ids = torch.tensor([[*prompt_token_ids, *output_token_ids]])
+        return self._model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt_token_ids) - 1 :]
+
     def gaps(
         self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (T,) distances of each output token's logit from the maximum and (T,) largest |logit|."""
-        ids = torch.tensor([[*prompt_token_ids, *output_token_ids]])
-        logits = self._model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt_token_ids) - 1 :]
-        chosen = logits.gather(1, ids[0, len(prompt_token_ids) :, None])[:, 0]
+        logits = self.logits(prompt_token_ids, output_token_ids)
+        chosen = logits.gather(1, torch.tensor(output_token_ids)[:, None])[:, 0]
         return logits.amax(1) - chosen, logits.abs().amax(1)
 
     def check(self, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> LosslessReport:

@@ -48,6 +48,20 @@ class ReplayOptions:
             raise ConfigError(
                 f"load is set by the scenario, except in {' and '.join(LIVE)}; got source {self.source!r}"
             )
+        if self.source in (*LIVE, "off-policy-live"):  # real training, one run after another, in an order of its own
+            given = (
+                ("--workers", self.workers != 1), ("--ray", self.ray is not None), ("--first-seed", self.first_seed != 0),
+            )  # fmt: skip
+            unused = [name for name, is_given in given if is_given]
+            if unused:
+                raise ConfigError(
+                    f"{', '.join(unused)} must be left out with {self.source}: its runs really train, one after another "
+                    "on this computer, in fixed orders of the traffic"
+                )
+        elif self.data is not None:
+            raise ConfigError(
+                f"--data must be left out with {self.source}: nothing is trained there; it is for live replays"
+            )
 
 
 def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:

@@ -7,19 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bandit.replay_simulate import BOUND, HINDSIGHT, ORACLE
+from paceline.bench.html_page import COLORS, html_table, plots, trace_menu, write_page
 from paceline.bench.replay_report import OFF_POLICY, off_policy_cells
 
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:#111}
-table{border-collapse:collapse;width:100%;font-size:13px}td,th{border-bottom:1px solid #e5e7eb;padding:4px 8px;text-align:left}
-td.n{text-align:right;font-variant-numeric:tabular-nums}.no{color:#b91c1c}.yes{color:#15803d}"""
-_COLORS = ("#0b7285", "#c2410c", "#6b7280", "#7c3aed", "#16a34a", "#be185d", "#ca8a04", "#1d4ed8", "#0f766e", "#9f1239")
 MAX_TIMELINES = 40
 
 
 def write_html(report: dict[str, Any], path: Path) -> None:
     """Write the page: net per cell, regret over time, decisions on a time line, tables."""
     figures = [_bars(report), _over_time(report), _timeline(report)]
-    plots = "".join(f.to_html(full_html=False, include_plotlyjs=i == 0) for i, f in enumerate(figures))
     net = [
         [o["label"], _pct(o["net_percent"]["mean"]), f"{_pct(o['net_percent']['low'])} .. {_pct(o['net_percent']['high'])}",
          f"{_pct(o['worst_cell_percent'])} {o['worst_cell']}", _pct(o["worst_run_percent"]), _share(o["of_oracle_least"]),
@@ -42,24 +38,20 @@ def write_html(report: dict[str, Any], path: Path) -> None:
         for c in report["checks"]
     )
     notes = "".join(f"<p>{html.escape(n)}</p>" for n in report["notes"])
-    page = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Paceline replay</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head><body>
-<h1>Paceline replay: {html.escape(report["source"])}</h1>
+    body = f"""<h1>Paceline replay: {html.escape(report["source"])}</h1>
 <p>{report["num_seeds"]} seeds, {len(report["scenarios"])} cells. Net device-seconds = serving cost without training - serving cost - spend,
 in percent of serving cost without training. Intervals: 95%, bootstrap over seeds.</p>{notes}
-<h2>Which policy to run for your traffic</h2>{_table(("traffic", "best", "net", "oracle", "cannot be told from it", "safest (worst run)"), tips)}
-<h2>Over all cells</h2>{_table(("policy", "net", "95% interval", "worst cell", "worst run", "of oracle, least", "of oracle, mean", "spent"), net)}
-{checks}{_off_policy(report["off_policy"])}{plots}
-<h2>Cells</h2>{_table(("cell", "policy", "net", "95% interval", "worst run", "of oracle", "spent", "saved, true", "saved, booked", "jobs", "swaps"), cells)}
-</body></html>"""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+<h2>Which policy to run for your traffic</h2>{html_table(("traffic", "best", "net", "oracle", "cannot be told from it", "safest (worst run)"), tips)}
+<h2>Over all cells</h2>{html_table(("policy", "net", "95% interval", "worst cell", "worst run", "of oracle, least", "of oracle, mean", "spent"), net)}
+{checks}{_off_policy(report["off_policy"])}{plots(figures)}
+<h2>Cells</h2>{html_table(("cell", "policy", "net", "95% interval", "worst run", "of oracle", "spent", "saved, true", "saved, booked", "jobs", "swaps"), cells)}"""
+    write_page(path, title="Paceline replay", body=body)
 
 
 def _off_policy(rows: list[dict[str, Any]] | None) -> str:
     if not rows:
         return ""
-    table = _table((*OFF_POLICY, "why"), [[*off_policy_cells(o), o["why"]] for o in rows])
+    table = html_table((*OFF_POLICY, "why"), [[*off_policy_cells(o), o["why"]] for o in rows])
     return f"<h2>What the log says</h2><p>Doubly robust net, device-seconds; the log itself: {rows[0]['logged_s']:+.1f}. IPS and SNIPS use no model; agreement is the share of the acts until which the log did what the policy may do.</p>{table}"  # fmt: skip
 
 
@@ -71,15 +63,10 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f}%"
 
 
-def _table(head: tuple[str, ...], rows: list[list[str]]) -> str:
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in row) + "</tr>" for row in rows)
-    return "<table><tr>" + "".join(f"<th>{html.escape(h)}</th>" for h in head) + f"</tr>{body}</table>"
-
-
 def _labels(report: dict[str, Any]) -> dict[str, str]:
     names = list(dict.fromkeys(c["label"] for c in report["cells"]))
     return {
-        name: "#111111" if name == ORACLE else "#999999" if name == BOUND else _COLORS[i % len(_COLORS)]
+        name: "#111111" if name == ORACLE else "#999999" if name == BOUND else COLORS[i % len(COLORS)]
         for i, name in enumerate(names)
     }
 
@@ -98,16 +85,6 @@ def _bars(report: dict[str, Any]) -> Any:
     return figure
 
 
-def _menu(report: dict[str, Any], per_cell: dict[str, int], total: int) -> list[dict[str, Any]]:
-    """A drop-down that shows one cell's traces at a time."""
-    buttons, at = [], 0
-    for cell, count in per_cell.items():
-        visible = [at <= i < at + count for i in range(total)]
-        buttons.append({"label": cell, "method": "update", "args": [{"visible": visible}]})
-        at += count
-    return [{"buttons": buttons, "x": 1.0, "xanchor": "right", "y": 1.15}]
-
-
 def _over_time(report: dict[str, Any]) -> Any:
     import plotly.graph_objects as go
 
@@ -120,7 +97,7 @@ def _over_time(report: dict[str, Any]) -> Any:
         for label, line in shown.items():
             figure.add_trace(go.Scatter(x=line["times_s"], y=line[field], name=label, line={"color": colors[label]}, visible=i == 0))  # fmt: skip
     title = "Regret against the oracle over time, % of the run's serving cost" if has_regret else "Cumulated net, % of the run's serving cost"  # fmt: skip
-    figure.update_layout(title=title, height=480, template="plotly_white", updatemenus=_menu(report, counts, len(figure.data)), xaxis_title="seconds")  # fmt: skip
+    figure.update_layout(title=title, height=480, template="plotly_white", updatemenus=trace_menu(counts, len(figure.data)), xaxis_title="seconds")  # fmt: skip
     return figure
 
 
@@ -139,5 +116,5 @@ def _timeline(report: dict[str, Any]) -> Any:
                     text=[html.escape(f"{e['action']} {e['bucket']} {e['what']}: {e['reason']}")[:300] for e in events], hoverinfo="text",
                 )
             )  # fmt: skip
-    figure.update_layout(title="Decisions of the first seed (triangle: job ordered, circle: accepted, open: rejected, star: recall)", height=420, template="plotly_white", updatemenus=_menu(report, counts, len(figure.data)), xaxis_title="seconds")  # fmt: skip
+    figure.update_layout(title="Decisions of the first seed (triangle: job ordered, circle: accepted, open: rejected, star: recall)", height=420, template="plotly_white", updatemenus=trace_menu(counts, len(figure.data)), xaxis_title="seconds")  # fmt: skip
     return figure

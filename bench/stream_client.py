@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import msgspec
 
 from paceline.errors import PacelineError
 
 REFUSED = "refused"
 """HTTP 429: the server said that it is full. Counted, but not an error of the stream."""
+LOST = ("connection", "timeout")
+"""Problems that a server has which is gone, or whose machine is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,37 @@ class StreamResult:
     usage_tokens: int | None = None
     finish_reason: str | None = None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection failed or fell silent, as with a server that is gone."""
+        return self.problem is not None and self.problem.split(":", 1)[0] in LOST
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+
+
+class _Event(msgspec.Struct):
+    """The fields of an event that are read; others may be anything."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+
 
 class StreamClient:
     """Sends requests to one server; usable by many tasks of one event loop."""
@@ -82,23 +115,35 @@ class StreamClient:
         """Ask without streaming: (token ids, log-probability of the best less that of the second best token, each).
 
         None where the server gives no log-probabilities or no token ids.
+        Raises: httpx.HTTPError when it does not answer.
         """
         body = self._body(request, is_stream=False, max_tokens=num_tokens)
         body |= {"logprobs": True, "top_logprobs": 2} if self._is_chat else {"logprobs": 2}
         response = await self._http.post(self._path, json=body)
         if response.status_code != 200:
             return None
-        choice = response.json()["choices"][0]
-        found = choice.get("logprobs") or {}
-        if self._is_chat:
-            tops = [[t["logprob"] for t in c["top_logprobs"]] for c in found.get("content") or []]
-        else:
-            tops = [list(t.values()) for t in found.get("top_logprobs") or []]
-        ids = choice.get("token_ids") or []
+        try:
+            choice = response.json()["choices"][0]
+            found = choice.get("logprobs") or {}
+            if self._is_chat:
+                tops = [[t["logprob"] for t in c["top_logprobs"]] for c in found.get("content") or []]
+            else:
+                tops = [list(t.values()) for t in found.get("top_logprobs") or []]
+            ids = choice.get("token_ids") or []
+            ordered = [sorted(map(float, t), reverse=True) for t in tops]
+        except (ValueError, LookupError, TypeError, AttributeError):  # no answer in OpenAI's form
+            return None
         if not tops or not ids:
             return None
-        ordered = [sorted(t, reverse=True) for t in tops]
         return ids, [t[0] - t[1] if len(t) > 1 else float("inf") for t in ordered]
+
+    async def answers(self) -> bool:
+        """Whether anything answers at the server's address."""
+        try:
+            await self._http.get("/v1/models")
+        except httpx.HTTPError:
+            return False
+        return True
 
     @property
     def _path(self) -> str:
@@ -136,20 +181,24 @@ class StreamClient:
         """Fold one event."""
         now = self._timer()
         try:
-            body = json.loads(data)
-        except ValueError:
+            event = _decode_event(data)
+        except msgspec.ValidationError as e:
+            result.problem = f"bad_event: {e}: {data[:100]}"
+            return
+        except (msgspec.DecodeError, RecursionError, UnicodeError):
             result.problem = f"bad_json: {data[:100]}"
             return
-        if "error" in body:
-            result.problem = f"error_event: {json.dumps(body['error'])[:200]}"
+        if event.error is not None:
+            result.problem = f"error_event: {msgspec.json.encode(event.error).decode()[:200]}"
             return
-        usage = body.get("usage")
-        if usage:
-            result.usage_tokens = usage.get("completion_tokens")
-        for choice in body.get("choices") or []:
-            text = (choice.get("delta") or {}).get("content") if self._is_chat else choice.get("text")
-            ids = choice.get("token_ids") or []
-            result.finish_reason = choice.get("finish_reason") or result.finish_reason
+        if event.usage is not None:
+            result.usage_tokens = event.usage.completion_tokens
+        for choice in event.choices or []:
+            text = choice.text
+            if self._is_chat:
+                text = choice.delta.content if choice.delta is not None else None
+            ids = choice.token_ids or []
+            result.finish_reason = choice.finish_reason or result.finish_reason
             if not text and not ids:
                 continue
             if result.ttft_s is None:

@@ -28,6 +28,9 @@ _TICK_S = 0.05
 _SAVE_EVERY_S = 10.0
 _REFUSED_WAIT_S = 0.25
 _NUM_BINS = 60
+_GIVE_UP_S = 10.0
+"""A client that got nothing but broken connections for so long asks whether the server is there at all, and ends if not."""
+_GONE = "the server at {} does not answer any more"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +104,7 @@ class _Load:
         self._kept: list[StreamResult] = []
         self._num_greedy = 0
         self._count = 0
+        self._gone_s: float | None = None
 
     async def run(self) -> dict[str, Any]:
         options = self._options
@@ -118,8 +122,9 @@ class _Load:
                 await self._load(client, totals, began, bar, task)
                 checked = await self._check(client, bar) if options.is_checking else None
         return self._result.close(
-            **totals.summary(self._window_s), client_lag_ms=percentiles_ms(self._lags_s), check=checked
-        )
+            **totals.summary(self._window_s), client_lag_ms=percentiles_ms(self._lags_s), check=checked,
+            gone_after_s=self._gone_s,
+        )  # fmt: skip
 
     async def _load(self, client: StreamClient, totals: StreamTotals, began: float, bar: Progress, task: TaskID) -> None:  # fmt: skip
         ends = began + self._window_s
@@ -139,13 +144,20 @@ class _Load:
             watch.cancel()
 
     async def _worker(self, client: StreamClient, totals: StreamTotals, ends: float) -> None:
-        """One client: the next request goes out when the answer before is complete."""
+        """One client: the next request goes out when the answer before is complete. Ends early when the server is gone."""
+        lost_since: float | None = None
         while time.perf_counter() < ends:
             result = await client.stream(self._next())
+            lost_since = (lost_since or result.began_s) if result.is_lost else None
             totals.add(result)
             self._keep(result)
             if result.problem is not None:  # a server that is full or gone is not asked in a tight loop
                 await asyncio.sleep(_REFUSED_WAIT_S)
+            if lost_since is not None and time.perf_counter() - lost_since >= _GIVE_UP_S:
+                if not await client.answers():
+                    self._gone_s = self._gone_s or round(lost_since - totals.began_s, 3)
+                    return
+                lost_since = None
 
     def _next(self) -> StreamRequest:
         self._count += 1
@@ -184,15 +196,24 @@ class _Load:
         task = bar.add_task("asking again", total=len(self._kept), info="")
         counts = dict.fromkeys(("equal", "near_tie", "mismatch", "unexplained", "failed"), 0)
         examples: list[dict[str, str]] = []
-        for first in self._kept:
-            again = await client.stream(first.request)
+        was_lost = False
+        for i, first in enumerate(self._kept):
+            again = await self._ask_again(client, first)
+            if was_lost and again.is_lost and not await client.answers():
+                counts["failed"] += len(self._kept) - i
+                examples.append({"kind": "failed", "prompt": first.request.prompt[:80], "what": f"{again.problem}; {_GONE.format(self._url)}"})  # fmt: skip
+                break
+            was_lost = again.is_lost
             kind, words = "equal", ""
             if again.problem is not None:
                 kind, words = "failed", again.problem
             elif first.token_ids and again.token_ids:
                 if first_difference(first.token_ids, again.token_ids) is not None:
-                    third = await client.top_two(first.request, len(again.token_ids))
-                    kind, words = explain_difference(first.token_ids, again.token_ids, third)
+                    try:
+                        third = await client.top_two(first.request, len(again.token_ids))
+                        kind, words = explain_difference(first.token_ids, again.token_ids, third)
+                    except httpx.HTTPError as e:
+                        kind, words = "failed", f"connection: {type(e).__name__}: {e}"
             elif first.text != again.text:
                 kind, words = "unexplained", "the texts differ and the server names no token ids"
             counts[kind] += 1
@@ -200,6 +221,15 @@ class _Load:
                 examples.append({"kind": kind, "prompt": first.request.prompt[:80], "what": words})
             bar.advance(task)
         return {"num_answers": len(self._kept), **counts, "examples": examples}
+
+    async def _ask_again(self, client: StreamClient, first: StreamResult) -> StreamResult:
+        """The answer once more; one that takes much longer than under load counts as silent, whatever trickles in."""
+        limit_s = self._options.timeout_s + first.ended_s - first.began_s
+        try:
+            return await asyncio.wait_for(client.stream(first.request), limit_s)
+        except TimeoutError:
+            problem = f"timeout: not complete after {limit_s:.0f} s"
+            return StreamResult(request=first.request, began_s=first.began_s, problem=problem)
 
 
 def has_failed(document: dict[str, Any]) -> bool:
@@ -227,6 +257,9 @@ def _print(document: dict[str, Any], console: Console) -> None:
         console.print(f"[{colour}]{count} x {kind}[/{colour}]: {escape(document['examples'][kind])}", soft_wrap=True)
     if not (document["server"]["has_token_ids"] and document["server"]["has_usage"]):
         console.print("[yellow]lost tokens cannot be seen[/yellow]: the server does not take return_token_ids and stream_options.include_usage", soft_wrap=True)  # fmt: skip
+    if document["gone_after_s"] is not None:
+        text = f"{_GONE.format(document['url'])}, since {document['gone_after_s']:.1f} s after the start; the clients ended"
+        console.print(f"[red]{text}[/red]", soft_wrap=True)
     check = document["check"]
     if check is not None:
         console.print(

@@ -25,7 +25,7 @@ ENGINE_METRICS: _Table = (
     ("num_aborted", metric_spec("requests_aborted", "counter", "1", "Requests ended early")),
     ("num_expired", metric_spec("requests_expired", "counter", "1", "Requests ended because their deadline came; they count as ended early too")),
     ("num_preemptions", metric_spec("preemptions", "counter", "1", "Requests that lost their pages and went back to the queue")),
-    ("num_callback_errors", metric_spec("callback_errors", "counter", "1", "Events that a listener refused")),
+    ("num_callback_errors", metric_spec("callback_errors", "counter", "1", "Events, statistics rows and traces that their taker refused")),
     ("num_bucket_capped", metric_spec("requests_bucket_capped", "counter", "1", "Requests counted under bucket 'other': too many names (engine.max_buckets)")),
     ("num_drafter_failures", metric_spec("drafter_failures", "counter", "1", "Drafters switched off because they failed")),
     ("num_swaps", metric_spec("swaps", "counter", "1", "Drafter versions published")),

@@ -169,8 +169,8 @@ class ReplicaWatcher:
             self.staging_s = 0.0
         self._retry_stage = False
         try:
-            if self.canary_version not in ("", desired.canary_version, desired.version):
-                self._try_out("", 0)
+            if self.canary_version not in ("", desired.canary_version, desired.version) or self._has_canary_failed():
+                self._try_out("", 0)  # a slot that failed may be loaded with another version, which is on no trial
             if desired.version != self.version:
                 if not self._staged(desired.version):
                     return False
@@ -197,6 +197,9 @@ class ReplicaWatcher:
         self.gen = desired.gen
         self.failed_gen, self.failed_reason = None, ""
         return True
+
+    def _has_canary_failed(self) -> bool:
+        return self._failures is not None and self.canary_version in self._failures()
 
     def _staged(self, version: str) -> bool:
         """Stage a version; False when no slot is idle yet (the next pass tries again)."""

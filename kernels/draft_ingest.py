@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.launch_checks import check_tensor
-from paceline.kernels.triton_launch import check_tensors
+from paceline.kernels.triton_launch import check_tensor, check_tensors
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.launch_checks import check_tensor
-from paceline.kernels.triton_launch import check_tensors, is_interpreted, num_processors
+from paceline.kernels.triton_launch import check_tensor, check_tensors, is_interpreted, num_processors
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _TILES = {torch.float32: (16, 32), torch.bfloat16: (64, 64), torch.float16: (64, 64)}

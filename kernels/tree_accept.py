@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.launch_checks import check_tensor
 from paceline.kernels.tree_accept_ref import AcceptedPaths
 from paceline.kernels.tree_build_ref import num_words
-from paceline.kernels.triton_launch import check_tensors
+from paceline.kernels.triton_launch import check_tensor, check_tensors
 
 
 @triton.jit(do_not_specialize=["width", "table_length", "max_depth"])

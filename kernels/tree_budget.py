@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.launch_checks import check_tensor
 from paceline.kernels.tree_budget_ref import NodeBudget
-from paceline.kernels.triton_launch import check_tensors
+from paceline.kernels.triton_launch import check_tensor, check_tensors
 
 _MAX_MASSES = 16384
 

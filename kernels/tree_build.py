@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.launch_checks import check_tensor
 from paceline.kernels.tree_build_ref import BuiltTrees, num_words
-from paceline.kernels.triton_launch import check_tensors
+from paceline.kernels.triton_launch import check_tensor, check_tensors
 
 _MAX_CANDIDATES = 8192
 _MAX_NODES = 1023

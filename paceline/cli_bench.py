@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
+from paceline.cli_bench_drafters import COMPARE_HELP, DRAFTERS_HELP, bench_compare, bench_drafters
 from paceline.cli_options import Data, Json, data_folder, numbers, split
 
 bench_app = typer.Typer(
@@ -16,34 +17,8 @@ bench_app = typer.Typer(
 )
 
 
-@bench_app.command(
-    "drafters",
-    help="Acceptance length and speed of drafters against the plain loop, per bucket, batch and temperature.",
-)
-def bench_drafters(
-    drafters: Annotated[
-        str, typer.Option(help="Comma list of none, lookup, suffix, suffix-recent, specblock, or folders.")
-    ] = "none,lookup,specblock",
-    batch: Annotated[str, typer.Option(help="Comma list of batch sizes.")] = "1,8",
-    temperature: Annotated[str, typer.Option(help="Comma list of temperatures.")] = "0,0.8",
-    buckets: Annotated[str, typer.Option(help="Comma list of traffic classes.")] = "tools,code,math,facts",
-    num_prompts: Annotated[int, typer.Option(help="Prompts per row.")] = 16,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per prompt at most.")] = 128,
-    threads: Annotated[int, typer.Option(help="torch threads.")] = 2,
-    model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
-    baseline: Annotated[str | None, typer.Option(help="'transformers' adds generate() and its prompt lookup.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
-    data: Data = None,
-    json: Json = None,
-) -> None:
-    from paceline.bench.drafters import BenchOptions, run_bench_drafters
-
-    options = BenchOptions(
-        drafters=split(drafters), batches=numbers(batch, int, "batch"),
-        temperatures=numbers(temperature, float, "temperature"), buckets=split(buckets), num_prompts=num_prompts,
-        max_tokens=max_tokens, num_threads=threads, model=model, baseline=baseline, seed=seed, data=data_folder(data), json=json,
-    )  # fmt: skip
-    run_bench_drafters(options, Console())
+bench_app.command("drafters", help=DRAFTERS_HELP)(bench_drafters)
+bench_app.command("compare", help=COMPARE_HELP)(bench_compare)
 
 
 @bench_app.command(

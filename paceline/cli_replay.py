@@ -34,13 +34,14 @@ def replay(
             help="Seeds of each cell and policy; for live: orders of the traffic, at most 3; for off-policy: logs."
         ),
     ] = 10,
-    first_seed: Annotated[int, typer.Option(help="First seed, to extend an earlier replay.")] = 0,
+    first_seed: Annotated[int, typer.Option(help="First seed, to extend an earlier replay; not for live.")] = 0,
     sweep: Annotated[
         Optional[list[str]], typer.Option(help="KEY=V1,V2,... of a policy setting; repeat the option for combinations.")
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes on this computer.")] = 1,
+    workers: Annotated[int, typer.Option(help="Processes on this computer; not for live.")] = 1,
     ray: Annotated[
-        Optional[str], typer.Option(help="Address of a Ray cluster to run on instead ('auto' = local one).")
+        Optional[str],
+        typer.Option(help="Address of a Ray cluster to run on instead ('auto' = local one); not for live."),
     ] = None,
     resume: Annotated[
         Optional[Path],

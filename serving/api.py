@@ -31,6 +31,7 @@ class Api:
         self.tokens = TokenText(parts.tokenizer)
         self.prompts = Prompts(parts.tokenizer)
         self._finishes = FinishRate()
+        self._unfinished: set[str] = set()  # ids of HTTP requests; the engine knows those of single choices
 
     # ---- generation ---------------------------------------------------------------------------------------------
     async def completions(self, request: Request) -> Response:
@@ -69,11 +70,25 @@ class Api:
             "stream": bool(body.stream), "priority": first.priority or None,
         }  # fmt: skip
         answer = await self._new_answer(body, requests, record.request_id, info.model_name)
-        generation = Generation(self.parts, requests, answer, record, self._finishes.note)
+        request_id = record.request_id
+        if request_id in self._unfinished:
+            raise RequestError(f"x-request-id must be unique among unfinished requests, got {request_id!r}")
+        generation = Generation(
+            self.parts,
+            requests,
+            answer,
+            record,
+            self._finishes.note,
+            on_close=lambda: self._unfinished.discard(request_id),
+        )
+        self._unfinished.add(request_id)
         try:
             await generation.submit()
-        except CapacityError as e:
-            raise QueueFull(str(e), self._finishes.retry_after_s(self.parts.client.num_waiting())) from e
+        except BaseException as e:  # also a client that hangs up meanwhile
+            self._unfinished.discard(request_id)
+            if isinstance(e, CapacityError):
+                raise QueueFull(str(e), self._finishes.retry_after_s(self.parts.client.num_waiting())) from e
+            raise
         headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
         if self.parts.sends_request_id:
             headers["x-request-id"] = record.request_id

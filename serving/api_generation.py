@@ -20,6 +20,7 @@ from paceline.contracts import Group
 from paceline.serving.api_access_log import AccessRecord
 from paceline.serving.api_choice import Piece
 from paceline.serving.api_format import SSE_DONE, Answer, error_body, sse, to_json
+from paceline.serving.grammar_threads import submit_in_thread
 from paceline.serving.request import GenerationRequest, RoundEvent
 
 log = logging.getLogger(__name__)
@@ -157,10 +158,11 @@ class Generation:
         answer: Answer,
         record: AccessRecord,
         on_finish: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_finish: called when a choice is complete."""
+        """on_finish: called when a choice is complete. on_close: called once, when the answer is over."""
         self._parts, self.requests, self.answer, self._record = parts, requests, answer, record
-        self._on_finish = on_finish
+        self._on_finish, self._on_close = on_finish, on_close
         self._index = {r.request_id: i for i, r in enumerate(requests)}
         self._unfinished = set(self._index)
         self._queue: asyncio.Queue[RoundEvent] = asyncio.Queue()
@@ -173,7 +175,7 @@ class Generation:
     async def submit(self) -> None:
         """Hand the requests to the engine, all or none; raises what the engine raises."""
         if self._parts.admitted is None and self.requests[0].params.grammar is not None:
-            await self._submit_in_thread()  # compiling must not hold up the event loop
+            await submit_in_thread(self._submit, self.close)  # compiling must not hold up the event loop
         else:
             self._submit()
         if self._parts.admitted is not None:
@@ -191,15 +193,6 @@ class Generation:
         else:
             self._parts.client.submit_all(self.requests, self._on_event)
 
-    async def _submit_in_thread(self) -> None:
-        """A handler that is cancelled meanwhile leaves no request behind."""
-        work = asyncio.ensure_future(asyncio.to_thread(self._submit))
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            work.add_done_callback(lambda done: self.close() if done.exception() is None else None)
-            raise
-
     def close(self) -> None:
         """Abort what is unfinished; quick and idempotent, called whenever a handler ends for whatever reason."""
         if self._is_closed:
@@ -211,6 +204,7 @@ class Generation:
         record.stats = [c.stats for c in choices if c.stats is not None]
         for request_id in self._unfinished:
             self._parts.client.abort(request_id)
+        self._on_close()
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield one piece a round and choice; raises Cutoff when a choice ends without being answered."""

@@ -9,11 +9,12 @@ from typing import Any
 
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.serving.api_access_log import access_record
 from paceline.serving.api_format import error_body, to_json
-from paceline.serving.api_generation import ApiParts, Cutoff, Expired
+from paceline.serving.api_generation import ApiParts, Cutoff, Expired, Hangup
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +31,19 @@ class QueueFull(CapacityError):
         self.retry_after_s = retry_after_s
 
 
-async def read_body(request: Request) -> bytes:
-    """The body of a request; raises HTTPException 413 above MAX_BODY_BYTES."""
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """The body of a request; raises HTTPException 413 above max_bytes, Hangup when the client goes before its end."""
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body must be at most {MAX_BODY_BYTES} bytes")
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise HTTPException(413, f"the body must be at most {max_bytes} bytes")
+            chunks.append(chunk)
+    except ClientDisconnect as e:
+        access_record(request).is_disconnected = True
+        raise Hangup("the client closed the connection before the body was complete") from e
     return b"".join(chunks)
 
 

@@ -17,7 +17,8 @@ from paceline.serving.api_models import MAX_TIMEOUT_S, ChatBody, CompletionBody,
 from paceline.serving.request import GenerationRequest
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(r"[\x21-\x7d]{1,128}")
+"""Without '~': what follows it in an engine's request id is a choice (`~c1`) or another try (`~1`, splice.py)."""
 _MILLISECONDS = re.compile(r"[0-9]{1,8}")
 
 
@@ -63,7 +64,7 @@ def _choice_request(first: GenerationRequest, index: int) -> GenerationRequest:
     params = first.params
     if params.seed is not None:
         params = dataclasses.replace(params, seed=choice_seed(params.seed, index))
-    return dataclasses.replace(first, request_id=f"{first.request_id}-{index}", params=params)
+    return dataclasses.replace(first, request_id=f"{first.request_id}~c{index}", params=params)
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -79,7 +80,9 @@ def request_id_of(request: Request) -> str:
     if given is None:
         return uuid.uuid4().hex
     if not _REQUEST_ID.fullmatch(given):
-        raise FieldError("x-request-id must be 1 to 128 printable ASCII characters without spaces", "x-request-id")
+        raise FieldError(
+            "x-request-id must be 1 to 128 printable ASCII characters without spaces and without '~'", "x-request-id"
+        )
     return given
 
 

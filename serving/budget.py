@@ -10,8 +10,7 @@ Shape legend: B requests of the round, M best candidates of a request.
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,11 +32,13 @@ class BudgetController:
     TRIAL_SHARE = 16
     """One request in so many, at least one, drafts in a trial or probe: that costs a batch little and tells as much."""
     PROBE_ROUNDS = 4
+    FILLING_SHARE = 4
+    """A batch of B fills up while more than B over this many prompts are being read."""
     FREE_BACKLOG = 16
     """Rows that cost next to nothing beside a round's own."""
     MAX_WEIGHT = 40.0
     MAX_LOSSES = 6.0
-    """More lost rounds than this in a row are no accident: the average then forgets what was before."""
+    """More lost rounds than this in a row are no accident: the average then forgets."""
     SHORT_WEIGHT = 6.0
     PROBE_SHARE = 0.015
     """Largest share of plain decoding's time that probing may lose; halves with every losing probe."""
@@ -51,7 +52,7 @@ class BudgetController:
         self.config = config
         self.costs = RoundCosts(cost)
         self._stats: OrderedDict[DraftKey, KeyStats] = OrderedDict()
-        self._guards: dict[int, BatchGuard] = {}  # by log2 of the requests
+        self._guards: defaultdict[int, BatchGuard] = defaultdict(BatchGuard)  # by log2 of the requests
         self._rate = 0.0  # EMA of tokens per second over rounds
         nonzero = [n for n in config.node_buckets if 0 < n <= config.max_draft_tokens] or [config.max_draft_tokens]
         self._buckets = (0, *nonzero)
@@ -91,6 +92,7 @@ class BudgetController:
         backlogs: Sequence[int] | None = None,
         horizons: Sequence[int] | None = None,
         records: Sequence[DraftRecord] | None = None,
+        num_filling: int = 0,
     ) -> list[bool]:
         """Which of the B requests to draft for; None = has no drafter. Call once per round: it moves probe states.
 
@@ -100,6 +102,8 @@ class BudgetController:
         backlogs: (B,) rows that a drafter would have to ingest first; None = none. Trials prefer requests with few.
         horizons: (B,) tokens that each request is expected to get still: a backlog must pay for itself within them.
         records: (B,) how drafting went for each request; those for which it does not pay sit out for a while.
+        num_filling: requests whose prompts are being read. A batch that fills up decodes plainly, in short rounds: a token
+            is dearer in it than it will be in the full one.
         """
         rows: dict[DraftKey, list[int]] = {}
         for i, key in enumerate(keys):
@@ -107,8 +111,10 @@ class BudgetController:
                 rows.setdefault(key, []).append(i)
         if not self.config.is_adaptive:
             return [k is not None for k in keys]
+        if num_filling * self.FILLING_SHARE > len(keys) > 1:
+            return [False] * len(keys)
         few = max(1, len(keys) // self.TRIAL_SHARE)
-        is_locked = len(keys) > 1 and self._guard(len(keys)).forbids()
+        is_locked = len(keys) > 1 and self._guards[log2_bucket(len(keys))].forbids()
         num = {key: len(own) for key, own in rows.items()}
         forced: list[DraftKey] = []
         known: list[DraftKey] = []
@@ -128,7 +134,7 @@ class BudgetController:
         base, first = rate, value
         for i in range(1, len(known) + 1):
             drafting = forced + known[:i]
-            slack = self._slack(self._stats[known[i - 1]], len(keys))
+            slack = self._stats[known[i - 1]].slack(len(keys))
             new = self._rate_of(drafting, num, len(keys), context_rows) * slack
             if new > rate:
                 rate, value = new, len(drafting)
@@ -156,9 +162,6 @@ class BudgetController:
                 wants[i] = True
         return wants
 
-    def _guard(self, num_requests: int) -> BatchGuard:
-        return self._guards.setdefault(log2_bucket(num_requests), BatchGuard())
-
     def _break_even(self, stats: KeyStats, num_requests: int, num_drafting: int, context_rows: int) -> float:
         """Accepted tokens per round at which drafting for one request of a batch is worth its share of the time."""
         plain_s = self.costs.verify.seconds(num_requests, context_rows, num_requests)
@@ -169,16 +172,6 @@ class BudgetController:
     def _repays(self, backlog: int, gain_s: float) -> bool:
         """Whether catching up with so many rows costs less than half of what drafting then gains."""
         return backlog <= self.FREE_BACKLOG or self.costs.catch_up_s(backlog) <= gain_s / 2
-
-    @staticmethod
-    def _slack(stats: KeyStats, num_requests: int) -> float:
-        """Factor on the rate that drafting promises: hysteresis, and caution where few rounds speak for turning it on.
-
-        A batch gains less than a lone request and can lose more, so it asks for more.
-        """
-        if stats.state == "on":
-            return 1.01 if num_requests == 1 else 0.95
-        return (0.98 if num_requests == 1 else 0.9) - 0.15 / math.sqrt(max(stats.weight, 1.0))
 
     def _switch(self, key: DraftKey, is_on: bool) -> None:
         stats = self._stats[key]
@@ -334,7 +327,8 @@ class BudgetController:
             forecast_s = self.costs.verify.at_start(num_requests, num_requests)
             tokens_per_request = 1 + sum(seen.num_accepted_tokens) / num_requests
             seconds = seen.round_s + seen.catch_up_s
-            self._guard(num_requests).note(tokens_per_request, seconds, forecast_s, is_drafted=num_drafting > 0)
+            guard = self._guards[log2_bucket(num_requests)]
+            guard.note(tokens_per_request, seconds, forecast_s, is_drafted=num_drafting > 0)
         self.costs.observe(seen)
         tokens = num_requests + sum(seen.num_accepted_tokens)
         drafted: dict[DraftKey, list[int]] = {}

@@ -5,6 +5,7 @@ Shape legend: B requests of the round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,6 +41,15 @@ class KeyStats:
     expand_wait: int = 0
     """Rounds until the next trial expansion."""
     expand_backoff: int = 32
+
+    def slack(self, num_requests: int) -> float:
+        """Factor on the rate that drafting promises: hysteresis, and caution where few rounds speak for turning it on.
+
+        A batch gains less than a lone request and can lose more, so it asks for more.
+        """
+        if self.state == "on":
+            return 1.01 if num_requests == 1 else 0.95
+        return (0.98 if num_requests == 1 else 0.9) - 0.15 / math.sqrt(max(self.weight, 1.0))
 
 
 @dataclass(kw_only=True, slots=True)

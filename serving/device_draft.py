@@ -246,7 +246,9 @@ class DeviceDraft:
 
 
 def _facts(proposal: Proposal) -> torch.Tensor:
-    """(3,) float64: largest log-probability (NaN wins a maximum), lowest and highest token id."""
+    """(3,) float64: largest log-probability (NaN wins a maximum), lowest and highest token id. Raises: ValueError on a
+    wrong form."""
+    proposal.check_form()
     low, high = torch.aminmax(proposal.token_ids)
     return torch.stack((proposal.logprobs.max().double(), low.double(), high.double()))
 

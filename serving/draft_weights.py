@@ -43,6 +43,7 @@ class _Slot:
     num_loads: int = 0  # grows with every change of the weights
     twin: Drafter | None = None  # made beforehand for the first version that is staged here
     failure: str = ""  # why it no longer drafts; "" = usable
+    is_loading: bool = False  # its weights are being copied: neither the old version nor the new one
 
 
 class DrafterSlots:
@@ -139,16 +140,22 @@ class DrafterSlots:
                     return False
                 slot = self._slots[name]
                 slot.num_loads += 1  # from here on drafter KV that the old weights wrote is worth nothing
+                slot.is_loading = True  # the hold-back group may ask for the version that the copy overwrites
                 if self._staged == name:
                     self._staged = None
-            if isinstance(source, Mapping):
-                drafter = self._load(slot, version, source)
-            else:
-                drafter = source
-                if self._num_pool_rows is not None and drafter is not slot.drafter:
-                    drafter.alloc(self._num_pool_rows)
+                if self._canary == name:  # it failed; its share was meant for its own version, not for the slot
+                    self._canary, self._canary_percent = None, 0
+            try:
+                drafter = self._bring(slot, version, source)
+            except BaseException as e:
+                with self._lock:
+                    slot.is_loading = False
+                    if slot.drafter is not None and not isinstance(e, DrafterMismatchError):  # a copy that broke off
+                        slot.failure = f"staging {version} raised {type(e).__name__}: {e}"
+                raise
             with self._lock:
                 slot.drafter, slot.version, slot.failure, slot.twin = drafter, version, "", None
+                slot.is_loading = False
                 slot.num_loads += 1
                 self._staged, self._waiting = name, None
         logger.info("drafter staged version=%s slot=%s", version, name)
@@ -305,7 +312,7 @@ class DrafterSlots:
     def _resident(self, version: str) -> str | None:
         for name in ADAPTIVE_SLOTS:
             slot = self._slots[name]
-            if slot.drafter is not None and slot.version == version and not slot.failure:
+            if slot.drafter is not None and slot.version == version and not slot.failure and not slot.is_loading:
                 return name
         return None
 
@@ -315,6 +322,13 @@ class DrafterSlots:
             if name != self._live and not is_on_trial and self._slots[name].num_pins == 0:
                 return name
         return None
+
+    def _bring(self, slot: _Slot, version: str, source: Drafter | Mapping[str, torch.Tensor]) -> Drafter:
+        if isinstance(source, Mapping):
+            return self._load(slot, version, source)
+        if self._num_pool_rows is not None and source is not slot.drafter:
+            source.alloc(self._num_pool_rows)
+        return source
 
     def _load(self, slot: _Slot, version: str, state: Mapping[str, torch.Tensor]) -> Drafter:
         for key, tensor in state.items():

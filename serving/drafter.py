@@ -70,6 +70,16 @@ class Proposal:
     """Slot at which a second chain begins below the same node (mixed drafts); 0 = there is only one. Its slots are BLOCK
     slots also where the first ones are a product table."""
 
+    def check_form(self) -> None:
+        """Raise ValueError when the tensors do not fit each other; reads no values, so it waits for no device."""
+        ids, logprobs = self.token_ids, self.logprobs
+        if ids.dtype not in (torch.int64, torch.int32) or not logprobs.dtype.is_floating_point:
+            raise ValueError(
+                f"token ids must be integers and log-probabilities floats, got {ids.dtype}, {logprobs.dtype}"
+            )
+        if ids.dim() != 3 or ids.shape != logprobs.shape:
+            raise ValueError(f"token ids and log-probabilities must both be (F, S, K), got {tuple(ids.shape)}, {tuple(logprobs.shape)}")  # fmt: skip
+
 
 @dataclass(kw_only=True, slots=True)
 class Frontier:

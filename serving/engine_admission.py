@@ -29,12 +29,12 @@ class Admission:
             self._output.start_trace(request)
         drafter = self._slots.drafter(request.slot)
         if request.slot is not None and drafter is not None and drafter.caps.is_row_local:
-            request.draft_key = (request.slot, self._slots.num_loads(request.slot))
+            request.draft_writer = (request.slot, self._slots.num_loads(request.slot))
 
     def adopt_shared_rows(self, request: RunningRequest) -> None:
         """Skip the drafter over those shared rows whose drafter KV the same weights wrote; their features are in the pool."""
         if request.context_len == 0:
             return
         request.drafted_len = 0
-        if request.draft_key is not None:
-            request.drafted_len = self._allocator.num_drafted_rows(request.request_id, request.draft_key)
+        if request.draft_writer is not None:
+            request.drafted_len = self._allocator.num_drafted_rows(request.request_id, request.draft_writer)

@@ -199,7 +199,8 @@ class DecodeRunner:
         # An answer lasts about as long again as it has lasted, at least a few tokens more, and never beyond its limit.
         horizons = [min(r.token_limit - len(r.tokens), max(32, r.num_output)) for r in requests]
         records = [r.draft_record for r in requests]
-        wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons, records)
+        num_filling = len(self._scheduler.active) - len(requests)
+        wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons, records, num_filling)
         by_slot: dict[str, list[int]] = {}
         for i, is_wanted in enumerate(wants):
             if is_wanted:

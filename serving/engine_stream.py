@@ -14,6 +14,7 @@ import msgspec
 
 from paceline.errors import CapacityError, EngineStoppedError, PacelineError, RequestError
 from paceline.serving.api_generation import EngineClient, EngineInfo
+from paceline.serving.grammar_threads import submit_in_thread
 from paceline.serving.request import GenerationRequest, RoundEvent
 
 SIGN_OF_LIFE_S = 3.0
@@ -74,12 +75,9 @@ async def stream_events(
         if request.params.grammar is None:
             client.submit(request, on_event)
         else:  # compiling must not hold up the event loop
-            work = asyncio.ensure_future(asyncio.to_thread(client.submit, request, on_event))
-            try:
-                await asyncio.shield(work)
-            except asyncio.CancelledError:  # nobody waits any more: the request must not stay behind
-                work.add_done_callback(lambda d: client.abort(request.request_id) if d.exception() is None else None)
-                raise
+            await submit_in_thread(
+                lambda: client.submit(request, on_event), undo=lambda: client.abort(request.request_id)
+            )
     except (RequestError, CapacityError, EngineStoppedError) as e:
         kind: Refusal = next(k for k, error in _ERRORS.items() if isinstance(e, error))
         yield encode(StreamItem(refusal=kind, message=str(e)))

@@ -27,7 +27,8 @@ _OWNER, _TOKEN, _PARENT, _DEPTH, _CELL = range(5)
 
 
 def check_proposal(proposal: Proposal, vocab_size: int | None) -> None:
-    """Raises: ValueError on log-probabilities above 0, NaN, or token ids outside [0, vocab_size)."""
+    """Raises: ValueError on a wrong form, log-probabilities above 0, NaN, or token ids outside [0, vocab_size)."""
+    proposal.check_form()
     highest = float(proposal.logprobs.numpy().max())  # NaN wins a maximum
     if not highest <= 1e-3:
         raise ValueError(f"log-probabilities must be at most 0 (-inf = absent), got {highest}")

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
+from paceline.serving.api_http import read_body
 from paceline.serving.resume import ItemStream
 
 log = logging.getLogger(__name__)
@@ -117,11 +118,7 @@ def relay_router(open_stream: Callable[[bytes], ItemStream], own_metrics: Callab
 
 
 async def _relay(request: Request, open_stream: Callable[[bytes], ItemStream]) -> StreamingResponse:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body must be at most {MAX_BODY_BYTES} bytes")
+    body = await read_body(request, MAX_BODY_BYTES)
     client = request.client
     raw = _encode(
         HttpRequest(

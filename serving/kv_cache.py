@@ -12,7 +12,7 @@ import torch
 from paceline.errors import ConfigError
 from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.page_runs import PageRuns
-from paceline.serving.prefix_cache import CachedPage, DraftKey, PrefixCache
+from paceline.serving.prefix_cache import CachedPage, DraftWriter, PrefixCache
 
 
 class KVPool:
@@ -105,6 +105,11 @@ class PageAllocator:
         """Pages that a request can get: free ones, and cached ones that nobody uses."""
         return self._runs.num_free + self.cache.num_idle
 
+    @property
+    def num_ever_cached(self) -> int:
+        """Pages that have become cached ones so far; grows when a text may find more of itself."""
+        return self.cache.num_nodes + self.cache.num_evictions
+
     def num_pages_for(self, num_rows: int) -> int:
         """Pages that `num_rows` rows need."""
         return -(-num_rows // self.page_tokens)
@@ -193,14 +198,14 @@ class PageAllocator:
         token_ids: list[int],
         num_rows: int,
         *,
-        draft_key: DraftKey | None = None,
+        draft_writer: DraftWriter | None = None,
         num_drafted_rows: int = 0,
         is_last: bool = False,
     ) -> None:
         """Let others share the full pages of a request's first num_rows rows; it does not write them any more.
 
         Args:
-            draft_key: the drafter that wrote KV for the first num_drafted_rows rows.
+            draft_writer: the drafter that wrote KV for the first num_drafted_rows rows.
             is_last: the request is about to be released: where the cache has a page with the same text already, the
                 request's own one is given up, so that the pages behind it can follow in the tree.
         """
@@ -208,8 +213,8 @@ class PageAllocator:
             return
         path, pages, size = self._paths.setdefault(request_id, []), self._pages[request_id], self.page_tokens
         num_drafted = 0
-        if draft_key is not None:
-            self.note_drafted(request_id, draft_key, num_drafted_rows)
+        if draft_writer is not None:
+            self.note_drafted(request_id, draft_writer, num_drafted_rows)
             num_drafted = num_drafted_rows // size
         for index in range(len(path), min(num_rows, len(token_ids) - 1) // size):
             node = self.cache.insert(path, tenant, self.cache.key(token_ids, index), pages[index])
@@ -219,17 +224,17 @@ class PageAllocator:
                 self.cache.extend(path, tenant, token_ids, index + 1)
                 self._runs.give(pages[index])
                 pages[index] = path[-1].page
-            elif draft_key is not None and index < num_drafted:
-                node.drafted[draft_key[0]] = draft_key[1]
+            elif draft_writer is not None and index < num_drafted:
+                node.drafted[draft_writer[0]] = draft_writer[1]
 
-    def note_drafted(self, request_id: str, draft_key: DraftKey, num_rows: int) -> None:
+    def note_drafted(self, request_id: str, draft_writer: DraftWriter, num_rows: int) -> None:
         """A drafter has written KV at the first num_rows rows of a request."""
         for node in self._paths.get(request_id, ())[: num_rows // self.page_tokens]:
-            node.drafted[draft_key[0]] = draft_key[1]
+            node.drafted[draft_writer[0]] = draft_writer[1]
 
-    def num_drafted_rows(self, request_id: str, draft_key: DraftKey) -> int:
+    def num_drafted_rows(self, request_id: str, draft_writer: DraftWriter) -> int:
         """First rows of a request that have the KV of this drafter already."""
-        slot, load = draft_key
+        slot, load = draft_writer
         count = 0
         for node in self._paths.get(request_id, ()):
             if node.drafted.get(slot) != load:

@@ -64,6 +64,7 @@ class _AlwaysDrafting(BudgetController):
         backlogs: Sequence[int] | None = None,
         horizons: Sequence[int] | None = None,
         records: Sequence[DraftRecord] | None = None,
+        num_filling: int = 0,
     ) -> list[bool]:
         """Every request with a drafter."""
         for key in keys:

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-DraftKey = tuple[str, int]
+DraftWriter = tuple[str, int]
 """Drafter slot and the load of its weights (DrafterSlots.num_loads): which drafter wrote the rows' drafter KV."""
 
 

@@ -119,7 +119,8 @@ class GenerationRequest:
     deadline_s: float | None = None
     """Time of the engine's clock after which the request ends with finish reason 'deadline'; None = never."""
     prompt_logprobs: int | None = None
-    """Top log-probabilities per prompt token, as SamplingParams.logprobs; None = off."""
+    """Top log-probabilities per prompt token, as SamplingParams.logprobs; None = off. They are sent with the first token,
+    so a resumed request has none."""
     resumed_token_ids: tuple[int, ...] = ()
     """Output tokens that a replica which then died has emitted: the answer goes on behind them, and max_tokens, penalties,
     stop strings and draws count them as its own. They are not emitted again."""
@@ -129,6 +130,11 @@ class GenerationRequest:
             raise RequestError(f"priority must be in (-2**31, 2**31), got {str(self.priority)[:32]}")
         if self.deadline_s is not None and not math.isfinite(self.deadline_s):
             raise RequestError(f"deadline_s must be finite or None, got {self.deadline_s}")
+        if self.resumed_token_ids and self.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs must be None together with resumed_token_ids, as they are sent with the first token, "
+                f"got {self.prompt_logprobs} and {len(self.resumed_token_ids)} ids"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

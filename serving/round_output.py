@@ -60,6 +60,8 @@ class RoundOutput:
         """Drafter version -> requests pinned to it that ended in an error."""
         self.num_tokens = 0
         self.num_callback_errors = 0
+        """Calls of owners and sinks that raised."""
+        self._broken_sinks: set[str] = set()  # what was logged once
 
     # ---- traces -------------------------------------------------------------------------------------------------
     def start_trace(self, request: RunningRequest) -> None:
@@ -70,8 +72,11 @@ class RoundOutput:
             return
         if request.request.resumed_token_ids:  # a trace needs the target's top k at every output token
             return
-        if self._traces.wants(request.request_id, request.request.bucket):
-            request.trace = TraceRows()
+        try:
+            if self._traces.wants(request.request_id, request.request.bucket):
+                request.trace = TraceRows()
+        except Exception:
+            self._note_broken_sink("choosing a request to trace")
 
     def trace_logits(self, request: RunningRequest, logits: torch.Tensor) -> None:
         """Append logits (r, V), one row per output token just emitted; reduced to the top k in batches."""
@@ -80,7 +85,11 @@ class RoundOutput:
         trace.logits.append(logits)
         trace.num_logits += logits.shape[0]
         if trace.num_logits * logits.shape[1] >= _TRACE_BATCH_ELEMENTS:
-            self._reduce(trace)
+            try:
+                self._reduce(trace)
+            except Exception:  # no memory left, for example; the request goes on without a trace
+                request.trace = None
+                self._note_broken_sink("reducing a trace")
 
     def _reduce(self, trace: TraceRows) -> None:
         if not trace.logits:
@@ -112,11 +121,14 @@ class RoundOutput:
                 finish_reason=reason,
                 extra={"tenant": request.request.tenant} if request.request.tenant else {},
             )
-        try:
-            self._traces.record_trace(record)
-        except Exception:  # a sink must not take the engine down
-            self.num_callback_errors += 1
-            logger.exception("trace of request %s was not recorded", request.request_id)
+        self._traces.record_trace(record)
+
+    def _note_broken_sink(self, what: str) -> None:
+        """Count an exception of a by-product, which must end neither a request nor the engine; log the first of its kind."""
+        self.num_callback_errors += 1
+        if what not in self._broken_sinks:
+            self._broken_sinks.add(what)
+            logger.exception("%s failed; further failures are only counted", what)
 
     # ---- events -------------------------------------------------------------------------------------------------
     def emit(
@@ -150,7 +162,10 @@ class RoundOutput:
         if finish_reason is not None:
             self.num_finished += 1
             if request.trace is not None:
-                self._record_trace(request, finish_reason)
+                try:
+                    self._record_trace(request, finish_reason)
+                except Exception:
+                    self._note_broken_sink("recording a trace")
             self._end(request, RequestStatus.FINISHED)
         self._call(request, event)
 
@@ -216,12 +231,14 @@ class RoundOutput:
         ts, batch = self._clock.now(), len(rows)
         for request, version, num_draft, num_accepted_tokens, num_emitted, draft_ms in rows:
             r = request.request
-            record(
-                (
-                    r.request_id, r.bucket, r.group.value, version, request.is_greedy, request.num_rounds, num_draft,
-                    num_accepted_tokens, num_emitted, batch, draft_ms, verify_ms, share_ms, self.is_training, ts,
-                )
+            row = (
+                r.request_id, r.bucket, r.group.value, version, request.is_greedy, request.num_rounds, num_draft,
+                num_accepted_tokens, num_emitted, batch, draft_ms, verify_ms, share_ms, self.is_training, ts,
             )  # fmt: skip
+            try:
+                record(row)
+            except Exception:
+                self._note_broken_sink("recording a round")
 
 
 def round_logprobs(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.serving.prefix_cache import DraftKey
+from paceline.serving.prefix_cache import DraftWriter
 from paceline.serving.request import (
     GenerationRequest,
     RequestStats,
@@ -68,7 +68,7 @@ class RunningRequest:
     trace: TraceRows | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """Of the prompt's first tokens, as far as they are known; empty unless the request asks for them."""
-    draft_key: DraftKey | None = None
+    draft_writer: DraftWriter | None = None
     """What drafter KV at shared rows is found by; None when the drafter's rows cannot be shared."""
     rank: tuple[float, int] = (0.0, 0)
     """Order of admission; the active request with the largest rank is preempted first. Set by the scheduler."""

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.serving.prefix_cache import DraftKey
+from paceline.serving.prefix_cache import DraftWriter
 from paceline.serving.request import RequestStatus
 from paceline.serving.request_queue import RequestQueue
 from paceline.serving.running_request import RunningRequest
@@ -31,13 +31,15 @@ class Pages(Protocol):
 
     @property
     def num_free_pages(self) -> int: ...
+    @property
+    def num_ever_cached(self) -> int: ...
     def ensure(self, request_id: str, num_rows: int) -> bool: ...
     def rows(self, request_id: str, start: int, stop: int) -> torch.Tensor: ...
     def release(self, request_id: str) -> None: ...
     def pages(self, request_id: str) -> tuple[int, ...]: ...
     def share(self, request_id: str, tenant: str, token_ids: list[int], max_rows: int) -> int: ...
     def num_shared_rows(self, request_id: str) -> int: ...
-    def note_drafted(self, request_id: str, draft_key: DraftKey, num_rows: int) -> None: ...
+    def note_drafted(self, request_id: str, draft_writer: DraftWriter, num_rows: int) -> None: ...
     def next_page_key(self, request_id: str, tenant: str, token_ids: list[int]) -> tuple[int, bytes] | None: ...
     def publish(
         self,
@@ -46,7 +48,7 @@ class Pages(Protocol):
         token_ids: list[int],
         num_rows: int,
         *,
-        draft_key: DraftKey | None = None,
+        draft_writer: DraftWriter | None = None,
         num_drafted_rows: int = 0,
         is_last: bool = False,
     ) -> None: ...
@@ -88,6 +90,8 @@ class Scheduler:
         self.num_lookups = 0
         self.num_hits = 0
         self.num_hit_rows = 0
+        self._blocked: tuple[RunningRequest, int, int, int] | None = None
+        """The first of the queue when it last found no room, with what it found: see `_is_still_blocked`."""
         self.generation = 0
         """Grows whenever the set of active requests, a status or a page table changes."""
 
@@ -104,6 +108,9 @@ class Scheduler:
         while (request := self.waiting.first()) is not None:
             if len(self.active) >= self._max_running and not self._make_room(request, 0):
                 break
+            if self._is_still_blocked(request):
+                break
+            num_active = len(self.active)
             # The first output row is part of the bill, and one page per active request stays free: otherwise
             # the admission would be preempted at once.
             num_rows = request.prefill_len + 1
@@ -111,7 +118,10 @@ class Scheduler:
             num_pages = -(-num_rows // self._page_tokens) - num_shared
             if not self._has_room(num_pages) and not self._make_room(request, num_pages):
                 self._pages.release(request.request_id)
+                # Preemptions that were not enough are followed by others in the next round.
+                self._blocked = (request, *self._room()) if len(self.active) == num_active else None
                 break
+            self._blocked = None
             is_covered = self._grow(request, num_rows)
             assert is_covered, "pages that are free can be taken"
             self.waiting.remove(request)
@@ -146,8 +156,8 @@ class Scheduler:
     def note_drafted(self) -> None:
         """Write down which shared pages have drafter KV by now; before new requests ask."""
         for request in self.active:
-            if request.draft_key is not None:
-                self._pages.note_drafted(request.request_id, request.draft_key, request.drafted_len)
+            if request.draft_writer is not None:
+                self._pages.note_drafted(request.request_id, request.draft_writer, request.drafted_len)
 
     def publish(self, request: RunningRequest) -> None:
         """Let others share the full pages that a request has computed."""
@@ -205,6 +215,22 @@ class Scheduler:
         request.forget_rows()
 
     # ---- room ---------------------------------------------------------------------------------------------------
+    def _room(self) -> tuple[int, int, int]:
+        """What decides whether the first of the queue fits: free pages, active requests, pages that were ever cached."""
+        return self._pages.num_free_pages, len(self.active), self._pages.num_ever_cached
+
+    def _is_still_blocked(self, request: RunningRequest) -> bool:
+        """Whether a request that found no room would find none again: looking for its prefix costs time with its length.
+
+        While it is first nobody else is admitted. Room for it can come only from pages that became free, from requests
+        that left, or from cached pages that may continue its prefix; what active requests take makes no room.
+        """
+        if self._blocked is None or self._blocked[0] is not request:
+            return False
+        _, num_free, num_active, num_cached = self._blocked
+        now_free, now_active, now_cached = self._room()
+        return now_free <= num_free and now_active >= max(num_active, 1) and now_cached == num_cached
+
     def _has_room(self, num_pages: int) -> bool:
         return self._pages.num_free_pages >= num_pages + len(self.active)
 
@@ -272,7 +298,7 @@ class Scheduler:
     def _publish(self, request: RunningRequest, *, is_last: bool) -> None:
         self._pages.publish(
             request.request_id, request.request.tenant, request.tokens, request.context_len,
-            draft_key=request.draft_key, num_drafted_rows=request.drafted_len, is_last=is_last,
+            draft_writer=request.draft_writer, num_drafted_rows=request.drafted_len, is_last=is_last,
         )  # fmt: skip
 
     def _count_hit(self, request: RunningRequest, start: int, stop: int) -> None:

@@ -156,10 +156,10 @@ class SpecBlockDrafter:
             self._is_graphed, self._round = proposal is not None, None
             if proposal is not None:
                 return proposal
-        x, contexts = self._refresh(inputs, wants_block=True)
+        x, contexts, cond = self._refresh(inputs, wants_block=True)
         scale = self._scales(inputs.temperatures)
         self._round = (inputs, contexts, scale)
-        return self._forward.heads(x, scale[0])
+        return self._forward.heads(x, scale[0], None if self.config.inherits_hidden else cond[inputs.cu_new[1:] - 1])
 
     @torch.no_grad()
     def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
@@ -211,9 +211,12 @@ class SpecBlockDrafter:
             self._angles = self._forward.angle_table(max(512, 2 * (length + c.num_slots + 1)))
         return self._angles.index_select(0, rows).flatten(0, 1)
 
-    def _refresh(self, inputs: DraftInputs, *, wants_block: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _refresh(
+        self, inputs: DraftInputs, *, wants_block: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
         """Forward of the new rows; writes their KV. Returns the hidden state (B * K, H) of each request's
-        newest row and every layer's context KV (B, L, K, C); both mean nothing when `wants_block` is False."""
+        newest row, every layer's context KV (B, L, K, C), and the projected features (R, H) of the new rows; the first
+        two mean nothing when `wants_block` is False."""
         c, p, k = self.config, self._p, self.config.num_slots
         assert inputs.new_features is not None
         batch, rows = len(inputs.request_ids), inputs.new_positions.numel()
@@ -222,9 +225,8 @@ class SpecBlockDrafter:
             inputs.context_lens.tolist() if wants_block else [int(inputs.new_positions[e - 1]) + 1 for e in ends[1:]]
         )
         longest = max(lengths)
-        x = self._forward.fuse(
-            torch.mm(inputs.new_features.to(self.dtype), p["cond"]), inputs.new_token_ids
-        )  # (R * K, H)
+        cond = torch.mm(inputs.new_features.to(self.dtype), p["cond"])
+        x = self._forward.fuse(cond, inputs.new_token_ids)  # (R * K, H)
         angles = self._angles_at(inputs.new_positions, longest)
         table = inputs.slot_table[:, :longest]
         first = int(table[0, 0])
@@ -239,7 +241,7 @@ class SpecBlockDrafter:
             self._pool[i].index_copy_(0, inputs.new_slots, qkv[:, c.num_heads * c.head_dim :].unflatten(0, (rows, k)))
             is_last = i == c.num_layers - 1
             if is_last and not wants_block:
-                return x, contexts
+                return x, contexts, cond
             if is_run:
                 context = self._pool[i, first : first + longest][None]
             else:
@@ -261,7 +263,7 @@ class SpecBlockDrafter:
                 counts = [1] * batch if is_last else [e - s for s, e in itertools.pairwise(ends)]
                 attended = self._attention.attend_ragged(qkv, context, counts, lengths)
             x = self._forward.finish(i, x, attended)
-        return x, contexts
+        return x, contexts, cond
 
     def _scales(self, temperatures: torch.Tensor) -> torch.Tensor:
         """(2, B, K) factors on the logits: exp(log_beta[class, block, slot]) / T, with T = 1 for greedy requests."""

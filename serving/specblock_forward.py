@@ -99,7 +99,7 @@ class SlotForward:
     def enter(self, i: int, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Shift (from the second layer on), norm, fused projection, rotation: x (T, H) -> x, qkv (T, ..)."""
         c, p = self.config, self.weights
-        if i > 0:
+        if i > 0 and c.has_shift:
             before = x.view(-1, c.num_slots, x.shape[1]).index_select(1, self._before).view(x.shape)
             x = torch.addmm(torch.mm(x, p[f"shift_own{i}"]), before, p[f"shift_before{i}"])
         qkv = torch.mm(self.norm(x), p[f"qkv{i}"])
@@ -127,8 +127,11 @@ class SlotForward:
         factors = self.weights["beta"][:, :2].index_select(0, is_sampled.long()).transpose(0, 1)
         return factors / torch.where(is_sampled, t.clamp_min(_MIN_TEMPERATURE), 1.0)[:, None]
 
-    def heads(self, x: torch.Tensor, scale: torch.Tensor) -> Proposal:
-        """Output and rank head at x (N * K, H) with factors (N, K): a proposal of N nodes."""
+    def heads(self, x: torch.Tensor, scale: torch.Tensor, cond: torch.Tensor | None = None) -> Proposal:
+        """Output and rank head at x (N * K, H) with factors (N, K): a proposal of N nodes.
+
+        cond: (N, H) projected features of the anchor rows, for drafters whose next block does not inherit hidden states.
+        """
         c, p, count, k = self.config, self.weights, self.num_candidates, self.config.num_slots
         z = self.norm(x)
         factor = scale.reshape(-1, 1)
@@ -141,9 +144,12 @@ class SlotForward:
         if self._d2t is not None and self._log_coverage is not None:
             ids, top = self._d2t[ids], top + self._log_coverage
         shape = (-1, k, c.rank_topk)
+        hidden = x.view(-1, k, c.hidden_size)
+        if cond is not None and not c.inherits_hidden:
+            hidden = cond[:, None].expand(-1, k, -1).contiguous()
         return Proposal(
             token_ids=ids.view(shape)[..., :count],
             logprobs=top.view(shape)[..., :count],
-            widths=self._widths.take(classes + self._width_offsets),
-            hidden=x.view(-1, k, self.config.hidden_size),
+            widths=self._widths.take(classes + self._width_offsets) if c.has_rank_head else None,
+            hidden=hidden,
         )

@@ -58,6 +58,13 @@ class SpecBlockConfig:
     """True: slots of block 2 repeat block 1's positions, as released weights expect."""
     block2_mask: str = "inference_matched"
     """'inference_matched' | 'train_compat' (block 2 also sees block-2 slots of earlier rows, in training only)."""
+    has_shift: bool = True
+    """False (ablation): slots get nothing from the slot before them between layers but attention."""
+    inherits_hidden: bool = True
+    """False (ablation): block 2 starts from the anchor row's projected features, not from the hidden state of the leaf's
+    slot."""
+    has_rank_head: bool = True
+    """False (ablation): every slot keeps all candidates; path scores alone decide."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -158,7 +165,8 @@ class SpecBlockModel(nn.Module):
         self.queries = nn.Parameter(torch.randn(c.num_slots, h) * 0.02)
         self.fuse_proj = nn.Linear(2 * h + c.embed_size, h, bias=False)
         self.layers = nn.ModuleList(SpecBlockLayer(c) for _ in range(c.num_layers))
-        self.shifts = nn.ModuleList(nn.Linear(2 * h, h, bias=False) for _ in range(c.num_layers - 1))
+        num_shifts = c.num_layers - 1 if c.has_shift else 0
+        self.shifts = nn.ModuleList(nn.Linear(2 * h, h, bias=False) for _ in range(num_shifts))
         self.final_norm = nn.Parameter(torch.ones(h))
         self.lm_head = nn.Linear(h, c.num_draft_ids, bias=False)
         self.rank_in = nn.Linear(h + NUM_RANK_FEATURES, c.rank_hidden, bias=False)
@@ -182,6 +190,8 @@ class SpecBlockModel(nn.Module):
 
     def shift(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Replace the residual stream (..., K, H) by a projection of each slot and the slot before it."""
+        if not self.config.has_shift:
+            return x
         before = torch.cat((x[..., :1, :], x[..., :-1, :]), dim=-2)
         return self.shifts[index](torch.cat((x, before), dim=-1))
 

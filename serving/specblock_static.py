@@ -64,7 +64,8 @@ class StaticSpecBlock:
         """Write the new rows' K/V and propose block 1 at the newest row of each request.  Syncs: none."""
         c, k, forward = self._config, self._config.num_slots, self._forward
         num_requests = context_lens.numel()
-        x = forward.fuse(torch.mm(features.to(forward.dtype), forward.weights["cond"]), token_ids)  # (R * K, H)
+        cond = torch.mm(features.to(forward.dtype), forward.weights["cond"])
+        x = forward.fuse(cond, token_ids)  # (R * K, H)
         angles = self._angles.index_select(0, positions).flatten(0, 1)
         own, keys = self._flat(slots).flatten(), self._flat(table).flatten(1)
         counts = cu_new[1:] - cu_new[:-1]
@@ -81,7 +82,7 @@ class StaticSpecBlock:
                 x, qkv = (t.unflatten(0, (-1, k)).index_select(0, newest).flatten(0, 1) for t in (x, qkv))
                 plan = last
             x = forward.finish(i, x, self._attend(i, qkv[:, : self._query_size], plan))
-        return forward.heads(x, forward.scales(temperatures)[0])
+        return forward.heads(x, forward.scales(temperatures)[0], cond.index_select(0, newest))
 
     def expand(
         self,

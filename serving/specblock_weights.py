@@ -74,7 +74,7 @@ def fuse_weights(
         new[f"o{i}"] = s[name + "o_proj.weight"].T
         new[f"gate_up{i}"] = (s[name + "gate_up_proj.weight"] * s[name + "post_norm"]).T
         new[f"down{i}"] = s[name + "down_proj.weight"].T
-        if i > 0:
+        if i > 0 and c.has_shift:
             new[f"shift_own{i}"] = s[f"shifts.{i - 1}.weight"][:, :h].T
             new[f"shift_before{i}"] = s[f"shifts.{i - 1}.weight"][:, h:].T
     # Inputs of the rank head as this class builds them: z, all log-probs, the top probability, sum of p log p.

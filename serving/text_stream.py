@@ -94,7 +94,7 @@ class TextStream:
         self.text = ""
         """Everything sent so far."""
         self.starts: list[int] = []
-        """For each token pushed, the number of characters decoded before it."""
+        """For each token pushed, the number of characters before it; a character's bytes all begin where it does."""
         self._num_decoded = 0
 
     @property
@@ -106,8 +106,8 @@ class TextStream:
         """Take new tokens and return the text that is complete and cannot be part of a stop string."""
         fresh = ""
         for token_id in token_ids:
-            self.starts.append(self._num_decoded)
-            piece = self._decode_one(int(token_id))
+            piece, num_earlier = self._decode_one(int(token_id))
+            self.starts.append(self._num_decoded + num_earlier)
             self._num_decoded += len(piece)
             fresh += piece
         return self._send(fresh)
@@ -160,23 +160,42 @@ class TextStream:
                     break
         return best
 
-    def _decode_one(self, token_id: int) -> str:
+    def _decode_one(self, token_id: int) -> tuple[str, int]:
+        """The text that a token completes, and how many of its characters stand for bytes of earlier tokens alone."""
         if self._tokens.is_byte_level:
             if self._skip_special and token_id in self._tokens.special_ids:
-                return ""
-            return self._utf8.decode(self._tokens.token_bytes(token_id))
+                return "", 0
+            raw = self._tokens.token_bytes(token_id)
+            num_broken = _num_broken(self._utf8.getstate()[0], raw)
+            return self._utf8.decode(raw), num_broken
+        pending = self._window[self._window_read :]
         self._window.append(token_id)
         before = self._tokens.decode(self._window[: self._window_read], self._skip_special)
         after = self._tokens.decode(self._window, self._skip_special)
         is_incomplete = after.endswith("�") and len(self._window) - self._window_read < _MAX_PENDING_TOKENS
         if len(after) <= len(before) or is_incomplete:
-            return ""
+            return "", 0
+        num_earlier = 0
+        if pending:
+            earlier = self._tokens.decode(self._window[:-1], self._skip_special)
+            num_earlier = len(earlier) - len(before) if after.startswith(earlier) else 0
         self._window = self._window[self._window_read :]
         self._window_read = len(self._window)
-        return after[len(before) :]
+        return after[len(before) :], num_earlier
 
     def _flush_window(self) -> str:
         before = self._tokens.decode(self._window[: self._window_read], self._skip_special)
         after = self._tokens.decode(self._window, self._skip_special)
         self._window_read = len(self._window)
         return after[len(before) :]
+
+
+def _num_broken(pending: bytes, raw: bytes) -> int:
+    """Characters (0 or 1) that the bytes of an unfinished character become because `raw` does not go on with it."""
+    if not pending or not raw:
+        return 0
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(pending + raw[:1])
+    except UnicodeDecodeError:
+        return 1
+    return 0

@@ -120,14 +120,16 @@ class TreePolicy:
         backlogs: list[int] | None = None,
         horizons: list[int] | None = None,
         records: list[DraftRecord] | None = None,
+        num_filling: int = 0,
     ) -> list[bool]:
         """Whether to call the drafter for each of the round's B requests.
 
         keys: None for requests without a (working) drafter. context_rows: sum of their context_lens. Call exactly once
         per round and before `draft`: it moves the probing state. backlogs: rows that the drafter has not ingested yet.
         horizons: tokens that each request is expected to get still. records: how drafting went for each request.
+        num_filling: requests whose prompts are being read.
         """
-        return self.budget.wants_draft(keys, context_rows, backlogs, horizons, records)
+        return self.budget.wants_draft(keys, context_rows, backlogs, horizons, records, num_filling)
 
     def draft(
         self,
@@ -143,27 +145,40 @@ class TreePolicy:
             keys: (B,), as for wants_draft.
             anchor_token_ids: (B,) int64, of all B requests.
         Returns: trees of the B requests in round order. A drafter that raises or proposes invalid log-probabilities
-        is reported in `failures` (the caller stops using it); its requests decode plainly.  Syncs: a few per group on the CPU, else
+        is reported in `failures` (the caller stops using it); its requests decode plainly. So are all drafters of the
+        round when their proposals cannot be made into trees.  Syncs: a few per group on the CPU, else
         one for all.
         """
-        num_requests = anchor_token_ids.numel()
-        out = RoundDraft(
-            tree=TreeBatch.roots(anchor_token_ids),
-            keys=keys,
-            num_draft_tokens=[0] * num_requests,
-            is_drafted=[False] * num_requests,
-            context_rows=context_rows,
-        )
+        out = _plain_round(keys, anchor_token_ids, context_rows)
         if not groups:
             return out
         start = self._timer()
+        try:
+            self._draft_groups(out, groups, keys, anchor_token_ids, context_rows)
+        except Exception as e:  # what they proposed may be at fault, and drafting again could fail again
+            names = ", ".join(sorted({g.drafter.caps.name for g in groups}))
+            logger.exception(_FAILED, names, ", ".join(i for g in groups for i in g.inputs.request_ids))
+            failures = {i: f"{type(e).__name__}: {e}" for i in range(len(groups))} | out.failures
+            model_s, out = out.model_s, _plain_round(keys, anchor_token_ids, context_rows)
+            out.failures, out.model_s = failures, model_s
+        out.draft_s = self._timer() - start
+        return out
+
+    def _draft_groups(
+        self,
+        out: RoundDraft,
+        groups: list[DraftGroup],
+        keys: list[DraftKey | None],
+        anchor_token_ids: torch.Tensor,
+        context_rows: int,
+    ) -> None:
+        """Fill `out`, which has roots only."""
+        num_requests = anchor_token_ids.numel()
         if num_requests == 1 and self._draft_one(out, groups[0], keys, anchor_token_ids):
-            out.draft_s = self._timer() - start
-            return out
+            return
         if anchor_token_ids.device.type != "cpu" or self._bundle is not None:
             self.device_draft.draft(out, groups, keys, anchor_token_ids, context_rows)
-            out.draft_s = self._timer() - start
-            return out
+            return
         limit = self.config.max_draft_tokens
         built: list[tuple[RankedBatch, list[int]]] = []
         masses = np.zeros((num_requests, limit))
@@ -185,8 +200,6 @@ class TreePolicy:
             nodes = self.budget.choose(masses, keys, context_rows, sum(out.is_drafted))
             out.tree, out.cells = pack_trees(built, nodes, anchor_token_ids)
             out.num_draft_tokens = [count - 1 for count in out.tree.counts or ()]
-        out.draft_s = self._timer() - start
-        return out
 
     def _draft_one(
         self, out: RoundDraft, group: DraftGroup, keys: list[DraftKey | None], anchor_token_ids: torch.Tensor
@@ -332,6 +345,17 @@ class TreePolicy:
         self.budget.forget(version)
         self._calibration.forget(version)
         self.device_draft.forget(version)
+
+
+def _plain_round(keys: list[DraftKey | None], anchor_token_ids: torch.Tensor, context_rows: int) -> RoundDraft:
+    num_requests = anchor_token_ids.numel()
+    return RoundDraft(
+        tree=TreeBatch.roots(anchor_token_ids),
+        keys=keys,
+        num_draft_tokens=[0] * num_requests,
+        is_drafted=[False] * num_requests,
+        context_rows=context_rows,
+    )
 
 
 def draft_fixed(drafter: Drafter, inputs: DraftInputs, num_nodes: int, max_frontier: int = 4) -> TreeBatch:

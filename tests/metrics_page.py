@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from paceline.infra.engine_metrics import REPLICA_METRICS
+from paceline.infra.ingress_metrics import INGRESS_METRICS
 from paceline.infra.metrics import CONTROLLER_METRICS, MetricSpec
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
@@ -37,6 +38,12 @@ REPLICA = """
 Scrape every replica by itself for sums: the proxy's address reaches one of them. Feedback and trace metrics exist where
 the service has a Redis and a trainable drafter, the swap pause from the first swap on.
 """
+INGRESS = """
+## Of the ingress that was asked
+
+With `resume: true` ([resume.md](resume.md)) the ingress appends counters of its own to those of some engine. They belong to
+the one ingress process that answered; with several (`ingress.num_replicas`) a scrape reaches one of them.
+"""
 CONTROLLER = """
 ## Of the controller
 
@@ -57,7 +64,8 @@ def _table(specs: tuple[MetricSpec, ...]) -> str:
 
 def page() -> str:
     """The whole page."""
-    return HEAD + REPLICA + _table(REPLICA_METRICS) + CONTROLLER + _table(CONTROLLER_METRICS)
+    own = REPLICA + _table(REPLICA_METRICS) + INGRESS + _table(tuple(spec for _, spec in INGRESS_METRICS))
+    return HEAD + own + CONTROLLER + _table(CONTROLLER_METRICS)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ RAY_LEAVES = {"serving/deployment.py", "adapt/trainer_task.py"}
 COMMAND_LINE = {
     "paceline/cli.py",
     "paceline/cli_bench.py",
+    "paceline/cli_bench_drafters.py",
     "paceline/cli_replay.py",
     "paceline/cli_versions.py",
 }  # hands each command to the folder that does it, inside the function
@@ -116,6 +117,26 @@ def test_module_says_what_it_answers_and_stays_short(path):
     text = path.read_text(encoding="utf-8")
     assert ast.get_docstring(parse_module(path)), "a module begins with the question that it answers"
     assert text.count("\n") <= 400
+
+
+def _types(path: Path) -> set[str]:
+    """Names of classes and of types that a module defines."""
+    names: set[str] = set()
+    for node in parse_module(path).body:
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {t.id for t in node.targets if isinstance(t, ast.Name) and not t.id.isupper()}
+    return {n for n in names if n[0].isupper()}
+
+
+@pytest.mark.parametrize("folder", ["kernels", "serving", "infra"])
+def test_the_name_of_a_type_means_one_thing_in_its_folder(folder):
+    seen: dict[str, list[str]] = {}
+    for path in sorted((ROOT / folder).glob("*.py")):
+        for name in _types(path):
+            seen.setdefault(name, []).append(path.name)
+    assert {name: files for name, files in seen.items() if len(files) > 1} == {}
 
 
 def test_architecture_page_has_one_sentence_for_every_module():

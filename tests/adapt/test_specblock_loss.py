@@ -52,7 +52,7 @@ def make_half_right(model, traces, embed):
 
 
 @torch.no_grad()
-def loop_oracle(model, traces, embed, decay=0.8, log_coverage_ids=None):
+def loop_oracle(model, traces, embed, decay=0.8, log_coverage_ids=None, has_valid_prefix=True):
     """Block 1 by a plain loop: summed loss and histogram of leading correct slots."""
     k = model.config.num_slots
     total, histogram, rows = 0.0, [0] * (k + 1), 0
@@ -65,7 +65,7 @@ def loop_oracle(model, traces, embed, decay=0.8, log_coverage_ids=None):
             if row + 2 >= len(t.token_ids) or row + 2 < t.prompt_len:
                 continue
             rows += 1
-            correct = 0
+            correct, is_right = 0, True
             for slot in range(k):
                 p = row + 2 + slot
                 if p >= len(t.token_ids):
@@ -84,20 +84,23 @@ def loop_oracle(model, traces, embed, decay=0.8, log_coverage_ids=None):
                         torch.log1p(-sum(logq[d].exp() for d in inside) if inside else torch.zeros(()))
                     )
                 total += decay**slot * loss
-                if to_draft.get(t.token_ids[p]) != int(logq.argmax()):
+                is_right = is_right and to_draft.get(t.token_ids[p]) == int(logq.argmax())
+                if has_valid_prefix and not is_right:
                     break
-                correct += 1
+                correct += is_right
             histogram[correct] += 1
     return total / rows, histogram, rows
 
 
 @pytest.mark.parametrize("has_topk", [True, False])
-def test_packed_loss_and_valid_prefix_equal_the_loop(has_topk):
+@pytest.mark.parametrize("has_valid_prefix", [True, False])
+def test_packed_loss_and_valid_prefix_equal_the_loop(has_topk, has_valid_prefix):
     model, embed = tiny_model(), torch.randn(V, EMBED)
     traces = [trace(i, 14 + 5 * i, 3 + 2 * i, has_topk=has_topk) for i in range(3)]
     make_half_right(model, traces, embed)
-    loss, histogram, rows = loop_oracle(model, traces, embed)
-    got, report = training_loss(model, collate(traces), embed, LossConfig(num_blocks=1, **PLAIN), generator())
+    loss, histogram, rows = loop_oracle(model, traces, embed, has_valid_prefix=has_valid_prefix)
+    config = LossConfig(num_blocks=1, has_valid_prefix=has_valid_prefix, **PLAIN)
+    got, report = training_loss(model, collate(traces), embed, config, generator())
     assert float(got.detach()) == pytest.approx(loss, rel=1e-4)
     assert report["correct1"].tolist() == histogram
     assert sum(histogram[2:]) > 0, "the case must reach later slots"
@@ -148,6 +151,22 @@ def test_a_row_goes_on_where_serving_would_after_its_first_miss():
     assert starts.tolist() == [1, 2, 4, 4]
     early = specblock_loss._draw_starts(torch.full((1000,), 3), 4, 1.0, generator())
     assert set(early.tolist()) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("name", ["has_shift", "inherits_hidden"])
+def test_every_ablation_changes_what_the_second_block_says(name):
+    embed = torch.randn(V, EMBED)
+    traces = [trace(i, 20, 4) for i in range(3)]
+    model = tiny_model()
+    make_half_right(model, traces, embed)
+    losses = []
+    for value in (True, False):
+        ablated = tiny_model(**{name: value})
+        ablated.load_state_dict({k: v for k, v in model.state_dict().items() if k in ablated.state_dict()})
+        loss, report = training_loss(ablated, collate(traces), embed, LossConfig(**PLAIN), generator())
+        assert int(report["rows2"]) > 0
+        losses.append(float(loss.detach()))
+    assert losses[0] != losses[1]
 
 
 def test_rank_and_calibration_losses_train_only_their_own_parameters():

@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from paceline.bench.engine_arms import BenchGroup, EngineArm, GroupTiming, new_engine
-from paceline.bench.engine_bench import EngineBenchOptions, lossless_row, quick
+from paceline.bench.engine_bench import EngineBenchOptions, quick
+from paceline.bench.lossless_row import lossless_row
 from paceline.bench.result_file import ResultFile
 from paceline.cli import app
 from paceline.config import EngineConfig, TreeConfig

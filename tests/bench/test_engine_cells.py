@@ -9,13 +9,13 @@ from paceline.bench.engine_cells import (
     cell_row,
     crossover,
     crossovers,
-    expanded_level,
     full_batch_pairs,
     judge,
     overall_verdict,
     paired_ratio,
     split_of_rounds,
 )
+from paceline.bench.intervals import expanded_level
 
 
 def stretch(seconds, tokens, rounds, **part_s):

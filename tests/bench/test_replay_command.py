@@ -51,6 +51,13 @@ def test_a_small_grid_end_to_end(tmp_path):
         (["absent.jsonl"], "readable file"),
         (["live-small", "--policies", "payoff,oracle"], "live replay"),
         (["small", "--data", "/absent-folder"], "data must be a folder"),
+        (["small", "--data", "/"], "--data must be left out with small"),
+        *(
+            ([source, "--policies", "payoff", "--seeds", "2", *option], f"{option[0]} must be left out with {source}")
+            for source in ("live", "live-small", "off-policy-live")
+            for option in (["--workers", "2"], ["--ray", "auto"], ["--first-seed", "3"])
+        ),
+        (["live", "--workers", "2", "--first-seed", "1"], "--workers, --first-seed must be left out with live"),
     ],
 )
 def test_bad_input_is_answered_in_one_sentence(arguments, message):

@@ -2,11 +2,15 @@
 
 import asyncio
 import json
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from typer.testing import CliRunner
@@ -24,7 +28,7 @@ from paceline.serving.engine_client import LocalEngineClient
 from paceline.serving.engine_thread import EngineThread
 from paceline.serving.scripted_drafters import RepeatDrafter
 from tests.fakes import tiny_target
-from tests.serving.api_server import TOKENIZER, serve_app
+from tests.serving.api_server import TOKENIZER, serve_app, wait_until
 
 RUN = CliRunner()
 TOKEN = "secret-token"
@@ -107,6 +111,16 @@ SCRIPTS = {
 }
 
 
+_MALFORMED = [
+    '[]', 'null', '5', '"error"', '{"choices": {}}', '{"choices": [5]}', '{"choices": [{"text": 5}]}',
+    '{"choices": [{"text": "a", "token_ids": "12"}]}', '{"choices": [{"text": "a", "token_ids": [1.5]}]}',
+    '{"choices": [{"finish_reason": {}}]}', '{"usage": [1]}', '{"usage": {"completion_tokens": "3"}}',
+]  # fmt: skip
+SCRIPTS |= {f"bad_event {text}": [_chunk(), f"data: {text}\n\n", DONE] for text in _MALFORMED}
+SCRIPTS["bad_json deep"] = [f'data: {{"x": {"[" * 100_000}\n\n']
+SCRIPTS["whole with null"] = ['data: {"error": null, "choices": null, "usage": null}\n\n', *SCRIPTS["whole"]]
+
+
 def _broken_app() -> FastAPI:
     server = FastAPI()
 
@@ -151,13 +165,16 @@ def _stream(base, prompt, features=None):
     return asyncio.run(ask())
 
 
-@pytest.mark.parametrize("problem", [*(k for k in SCRIPTS if k != "whole"), "refused", "http_500", "connection"])
+@pytest.mark.parametrize(
+    "problem", [*(k for k in SCRIPTS if not k.startswith("whole")), "refused", "http_500", "connection"]
+)
 def test_every_way_of_losing_an_answer_is_named(broken, problem):
-    assert (_stream(broken, problem).problem or "").split(":")[0] == problem
+    assert (_stream(broken, problem).problem or "").split(":")[0] == problem.split(" ")[0]
 
 
-def test_a_whole_answer_has_no_problem_and_all_its_tokens(broken):
-    result = _stream(broken, "whole")
+@pytest.mark.parametrize("script", ["whole", "whole with null"])
+def test_a_whole_answer_has_no_problem_and_all_its_tokens(broken, script):
+    result = _stream(broken, script)
     assert result.problem is None and result.token_ids == [1, 2, 3] and result.usage_tokens == 3 and result.text == "aa"
     assert result.ttft_s is not None and len(result.gaps_s) == 1 and [n for _, n in result.arrivals] == [1, 2]
 
@@ -176,6 +193,104 @@ def test_a_broken_server_fails_the_command_and_is_told_from_a_full_one(broken, t
     assert result.exit_code == 0 and "lost tokens cannot be seen" in result.output
     result = RUN.invoke(app, ["bench", "streams", "--url", f"{broken}/nowhere", "--minutes", "0.01"])
     assert isinstance(result.exception, PacelineError) and "answered HTTP 404" in str(result.exception)
+
+
+# ---- a server that dies ---------------------------------------------------------------------------------------------
+class Mortal:
+    """A server that stops for good, at once, when it has given so many answers; the answers tell themselves apart."""
+
+    def __init__(self, num_answers: int) -> None:
+        self.num_answers, self.count = num_answers, 0
+        server = FastAPI()
+        server.get("/v1/models")(self._models)
+        server.post("/v1/completions")(self._completions)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._server = uvicorn.Server(uvicorn.Config(server, host="127.0.0.1", port=port, log_level="critical"))
+
+    async def _models(self) -> dict:
+        return {"data": [{"id": "mortal"}]}
+
+    async def _completions(self) -> StreamingResponse:
+        self.count += 1
+        if self.count >= self.num_answers:
+            self._server.should_exit = self._server.force_exit = True
+        answer = [_chunk(ids=(self.count,), finish="stop"), _usage(1), DONE]
+        return StreamingResponse(iter(answer), media_type="text/event-stream")
+
+    def __enter__(self) -> "Mortal":
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        wait_until(lambda: self._server.started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(10)
+
+
+@pytest.mark.parametrize("check", [[], ["--check"]])
+def test_the_clients_end_when_the_server_is_gone_and_the_command_says_so(monkeypatch, tmp_path, check):
+    monkeypatch.setattr("paceline.bench.stream_load._GIVE_UP_S", 0.3)
+    path = tmp_path / "streams.json"
+    began = time.monotonic()
+    with Mortal(num_answers=9) as server:
+        result = RUN.invoke(app, ["bench", "streams", "--url", server.url, "--clients", "2", "--minutes", "0.5", "--temperature", "0", "--json", str(path), *check])  # fmt: skip
+    assert time.monotonic() - began < 20, "half a minute of load is not waited for"
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+    assert f"the server at {server.url} does not answer any more" in result.output
+    document = json.loads(path.read_text())
+    assert document["is_complete"] and document["gone_after_s"] < 15 and document["problems"]["connection"] >= 2
+    if check:
+        assert document["check"]["num_answers"] == document["check"]["failed"] == min(document["num_whole"], 32) >= 7
+
+
+def test_a_server_that_dies_while_a_changed_answer_is_looked_into_fails_the_check(monkeypatch):
+    async def dead(self, request, num_tokens):
+        raise httpx.ReadError("connection reset")
+
+    monkeypatch.setattr(StreamClient, "top_two", dead)
+    with Mortal(num_answers=10**6) as server:
+        result = RUN.invoke(app, ["bench", "streams", "--url", server.url, "--clients", "1", "--minutes", "0.002", "--temperature", "0", "--check", "--num-check", "2"])  # fmt: skip
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+    assert "failed: connection: ReadError: connection reset" in result.output
+
+
+def test_a_second_answer_that_never_ends_is_given_up(monkeypatch):
+    async def trickle(self, request, result):
+        result.token_ids, result.finish_reason = [1], "stop"
+        if not self.is_first:
+            await asyncio.Event().wait()
+        StreamClient.is_first = False
+
+    monkeypatch.setattr(StreamClient, "is_first", True, raising=False)
+    with Mortal(num_answers=10**6) as server:
+        monkeypatch.setattr(StreamClient, "_read", trickle)
+        monkeypatch.setattr("paceline.bench.stream_load.find_features", _features)
+        result = RUN.invoke(app, ["bench", "streams", "--url", server.url, "--clients", "1", "--minutes", "0.00001", "--temperature", "0", "--check", "--timeout", "0.3"])  # fmt: skip
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
+    assert "failed: timeout: not complete after" in result.output
+
+
+async def _features(http, url, *, is_chat):
+    return ServerFeatures(model="mortal", has_token_ids=True, has_usage=False)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [[], {}, {"choices": []}, {"choices": [5]}, {"choices": [{"logprobs": 5}]}, {"choices": [{"logprobs": {"top_logprobs": [{"a": "x"}]}}]}],
+)  # fmt: skip
+def test_log_probabilities_in_no_known_form_are_none(body):
+    async def ask():
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, json=body))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            known = ServerFeatures(model="m", has_token_ids=True, has_usage=True)
+            request = StreamRequest(prompt="a", bucket="b", max_tokens=4, temperature=0.0, seed=0)
+            return await StreamClient(http, is_chat=False, features=known).top_two(request, 4)
+
+    assert asyncio.run(ask()) is None
 
 
 def test_a_service_that_ends_before_it_answers_is_reported_with_its_last_words(monkeypatch):

@@ -90,6 +90,16 @@ def test_page_agrees_with_the_tables():
     assert metrics_page.PAGE.read_text(encoding="utf-8") == metrics_page.page(), "run `python tests/metrics_page.py`"
 
 
+def test_every_metric_is_in_the_docs():
+    page = metrics_page.page()
+    names = [
+        n
+        for path in (metrics_page.PAGE.parent.parent / "infra").glob("*.py")
+        for n in re.findall(r"metric_spec\(\s*\"(\w+)\"", path.read_text())
+    ]
+    assert len(names) > 50 and [n for n in names if not re.search(rf"`paceline_{n}(_total)?`", page)] == []
+
+
 def test_names_are_unique_over_replica_and_controller():
     names = [spec.name for spec in (*REPLICA_METRICS, *CONTROLLER_METRICS)]
     assert len(set(names)) == len(names)

@@ -251,3 +251,23 @@ def test_a_canary_waits_for_an_idle_slot_without_holding_up_the_live_version(sha
     slots.idle = True
     w.reconcile()
     assert (w.gen, slots.canary) == (2, ("v2", 10))
+
+
+def test_a_new_order_calls_a_failed_canary_off_before_anything_is_staged(shared_redis, client, keys, seeded):
+    shares = []
+
+    class WatchedSlots(Slots):
+        def stage(self, version: str) -> bool:
+            shares.append((version, self.canary))
+            self.failures.pop(version, None)  # fresh weights
+            return super().stage(version)
+
+    slots = WatchedSlots()
+    w = watcher(shared_redis.url, keys, slots)
+    try_out(client, keys, "v2")
+    w.reconcile()
+    slots.failures["v2"] = "NaN"
+    try_out(client, keys, "v2", version="v3")
+    w.reconcile()
+    assert shares == [("v2", ("", 0)), ("v3", ("", 0)), ("v2", ("", 0))]
+    assert (slots.live, slots.canary, w.canary_version, w.gen) == ("v3", ("v2", 10), "v2", 3)

@@ -27,12 +27,17 @@ from paceline.kernels import triton_launch
 triton_launch.check_tensors = lambda device, **tensors: None  # before the launchers import it: tensors lie on the CPU
 
 from paceline.kernels import (  # noqa: E402
+    draft_ingest,
     kv_commit,
     kv_scatter,
     rope_scatter,
+    slot_attention,
     topk_lse,
+    tree_accept,
     tree_attention,
     tree_attention_plan,
+    tree_budget,
+    tree_build,
 )
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -53,7 +58,7 @@ def compile_launch(kernel, *args, grid, warmup=False, arch, **kwargs) -> None:
     for i, parameter in enumerate(kernel.params):
         name, value = parameter.name, values[parameter.name]
         is_special = not parameter.do_not_specialize
-        if parameter.is_constexpr or (type(value) is int and value == 1 and is_special):
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and is_special):
             signature[name], constants[name] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
@@ -79,6 +84,7 @@ def compile_launch(kernel, *args, grid, warmup=False, arch, **kwargs) -> None:
     memory = re.findall(r"\b(ld\.global|st\.global|bar\.sync)", compiled.asm["ptx"])
     report = {
         "kernel": kernel.__name__,
+        "module": kernel.__module__.rpartition(".")[2],
         "constants": {k: str(v) for k, v in constants.items()},
         "shared_bytes": compiled.metadata.shared,
         "registers": registers,
@@ -89,8 +95,10 @@ def compile_launch(kernel, *args, grid, warmup=False, arch, **kwargs) -> None:
     print(json.dumps(report), flush=True)
 
 
-def attention(dtype, *, dim=128, heads=32, kv_heads=8, batch=4, rows=32, length=4096, is_causal=False, splits=None):
-    """Launch both phases over `batch` requests of `rows` rows."""
+def launch_attention(
+    dtype, *, dim=128, heads=32, kv_heads=8, batch=4, rows=32, length=4096, is_causal=False, splits=None
+):
+    """Both phases over `batch` requests of `rows` rows."""
     count = batch * rows
     plan = tree_attention_plan.plan_attention(
         cu_rows=torch.zeros(batch + 1, dtype=torch.int64),
@@ -106,8 +114,8 @@ def attention(dtype, *, dim=128, heads=32, kv_heads=8, batch=4, rows=32, length=
     tree_attention.tree_attention(torch.zeros(count, heads, dim, dtype=dtype), pool, plan, 0.1)
 
 
-def rows() -> None:
-    """Launch the kernels that move K/V rows, and top-k."""
+def launch_rows() -> None:
+    """The kernels that move K/V rows, and top-k."""
     pool, index = torch.zeros(2, 8, 2, 8, 128, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.int64)
     kv = torch.zeros(9, 8, 128, dtype=torch.bfloat16)
     kv_scatter.scatter_rows(pool[0], index, kv, kv)
@@ -118,14 +126,64 @@ def rows() -> None:
     topk_lse.topk_lse(torch.zeros(3, 151936, dtype=torch.bfloat16), 8)
 
 
+def _long(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int64)
+
+
+def launch_trees(batch: int = 8, width: int = 65, candidates: int = 352) -> None:
+    """A round of trees: two blocks of SpecBlock's candidates."""
+    trees = tree_build.build_trees(
+        scores=torch.zeros(batch, candidates), parents=_long(batch, candidates), token_ids=_long(batch, candidates),
+        depths=_long(batch, candidates), anchor_token_ids=_long(batch), num_nodes=_long(batch), max_nodes=width - 1,
+        max_depth=8,
+    )  # fmt: skip
+    for is_stepped in (True, False):
+        tree_budget.choose_budget(
+            masses=torch.zeros(batch, width - 1), table_rows=_long(14), table_seconds=torch.zeros(14),
+            fixed_seconds=torch.zeros(1), min_nodes=_long(batch), max_rows=512, is_stepped=is_stepped,
+        )  # fmt: skip
+    tree_accept.accept_paths(
+        token_ids=trees.token_ids, parents=trees.parents, depths=trees.depths, ancestor_bits=trees.ancestor_bits,
+        cu_nodes=_long(batch + 1), next_token_ids=_long(batch * width), scratch_rows=_long(batch * width),
+        context_lens=_long(batch), slot_table=_long(batch, 4096), max_depth=8,
+    )  # fmt: skip
+
+
+def launch_ingest(*, has_norm: bool) -> None:
+    """Five layers of 8 KV heads of 128."""
+    dtype = torch.bfloat16
+    draft_ingest.draft_ingest(
+        features=torch.zeros(5, 32, dtype=dtype), fc=torch.zeros(32, 16, dtype=dtype),
+        norm_weight=torch.zeros(16, dtype=dtype), kv_weight=torch.zeros(16, 5 * 2048, dtype=dtype),
+        k_norm_weight=torch.zeros(5, 128, dtype=dtype) if has_norm else None, cos=torch.zeros(64, 64),
+        sin=torch.zeros(64, 64), positions=_long(5), pool_rows=_long(5),
+        pool=torch.zeros(5, 8, 2, 8, 128, dtype=dtype), eps=1e-6,
+    )  # fmt: skip
+
+
+def launch_slots(dtype: torch.dtype, *, batch: int = 4, blocks: int = 10) -> None:
+    """Leaves of SpecBlock for a target with 32 heads, 8 KV heads, head dim 128."""
+    slot_attention.slot_attention(
+        query=torch.zeros(batch, blocks, 4, 32, 128, dtype=dtype), current=torch.zeros(batch, blocks, 4, 2048, dtype=dtype),
+        pool=torch.zeros(8, 4, 2048, dtype=dtype), slot_table=_long(batch, 4096), context_rows=_long(batch, blocks),
+        own_slots=_long(batch, blocks), scale=0.1,
+    )  # fmt: skip
+
+
 def main(arch: int) -> None:
     triton.JITFunction.run = lambda kernel, *args, **kwargs: compile_launch(kernel, *args, arch=arch, **kwargs)
-    rows()
-    attention(torch.bfloat16, splits=4)
-    attention(torch.bfloat16, splits=1, rows=1)
-    attention(torch.bfloat16, splits=1, rows=512, is_causal=True)
-    attention(torch.bfloat16, splits=4, dim=256)
-    attention(torch.float32, splits=4)
+    launch_rows()
+    launch_attention(torch.bfloat16, splits=4)
+    launch_attention(torch.bfloat16, splits=1, rows=1)
+    launch_attention(torch.bfloat16, splits=1, rows=512, is_causal=True)
+    launch_attention(torch.bfloat16, splits=4, dim=256)
+    launch_attention(torch.float32, splits=4)
+    launch_trees()
+    for has_norm in (True, False):
+        launch_ingest(has_norm=has_norm)
+    launch_slots(torch.bfloat16)
+    launch_slots(torch.bfloat16, batch=1, blocks=1)
+    launch_slots(torch.float32)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,18 @@ pytestmark = pytest.mark.slow
 SHARED_BYTES = 99 * 1024
 """Shared memory of one program on the GPUs that have least of it (sm_86, sm_89, sm_120)."""
 KERNELS = {
-    "_tile_kernel", "_pack_kernel", "_context_kernel", "_own_kernel", "_scatter_kernel", "_copy_kernel", "_rope_kernel",
-    "_block_kernel", "_merge_kernel",
-}  # fmt: skip
+    "draft_ingest": {"_write_kernel"},
+    "kv_commit": {"_copy_kernel"},
+    "kv_scatter": {"_scatter_kernel"},
+    "rope_scatter": {"_rope_kernel"},
+    "slot_attention": {"_partial_kernel", "_merge_kernel"},
+    "topk_lse": {"_block_kernel", "_merge_kernel"},
+    "tree_accept": {"_accept_kernel"},
+    "tree_attention": {"_context_kernel", "_own_kernel"},
+    "tree_attention_plan": {"_tile_kernel", "_pack_kernel"},
+    "tree_budget": {"_budget_kernel"},
+    "tree_build": {"_build_kernel"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +44,26 @@ def compiled(tmp_path_factory) -> list[dict]:
 
 
 def test_every_kernel_compiles(compiled):
-    assert {r["kernel"] for r in compiled} == KERNELS
+    found: dict[str, set[str]] = {}
+    for report in compiled:
+        found.setdefault(report["module"], set()).add(report["kernel"])
+    assert found == KERNELS
 
 
 def test_no_kernel_outgrows_shared_memory_or_spills_many_registers(compiled):
     for report in compiled:
         assert report["shared_bytes"] <= SHARED_BYTES, report
-        # The widest heads leave no register free while parts are merged, which happens once per part.
-        limit = 256 if report["constants"].get("BLOCK_D") == "256" else 0
+        # The widest heads leave no register free while parts are merged, which happens once per part; nor do float32
+        # slots, which are there to be compared with.
+        is_wide = report["constants"].get("BLOCK_D") == "256"
+        is_float_slots = report["kernel"] == "_partial_kernel" and report["constants"]["DTYPE"] == "fp32"
+        limit = 256 if is_wide else 512 if is_float_slots else 0
         assert report["stack_bytes"] <= limit, report
 
 
 def test_16_bit_attention_runs_on_tensor_cores_and_float32_does_not_round_to_them(compiled):
     for report in compiled:
-        if report["kernel"] in ("_context_kernel", "_own_kernel"):
+        if report["kernel"] in ("_context_kernel", "_own_kernel", "_partial_kernel"):
             is_half = "bf" in report["constants"]["DTYPE"]
             assert report["uses_tensor_cores"] == is_half, report
 

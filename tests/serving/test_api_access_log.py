@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,19 @@ def test_a_client_that_hangs_up_without_a_stream_is_499(lines: Lines) -> None:
         line = lines.of("late")
         engine.go.set()
     assert (line["status"], line["error"], line["disconnected"]) == (499, "client_closed", True)
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_client_that_hangs_up_during_its_upload_is_499(
+    real: tuple, lines: Lines, caplog: pytest.LogCaptureFixture, route: str
+) -> None:
+    host, port = real[0].removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"POST {route} HTTP/1.1\r\nhost: {host}\r\ncontent-length: 1000\r\n\r\n{{".encode())
+    wait_until(lambda: lines.fields)
+    (line,) = lines.fields
+    assert (line["status"], line["error"], line["disconnected"]) == (499, "client_closed", True)
+    assert not [r for r in caplog.records if r.levelname == "ERROR"], "nothing failed here"
 
 
 @pytest.mark.parametrize(("end", "code", "status"), [(None, "incomplete", 503), ("deadline", "deadline_exceeded", 504)])

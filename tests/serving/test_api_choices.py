@@ -157,7 +157,7 @@ def test_best_of_is_only_another_word_for_n(real: tuple) -> None:
 def test_one_failing_choice_fails_the_answer_and_stops_the_others(stream: bool) -> None:
     class OneFails(ScriptedEngine):
         def _speak(self, request: Any, on_event: Any) -> None:
-            if request.request_id.endswith("-1"):
+            if request.request_id.endswith("~c1"):
                 self.fail_after = 0
                 super()._speak(request, on_event)
 
@@ -169,6 +169,38 @@ def test_one_failing_choice_fails_the_answer_and_stops_the_others(stream: bool) 
     assert "caught fire" in error["message"]
     assert answer.status_code == (200 if stream else 503)
     assert "[DONE]" not in answer.text
-    assert engine.aborted == {"r-0", "r-2"}
-    assert sorted(r.request_id for r in engine.requests) == ["r-0", "r-1", "r-2"]
+    assert engine.aborted == {"r~c0", "r~c2"}
+    assert sorted(r.request_id for r in engine.requests) == ["r~c0", "r~c1", "r~c2"]
     assert len({r.group for r in engine.requests}) == 1
+
+
+@pytest.mark.parametrize(("num_first", "num_second"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)])
+def test_an_id_in_use_is_refused_whatever_the_number_of_choices(num_first: int, num_second: int) -> None:
+    engine = ScriptedEngine()
+    engine.go.clear()
+    body, headers = {"prompt": "a", "stream": True}, {"x-request-id": "twice"}
+    with serve_app(build_api(ApiParts(client=engine, tokenizer=TOKENIZER))) as base:
+        url = f"{base}/v1/completions"
+        with httpx.Client() as c, c.stream("POST", url, json={**body, "n": num_first}, headers=headers) as answer:
+            refused = httpx.post(url, json={"prompt": "a", "n": num_second}, headers=headers)
+            assert (refused.status_code, answer.status_code) == (400, 200)
+            assert "unique among unfinished requests, got 'twice'" in refused.json()["error"]["message"]
+            engine.go.set()
+            assert list(answer.iter_lines())[-2] == "data: [DONE]"
+        assert httpx.post(url, json={"prompt": "a", "n": num_second}, headers=headers).status_code == 200
+
+
+def test_no_id_of_a_client_is_that_of_a_choice_or_of_another_try(real: tuple) -> None:
+    client, base, _ = real
+    client.completions.create(**{**ASK, "max_tokens": 1}, n=2, extra_headers={"x-request-id": "r-0"})
+    for name in ("r~c0", "r~1", "~"):
+        refused = httpx.post(f"{base}/v1/completions", json={"prompt": [5]}, headers={"x-request-id": name})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-request-id")
+
+
+def test_an_id_is_free_again_after_a_refusal(real: tuple) -> None:
+    _, base, _ = real
+    headers = {"x-request-id": "again"}
+    refused = httpx.post(f"{base}/v1/completions", json={"prompt": [5], "n": MAX_WAITING + 1}, headers=headers)
+    taken = httpx.post(f"{base}/v1/completions", json={"prompt": [5], "max_tokens": 1}, headers=headers)
+    assert (refused.status_code, taken.status_code) == (400, 200)

@@ -214,6 +214,18 @@ def test_a_trial_in_a_large_batch_drafts_for_few_requests_with_short_backlogs():
     assert sum(ctrl.wants_draft([KEY] * 8, 800)) == 1
 
 
+def test_a_batch_that_fills_up_decodes_plainly_and_a_lone_request_drafts_on():
+    ctrl = BudgetController(TreeConfig(), CostModel(staircase))
+    for size in (8, 1):
+        for _ in range(LEAST_PLAIN if size > 1 else 0):
+            ctrl.wants_draft([KEY] * size, 100 * size)
+            seen(ctrl, [KEY] * size, [False] * size, [0] * size, [0] * size)
+        assert any(ctrl.wants_draft([KEY] * size, 100 * size, num_filling=2))
+        assert any(ctrl.wants_draft([KEY] * size, 100 * size, num_filling=3)) is (size == 1)
+    fixed = BudgetController(TreeConfig(is_adaptive=False), CostModel(staircase))
+    assert all(fixed.wants_draft([KEY] * 8, 800, num_filling=56))
+
+
 def test_only_leaves_that_earn_their_time_are_reentered():
     ctrl = BudgetController(TreeConfig(), CostModel(staircase))
     ctrl.costs.expand.calibrate(lambda n: 1e-3 + 1e-3 * n, max_size=64)

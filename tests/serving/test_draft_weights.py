@@ -248,6 +248,48 @@ def test_new_requests_of_a_failed_canary_get_the_live_version():
     assert slots.drafter(name) is None and slots.pin(Group.ADAPTIVE, own)[1] == "v1"
 
 
+def test_the_share_of_a_failed_canary_ends_with_its_weights():
+    slots = make_slots()
+    slots.stage("v2", state(2.0))
+    slots.set_canary("v2", 50)
+    slots.mark_failed("B", "NaN")
+    assert slots.stage("v3", state(3.0)), "the slot of a canary that failed is idle"
+    assert slots.canary_version == ""
+    assert {slots.pin(Group.ADAPTIVE, i)[1] for i in ids_of("v3", 50, True)} == {"v1"}
+
+
+def test_no_request_is_pinned_to_a_slot_while_its_weights_are_overwritten():
+    pinned = []
+
+    class WatchedDrafter(WeightDrafter):
+        def load_state(self, state):
+            pinned.append(slots.pin(Group.STATIC))
+            super().load_state(state)
+
+    slots = DrafterSlots(WatchedDrafter(1.0), "v1", spawn=WeightDrafter)
+    slots.stage("v2", state(2.0))
+    slots.publish("v2")
+    assert slots.pin(Group.STATIC) == ("A", "v1")
+    slots.unpin("A")
+    assert slots.stage("v3", state(3.0)), "the slot of the version before is idle"
+    assert pinned == [(None, "")], "half of v3 must not pass for v1"
+    assert slots.versions()["A"] == "v3"
+
+
+def test_weights_whose_copy_broke_off_are_used_by_nobody():
+    class BreakingDrafter(WeightDrafter):
+        def load_state(self, state):
+            self.weight[:1] = state["weight"][:1]
+            raise RuntimeError("out of memory")
+
+    slots = DrafterSlots(BreakingDrafter(1.0), "v1", spawn=WeightDrafter)
+    slots.stage("v2", state(2.0))
+    slots.publish("v2")
+    with pytest.raises(RuntimeError):
+        slots.stage("v3", state(3.0))
+    assert slots.pin(Group.STATIC) == (None, "") and "out of memory" in slots.failures()["v1"]
+
+
 def test_what_is_not_resident_or_is_live_cannot_be_a_canary():
     slots = make_slots()
     for version in ("v9", "v1"):

@@ -1,28 +1,23 @@
-"""The round loop: limits, stops, by-products, faults and its thread."""
+"""The round loop: limits, stops, refusals, aborts, drafters that fail or are swapped."""
 
 from __future__ import annotations
 
 import functools
-import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from paceline.clock import ManualClock
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
-from paceline.errors import CapacityError, ConfigError, EngineStoppedError, RequestError
+from paceline.errors import CapacityError, ConfigError, RequestError
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.drafter import DrafterCaps, Proposal
 from paceline.serving.engine import Engine
-from paceline.serving.engine_thread import EngineThread
 from paceline.serving.kv_budget import pool_row_bytes
 from paceline.serving.request import GenerationRequest, SamplingParams
-from paceline.serving.scripted_drafters import OracleDrafter, RandomDrafter, RepeatDrafter
+from paceline.serving.scripted_drafters import RandomDrafter, RepeatDrafter
 from paceline.serving.sinks import ROUND_COLUMNS
-from tests.fakes import EOS_ID, greedy_continuation, plain_logits, tiny_target
+from tests.fakes import EOS_ID, greedy_continuation, tiny_target
 
 VOCAB = 64
 PROMPT = (10, 11, 12, 13, 14)
@@ -359,184 +354,6 @@ def test_a_swap_leaves_running_requests_on_their_version():
     assert sum(r["num_draft_tokens"] for r in sinks.rows if r["request_id"] == "plain") == 0
 
 
-# ---- by-products ----------------------------------------------------------------------------------------------------
-def test_one_statistics_row_per_request_and_round():
-    sinks = Sinks()
-    engine = make_engine(RandomDrafter(VOCAB), sinks=sinks)
-    engine.output.is_training = True
-    runs = [Run(engine, f"r{i}", bucket=f"b{i}", max_tokens=10 + i) for i in range(2)]
-    finish(engine)
-    for i, run in enumerate(runs):
-        rows = [r for r in sinks.rows if r["request_id"] == f"r{i}"]
-        assert [r["round_index"] for r in rows] == list(range(1, len(rows) + 1))
-        assert sum(r["num_emitted_tokens"] for r in rows) == len(run.tokens) - 1, "prefill emits the first token"
-        assert sum(r["num_accepted_tokens"] for r in rows) == run.last.stats.num_accepted_tokens
-        assert sum(r["num_draft_tokens"] for r in rows) == run.last.stats.num_draft_tokens
-        assert run.last.stats.num_rounds == len(rows)
-        assert {(r["bucket"], r["group"], r["is_greedy"], r["is_training"]) for r in rows} == {(f"b{i}", "adaptive", True, True)}  # fmt: skip
-        assert all(r["share_ms"] > r["verify_ms"] > 0 for r in rows)
-    assert {r["batch_size"] for r in sinks.rows} <= {1, 2}
-
-
-@pytest.mark.parametrize("num_pages", [64, 14])
-def test_a_trace_holds_every_row_of_the_finished_request(num_pages):
-    sinks = Sinks()
-    engine = make_engine(RandomDrafter(VOCAB), num_pages=num_pages, sinks=sinks, prefill_chunk_tokens=4)
-    prompts = [tuple(3 + (5 * i + 3 * k) % 60 for k in range(9 + i)) for i in range(4)]
-    runs = [Run(engine, f"r{i}", p, bucket="b", max_tokens=15) for i, p in enumerate(prompts)]
-    finish(engine)
-    assert (engine.scheduler.num_preemptions > 0) == (num_pages == 14)
-    assert len(sinks.traces) == 4
-    for trace in sinks.traces:
-        i = int(trace.request_id[1:])
-        assert trace.token_ids == [*prompts[i], *runs[i].tokens] and trace.prompt_len == len(prompts[i])
-        assert trace.target_version == target().version and trace.finish_reason == "length"
-        with torch.inference_mode():
-            out = target().model(input_ids=torch.tensor([trace.token_ids]), use_cache=False, output_hidden_states=True)
-        want = torch.cat([out.hidden_states[t + 1] for t in target().tap_layers], -1)[0, :-1]
-        torch.testing.assert_close(trace.features, want, atol=2e-3, rtol=2e-3)
-        top = out.logits[0, len(prompts[i]) - 1 : -1].float().log_softmax(-1).topk(4)
-        assert trace.topk_ids.dtype == torch.int32 and trace.topk_ids.shape == (15, 4)
-        torch.testing.assert_close(trace.topk_logprobs, top.values, atol=2e-3, rtol=2e-3)
-        assert not trace.features.is_inference() and not trace.topk_logprobs.is_inference()
-
-
-def test_no_trace_for_requests_that_opt_out_abort_or_are_not_sampled():
-    sinks = Sinks()
-    engine = make_engine(sinks=sinks)
-    Run(engine, "opted-out", is_traced=False)
-    Run(engine, "aborted")
-    engine.step()
-    engine.abort("aborted")
-    sinks.is_wanted = False
-    Run(engine, "not-sampled")
-    finish(engine)
-    assert sinks.traces == []
-
-
-def test_tracing_is_decided_once_at_admission_and_the_others_collect_nothing():
-    sinks = Sinks(wants=lambda request_id: request_id in ("r1", "r3"))
-    engine = make_engine(RandomDrafter(VOCAB), num_pages=14, sinks=sinks)  # so few pages that requests are preempted
-    for i in range(4):
-        Run(engine, f"r{i}", max_tokens=15)
-    seen = set()
-    while engine.step():
-        seen |= {(r.request_id, r.trace is not None) for r in engine.output.by_id.values() if r.is_pinned}
-    assert engine.scheduler.num_preemptions > 0
-    assert seen == {("r0", False), ("r1", True), ("r2", False), ("r3", True)}
-    assert sorted(sinks.asked) == ["r0", "r1", "r2", "r3"], "asked once per request"
-    assert {t.request_id for t in sinks.traces} == {"r1", "r3"}
-
-
-# ---- acceptance counts ----------------------------------------------------------------------------------------------
-def oracle(num_requests: int) -> OracleDrafter:
-    """Only right draft tokens for r0, r1, ..."""
-    return OracleDrafter({f"r{i}": [*PROMPT, *greedy(num_tokens=40)] for i in range(num_requests)})
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    num_pages=st.sampled_from([12, 17, 64]),
-    num_tokens=st.integers(1, 24),
-    num_requests=st.integers(1, 3),
-    cut=st.sampled_from(["length", "token", "string"]),
-    at=st.integers(0, 20),
-)
-def test_accepted_emitted_and_truncated_tokens_balance_however_a_request_ends(
-    num_pages, num_tokens, num_requests, cut, at
-):
-    text = target().tokenizer.decode(greedy(), skip_special_tokens=True)
-    ends = {"token": {"stop_token_ids": (greedy()[at],)}, "string": {"stop": (text[at : at + 2],)}}.get(cut, {})
-    sinks = Sinks()
-    engine = make_engine(oracle(num_requests), num_pages=num_pages, sinks=sinks)
-    runs = [Run(engine, f"r{i}", max_tokens=num_tokens, **ends) for i in range(num_requests)]
-    finish(engine)
-    for i, run in enumerate(runs):
-        stats, rows = run.last.stats, [r for r in sinks.rows if r["request_id"] == f"r{i}"]
-        assert stats.num_emitted_tokens == len(run.tokens)
-        assert stats.num_emitted_tokens == 1 + stats.num_rounds + stats.num_accepted_tokens - stats.num_truncated_tokens
-        assert stats.num_rounds == len(rows)
-        for key in ("num_accepted_tokens", "num_draft_tokens"):
-            assert sum(r[key] for r in rows) == getattr(stats, key), "rows and response pool to the same"
-        assert sum(r["num_emitted_tokens"] for r in rows) == stats.num_emitted_tokens - 1, "prefill emits the first"
-        assert all(r["num_emitted_tokens"] == r["num_accepted_tokens"] + 1 for r in rows[:-1]), "only the end cuts"
-        assert stats.acceptance_length == pytest.approx(
-            (stats.num_emitted_tokens - 1 + stats.num_truncated_tokens) / stats.num_rounds if stats.num_rounds else 1.0
-        )
-
-
-def test_the_round_that_a_stop_token_cuts_keeps_its_acceptance():
-    engine = make_engine(oracle(1))
-    # Prefill emits token 0, every round 7 more (TREE has 6 draft tokens).
-    at = next(k for k, t in enumerate(greedy()) if k % 7 in (2, 3) and t not in greedy()[:k])
-    run = Run(engine, "r0", max_tokens=24, stop_token_ids=(greedy()[at],))
-    finish(engine)
-    stats = run.last.stats
-    assert len(run.tokens) == at + 1 and stats.num_truncated_tokens == 7 - at % 7
-    assert stats.acceptance_length == 7.0, "the oracle is always right; the cut does not count against it"
-
-
-def test_tokens_that_wait_for_a_page_are_accepted_once():
-    sinks = Sinks()
-    engine = make_engine(oracle(3), num_pages=12, sinks=sinks)
-    for i in range(3):
-        Run(engine, f"r{i}", max_tokens=20)
-    finish(engine)
-    last = {r["request_id"]: r["round_index"] for r in sinks.rows}
-    early = [r for r in sinks.rows if r["round_index"] < last[r["request_id"]]]
-    assert any(r["num_accepted_tokens"] < 6 for r in early), "a path was cut for want of pages"
-    assert all(r["num_emitted_tokens"] == r["num_accepted_tokens"] + 1 for r in early)
-
-
-# ---- buckets --------------------------------------------------------------------------------------------------------
-def test_names_beyond_the_limit_are_served_and_counted_under_other():
-    sinks = Sinks()
-    engine = make_engine(RandomDrafter(VOCAB), sinks=sinks, max_buckets=3)
-    names = ["a", "default", "b", "c", "a", "other", "d", "b"]
-    runs = [Run(engine, f"r{i}", bucket=name) for i, name in enumerate(names)]
-    finish(engine)
-    used = ["a", "default", "b", "other", "a", "other", "other", "b"]
-    assert [r.last.stats.bucket for r in runs] == used
-    assert all(r.tokens == greedy()[:12] for r in runs)
-    for i, bucket in enumerate(used):
-        assert {r["bucket"] for r in sinks.rows if r["request_id"] == f"r{i}"} == {bucket}
-    assert {t.bucket for t in sinks.traces} == set(used)
-    assert (engine.stats()["num_buckets"], engine.stats()["num_bucket_capped"]) == (3, 2)
-
-
-def test_a_flood_of_names_makes_a_bounded_number_of_buckets():
-    sinks = Sinks()
-    engine = make_engine(RandomDrafter(VOCAB), max_buckets=4, max_waiting=100, sinks=sinks)
-    for i in range(40):
-        Run(engine, f"r{i}", bucket=f"hostile-{i}", max_tokens=4)
-    finish(engine)
-    assert {r["bucket"] for r in sinks.rows} == {"hostile-0", "hostile-1", "hostile-2", "other"}
-    assert engine.stats()["num_buckets"] == 4 and engine.stats()["num_bucket_capped"] == 37
-
-
-def test_logprobs_are_those_of_the_unprocessed_target():
-    engine = make_engine(RandomDrafter(VOCAB))
-    plain, wanted = Run(engine, "a"), Run(engine, "b", temperature=0.7, seed=3, logprobs=2)
-    finish(engine)
-    assert all(e.logprobs is None for e in plain.events)
-    entries = [entry for e in wanted.events for entry in e.logprobs]
-    assert tuple(e.token_id for e in entries) == wanted.tokens
-    want = plain_logits(target(), [*PROMPT, *wanted.tokens]).log_softmax(-1)[len(PROMPT) - 1 : -1]
-    for row, entry in zip(want, entries, strict=True):
-        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=2e-3)
-        assert [i for i, _ in entry.top] == row.topk(2).indices.tolist()
-
-
-def test_events_carry_running_totals():
-    clock = ManualClock(100.0)
-    engine = Engine(target(), DrafterSlots(RepeatDrafter(), "v0"), EngineConfig(tree=TREE), clock=clock)
-    run = Run(engine)
-    clock.advance(2.0)
-    finish(engine)
-    assert run.last.stats.total_ms == 2000.0 and run.last.stats.num_emitted_tokens == 12
-    assert run.events[0].stats.num_emitted_tokens == len(run.events[0].token_ids) == 1
-
-
 # ---- memory ---------------------------------------------------------------------------------------------------------
 def test_nothing_grows_over_many_requests():
     engine = make_engine(RandomDrafter(VOCAB))
@@ -546,101 +363,3 @@ def test_nothing_grows_over_many_requests():
         finish(engine)
     assert engine.kv.num_rows == rows and engine.allocator.num_free_pages == 64
     assert not engine.output.by_id and engine.is_idle
-
-
-# ---- thread ---------------------------------------------------------------------------------------------------------
-def test_the_thread_serves_many_submitters_and_drains_on_stop():
-    engine = make_engine(RandomDrafter(VOCAB), max_running=4)
-    thread = EngineThread(engine)
-    thread.start()
-    done = threading.Semaphore(0)
-    answers: dict[str, list[int]] = {}
-
-    def submit(i: int) -> None:
-        def on_event(event):
-            answers.setdefault(event.request_id, []).extend(event.token_ids)
-            if event.finish_reason is not None:
-                done.release()
-
-        engine.submit(
-            GenerationRequest(
-                request_id=f"r{i}",
-                prompt_token_ids=PROMPT,
-                params=SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
-            ),
-            on_event,
-        )
-
-    submitters = [threading.Thread(target=submit, args=(i,)) for i in range(12)]
-    for t in submitters:
-        t.start()
-    for _ in range(6):
-        assert done.acquire(timeout=60)
-    for t in submitters:
-        t.join()
-    assert thread.stop(drain=True, timeout_s=60) and thread.error is None
-    assert all(tuple(a) == greedy()[:12] for a in answers.values()) and len(answers) == 12
-    with pytest.raises(EngineStoppedError):
-        Run(engine, "late")
-
-
-def test_stopping_without_drain_ends_requests_with_an_error():
-    engine = make_engine(RepeatDrafter())
-    thread = EngineThread(engine)
-    run = Run(engine, max_tokens=100)
-    assert thread.heartbeat_age_s() < 60
-    thread.start(is_warmed_up=True)
-    assert thread.stop(drain=False, timeout_s=60)
-    assert run.last.finish_reason in ("error", "length")
-    assert engine.allocator.num_free_pages == engine.allocator.num_pages
-
-
-def test_a_failing_target_ends_every_request_with_an_error_and_stops_the_thread(monkeypatch):
-    engine = make_engine(RepeatDrafter())
-    ended = threading.Event()
-    events = []
-
-    def on_event(event):
-        events.append(event)
-        if event.finish_reason is not None:
-            ended.set()
-
-    def fail(batch, kv):
-        raise RuntimeError("device lost")
-
-    monkeypatch.setattr(engine, "target", engine.target)
-    monkeypatch.setattr(
-        engine._decode, "_target", type("T", (), {"forward": staticmethod(fail), "device": engine.target.device})()
-    )
-    thread = EngineThread(engine)
-    thread.start(is_warmed_up=True)
-    engine.submit(GenerationRequest(request_id="r", prompt_token_ids=PROMPT, params=SamplingParams()), on_event)
-    assert ended.wait(60)
-    assert events[-1].finish_reason == "error"
-    assert "device lost" not in events[-1].error, "what went wrong may quote other requests: it belongs in the log"
-    assert isinstance(thread.error, RuntimeError)
-    with pytest.raises(EngineStoppedError):
-        Run(engine, "late")
-
-
-def test_several_requests_are_taken_all_or_none():
-    engine = make_engine(max_waiting=3)
-
-    def ask(*ids: str) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=2)
-        engine.submit_all(
-            [GenerationRequest(request_id=i, prompt_token_ids=PROMPT, params=params) for i in ids], ends.append
-        )
-
-    ends: list = []
-    ask("a", "b")
-    with pytest.raises(CapacityError, match="room for 1 of 2"):
-        ask("c", "d")
-    with pytest.raises(RequestError, match="at most 3"):
-        ask("c", "d", "e", "f")
-    with pytest.raises(RequestError, match="unique"):
-        ask("b")
-    ask("c")
-    finish(engine)
-    assert sorted(e.request_id for e in ends if e.finish_reason) == ["a", "b", "c"]
-    engine.check_integrity()

@@ -135,7 +135,7 @@ def test_everything_can_be_evicted():
 
 def test_drafter_rows_count_until_the_first_page_without_them():
     pages, _ = make_pages()
-    end(pages, "a", TEXT, 16, draft_key=("A", 1), num_drafted_rows=10)
+    end(pages, "a", TEXT, 16, draft_writer=("A", 1), num_drafted_rows=10)
     pages.share("b", "", TEXT, 39)
     assert pages.num_drafted_rows("b", ("A", 1)) == 8
     assert pages.num_drafted_rows("b", ("A", 2)) == pages.num_drafted_rows("b", ("B", 1)) == 0
@@ -150,7 +150,7 @@ def test_an_own_copy_of_a_cached_page_says_nothing_about_the_cached_ones_drafter
     pages.ensure("a", 12)
     pages.ensure("b", 12)
     end(pages, "a", TEXT, 12)
-    end(pages, "b", TEXT, 12, draft_key=("A", 1), num_drafted_rows=12)
+    end(pages, "b", TEXT, 12, draft_writer=("A", 1), num_drafted_rows=12)
     pages.share("c", "", TEXT, 39)
     assert pages.num_drafted_rows("c", ("A", 1)) == 0
 

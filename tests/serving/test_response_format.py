@@ -129,10 +129,11 @@ def test_grammars_that_cannot_be_used_are_bad_requests(real: tuple, fields: dict
 
 
 def test_a_handler_cancelled_while_the_grammar_compiles_leaves_no_request_behind() -> None:
-    go, engine = threading.Event(), ScriptedEngine()
+    go, begun, engine = threading.Event(), threading.Event(), ScriptedEngine()
     submit = engine.submit
 
     def slow_submit(request, on_event):
+        begun.set()
         assert go.wait(10)
         submit(request, on_event)
 
@@ -145,8 +146,7 @@ def test_a_handler_cancelled_while_the_grammar_compiles_leaves_no_request_behind
         record = AccessRecord(method="POST", route="/v1/completions", start_s=0.0)
         generation = Generation(ApiParts(client=engine, tokenizer=None), [request], answer, record)  # type: ignore[arg-type]
         task = asyncio.ensure_future(generation.submit())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.to_thread(begun.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -197,6 +197,12 @@ def test_an_engine_refuses_what_cannot_be_resumed(ids: tuple[int, ...]) -> None:
         engine(False, 0).submit(dataclasses.replace(ask(), resumed_token_ids=ids), lambda e: None)
 
 
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_prompt_log_probabilities_behind_resumed_tokens_are_refused_and_not_forgotten(num_top: int) -> None:
+    with pytest.raises(RequestError, match="prompt_logprobs must be None together with resumed_token_ids"):
+        dataclasses.replace(ask(), prompt_logprobs=num_top, resumed_token_ids=(5, 6))
+
+
 def test_resumed_requests_survive_preemption_on_a_full_engine() -> None:
     config = EngineConfig(max_running=4, kv_bytes=1, page_tokens=4, prefill_chunk_tokens=5, tree=TREE)
     row = target().kv_row_bytes

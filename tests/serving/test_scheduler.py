@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.errors import IllegalTransitionError
 from paceline.serving.kv_cache import PageAllocator
+from paceline.serving.prefix_cache import PrefixCache
 from paceline.serving.request import GenerationRequest, RequestStatus, SamplingParams
 from paceline.serving.running_request import RunningRequest
 from paceline.serving.scheduler import Scheduler
@@ -290,3 +291,78 @@ def test_several_prompts_share_what_decoding_leaves():
         scheduler.add(r)
     scheduler.admit()
     assert scheduler.prefill_chunks(3) == [(requests[0], 4), (requests[1], 4), (requests[2], 1)]
+
+
+# ---- a first of the queue that finds no room --------------------------------------------------------------------------
+class Forgetful(Scheduler):
+    """Looks for the prefix of a blocked request in every round."""
+
+    def _is_still_blocked(self, request: RunningRequest) -> bool:
+        return False
+
+
+class CountingPages(PageAllocator):
+    num_lookups = 0
+
+    def share(self, *args, **kwargs) -> int:
+        self.num_lookups += 1
+        return super().share(*args, **kwargs)
+
+
+def make_sharing(kind: type[Scheduler], num_pages: int, **options) -> tuple[Scheduler, CountingPages]:
+    pages = CountingPages(num_pages, PAGE, PrefixCache(PAGE))
+    values = {"max_running": 8, "prefill_chunk_tokens": 6, "may_share": lambda r: True, **options}
+    return kind(pages, page_tokens=PAGE, **values), pages
+
+
+def test_a_blocked_request_looks_for_its_prefix_once_per_change_that_can_make_room():
+    scheduler, pages = make_sharing(Scheduler, 24, prefill_chunk_tokens=64)
+    running, blocked = make_request(0, 63, max_tokens=24), make_request(1, 95)
+    scheduler.add(running)
+    scheduler.add(blocked)
+    assert scheduler.admit() == [running]
+    finish_prefill(scheduler, running)
+    scheduler.publish(running)  # a part of the blocked one's prompt: it may need fewer pages now
+    assert scheduler.admit() == []
+    num_lookups = pages.num_lookups
+    for _ in range(20):
+        running.tokens.append(9)
+        running.context_len += 1
+        assert scheduler.reserve(2) == [running]
+        assert scheduler.admit() == []
+    assert pages.num_lookups == num_lookups
+    scheduler.remove(running, RequestStatus.FINISHED)
+    assert scheduler.admit() == [blocked] and blocked.context_len == 60
+    pages.check_integrity()
+
+
+@example(9, [("add", 0), ("add", 8), ("add", 1), ("add", 15), ("add", 0)])  # preemptions in two rounds for one request
+@given(
+    st.integers(5, 14),
+    st.lists(st.tuples(st.sampled_from(["add", "step", "step", "step", "end"]), st.integers(0, 40)), max_size=60),
+)
+def test_nothing_is_admitted_later_for_looking_less_often(num_pages, operations):
+    """Two schedulers through the same requests, one of which looks in every round."""
+    pair = [make_sharing(kind, num_pages, priority_aging_s=1.0) for kind in (Scheduler, Forgetful)]
+    for i, (name, value) in enumerate(operations):
+        admitted = []
+        for scheduler, pages in pair:
+            if name == "add":
+                request = make_request(i, 1 + value % (PAGE * num_pages // 2), max_tokens=6)
+                request.request = dataclasses.replace(request.request, priority=value % 3)
+                scheduler.add(request)
+            elif name == "end" and scheduler.active:
+                scheduler.remove(scheduler.active[value % len(scheduler.active)], RequestStatus.FINISHED)
+            admitted.append([r.request_id for r in scheduler.admit()])
+            for request, num_rows in scheduler.prefill_chunks():
+                request.context_len += num_rows
+                scheduler.publish(request)
+                if request.context_len == request.prefill_len:
+                    finish_prefill(scheduler, request)
+            for request in scheduler.reserve(2):
+                if len(request.tokens) < request.token_limit:
+                    request.tokens.append(3 + value % 5)
+                    request.context_len += 1
+            pages.check_integrity()
+        assert admitted[0] == admitted[1]
+    assert pair[0][1].num_lookups <= pair[1][1].num_lookups

@@ -94,7 +94,8 @@ def reference_logits(model, embed, request, leaves):
         one = torch.tensor([[1]])
         state = next_block_forward(
             model, embed, first, [], rows=one * (n - 1), starts=one * (slot + 1), offsets=one * (slot + 1),
-            cond=first.hidden[:, -1, slot][:, None], token_ids=one * token,
+            cond=first.hidden[:, -1, slot][:, None] if model.config.inherits_hidden else first.cond[:, -1:],
+            token_ids=one * token,
         )  # fmt: skip
         out.append(model.lm_head(model.normed(state.hidden[0, 0])))
     return out
@@ -141,8 +142,12 @@ def pool_rows(rng, count, length, scattered):
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_layers": 1}, {"num_layers": 3, "num_kv_heads": 1}, {"compat_rope": True}]
-)
+    "changes",
+    [
+        {}, {"num_layers": 1}, {"num_layers": 3, "num_kv_heads": 1}, {"compat_rope": True}, {"has_shift": False},
+        {"inherits_hidden": False},
+    ],
+)  # fmt: skip
 def test_incremental_drafting_equals_the_training_forward_over_rounds(count, scattered, changes):
     rng = np.random.default_rng(3)
     model, embed = tiny_model(**changes)
@@ -215,6 +220,15 @@ def test_widths_follow_the_rank_head_of_the_training_model():
         expected = torch.tensor(model.config.branching)[classes]
         assert proposal.widths[0, 1:].tolist() == expected[1:].tolist()
         assert int(proposal.widths[0, 0]) == 8
+
+
+def test_without_a_rank_head_path_scores_alone_decide():
+    model, embed = tiny_model(has_rank_head=False)
+    rng = np.random.default_rng(2)
+    drafter = SpecBlockDrafter(model, embed, num_candidates=6)
+    drafter.alloc(40)
+    request = Request("r", rng, 40, 9, list(range(40)))
+    assert drafter.propose(make_inputs([request], [(0, 9)])).widths is None
 
 
 def test_bfloat16_drafting_stays_close_to_float32():

@@ -106,3 +106,45 @@ def test_starts_are_character_offsets(byte_tokens: TokenText) -> None:
     stream = TextStream(byte_tokens)
     stream.push(byte_tokens.tokenizer.encode("aéb", add_special_tokens=False))
     assert stream.starts == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("raw", "starts"),
+    [
+        ([b"a", b"\xc3", b"\xa9", b"b"], [0, 1, 1, 2]),
+        ([b"a", b"\xc3", b"b", b"c"], [0, 1, 2, 3]),
+        ([b"\xe6", b"\x97", b"x", b"y"], [0, 0, 1, 2]),
+        ([b"\xc3", b"\xc3", b"\xa9", b"x"], [0, 1, 1, 2]),
+        ([b"\xff", b"\xe6", b"\xff", b"x"], [0, 1, 2, 3]),
+    ],
+)
+def test_a_token_after_an_unfinished_character_starts_behind_it(
+    byte_tokens: TokenText, raw: list[bytes], starts: list[int]
+) -> None:
+    ids = {byte_tokens.token_bytes(i): i for i in reversed(range(len(byte_tokens.tokenizer)))}
+    stream = TextStream(byte_tokens)
+    stream.push([ids[b] for b in raw])
+    assert stream.starts == starts
+
+
+def test_a_word_after_an_unfinished_byte_token_starts_behind_it() -> None:
+    stream = TextStream(TokenText(metaspace_tokenizer()))
+    for token_id in [2, 6 + 0xC3, 3, 5, *(6 + b for b in "é".encode()), 5]:
+        stream.push([token_id])
+    assert stream.text == "hello� world.é."
+    assert stream.starts == [0, 5, 6, 12, 13, 13, 14]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_texts_between_starts_are_the_tokens_wherever_these_are_whole_characters(
+    byte_tokens: TokenText, seed: int
+) -> None:
+    rng = random.Random(seed)
+    ids = [rng.randrange(3, 259) for _ in range(40)]
+    stream = TextStream(byte_tokens)
+    stream.push(ids)
+    stream.finish()
+    for token_id, start in zip(ids, stream.starts, strict=True):
+        raw = byte_tokens.token_bytes(token_id)
+        if raw.isascii():
+            assert stream.text[start : start + 1] == raw.decode()
