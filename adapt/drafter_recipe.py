@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from paceline.adapt.regenerate import RegenerateConfig
-from paceline.adapt.specblock_loss import LossConfig
-from paceline.adapt.target_handle import TargetHandle
-from paceline.serving.specblock_model import SpecBlockConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterRecipe:
-    """Text, shape and schedule of one drafter."""
+    """Text, shape and schedule of one drafter; what is None, its family decides."""
 
+    drafter: str = "specblock"
+    """The family: `drafter_type` of the result."""
     domains: tuple[str, ...] = ("tools", "code")
     """Empty: prompts come from the .jsonl and .txt files of the data folder."""
     text: RegenerateConfig = field(default_factory=RegenerateConfig)
@@ -28,38 +28,51 @@ class DrafterRecipe:
     """Rows of a batch, padding included."""
     max_rows: int = 1024
     """Longer requests are cut."""
-    learning_rate: float = 2e-3
+    learning_rate: float | None = None
+    """Peak."""
     warmup_share: float = 0.05
     final_share: float = 0.02
     """Learning rate at the end over its peak."""
     weight_decay: float = 0.0
-    num_layers: int = 2
-    num_slots: int = 4
-    loss: LossConfig = field(default_factory=LossConfig)
+    num_layers: int | None = None
+    num_slots: int | None = None
+    """Draft tokens of a call."""
+    draft_vocab_size: int | None = None
+    """The tokens that the target writes most often; None: its whole vocabulary."""
+    edge_rank: int | None = None
+    """Rank of the previous-token correction of a parallel head; None: no correction."""
+    loss: Any = None
+    """The family's loss settings, a dataclass."""
     autocast: bool | None = None
     """bfloat16 autocast; None: when the hardware computes it natively and the drafter is wide enough to gain."""
     seed: int = 1
 
 
-def drafter_config(target: TargetHandle, target_dir: Path, recipe: DrafterRecipe) -> SpecBlockConfig:
-    """The default architecture: layers shaped like the target's."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetShape:
+    """Sizes of the target's layers, which a drafter's layers take over."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int
+    rms_eps: float
+
+
+def target_shape(target_dir: Path) -> TargetShape:
+    """Read the sizes from a checkpoint folder; an MLP wider than four times the hidden size counts as that wide."""
     t = AutoConfig.from_pretrained(target_dir, local_files_only=True).get_text_config()
     heads = t.num_attention_heads
-    return SpecBlockConfig(
+    return TargetShape(
         hidden_size=t.hidden_size,
         intermediate_size=min(t.intermediate_size, 4 * t.hidden_size),
         num_heads=heads,
         num_kv_heads=getattr(t, "num_key_value_heads", None) or heads,
         head_dim=getattr(t, "head_dim", None) or t.hidden_size // heads,
-        vocab_size=target.vocab_size,
-        feature_size=target.feature_size,
-        embed_size=target.embed_weight.shape[1],
-        num_layers=recipe.num_layers,
-        num_slots=recipe.num_slots,
-        num_blocks=recipe.loss.num_blocks,
+        num_layers=t.num_hidden_layers,
         rms_eps=getattr(t, "rms_norm_eps", 1e-6),
-        rank_hidden=min(256, max(16, t.hidden_size // 2)),
-        rank_topk=min(20, target.vocab_size),
     )
 
 

@@ -9,41 +9,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from paceline.adapt.data_split import count_rows
-from paceline.adapt.specblock_loss import LossConfig, training_loss
-from paceline.adapt.specblock_rows import collate
+from paceline.adapt.drafter_families import training_family
+from paceline.adapt.row_batch import collate
 from paceline.contracts import ArmSpec
 from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.serving.drafter_family import DrafterModel
 from paceline.serving.request import RequestTrace
-from paceline.serving.specblock_model import SpecBlockModel
 
 MAX_LEARNING_RATE = 2e-3
 WARMUP_SHARE = 0.1
 MAX_TRACE_ROWS = 1024
 _STEPS, _MIN_ROWS, _MAX_ROWS = 32, 96, 1024
 _BETA_FACTOR = 40.0
-"""Learning rate of the 16 calibration scalars over that of the weights: log-scales of order 1, not matrices."""
-_CALIBRATION = ("log_beta", "rank_in.", "rank_out.")
-ARM_PARAMETERS: dict[str, tuple[str, ...] | None] = {
-    "calibration": _CALIBRATION,
-    "head": (*_CALIBRATION, "lm_head.", "final_norm"),
-    "full": None,
-}
-"""Name prefixes of the parameters that an arm trains; None = all."""
+"""Learning rate of the calibration scalars over that of the weights: log-scales of order 1, not matrices."""
 
 
 class UpdateStoppedError(Exception):
     """The update ended early because its `should_stop` said so."""
 
 
-def select_parameters(model: SpecBlockModel, parameters: str) -> list[str]:
+def select_parameters(model: DrafterModel, parameters: str) -> list[str]:
     """Freeze everything but the arm's parameters; return their names. Raises ConfigError for an unknown choice."""
-    if parameters not in ARM_PARAMETERS:
-        raise ConfigError(f"arm.parameters must be one of {', '.join(ARM_PARAMETERS)}, got {parameters!r}")
-    prefixes = ARM_PARAMETERS[parameters]
+    arms = training_family(model.drafter_type).arms
+    if parameters not in arms:
+        raise ConfigError(f"arm.parameters must be one of {', '.join(arms)}, got {parameters!r}")
+    prefixes = arms[parameters]
     names = []
     for name, p in model.named_parameters():
         p.requires_grad_(prefixes is None or name.startswith(prefixes))
@@ -83,8 +78,8 @@ def plan_batches(traces: Sequence[RequestTrace], epochs: int, generator: torch.G
 
 
 def update_drafter(
-    model: SpecBlockModel,
-    embed: torch.Tensor,
+    model: DrafterModel,
+    frozen: Any,
     fresh: Sequence[RequestTrace],
     rehearsal: Sequence[RequestTrace],
     arm: ArmSpec,
@@ -100,7 +95,7 @@ def update_drafter(
     progress: a better drafter reaches later slots, which then count.
 
     Args:
-        embed: (V, E), the target's token embedding, frozen.
+        frozen: what the loss reads of the target, by the family's `frozen`, on the model's device.
         time_share: used share of the time budget; at 1 the update ends, its learning rate settled.
         should_stop: polled before every step.
         progress: (steps done, steps in all, {"loss", "nll", "learning_rate"}) after every step.
@@ -109,19 +104,18 @@ def update_drafter(
     """
     if not 0 < arm.learning_rate <= MAX_LEARNING_RATE:
         raise ConfigError(f"arm.learning_rate must be in (0, {MAX_LEARNING_RATE:g}], got {arm.learning_rate:g}")
-    chosen = set(select_parameters(model, arm.parameters))
-    trains_backbone = arm.parameters == "full"
-    # Without the backbone a row is cheap, so every row teaches calibration; otherwise the default share does.
-    config = LossConfig() if trains_backbone else LossConfig(side_share=1.0)
-    named = [(n, p) for n, p in model.named_parameters() if n in chosen]
+    family = training_family(model.drafter_type)
+    select_parameters(model, arm.parameters)
+    trains_backbone = family.arms[arm.parameters] is None
+    config = family.update_loss(model, trains_backbone)
+    weights, scalars = family.split_scalars(model)
     groups = [
-        {"params": [p for n, p in named if n != "log_beta"], "peak": arm.learning_rate},
-        {"params": [p for n, p in named if n == "log_beta"], "peak": arm.learning_rate * _BETA_FACTOR},
+        {"params": weights, "peak": arm.learning_rate},
+        {"params": scalars, "peak": arm.learning_rate * _BETA_FACTOR},
     ]
     optimizer = torch.optim.AdamW(groups, lr=arm.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    parameters = [p for _, p in named]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     device = parameters[0].device
-    embed = embed.detach().to(device, torch.float32)
     generator = torch.Generator().manual_seed(seed)
     batches = plan_batches([*fresh, *rehearsal], max(1, arm.epochs), generator)
     model.train()
@@ -133,7 +127,7 @@ def update_drafter(
         if share >= 1 and step > 0:
             break
         rows = collate(batch, max_rows=MAX_TRACE_ROWS, device=device)
-        loss, report = training_loss(model, rows, embed, config, generator, trains_backbone=trains_backbone)
+        loss, report = family.loss(model, rows, frozen, config, generator, trains_backbone=trains_backbone)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)

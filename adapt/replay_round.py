@@ -2,7 +2,7 @@
 
 `calibrated` builds the tree as serving does, learning the score calibration from round to round, and walks it.
 `whole_tree` walks any tree. `decided_early` gives the answer for trees from the drafter's own scores with less work: it
-re-enters the drafter only where the second block can change the outcome, which is the exception.
+re-enters the drafter only where later blocks can change the outcome, which is the exception.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from paceline.errors import DrafterMismatchError
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Drafter, DraftInputs, Frontier, Proposal
+from paceline.serving.reentry import reenter
 from paceline.serving.score_calibration import ScoreCalibration
 from paceline.serving.tree_builder import (
     Candidates,
     Leaves,
-    append_block,
     block_candidates,
     choose_frontier,
     rank_candidates,
@@ -92,12 +92,7 @@ def calibrated(num_nodes: int, max_frontier: int) -> AcceptRound:
         keys = [("", "", t == 0) for t in inputs.temperatures.tolist()]
         first_kappa, late_kappa = calibration.table(keys, num_slots).to(proposal.logprobs.device)
         candidates = block_candidates(proposal, drafter.caps.is_product, num_nodes, first_kappa)
-        if drafter.caps.is_reentrant and max_frontier > 0:
-            leaves = choose_frontier(candidates, max_frontier)
-            if leaves.candidates.numel() > 0:
-                second = drafter.expand(inputs, proposal, leaves.frontier)
-                _check(second.logprobs)
-                candidates = append_block(candidates, leaves, second, late_kappa[leaves.frontier.request])
+        candidates = reenter(drafter, inputs, proposal, candidates, max_frontier, kappa=late_kappa, check=_check)
         ranked = rank_candidates(candidates, num_nodes)
         tree, cells = select_tree(ranked, inputs.anchor_token_ids, [num_nodes] * num_requests)
         owner, on_path = _accepted_rows(tree, continuation)
@@ -121,8 +116,8 @@ def decided_early(num_nodes: int, max_frontier: int) -> AcceptRound:
 
     Let v be the deepest matching node of the best tree of first-block candidates alone. More candidates can only push
     nodes out, and only candidates that score above v push v out; these hang below leaves that score above v. So when v
-    is the root, or no leaf that would be re-entered scores as high as v (v itself is not such a leaf, then), the second
-    block changes nothing and is not computed.
+    is the root, or no leaf that would be re-entered scores as high as v (v itself is not such a leaf, then), later
+    blocks change nothing and are not computed.
     """
 
     def accept(drafter: Drafter, inputs: DraftInputs, continuation: torch.Tensor) -> torch.Tensor:
@@ -140,7 +135,7 @@ def decided_early(num_nodes: int, max_frontier: int) -> AcceptRound:
         is_open[request[(leaves.scores >= score[request]) & (depth[request] > 0)]] = True
         if bool(is_open.any()):
             chosen = is_open.nonzero()[:, 0]
-            more = _reenter(drafter, inputs, proposal, first, leaves, is_open)
+            more = _reenter(drafter, inputs, proposal, first, leaves, is_open, max_frontier)
             depth[chosen] = _best(more, inputs.anchor_token_ids[chosen], continuation[chosen], num_nodes)[0]
         return depth
 
@@ -148,20 +143,18 @@ def decided_early(num_nodes: int, max_frontier: int) -> AcceptRound:
 
 
 def _reenter(
-    drafter: Drafter, inputs: DraftInputs, proposal: Proposal, first: Candidates, leaves: Leaves, is_open: torch.Tensor
-) -> Candidates:
-    """Candidates of both blocks for the requests in `is_open` (B,) bool only."""
+    drafter: Drafter, inputs: DraftInputs, proposal: Proposal, first: Candidates, leaves: Leaves, is_open: torch.Tensor,
+    max_frontier: int,
+) -> Candidates:  # fmt: skip
+    """Candidates of all blocks for the requests in `is_open` (B,) bool only."""
     keep = is_open[leaves.frontier.request]
-    frontier = Frontier(
-        request=leaves.frontier.request[keep],
-        slot=leaves.frontier.slot[keep],
-        token_ids=leaves.frontier.token_ids[keep],
-    )
-    second = drafter.expand(inputs, proposal, frontier)
-    _check(second.logprobs)
     place = is_open.long().cumsum(0) - 1
     kept = Leaves(
-        frontier=Frontier(request=place[frontier.request], slot=frontier.slot, token_ids=frontier.token_ids),
+        frontier=Frontier(
+            request=place[leaves.frontier.request[keep]],
+            slot=leaves.frontier.slot[keep],
+            token_ids=leaves.frontier.token_ids[keep],
+        ),
         candidates=leaves.candidates[keep],
         columns=leaves.columns[keep],
         scores=leaves.scores[keep],
@@ -173,7 +166,8 @@ def _reenter(
         depths=first.depths[is_open],
         cells=first.cells[is_open],
     )
-    return append_block(mine, kept, second)
+    requests = is_open.nonzero()[:, 0]
+    return reenter(drafter, inputs, proposal, mine, max_frontier, leaves=kept, requests=requests, check=_check)
 
 
 def _best(

@@ -10,22 +10,18 @@ Source: SpecBlock (arXiv 2605.07243).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from paceline.adapt.specblock_rows import BlockState, RowBatch, RowGrid, block1_forward, next_block_forward
+from paceline.adapt.row_batch import RowBatch, draft_index, head_loss, row_chunks
+from paceline.adapt.specblock_rows import BlockState, RowGrid, block1_forward, next_block_forward
 from paceline.serving.specblock_model import (
     NUM_RANK_CLASSES,
     SpecBlockModel,
     rank_class,
 )
-
-_MAX_LOGITS = 2**26
-"""Logits held at once; beyond it the output head runs in checkpointed chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,20 +55,6 @@ class BlockLoss:
     first_nll: torch.Tensor  # () cross-entropy of slot 0 without decay, summed, detached
 
 
-def _soft_cross_entropy(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy per row to the logged top-k plus one bucket for the rest: (N, V), (N, k), (N, k) -> (N,)."""
-    draft = torch.log_softmax(logits.float(), dim=-1).gather(1, ids.clamp_min(0))
-    target = logprobs.exp() * (ids >= 0)
-    rest = (1.0 - target.sum(-1)).clamp_min(0.0)
-    draft_mass = (draft.exp() * (target > 0)).sum(-1)
-    loss = -(target * draft.masked_fill(target == 0, 0.0)).sum(-1)
-    return loss - rest * torch.log1p(-draft_mass.clamp_max(1 - 1e-6))
-
-
-def _chunks(rows: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
-    return rows.split(max(1, _MAX_LOGITS // width))
-
-
 def block_loss(
     model: SpecBlockModel,
     hidden: torch.Tensor,
@@ -104,7 +86,7 @@ def block_loss(
     alive = torch.arange(n, device=device)
     on_prefix = torch.ones(n, dtype=torch.bool, device=device)
     last = batch.token_ids.shape[1] - 1
-    to_draft = _draft_index(model) if c.draft_vocab_size is not None else None
+    to_draft = draft_index(model.draft_token_ids, c.vocab_size) if c.draft_vocab_size is not None else None  # type: ignore[arg-type]
     for slot in range(k):
         at = positions[alive] + slot
         is_valid = (at <= last) & batch.is_output[request[alive], at.clamp_max(last)]
@@ -114,18 +96,13 @@ def block_loss(
             counts += [0] * (k - slot - 1)
             break
         passed = []
-        for part in _chunks(alive, c.num_draft_ids):
+        for part in row_chunks(alive, c.num_draft_ids):
             where = (request[part], positions[part] + slot)
             text, ids, logprobs = batch.token_ids[where], batch.topk_ids[where], batch.topk_logprobs[where]
             if to_draft is not None:
                 text, ids = to_draft[text], to_draft[ids]
             head_in = z[part, slot]
-            if alive.numel() * c.num_draft_ids > _MAX_LOGITS and torch.is_grad_enabled():
-                loss, best = checkpoint(_head_loss, model, head_in, ids, logprobs, use_reentrant=False)
-                logits = None
-            else:
-                logits = model.lm_head(head_in)
-                loss, best = _soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1)
+            loss, best, logits = head_loss(model.lm_head, head_in, ids, logprobs, num_rows=alive.numel())
             token_loss = token_loss + config.slot_decay**slot * loss.sum()
             if slot == 0:
                 first_nll = first_nll + loss.detach().sum()
@@ -158,21 +135,6 @@ def block_loss(
         num_slot_rows=counts,
         first_nll=first_nll,
     )
-
-
-def _head_loss(
-    model: SpecBlockModel, z: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model.lm_head(z)
-    return _soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1)
-
-
-def _draft_index(model: SpecBlockModel) -> torch.Tensor:
-    """(V,) int64 draft id of each target id, -1 outside the draft vocabulary."""
-    ids: torch.Tensor = model.draft_token_ids  # type: ignore[assignment]
-    index = torch.full((model.config.vocab_size,), -1, dtype=torch.int64, device=ids.device)
-    index[ids] = torch.arange(ids.numel(), device=ids.device)
-    return index
 
 
 def _side_losses(

@@ -15,60 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from paceline.serving.request import RequestTrace
+from paceline.adapt.row_batch import RowBatch
 from paceline.serving.specblock_model import SpecBlockLayer, SpecBlockModel, rope_cos_sin
-
-
-@dataclass(kw_only=True, slots=True)
-class RowBatch:
-    """Logged requests side by side; position p of `token_ids`, `topk_*` and `is_output` is a token position."""
-
-    features: torch.Tensor  # (B, T, F), rows 0..num_rows-1 of each request
-    token_ids: torch.Tensor  # (B, T + 1) int64, padded with 0
-    is_output: torch.Tensor  # (B, T + 1) bool: the target wrote this token (false in prompts and padding)
-    topk_ids: torch.Tensor  # (B, T + 1, k) int64: target's most likely tokens at this position
-    topk_logprobs: torch.Tensor  # (B, T + 1, k) float32, -inf = absent; where nothing was logged: the token itself, 0
-    temperatures: torch.Tensor  # (B,) float32, 0 = greedy
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that slot 0 of block 1 supervises."""
-        return int(self.is_output[:, 2:].sum()) if self.token_ids.shape[1] > 2 else 0
-
-
-def collate(
-    traces: Sequence[RequestTrace], *, max_rows: int | None = None, device: str | torch.device = "cpu"
-) -> RowBatch:
-    """Pack traces into one batch; requests longer than max_rows rows are cut at the end."""
-    lengths = [min(len(t.token_ids), (max_rows or len(t.token_ids)) + 1) for t in traces]
-    longest = max(lengths)
-    first: torch.Tensor = traces[0].features  # type: ignore[assignment]
-    widths = [0 if t.topk_ids is None else int(t.topk_ids.shape[-1]) for t in traces]  # type: ignore[attr-defined]
-    k = max(1, *widths) if widths else 1
-    b = len(traces)
-    features = torch.zeros(b, longest - 1, first.shape[-1], dtype=first.dtype)
-    token_ids = torch.zeros(b, longest, dtype=torch.int64)
-    is_output = torch.zeros(b, longest, dtype=torch.bool)
-    topk_ids = torch.zeros(b, longest, k, dtype=torch.int64)
-    topk_logprobs = torch.full((b, longest, k), float("-inf"))
-    for i, (trace, length) in enumerate(zip(traces, lengths, strict=True)):
-        features[i, : length - 1] = trace.features[: length - 1]  # type: ignore[index]
-        token_ids[i, :length] = torch.tensor(trace.token_ids[:length])
-        is_output[i, trace.prompt_len : length] = True
-        topk_ids[i, :length, 0] = token_ids[i, :length]
-        topk_logprobs[i, :length, 0] = 0.0
-        count = length - trace.prompt_len
-        if widths[i] and count > 0:
-            topk_ids[i, trace.prompt_len : length, : widths[i]] = trace.topk_ids[:count].long()  # type: ignore[index]
-            topk_logprobs[i, trace.prompt_len : length, : widths[i]] = trace.topk_logprobs[:count]  # type: ignore[index]
-    return RowBatch(
-        features=features.to(device),
-        token_ids=token_ids.to(device),
-        is_output=is_output.to(device),
-        topk_ids=topk_ids.to(device),
-        topk_logprobs=topk_logprobs.to(device),
-        temperatures=torch.tensor([float(t.temperature) for t in traces], device=device),
-    )
 
 
 @dataclass(kw_only=True, slots=True)

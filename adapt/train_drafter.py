@@ -1,4 +1,4 @@
-"""Recipe of a SpecBlock drafter: the target writes the text, packed rows, AdamW, warm-up and cosine, resumable."""
+"""Recipe of a drafter: the target writes the text, packed rows, AdamW, warm-up and cosine, resumable."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 from paceline.adapt import corpus
-from paceline.adapt.drafter_recipe import DrafterRecipe, drafter_config, has_native_bf16
+from paceline.adapt.drafter_families import training_family
+from paceline.adapt.drafter_recipe import DrafterRecipe, has_native_bf16, target_shape
 from paceline.adapt.drafter_record import add_facts, training_facts, write_provenance
 from paceline.adapt.regenerate import RegenerateConfig, folder_documents, regenerate
+from paceline.adapt.row_batch import RowBatch, collate
 from paceline.adapt.shadow import shadow_scores
-from paceline.adapt.specblock_loss import LossConfig, training_loss
-from paceline.adapt.specblock_rows import RowBatch, collate
 from paceline.adapt.target_handle import TargetHandle, load_target_handle
 from paceline.adapt.trace_store import TraceStore
 from paceline.errors import ConfigError
+from paceline.serving.drafter_families import drafter_family, save_drafter
+from paceline.serving.drafter_family import DrafterModel
 from paceline.serving.request import RequestTrace
-from paceline.serving.specblock_drafter import SpecBlockDrafter, save_drafter
-from paceline.serving.specblock_model import SpecBlockModel
 from paceline.serving.target import TargetModel
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ def plan_batches(lengths: Sequence[int], batch_rows: int, generator: torch.Gener
 
 
 def rate_at(step: int, total: int, recipe: DrafterRecipe) -> float:
-    """Learning rate of a step: linear warm-up, cosine to `final_share`."""
+    """Learning rate of a step of a complete recipe: linear warm-up, cosine to `final_share`."""
+    assert recipe.learning_rate is not None
     warm = max(1, int(total * recipe.warmup_share))
     if step < warm:
         return recipe.learning_rate * (step + 1) / warm
@@ -67,26 +68,19 @@ def rate_at(step: int, total: int, recipe: DrafterRecipe) -> float:
     return recipe.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
 
 
-@torch.no_grad()
-def scale_taps(model: SpecBlockModel, traces: Sequence[RequestTrace], num_taps: int) -> None:
-    """Divide the input projection's columns by each tap's root mean square: deep taps would drown shallow ones."""
-    rows = torch.cat([t.features[:: max(1, len(t.token_ids) // 8)] for t in traces[:256]]).float()  # type: ignore[index]
-    width = model.config.feature_size // num_taps
-    for i in range(num_taps):
-        span = slice(i * width, (i + 1) * width)
-        rms = rows[:, span].pow(2).mean().sqrt().clamp_min(1e-6)
-        model.cond_proj.weight[:, span] /= rms
-
-
 class _Trainer:
     """Model, optimizer and position of a run; what a checkpoint holds."""
 
-    def __init__(self, model: SpecBlockModel, embed: torch.Tensor, recipe: DrafterRecipe, device: torch.device) -> None:
-        self.model, self.embed, self.recipe, self.device = model.to(device), embed.float().to(device), recipe, device
-        named = list(model.named_parameters())
+    def __init__(self, model: DrafterModel, target: TargetHandle, recipe: DrafterRecipe, device: torch.device) -> None:
+        """recipe: complete."""
+        assert recipe.learning_rate is not None
+        self.model, self.recipe, self.device = model.to(device), recipe, device
+        self.family = training_family(recipe.drafter)
+        self.frozen = self.family.frozen(target, device)
+        weights, scalars = self.family.split_scalars(model)
         groups = [
-            {"params": [p for n, p in named if n != "log_beta"], "factor": 1.0},
-            {"params": [model.log_beta], "factor": _BETA_FACTOR, "weight_decay": 0.0},
+            {"params": weights, "factor": 1.0},
+            {"params": scalars, "factor": _BETA_FACTOR, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
             groups, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
@@ -102,7 +96,7 @@ class _Trainer:
         """One optimizer step; the row draws depend on (seed, step) only."""
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
         with self.autocast():
-            loss, report = training_loss(self.model, batch, self.embed, self.recipe.loss, generator)
+            loss, report = self.family.loss(self.model, batch, self.frozen, self.recipe.loss, generator)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -145,36 +139,26 @@ class _Trainer:
 
 @torch.no_grad()
 def evaluate(
-    model: SpecBlockModel, embed: torch.Tensor, traces: Sequence[RequestTrace], recipe: DrafterRecipe
+    model: DrafterModel, frozen: Any, traces: Sequence[RequestTrace], recipe: DrafterRecipe
 ) -> dict[str, float]:
-    """Held-out numbers: nats per row at slot 0, and the share of rows whose first s slots are all right, per block."""
-    config = LossConfig(
-        num_blocks=recipe.loss.num_blocks,
-        rank_weight=0,
-        calibration_weight=0,
-        next_block_share=1.0,
-        early_start_share=0,
-    )
+    """The family's held-out numbers. frozen: what its loss reads of the target. recipe: complete."""
+    family = training_family(model.drafter_type)
+    config = family.held_out_loss(recipe.loss)
     device = next(model.parameters()).device
     sums: dict[str, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     lengths = [min(len(t.token_ids), recipe.max_rows) for t in traces]
     for plan in plan_batches(lengths, recipe.batch_rows, generator):
         batch = collate([traces[i] for i in plan], max_rows=recipe.max_rows, device=device)
-        for key, value in training_loss(model, batch, embed, config, generator)[1].items():
+        for key, value in family.loss(model, batch, frozen, config, generator)[1].items():
             sums[key] = sums.get(key, torch.zeros(())) + value.cpu()
-    out = {"nll": float(sums["nll1"] / sums["rows"].clamp_min(1))}
-    for block in range(1, config.num_blocks + 1):
-        histogram = sums.get(f"correct{block}")
-        if histogram is not None:
-            reached = histogram.flip(0).cumsum(0).flip(0) / histogram.sum().clamp_min(1)
-            out.update({f"block{block}_slot{s}": float(reached[s + 1]) for s in range(len(reached) - 1)})
-    return out
+    return family.summarise(sums, config)
 
 
-def replay_acceptance(model: SpecBlockModel, target: TargetHandle, traces: Sequence[RequestTrace]) -> dict[str, float]:
+def replay_acceptance(model: DrafterModel, target: TargetHandle, traces: Sequence[RequestTrace]) -> dict[str, float]:
     """Pooled acceptance length by exact replay with trees of 8 nodes, greedy and sampled requests apart."""
-    drafter = SpecBlockDrafter(model, target.embed_weight, device=target.device)
+    make = drafter_family(model.drafter_type).make_drafter
+    drafter = make(model, target, dtype=torch.float32, head_dtype=torch.float32)
     out = {}
     for name, kept in (
         ("greedy", [t for t in traces if t.temperature == 0]),
@@ -210,16 +194,18 @@ def train_drafter(
     Returns: per domain the held-out numbers. Raises: ConfigError on missing data or a foreign checkpoint.
     """
     folder, source = Path(out), Path(target_dir)
+    family = training_family(recipe.drafter)
+    recipe = family.complete(recipe)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(recipe.seed)
     text = _write_text(source, data, folder, recipe, device, progress)
     handle = load_target_handle(source, device=device, version=text["target_version"])
     traces = list(_read(folder / "text"))
     facts = training_facts(recipe.domains, traces)
-    config = drafter_config(handle, source, recipe)
-    model = SpecBlockModel(config)
-    scale_taps(model, traces, max(1, handle.feature_size // handle.embed_weight.shape[1]))
-    trainer = _Trainer(model, handle.embed_weight, recipe, torch.device(device))
+    config = family.make_config(handle, target_shape(source), recipe)
+    model = drafter_family(family.name).make_model(config)
+    family.prepare(model, traces, handle)
+    trainer = _Trainer(model, handle, recipe, torch.device(device))
     settings = json.dumps({"target": handle.version, "recipe": asdict(recipe), "config": config.to_dict()})
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.is_file():
@@ -246,7 +232,7 @@ def train_drafter(
     held_out = list(_read(folder / "held_out"))
     for domain in sorted({t.bucket for t in held_out}):
         kept = [t for t in held_out if t.bucket == domain]
-        numbers = evaluate(model, trainer.embed, kept, recipe)
+        numbers = evaluate(model, trainer.frozen, kept, recipe)
         lengths_by_kind = replay_acceptance(model, handle, kept)
         results[domain] = {**numbers, **{f"acceptance_length_{k}": v for k, v in lengths_by_kind.items()}}
     write_provenance(

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from paceline.adapt.data_split import MIN_HELD_OUT, ShardReader, TrainData, count_rows, load_train_data
+from paceline.adapt.drafter_families import training_family
 from paceline.adapt.drafter_update import UpdateStoppedError, update_drafter
 from paceline.adapt.gate import GateResult, RequestScore, gate, score_version
 from paceline.adapt.registry import DrafterRegistry, check_finite
@@ -25,8 +26,8 @@ from paceline.adapt.target_handle import load_target_handle
 from paceline.contracts import DrafterManifest, TrainJob, TrainResult
 from paceline.errors import ManifestError, PacelineError
 from paceline.serving.drafter import Drafter
-from paceline.serving.specblock_drafter import SpecBlockDrafter, TargetHandles, build_drafter
-from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
+from paceline.serving.drafter_families import build_drafter, build_model
+from paceline.serving.drafter_family import TargetHandles
 
 log = logging.getLogger(__name__)
 TRAIN_SHARE = 0.7
@@ -150,12 +151,11 @@ def _run(
     base = registry.get_manifest(job.base_version)
     base_state = registry.load_state(job.base_version, target_version=target.version)
     data = _read(job, store, target.version)
-    model = SpecBlockModel(SpecBlockConfig.from_dict(base.config))
-    model.load_state_dict(base_state)
+    model = build_model({**base.config, "drafter_type": base.drafter_type}, base_state)
     model.to(target.device)
     steps, nll = update_drafter(
         model,
-        target.embed_weight,
+        training_family(base.drafter_type).frozen(target, torch.device(target.device)),
         data.fresh,
         data.rehearsal,
         job.arm,
@@ -240,7 +240,7 @@ def _score(
     watch: _Watch,
     shadow: ShadowConfig,
 ) -> dict[str, list[RequestScore]]:
-    def drafter(manifest: DrafterManifest, weights: dict[str, torch.Tensor], name: str) -> SpecBlockDrafter:
+    def drafter(manifest: DrafterManifest, weights: dict[str, torch.Tensor], name: str) -> Drafter:
         config = {**manifest.config, "drafter_type": manifest.drafter_type}
         return build_drafter(config, weights, target, version=name, target_version=manifest.target_version)
 

@@ -62,7 +62,7 @@ def load_named_drafter(name: str, target: TargetModel) -> Drafter | None:
         from paceline.serving.text_drafters import make_text_drafter
 
         return make_text_drafter(name)
-    from paceline.serving.specblock_drafter import load_drafter
+    from paceline.serving.drafter_families import load_drafter
 
     path = resolve_drafter(DRAFTER_NAMES.get(name, name))
     if path is None:

@@ -33,7 +33,7 @@ from paceline.bench.replay_plan import Task, Variant
 from paceline.bench.replay_run import RUNS_FILE, Row, read_finished, row_of
 from paceline.errors import ConfigError
 from paceline.paths import resolve_drafter
-from paceline.serving.specblock_drafter import read_drafter_files
+from paceline.serving.drafter_families import read_drafter_files
 
 ORDERS = ((0, 1, 0, 2), (1, 2, 1, 0), (2, 0, 2, 1))
 """Positions in LiveConfig.buckets, phase by phase."""

@@ -18,7 +18,7 @@ from paceline.adapt.trainer import ShadowConfig, run_training_job
 from paceline.bandit.replay_outcomes import FIRST, TrainOrder, TrainTruth
 from paceline.bench.replay_live_text import Say
 from paceline.contracts import TrainJob, TrainResult
-from paceline.serving.specblock_drafter import build_drafter
+from paceline.serving.drafter_families import build_drafter
 
 NUM_NODES = 8
 

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 
 from paceline.adapt.data_split import load_train_data
+from paceline.adapt.drafter_families import training_family
 from paceline.adapt.drafter_update import update_drafter
 from paceline.adapt.registry import DrafterRegistry
 from paceline.adapt.trace_store import TraceStore
@@ -22,8 +24,8 @@ from paceline.bandit.arms import default_arms
 from paceline.bench.shadow_decode import Workload, decode
 from paceline.errors import ConfigError
 from paceline.paths import resolve_drafter
-from paceline.serving.specblock_drafter import SpecBlockDrafter, build_drafter, read_drafter_files
-from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
+from paceline.serving.drafter_families import build_drafter, build_model, read_drafter_files
+from paceline.serving.drafter_family import TrainedDrafter
 from paceline.serving.target import TargetModel
 
 ARM_ORDER = ("full", "head", "calibration")
@@ -88,7 +90,7 @@ class VersionShop:
             tmp.replace(self._plans)
         return known[plan.name]
 
-    def drafter(self, version: str) -> SpecBlockDrafter:
+    def drafter(self, version: str) -> TrainedDrafter:
         """A new drafter with the weights of a version, with the number types that the service uses."""
         manifest = self._registry.get_manifest(version)
         config = {**manifest.config, "drafter_type": manifest.drafter_type}
@@ -114,12 +116,11 @@ class VersionShop:
         )
         if not data.fresh:
             raise ConfigError(f"bucket {plan.trained_on!r} must be captured before {plan.name} is trained")
-        model = SpecBlockModel(SpecBlockConfig.from_dict(values))
-        model.load_state_dict(state)
+        model = build_model(values, state)
         model.to(self._target.device)
         update_drafter(
             model,
-            self._target.embed_weight,
+            training_family(model.drafter_type).frozen(self._target, torch.device(self._target.device)),
             data.fresh,
             data.rehearsal,
             msgspec.structs.replace(arm, num_rows=data.num_rows),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,8 @@ class ServerFeatures:
     """`return_token_ids`: every chunk names its tokens."""
     has_usage: bool
     """`stream_options.include_usage`: a last chunk counts them."""
+    has_done: bool = True
+    """Streams end with `[DONE]`; of a server that never sends it, an answer is whole when it has a finish reason."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,6 +60,10 @@ class StreamResult:
     token_ids: list[int] = field(default_factory=list)
     usage_tokens: int | None = None
     finish_reason: str | None = None
+    retry_after_s: float | None = None
+    """What a refusal asks to wait, where it says so in seconds."""
+    server_stats: dict[str, Any] | None = None
+    """Paceline's own account of the answer (the `paceline` object)."""
 
     @property
     def is_lost(self) -> bool:
@@ -67,6 +73,13 @@ class StreamResult:
 
 class _Delta(msgspec.Struct):
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """Text of a chat chunk; models that think aloud stream that part under another name."""
+        return self.content or self.reasoning_content or self.reasoning
 
 
 class _Choice(msgspec.Struct):
@@ -86,6 +99,7 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
+    paceline: dict[str, Any] | None = None
 
 
 _decode_event = msgspec.json.Decoder(_Event).decode
@@ -95,9 +109,12 @@ class StreamClient:
     """Sends requests to one server; usable by many tasks of one event loop."""
 
     def __init__(
-        self, http: httpx.AsyncClient, *, is_chat: bool, features: ServerFeatures, timer: Callable[[], float] = time.perf_counter
+        self, http: httpx.AsyncClient, *, is_chat: bool, features: ServerFeatures, timer: Callable[[], float] = time.perf_counter,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        """extra: body fields that are added to every request; None as a value leaves the field of that name out."""
         self._http, self._is_chat, self._features, self._timer = http, is_chat, features, timer
+        self._extra = extra or {}
 
     async def stream(self, request: StreamRequest) -> StreamResult:
         """One streamed answer; never raises for what a server or the network does, `problem` says it."""
@@ -150,7 +167,8 @@ class StreamClient:
         return "/v1/chat/completions" if self._is_chat else "/v1/completions"
 
     def _body(self, request: StreamRequest, *, is_stream: bool, max_tokens: int | None = None) -> dict[str, Any]:
-        return _body(request, self._features, is_chat=self._is_chat, is_stream=is_stream, max_tokens=max_tokens)
+        body = _body(request, self._features, is_chat=self._is_chat, is_stream=is_stream, max_tokens=max_tokens)
+        return {k: v for k, v in {**body, **self._extra}.items() if v is not None}
 
     async def _read(self, request: StreamRequest, result: StreamResult) -> None:
         is_done = False
@@ -159,6 +177,7 @@ class StreamClient:
                 text = (await response.aread()).decode("utf-8", errors="replace")
                 kind = REFUSED if response.status_code == 429 else f"http_{response.status_code}"
                 result.problem = f"{kind}: {text[:200]}"
+                result.retry_after_s = _seconds(response.headers.get("retry-after"))
                 return
             async for line in response.aiter_lines():
                 if not line.startswith("data:"):
@@ -170,7 +189,7 @@ class StreamClient:
                 self._take(data, result)
                 if result.problem is not None:
                     return
-        if not is_done:
+        if not is_done and (self._features.has_done or result.finish_reason is None):
             result.problem = "no_done: the stream ended without [DONE]"
         elif result.finish_reason not in ("stop", "length"):
             result.problem = f"no_end: finish reason {result.finish_reason!r}"
@@ -193,10 +212,11 @@ class StreamClient:
             return
         if event.usage is not None:
             result.usage_tokens = event.usage.completion_tokens
+        result.server_stats = event.paceline or result.server_stats
         for choice in event.choices or []:
             text = choice.text
             if self._is_chat:
-                text = choice.delta.content if choice.delta is not None else None
+                text = choice.delta.words if choice.delta is not None else None
             ids = choice.token_ids or []
             result.finish_reason = choice.finish_reason or result.finish_reason
             if not text and not ids:
@@ -231,11 +251,46 @@ def _body(
     return body
 
 
-async def find_features(http: httpx.AsyncClient, url: str, *, is_chat: bool) -> ServerFeatures:
-    """Ask which model is served and which extensions it takes.
+def _seconds(header: str | None) -> float | None:
+    """A Retry-After header that is a number of seconds; None for a date or nothing."""
+    try:
+        return max(0.0, float(header)) if header is not None else None
+    except ValueError:
+        return None
+
+
+async def find_features(
+    http: httpx.AsyncClient,
+    url: str,
+    *,
+    is_chat: bool,
+    model: str | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> ServerFeatures:
+    """Ask which model is served (unless `model` names it) and which extensions it takes.
 
     Raises: PacelineError when nothing answers there, the server wants a token, or it refuses a plain request.
     """
+    model = model or await _served_model(http, url)
+    probe = StreamRequest(prompt="Hello", bucket="default", max_tokens=1, temperature=0.0, seed=0)
+    said = ""
+    for has_token_ids, has_usage in ((True, True), (False, True), (False, False)):
+        wanted = ServerFeatures(model=model, has_token_ids=has_token_ids, has_usage=has_usage)
+        result = await StreamClient(http, is_chat=is_chat, features=wanted, extra=extra).stream(probe)
+        said = result.problem or ""
+        ends_without_done = said.startswith("no_done") and result.finish_reason is not None
+        if not said or ends_without_done or said.startswith("lost_tokens"):
+            # a server may also let an unknown field pass without doing what it asks
+            return ServerFeatures(
+                model=model, has_token_ids=bool(result.token_ids), has_usage=result.usage_tokens is not None,
+                has_done=not ends_without_done,
+            )  # fmt: skip
+        if said.startswith("http_401"):
+            raise PacelineError(_wants_token(url))
+    raise PacelineError(f"the server at {url} refuses a plain streaming request: {said}")
+
+
+async def _served_model(http: httpx.AsyncClient, url: str) -> str:
     try:
         response = await http.get("/v1/models")
     except httpx.HTTPError as e:
@@ -244,20 +299,12 @@ async def find_features(http: httpx.AsyncClient, url: str, *, is_chat: bool) -> 
             "one started for this run"
         ) from e
     if response.status_code == 401:
-        raise PacelineError(f"the server at {url} wants a token; give --api-token or set PACELINE_API_TOKEN")
+        raise PacelineError(_wants_token(url))
     try:
-        model = str(response.json()["data"][0]["id"])
+        return str(response.json()["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as e:
         raise PacelineError(f"url must be an OpenAI-compatible server, but {url}/v1/models answered HTTP {response.status_code}") from e  # fmt: skip
-    probe = StreamRequest(prompt="Hello", bucket="default", max_tokens=1, temperature=0.0, seed=0)
-    said = ""
-    for has_token_ids, has_usage in ((True, True), (False, True), (False, False)):
-        wanted = ServerFeatures(model=model, has_token_ids=has_token_ids, has_usage=has_usage)
-        result = await StreamClient(http, is_chat=is_chat, features=wanted).stream(probe)
-        if result.problem is None or result.problem.startswith("lost_tokens"):
-            # a server may also let an unknown field pass without doing what it asks
-            return ServerFeatures(
-                model=model, has_token_ids=bool(result.token_ids), has_usage=result.usage_tokens is not None
-            )
-        said = result.problem
-    raise PacelineError(f"the server at {url} refuses a plain streaming request: {said}")
+
+
+def _wants_token(url: str) -> str:
+    return f"the server at {url} wants a token; give --api-token or set PACELINE_API_TOKEN"

@@ -18,13 +18,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from paceline.bench.local_service import local_service
+from paceline.bench.loop_lag import watch_lag
 from paceline.bench.result_file import ResultFile
 from paceline.bench.stream_client import REFUSED, StreamClient, StreamRequest, StreamResult, find_features
 from paceline.bench.stream_stats import StreamTotals, explain_difference, first_difference, percentiles_ms
 from paceline.bench.workloads import load_prompts
 from paceline.errors import ConfigError
 
-_TICK_S = 0.05
 _SAVE_EVERY_S = 10.0
 _REFUSED_WAIT_S = 0.25
 _NUM_BINS = 60
@@ -179,17 +179,17 @@ class _Load:
             self._kept[at] = result
 
     async def _watch(self, totals: StreamTotals, began: float, bar: Progress, task: TaskID) -> None:
-        """Progress, the document so far, and how late this client's own loop runs: its lag is no fault of the server."""
-        next_save = _SAVE_EVERY_S
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(_TICK_S)
-            now = time.perf_counter()
-            self._lags_s.append(max(0.0, now - before - _TICK_S))
+        """Progress, the document so far, and how late this client's own loop runs."""
+        next_save_s = _SAVE_EVERY_S
+
+        def on_tick(now: float) -> None:
+            nonlocal next_save_s
             bar.update(task, completed=min(now - began, self._window_s), info=f"{totals.num_answers} answers, {totals.num_errors} errors")  # fmt: skip
-            if now - began >= next_save:
-                next_save += _SAVE_EVERY_S
+            if now - began >= next_save_s:
+                next_save_s += _SAVE_EVERY_S
                 self._result.update(**totals.summary(min(now - began, self._window_s)))
+
+        await watch_lag(self._lags_s, on_tick)
 
     async def _check(self, client: StreamClient, bar: Progress) -> dict[str, Any]:
         """Ask the kept greedy answers again, one at a time, and explain what changed."""

@@ -31,10 +31,10 @@ from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.api_generation import ApiParts
 from paceline.serving.deployment import ReplicaParts
 from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.drafter_families import build_drafter, read_drafter_files
 from paceline.serving.engine import Engine
 from paceline.serving.engine_client import LocalEngineClient
 from paceline.serving.engine_thread import EngineThread
-from paceline.serving.specblock_drafter import DRAFTER_TYPE, build_drafter, read_drafter_files
 from paceline.serving.target import TargetModel
 from paceline.serving.tensor_parallel import Ranks, load_parallel
 from paceline.serving.text_drafters import make_text_drafter
@@ -96,7 +96,9 @@ def make_slots(config: ServiceConfig, target: TargetModel, registry: DrafterRegi
         return build_drafter(settings, state, target)
 
     live = build()  # refuses before anything is registered
-    manifest = registry.put(state, drafter_type=DRAFTER_TYPE, config=settings, target_version=target.version)
+    manifest = registry.put(
+        state, drafter_type=settings["drafter_type"], config=settings, target_version=target.version
+    )
     return DrafterSlots(live, manifest.version, first=build(), first_version=manifest.version, spawn=build)
 
 

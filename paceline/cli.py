@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from paceline.cli_bench import bench_app
+from paceline.cli_bench_serve import SERVE_HELP, SHAPES_HELP
+from paceline.cli_bench_serve import serve as bench_serve
+from paceline.cli_bench_serve import shapes as bench_shapes
 from paceline.cli_options import Data, Json, data_folder, split
 from paceline.cli_replay import REPLAY_HELP, replay
 from paceline.cli_versions import versions_app
@@ -23,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+bench_app.command("serve", help=SERVE_HELP)(bench_serve)
+bench_app.command("shapes", help=SHAPES_HELP)(bench_shapes)
 app.add_typer(bench_app, name="bench")
 app.add_typer(versions_app, name="versions")
 
@@ -202,12 +207,21 @@ def train_target(
     Console().print("held-out loss, nats per token:", {d: round(v, 3) for d, v in losses.items()})
 
 
-@app.command(
-    "train-drafter", help="Train a SpecBlock drafter for a target on text that the target itself writes; resumes."
-)
+@app.command("train-drafter", help="Train a drafter for a target on text that the target itself writes; resumes.")
 def train_drafter(
     target: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")],
     out: Annotated[Path, typer.Option(help="Folder for weights, config, PROVENANCE.md, shards and the checkpoint.")],
+    drafter: Annotated[str, typer.Option(help="Kind of drafter: specblock | eagle3 | jetspec | dflash.")] = "specblock",
+    draft_vocab: Annotated[
+        Optional[int],
+        typer.Option(help="Draft only the tokens that the target writes most often, so many of them; default: all."),
+    ] = None,
+    edge_rank: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Rank of the previous-token correction of jetspec and dflash scores; default: no correction."
+        ),
+    ] = None,
     domains: Annotated[str, typer.Option(help="Comma list of domains whose prompts are continued.")] = "tools,code",
     data: Data = None,
     tokens: Annotated[float, typer.Option(help="Tokens that the target writes as training text.")] = 4e5,
@@ -226,9 +240,18 @@ def train_drafter(
 
     if threads:
         torch.set_num_threads(threads)
-    recipe = DrafterRecipe(domains=split(domains), epochs=epochs, seed=seed)
+    recipe = DrafterRecipe(
+        drafter=drafter,
+        draft_vocab_size=draft_vocab,
+        edge_rank=edge_rank,
+        domains=split(domains),
+        epochs=epochs,
+        seed=seed,
+    )
     recipe = dataclasses.replace(recipe, text=dataclasses.replace(recipe.text, num_tokens=int(tokens)))
-    command = f"paceline train-drafter --target {target if target == 'bundled' else 'DIR'} --out DIR --domains '{domains}' --data DIR --tokens {tokens:g} --epochs {epochs:g} --seed {seed}"
+    kind = f" --drafter {drafter}" + (f" --draft-vocab {draft_vocab}" if draft_vocab else "")
+    kind += f" --edge-rank {edge_rank}" if edge_rank else ""
+    command = f"paceline train-drafter --target {target if target == 'bundled' else 'DIR'} --out DIR{kind} --domains '{domains}' --data DIR --tokens {tokens:g} --epochs {epochs:g} --seed {seed}"
     source, data = resolve_model(target), data_folder(data)
     with _training_bar("drafter") as report:
         scores = train(source, data, out, recipe, device=device, progress=report, command=command)

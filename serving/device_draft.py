@@ -23,6 +23,7 @@ from paceline.serving.bundle_expansion import BundleExpansion
 from paceline.serving.device_timer import CudaSpan, open_span
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Proposal
+from paceline.serving.reentry import block_place
 from paceline.serving.score_calibration import ScoreCalibration
 from paceline.serving.tree_builder import (
     NUM_RANK_CLASSES,
@@ -129,10 +130,16 @@ class DeviceDraft:
             leaf_mass = leaves.scores.double().exp().view(len(group.rows), -1).sum(1)
             if self._should_expand(group_keys, out.context_rows, len(keys)):
                 start, span = self._timer(), open_span(proposal.logprobs.device)
-                block = drafter.expand(inputs, proposal, leaves.frontier)
-                out.model_s += self._timer() - start
-                checks.append(_facts(block))
-                candidates = append_block(candidates, leaves, block, kappa[1][leaves.frontier.request])
+                for block in range(1, drafter.caps.num_blocks):
+                    began = self._timer()
+                    proposal = drafter.expand(inputs, proposal, leaves.frontier)
+                    out.model_s += self._timer() - began
+                    checks.append(_facts(proposal))
+                    before, request = candidates, leaves.frontier.request
+                    candidates = append_block(before, leaves, proposal, kappa[1][request])
+                    if block + 1 < drafter.caps.num_blocks:
+                        place = block_place(before, leaves, proposal)
+                        leaves = dense_frontier(candidates, self._config.max_frontier, place)
                 if span is None:
                     out.expand_s += self._timer() - start
                 else:
@@ -250,7 +257,7 @@ def _facts(proposal: Proposal) -> torch.Tensor:
     wrong form."""
     proposal.check_form()
     low, high = torch.aminmax(proposal.token_ids)
-    return torch.stack((proposal.logprobs.max().double(), low.double(), high.double()))
+    return torch.stack((proposal.highest_logprob().double(), low.double(), high.double()))
 
 
 def _offsets(counts: list[int]) -> torch.Tensor:

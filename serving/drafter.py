@@ -25,12 +25,14 @@ class DrafterCaps:
     max_depth: int
     """Deepest draft token, over all blocks."""
     is_reentrant: bool
-    """Whether `expand` may be called on leaves of the first block."""
+    """Whether `expand` may be called on leaves of a proposal."""
     needs_features: bool
     """Whether the engine must hand over tapped target hidden states."""
     is_product: bool = False
     """True: slot s offers the same candidates below every parent (table drafters); False: alternatives branch off the
     slot-0 chain only (BLOCK semantics)."""
+    num_blocks: int = 2
+    """Blocks of a round, the first included, if it is re-entrant: each continues from leaves of the one before."""
     is_row_local: bool = False
     """True: what ingesting leaves behind is KV at the rows' own slots and follows from the text up to the token behind each
     row, so that rows ingested for one request serve every request that begins with the same text."""
@@ -69,6 +71,14 @@ class Proposal:
     restart: int = 0
     """Slot at which a second chain begins below the same node (mixed drafts); 0 = there is only one. Its slots are BLOCK
     slots also where the first ones are a product table."""
+    edge_logprobs: torch.Tensor | None = None
+    """(F, S - 1, K, K) float32, product drafters only: [f, s, i, j] replaces logprobs[f, s + 1, j] below candidate i of
+    slot s, in any order of j. Ranks (calibration, widths) are then those among the candidates of one parent."""
+
+    def highest_logprob(self) -> torch.Tensor:
+        """() largest score of any candidate; NaN wins."""
+        own = self.logprobs.max()
+        return own if self.edge_logprobs is None else torch.maximum(own, self.edge_logprobs.max())
 
     def check_form(self) -> None:
         """Raise ValueError when the tensors do not fit each other; reads no values, so it waits for no device."""
@@ -83,13 +93,13 @@ class Proposal:
 
 @dataclass(kw_only=True, slots=True)
 class Frontier:
-    """Leaves of the first block at which a re-entrant drafter continues."""
+    """Leaves of the latest block at which a re-entrant drafter continues."""
 
     request: torch.Tensor  # (F,) int64, index into the B requests of the inputs
-    slot: (
-        torch.Tensor
-    )  # (F,) int64, slot of the first block that the leaf sits in; of its second chain from `restart` on
+    slot: torch.Tensor
+    """(F,) int64, slot of the proposal that the leaf sits in; from `restart` on those of its second chain"""
     token_ids: torch.Tensor  # (F,) int64, the leaf's token
+    node: torch.Tensor | None = None  # (F,) int64, row of the proposal; None = `request`, as in the first block
 
 
 class Drafter(Protocol):

@@ -30,6 +30,8 @@ def check_proposal(proposal: Proposal, vocab_size: int | None) -> None:
     """Raises: ValueError on a wrong form, log-probabilities above 0, NaN, or token ids outside [0, vocab_size)."""
     proposal.check_form()
     highest = float(proposal.logprobs.numpy().max())  # NaN wins a maximum
+    if proposal.edge_logprobs is not None:
+        highest = float(np.maximum(highest, proposal.edge_logprobs.numpy().max()))
     if not highest <= 1e-3:
         raise ValueError(f"log-probabilities must be at most 0 (-inf = absent), got {highest}")
     if vocab_size is not None:
@@ -108,6 +110,10 @@ class BatchCandidates:
     """(5, C) int64: owner (index into the G requests), token id, parent (candidate index; -1 - owner = root), depth (1 for
     children of the root), calibration cell."""
     scores: np.ndarray  # (C,) float32, log of the estimated path mass; -inf = absent
+    first: int = 0
+    """Index of the latest block's first candidate."""
+    shape: tuple[int, int] = (0, 0)
+    """(S, K) of the latest block, where it is not the first."""
 
     @staticmethod
     def of(proposal: Proposal, is_product: bool, max_nodes: int, kappa: np.ndarray) -> BatchCandidates:
@@ -130,23 +136,29 @@ class BatchCandidates:
         return BatchCandidates(num_requests, np.stack(fields).reshape(5, -1), table.scores.numpy().ravel())
 
     def leaves(self, max_frontier: int) -> np.ndarray:
-        """The `max_frontier` heaviest candidates of each request without candidates below them, (F,) int64."""
+        """The latest block's `max_frontier` heaviest candidates of each request without candidates below them, (F,) int64."""
         present = (self.scores > _ABSENT).nonzero()[0]
         has_child = np.zeros(len(self.scores) + self.num_requests, dtype=bool)  # roots at the end: indices below 0
         has_child[self.columns[_PARENT][present]] = True
-        return self._best(present[~has_child[present]], max_frontier)[0]
+        present = present[~has_child[present]]
+        return self._best(present if self.first == 0 else present[present >= self.first], max_frontier)[0]
 
     def owners_and_masses(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Request (F,) int64 and path mass (F,) float64 of these candidates."""
         return self.columns[_OWNER][index], np.exp(self.scores[index].astype(np.float64))
 
     def frontier(self, leaves: np.ndarray) -> Frontier:
-        """Where the next block continues."""
-        return Frontier(
+        """Where the next block continues: leaves of the latest one."""
+        frontier = Frontier(
             request=torch.from_numpy(self.columns[_OWNER][leaves]),
             slot=torch.from_numpy(self.columns[_CELL][leaves] // NUM_RANK_CLASSES),
             token_ids=torch.from_numpy(self.columns[_TOKEN][leaves]),
         )
+        if self.first > 0:
+            num_slots, num_candidates = self.shape
+            node, at = np.divmod(leaves - self.first, num_slots * num_candidates)
+            frontier.node, frontier.slot = torch.from_numpy(node), torch.from_numpy(at // num_candidates)
+        return frontier
 
     def append(self, leaves: np.ndarray, proposal: Proposal, kappa: np.ndarray) -> BatchCandidates:
         """With the next block's BLOCK proposal (F leaves) added below its leaves. kappa: (F, S, R) float32."""
@@ -163,7 +175,8 @@ class BatchCandidates:
         new[_PARENT] = np.where(new[_PARENT] < 0, at, new[_PARENT] + old)
         new[_DEPTH] += self.columns[_DEPTH][at]
         new[_CELL] += num_slots * NUM_RANK_CLASSES
-        return BatchCandidates(self.num_requests, columns, np.concatenate([self.scores, scores.ravel()]))
+        every = np.concatenate([self.scores, scores.ravel()])
+        return BatchCandidates(self.num_requests, columns, every, first=old, shape=(num_slots, num_candidates))
 
     def ranked(self, limit: int) -> RankedBatch:
         """The best `limit` candidates of each request, siblings with the same token merged if any are among them

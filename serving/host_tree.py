@@ -107,16 +107,27 @@ class HostCandidates:
             else:
                 parent, above = chain, scores[chain]
 
-    def leaves(self, max_frontier: int) -> list[int]:
-        """The heaviest candidates without candidates below them, heaviest first."""
-        free = [i for i, inner in enumerate(self.has_child) if not inner]
+    def leaves(self, max_frontier: int, first: int = 0) -> list[int]:
+        """The heaviest candidates from `first` on without candidates below them, heaviest first."""
+        free = [i for i, inner in enumerate(self.has_child) if not inner and i >= first]
         return sorted(free, key=self.scores.__getitem__, reverse=True)[:max_frontier]
 
-    def frontier(self, leaves: Sequence[int]) -> Frontier:
-        """Where the next block continues."""
-        slots, token_ids = [self.cells[i] // NUM_RANK_CLASSES for i in leaves], [self.token_ids[i] for i in leaves]
-        columns = torch.from_numpy(np.array([[0] * len(leaves), slots, token_ids]))
-        return Frontier(request=columns[0], slot=columns[1], token_ids=columns[2])
+    def frontier(self, leaves: Sequence[int], entries: Sequence[int] = ()) -> Frontier:
+        """Where the next block continues. entries: the leaves that the latest block hangs below; () for the first."""
+        token_ids = [self.token_ids[i] for i in leaves]
+        if not entries:
+            slots = [self.cells[i] // NUM_RANK_CLASSES for i in leaves]
+            columns = torch.from_numpy(np.array([[0] * len(leaves), slots, token_ids]))
+            return Frontier(request=columns[0], slot=columns[1], token_ids=columns[2])
+        node_of, nodes, slots = {entry: node for node, entry in enumerate(entries)}, [], []
+        for i in leaves:
+            entry = self.parents[i]
+            while entry not in node_of:
+                entry = self.parents[entry]
+            nodes.append(node_of[entry])
+            slots.append(self.depths[i] - self.depths[entry] - 1)
+        columns = torch.from_numpy(np.array([[0] * len(leaves), slots, token_ids, nodes]))
+        return Frontier(request=columns[0], slot=columns[1], token_ids=columns[2], node=columns[3])
 
     def ranked(self, limit: int) -> list[int]:
         """The best `limit` candidates by falling score, parents first on ties; merged ones are left out."""

@@ -10,26 +10,20 @@ Source: SpecBlock (arXiv 2605.07243); aligned refresh: the a + 1 rows that a rou
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from paceline.errors import DrafterMismatchError
 from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafter import DrafterCaps, DraftInputs, Frontier, Proposal
+from paceline.serving.drafter_family import DrafterFamily, TargetHandles, check_state, serving_dtype
+from paceline.serving.output_head import choose_head_dtype
 from paceline.serving.specblock_attention import SlotAttention
 from paceline.serving.specblock_forward import SlotForward
 from paceline.serving.specblock_graphs import GraphedSpecBlock, num_spare_rows
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
-from paceline.serving.specblock_weights import TargetHandles, check_state, choose_head_dtype
 
-DRAFTER_TYPE = "specblock"
-WEIGHTS_FILE, CONFIG_FILE = "drafter.safetensors", "config.json"
 _MAX_CACHED_SCALES = 256
 
 
@@ -62,7 +56,7 @@ class SpecBlockDrafter:
             )
         count = min(num_candidates, c.rank_topk)
         self.caps = DrafterCaps(
-            name=DRAFTER_TYPE,
+            name=SpecBlockModel.drafter_type,
             num_slots=c.num_slots,
             num_candidates=count,
             max_depth=2 * c.num_slots,
@@ -278,77 +272,32 @@ class SpecBlockDrafter:
         return found
 
 
-def build_drafter(
-    config: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
+def make_drafter(
+    model: SpecBlockModel,
     target: TargetHandles,
     *,
-    version: str = "",
-    target_version: str | None = None,
     dtype: torch.dtype | None = None,
+    head_dtype: torch.dtype | None = None,
     num_candidates: int = 8,
+    version: str = "",
 ) -> SpecBlockDrafter:
-    """Make a drafter from a config.json mapping and weights, refusing anything that does not fit `target`.
-
-    `target_version`: what the weights were trained for; None takes it from the config (an absent one is refused).
-    dtype None: float32 on CPU, where drafting cost is operators, and bfloat16 elsewhere.
-    Raises: DrafterMismatchError.
-    """
-    kind, trained_for = config.get("drafter_type"), target_version or config.get("target_version")
-    if kind != DRAFTER_TYPE:
-        raise DrafterMismatchError(f"drafter_type must be {DRAFTER_TYPE!r}, got {kind!r}")
-    if trained_for != target.version:
-        raise DrafterMismatchError(f"drafter was trained for target {trained_for!r}, not for {target.version!r}")
-    try:
-        settings = SpecBlockConfig.from_dict(config)
-    except ValueError as e:
-        raise DrafterMismatchError(str(e)) from e
-    if (settings.vocab_size, settings.feature_size) != (target.vocab_size, target.feature_size):
-        raise DrafterMismatchError(
-            f"drafter expects vocabulary {settings.vocab_size} and features {settings.feature_size}, "
-            f"the target has {target.vocab_size} and {target.feature_size}"
-        )
-    model = SpecBlockModel(settings)
-    check_state(state, {name: tuple(t.shape) for name, t in model.state_dict().items()})
-    model.load_state_dict(dict(state))
+    """The serving form of a model; a number type that is None is chosen for the target's device."""
     device = torch.device(target.device)
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    dtype = dtype or serving_dtype(device)
     return SpecBlockDrafter(
         model,
         target.embed_weight,
         dtype=dtype,
-        head_dtype=choose_head_dtype(dtype, device, model.lm_head.weight.numel()),
+        head_dtype=head_dtype or choose_head_dtype(dtype, device, model.lm_head.weight.numel()),
         device=device,
         num_candidates=num_candidates,
         version=version,
     )
 
 
-def load_drafter(path: str | Path, target: TargetHandles, **options: Any) -> SpecBlockDrafter:
-    """Load the drafter in a folder (config.json, drafter.safetensors) for this target.
-
-    Raises: DrafterMismatchError on another target, another shape, non-finite or unreadable weights.
-    """
-    config, state = read_drafter_files(path)
-    return build_drafter(config, state, target, **options)
-
-
-def read_drafter_files(path: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return (config.json, weights) of a drafter folder; raises DrafterMismatchError when they are unreadable."""
-    folder = Path(path)
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        return config, load_file(folder / WEIGHTS_FILE)
-    except (OSError, ValueError, SafetensorError) as e:
-        raise DrafterMismatchError(f"drafter folder {folder} must hold {CONFIG_FILE} and {WEIGHTS_FILE}: {e}") from e
-
-
-def save_drafter(path: str | Path, model: SpecBlockModel, target_version: str) -> None:
-    """Write config.json and drafter.safetensors; the weights appear atomically."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    values = {"drafter_type": DRAFTER_TYPE, "target_version": target_version, **model.config.to_dict()}
-    (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    tmp = folder / (WEIGHTS_FILE + ".tmp")
-    save_file({k: v.detach().float().cpu().contiguous() if v.is_floating_point() else v.cpu() for k, v in model.state_dict().items()}, tmp)  # fmt: skip
-    tmp.replace(folder / WEIGHTS_FILE)
+FAMILY = DrafterFamily(
+    name=SpecBlockModel.drafter_type,
+    read_config=SpecBlockConfig.from_dict,
+    make_model=SpecBlockModel,
+    make_drafter=make_drafter,
+)

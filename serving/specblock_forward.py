@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from paceline.serving.drafter import Proposal
+from paceline.serving.output_head import head_logits, pack_head
+from paceline.serving.row_ops import norm, pair_angles, rotate_pairs
 from paceline.serving.specblock_model import SpecBlockConfig, rope_cos_sin
-from paceline.serving.specblock_weights import FLOAT32_WEIGHTS, fuse_weights, head_logits, pack_head
+from paceline.serving.specblock_weights import FLOAT32_WEIGHTS, fuse_weights
 
 _MIN_TEMPERATURE = 0.05
 
@@ -42,7 +44,6 @@ class SlotForward:
         k = c.num_slots
         self.slot_ids = torch.arange(k, device=device)
         self._before = torch.tensor([0, *range(k - 1)], device=device)
-        self._qkv_width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
         self._d2t: torch.Tensor | None = None
         self._log_coverage: torch.Tensor | None = None
         # The first slot is conditioned on nothing drafted: path scores alone decide.
@@ -77,10 +78,7 @@ class SlotForward:
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """RMS norm of the residual stream (T, H) -> (T, H); its weight is folded into the projection behind it."""
-        h, eps = self.config.hidden_size, self.config.rms_eps
-        if self.device.type == "cpu":  # [x, -x] has mean 0, so its LayerNorm, one operator, is the RMSNorm of x
-            return F.layer_norm(torch.cat((x, -x), dim=1), (2 * h,), None, None, eps)[:, :h]
-        return F.rms_norm(x, (h,), None, eps)
+        return norm(x, self.config.rms_eps)
 
     def fuse(self, cond: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Inputs of the K slots of n rows or leaves: condition (n, H) and tokens (n,) -> (n * K, H)."""
@@ -93,8 +91,7 @@ class SlotForward:
         c = self.config
         positions = torch.arange(num_positions, device=self.device)[:, None] + 1 + self.slot_ids
         cos, sin = rope_cos_sin(positions, c.head_dim, c.rope_theta)
-        table = torch.complex(cos, sin) if self.dtype == torch.float32 else torch.stack((cos, sin), 2)
-        return table[..., None, :]
+        return pair_angles(cos, sin, self.dtype)
 
     def enter(self, i: int, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Shift (from the second layer on), norm, fused projection, rotation: x (T, H) -> x, qkv (T, ..)."""
@@ -103,14 +100,7 @@ class SlotForward:
             before = x.view(-1, c.num_slots, x.shape[1]).index_select(1, self._before).view(x.shape)
             x = torch.addmm(torch.mm(x, p[f"shift_own{i}"]), before, p[f"shift_before{i}"])
         qkv = torch.mm(self.norm(x), p[f"qkv{i}"])
-        heads, half = c.num_heads + c.num_kv_heads, c.head_dim // 2
-        pairs = qkv.as_strided((x.shape[0], heads, half, 2), (self._qkv_width, c.head_dim, 2, 1))
-        if self.dtype == torch.float32:
-            torch.view_as_complex(pairs).mul_(angles)
-        else:
-            cos, sin = angles.unbind(1)
-            a, b = pairs.float().unbind(-1)
-            pairs.copy_(torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1))
+        rotate_pairs(qkv, angles, c.num_heads + c.num_kv_heads, c.head_dim)
         return x, qkv
 
     def finish(self, i: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ConfigError
+from paceline.serving.drafter_family import DrafterModel
 
 NUM_RANK_CLASSES = 4
 NUM_RANK_FEATURES = 15
@@ -151,8 +152,11 @@ class SpecBlockLayer(nn.Module):
         return x + self.down_proj(F.silu(gate) * up)
 
 
-class SpecBlockModel(nn.Module):
+class SpecBlockModel(DrafterModel):
     """All trainable parameters of a drafter. The target's embedding is passed in where needed, never stored."""
+
+    drafter_type = "specblock"
+    config: SpecBlockConfig
 
     def __init__(self, config: SpecBlockConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How do the parameters of a SpecBlock model become the fused tensors that drafting reads, and which are refused?
+"""How do the parameters of a SpecBlock model become the fused tensors that drafting reads?
 
 Shape legend: H drafter hidden size, E target embedding size, V target vocabulary, Vd draft vocabulary, K draft slots.
 """
@@ -6,38 +6,15 @@ Shape legend: H drafter hidden size, E target embedding size, V target vocabular
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from paceline.errors import DrafterMismatchError
+from paceline.serving.row_ops import adjacent_pairs
 from paceline.serving.specblock_model import SpecBlockConfig
 
 FLOAT32_WEIGHTS = ("rank_in", "rank_out", "beta")
 """Fused tensors that stay float32 whatever the drafter's dtype."""
-
-
-_MIN_HEAD_WEIGHTS = 2**18
-
-
-class TargetHandles(Protocol):
-    """What a drafter needs to know of its target."""
-
-    @property
-    def version(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def feature_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device | str: ...
-
-    @property
-    def embed_weight(self) -> torch.Tensor: ...
 
 
 def fuse_weights(
@@ -64,7 +41,7 @@ def fuse_weights(
         "lm_head": (s["lm_head.weight"] * s["final_norm"]).T,
     }
     heads = c.num_heads + c.num_kv_heads
-    order = torch.arange(c.head_dim, device=device).view(2, -1).T.reshape(-1)  # half-split -> adjacent pairs
+    order = adjacent_pairs(c.head_dim, device)
     for i in range(c.num_layers):
         name = f"layers.{i}."
         qkv = (s[name + "qkv_proj.weight"] * s[name + "input_norm"]).view(-1, c.head_dim, h).clone()
@@ -90,38 +67,3 @@ def fuse_weights(
     new["rank_out"] = s["rank_out.weight"].T
     new["beta"] = s["log_beta"].exp()
     return new
-
-
-def pack_head(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(H, Vd) -> the layout that oneDNN reads fastest."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.T.contiguous().to(dtype), None)
-
-
-def head_logits(z: torch.Tensor, head: torch.Tensor, head_dtype: torch.dtype) -> torch.Tensor:
-    """Logits (T, Vd) float32 of normed hidden states z (T, H); a head of another dtype than z is a packed one."""
-    if head_dtype == z.dtype:
-        return torch.mm(z, head).float()
-    return torch.ops.mkldnn._linear_pointwise(z.to(head_dtype), head, None, "none", [], "").float()
-
-
-def choose_head_dtype(dtype: torch.dtype, device: torch.device, num_weights: int) -> torch.dtype:
-    """The output head's dtype: bfloat16 for large heads where the CPU computes it natively, else the drafter's.
-
-    The head is half of the weights that a round reads; rounding its logits moves no calibration noticeably.
-    """
-    is_native = torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
-    if dtype == torch.float32 and device.type == "cpu" and num_weights >= _MIN_HEAD_WEIGHTS and is_native:
-        return torch.bfloat16
-    return dtype
-
-
-def check_state(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DrafterMismatchError unless `state` has exactly these tensors, all finite."""
-    missing, surplus = sorted(set(shapes) - set(state)), sorted(set(state) - set(shapes))
-    if missing or surplus:
-        raise DrafterMismatchError(f"drafter weights must match their config: missing {missing}, surplus {surplus}")
-    for name, tensor in state.items():
-        if tuple(tensor.shape) != tuple(shapes[name]):
-            raise DrafterMismatchError(f"drafter tensor {name} must be {shapes[name]}, got {tuple(tensor.shape)}")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise DrafterMismatchError(f"drafter tensor {name} must be finite")

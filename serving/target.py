@@ -146,6 +146,8 @@ class TargetModel:
         weight: Any = model.get_input_embeddings().weight
         self.embed_weight: torch.Tensor = weight if num_ranks == 1 else weight.full_tensor()  # (V, Dm)
         self.lm_head: torch.nn.Module = model.get_output_embeddings()
+        head: Any = self.lm_head.weight
+        self.head_weight: torch.Tensor = head if num_ranks == 1 else head.full_tensor()  # (V, Dm)
         self.device: torch.device = self.embed_weight.device
         self.dtype: torch.dtype = self.embed_weight.dtype
         self.eos_token_ids = _eos_token_ids(model, tokenizer)

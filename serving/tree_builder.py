@@ -16,6 +16,7 @@ import torch
 
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Frontier, Proposal
+from paceline.serving.product_table import best_of_levels, rank_edges
 from paceline.serving.upload import upload
 
 NUM_RANK_CLASSES = 3
@@ -44,6 +45,27 @@ class Leaves:
     scores: torch.Tensor  # (F,) float32
     num_columns: int | None = None
     """Leaves of every request, when all have the same number; None = read from `columns`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BlockPlace:
+    """Where the candidates of the latest block stand; made by `reentry.block_place`, for drafters of more than two blocks."""
+
+    first: int
+    """Column of its first candidate."""
+    num_slots: int
+    num_candidates: int
+    nodes: torch.Tensor  # (B, columns) int64, row of the proposal behind each running number of a leaf
+
+    def frontier(self, candidates: Candidates, request: torch.Tensor, leaf: torch.Tensor) -> Frontier:
+        """The frontier at candidates `leaf` (F,) of requests (F,), all of them in this block."""
+        width, at = self.num_slots * self.num_candidates, leaf - self.first
+        return Frontier(
+            request=request,
+            slot=at % width // self.num_candidates,
+            token_ids=candidates.token_ids[request, leaf],
+            node=self.nodes[request, at // width],
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,15 +119,18 @@ def block_candidates(
 ) -> Candidates:
     """Candidates of the first block; `proposal` has F = B.
 
-    is_product: slot s offers the same candidates below every parent; then only the best `max_nodes` of each level are
-    kept, which loses nothing for trees of at most max_nodes nodes. Otherwise alternatives branch off the chain only.
+    is_product: slot s offers the same candidates below every parent, with the parent's own scores where the proposal has
+    edge_logprobs; then only the best `max_nodes` of each level are kept, which loses nothing for trees of at most
+    max_nodes nodes. Otherwise alternatives branch off the chain only.
     kappa: (B, S, R) float32 added to the conditional log-probabilities (tree_speculation.md 4.3).
     """
     logprobs = slot_logprobs(proposal, kappa)
     num_requests, num_slots, num_candidates = logprobs.shape
     if is_product:
         at = proposal.restart or num_slots
-        table = _product_candidates(proposal.token_ids[:, :at], logprobs[:, :at], max_nodes)
+        edges = rank_edges(proposal, kappa)
+        best = best_of_levels(proposal.token_ids[:, :at], logprobs[:, :at], edges, max_nodes, NUM_RANK_CLASSES)
+        table = Candidates(token_ids=best[0], parents=best[1], scores=best[2], depths=best[3], cells=best[4])
         return with_chain(table, proposal, logprobs) if proposal.restart else table
     parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 0, str(logprobs.device), proposal.restart)
     return Candidates(
@@ -128,66 +153,55 @@ def with_chain(table: Candidates, proposal: Proposal, logprobs: torch.Tensor) ->
     return Candidates(**{f: torch.cat([getattr(table, f), getattr(chain, f)], 1) for f in fields})
 
 
-def _product_candidates(token_ids: torch.Tensor, logprobs: torch.Tensor, max_nodes: int) -> Candidates:
-    num_requests, num_slots, num_candidates = logprobs.shape
-    front = logprobs.new_zeros(num_requests, 1)
-    base, out = -1, []  # candidate index of the front's first column; the root is -1
-    for slot in range(num_slots):
-        level = (front[:, :, None] + logprobs[:, slot, None, :]).flatten(1)
-        front, flat = level.topk(min(max_nodes, level.shape[1]), dim=1)
-        rank = flat % num_candidates
-        cells = slot * NUM_RANK_CLASSES + rank.clamp(max=NUM_RANK_CLASSES - 1)
-        parents = flat // num_candidates + base
-        out.append((token_ids[:, slot].gather(1, rank), parents, front, torch.full_like(flat, slot + 1), cells))
-        base = sum(part[0].shape[1] for part in out[:-1])
-    columns = [torch.cat(parts, 1) for parts in zip(*out, strict=True)]
-    return Candidates(token_ids=columns[0], parents=columns[1], scores=columns[2], depths=columns[3], cells=columns[4])
-
-
-def choose_frontier(candidates: Candidates, max_frontier: int) -> Leaves:
+def choose_frontier(candidates: Candidates, max_frontier: int, place: BlockPlace | None = None) -> Leaves:
     """The `max_frontier` heaviest leaves of each request; leaves are candidates without candidates below them.
 
-    Inner chain nodes are left out: what would follow them is proposed already. Syncs: one.
+    Inner chain nodes are left out: what would follow them is proposed already. place: take leaves of this block alone;
+    None = of the first one, which is the only one. Syncs: one.
     """
-    scores, index = _best_leaves(candidates, max_frontier)
+    scores, index = _best_leaves(candidates, max_frontier, 0 if place is None else place.first)
     request, column = (scores > _ABSENT).nonzero(as_tuple=True)
     leaf = index[request, column]
+    frontier = Frontier(
+        request=request,
+        slot=candidates.cells[request, leaf] // NUM_RANK_CLASSES,
+        token_ids=candidates.token_ids[request, leaf],
+    )
     return Leaves(
-        frontier=Frontier(
-            request=request,
-            slot=candidates.cells[request, leaf] // NUM_RANK_CLASSES,
-            token_ids=candidates.token_ids[request, leaf],
-        ),
+        frontier=frontier if place is None else place.frontier(candidates, request, leaf),
         candidates=leaf,
         columns=column,
         scores=scores[request, column],
     )
 
 
-def dense_frontier(candidates: Candidates, max_frontier: int) -> Leaves:
+def dense_frontier(candidates: Candidates, max_frontier: int, place: BlockPlace | None = None) -> Leaves:
     """`choose_frontier` with the same number of leaves for every request; absent ones have score -inf. Syncs: none."""
-    scores, index = _best_leaves(candidates, max_frontier)
+    scores, index = _best_leaves(candidates, max_frontier, 0 if place is None else place.first)
     num_requests, width = index.shape
-    request = torch.arange(num_requests, device=index.device).repeat_interleave(width)
+    request, leaf = torch.arange(num_requests, device=index.device).repeat_interleave(width), index.flatten()
+    if place is None:
+        slot, token_ids = candidates.cells.gather(1, index) // NUM_RANK_CLASSES, candidates.token_ids.gather(1, index)
+        frontier = Frontier(request=request, slot=slot.flatten(), token_ids=token_ids.flatten())
+    else:
+        frontier = place.frontier(candidates, request, leaf.clamp(min=place.first))
     return Leaves(
-        frontier=Frontier(
-            request=request,
-            slot=candidates.cells.gather(1, index).flatten() // NUM_RANK_CLASSES,
-            token_ids=candidates.token_ids.gather(1, index).flatten(),
-        ),
-        candidates=index.flatten(),
+        frontier=frontier,
+        candidates=leaf,
         columns=torch.arange(width, device=index.device).repeat(num_requests),
         scores=scores.flatten(),
         num_columns=width,
     )
 
 
-def _best_leaves(candidates: Candidates, max_frontier: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and candidate indices (B, max_frontier) of the heaviest leaves, falling; -inf where there is none."""
+def _best_leaves(candidates: Candidates, max_frontier: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and candidate indices (B, max_frontier) of the heaviest leaves from column `first` on, falling; -inf where
+    there is none."""
     present = candidates.scores > _ABSENT
     num_children = torch.zeros(present.shape[0], present.shape[1] + 1, device=present.device)
     num_children.scatter_add_(1, candidates.parents + 1, present.float())
     leaf_scores = candidates.scores.masked_fill(num_children[:, 1:] > 0, _ABSENT)
+    leaf_scores[:, :first] = _ABSENT
     return leaf_scores.topk(min(max_frontier, leaf_scores.shape[1]), dim=1)
 
 

@@ -27,14 +27,13 @@ from paceline.serving.host_batch import BatchCandidates, RankedBatch, check_prop
 from paceline.serving.host_tree import HostCandidates, HostProposal
 from paceline.serving.mixed_drafter import MixedDrafter
 from paceline.serving.policy_budgets import make_budget
+from paceline.serving.reentry import reenter
 from paceline.serving.request_draft import DraftRecord
 from paceline.serving.score_calibration import ScoreCalibration
 from paceline.serving.text_drafters import make_text_drafter
 from paceline.serving.tree_builder import (
     NUM_RANK_CLASSES,
-    append_block,
     block_candidates,
-    choose_frontier,
     rank_candidates,
     select_tree,
 )
@@ -245,21 +244,26 @@ class TreePolicy:
         found.add_block(HostProposal.of(proposal, self._vocab_size), 0, kappa)
         if key is None or not drafter.caps.is_reentrant or self.config.max_frontier == 0:
             return found
-        leaves = found.leaves(self.config.max_frontier)
-        masses = [math.exp(found.scores[i]) for i in leaves]
-        kept = self.budget.choose_leaves([key] * len(leaves), masses, out.context_rows, 1)
-        leaves, mass = [leaves[i] for i in kept], sum(masses[i] for i in kept)
-        if not mass > 0:
-            return found
-        start = self._timer()
-        block = drafter.expand(inputs, proposal, found.frontier(leaves))
-        out.model_s += self._timer() - start
-        read, late = HostProposal.of(block, self._vocab_size), kappa[cells:]
-        floor = found.floor(self.config.max_draft_tokens) if self._bundle is None else -math.inf
-        for node, leaf in enumerate(leaves):
-            found.add_block(read, node, late, entry=leaf, first_cell=cells, floor=floor)
-        out.expand_s, out.num_cells, out.frontier_mass = self._timer() - start, cells, [mass]
-        out.num_leaves = len(leaves)
+        first, late = 0, kappa[cells:]
+        entries: list[int] = []
+        for _ in range(drafter.caps.num_blocks - 1):
+            leaves = found.leaves(self.config.max_frontier, first)
+            masses = [math.exp(found.scores[i]) for i in leaves]
+            kept = self.budget.choose_leaves([key] * len(leaves), masses, out.context_rows, 1)
+            leaves, mass = [leaves[i] for i in kept], sum(masses[i] for i in kept)
+            if not mass > 0:
+                break
+            start = self._timer()
+            proposal = drafter.expand(inputs, proposal, found.frontier(leaves, entries))
+            out.model_s += self._timer() - start
+            read = HostProposal.of(proposal, self._vocab_size)
+            floor = found.floor(self.config.max_draft_tokens) if self._bundle is None else -math.inf
+            first, entries = len(found.scores), leaves
+            for node, leaf in enumerate(leaves):
+                found.add_block(read, node, late, entry=leaf, first_cell=cells, floor=floor)
+            out.expand_s, out.num_cells = out.expand_s + self._timer() - start, cells
+            out.frontier_mass = [mass + sum(out.frontier_mass)]
+            out.num_leaves += len(leaves)
         return found
 
     def _propose(self, group: DraftGroup, keys: list[DraftKey | None], out: RoundDraft) -> BatchCandidates | None:
@@ -278,26 +282,27 @@ class TreePolicy:
         candidates = BatchCandidates.of(proposal, drafter.caps.is_product, limit, kappa[0])
         if not drafter.caps.is_reentrant or self.config.max_frontier == 0:
             return candidates
-        leaves = candidates.leaves(self.config.max_frontier)
-        owners, leaf_masses = candidates.owners_and_masses(leaves)
-        owner, masses = owners.tolist(), leaf_masses.tolist()
-        kept = self.budget.choose_leaves([group_keys[r] for r in owner], masses, out.context_rows, len(keys))
-        if not sum(masses[i] for i in kept) > 0:
-            return candidates
-        if len(kept) < len(owner):
-            kept.sort()
-            leaves, owners = leaves[kept], owners[kept]
-        start = self._timer()
-        block = drafter.expand(inputs, proposal, candidates.frontier(leaves))
-        out.model_s += self._timer() - start
-        check_proposal(block, self._vocab_size)
-        candidates = candidates.append(leaves, block, kappa[1][owners])
-        out.expand_s += self._timer() - start
-        out.num_cells = num_slots * NUM_RANK_CLASSES
-        out.frontier_mass = out.frontier_mass or [0.0] * len(keys)
-        out.num_leaves += len(kept)
-        for i in kept:
-            out.frontier_mass[group.rows[owner[i]]] += masses[i]
+        for _ in range(drafter.caps.num_blocks - 1):
+            leaves = candidates.leaves(self.config.max_frontier)
+            owners, leaf_masses = candidates.owners_and_masses(leaves)
+            owner, masses = owners.tolist(), leaf_masses.tolist()
+            kept = self.budget.choose_leaves([group_keys[r] for r in owner], masses, out.context_rows, len(keys))
+            if not sum(masses[i] for i in kept) > 0:
+                break
+            if len(kept) < len(owner):
+                kept.sort()
+                leaves, owners = leaves[kept], owners[kept]
+            start = self._timer()
+            proposal = drafter.expand(inputs, proposal, candidates.frontier(leaves))
+            out.model_s += self._timer() - start
+            check_proposal(proposal, self._vocab_size)
+            candidates = candidates.append(leaves, proposal, kappa[1][owners])
+            out.expand_s += self._timer() - start
+            out.num_cells = num_slots * NUM_RANK_CLASSES
+            out.frontier_mass = out.frontier_mass or [0.0] * len(keys)
+            out.num_leaves += len(kept)
+            for i in kept:
+                out.frontier_mass[group.rows[owner[i]]] += masses[i]
         return candidates
 
     def observe(
@@ -368,9 +373,6 @@ def draft_fixed(drafter: Drafter, inputs: DraftInputs, num_nodes: int, max_front
     if proposal.logprobs.shape[1] == 0 or num_nodes == 0:
         return TreeBatch.roots(inputs.anchor_token_ids)
     candidates = block_candidates(proposal, drafter.caps.is_product, num_nodes)
-    if drafter.caps.is_reentrant and max_frontier > 0:
-        leaves = choose_frontier(candidates, max_frontier)
-        if leaves.candidates.numel() > 0:
-            candidates = append_block(candidates, leaves, drafter.expand(inputs, proposal, leaves.frontier))
+    candidates = reenter(drafter, inputs, proposal, candidates, max_frontier)
     ranked = rank_candidates(candidates, num_nodes)
     return select_tree(ranked, inputs.anchor_token_ids, [num_nodes] * inputs.anchor_token_ids.numel())[0]

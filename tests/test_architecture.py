@@ -21,6 +21,7 @@ ALLOWED_FOLDERS = {
 ADAPT_MAY_IMPORT_FROM_SERVING = {
     "drafter", "draft_tree", "tree_builder", "tree_policy", "budget", "specblock_model", "specblock_drafter", "request",
     "target", "sinks", "kv_cache", "verify", "specblock_attention", "specblock_rope", "score_calibration",
+    "drafter_family", "drafter_families", "eagle_model", "reentry", "parallel_head_model",
 }  # fmt: skip
 FORBIDDEN = {
     "paceline": {"torch", "triton", "transformers", "ray", "redis"},
@@ -36,6 +37,7 @@ COMMAND_LINE = {
     "paceline/cli.py",
     "paceline/cli_bench.py",
     "paceline/cli_bench_drafters.py",
+    "paceline/cli_bench_serve.py",
     "paceline/cli_replay.py",
     "paceline/cli_versions.py",
 }  # hands each command to the folder that does it, inside the function

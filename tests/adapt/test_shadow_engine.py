@@ -8,6 +8,8 @@ from paceline.adapt.replay_round import calibrated, whole_tree
 from paceline.adapt.shadow import replay_rounds, shadow_scores
 from paceline.config import EngineConfig, TreeConfig
 from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.eagle_drafter import EagleDrafter
+from paceline.serving.eagle_model import EagleConfig, EagleModel
 from paceline.serving.engine import Engine
 from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.sinks import ROUND_COLUMNS
@@ -45,7 +47,13 @@ class FixedPolicy(TreePolicy):
         pass
 
 
-def make_drafter(target, seed, overconfidence=0.0):
+def make_drafter(target, seed, overconfidence=0.0, family="specblock"):
+    if family.startswith("eagle3"):
+        torch.manual_seed(seed)
+        return EagleDrafter(EagleModel(EagleConfig(
+            hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=8, vocab_size=target.vocab_size,
+            feature_size=target.feature_size, embed_size=target.hidden_size, num_slots=int(family[-1]),
+        )), target.embed_weight)  # fmt: skip
     config = SpecBlockConfig(
         hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=8, vocab_size=target.vocab_size,
         feature_size=target.feature_size, embed_size=target.hidden_size, rank_topk=min(20, target.vocab_size),
@@ -57,11 +65,11 @@ def make_drafter(target, seed, overconfidence=0.0):
     return SpecBlockDrafter(model, target.embed_weight)
 
 
-def serve(num_requests, *, max_running=4, learns=False, overconfidence=0.0, vocab=32, **params):
+def serve(num_requests, *, max_running=4, learns=False, overconfidence=0.0, vocab=32, family="specblock", **params):
     """Requests, greedy and sampled, of different lengths, served by the real engine."""
     target, sink = tiny_target(vocab=vocab), Collector()
     tree = TreeConfig(max_draft_tokens=NODES, max_frontier=FRONTIER, is_adaptive=False)
-    slots = DrafterSlots(make_drafter(target, 0, overconfidence), "v0")
+    slots = DrafterSlots(make_drafter(target, 0, overconfidence, family), "v0")
     engine = Engine(
         target, slots, EngineConfig(tree=tree, kv_bytes=8 * 2**20, max_running=max_running, prefill_chunk_tokens=16),
         feedback=sink, traces=sink, policy=None if learns else FixedPolicy(tree),
@@ -83,9 +91,9 @@ def serve(num_requests, *, max_running=4, learns=False, overconfidence=0.0, voca
     return target, sink
 
 
-@pytest.fixture(scope="module")
-def served():
-    return serve(8)
+@pytest.fixture(scope="module", params=["specblock", "eagle3-slots-1", "eagle3-slots-4"])
+def served(request):
+    return request.param, *serve(8, family=request.param)
 
 
 def engine_rounds(sink, request_id):
@@ -95,10 +103,10 @@ def engine_rounds(sink, request_id):
 
 
 def test_replay_equals_served_rounds(served):
-    target, sink = served
+    family, target, sink = served
     assert len(sink.traces) == 8
     rounds = replay_rounds(
-        make_drafter(target, 0), sink.traces, whole_tree(lambda d, i: draft_fixed(d, i, NODES, FRONTIER))
+        make_drafter(target, 0, family=family), sink.traces, whole_tree(lambda d, i: draft_fixed(d, i, NODES, FRONTIER))
     )
     assert any(a > 0 for r in rounds for a in r)
     for trace, replayed in zip(sink.traces, rounds, strict=True):
@@ -108,9 +116,9 @@ def test_replay_equals_served_rounds(served):
 
 
 def test_scores_equal_served_tokens_per_round(served):
-    target, sink = served
+    family, target, sink = served
     scores = shadow_scores(
-        {"v0": make_drafter(target, 0), "v1": make_drafter(target, 1)},
+        {f"v{seed}": make_drafter(target, seed, family=family) for seed in (0, 1)},
         sink.traces,
         num_nodes=NODES,
         max_frontier=FRONTIER,

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from paceline.adapt import specblock_loss
+from paceline.adapt import row_batch, specblock_loss
+from paceline.adapt.row_batch import collate
 from paceline.adapt.specblock_loss import LossConfig, training_loss
-from paceline.adapt.specblock_rows import block1_forward, collate
+from paceline.adapt.specblock_rows import block1_forward
 from paceline.serving.request import RequestTrace
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel, rank_class, rank_features
 
@@ -204,7 +205,7 @@ def test_chunked_output_head_gives_the_same_loss_and_gradients(monkeypatch):
     config = LossConfig(side_share=0.5)
     results = []
     for limit in (2**26, V * 7):
-        monkeypatch.setattr(specblock_loss, "_MAX_LOGITS", limit)
+        monkeypatch.setattr(row_batch, "_MAX_LOGITS", limit)
         model.zero_grad()
         loss, _ = training_loss(model, batch, embed, config, generator())
         loss.backward()

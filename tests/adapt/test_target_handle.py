@@ -18,6 +18,19 @@ def test_handle_agrees_with_the_loaded_target(tmp_path, shard_size):
         target.version, target.vocab_size, target.feature_size,
     )  # fmt: skip
     assert torch.equal(handle.embed_weight, target.embed_weight)
+    assert torch.equal(handle.head_weight, target.head_weight)
+    assert not torch.equal(handle.head_weight, handle.embed_weight), "the case must have a head of its own"
+
+
+def test_a_tied_head_is_the_token_embedding(tmp_path):
+    model = tiny_model()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    handle, target = load_target_handle(tmp_path), TargetModel.load(tmp_path)
+    assert handle.head_weight is handle.embed_weight
+    assert torch.equal(handle.head_weight, target.head_weight)
 
 
 def test_unusable_folders_are_refused(tmp_path):

@@ -21,7 +21,7 @@ from paceline.adapt.target_handle import load_target_handle
 from paceline.adapt.trace_store import TraceStore
 from paceline.adapt.train_drafter import DrafterRecipe, plan_batches, rate_at, train_drafter
 from paceline.errors import ConfigError
-from paceline.serving.specblock_drafter import load_drafter
+from paceline.serving.drafter_families import load_drafter
 from paceline.serving.target import TargetModel
 from tests.fakes import tiny_model, tiny_tokenizer
 
@@ -147,8 +147,9 @@ class StopHereError(Exception):
     pass
 
 
-def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, target_dir, prompts_dir):
-    recipe = DrafterRecipe(domains=(), text=TEXT, held_out_tokens=60, epochs=2.5, batch_rows=96)
+@pytest.mark.parametrize("kind", [{"drafter": "specblock"}, {"drafter": "eagle3", "draft_vocab_size": 24}])
+def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, target_dir, prompts_dir, kind):
+    recipe = DrafterRecipe(domains=(), text=TEXT, held_out_tokens=60, epochs=2.5, batch_rows=96, **kind)
 
     def interrupt(done, total, info):
         if info["phase"] == "train" and done == 5:
@@ -168,8 +169,9 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     (numbers,) = results.values()
     assert numbers["nll"] > 0 and numbers["acceptance_length_sampled"] >= 1
     drafter = load_drafter(tmp_path / "a", load_target_handle(target_dir))
-    assert drafter.caps.num_slots == 4
+    assert (drafter.caps.name, drafter.caps.max_depth) == (kind["drafter"], 8)
     config = json.loads((tmp_path / "a" / "config.json").read_text(encoding="utf-8"))
+    assert config["draft_vocab_size"] == kind.get("draft_vocab_size")
     assert config["domains"] == list(config["learned_rows"]) == [prompts_dir.name]
     assert config["learned_rows"][prompts_dir.name] > 0
     provenance = (tmp_path / "a" / "PROVENANCE.md").read_text(encoding="utf-8")

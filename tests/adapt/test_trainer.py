@@ -14,6 +14,7 @@ from paceline.adapt.trace_store import TraceStore
 from paceline.adapt.trainer import ShadowConfig, run_training_job
 from paceline.clock import ManualClock
 from paceline.contracts import ArmSpec, TrainJob
+from paceline.serving.eagle_model import EagleConfig, EagleModel
 from paceline.serving.request import RequestTrace
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
 
@@ -112,6 +113,22 @@ def test_a_useful_update_is_accepted_and_registered(place):
     assert result.train_s > 0 and result.shadow_s > 0 and beats
     assert steps[-1][0] == steps[-1][1] == len(steps)
     registry.load_state(result.version, target_version=TARGET.version)
+
+
+def test_an_order_for_an_eagle_drafter_ends_with_a_better_one(place):
+    _, registry, job = place
+    torch.manual_seed(0)
+    model = EagleModel(EagleConfig(
+        hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=VOCAB,
+        feature_size=FEATURES, embed_size=EMBED,
+    ))  # fmt: skip
+    info = {"drafter_type": "eagle3", "config": model.config.to_dict(), "target_version": TARGET.version}
+    first = registry.put(model.state_dict(), **info).version
+    result = run(place, changed(job, base_version=first))
+    assert result.status == "accepted", result.reason
+    assert result.first.version == job.first_version, "the first drafter is of another family and scored all the same"
+    manifest = registry.get_manifest(result.version)
+    assert (manifest.drafter_type, manifest.parent, manifest.config) == ("eagle3", first, model.config.to_dict())
 
 
 def test_repeating_an_order_gives_the_same_version(place):

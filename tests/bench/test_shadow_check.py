@@ -18,7 +18,7 @@ from paceline.bench.shadow_versions import plan_versions
 from paceline.bench.shadow_workloads import ShadowCheckOptions, make_workloads
 from paceline.cli import app
 from paceline.errors import ConfigError
-from paceline.serving.specblock_drafter import save_drafter
+from paceline.serving.drafter_families import save_drafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
 from tests.fakes import tiny_model, tiny_tokenizer
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import torch
 
-from paceline.serving.specblock_drafter import save_drafter
+from paceline.serving.drafter_families import save_drafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target import TargetModel
 from tests.fakes import greedy_continuation, plain_logits, tiny_model, tiny_target, tiny_tokenizer

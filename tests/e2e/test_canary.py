@@ -21,7 +21,7 @@ from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceCo
 from paceline.contracts import is_canary
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.paths import resolve_drafter, resolve_model
-from paceline.serving.specblock_drafter import DRAFTER_TYPE, read_drafter_files
+from paceline.serving.drafter_families import read_drafter_files
 from tests.e2e.service_load import fresh_state, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -78,7 +78,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
         def put(weights: dict[str, torch.Tensor]) -> str:
             return registry.put(
-                weights, drafter_type=DRAFTER_TYPE, config=settings, target_version=first.target_version,
+                weights, drafter_type="specblock", config=settings, target_version=first.target_version,
                 parent=first.version, arm="full", bucket="tools",
             ).version  # fmt: skip
 

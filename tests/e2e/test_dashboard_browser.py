@@ -23,7 +23,7 @@ from paceline.infra.app import Service, run_service, stop_service
 from paceline.infra.demo_client import DemoClient
 from paceline.infra.demo_scenario import Phase, Traffic
 from paceline.paths import resolve_drafter, resolve_model
-from paceline.serving.specblock_drafter import read_drafter_files
+from paceline.serving.drafter_families import read_drafter_files
 from paceline.serving.target import TargetModel
 from tests.browser_page import Watch, open_browser, watched_page
 from tests.e2e import service_load

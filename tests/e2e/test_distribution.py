@@ -13,9 +13,10 @@ from scipy import stats
 
 from paceline.config import EngineConfig, TreeConfig
 from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.drafter_families import load_drafter
 from paceline.serving.engine import Engine
 from paceline.serving.request import GenerationRequest, SamplingParams
-from paceline.serving.specblock_drafter import SpecBlockDrafter, load_drafter
+from paceline.serving.specblock_drafter import SpecBlockDrafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target import TargetModel
 from tests.fakes import plain_logits, tiny_target

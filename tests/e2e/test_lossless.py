@@ -16,9 +16,13 @@ from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.drafter import Drafter
+from paceline.serving.eagle_drafter import EagleDrafter
+from paceline.serving.eagle_model import EagleConfig, EagleModel
 from paceline.serving.engine import Engine
 from paceline.serving.kv_budget import pool_row_bytes
 from paceline.serving.lookup_drafter import PromptLookupDrafter
+from paceline.serving.parallel_head_drafter import ParallelHeadDrafter
+from paceline.serving.parallel_head_model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel
 from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 from paceline.serving.specblock_drafter import SpecBlockDrafter
@@ -30,7 +34,7 @@ VOCAB = 64
 NUM_TOKENS = 24
 NUM_PROMPTS = 8
 PAGE = 4
-DRAFTERS = ("repeat", "random", "oracle", "rejected", "lookup", "suffix", "specblock")
+DRAFTERS = ("repeat", "random", "oracle", "rejected", "lookup", "suffix", "specblock", "eagle3", "jetspec", "dflash")
 
 
 @functools.cache
@@ -76,6 +80,33 @@ def tiny_specblock(seed: int) -> SpecBlockDrafter:
     return SpecBlockDrafter(model, t.embed_weight, dtype=torch.float32, device="cpu")
 
 
+def tiny_eagle(seed: int, **changes) -> EagleDrafter:
+    t = target()
+    values = {
+        "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "max_depth": 5,
+        "vocab_size": VOCAB, "draft_vocab_size": VOCAB - 4, "embed_size": 32, "feature_size": t.feature_size, **changes,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = EagleModel(EagleConfig(**values))
+    return EagleDrafter(model, t.embed_weight)
+
+
+def tiny_parallel_head(name: str, seed: int) -> ParallelHeadDrafter:
+    """The causal head scores candidates below each parent, the other one does not."""
+    t = target()
+    config = ParallelHeadConfig(
+        is_causal=DRAFTER_TYPES[name], hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8,
+        num_slots=4, vocab_size=VOCAB, feature_size=t.feature_size, edge_rank=4 if name == "jetspec" else 0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = ParallelHeadModel(config)
+        if config.edge_rank:
+            torch.nn.init.normal_(model.edge_out)
+    return ParallelHeadDrafter(model, t.embed_weight, t.head_weight)
+
+
 def make_drafter(name: str, seed: int = 0) -> Drafter:
     texts = {f"r{i}": [*p, *g] for i, (p, g) in enumerate(zip(prompts(), greedy_reference(), strict=True))}
     if name == "repeat":
@@ -90,7 +121,9 @@ def make_drafter(name: str, seed: int = 0) -> Drafter:
         return PromptLookupDrafter()
     if name == "suffix":
         return SuffixDrafter(recent_tokens=64 * (seed % 2))
-    return tiny_specblock(seed)
+    if name in DRAFTER_TYPES:
+        return tiny_parallel_head(name, seed)
+    return tiny_eagle(seed) if name == "eagle3" else tiny_specblock(seed)
 
 
 def make_engine(drafter: Drafter | None, *, num_pages: int = 200, is_adaptive: bool = False, **config) -> Engine:

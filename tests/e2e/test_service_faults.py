@@ -24,7 +24,7 @@ from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConf
 from paceline.contracts import DrafterManifest
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.infra.controller_actor import get_controller
-from paceline.serving.specblock_drafter import read_drafter_files
+from paceline.serving.drafter_families import read_drafter_files
 from paceline.serving.target import TargetModel
 from tests.e2e.service_load import (
     NUM_PROMPTS,

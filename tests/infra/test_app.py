@@ -20,7 +20,7 @@ from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConf
 from paceline.errors import ConfigError
 from paceline.infra.app import Service, check_gpus, claim_port, run_service, stop_service
 from paceline.infra.engine_metrics import render_metrics
-from paceline.serving.specblock_drafter import read_drafter_files, save_drafter
+from paceline.serving.drafter_families import read_drafter_files, save_drafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target import TargetModel
 from tests.fakes import greedy_continuation, tiny_model, tiny_tokenizer

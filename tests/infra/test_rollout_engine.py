@@ -9,10 +9,10 @@ from paceline.infra.feedback import make_batch
 from paceline.infra.rollout import Outcome, RolloutState, close_quiet, fold, judge
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.drafter_families import build_drafter, read_drafter_files
 from paceline.serving.engine import Engine
 from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.sinks import ROUND_COLUMNS
-from paceline.serving.specblock_drafter import build_drafter, read_drafter_files
 from paceline.serving.target import TargetModel
 
 CONFIG = RolloutConfig(canary_percent=10, quiet_s=0.5)

@@ -1,5 +1,7 @@
 """Rounds drafted with one host read get the trees that the host's own path builds."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,23 @@ class TwinDrafter(RandomDrafter):
         found = super()._slots(histories, request_ids)
         found.token_ids = found.token_ids % 4
         return found
+
+
+class EdgedDrafter(RandomDrafter):
+    """A product table whose scores depend on the parent's token."""
+
+    def __init__(self, seed, worst=None):
+        super().__init__(VOCAB, seed, is_product=True, is_reentrant=False)
+        self.worst = worst
+
+    def _slots(self, histories, request_ids):
+        found = super()._slots(histories, request_ids)
+        slots, width = self.caps.num_slots, self.caps.num_candidates
+        rng = np.random.default_rng([len(histories), *histories[0]])
+        edges = torch.from_numpy(-rng.exponential(1.0, (len(histories), slots - 1, width, width))).float()
+        if self.worst is not None:
+            edges[0, 0, 0, 0] = self.worst
+        return dataclasses.replace(found, edge_logprobs=edges)
 
 
 class DevicePolicy(TreePolicy):
@@ -75,8 +94,9 @@ def random_round(rng, drafters, count):
         lambda: [RandomDrafter(VOCAB, 1)],
         lambda: [TwinDrafter(VOCAB, 2)],
         lambda: [RandomDrafter(VOCAB, 3, is_product=True, is_reentrant=False), TwinDrafter(VOCAB, 4), NoneDrafter()],
+        lambda: [EdgedDrafter(6), RandomDrafter(VOCAB, 7)],
     ],
-    ids=["random", "equal siblings", "several drafters"],
+    ids=["random", "equal siblings", "several drafters", "scores below each parent"],
 )
 def test_trees_equal_those_of_the_host_path(make):
     rng = np.random.default_rng(0)
@@ -104,6 +124,15 @@ def test_a_broken_drafter_costs_its_own_requests_their_drafts_only(how):
     out = policy.draft(groups, [("b", "x", True)] * 3, torch.tensor([2, 4, 6]), 10)
     assert list(out.failures) == [0] and out.is_drafted == [True, False, True]
     assert out.num_draft_tokens[1] == 0 and min(out.num_draft_tokens[0], out.num_draft_tokens[2]) > 0
+
+
+@pytest.mark.parametrize("kind", [TreePolicy, DevicePolicy])
+@pytest.mark.parametrize("worst", [float("nan"), 2.0])
+def test_scores_below_a_parent_that_are_no_log_probabilities_are_a_failure(kind, worst):
+    histories = [[1, 2], [3, 4]]
+    groups = [DraftGroup(drafter=EdgedDrafter(1, worst), inputs=inputs_for(histories), rows=[0, 1])]
+    out = make_policy(kind).draft(groups, [("b", "x", True)] * 2, torch.tensor([2, 4]), 10)
+    assert list(out.failures) == [0] and out.is_drafted == [False, False]
 
 
 def test_between_proposal_and_tree_nothing_is_read():

@@ -10,10 +10,10 @@ import torch
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.drafter_families import build_drafter
 from paceline.serving.engine import Engine
 from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.scripted_drafters import OracleDrafter
-from paceline.serving.specblock_drafter import build_drafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target import TargetModel
 from tests.fakes import greedy_continuation, tiny_model, tiny_tokenizer

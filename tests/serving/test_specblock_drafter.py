@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.adapt.specblock_rows import RowBatch, block1_forward, next_block_forward
+from paceline.adapt.row_batch import RowBatch
+from paceline.adapt.specblock_rows import block1_forward, next_block_forward
 from paceline.errors import DrafterMismatchError
 from paceline.serving.drafter import DraftInputs, Frontier
-from paceline.serving.specblock_drafter import SpecBlockDrafter, load_drafter, save_drafter
+from paceline.serving.drafter_families import load_drafter, save_drafter
+from paceline.serving.specblock_drafter import SpecBlockDrafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
 
 V, FEATURES, EMBED = 50, 24, 12

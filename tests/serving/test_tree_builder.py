@@ -1,5 +1,6 @@
 """The builder returns exactly the best tree of every size."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -83,6 +84,64 @@ def test_tree_is_the_top_n_of_all_paths(is_product, has_widths, batch):
             assert len(set(paths)) == len(paths)
             assert np.allclose(scores, best, atol=1e-5)
             assert np.allclose([oracle[path] for path in paths], scores, atol=1e-5)
+
+
+def edged(rng, p):
+    """The proposal with scores of its own below every parent, in no order, some absent."""
+    batch, slots, width = p.logprobs.shape
+    edges = -rng.exponential(1.0, (batch, slots - 1, width, width)).astype(np.float32)
+    edges[rng.random(edges.shape) < 0.15] = -np.inf
+    return dataclasses.replace(p, edge_logprobs=torch.from_numpy(edges))
+
+
+def edged_paths(p, b, kappa=None):
+    """Brute force: {path of tokens: score}, {path: rank of its last token below its parent}."""
+    slots, width = p.logprobs.shape[1:]
+    out, ranks = {}, {}
+    for depth in range(1, slots + 1):
+        for combo in itertools.product(range(width), repeat=depth):
+            score = 0.0
+            for s, k in enumerate(combo):
+                own = p.logprobs[b, 0] if s == 0 else p.edge_logprobs[b, s - 1, combo[s - 1]]
+                rank = int((own > own[k]).sum())
+                keep = width if p.widths is None else int(p.widths[b, s])
+                shift = 0.0 if kappa is None else float(kappa[b, s, min(rank, 2)])
+                score += min(0.0, float(own[k]) + shift) if rank < keep else -np.inf
+            if score > -np.inf:
+                path = tuple(int(p.token_ids[b, s, k]) for s, k in enumerate(combo))
+                out[path], ranks[path] = score, rank
+    return out, ranks
+
+
+@pytest.mark.parametrize("has_widths", [False, True])
+@pytest.mark.parametrize("has_kappa", [False, True])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_scores_that_depend_on_the_parent_give_the_top_n_of_all_paths(has_widths, has_kappa, batch):
+    rng = np.random.default_rng(batch)
+    for _ in range(3):
+        p = edged(rng, proposal(rng, batch, 4, 4, absent=0, has_widths=has_widths))
+        kappa = torch.from_numpy(rng.normal(0, 0.4, (batch, 4, 3)).astype(np.float32)) if has_kappa else None
+        ranked = rank_candidates(block_candidates(p, True, 16, kappa), 16)
+        num_nodes = rng.integers(0, 17, batch).tolist()
+        tree, cells = select_tree(ranked, torch.from_numpy(rng.integers(0, 50, batch)), num_nodes)
+        for b in range(batch):
+            paths, scores = tree_paths(tree, b)
+            oracle, ranks = edged_paths(p, b, kappa)
+            assert len(set(paths)) == len(paths)
+            assert np.allclose(scores, sorted(oracle.values(), reverse=True)[: num_nodes[b]], atol=1e-5)
+            assert np.allclose([oracle[path] for path in paths], scores, atol=1e-5)
+            own = cells[tree.cu_nodes[b] + 1 : tree.cu_nodes[b + 1]].tolist()
+            assert own == [3 * (len(path) - 1) + min(ranks[path], 2) for path in paths]
+
+
+def test_equal_scores_below_every_parent_change_no_tree():
+    rng = np.random.default_rng(2)
+    p = proposal(rng, 3, 4, 4)
+    same = dataclasses.replace(p, edge_logprobs=p.logprobs[:, 1:, None].expand(-1, -1, 4, -1))
+    trees = [
+        select_tree(rank_candidates(block_candidates(x, True, 12), 12), torch.arange(3), [12] * 3)[0] for x in (p, same)
+    ]
+    assert [tree_paths(trees[0], b) for b in range(3)] == [tree_paths(trees[1], b) for b in range(3)]
 
 
 @pytest.mark.parametrize("batch", [1, 5])

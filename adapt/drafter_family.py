@@ -1,0 +1,94 @@
+"""What does one kind of drafter have to say so that it can be trained, updated online and judged?
+
+The other half of `serving/drafter_family.py`; `drafter_families.py` holds the table.
+Shape legend: B requests of a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from paceline.adapt.drafter_recipe import DrafterRecipe, TargetShape
+from paceline.adapt.row_batch import RowBatch
+from paceline.adapt.target_handle import TargetHandle
+from paceline.errors import ConfigError
+from paceline.serving.drafter_family import DrafterModel, DrafterSettings, TargetHandles
+from paceline.serving.request import RequestTrace
+
+Report = dict[str, torch.Tensor]
+"""Detached sums over a batch. Every family reports "rows" (supervised rows), "nll1" (cross-entropy of the first draft
+token, summed over them, in nats) and "loss" (the mean loss); the rest is for its own `summarise`."""
+
+
+class TrainingLoss(Protocol):
+    """The loss of one batch."""
+
+    def __call__(
+        self,
+        model: Any,
+        batch: RowBatch,
+        frozen: Any,
+        config: Any,
+        generator: torch.Generator,
+        /,
+        *,
+        trains_backbone: bool = True,
+    ) -> tuple[torch.Tensor, Report]:
+        """Mean loss per supervised row, and a report.
+
+        Args:
+            frozen: what TrainingFamily.frozen made of the target.
+            config: the family's loss settings.
+            generator: of all random choices; on the CPU.
+            trains_backbone: False computes hidden states without a graph (only heads and calibration learn).
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingFamily:
+    """How one kind of drafter learns."""
+
+    name: str
+    """The family's `drafter_type`."""
+    defaults: Mapping[str, Any]
+    """Values of the recipe's fields that are None: learning_rate, num_layers, num_slots, loss."""
+    make_config: Callable[[TargetHandle, TargetShape, DrafterRecipe], DrafterSettings]
+    """The default architecture for a target and a complete recipe."""
+    prepare: Callable[[Any, Sequence[RequestTrace], TargetHandle], None]
+    """Set what a fresh model takes over from its training text, before the first step."""
+    frozen: Callable[[TargetHandles, torch.device], Any]
+    """What the loss reads of the target, on this device: tensors without gradients."""
+    loss: TrainingLoss
+    update_loss: Callable[[Any, bool], Any]
+    """Loss settings of an online update, given the model and whether its backbone learns."""
+    held_out_loss: Callable[[Any], Any]
+    """Loss settings for held-out numbers, given those of training: every row counts, nothing is drawn."""
+    summarise: Callable[[Mapping[str, torch.Tensor], Any], dict[str, float]]
+    """Held-out numbers from summed reports and the held-out loss settings; "nll" is the cross-entropy per row."""
+    arms: Mapping[str, tuple[str, ...] | None]
+    """Name prefixes of the parameters that an arm trains, by `ArmSpec.parameters`; None = all."""
+    scalars: tuple[str, ...] = ("log_beta",)
+    """Parameters that are log-scales of order 1, not matrices: they learn at a higher rate."""
+    refused: tuple[str, ...] = ("edge_rank",)
+    """Fields of the recipe that must stay None, because the family has no such thing."""
+
+    def complete(self, recipe: DrafterRecipe) -> DrafterRecipe:
+        """The recipe with this family's defaults where it says None.
+
+        Raises: ConfigError when it sets what the family does not have.
+        """
+        for name in self.refused:
+            if getattr(recipe, name) is not None:
+                raise ConfigError(f"{name} must be left out for a {self.name} drafter, got {getattr(recipe, name)!r}")
+        missing = {name: value for name, value in self.defaults.items() if getattr(recipe, name) is None}
+        return dataclasses.replace(recipe, drafter=self.name, **missing)
+
+    def split_scalars(self, model: DrafterModel) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+        """(weights, scalars) of a model among the parameters that require gradients."""
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        return [p for n, p in named if n not in self.scalars], [p for n, p in named if n in self.scalars]

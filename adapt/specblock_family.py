@@ -1,0 +1,82 @@
+"""How is a SpecBlock drafter made for a target, trained, updated and judged?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from paceline.adapt.drafter_family import TrainingFamily
+from paceline.adapt.drafter_recipe import DrafterRecipe, TargetShape
+from paceline.adapt.new_drafter import even_taps, reduce_vocab, target_embedding
+from paceline.adapt.specblock_loss import LossConfig, training_loss
+from paceline.adapt.target_handle import TargetHandle
+from paceline.serving.request import RequestTrace
+from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
+
+_CALIBRATION = ("log_beta", "rank_in.", "rank_out.")
+
+
+def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe) -> SpecBlockConfig:
+    """Layers shaped like the target's. recipe: complete."""
+    assert recipe.num_layers is not None and recipe.num_slots is not None
+    assert isinstance(recipe.loss, LossConfig)
+    return SpecBlockConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=target.vocab_size,
+        feature_size=target.feature_size,
+        embed_size=target.embed_weight.shape[1],
+        num_layers=recipe.num_layers,
+        num_slots=recipe.num_slots,
+        num_blocks=recipe.loss.num_blocks,
+        draft_vocab_size=recipe.draft_vocab_size,
+        rms_eps=shape.rms_eps,
+        rank_hidden=min(256, max(16, shape.hidden_size // 2)),
+        rank_topk=min(20, target.vocab_size),
+    )
+
+
+def prepare(model: SpecBlockModel, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
+    """Even out the taps and choose the draft vocabulary, if it is a reduced one."""
+    even_taps(model.cond_proj.weight, traces, target)
+    reduce_vocab(model, traces)
+
+
+def update_loss(model: SpecBlockModel, trains_backbone: bool) -> LossConfig:
+    """Without the backbone a row is cheap, so every row teaches calibration; otherwise the default share does."""
+    return LossConfig() if trains_backbone else LossConfig(side_share=1.0)
+
+
+def held_out_loss(config: LossConfig) -> LossConfig:
+    return LossConfig(
+        num_blocks=config.num_blocks, rank_weight=0, calibration_weight=0, next_block_share=1.0, early_start_share=0
+    )
+
+
+def summarise(sums: Mapping[str, torch.Tensor], config: LossConfig) -> dict[str, float]:
+    """Nats per row at slot 0, and the share of rows whose first s slots are all right, per block."""
+    out = {"nll": float(sums["nll1"] / sums["rows"].clamp_min(1))}
+    for block in range(1, config.num_blocks + 1):
+        histogram = sums.get(f"correct{block}")
+        if histogram is not None:
+            reached = histogram.flip(0).cumsum(0).flip(0) / histogram.sum().clamp_min(1)
+            out.update({f"block{block}_slot{s}": float(reached[s + 1]) for s in range(len(reached) - 1)})
+    return out
+
+
+FAMILY = TrainingFamily(
+    name=SpecBlockModel.drafter_type,
+    defaults={"learning_rate": 2e-3, "num_layers": 2, "num_slots": 4, "loss": LossConfig()},
+    make_config=make_config,
+    prepare=prepare,
+    frozen=target_embedding,
+    loss=training_loss,
+    update_loss=update_loss,
+    held_out_loss=held_out_loss,
+    summarise=summarise,
+    arms={"calibration": _CALIBRATION, "head": (*_CALIBRATION, "lm_head.", "final_norm"), "full": None},
+)

@@ -1,0 +1,41 @@
+"""Which small operators do drafters share, in the form that costs the fewest calls?
+
+Shape legend: T drafter tokens, H drafter hidden size, Hr rotated heads (queries and keys), Dh head dim, P positions.
+Rotary pairs are adjacent here, so that float32 rotates by one complex product; `adjacent_pairs` reorders the weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of (T, H) without a weight, which is folded into the projection behind it."""
+    h = x.shape[1]
+    if x.device.type == "cpu":  # [x, -x] has mean 0, so its LayerNorm, one operator, is the RMSNorm of x
+        return F.layer_norm(torch.cat((x, -x), dim=1), (2 * h,), None, None, eps)[:, :h]
+    return F.rms_norm(x, (h,), None, eps)
+
+
+def adjacent_pairs(head_dim: int, device: torch.device) -> torch.Tensor:
+    """(Dh,) int64 order of a head's rows that turns half-split rotary pairs into adjacent ones."""
+    return torch.arange(head_dim, device=device).view(2, -1).T.reshape(-1)
+
+
+def pair_angles(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rotations as `rotate_pairs` takes them: (..., 1, Dh / 2) complex64 for float32, else (..., 2, 1, Dh / 2)."""
+    table = torch.complex(cos, sin) if dtype == torch.float32 else torch.stack((cos, sin), -2)
+    return table[..., None, :]
+
+
+def rotate_pairs(qkv: torch.Tensor, angles: torch.Tensor, num_rotated: int, head_dim: int) -> None:
+    """Rotate the first Hr heads of qkv (T, heads * Dh) in place. angles: (T, ...) of `pair_angles`."""
+    shape, strides = (qkv.shape[0], num_rotated, head_dim // 2, 2), (qkv.shape[1], head_dim, 2, 1)
+    pairs = qkv.as_strided(shape, strides)
+    if qkv.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(angles)
+    else:
+        cos, sin = angles.unbind(1)
+        a, b = pairs.float().unbind(-1)
+        pairs.copy_(torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1))
