@@ -19,13 +19,17 @@ from paceline.contracts import Group
 from paceline.errors import ConfigError
 from paceline.paths import resolve_drafter
 from paceline.serving.target import TargetModel
+from paceline.tree_options import with_tree_options
 
 FREE_POLICIES: dict[str, Callable[[TreeConfig], TreeConfig]] = {
     "adaptive": lambda tree: tree,
+    "bastion": lambda tree: with_tree_options(tree, policy="bastion"),
 }
 """Policies that choose the number of nodes themselves, up to the engine's limit: each drafter at its own best."""
 BUDGET_POLICIES: dict[str, Callable[[TreeConfig, int], TreeConfig]] = {
     "fixed": lambda tree, n: dataclasses.replace(tree, max_draft_tokens=n, is_adaptive=False),
+    "ddtree": lambda tree, n: with_tree_options(tree, policy="ddtree", max_draft_tokens=n),
+    "bundle": lambda tree, n: with_tree_options(tree, policy="bundle", max_draft_tokens=n),
 }
 """Policies with a given number of nodes, the same for every drafter; one arm for each of --nodes."""
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip

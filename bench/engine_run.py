@@ -12,7 +12,7 @@ import torch
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError, PacelineError
-from paceline.paths import resolve_drafter, resolve_model
+from paceline.paths import TEXT_DRAFTERS, resolve_drafter, resolve_model
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.drafter import Drafter
 from paceline.serving.engine import Engine
@@ -58,10 +58,10 @@ def load_named_drafter(name: str, target: TargetModel) -> Drafter | None:
     """Return a drafter by name or folder; None for 'none'."""
     if name == "none":
         return None
-    if name == "lookup":
-        from paceline.serving.lookup_drafter import PromptLookupDrafter
+    if name in TEXT_DRAFTERS:
+        from paceline.serving.text_drafters import make_text_drafter
 
-        return PromptLookupDrafter()
+        return make_text_drafter(name)
     from paceline.serving.drafter_families import load_drafter
 
     path = resolve_drafter(DRAFTER_NAMES.get(name, name))

@@ -35,9 +35,9 @@ from paceline.serving.drafter_families import build_drafter, read_drafter_files
 from paceline.serving.engine import Engine
 from paceline.serving.engine_client import LocalEngineClient
 from paceline.serving.engine_thread import EngineThread
-from paceline.serving.lookup_drafter import PromptLookupDrafter
 from paceline.serving.target import TargetModel
 from paceline.serving.tensor_parallel import Ranks, load_parallel
+from paceline.serving.text_drafters import make_text_drafter
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def make_slots(config: ServiceConfig, target: TargetModel, registry: DrafterRegi
     """
     folder = resolve_drafter(config.drafter)
     if folder is None:
-        return DrafterSlots(PromptLookupDrafter(), "lookup") if config.drafter == "lookup" else DrafterSlots()
+        return DrafterSlots() if config.drafter == "none" else DrafterSlots(make_text_drafter(config.drafter))
     settings, state = read_drafter_files(folder)
 
     def build() -> Any:

@@ -43,7 +43,7 @@ def demo(
     policy: Annotated[
         str, typer.Option(help="payoff | never | always | interval | dual_ema | cara | thompson | hedge.")
     ] = "payoff",
-    drafter: Annotated[str, typer.Option(help="bundled | none | lookup | DIR.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="bundled | none | lookup | suffix | suffix-recent | DIR.")] = "bundled",
     scenario: Annotated[
         str, typer.Option(help="shift: known -> unseen -> known -> unseen traffic; steady: known only.")
     ] = "shift",
@@ -74,7 +74,24 @@ def serve(
     model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
     drafter: Annotated[
         str | None,
-        typer.Option(help="bundled | none | lookup | DIR; default: bundled for the bundled model, lookup otherwise."),
+        typer.Option(
+            help="bundled | none | lookup | suffix | suffix-recent (counts other requests' answers too) | DIR; default: "
+            "bundled for the bundled model, lookup otherwise."
+        ),
+    ] = None,
+    tree_policy: Annotated[
+        Optional[str],
+        typer.Option(
+            help="adaptive (drafts when it pays) or, always drafting: bastion (nodes by rate) | ddtree | bundle (always "
+            "--max-draft-tokens nodes)."
+        ),
+    ] = None,
+    max_draft_tokens: Annotated[
+        Optional[int], typer.Option(help="Draft nodes per request and round, at most; default 16.")
+    ] = None,
+    mix: Annotated[
+        Optional[str],
+        typer.Option(help="none | lookup | suffix | suffix-recent: its candidates compete with the drafter's own."),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with any setting of ServiceConfig; options given here win.")
@@ -120,6 +137,7 @@ def serve(
     from paceline.config import ServiceConfig, load_config
     from paceline.infra.log import configure_logging, quiet_libraries
     from paceline.infra.serve_command import serve_forever
+    from paceline.tree_options import with_tree_options
 
     configure_logging("INFO" if verbose else "WARNING")
     quiet_libraries("INFO" if verbose else "WARNING")
@@ -133,6 +151,9 @@ def serve(
         given["drafter"] = drafter or (base.drafter if base.drafter != "bundled" else "lookup")
     if policy is not None:
         given["policy"] = dataclasses.replace(base.policy, policy=policy)
+    tree = with_tree_options(base.engine.tree, policy=tree_policy, max_draft_tokens=max_draft_tokens, mix=mix)
+    if tree != base.engine.tree:
+        given["engine"] = dataclasses.replace(base.engine, tree=tree)
     changes = {k: v for k, v in given.items() if v is not None}
     serve_forever(dataclasses.replace(base, **changes), Console())
 
@@ -141,7 +162,7 @@ def serve(
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text; without chat markers it is sent as a user's turn.")],
     model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
-    drafter: Annotated[str, typer.Option(help="bundled | none | lookup | DIR.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="bundled | none | lookup | suffix | suffix-recent | DIR.")] = "bundled",
     compare: Annotated[
         bool, typer.Option("--compare", help="Run without the drafter too and print the ratio.")
     ] = False,

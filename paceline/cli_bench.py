@@ -72,7 +72,9 @@ def bench_engine(
         bool, typer.Option("--scale-down", help="With --shapes: small layers, so that a CPU can run it; labelled so.")
     ] = False,
     model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
-    drafter: Annotated[str, typer.Option(help="specblock (the bundled one), lookup, or a folder.")] = "specblock",
+    drafter: Annotated[
+        str, typer.Option(help="specblock (the bundled one), lookup, suffix, or a folder.")
+    ] = "specblock",
     dtype: Annotated[str, typer.Option(help="auto (as the service) | float32 | bfloat16 | float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto | cpu | cuda.")] = "auto",
     threads: Annotated[Optional[int], typer.Option(help="torch threads; default: torch's choice.")] = None,
@@ -122,7 +124,9 @@ def bench_soak(
     max_growth: Annotated[float, typer.Option(help="MiB per hour of resident memory that count as a leak.")] = 32.0,
     sample: Annotated[float, typer.Option(help="Seconds between samples of resident memory.")] = 1.0,
     model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
-    drafter: Annotated[str, typer.Option(help="specblock (the bundled one), lookup, none, or a folder.")] = "specblock",
+    drafter: Annotated[
+        str, typer.Option(help="specblock (the bundled one), lookup, suffix, none, or a folder.")
+    ] = "specblock",
     device: Annotated[str, typer.Option(help="cpu | cuda | auto.")] = "cpu",
     threads: Annotated[Optional[int], typer.Option(help="torch threads; default: torch's choice.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the traffic.")] = 0,
@@ -235,7 +239,8 @@ def bench_feedback(
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     buckets: Annotated[str, typer.Option(help="Comma list of traffic classes.")] = "tools,code,math,facts",
     drafter: Annotated[
-        str, typer.Option(help="specblock or a folder; with lookup or none, which have no traces, feedback only.")
+        str,
+        typer.Option(help="specblock or a folder; with lookup, suffix or none, which have no traces, feedback only."),
     ] = "specblock",
     share: Annotated[float, typer.Option(help="Share of requests traced, 0 to 1 (trace.share).")] = 1.0,
     threads: Annotated[int, typer.Option(help="torch threads; with 1 the engine's CPU time is one thread's.")] = 1,

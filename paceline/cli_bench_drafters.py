@@ -23,7 +23,9 @@ COMPARE_HELP = (
 
 
 def bench_drafters(
-    drafters: Annotated[str, typer.Option(help="Comma list of lookup, specblock, or folders.")] = "lookup,specblock",
+    drafters: Annotated[
+        str, typer.Option(help="Comma list of lookup, suffix, suffix-recent, specblock, or folders.")
+    ] = "lookup,specblock",
     policies: Annotated[
         str,
         typer.Option(help="Comma list: adaptive (each drafter at its own best), fixed (equal budgets, see --nodes)."),

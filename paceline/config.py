@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
+from paceline.paths import TEXT_DRAFTERS
 
 C = TypeVar("C")
 
@@ -31,7 +32,13 @@ class TreeConfig:
     max_frontier: int = 4
     """Leaves of a block that a re-entrant drafter continues from; 0 turns later blocks off."""
     is_adaptive: bool = True
-    """False: always max_draft_tokens nodes (fixed budget), for comparisons."""
+    """False: always max_draft_tokens nodes (fixed budget), for comparisons; of policy `adaptive` only."""
+    policy: str = "adaptive"
+    """adaptive: drafts when it pays, as much as pays. Always drafting: bastion (as many nodes as pay), ddtree (the max_draft_tokens best), bundle (as many, whole sets of children at a time, as JetSpec does)."""
+    bundle_width: int = 7
+    """Policy `bundle`: children that a node gets at once, at most."""
+    mix: str = "none"
+    """lookup | suffix | suffix-recent: a drafter without weights whose candidates compete with the drafter's own."""
 
     def __post_init__(self) -> None:
         _require(1 <= self.max_draft_tokens <= 256, "tree.max_draft_tokens must be in [1, 256]", self.max_draft_tokens)
@@ -41,6 +48,10 @@ class TreeConfig:
             "tree.node_buckets must rise and begin with 0",
             self.node_buckets,
         )  # fmt: skip
+        known = ("adaptive", "bastion", "ddtree", "bundle")
+        _require(self.policy in known, f"tree.policy must be one of {', '.join(known)}", self.policy)
+        _require(self.bundle_width >= 1, "tree.bundle_width must be >= 1", self.bundle_width)
+        _require(self.mix in ("none", *TEXT_DRAFTERS), f"tree.mix must be none, {' or '.join(TEXT_DRAFTERS)}", self.mix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,7 +298,7 @@ class ServiceConfig:
     model: str = "bundled"
     """'bundled' or the folder of a local transformers checkpoint."""
     drafter: str = "bundled"
-    """'bundled', 'none', 'lookup' or the folder of a drafter (manifest and weights)."""
+    """'bundled', 'none', 'lookup', 'suffix', 'suffix-recent' or the folder of a drafter (manifest and weights)."""
     model_name: str = "paceline"
     """Name in /v1/models."""
     dtype: str = "auto"

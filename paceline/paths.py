@@ -9,6 +9,8 @@ from paceline.errors import ConfigError
 
 BUNDLED_TARGET = "target"
 BUNDLED_DRAFTER = "specblock"
+TEXT_DRAFTERS = ("lookup", "suffix", "suffix-recent")
+"""Drafters without weights, by the names that `--drafter` takes."""
 
 
 def bundled(name: str) -> Path:
@@ -30,14 +32,15 @@ def resolve_model(model: str) -> Path:
 
 
 def resolve_drafter(drafter: str) -> Path | None:
-    """Return the folder of drafter weights; None for the drafters without weights ('none', 'lookup')."""
-    if drafter in ("none", "lookup"):
+    """Return the folder of drafter weights; None for 'none' and the drafters without weights."""
+    if drafter == "none" or drafter in TEXT_DRAFTERS:
         return None
     if drafter == "bundled":
         return bundled(BUNDLED_DRAFTER)
     path = Path(drafter).expanduser().resolve()
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"drafter must be 'bundled', 'none', 'lookup' or a folder with config.json and drafter.safetensors, got {drafter!r}"
+            f"drafter must be 'bundled', 'none', {', '.join(map(repr, TEXT_DRAFTERS))} or a folder with config.json and "
+            f"drafter.safetensors, got {drafter!r}"
         )
     return path

@@ -62,6 +62,8 @@ class BudgetController:
         """The statistics of a key, made on first use (for tests and metrics)."""
         found = self._stats.get(key)
         if found is None:
+            if len(self._stats) >= _MAX_KEYS:
+                self._stats.popitem(last=False)
             found = self._stats[key] = KeyStats(rounds_left=self.TRIAL_ROUNDS, share=self.PROBE_SHARE)
         else:
             self._stats.move_to_end(key)
@@ -111,8 +113,6 @@ class BudgetController:
             return [k is not None for k in keys]
         if num_filling * self.FILLING_SHARE > len(keys) > 1:
             return [False] * len(keys)
-        while len(self._stats) > _MAX_KEYS:
-            self._stats.popitem(last=False)
         few = max(1, len(keys) // self.TRIAL_SHARE)
         is_locked = len(keys) > 1 and self._guards[log2_bucket(len(keys))].forbids()
         num = {key: len(own) for key, own in rows.items()}

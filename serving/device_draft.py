@@ -1,6 +1,6 @@
 """How are a round's trees drafted where every host read waits for the device?
 
-The batch path of TreePolicy with shapes that are known beforehand: every request has the same number of leaves (absent
+The batch path of TreePolicy, on the CPU too where trees grow by bundles, with shapes that are known beforehand: every request has the same number of leaves (absent
 ones have mass 0), equal siblings are always merged, and all that the budget and the checks have to know is read at once.
 Re-entry is decided before the read, by the mass that the keys' leaves had in earlier rounds.
 
@@ -19,6 +19,7 @@ import torch
 
 from paceline.config import TreeConfig
 from paceline.serving.budget import BudgetController, DraftKey
+from paceline.serving.bundle_expansion import BundleExpansion
 from paceline.serving.device_timer import CudaSpan, open_span
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Proposal
@@ -72,7 +73,11 @@ class DeviceDraft:
         calibration: ScoreCalibration,
         timer: Callable[[], float],
         vocab_size: int | None,
+        bundle: BundleExpansion | None = None,
     ) -> None:
+        """bundle: what grows the trees; None = the heaviest nodes."""
+        self._first_block = block_candidates if bundle is None else bundle.first_block
+        self._rank = rank_merged if bundle is None else bundle.rank
         self._config, self._budget, self._calibration = config, budget, calibration
         self._timer, self._vocab_size = timer, vocab_size
         self._leaf_mass: dict[DraftKey, float] = {}
@@ -118,7 +123,7 @@ class DeviceDraft:
         checks = [_facts(proposal)]
         group_keys = [keys[r] for r in group.rows]
         kappa = upload(self._calibration.table(group_keys, num_slots), proposal.logprobs.device)
-        candidates = block_candidates(proposal, drafter.caps.is_product, limit, kappa[0])
+        candidates = self._first_block(proposal, drafter.caps.is_product, limit, kappa[0])
         leaf_mass, is_expanded, span = None, False, None
         if drafter.caps.is_reentrant and self._config.max_frontier > 0:
             leaves = dense_frontier(candidates, self._config.max_frontier)
@@ -140,7 +145,7 @@ class DeviceDraft:
                 else:
                     span.close()
                 is_expanded = True
-        ranked = rank_merged(candidates, drafter.caps.max_depth)
+        ranked = self._rank(candidates, drafter.caps.max_depth)
         return _Drafted(
             index=index, group=group, ranked=ranked, masses=ranked.scores[:, :limit].double().exp(), checks=checks,
             leaf_mass=leaf_mass, is_expanded=is_expanded, num_slots=num_slots, span=span,

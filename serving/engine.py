@@ -34,6 +34,7 @@ from paceline.serving.grammar import GrammarFactory
 from paceline.serving.graph_capture import GraphBackend, Progress
 from paceline.serving.kv_budget import pool_row_bytes, settle_kv_bytes
 from paceline.serving.kv_cache import PageAllocator
+from paceline.serving.policy_budgets import verify_cost
 from paceline.serving.prefix_cache import PrefixCache
 from paceline.serving.request import GenerationRequest, RoundEvent
 from paceline.serving.round_output import RoundOutput
@@ -128,10 +129,11 @@ class Engine:
             feedback=feedback,
             traces=traces,
             trace_topk=trace_topk,
-            on_end=self._inbox.forget,
+            on_end=self._note_end,
         )
         self._admission = Admission(self.kv, self.allocator, slots, self.output)
-        self.policy = policy or TreePolicy(config.tree, vocab_size=target.vocab_size, timer=timer)
+        cost = verify_cost(config.tree, target.config, target.dtype.itemsize)
+        self.policy = policy or TreePolicy(config.tree, cost=cost, vocab_size=target.vocab_size, timer=timer)
         self._prefill = PrefillRunner(target, self.kv, self.scheduler, self.output)
         graph_backend = graph_backend or default_backend(target, config)
         self.graphs: EngineGraphs | None = None
@@ -294,7 +296,7 @@ class Engine:
         drafter = self.slots.drafter(slot)
         if drafter is not None:
             try:
-                probe.calibrate_draft(self.policy, drafter, self.config.max_running)
+                probe.calibrate_draft(self.policy, self.policy.mixed(drafter), self.config.max_running)
             except Exception as e:  # a broken drafter costs speed, never the engine
                 self.slots.mark_failed(slot, f"calibration raised {type(e).__name__}: {e}")
 
@@ -381,6 +383,10 @@ class Engine:
             if running is not None:
                 self.output.end_early(running, "abort")
         return calls
+
+    def _note_end(self, request_id: str) -> None:
+        self.policy.release(request_id)
+        self._inbox.forget(request_id)
 
     def _forget_versions(self) -> None:
         """Drop what the policy learnt about drafter versions that are no longer resident."""

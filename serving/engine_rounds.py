@@ -226,6 +226,7 @@ class DecodeRunner:
         """Inputs of one drafting pass; None when the drafter fails while it catches up."""
         drafter = self._slots.drafter(slot)
         assert drafter is not None
+        drafter = self._policy.mixed(drafter)
         requests = [batch.requests[i] for i in rows]
         temperatures = batch.temperatures
         if len(rows) < len(batch.requests):

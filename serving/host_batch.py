@@ -49,18 +49,20 @@ class _Layout:
     ranks: np.ndarray  # (K,) int64
 
 
-def _layout(num_nodes: int, num_slots: int, num_candidates: int) -> _Layout:
+def _layout(num_nodes: int, num_slots: int, num_candidates: int, restart: int = 0) -> _Layout:
     """Of the next power of two of nodes or more: callers cut off what they need."""
-    return _make_layout(1 << (num_nodes - 1).bit_length(), num_slots, num_candidates)
+    return _make_layout(1 << (num_nodes - 1).bit_length(), num_slots, num_candidates, restart)
 
 
 @lru_cache(maxsize=64)
-def _make_layout(num_nodes: int, num_slots: int, num_candidates: int) -> _Layout:
+def _make_layout(num_nodes: int, num_slots: int, num_candidates: int, restart: int) -> _Layout:
     node, slot, rank = (a.ravel() for a in np.indices((num_nodes, num_slots, num_candidates)))
     ranks = np.arange(num_candidates)
     above = node * (num_slots * num_candidates) + (slot - 1) * num_candidates  # the chain of first candidates
     cells = slot * NUM_RANK_CLASSES + np.minimum(rank, NUM_RANK_CLASSES - 1)
-    columns = np.stack((node, np.zeros_like(node), np.where(slot > 0, above, -1 - node), slot + 1, cells))
+    parents = np.where((slot > 0) & (slot != restart), above, -1 - node)
+    depths = np.where(slot < restart, slot, slot - restart) + 1
+    columns = np.stack((node, np.zeros_like(node), parents, depths, cells))
     out = _Layout(columns=columns, classes=np.minimum(ranks, NUM_RANK_CLASSES - 1), ranks=ranks)
     for array in (out.columns, out.classes, out.ranks):
         array.setflags(write=False)
@@ -76,9 +78,10 @@ def _path_scores(proposal: Proposal, kappa: np.ndarray) -> np.ndarray:
     np.minimum(scores, 0.0, out=scores)
     if proposal.widths is not None:
         scores[layout.ranks >= proposal.widths.numpy()[:, :, None]] = _ABSENT
-    chain = scores[:, :, 0].cumsum(1, dtype=np.float64).astype(np.float32)
-    scores[:, 1:] += chain[:, :-1, None]
-    scores[:, :, 0] = chain
+    for chain in (scores[:, : proposal.restart], scores[:, proposal.restart :]) if proposal.restart else (scores,):
+        path = chain[:, :, 0].cumsum(1, dtype=np.float64).astype(np.float32)
+        chain[:, 1:] += path[:, :-1, None]
+        chain[:, :, 0] = path
     return scores
 
 
@@ -118,7 +121,8 @@ class BatchCandidates:
         num_requests, num_slots, num_candidates = proposal.logprobs.shape
         if is_product:
             return BatchCandidates._of_table(block_candidates(proposal, True, max_nodes, torch.from_numpy(kappa)))
-        layout, size = _layout(num_requests, num_slots, num_candidates), proposal.logprobs.numel()
+        layout = _layout(num_requests, num_slots, num_candidates, proposal.restart)
+        size = proposal.logprobs.numel()
         columns = layout.columns[:, :size].copy()
         columns[_TOKEN] = proposal.token_ids.numpy().ravel()
         return BatchCandidates(num_requests, columns, _path_scores(proposal, kappa).ravel())
@@ -147,7 +151,7 @@ class BatchCandidates:
         """Where the next block continues: leaves of the latest one."""
         frontier = Frontier(
             request=torch.from_numpy(self.columns[_OWNER][leaves]),
-            slot=torch.from_numpy(self.columns[_DEPTH][leaves] - 1),
+            slot=torch.from_numpy(self.columns[_CELL][leaves] // NUM_RANK_CLASSES),
             token_ids=torch.from_numpy(self.columns[_TOKEN][leaves]),
         )
         if self.first > 0:
@@ -165,7 +169,7 @@ class BatchCandidates:
         columns = np.empty((5, old + size), dtype=np.int64)
         columns[:, :old] = self.columns
         new, at = columns[:, old:], leaves.repeat(num_slots * num_candidates)
-        new[:] = _layout(num_leaves, num_slots, num_candidates).columns[:, :size]
+        new[:] = _layout(num_leaves, num_slots, num_candidates, proposal.restart).columns[:, :size]
         new[_OWNER] = self.columns[_OWNER][at]
         new[_TOKEN] = proposal.token_ids.numpy().ravel()
         new[_PARENT] = np.where(new[_PARENT] < 0, at, new[_PARENT] + old)

@@ -28,13 +28,14 @@ class HostProposal:
     token_ids: list[list[list[int]]]  # (F, S, K)
     logprobs: list[list[list[float]]]  # (F, S, K)
     widths: list[list[int]] | None  # (F, S)
+    restart: int = 0
 
     @staticmethod
     def of(proposal: Proposal, vocab_size: int | None) -> HostProposal:
         """Read a proposal. Raises: what `check_proposal` does."""
         check_proposal(proposal, vocab_size)
         widths = None if proposal.widths is None else proposal.widths.tolist()
-        return HostProposal(proposal.token_ids.tolist(), proposal.logprobs.tolist(), widths)
+        return HostProposal(proposal.token_ids.tolist(), proposal.logprobs.tolist(), widths, proposal.restart)
 
 
 class HostCandidates:
@@ -61,7 +62,7 @@ class HostCandidates:
         floor: float = -math.inf,
     ) -> None:
         """Hang node `node` of a proposal below candidate `entry` (-1 = root): alternatives branch off the chain of
-        first candidates.
+        first candidates, and of the second chain if there is one.
 
         Args:
             kappa: at least S * R corrections of the conditional log-probabilities, slot after slot.
@@ -73,7 +74,12 @@ class HostCandidates:
             return
         widths = None if proposal.widths is None else proposal.widths[node]
         scores, last_class = self.scores, NUM_RANK_CLASSES - 1
+        top, is_alive = (above, parent, depth), True
         for slot, logprobs in enumerate(proposal.logprobs[node]):
+            if slot == proposal.restart:
+                (above, parent, depth), is_alive = top, True
+            if not is_alive:
+                continue
             depth += 1
             if widths is not None:
                 logprobs = logprobs[: widths[slot]]
@@ -97,8 +103,9 @@ class HostCandidates:
             if parent >= 0 and num_added:
                 self.has_child[parent] = True
             if chain < 0:
-                return
-            parent, above = chain, scores[chain]
+                is_alive = False
+            else:
+                parent, above = chain, scores[chain]
 
     def leaves(self, max_frontier: int, first: int = 0) -> list[int]:
         """The heaviest candidates from `first` on without candidates below them, heaviest first."""
@@ -112,7 +119,7 @@ class HostCandidates:
         """
         token_ids = [self.token_ids[i] for i in leaves]
         if not entries:
-            slots = [self.depths[i] - 1 for i in leaves]
+            slots = [self.cells[i] // NUM_RANK_CLASSES for i in leaves]
             columns = torch.from_numpy(np.array([[0] * len(leaves), slots, token_ids]))
             return Frontier(request=columns[0], slot=columns[1], token_ids=columns[2])
         node_of, nodes, slots = {entry: node for node, entry in enumerate(entries)}, [], []

@@ -78,17 +78,19 @@ class RankedCandidates:
 
 
 @lru_cache(maxsize=64)
-def _block_layout(num_slots: int, num_candidates: int, block: int, device: str) -> tuple[torch.Tensor, ...]:
+def _block_layout(
+    num_slots: int, num_candidates: int, block: int, device: str, restart: int = 0
+) -> tuple[torch.Tensor, ...]:
     """Parents (-1 = block entry), depths, cells and rank classes of a BLOCK proposal, candidate s * K + k."""
     slot = torch.arange(num_slots, device=device).repeat_interleave(num_candidates)
     rank = torch.arange(num_candidates, device=device).repeat(num_slots)
-    parents = torch.where(slot > 0, (slot - 1) * num_candidates, -1)
+    parents = torch.where((slot > 0) & (slot != restart), (slot - 1) * num_candidates, -1)
     classes = rank.clamp(max=NUM_RANK_CLASSES - 1)
     cells = (block * num_slots + slot) * NUM_RANK_CLASSES + classes
-    return parents, slot + 1, cells, classes[:num_candidates]
+    return parents, torch.where(slot < restart, slot, slot - restart) + 1, cells, classes[:num_candidates]
 
 
-def _slot_logprobs(proposal: Proposal, kappa: torch.Tensor | None) -> torch.Tensor:
+def slot_logprobs(proposal: Proposal, kappa: torch.Tensor | None) -> torch.Tensor:
     """Conditional log-probabilities (F, S, K), calibrated, -inf beyond the widths. kappa: (F, S, R)."""
     logprobs = proposal.logprobs
     num_candidates = logprobs.shape[2]
@@ -101,8 +103,10 @@ def _slot_logprobs(proposal: Proposal, kappa: torch.Tensor | None) -> torch.Tens
     return logprobs
 
 
-def _chain_scores(logprobs: torch.Tensor) -> torch.Tensor:
+def _chain_scores(logprobs: torch.Tensor, restart: int = 0) -> torch.Tensor:
     """Path scores of a BLOCK proposal: candidates of slot s hang below the chain of first candidates."""
+    if restart:
+        return torch.cat([_chain_scores(logprobs[:, :restart]), _chain_scores(logprobs[:, restart:])], 1)
     chain = logprobs[:, :, 0].cumsum(1).cummin(1).values  # cummin: a parallel scan may round upwards
     scores = logprobs.clone()
     scores[:, 1:] += chain[:, :-1, None]
@@ -120,20 +124,33 @@ def block_candidates(
     max_nodes nodes. Otherwise alternatives branch off the chain only.
     kappa: (B, S, R) float32 added to the conditional log-probabilities (tree_speculation.md 4.3).
     """
-    logprobs = _slot_logprobs(proposal, kappa)
+    logprobs = slot_logprobs(proposal, kappa)
     num_requests, num_slots, num_candidates = logprobs.shape
     if is_product:
+        at = proposal.restart or num_slots
         edges = rank_edges(proposal, kappa)
-        best = best_of_levels(proposal.token_ids, logprobs, edges, max_nodes, NUM_RANK_CLASSES)
-        return Candidates(token_ids=best[0], parents=best[1], scores=best[2], depths=best[3], cells=best[4])
-    parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 0, str(logprobs.device))
+        best = best_of_levels(proposal.token_ids[:, :at], logprobs[:, :at], edges, max_nodes, NUM_RANK_CLASSES)
+        table = Candidates(token_ids=best[0], parents=best[1], scores=best[2], depths=best[3], cells=best[4])
+        return with_chain(table, proposal, logprobs) if proposal.restart else table
+    parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 0, str(logprobs.device), proposal.restart)
     return Candidates(
         token_ids=proposal.token_ids.reshape(num_requests, -1),
         parents=parents.expand(num_requests, -1),
-        scores=_chain_scores(logprobs).view(num_requests, -1),
+        scores=_chain_scores(logprobs, proposal.restart).view(num_requests, -1),
         depths=depths.expand(num_requests, -1),
         cells=cells.expand(num_requests, -1),
     )
+
+
+def with_chain(table: Candidates, proposal: Proposal, logprobs: torch.Tensor) -> Candidates:
+    """A product table's candidates and those of the second chain in its proposal. logprobs: (B, S, K), calibrated."""
+    at, base = proposal.restart, table.scores.shape[1]
+    tail = Proposal(token_ids=proposal.token_ids[:, at:], logprobs=logprobs[:, at:], widths=None)
+    chain = block_candidates(tail, False, 0)
+    chain.parents = torch.where(chain.parents < 0, -1, chain.parents + base)
+    chain.cells = chain.cells + at * NUM_RANK_CLASSES
+    fields = ("token_ids", "parents", "scores", "depths", "cells")
+    return Candidates(**{f: torch.cat([getattr(table, f), getattr(chain, f)], 1) for f in fields})
 
 
 def choose_frontier(candidates: Candidates, max_frontier: int, place: BlockPlace | None = None) -> Leaves:
@@ -146,7 +163,9 @@ def choose_frontier(candidates: Candidates, max_frontier: int, place: BlockPlace
     request, column = (scores > _ABSENT).nonzero(as_tuple=True)
     leaf = index[request, column]
     frontier = Frontier(
-        request=request, slot=candidates.depths[request, leaf] - 1, token_ids=candidates.token_ids[request, leaf]
+        request=request,
+        slot=candidates.cells[request, leaf] // NUM_RANK_CLASSES,
+        token_ids=candidates.token_ids[request, leaf],
     )
     return Leaves(
         frontier=frontier if place is None else place.frontier(candidates, request, leaf),
@@ -162,7 +181,7 @@ def dense_frontier(candidates: Candidates, max_frontier: int, place: BlockPlace 
     num_requests, width = index.shape
     request, leaf = torch.arange(num_requests, device=index.device).repeat_interleave(width), index.flatten()
     if place is None:
-        slot, token_ids = candidates.depths.gather(1, index) - 1, candidates.token_ids.gather(1, index)
+        slot, token_ids = candidates.cells.gather(1, index) // NUM_RANK_CLASSES, candidates.token_ids.gather(1, index)
         frontier = Frontier(request=request, slot=slot.flatten(), token_ids=token_ids.flatten())
     else:
         frontier = place.frontier(candidates, request, leaf.clamp(min=place.first))
@@ -194,8 +213,9 @@ def append_block(
     if num_leaves == 0:
         return candidates
     num_requests, base = candidates.scores.shape
-    parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 1, str(proposal.logprobs.device))
-    scores = _chain_scores(_slot_logprobs(proposal, kappa)).view(num_leaves, -1) + leaves.scores[:, None]
+    restart = proposal.restart
+    parents, depths, cells, _ = _block_layout(num_slots, num_candidates, 1, str(proposal.logprobs.device), restart)
+    scores = _chain_scores(slot_logprobs(proposal, kappa), restart).view(num_leaves, -1) + leaves.scores[:, None]
     request, width = leaves.frontier.request, num_slots * num_candidates
     offsets = base + leaves.columns[:, None] * width
     new_parents = torch.where(parents < 0, leaves.candidates[:, None], parents + offsets)

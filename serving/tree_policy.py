@@ -17,17 +17,20 @@ import numpy as np
 import torch
 
 from paceline.config import TreeConfig
-from paceline.serving.budget import BudgetController
 from paceline.serving.budget_stats import DraftKey, RoundObservation
+from paceline.serving.bundle_expansion import BundleExpansion
 from paceline.serving.cost_model import CostModel
 from paceline.serving.device_draft import DeviceDraft
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Drafter, DraftInputs
 from paceline.serving.host_batch import BatchCandidates, RankedBatch, check_proposal, pack_trees
 from paceline.serving.host_tree import HostCandidates, HostProposal
+from paceline.serving.mixed_drafter import MixedDrafter
+from paceline.serving.policy_budgets import make_budget
 from paceline.serving.reentry import reenter
 from paceline.serving.request_draft import DraftRecord
 from paceline.serving.score_calibration import ScoreCalibration
+from paceline.serving.text_drafters import make_text_drafter
 from paceline.serving.tree_builder import (
     NUM_RANK_CLASSES,
     block_candidates,
@@ -91,12 +94,23 @@ class TreePolicy:
     ) -> None:
         """timer: seconds, monotonic. vocab_size: when given, proposals outside [0, vocab_size) count as failures."""
         self.config = config
-        self.budget = BudgetController(config, cost)
+        self.budget = make_budget(config, cost)
+        self._bundle = BundleExpansion(config.bundle_width) if config.policy == "bundle" else None
         self._calibration = ScoreCalibration()
         self._timer = timer
         self._vocab_size = vocab_size
-        self.device_draft = DeviceDraft(config, self.budget, self._calibration, timer, vocab_size)
-        """Drafts rounds off the CPU."""
+        self.device_draft = DeviceDraft(config, self.budget, self._calibration, timer, vocab_size, self._bundle)
+        """Drafts rounds off the CPU, and batches whose trees grow by bundles."""
+        self._text = None if config.mix == "none" else make_text_drafter(config.mix)
+
+    def mixed(self, drafter: Drafter) -> Drafter:
+        """The drafter as rounds use it: with a text drafter at its side if the configuration asks for one."""
+        return drafter if self._text is None or drafter.caps.num_slots == 0 else MixedDrafter(drafter, self._text)
+
+    def release(self, request_id: str) -> None:
+        """Forget what is kept for a request that has ended."""
+        if self._text is not None:
+            self._text.release(request_id)
 
     def wants_draft(
         self,
@@ -159,10 +173,10 @@ class TreePolicy:
     ) -> None:
         """Fill `out`, which has roots only."""
         num_requests = anchor_token_ids.numel()
-        if anchor_token_ids.device.type != "cpu":
-            self.device_draft.draft(out, groups, keys, anchor_token_ids, context_rows)
-            return
         if num_requests == 1 and self._draft_one(out, groups[0], keys, anchor_token_ids):
+            return
+        if anchor_token_ids.device.type != "cpu" or self._bundle is not None:
+            self.device_draft.draft(out, groups, keys, anchor_token_ids, context_rows)
             return
         limit = self.config.max_draft_tokens
         built: list[tuple[RankedBatch, list[int]]] = []
@@ -202,7 +216,7 @@ class TreePolicy:
             return True
         if found is None:
             return True
-        order = found.ranked(limit)
+        order = found.ranked(limit) if self._bundle is None else self._bundle.order_of_one(found, limit)
         if found.has_duplicates(order):
             found.merge_duplicates()
             order = found.ranked(limit)
@@ -242,7 +256,8 @@ class TreePolicy:
             start = self._timer()
             proposal = drafter.expand(inputs, proposal, found.frontier(leaves, entries, cells))
             out.model_s += self._timer() - start
-            read, floor = HostProposal.of(proposal, self._vocab_size), found.floor(self.config.max_draft_tokens)
+            read = HostProposal.of(proposal, self._vocab_size)
+            floor = found.floor(self.config.max_draft_tokens) if self._bundle is None else -math.inf
             first, entries = len(found.scores), leaves
             for node, leaf in enumerate(leaves):
                 found.add_block(read, node, late, entry=leaf, first_cell=cells, floor=floor)

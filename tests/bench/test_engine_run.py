@@ -7,7 +7,7 @@ import pytest
 from paceline.bench.engine_run import trained_domains
 
 
-@pytest.mark.parametrize("name", ["none", "lookup"])
+@pytest.mark.parametrize("name", ["none", "lookup", "suffix", "suffix-recent"])
 def test_drafters_without_weights_have_no_domains(name):
     assert trained_domains(name) == ()
 

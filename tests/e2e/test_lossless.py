@@ -27,13 +27,14 @@ from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 from paceline.serving.specblock_drafter import SpecBlockDrafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
+from paceline.serving.suffix_drafter import SuffixDrafter
 from tests.fakes import greedy_continuation, plain_logits, tiny_target
 
 VOCAB = 64
 NUM_TOKENS = 24
 NUM_PROMPTS = 8
 PAGE = 4
-DRAFTERS = ("repeat", "random", "oracle", "rejected", "lookup", "specblock", "eagle3", "jetspec", "dflash")
+DRAFTERS = ("repeat", "random", "oracle", "rejected", "lookup", "suffix", "specblock", "eagle3", "jetspec", "dflash")
 
 
 @functools.cache
@@ -118,6 +119,8 @@ def make_drafter(name: str, seed: int = 0) -> Drafter:
         return RejectedDrafter(0)
     if name == "lookup":
         return PromptLookupDrafter()
+    if name == "suffix":
+        return SuffixDrafter(recent_tokens=64 * (seed % 2))
     if name in DRAFTER_TYPES:
         return tiny_parallel_head(name, seed)
     return tiny_eagle(seed) if name == "eagle3" else tiny_specblock(seed)
