@@ -17,7 +17,7 @@ def lossless_row(
     checker: LosslessChecker | None,
     num_check: int,
     arm: str = SPECULATIVE,
-) -> dict[str, int]:
+) -> dict[str, float]:
     """Every answer that differs between `arm` and the plain engine is checked against the fp32 target (a near tie may go
     either way), and the first `num_check` of each engine besides.
 
@@ -35,7 +35,7 @@ def lossless_row(
                 answers.update(dict.fromkeys((prompt, text, params) for text in texts))
     out = {"num_compared": num_compared, "num_differing": num_differing}
     if checker is None:
-        return {**out, "num_checked_tokens": 0, "num_near_ties": 0, "num_mismatches": 0}
+        return {**out, "num_checked_tokens": 0, "num_near_ties": 0, "num_mismatches": 0, "largest_gap": 0.0}
     reports = (
         checker.check([(prompt, text) for prompt, text, p in answers if p.temperature == 0]),
         check_sampled(checker, [a for a in answers if a[2].temperature > 0]),
@@ -45,4 +45,5 @@ def lossless_row(
         "num_checked_tokens": sum(r.checked for r in reports),
         "num_near_ties": sum(r.near_ties for r in reports),
         "num_mismatches": sum(r.mismatches for r in reports),
+        "largest_gap": round(max(r.largest_gap for r in reports), 5),
     }

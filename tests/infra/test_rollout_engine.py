@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.bench.workloads import bundled_prompts
-from paceline.config import EngineConfig, RolloutConfig
+from paceline.config import EngineConfig, RolloutConfig, TreeConfig
 from paceline.infra.feedback import make_batch
 from paceline.infra.rollout import Outcome, RolloutState, close_quiet, fold, judge
 from paceline.paths import resolve_drafter, resolve_model
@@ -52,7 +52,10 @@ def test_a_poisoned_drafter_goes_within_200_requests_at_a_tenth_and_no_token_cha
         return build_drafter(settings, state, target)
 
     sink, slots = Rows(), DrafterSlots(build(), "first", spawn=build)
-    engine = Engine(target, slots, EngineConfig(max_running=WIDTH, kv_bytes=16 * 2**20, num_threads=1), feedback=sink)
+    # Always drafting: an engine that finds drafting too dear at this load decodes plainly, whatever the version.
+    tree = TreeConfig(max_draft_tokens=8, node_buckets=(0, 8), is_adaptive=False)
+    config = EngineConfig(max_running=WIDTH, kv_bytes=16 * 2**20, num_threads=1, tree=tree)
+    engine = Engine(target, slots, config, feedback=sink)
     engine.warm_up()
     prompts = [tuple(target.tokenizer.encode(p.text)) for p in bundled_prompts("tools")[:20]]
     outputs: dict[int, set[tuple[int, ...]]] = {}
