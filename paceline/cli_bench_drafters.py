@@ -28,7 +28,10 @@ def bench_drafters(
     ] = "lookup,specblock",
     policies: Annotated[
         str,
-        typer.Option(help="Comma list: adaptive (each drafter at its own best), fixed (equal budgets, see --nodes)."),
+        typer.Option(
+            help="Comma list: adaptive, bastion (each drafter at its own best), fixed, ddtree, bundle (equal budgets, see "
+            "--nodes). docs/drafting.md."
+        ),
     ] = "adaptive,fixed",
     nodes: Annotated[
         str, typer.Option(help="Comma list: draft nodes of policies with a fixed budget, equal for every drafter.")

@@ -233,7 +233,7 @@ def test_runs_of_different_configurations_are_refused_or_warned_of(run, tmp_path
     [
         (["--drafters", "none"], "drafters must be drafters"),
         (["--drafters", "no-such-folder"], "drafter must be"),
-        (["--policies", "magic"], "policies must be among adaptive, fixed"),
+        (["--policies", "magic"], "policies must be among adaptive, bastion, fixed"),
         (["--nodes", ""], "nodes must give the budgets"),
         (["--nodes", "999"], "tree.max_draft_tokens must be in"),
         (["--batch", "0"], "batch must be"),
