@@ -63,6 +63,8 @@ class EagleForward:
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection and MLP: hidden (T, H), attended (T, Hq * Dh) -> the rows' own hidden states (T, H)."""
         w, eps = self.weights, self.config.rms_eps
+        if self.config.norm_before_residual:
+            hidden = norm(hidden, eps) * w["hidden_norm"]
         x = torch.addmm(hidden, attended, w["o"])
         gate, up = torch.mm(norm(x, eps), w["gate_up"]).chunk(2, dim=-1)
         return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
@@ -112,6 +114,8 @@ def _fuse_weights(
         "lm_head": (s["lm_head.weight"] * s["final_norm"]).T,
         "beta": s["log_beta"].exp(),
     }
+    if c.norm_before_residual:
+        new["hidden_norm"] = s["hidden_norm"]
     if c.draft_vocab_size is not None:
         new |= {"d2t": s["draft_token_ids"].clone(), "log_coverage": s["log_coverage"].clone()}
     return new

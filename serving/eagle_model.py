@@ -47,6 +47,8 @@ class EagleConfig:
     """None: the draft vocabulary is the target's."""
     rms_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    norm_before_residual: bool = False
+    """True: attention's residual is the normed hidden state; False, as published: the state before its norm."""
 
     def __post_init__(self) -> None:
         draft_ids = self.draft_vocab_size if self.draft_vocab_size is not None else self.vocab_size
@@ -124,6 +126,8 @@ class EagleModel(DrafterModel):
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection and MLP with their residuals: hidden (B, T, H), attended (B, Hq, T, Dh) -> (B, T, H)."""
+        if self.config.norm_before_residual:
+            hidden = self.normed(hidden, self.hidden_norm)
         x = hidden + self.o_proj(attended.transpose(1, 2).flatten(2))
         gate, up = self.gate_up_proj(self.normed(x, self.post_norm)).chunk(2, -1)
         return x + self.down_proj(F.silu(gate) * up)
