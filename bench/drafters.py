@@ -123,7 +123,7 @@ def _groups(prompts: list[list[int]], batch: int) -> list[list[list[int]]]:
 def run_bench_drafters(options: BenchOptions, console: Console) -> dict:
     """Run every (bucket, batch, temperature) cell with all drafters alternating; prints a table, returns the document."""
     set_threads(options.num_threads)
-    target = load_target(options.model)
+    target = load_target(options.model, drafters=options.drafters)
     names = [d for d in options.drafters if d != "none"]
     engines = {n: build_engine(target, load_named_drafter(n, target), EngineConfig(max_running=max(options.batches), prefix_caching=False), n) for n in names}  # fmt: skip
     plain_engine = build_engine(target, None, EngineConfig(max_running=max(options.batches), prefix_caching=False))

@@ -38,6 +38,6 @@ def resolve_drafter(drafter: str) -> Path | None:
     path = Path(drafter).expanduser().resolve()
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"drafter must be 'bundled', 'none', 'lookup' or a folder with config.json and drafter.safetensors, got {drafter!r}"
+            f"drafter must be 'bundled', 'none', 'lookup' or a folder with config.json and drafter.safetensors or released weights, got {drafter!r}"
         )
     return path

@@ -59,7 +59,9 @@ class ReleasedSettings:
         """Raise DrafterMismatchError, naming the feature, unless a setting is absent or one of `allowed`."""
         value = self.values.get(name)
         if value is not None and value not in allowed:
-            raise DrafterMismatchError(f"{name} = {value!r} in config.json means {feature}, which Paceline cannot serve")
+            raise DrafterMismatchError(
+                f"{name} = {value!r} in config.json means {feature}, which Paceline cannot serve"
+            )
 
     def refuse_common(self) -> None:
         """Refuse what no family of ours has."""

@@ -51,7 +51,7 @@ def read_released_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
                 continue
             for prefix, instead in _RENAMED:
                 if name.startswith(prefix):
-                    name = instead + name.removeprefix(prefix)  # noqa: PLW2901 - the next prefix applies to the result
+                    name = instead + name.removeprefix(prefix)
             if name in found:
                 raise DrafterMismatchError(f"weights must hold every tensor once, {name} appears twice in {folder}")
             found[name] = tensor

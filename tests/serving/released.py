@@ -185,7 +185,9 @@ class Eagle3Forward:
         v = torch.cat((v, _heads(own_v, NUM_KV_HEADS)))
         before = k.shape[0] - len(tokens)
         sees = torch.arange(k.shape[0])[None] <= before + torch.arange(len(tokens))[:, None]
-        y = (normed if self.norm_before_residual else hidden) + _attend(q, k, v, sees) @ w[n + "self_attn.o_proj.weight"].T
+        y = (normed if self.norm_before_residual else hidden) + _attend(q, k, v, sees) @ w[
+            n + "self_attn.o_proj.weight"
+        ].T
         return y + _mlp(w, n + "mlp", _rms(y, w[n + "post_attention_layernorm.weight"])), k, v
 
     def logits(self, features, tokens, path):
