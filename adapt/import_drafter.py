@@ -12,8 +12,7 @@ from typing import Any
 from paceline.adapt.target_handle import load_target_handle
 from paceline.errors import ConfigError
 from paceline.serving.drafter_families import build_model, save_drafter
-from paceline.serving.released_files import read_released_config
-from paceline.serving.released_layouts import is_released, read_released
+from paceline.serving.released_layouts import read_released
 
 
 def import_drafter(
@@ -31,8 +30,6 @@ def import_drafter(
     source, result = Path(folder).expanduser().resolve(), Path(out).expanduser().resolve()
     if result.exists() and (not result.is_dir() or any(result.iterdir())):
         raise ConfigError(f"out must be a new or empty folder, got {str(out)!r}")
-    if not is_released(read_released_config(source)):
-        raise ConfigError(f"{str(folder)!r} holds a drafter of Paceline already; use it as --drafter")
     target = load_target_handle(target_dir)
     config, state = read_released(source, target, tap_layers)
     model = build_model(config, state)

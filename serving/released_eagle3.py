@@ -50,7 +50,8 @@ def convert_eagle3(
 
     Raises: DrafterMismatchError, naming what does not fit the target or cannot be expressed.
     """
-    config = _settings(values, target)
+    fused = tensors.get("fc.weight", torch.empty(0))
+    config = _settings(values, target, feature_size=fused.shape[-1])
     c, h = config, config.hidden_size
     check_shared(tensors, "embed_tokens.weight", target.embed_weight, "a token embedding of its own")
     heads = {"q": c.num_heads, "k": c.num_kv_heads, "v": c.num_kv_heads}
@@ -88,7 +89,7 @@ def convert_eagle3(
     return config, state
 
 
-def _settings(values: Mapping[str, Any], target: TargetHandles) -> EagleConfig:
+def _settings(values: Mapping[str, Any], target: TargetHandles, feature_size: int) -> EagleConfig:
     is_nested = _NESTED in values
     if is_nested and not isinstance(values.get("norm_before_residual"), bool):
         raise DrafterMismatchError(
@@ -108,7 +109,10 @@ def _settings(values: Mapping[str, Any], target: TargetHandles) -> EagleConfig:
     fit_hidden_size(outer.integer("target_hidden_size", hidden), target, "target_hidden_size")
     heads = s.integer("num_attention_heads")
     vocab_size = s.check_vocabulary(target)
-    taps = eagle3_tap_layers(values)
+    if feature_size == 0 or feature_size % embed_size:
+        raise DrafterMismatchError(
+            f"fc.weight must read whole hidden states of the target ({embed_size}), got {feature_size} columns"
+        )
     return EagleConfig(
         hidden_size=hidden,
         intermediate_size=s.integer("intermediate_size"),
@@ -116,7 +120,7 @@ def _settings(values: Mapping[str, Any], target: TargetHandles) -> EagleConfig:
         num_kv_heads=s.integer("num_key_value_heads", heads),
         head_dim=s.integer("head_dim", hidden // heads),
         vocab_size=vocab_size,
-        feature_size=(3 if taps is None else len(taps)) * embed_size,
+        feature_size=feature_size,
         embed_size=embed_size,
         draft_vocab_size=outer.integer("draft_vocab_size", vocab_size),
         rms_eps=s.number("rms_norm_eps", 1e-6),

@@ -69,6 +69,11 @@ class ReleasedSettings:
         self.refuse_unless("attention_bias", (False,), "biases in attention projections")
         self.refuse_unless("mlp_bias", (False,), "biases in the MLP")
         self.refuse_unless("quantization_config", (), "quantised weights")
+        self.refuse_unless("partial_rotary_factor", (1, 1.0), "rotary angles on a part of a head")
+        if self.values.get("sliding_window") and self.values.get(
+            "use_sliding_window", not self.values.get("layer_types")
+        ):
+            self.refuse_unless("sliding_window", (), "layers with a sliding window")
 
     def rope_theta(self) -> float:
         """Base of the rotary angles, 10000 where none is written. Raises: DrafterMismatchError when they are scaled."""

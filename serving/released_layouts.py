@@ -98,7 +98,10 @@ def read_released(
         tap_layers: what the target must tap, where the release says nothing or something else.
     Raises: DrafterMismatchError, naming what does not fit the target or cannot be expressed.
     """
-    values, tensors = read_released_config(folder), read_released_tensors(folder)
+    values = read_released_config(folder)
+    if not is_released(values):
+        raise DrafterMismatchError(f"{folder} holds a drafter of Paceline's own already; name it as the drafter")
+    tensors = read_released_tensors(folder)
     layout = find_layout(set(tensors))
     try:
         config, state = layout.convert(values, tensors, target)
@@ -107,7 +110,9 @@ def read_released(
     taps = _tap_layers(tap_layers or layout.tap_layers(values), target)
     num_taps = config.feature_size // int(target.embed_weight.shape[1])
     if taps is not None and len(taps) != num_taps:
-        raise DrafterMismatchError(f"released drafter fuses {num_taps} target layers, tap_layers are {taps}")
+        raise DrafterMismatchError(
+            f"released drafter fuses {num_taps} target layers, tap_layers are {taps}; import it with --taps, as many"
+        )
     name = config.drafter_type if isinstance(config, ParallelHeadConfig) else layout.drafter_type
     known = {} if taps is None else {"tap_layers": list(taps)}
     return {"drafter_type": name, "target_version": target.version, **config.to_dict(), **known}, state

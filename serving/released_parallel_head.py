@@ -98,10 +98,9 @@ def _settings(values: Mapping[str, Any], target: TargetHandles) -> ParallelHeadC
     s, head = ReleasedSettings(values), ReleasedSettings(own)
     s.refuse_common()
     kinds = sorted(set(values.get("layer_types") or ()) - {"full_attention"})
-    if kinds or (not values.get("layer_types") and values.get("use_sliding_window")):
+    if kinds:
         raise DrafterMismatchError(
-            f"layer_types {kinds or ['sliding_attention']} in config.json mean layers with a sliding window, which "
-            "Paceline cannot serve"
+            f"layer_types {kinds} in config.json mean layers with a sliding window, which Paceline cannot serve"
         )
     modes = own.get("attention_modes") or [own.get("attention_mode", "gqa")]
     if any(str(m).lower() not in ("gqa", "mha") for m in modes):

@@ -172,6 +172,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, kind, fault):
         *((k, {"quantization_config": {"bits": 4}}, "quantised") for k in ("eagle3", "dflash")),
         *((k, {"hidden_size": None}, "hidden_size in config.json must be a whole number") for k in ("eagle3", "dflash", "specblock")),
         ("eagle3", {"num_hidden_layers": 2}, "more than one layer"),
+        ("eagle3", {"sliding_window": 512}, "layers with a sliding window"),
+        ("eagle3", {"partial_rotary_factor": 0.5}, "a part of a head"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}}, r"fuses 3 target layers, tap_layers are \(1, 5\)"),
         ("eagle3", {"target_hidden_size": 16}, "target_hidden_size must be the target's hidden size 8, got 16"),
         ("eagle3", {"norm_before_fc": True}, "norms before the fusion"),
         ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 12]}}, "the target has layers 0..11"),
@@ -303,3 +306,20 @@ def test_taps_are_read_from_every_way_in_which_releases_write_them(tmp_path):
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert wanted_tap_layers(tmp_path) == taps
+
+
+def test_windows_that_are_switched_off_are_no_obstacle(tmp_path):
+    values, tensors = released.eagle3_files()
+    load(write(tmp_path / "e", {**values, "sliding_window": 4096, "use_sliding_window": False}, tensors))
+    values, tensors = released.parallel_head_files()
+    load(write(tmp_path / "d", {**values, "sliding_window": 4096}, tensors))
+
+
+def test_eagle3_may_fuse_more_than_three_layers(tmp_path):
+    values, tensors = released.eagle3_files()
+    tensors["fc.weight"] = torch.randn(HIDDEN, 5 * HIDDEN)
+    with pytest.raises(DrafterMismatchError, match=r"fuses 5 target layers.*--taps"):
+        load(write(tmp_path, values, tensors))
+    values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5, 7, 9]}
+    target = make_target(tap_layers=(1, 3, 5, 7, 9), feature_size=5 * HIDDEN)
+    assert load(write(tmp_path, values, tensors), target).config.feature_size == 5 * HIDDEN
