@@ -87,9 +87,9 @@ class EagleForward:
 
     def angle_table(self, num_positions: int) -> torch.Tensor:
         """Rotations at positions 0..P-1, indexed by position."""
-        cos, sin = rope_cos_sin(
-            torch.arange(num_positions, device=self.device), self.config.head_dim, self.config.rope_theta
-        )
+        c = self.config
+        positions = torch.arange(num_positions, device=self.device)
+        cos, sin = rope_cos_sin(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         return pair_angles(cos, sin, self.dtype)
 
 

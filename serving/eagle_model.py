@@ -20,7 +20,7 @@ from torch import nn
 
 from paceline.errors import ConfigError
 from paceline.serving.drafter_family import DrafterModel
-from paceline.serving.specblock_model import rotate
+from paceline.serving.specblock_model import is_rope_scaling, rotate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,8 @@ class EagleConfig:
     """None: the draft vocabulary is the target's."""
     rms_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    rope_scaling: tuple[float, ...] | None = None
+    """Llama-3.1's four numbers, as rope_cos_sin takes them; None: angles are not scaled."""
     norm_before_residual: bool = False
     """True: attention's residual is the normed hidden state; False, as published: the state before its norm."""
 
@@ -59,6 +61,11 @@ class EagleConfig:
             (self.num_slots <= self.max_depth <= 32, "max_depth must be in [num_slots, 32]", self.max_depth),
             (1 <= self.num_steps <= 16, "num_steps must be in [1, 16]", self.num_steps),
             (1 <= draft_ids <= self.vocab_size, "draft_vocab_size must be in [1, vocab_size]", draft_ids),
+            (
+                is_rope_scaling(self.rope_scaling),
+                "rope_scaling must be null or 4 numbers > 0, low before high",
+                self.rope_scaling,
+            ),
         )
         for ok, rule, value in checks:
             if not ok:
@@ -80,7 +87,7 @@ class EagleConfig:
         """
         names = {f.name for f in dataclasses.fields(EagleConfig)}
         try:
-            return EagleConfig(**{k: v for k, v in values.items() if k in names})
+            return EagleConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names})
         except TypeError as e:
             raise ConfigError(f"drafter config.json must hold every EAGLE-3 setting: {e}") from e
 

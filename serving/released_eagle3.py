@@ -125,5 +125,6 @@ def _settings(values: Mapping[str, Any], target: TargetHandles, feature_size: in
         draft_vocab_size=outer.integer("draft_vocab_size", vocab_size),
         rms_eps=s.number("rms_norm_eps", 1e-6),
         rope_theta=s.rope_theta(),
+        rope_scaling=s.rope_scaling(),
         norm_before_residual=bool(values.get("norm_before_residual", False)),
     )

@@ -76,15 +76,25 @@ class ReleasedSettings:
             self.refuse_unless("sliding_window", (), "layers with a sliding window")
 
     def rope_theta(self) -> float:
-        """Base of the rotary angles, 10000 where none is written. Raises: DrafterMismatchError when they are scaled."""
+        """Base of the rotary angles, 10000 where none is written."""
         current = self.values.get("rope_parameters") or {}
-        for source in (current, self.values.get("rope_scaling") or {}):
+        return ReleasedSettings({**self.values, **current}).number("rope_theta", 10_000.0)
+
+    def rope_scaling(self, *, can_scale: bool = True) -> tuple[float, ...] | None:
+        """What rope_cos_sin takes: Llama-3.1's scaling, or None. Raises: DrafterMismatchError on every other scaling."""
+        for name in ("rope_parameters", "rope_scaling"):
+            source = self.values.get(name) or {}
             kind = source.get("rope_type") or source.get("type") or "default"
+            if kind == "llama3" and can_scale:
+                numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+                if any(n not in source for n in numbers):
+                    raise DrafterMismatchError(f"{name} of type 'llama3' in config.json must hold {', '.join(numbers)}")
+                return tuple(ReleasedSettings(source).number(n, 0.0) for n in numbers)
             if kind != "default":
                 raise DrafterMismatchError(
-                    f"rope_scaling of type {kind!r} in config.json means scaled rotary angles, which Paceline cannot serve"
+                    f"{name} of type {kind!r} in config.json means scaled rotary angles, which Paceline cannot serve here"
                 )
-        return ReleasedSettings({**self.values, **current}).number("rope_theta", 10_000.0)
+        return None
 
     def check_vocabulary(self, target: TargetHandles, name: str = "vocab_size") -> int:
         """Size of the target's vocabulary, which the release must have been made for."""

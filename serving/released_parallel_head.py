@@ -133,4 +133,5 @@ def _settings(values: Mapping[str, Any], target: TargetHandles) -> ParallelHeadC
         mask_token_id=mask,
         rms_eps=s.number("rms_norm_eps", 1e-6),
         rope_theta=s.rope_theta(),
+        rope_scaling=s.rope_scaling(),
     )

@@ -79,6 +79,7 @@ def convert_specblock(
 def _settings(values: Mapping[str, Any], target: TargetHandles, rank_hidden: int) -> SpecBlockConfig:
     s = ReleasedSettings(values)
     s.refuse_common()
+    s.rope_scaling(can_scale=False)
     s.refuse_unless("rank_classes", (NUM_RANK_CLASSES,), "another number of rank classes than 4")
     hidden = fit_hidden_size(s.integer("hidden_size"), target, "hidden_size")
     fit_hidden_size(s.integer("target_hidden_size", hidden), target, "target_hidden_size")

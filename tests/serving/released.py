@@ -7,6 +7,7 @@ Shape legend: n committed rows, K slots, H hidden size, Dh head dim.
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import torch
@@ -136,12 +137,27 @@ def _rms(x, weight):
     return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS)
 
 
-def _rope(x, positions):
+def _frequency(i, head_dim, scaling):
+    """The i-th of the head's angles per position; scaling: Llama-3.1's config.json entry or None."""
+    frequency = THETA ** (-2 * i / head_dim)
+    if scaling is None:
+        return frequency
+    wave, context = 2 * math.pi / frequency, scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    if wave < context / high:
+        return frequency
+    if wave > context / low:
+        return frequency / scaling["factor"]
+    smooth = (context / wave - low) / (high - low)
+    return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
+
+
+def _rope(x, positions, scaling=None):
     """x (T, heads, Dh), positions (T,): element i pairs with element i + Dh / 2."""
     half = x.shape[-1] // 2
     out = torch.empty_like(x)
     for i in range(half):
-        angle = positions.double() * THETA ** (-2 * i / x.shape[-1])
+        angle = positions.double() * _frequency(i, x.shape[-1], scaling)
         cos, sin = angle.cos().float()[:, None], angle.sin().float()[:, None]
         out[..., i] = x[..., i] * cos - x[..., i + half] * sin
         out[..., i + half] = x[..., i + half] * cos + x[..., i] * sin
@@ -170,9 +186,9 @@ def _mlp(w, prefix, x):
 class Eagle3Forward:
     """Rows (target feature, next token), then rows of the drafter's own hidden state along one path."""
 
-    def __init__(self, tensors, embed, norm_before_residual=False):
+    def __init__(self, tensors, embed, norm_before_residual=False, scaling=None):
         self.w = {k.replace("midlayer.", "layers.0."): v for k, v in tensors.items()}
-        self.embed, self.norm_before_residual = embed, norm_before_residual
+        self.embed, self.norm_before_residual, self.scaling = embed, norm_before_residual, scaling
 
     def rows(self, hidden, tokens, positions, k, v):
         """Adds rows to k and v; returns the rows' own hidden states."""
@@ -180,8 +196,8 @@ class Eagle3Forward:
         normed = _rms(hidden, w[n + "hidden_norm.weight"])
         x = torch.cat((_rms(self.embed[tokens], w[n + "input_layernorm.weight"]), normed), -1)
         q, own_k, own_v = (x @ w[f"{n}self_attn.{p}_proj.weight"].T for p in "qkv")
-        q = _rope(_heads(q, NUM_HEADS), positions)
-        k = torch.cat((k, _rope(_heads(own_k, NUM_KV_HEADS), positions)))
+        q = _rope(_heads(q, NUM_HEADS), positions, self.scaling)
+        k = torch.cat((k, _rope(_heads(own_k, NUM_KV_HEADS), positions, self.scaling)))
         v = torch.cat((v, _heads(own_v, NUM_KV_HEADS)))
         before = k.shape[0] - len(tokens)
         sees = torch.arange(k.shape[0])[None] <= before + torch.arange(len(tokens))[:, None]
@@ -202,7 +218,7 @@ class Eagle3Forward:
         return _rms(torch.cat(out), w["norm.weight"]) @ w["lm_head.weight"].T
 
 
-def parallel_head_logits(w, target, features, anchor, is_causal):
+def parallel_head_logits(w, target, features, anchor, is_causal, scaling=None):
     """features (n, 3H) of the rows before the anchor: (block - 1, V), slot by slot."""
     n = features.shape[0]
     g = _rms(features @ w["fc.weight"].T, w["hidden_norm.weight"])
@@ -214,8 +230,12 @@ def parallel_head_logits(w, target, features, anchor, is_causal):
         a = f"layers.{i}.self_attn."
         own = _rms(x, w[f"layers.{i}.input_layernorm.weight"])
         rows = torch.cat((g, own))
-        q = _rope(_rms(_heads(own @ w[a + "q_proj.weight"].T, NUM_HEADS), w[a + "q_norm.weight"]), positions[n:])
-        k = _rope(_rms(_heads(rows @ w[a + "k_proj.weight"].T, NUM_KV_HEADS), w[a + "k_norm.weight"]), positions)
+        q = _rope(
+            _rms(_heads(own @ w[a + "q_proj.weight"].T, NUM_HEADS), w[a + "q_norm.weight"]), positions[n:], scaling
+        )
+        k = _rope(
+            _rms(_heads(rows @ w[a + "k_proj.weight"].T, NUM_KV_HEADS), w[a + "k_norm.weight"]), positions, scaling
+        )
         v = _heads(rows @ w[a + "v_proj.weight"].T, NUM_KV_HEADS)
         x = x + _attend(q, k, v, sees) @ w[a + "o_proj.weight"].T
         x = x + _mlp(w, f"layers.{i}.mlp", _rms(x, w[f"layers.{i}.post_attention_layernorm.weight"]))

@@ -15,6 +15,9 @@ from tests.serving.released import BLOCK, DRAFT_VOCAB, HIDDEN, TAPS, VOCAB, make
 from tests.serving.test_specblock_drafter import Request, make_inputs
 
 TOLERANCE = 1e-4  # fp32, other reduction orders
+SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+}  # fmt: skip
 MAKERS = {
     "eagle3": released.eagle3_files,
     "speculators": released.speculators_files,
@@ -47,13 +50,14 @@ def target_ids(tensors):
     return tensors["d2t"] + torch.arange(DRAFT_VOCAB)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "speculators"])
-def test_eagle3_drafts_what_the_released_network_computes(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "scaling"), [("eagle3", None), ("speculators", None), ("eagle3", SCALING)])
+def test_eagle3_drafts_what_the_released_network_computes(tmp_path, kind, scaling):
     values, tensors = MAKERS[kind]()
+    values["rope_scaling"] = scaling
     drafter = load(write(tmp_path, values, tensors))
     request, inputs = request_of(drafter)
     assert drafter.caps.name == "eagle3" and drafter.caps.num_candidates == DRAFT_VOCAB
-    reference = released.Eagle3Forward(tensors, make_target().embed_weight, norm_before_residual=kind == "speculators")
+    reference = released.Eagle3Forward(tensors, make_target().embed_weight, kind == "speculators", scaling)
     path, proposal = [], drafter.propose(inputs)
     for level in range(4):
         logits = reference.logits(request.features[:9], torch.tensor(request.tokens[:10]), path)
@@ -63,14 +67,17 @@ def test_eagle3_drafts_what_the_released_network_computes(tmp_path, kind):
         proposal = drafter.expand(inputs, proposal, front)
 
 
-@pytest.mark.parametrize("is_causal", [True, False], ids=["jetspec", "dflash"])
-def test_a_parallel_head_drafts_what_the_released_network_computes(tmp_path, is_causal):
+@pytest.mark.parametrize(("is_causal", "scaling"), [(True, None), (False, None), (False, SCALING)])
+def test_a_parallel_head_drafts_what_the_released_network_computes(tmp_path, is_causal, scaling):
     values, tensors = released.parallel_head_files(is_causal=is_causal)
+    if scaling is not None:
+        values["rope_parameters"] = {**scaling, "rope_theta": values.pop("rope_theta")}
     drafter = load(write(tmp_path, values, tensors))
     request, inputs = request_of(drafter)
     assert drafter.caps.name == ("jetspec" if is_causal else "dflash") and drafter.caps.num_slots == BLOCK - 1
     proposal = drafter.propose(inputs)
-    logits = released.parallel_head_logits(tensors, make_target(), request.features[:9], request.tokens[9], is_causal)
+    features, anchor = request.features[:9], request.tokens[9]
+    logits = released.parallel_head_logits(tensors, make_target(), features, anchor, is_causal, scaling)
     for slot in range(BLOCK - 1):
         assert_slot(proposal.token_ids[0, slot], proposal.logprobs[0, slot], logits[slot], torch.arange(VOCAB))
 
@@ -167,7 +174,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, kind, fault):
     [
         *((k, {"attention_bias": True}, "biases in attention") for k in ("eagle3", "dflash", "specblock")),
         *((k, {"hidden_act": "gelu"}, "another activation") for k in ("eagle3", "dflash", "specblock")),
-        *((k, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3'.*scaled rotary") for k in ("eagle3", "dflash", "specblock")),
+        *((k, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "'linear'.*scaled rotary") for k in ("eagle3", "dflash", "specblock")),
+        *((k, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must hold factor, low_freq_factor") for k in ("eagle3", "dflash")),
+        ("specblock", {"rope_scaling": SCALING}, "'llama3'.*scaled rotary"),
+        ("eagle3", {"rope_scaling": {**SCALING, "high_freq_factor": 0.5}}, "low before high"),
         *((k, {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'.*scaled rotary") for k in ("eagle3", "dflash")),
         *((k, {"quantization_config": {"bits": 4}}, "quantised") for k in ("eagle3", "dflash")),
         *((k, {"hidden_size": None}, "hidden_size in config.json must be a whole number") for k in ("eagle3", "dflash", "specblock")),
