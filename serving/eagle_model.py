@@ -86,8 +86,9 @@ class EagleConfig:
         Raises: ConfigError when a setting is missing or not allowed.
         """
         names = {f.name for f in dataclasses.fields(EagleConfig)}
+        kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names}
         try:
-            return EagleConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names})
+            return EagleConfig(**kept)
         except TypeError as e:
             raise ConfigError(f"drafter config.json must hold every EAGLE-3 setting: {e}") from e
 

@@ -92,10 +92,9 @@ class ParallelHeadConfig:
         Raises: ConfigError when a setting is missing or not allowed.
         """
         names = {f.name for f in dataclasses.fields(ParallelHeadConfig)}
+        kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names}
         try:
-            return ParallelHeadConfig(
-                **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names}
-            )
+            return ParallelHeadConfig(**kept)
         except TypeError as e:
             raise ConfigError(f"drafter config.json must hold every parallel head setting: {e}") from e
 
