@@ -97,6 +97,11 @@ def _settings(values: Mapping[str, Any], target: TargetHandles) -> ParallelHeadC
     own = values.get(_NESTED) or {}
     s, head = ReleasedSettings(values), ReleasedSettings(own)
     s.refuse_common()
+    if "transformer_layer_config" in values:
+        raise DrafterMismatchError(
+            "transformer_layer_config in config.json means a parallel head in the layout of speculators, which Paceline "
+            "does not read; use the release of DFlash or SpecForge"
+        )
     kinds = sorted(set(values.get("layer_types") or ()) - {"full_attention"})
     if kinds:
         raise DrafterMismatchError(

@@ -193,6 +193,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, kind, fault):
         ("eagle3", {"num_attention_heads": 3, "num_key_value_heads": 2}, "num_heads must be a multiple"),
         ("speculators", {"norm_before_residual": None}, "norm_before_residual must be true or false"),
         ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ("dflash", {"transformer_layer_config": {}}, "layout of speculators"),
         ("dflash", {"draft_vocab_size": 30}, "a reduced draft vocabulary"),
         ("dflash", {"block_size": 64}, r"num_slots must be in \[1, 31\]"),
         *(("dflash", {"dflash_config": {"mask_token_id": 49, "target_layer_ids": list(TAPS), **c}}, m) for c, m in (
