@@ -32,7 +32,7 @@ def unrolled_hidden(model: EagleModel, batch: RowBatch, embed: torch.Tensor, num
     every_v: list[torch.Tensor] = []
     for step in range(num_steps):
         embedded = F.embedding(token_ids[:, 1 + step : 1 + step + rows], embed)
-        cos, sin = rope_cos_sin((positions + step)[None], c.head_dim, c.rope_theta)
+        cos, sin = rope_cos_sin((positions + step)[None], c.head_dim, c.rope_theta, c.rope_scaling)
         q, k, v = model.qkv(hidden, embedded, cos, sin)
         every_k.append(k.repeat_interleave(groups, 1))
         every_v.append(v.to(k.dtype).repeat_interleave(groups, 1))

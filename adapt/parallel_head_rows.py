@@ -53,9 +53,11 @@ def anchored_forward(
     rows = c.num_slots + 1
     device = anchors.device
     g = model.fuse(batch.features.to(model.cond_proj.weight.dtype))  # (B, T, H)
-    context_angles = rope_cos_sin(torch.arange(t, device=device), c.head_dim, c.rope_theta)
+    context_angles = rope_cos_sin(torch.arange(t, device=device), c.head_dim, c.rope_theta, c.rope_scaling)
     steps = torch.arange(rows, device=device)
-    block_angles = rope_cos_sin(anchors[..., None] + steps, c.head_dim, c.rope_theta)  # (B, A, N, Dh / 2)
+    block_angles = rope_cos_sin(
+        anchors[..., None] + steps, c.head_dim, c.rope_theta, c.rope_scaling
+    )  # (B, A, N, Dh / 2)
     x = model.block_rows(batch.token_ids.gather(1, anchors), embed).to(g.dtype)
     is_past = torch.arange(t, device=device) < anchors[..., None]  # (B, A, T)
     own = block_visibility(c.num_slots, c.is_causal, device)

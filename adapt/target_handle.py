@@ -7,6 +7,7 @@ read from disk, two where the head is not the embedding.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,9 @@ class TargetHandle:
     device: torch.device
     embed_weight: torch.Tensor  # (V, Dm)
     untied_head: torch.Tensor | None = None  # (V, Dm); None = the output head is the token embedding
+    num_layers: int | None = None
+    tap_layers: tuple[int, ...] | None = None
+    """Layers whose outputs make a feature row; None: not known."""
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -38,11 +42,14 @@ class TargetHandle:
         return self.embed_weight if self.untied_head is None else self.untied_head
 
 
-def load_target_handle(folder: str | Path, *, device: str = "cpu", version: str | None = None) -> TargetHandle:
+def load_target_handle(
+    folder: str | Path, *, device: str = "cpu", version: str | None = None, tap_layers: Sequence[int] | None = None
+) -> TargetHandle:
     """Read a checkpoint folder's version, sizes, token embedding and output head.
 
     Args:
         version: known hash; None hashes the files.
+        tap_layers: layers whose outputs the drafter reads; None = SpecBlock's three.
     Raises: ConfigError when the folder is not a usable checkpoint or torch has no such device.
     """
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -58,13 +65,16 @@ def load_target_handle(folder: str | Path, *, device: str = "cpu", version: str 
     if embed is None:
         raise ConfigError(f"weights in {root} must hold a tensor named *.{_EMBEDDING}")
     head = None if getattr(config, "tie_word_embeddings", False) else _read_tensor(root, _HEAD)
+    taps = default_tap_layers(config.num_hidden_layers) if tap_layers is None else tuple(tap_layers)
     return TargetHandle(
         version=version or checkpoint_version(root),
         vocab_size=config.vocab_size,
-        feature_size=len(default_tap_layers(config.num_hidden_layers)) * config.hidden_size,
+        feature_size=len(taps) * config.hidden_size,
         device=torch.device(device),
         embed_weight=embed.to(device),
         untied_head=None if head is None else head.to(device),
+        num_layers=config.num_hidden_layers,
+        tap_layers=taps,
     )
 
 

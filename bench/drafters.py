@@ -40,7 +40,7 @@ def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any
         options.json, command="bench drafters", options=options,
         extra={"device": device, "drafting_arms": [plain_values(s) for s in specs], "cells": []},
     )  # fmt: skip
-    target = load_target(options.model, options.dtype, device)
+    target = load_target(options.model, options.dtype, device, drafters=options.drafters)
     workloads, skipped = build_workloads(options, target)
     result.update(
         target={

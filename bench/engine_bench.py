@@ -127,7 +127,7 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
     set_threads(options.num_threads)
     device = pick_device(options.device)
     result = ResultFile(options.json, command="bench engine", options=options, extra={"device": device, "cells": []})
-    target = load_target(options.model, options.dtype, device)
+    target = load_target(options.model, options.dtype, device, drafters=[options.drafter])
     prompts = {b: _prompts(options, b, target) for b in options.buckets}
     arms = _arms(options, target, device, longest=max(len(p) for ps in prompts.values() for p in ps))
     checker = None

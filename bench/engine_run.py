@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from paceline.config import EngineConfig
 from paceline.contracts import Group
@@ -17,7 +18,7 @@ from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.drafter import Drafter
 from paceline.serving.engine import Engine
 from paceline.serving.request import GenerationRequest, RequestStats, RoundEvent, SamplingParams
-from paceline.serving.target import TargetModel
+from paceline.serving.target import TargetModel, default_tap_layers
 
 DRAFTER_NAMES = {"specblock": "bundled"}
 
@@ -46,12 +47,27 @@ class GroupRun:
         return sum(len(o.token_ids) for o in self.outputs)
 
 
-def load_target(model: str, dtype: str = "auto", device: str = "cpu") -> TargetModel:
-    """Load 'bundled' or a local checkpoint; raises ConfigError."""
+def load_target(model: str, dtype: str = "auto", device: str = "cpu", *, drafters: Sequence[str] = ()) -> TargetModel:
+    """Load 'bundled' or a local checkpoint, with the taps that these drafters read; raises ConfigError."""
     known = ("auto", "float32", "bfloat16", "float16")
     if dtype not in known:
         raise ConfigError(f"dtype must be one of {', '.join(known)}, got {dtype!r}")
-    return TargetModel.load(resolve_model(model), dtype=dtype, device=device)
+    path = resolve_model(model)
+    return TargetModel.load(path, dtype=dtype, device=device, tap_layers=_common_taps(path, drafters))
+
+
+def _common_taps(model: Path, drafters: Sequence[str]) -> tuple[int, ...] | None:
+    """Target layers that all drafters read; None = the usual three, which drafters without weights also get."""
+    from paceline.serving.released_layouts import wanted_tap_layers
+
+    folders = {name: resolve_drafter(DRAFTER_NAMES.get(name, name)) for name in drafters}
+    wanted = {name: wanted_tap_layers(folder) for name, folder in folders.items() if folder is not None}
+    if len(set(wanted.values())) > 1:
+        depth = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().num_hidden_layers
+        wanted = {name: taps or default_tap_layers(depth) for name, taps in wanted.items()}
+    if len(set(wanted.values())) > 1:
+        raise ConfigError(f"drafters must read the same target layers, got {wanted}; run them one after the other")
+    return next(iter(wanted.values()), None)
 
 
 def load_named_drafter(name: str, target: TargetModel) -> Drafter | None:

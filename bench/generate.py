@@ -38,7 +38,7 @@ def run_generate(
     if not prompt.strip():
         raise RequestError("prompt must not be empty")
     params = [greedy_or_sampled(temperature, max_tokens, seed)]
-    target = load_target(model, dtype)
+    target = load_target(model, dtype, drafters=[drafter])
     text = prompt
     if target.tokenizer.chat_template and "<|" not in prompt:
         text = target.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)  # fmt: skip

@@ -41,7 +41,7 @@ class ShadowCheck:
     def __init__(self, options: ShadowCheckOptions, folder: Path) -> None:
         """Load the target. Raises: ConfigError when the folder holds results of other settings."""
         self._options, self._folder = options, folder
-        self._target = load_target(options.model, options.dtype)
+        self._target = load_target(options.model, options.dtype, drafters=[options.drafter])
         self._device = self._target.device
         folder.mkdir(parents=True, exist_ok=True)
         settings = options.settings(self._target)

@@ -98,7 +98,7 @@ class VersionShop:
         return build_drafter(config, state, self._target, version=version, target_version=manifest.target_version)
 
     def _make(self, plan: VersionPlan, report: Report) -> str:
-        values, state = read_drafter_files(self._first)
+        values, state = read_drafter_files(self._first, self._target)
         # The same content as the service registers, so that the first version has the same id here and there.
         fields = {"drafter_type": values["drafter_type"], "config": values, "target_version": self._target.version}
         if plan.trained_on is None:

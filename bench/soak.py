@@ -76,7 +76,7 @@ def run_soak(options: SoakOptions, console: Console, timer: Callable[[], float] 
     """
     set_threads(options.num_threads)
     result = ResultFile(options.json, command="bench soak", options=options, extra={"samples": []})
-    target = load_target(options.model, device=options.device)
+    target = load_target(options.model, device=options.device, drafters=[options.drafter])
     room = target.context_tokens - options.max_tokens - 1
     if room < 8:
         raise ConfigError(f"max_tokens must leave at least 8 prompt tokens in the context of {target.context_tokens}, got {options.max_tokens}")  # fmt: skip

@@ -35,6 +35,7 @@ from paceline.serving.drafter_families import build_drafter, read_drafter_files
 from paceline.serving.engine import Engine
 from paceline.serving.engine_client import LocalEngineClient
 from paceline.serving.engine_thread import EngineThread
+from paceline.serving.released_layouts import wanted_tap_layers
 from paceline.serving.target import TargetModel
 from paceline.serving.tensor_parallel import Ranks, load_parallel
 from paceline.serving.text_drafters import make_text_drafter
@@ -64,6 +65,12 @@ def is_adaptive(config: ServiceConfig) -> bool:
     return resolve_drafter(config.drafter) is not None
 
 
+def drafter_taps(config: ServiceConfig) -> tuple[int, ...] | None:
+    """Target layers that the configured drafter reads: none without weights; None = the usual three."""
+    folder = resolve_drafter(config.drafter)
+    return () if folder is None else wanted_tap_layers(folder)
+
+
 @dataclass(slots=True)
 class _Holdback:
     """The current hold-back share; written by the watcher, read by the routes."""
@@ -90,7 +97,7 @@ def make_slots(config: ServiceConfig, target: TargetModel, registry: DrafterRegi
     folder = resolve_drafter(config.drafter)
     if folder is None:
         return DrafterSlots() if config.drafter == "none" else DrafterSlots(make_text_drafter(config.drafter))
-    settings, state = read_drafter_files(folder)
+    settings, state = read_drafter_files(folder, target)
 
     def build() -> Any:
         return build_drafter(settings, state, target)
@@ -170,7 +177,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     limit_threads(config.engine.num_threads)
     registry = DrafterRegistry(paths.registry)
     needs_taps = is_adaptive(config)
-    target, ranks = load_target(config, tap_layers=None if needs_taps else ())
+    target, ranks = load_target(config, tap_layers=drafter_taps(config))
     slots = make_slots(config, target, registry)
     keys = Keys(config.model_name)
     feedback = traces = None

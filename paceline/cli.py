@@ -258,6 +258,31 @@ def train_drafter(
     Console().print("held-out:", scores)
 
 
+@app.command(
+    "import-drafter",
+    help="Convert released weights (EAGLE-3, DFlash, JetSpec or SpecBlock layout) to a drafter folder of Paceline's own. "
+    "A released folder also works as --drafter directly.",
+)
+def import_drafter(
+    folder: Annotated[Path, typer.Argument(help="Folder with config.json and model.safetensors or its shards.")],
+    target: Annotated[str, typer.Option(help="'bundled' or the folder of the target it was trained for.")],
+    out: Annotated[Path, typer.Option(help="New folder for drafter.safetensors, config.json and PROVENANCE.md.")],
+    taps: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Comma list of target layers that it reads (0 = the first); default: as its config.json says."
+        ),
+    ] = None,
+) -> None:
+    from paceline.adapt.import_drafter import import_drafter as run
+    from paceline.cli_options import numbers
+    from paceline.paths import resolve_model
+
+    layers = None if taps is None else numbers(taps, int, "--taps")
+    config = run(folder, out, resolve_model(target), tap_layers=layers)
+    Console().print(f"{config['drafter_type']} written to {out}; target layers {config.get('tap_layers')}")
+
+
 def _training_bar(what: str):
     """A progress bar that a recipe's `progress(done, total, info)` drives."""
     from contextlib import contextmanager

@@ -41,6 +41,6 @@ def resolve_drafter(drafter: str) -> Path | None:
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"drafter must be 'bundled', 'none', {', '.join(map(repr, TEXT_DRAFTERS))} or a folder with config.json and "
-            f"drafter.safetensors, got {drafter!r}"
+            f"drafter.safetensors or released weights, got {drafter!r}"
         )
     return path

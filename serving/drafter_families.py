@@ -6,7 +6,7 @@ The table is the only place that knows all families: a new drafter adds its modu
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from paceline.serving.drafter_family import (
     TrainedDrafter,
     check_state,
 )
+from paceline.serving.released_layouts import is_released, read_released
 
 FAMILIES: dict[str, DrafterFamily] = {
     f.name: f
@@ -77,6 +78,7 @@ def build_drafter(
     family, trained_for = drafter_family(config.get("drafter_type")), target_version or config.get("target_version")
     if trained_for != target.version:
         raise DrafterMismatchError(f"drafter was trained for target {trained_for!r}, not for {target.version!r}")
+    _check_taps(config.get("tap_layers"), target)
     model = build_model(config, state)
     settings = model.config
     if (settings.vocab_size, settings.feature_size) != (target.vocab_size, target.feature_size):
@@ -88,30 +90,59 @@ def build_drafter(
 
 
 def load_drafter(path: str | Path, target: TargetHandles, **options: Any) -> TrainedDrafter:
-    """Load the drafter in a folder (config.json, drafter.safetensors) for this target; options are build_drafter's.
+    """Load the drafter in a folder, ours or a release's, for this target; options are build_drafter's.
 
-    Raises: DrafterMismatchError on another target, another shape, non-finite or unreadable weights.
+    Raises: DrafterMismatchError on another target, another shape, non-finite or unreadable weights, and on a release that
+        our networks cannot express.
     """
-    config, state = read_drafter_files(path)
+    config, state = read_drafter_files(path, target)
     return build_drafter(config, state, target, **options)
 
 
-def read_drafter_files(path: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return (config.json, weights) of a drafter folder; raises DrafterMismatchError when they are unreadable."""
+def read_drafter_files(
+    path: str | Path, target: TargetHandles | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return (config.json, weights) of a drafter folder; with a target also of a released one, as ours.
+
+    Raises: DrafterMismatchError when they are unreadable, and when a release does not fit the target.
+    """
     folder = Path(path)
     try:
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        if not (folder / WEIGHTS_FILE).is_file() and isinstance(config, dict) and is_released(config):
+            if target is not None:
+                return read_released(folder, target)
+            raise DrafterMismatchError(
+                f"{folder} holds a released drafter; import it first: paceline import-drafter FOLDER --out DIR --target DIR"
+            )
         return config, load_file(folder / WEIGHTS_FILE)
+    except DrafterMismatchError:
+        raise
     except (OSError, ValueError, SafetensorError) as e:
         raise DrafterMismatchError(f"drafter folder {folder} must hold {CONFIG_FILE} and {WEIGHTS_FILE}: {e}") from e
 
 
-def save_drafter(path: str | Path, model: DrafterModel, target_version: str) -> None:
-    """Write config.json and drafter.safetensors; the weights appear atomically."""
+def save_drafter(
+    path: str | Path, model: DrafterModel, target_version: str, *, tap_layers: Sequence[int] | None = None
+) -> None:
+    """Write config.json and drafter.safetensors; the weights appear atomically.
+
+    tap_layers: target layers that the drafter reads, where they are not the usual three or must be told.
+    """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     values = {"drafter_type": model.drafter_type, "target_version": target_version, **model.config.to_dict()}
+    values |= {} if tap_layers is None else {"tap_layers": list(tap_layers)}
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     tmp = folder / (WEIGHTS_FILE + ".tmp")
     save_file({k: v.detach().float().cpu().contiguous() if v.is_floating_point() else v.cpu() for k, v in model.state_dict().items()}, tmp)  # fmt: skip
     tmp.replace(folder / WEIGHTS_FILE)
+
+
+def _check_taps(wanted: Sequence[int] | None, target: TargetHandles) -> None:
+    loaded = getattr(target, "tap_layers", None)  # not every holder of a target's tensors ran it
+    if wanted is not None and loaded is not None and tuple(wanted) != tuple(loaded):
+        raise DrafterMismatchError(
+            f"drafter reads target layers {tuple(wanted)}, the target was loaded with tap_layers {tuple(loaded)}; load it "
+            f"with tap_layers={tuple(wanted)}"
+        )

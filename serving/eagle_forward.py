@@ -63,6 +63,8 @@ class EagleForward:
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection and MLP: hidden (T, H), attended (T, Hq * Dh) -> the rows' own hidden states (T, H)."""
         w, eps = self.weights, self.config.rms_eps
+        if self.config.norm_before_residual:
+            hidden = norm(hidden, eps) * w["hidden_norm"]
         x = torch.addmm(hidden, attended, w["o"])
         gate, up = torch.mm(norm(x, eps), w["gate_up"]).chunk(2, dim=-1)
         return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
@@ -85,9 +87,9 @@ class EagleForward:
 
     def angle_table(self, num_positions: int) -> torch.Tensor:
         """Rotations at positions 0..P-1, indexed by position."""
-        cos, sin = rope_cos_sin(
-            torch.arange(num_positions, device=self.device), self.config.head_dim, self.config.rope_theta
-        )
+        c = self.config
+        positions = torch.arange(num_positions, device=self.device)
+        cos, sin = rope_cos_sin(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         return pair_angles(cos, sin, self.dtype)
 
 
@@ -112,6 +114,8 @@ def _fuse_weights(
         "lm_head": (s["lm_head.weight"] * s["final_norm"]).T,
         "beta": s["log_beta"].exp(),
     }
+    if c.norm_before_residual:
+        new["hidden_norm"] = s["hidden_norm"]
     if c.draft_vocab_size is not None:
         new |= {"d2t": s["draft_token_ids"].clone(), "log_coverage": s["log_coverage"].clone()}
     return new

@@ -20,7 +20,7 @@ from torch import nn
 
 from paceline.errors import ConfigError
 from paceline.serving.drafter_family import DrafterModel
-from paceline.serving.specblock_model import rotate
+from paceline.serving.specblock_model import is_rope_scaling, rotate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,10 @@ class EagleConfig:
     """None: the draft vocabulary is the target's."""
     rms_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    rope_scaling: tuple[float, ...] | None = None
+    """Llama-3.1's four numbers, as rope_cos_sin takes them; None: angles are not scaled."""
+    norm_before_residual: bool = False
+    """True: attention's residual is the normed hidden state; False, as published: the state before its norm."""
 
     def __post_init__(self) -> None:
         draft_ids = self.draft_vocab_size if self.draft_vocab_size is not None else self.vocab_size
@@ -57,6 +61,11 @@ class EagleConfig:
             (self.num_slots <= self.max_depth <= 32, "max_depth must be in [num_slots, 32]", self.max_depth),
             (1 <= self.num_steps <= 16, "num_steps must be in [1, 16]", self.num_steps),
             (1 <= draft_ids <= self.vocab_size, "draft_vocab_size must be in [1, vocab_size]", draft_ids),
+            (
+                is_rope_scaling(self.rope_scaling),
+                "rope_scaling must be null or 4 numbers > 0, low before high",
+                self.rope_scaling,
+            ),
         )
         for ok, rule, value in checks:
             if not ok:
@@ -77,8 +86,9 @@ class EagleConfig:
         Raises: ConfigError when a setting is missing or not allowed.
         """
         names = {f.name for f in dataclasses.fields(EagleConfig)}
+        kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names}
         try:
-            return EagleConfig(**{k: v for k, v in values.items() if k in names})
+            return EagleConfig(**kept)
         except TypeError as e:
             raise ConfigError(f"drafter config.json must hold every EAGLE-3 setting: {e}") from e
 
@@ -124,6 +134,8 @@ class EagleModel(DrafterModel):
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection and MLP with their residuals: hidden (B, T, H), attended (B, Hq, T, Dh) -> (B, T, H)."""
+        if self.config.norm_before_residual:
+            hidden = self.normed(hidden, self.hidden_norm)
         x = hidden + self.o_proj(attended.transpose(1, 2).flatten(2))
         gate, up = self.gate_up_proj(self.normed(x, self.post_norm)).chunk(2, -1)
         return x + self.down_proj(F.silu(gate) * up)

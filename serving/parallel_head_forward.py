@@ -92,9 +92,9 @@ class HeadForward:
 
     def angle_table(self, num_positions: int) -> torch.Tensor:
         """Rotations of positions 0..P-1, (P, 2, Dh) float32: [cos, cos] and [-sin, sin]."""
-        cos, sin = rope_cos_sin(
-            torch.arange(num_positions, device=self.device), self.config.head_dim, self.config.rope_theta
-        )
+        c = self.config
+        positions = torch.arange(num_positions, device=self.device)
+        cos, sin = rope_cos_sin(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
 
     def _rotate(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch import nn
 
 from paceline.errors import ConfigError
 from paceline.serving.drafter_family import DrafterModel
-from paceline.serving.specblock_model import rotate
+from paceline.serving.specblock_model import is_rope_scaling, rotate
 
 DRAFTER_TYPES = {"jetspec": True, "dflash": False}
 """Drafter type -> whether its block is causal."""
@@ -55,6 +55,8 @@ class ParallelHeadConfig:
     """Rank of the previous-token correction of the slot logits; 0 = none."""
     rms_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    rope_scaling: tuple[float, ...] | None = None
+    """Llama-3.1's four numbers, as rope_cos_sin takes them; None: angles are not scaled."""
 
     def __post_init__(self) -> None:
         mask = self.mask_token_id
@@ -65,6 +67,11 @@ class ParallelHeadConfig:
             (1 <= self.num_slots <= 31, "num_slots must be in [1, 31]", self.num_slots),
             (0 <= self.edge_rank <= MAX_EDGE_RANK, f"edge_rank must be in [0, {MAX_EDGE_RANK}]", self.edge_rank),
             (mask is None or 0 <= mask < self.vocab_size, "mask_token_id must be in the vocabulary or null", mask),
+            (
+                is_rope_scaling(self.rope_scaling),
+                "rope_scaling must be null or 4 numbers > 0, low before high",
+                self.rope_scaling,
+            ),
         )
         for ok, rule, value in checks:
             if not ok:
@@ -85,8 +92,9 @@ class ParallelHeadConfig:
         Raises: ConfigError when a setting is missing or not allowed.
         """
         names = {f.name for f in dataclasses.fields(ParallelHeadConfig)}
+        kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names}
         try:
-            return ParallelHeadConfig(**{k: v for k, v in values.items() if k in names})
+            return ParallelHeadConfig(**kept)
         except TypeError as e:
             raise ConfigError(f"drafter config.json must hold every parallel head setting: {e}") from e
 

@@ -10,6 +10,7 @@ re-entry from the hidden state of a slot (block 2).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,11 +106,26 @@ class SpecBlockConfig:
             raise ConfigError(f"drafter config.json must hold every SpecBlock setting: {e}") from e
 
 
-def rope_cos_sin(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin of the rotary angles, (..., head_dim / 2) float32 each."""
+def rope_cos_sin(
+    positions: torch.Tensor, head_dim: int, theta: float, scaling: tuple[float, ...] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cos and sin of the rotary angles, (..., head_dim / 2) float32 each.
+
+    scaling: Llama-3.1's (factor, low frequency factor, high frequency factor, original context): frequencies that turn
+    less than `low` times in the original context are divided by the factor, those above `high` kept, mixed in between.
+    """
     inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim)
+    if scaling is not None:
+        factor, low, high, context = scaling
+        kept = ((context * inverse / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        inverse = inverse * (kept + (1 - kept) / factor)
     angles = positions.to(torch.float64)[..., None] * inverse
     return angles.cos().float(), angles.sin().float()
+
+
+def is_rope_scaling(scaling: tuple[float, ...] | None) -> bool:
+    """Whether rope_cos_sin takes these."""
+    return scaling is None or (len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2])
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

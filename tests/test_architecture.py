@@ -21,7 +21,7 @@ ALLOWED_FOLDERS = {
 ADAPT_MAY_IMPORT_FROM_SERVING = {
     "drafter", "draft_tree", "tree_builder", "tree_policy", "budget", "specblock_model", "specblock_drafter", "request",
     "target", "sinks", "kv_cache", "verify", "specblock_attention", "specblock_rope", "score_calibration",
-    "drafter_family", "drafter_families", "eagle_model", "reentry", "parallel_head_model",
+    "drafter_family", "drafter_families", "eagle_model", "reentry", "parallel_head_model", "released_layouts",
 }  # fmt: skip
 FORBIDDEN = {
     "paceline": {"torch", "triton", "transformers", "ray", "redis"},

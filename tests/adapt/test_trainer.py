@@ -9,7 +9,7 @@ import torch
 
 from paceline.adapt import trainer
 from paceline.adapt.registry import DrafterRegistry
-from paceline.adapt.target_handle import TargetHandle
+from paceline.adapt.target_handle import TargetHandle, load_target_handle
 from paceline.adapt.trace_store import TraceStore
 from paceline.adapt.trainer import ShadowConfig, run_training_job
 from paceline.clock import ManualClock
@@ -257,6 +257,20 @@ def test_a_drafter_of_another_target_is_refused(place):
 def test_a_missing_target_folder_fails(place, tmp_path):
     result = run(place, target=tmp_path / "none")
     assert result.status == "failed" and "config.json" in result.reason
+
+
+def test_the_target_is_read_as_its_drafter_taps_it(place, tmp_path, monkeypatch):
+    registry, read = place[1], []
+
+    def load(folder, **options):
+        read.append(options["tap_layers"])
+        return load_target_handle(folder, **options)
+
+    monkeypatch.setattr(trainer, "load_target_handle", load)
+    tapped = registry.put(base_state(1), **{**FIELDS, "config": {**FIELDS["config"], "tap_layers": [0, 2, 3]}}).version
+    for version in (tapped, place[2].base_version):
+        assert run(place, changed(place[2], base_version=version), target=tmp_path / "none").status == "failed"
+    assert read == [[0, 2, 3], None]
 
 
 def test_a_full_disk_fails(place, quick_update, monkeypatch):

@@ -259,17 +259,19 @@ def test_a_server_that_dies_while_a_changed_answer_is_looked_into_fails_the_chec
 
 
 def test_a_second_answer_that_never_ends_is_given_up(monkeypatch):
+    seen = set()
+
     async def trickle(self, request, result):
         result.token_ids, result.finish_reason = [1], "stop"
-        if not self.is_first:
+        if request in seen:
             await asyncio.Event().wait()
-        StreamClient.is_first = False
+        seen.add(request)
+        await asyncio.sleep(0.02)
 
-    monkeypatch.setattr(StreamClient, "is_first", True, raising=False)
     with Mortal(num_answers=10**6) as server:
         monkeypatch.setattr(StreamClient, "_read", trickle)
         monkeypatch.setattr("paceline.bench.stream_load.find_features", _features)
-        result = RUN.invoke(app, ["bench", "streams", "--url", server.url, "--clients", "1", "--minutes", "0.00001", "--temperature", "0", "--check", "--timeout", "0.3"])  # fmt: skip
+        result = RUN.invoke(app, ["bench", "streams", "--url", server.url, "--clients", "1", "--minutes", "0.001", "--temperature", "0", "--check", "--timeout", "0.3"])  # fmt: skip
     assert (result.exit_code, type(result.exception)) == (1, SystemExit), result.output
     assert "failed: timeout: not complete after" in result.output
 

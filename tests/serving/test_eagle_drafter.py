@@ -81,7 +81,10 @@ def check_round(drafter, model, embed, requests, spans, rng):
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"num_slots": 1, "num_kv_heads": 4}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"num_slots": 1, "num_kv_heads": 4}, {"norm_before_residual": True}, {"rope_scaling": (8.0, 1.0, 4.0, 64.0)}],
+)
 def test_drafting_equals_the_training_forward_over_rounds(count, scattered, changes):
     rng = np.random.default_rng(3)
     model, embed = tiny_model(**changes)

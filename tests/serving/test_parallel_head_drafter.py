@@ -72,7 +72,15 @@ def prefilled(drafter, count, rng, scattered=False, length=60):
 @KINDS
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"num_layers": 3, "num_kv_heads": 1}, {"mask_token_id": 4, "num_kv_heads": 4}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_layers": 3, "num_kv_heads": 1},
+        {"mask_token_id": 4, "num_kv_heads": 4},
+        {"rope_scaling": (8.0, 1.0, 4.0, 64.0)},
+    ],
+)
 def test_incremental_drafting_equals_the_training_forward_over_rounds(is_causal, count, scattered, changes):
     rng = np.random.default_rng(3)
     model, embed, head = tiny_head(is_causal, **changes)
