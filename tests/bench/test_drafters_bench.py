@@ -273,7 +273,7 @@ def test_two_drafters_of_one_name_are_refused(tmp_path):
 
 
 def test_the_configuration_is_on_disk_before_the_model_is_loaded(tmp_path, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(drafters, "load_target", broken)

@@ -25,10 +25,9 @@ def check(size: int, out: Outcome) -> None:
     assert out.num_preemptions > 0 or size < 13, out
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("size", SIZES)
-def test_answers_of_a_crowd_are_those_of_requests_alone(size, seed):
-    out = Crowd(size, seed).run()
+def test_answers_of_a_crowd_are_those_of_requests_alone(size):
+    out = Crowd(size, SIZES.index(size) % 2).run()  # odd seeds have another set of drafters
     check(size, out)
     assert out.most_running >= 0.9 * size and out.num_drafted_full > 0, out
 

@@ -86,7 +86,7 @@ def test_a_trace_that_cannot_be_put_together_costs_the_trace_only(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("where", "num_requests"), [("choose_one", 1), ("choose", 2), ("rank_candidates", 2), ("select_tree", 2)]
+    ("where", "num_requests"), [("choose_one", 1), ("choose", 2), ("BatchCandidates.ranked", 2), ("pack_trees", 2)]
 )
 def test_trees_that_cannot_be_built_cost_the_drafter_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str, num_requests: int
