@@ -2,8 +2,8 @@
 
 A program takes a narrow strip of columns of one layer, for all rows: it reads every source row, waits for all of its
 threads, then writes. Programs share no column, so sources and destinations may overlap in any way, as in the
-reference. The engine's commits do not need that (sources lie in scratch, destinations in canonical pages); other
-callers may. More rows than one program holds go through a copy of the sources (two launches).
+reference. The engine needs that: a lone request's tree lies behind its context, and a path moves up within it. More rows
+than one program holds go through a copy of the sources (two launches).
 
 That the wait (a barrier) orders reads before writes on a GPU is not proven by the interpreter, which runs a program as
 one thread.

@@ -35,7 +35,7 @@ def check_proposal(proposal: Proposal, vocab_size: int | None) -> None:
     if not highest <= 1e-3:
         raise ValueError(f"log-probabilities must be at most 0 (-inf = absent), got {highest}")
     if vocab_size is not None:
-        ids = proposal.token_ids.numpy()
+        ids = proposal.token_ids.numpy().astype(np.int64, copy=False)
         if int(ids.view(np.uint64).max()) >= vocab_size:  # those below 0 are the highest unsigned numbers
             raise ValueError(f"proposed token ids must be in [0, {vocab_size}), got {ids.min()}..{ids.max()}")
 

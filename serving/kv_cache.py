@@ -74,7 +74,7 @@ class KVPool:
         return torch.arange(self.scratch_start, self.scratch_start + num_rows, device=self.data.device)
 
     def commit(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None:
-        """Copy accepted scratch rows (M,) to canonical rows (M,), all layers, K and V."""
+        """Copy accepted rows (M,) to canonical rows (M,), all layers, K and V; the two may overlap."""
         if self._on_commit is not None:
             self._on_commit(src_rows, dst_rows)
         self._commit_rows(self.data, src_rows, dst_rows)

@@ -140,6 +140,6 @@ class SlotForward:
         return Proposal(
             token_ids=ids.view(shape)[..., :count],
             logprobs=top.view(shape)[..., :count],
-            widths=self._widths.take(classes + self._width_offsets) if c.has_rank_head else None,
+            widths=self._widths.take(classes + self._width_offsets) if c.has_rank_head else classes.fill_(count),
             hidden=hidden,
         )

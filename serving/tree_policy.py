@@ -104,8 +104,13 @@ class TreePolicy:
         self._text = None if config.mix == "none" else make_text_drafter(config.mix)
 
     def mixed(self, drafter: Drafter) -> Drafter:
-        """The drafter as rounds use it: with a text drafter at its side if the configuration asks for one."""
-        return drafter if self._text is None or drafter.caps.num_slots == 0 else MixedDrafter(drafter, self._text)
+        """The drafter as rounds use it: with a text drafter at its side if the configuration asks for one.
+
+        A mixed draft has two blocks, so a drafter that goes on level by level (EAGLE-3) stays alone: it would lose its depth.
+        """
+        if self._text is None or drafter.caps.num_slots == 0 or drafter.caps.num_blocks > 2:
+            return drafter
+        return MixedDrafter(drafter, self._text)
 
     def release(self, request_id: str) -> None:
         """Forget what is kept for a request that has ended."""

@@ -230,7 +230,7 @@ def test_without_a_rank_head_path_scores_alone_decide():
     drafter = SpecBlockDrafter(model, embed, num_candidates=6)
     drafter.alloc(40)
     request = Request("r", rng, 40, 9, list(range(40)))
-    assert drafter.propose(make_inputs([request], [(0, 9)])).widths is None
+    assert drafter.propose(make_inputs([request], [(0, 9)])).widths.tolist() == [[6] * 4]
 
 
 def test_bfloat16_drafting_stays_close_to_float32():
