@@ -29,7 +29,7 @@ from paceline.errors import ConfigError
 from paceline.serving.drafter_families import drafter_family, save_drafter
 from paceline.serving.drafter_family import DrafterModel
 from paceline.serving.request import RequestTrace
-from paceline.serving.target import TargetModel
+from paceline.serving.target import TargetModel, checkpoint_version
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int, dict], None]
@@ -279,6 +279,7 @@ def _write_text(
     goals = [RegenerateConfig(**text), RegenerateConfig(**held)]
     found = [json.loads(s.read_text(encoding="utf-8")) if s.is_file() else None for s in states]
     if all(f is not None and f["tokens"] >= g.num_tokens for f, g in zip(found, goals, strict=True)):
+        _check_text(found, goals, checkpoint_version(source), recipe)
         return found[0] or {}
     target = TargetModel.load(source, device=device, fast_path=False)
     sides = _documents(data, recipe, target.tokenizer)
@@ -290,6 +291,17 @@ def _write_text(
             )
         )
     return done[0]
+
+
+def _check_text(found: list[Any], goals: list[RegenerateConfig], version: str, recipe: DrafterRecipe) -> None:
+    """Complete text must be of this target, these domains and this seed."""
+    for state, goal in zip(found, goals, strict=True):
+        is_other = recipe.domains and sorted(state["domains"]) != sorted(recipe.domains)
+        if is_other or state["target_version"] != version or state["seed"] != goal.seed:
+            raise ConfigError(
+                f"the text in the folder was written by target {state['target_version']} for {', '.join(state['domains'])} "
+                f"with seed {state['seed']}; choose another --out or delete it"
+            )
 
 
 def _named(progress: Progress, phase: str) -> Progress:

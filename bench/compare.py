@@ -48,6 +48,8 @@ class CompareOptions:
             raise ConfigError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
         if self.fail_below is not None and not 0 < self.fail_below < math.inf:
             raise ConfigError(f"fail-below must be above 0, got {self.fail_below}")
+        if self.json is not None and self.json.resolve() in (self.first.resolve(), self.second.resolve()):
+            raise ConfigError(f"json must be another file than the two results, got {self.json}")
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class BenchOptions:
         check_policies(self.policies, self.nodes)
         if not self.batches or min(self.batches) < 1 or max(self.batches) > 1024:
             raise ConfigError(f"batch must be a comma list of sizes in [1, 1024], got {self.batches}")
-        if not self.temperatures or min(self.temperatures) < 0:
+        if not self.temperatures or not all(0 <= t < math.inf for t in self.temperatures):
             raise ConfigError(f"temperature must be a comma list of numbers >= 0, got {self.temperatures}")
         if not self.buckets and not self.input_tokens:
             raise ConfigError("buckets must name at least one bucket where there is no --isl, got none")
@@ -69,6 +70,7 @@ class BenchOptions:
         least = {
             "num-prompts": (self.num_prompts, 1), "groups": (self.min_groups, 1), "waves": (self.waves, 1),
             "warmup": (self.warmup_groups, 0), "max-tokens": (self.max_tokens, 2), "check": (self.num_check, 0),
+            "seed": (self.seed, 0),
         }  # fmt: skip
         for name, (value, limit) in least.items():
             if value < limit:

@@ -10,7 +10,7 @@ from rich.table import Table
 from paceline.bench.engine_cells import PLAIN
 from paceline.bench.engine_table import interval_text, new_table, number_text
 
-COLUMNS = ("bucket", "batch", "T", "arm", "accept. length", "95%", "per request", "speedup", "95%", "predicted", "tok/s", "user tok/s", "TTFT ms", "gap p99", "draft share", "95%", "ms/draft")  # fmt: skip
+COLUMNS = ("bucket", "batch", "T", "arm", "accept. length", "95%", "per request", "speedup", "95%", "predicted", "tok/s", "user tok/s", "TTFT ms", "gap p99", "draft share", "95% of share", "ms/draft")  # fmt: skip
 SUMMARY_COLUMNS = (
     "kind",
     "batch",
@@ -47,7 +47,7 @@ def cell_texts(cell: dict[str, Any], arm: str) -> list[str]:
         "" if arm == PLAIN else number_text(None if prediction is None else prediction["predicted"], 3),
         f"{speed['tokens_per_s']:.0f}", number_text(row["user_tokens_per_s"]["mean"]),
         number_text(row["ttft_ms"]["p50"], 1), number_text(row["gap_ms"]["p99"], 2),
-        *(["", ""] if share is None else [f"{share['share']:.1%}", interval_text(share["interval"])]),
+        *(["", ""] if share is None else [f"{share['share']:.1%}", interval_text([100 * v for v in share["interval"]] if share["interval"] else None)]),
         "" if cost is None else number_text(cost["ms_per_draft"], 3),
     ]  # fmt: skip
 

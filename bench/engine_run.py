@@ -163,6 +163,8 @@ def greedy_or_sampled(temperature: float, max_tokens: int, seed: int) -> Samplin
 
 
 def set_threads(num_threads: int | None) -> None:
-    """Set torch's threads for this process."""
+    """Set torch's threads for this process; None leaves them. Raises: ConfigError."""
+    if num_threads is not None and num_threads < 1:
+        raise ConfigError(f"threads must be >= 1, got {num_threads}")
     if num_threads:
         torch.set_num_threads(num_threads)

@@ -6,6 +6,7 @@ that a reader always finds valid JSON: `is_complete` says whether the run came t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,6 +19,8 @@ from typing import Any
 import psutil
 import torch
 
+from paceline.errors import ConfigError
+
 FORMAT = 1
 _PACKAGES = ("paceline", "torch", "transformers", "triton", "numpy")
 
@@ -26,7 +29,7 @@ class ResultFile:
     """A JSON document that grows; without a path it lives in memory only."""
 
     def __init__(self, path: Path | None, *, command: str, options: Any, extra: dict[str, Any] | None = None) -> None:
-        """options: a dataclass, written as it is. Writes the document at once; raises OSError when it cannot."""
+        """options: a dataclass, written as it is. Writes the document at once; raises ConfigError when it cannot."""
         self.path = path
         self.document: dict[str, Any] = {
             "format": FORMAT,
@@ -53,14 +56,19 @@ class ResultFile:
         """Replace the file in one step; a crash leaves the one before."""
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
-        with part.open("w", encoding="utf-8") as file:
-            json.dump(self.document, file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("w", encoding="utf-8") as file:
+                json.dump(self.document, file, indent=1, allow_nan=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, self.path)
+        except OSError as e:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise ConfigError(f"json must name a file that can be written, got {self.path}: {e.strerror}") from e
 
 
 def plain_values(options: Any) -> dict[str, Any]:

@@ -223,11 +223,16 @@ def train_drafter(
         ),
     ] = None,
     domains: Annotated[str, typer.Option(help="Comma list of domains whose prompts are continued.")] = "tools,code",
-    data: Data = None,
-    tokens: Annotated[float, typer.Option(help="Tokens that the target writes as training text.")] = 4e5,
-    epochs: Annotated[float, typer.Option(help="Passes over that text.")] = 3.0,
-    seed: Annotated[int, typer.Option(help="Seed of prompts, sampling and weights.")] = 1,
-    threads: Annotated[Optional[int], typer.Option(help="torch threads.")] = None,
+    data: Annotated[
+        Optional[Path], typer.Option(help="Folder of text data (docs/data_folder.md); needed by every domain but code.")
+    ] = None,
+    tokens: Annotated[
+        float,
+        typer.Option(help="Tokens that the target writes as training text, at least; 128 requests at a time.", min=1),
+    ] = 4e5,
+    epochs: Annotated[float, typer.Option(help="Passes over that text.", min=0.01)] = 3.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, sampling and weights.", min=0)] = 1,
+    threads: Annotated[Optional[int], typer.Option(help="torch threads.", min=1)] = None,
     device: Annotated[str, typer.Option(help="cpu | cuda.")] = "cpu",
 ) -> None:
     import dataclasses

@@ -181,6 +181,12 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     with pytest.raises(ConfigError, match="another recipe"):
         other = dataclasses.replace(recipe, learning_rate=1e-4)
         train_drafter(target_dir, prompts_dir, tmp_path / "a", other)
+    elsewhere = tmp_path / "target"
+    tiny_model("qwen3", layers=5, width=32).save_pretrained(elsewhere)
+    tiny_tokenizer(64).save_pretrained(elsewhere)
+    (tmp_path / "a" / "checkpoint.pt").unlink()
+    with pytest.raises(ConfigError, match="was written by target"):
+        train_drafter(elsewhere, prompts_dir, tmp_path / "a", recipe)
 
 
 def test_a_drafter_that_nobody_knows_or_cannot_be_is_refused(tmp_path, target_dir, prompts_dir):

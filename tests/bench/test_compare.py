@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.bench.compare import compare_cells, read_result, regressions
+from paceline.bench.compare import CompareOptions, compare_cells, read_result, regressions
 from paceline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -70,6 +70,11 @@ def test_acceptance_lengths_are_compared_as_of_independent_runs():
 def test_cells_that_only_one_run_has_are_left_out():
     arms = {"plain": ([1], [1]), "x": ([1], [1])}
     assert compare_cells(result(arms), result(arms, batch=8)) == []
+
+
+def test_a_comparison_never_overwrites_what_it_compares(tmp_path):
+    with pytest.raises(ConfigError, match="json must be another file"):
+        CompareOptions(first=tmp_path / "a.json", second=tmp_path / "b.json", json=tmp_path / "x" / ".." / "b.json")
 
 
 def test_a_result_without_groups_is_refused(tmp_path):

@@ -18,7 +18,7 @@ from paceline.bench.result_file import ResultFile
 from paceline.cli import app
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.serving.request import SamplingParams
 from paceline.serving.scripted_drafters import RandomDrafter
 from tests.fakes import tiny_target
@@ -136,6 +136,13 @@ def test_options_and_machine_are_on_disk_before_anything_is_measured(tmp_path):
     document = json.loads((tmp_path / "r.json").read_text())
     assert document["options"] == {"path": "a"} and document["is_complete"] is False and document["machine"]["num_cpus"]
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_a_result_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match="json must name a file that can be written"):
+        ResultFile(tmp_path / "folder", command="x", options=EngineBenchLike())
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"], "nothing half-written stays"
 
 
 def EngineBenchLike():
