@@ -119,8 +119,10 @@ def run_training_job(
     try:
         with _torch_threads(threads):
             if isinstance(target_dir, str | Path):
+                folder, target_dir = target_dir, load_target_handle(target_dir, device=device)
                 taps = registry.get_manifest(job.base_version).config.get("tap_layers")
-                target_dir = load_target_handle(target_dir, device=device, tap_layers=taps)
+                if taps is not None:
+                    target_dir = load_target_handle(folder, device=device, tap_layers=taps)
             return _run(job, store, registry, target_dir, watch, timing, progress, shadow or ShadowConfig())
     except (UpdateStoppedError, ShadowStoppedError):
         log.info("training stopped job=%s reason=%s", job.job_id, watch.reason)
