@@ -6,6 +6,7 @@ disk) end in a TrainResult with status 'failed' and one sentence; serving never 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -119,10 +120,12 @@ def run_training_job(
     try:
         with _torch_threads(threads):
             if isinstance(target_dir, str | Path):
-                folder, target_dir = target_dir, load_target_handle(target_dir, device=device)
-                taps = registry.get_manifest(job.base_version).config.get("tap_layers")
-                if taps is not None:
-                    target_dir = load_target_handle(folder, device=device, tap_layers=taps)
+                taps = None
+                with contextlib.suppress(
+                    ManifestError
+                ):  # said where the job begins; a wrong folder or device comes first
+                    taps = registry.get_manifest(job.base_version).config.get("tap_layers")
+                target_dir = load_target_handle(target_dir, device=device, tap_layers=taps)
             return _run(job, store, registry, target_dir, watch, timing, progress, shadow or ShadowConfig())
     except (UpdateStoppedError, ShadowStoppedError):
         log.info("training stopped job=%s reason=%s", job.job_id, watch.reason)
