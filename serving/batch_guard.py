@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARE = 0.004
+SHARE = 0.0075
 """Rounds' worth of loss allowed per round."""
-LIMIT = 3.0
+LIMIT = 4.0
 """Debt in plain rounds at which drafting stops."""
 CREDIT = 8.0
 """Gains in plain rounds that later losses may use up, at most."""
