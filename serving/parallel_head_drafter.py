@@ -26,8 +26,8 @@ from paceline.serving.parallel_head_model import (
     ParallelHeadModel,
     block_visibility,
 )
+from paceline.serving.row_ops import ScaleCache
 
-_MAX_CACHED_SCALES = 256
 _MIN_POSITIONS = 512
 
 
@@ -77,7 +77,7 @@ class ParallelHeadDrafter:
         self._angles = torch.empty(0, 2, c.head_dim)
         self._hidden_rows = ~block_visibility(c.num_slots, c.is_causal, self.device)  # (N, N)
         self._lone_bias = torch.empty(0, 0)
-        self._scale_cache: dict[tuple[float, ...], torch.Tensor] = {}
+        self._scale_cache = ScaleCache()
         self.load_state(model.state_dict())
 
     # ---- weights and KV
@@ -148,7 +148,7 @@ class ParallelHeadDrafter:
             layer[:, longest:, 0] = k.unflatten(0, (batch, rows))
             layer[:, longest:, 1] = v.unflatten(0, (batch, rows))
             x = self._forward.finish(i, x, self._attend(q, layer, bias))
-        return self._forward.heads(x, self._scales(inputs.temperatures))
+        return self._forward.heads(x, self._scale_cache.get(inputs.temperatures, self._forward.scales))
 
     def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
         """Never called: the head is not re-entrant."""
@@ -201,17 +201,6 @@ class ParallelHeadDrafter:
         k, v = keys[:, :, 0].transpose(1, 2), keys[:, :, 1].transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, bias, scale=1.0)  # (B, Hkv, G * N, Dh)
         return out.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4).reshape(-1, c.num_heads * c.head_dim)
-
-    def _scales(self, temperatures: torch.Tensor) -> torch.Tensor:
-        key = tuple(temperatures.tolist()) if self.device.type == "cpu" else None
-        found = self._scale_cache.get(key) if key is not None else None
-        if found is None:
-            found = self._forward.scales(temperatures)
-            if key is not None:
-                if len(self._scale_cache) >= _MAX_CACHED_SCALES:
-                    self._scale_cache.clear()
-                self._scale_cache[key] = found
-        return found
 
 
 def make_drafter(

@@ -6,8 +6,38 @@ Rotary pairs are adjacent here, so that float32 rotates by one complex product; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+
+_MAX_CACHED_SCALES = 256
+
+
+class ScaleCache:
+    """A drafter's factors on its logits by the temperatures of a batch: they stay the same while the same requests run.
+
+    On the CPU only: elsewhere reading the temperatures would wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[float, ...], torch.Tensor] = {}
+
+    def clear(self) -> None:
+        """New weights have other factors."""
+        self._found.clear()
+
+    def get(self, temperatures: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """compute(temperatures (B,)), remembered."""
+        if temperatures.device.type != "cpu":
+            return compute(temperatures)
+        key = tuple(temperatures.tolist())
+        found = self._found.get(key)
+        if found is None:
+            if len(self._found) >= _MAX_CACHED_SCALES:
+                self._found.clear()
+            found = self._found[key] = compute(temperatures)
+        return found
 
 
 def norm(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -19,12 +19,11 @@ from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafter import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafter_family import DrafterFamily, TargetHandles, check_state, serving_dtype
 from paceline.serving.output_head import choose_head_dtype
+from paceline.serving.row_ops import ScaleCache
 from paceline.serving.specblock_attention import SlotAttention
 from paceline.serving.specblock_forward import SlotForward
 from paceline.serving.specblock_graphs import GraphedSpecBlock, num_spare_rows
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
-
-_MAX_CACHED_SCALES = 256
 
 
 class SpecBlockDrafter:
@@ -73,7 +72,7 @@ class SpecBlockDrafter:
             c, embed, dtype=dtype, head_dtype=self.head_dtype, device=self.device, num_candidates=count
         )
         self._p = self._forward.weights
-        self._scale_cache: dict[tuple[float, ...], torch.Tensor] = {}
+        self._scale_cache = ScaleCache()
         self._round: tuple[DraftInputs, list[torch.Tensor], torch.Tensor] | None = None
         self._graphs: GraphedSpecBlock | None = None
         self._is_graphed = False  # the latest `propose` was replayed
@@ -151,7 +150,7 @@ class SpecBlockDrafter:
             if proposal is not None:
                 return proposal
         x, contexts, cond = self._refresh(inputs, wants_block=True)
-        scale = self._scales(inputs.temperatures)
+        scale = self._scale_cache.get(inputs.temperatures, self._forward.scales)
         self._round = (inputs, contexts, scale)
         return self._forward.heads(x, scale[0], None if self.config.inherits_hidden else cond[inputs.cu_new[1:] - 1])
 
@@ -258,18 +257,6 @@ class SpecBlockDrafter:
                 attended = self._attention.attend_ragged(qkv, context, counts, lengths)
             x = self._forward.finish(i, x, attended)
         return x, contexts, cond
-
-    def _scales(self, temperatures: torch.Tensor) -> torch.Tensor:
-        """(2, B, K) factors on the logits: exp(log_beta[class, block, slot]) / T, with T = 1 for greedy requests."""
-        key = tuple(temperatures.tolist()) if self.device.type == "cpu" else None
-        found = self._scale_cache.get(key) if key is not None else None
-        if found is None:
-            found = self._forward.scales(temperatures)
-            if key is not None:
-                if len(self._scale_cache) >= _MAX_CACHED_SCALES:
-                    self._scale_cache.clear()
-                self._scale_cache[key] = found
-        return found
 
 
 def make_drafter(
