@@ -3,7 +3,7 @@
 The budget controller decides by what it expects. This guard keeps an account of what really happened: every drafted round
 is charged the time it took and credited the plain rounds that its tokens would have taken; every round of either kind earns
 a small allowance. In debt beyond a limit, nothing is drafted in such batches, trials and probes included, until the
-allowance has paid the debt off. Whatever the forecasts say, drafting thus costs a batch at most the limit once, and the
+allowance has paid half of it off. Whatever the forecasts say, drafting thus costs a batch at most the limit once, and the
 allowance's share of the time from then on.
 """
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHARE = 0.0075
+SHARE = 0.003
 """Rounds' worth of loss allowed per round."""
-LIMIT = 4.0
-"""Debt in plain rounds at which drafting stops."""
+LIMIT, RESUME = 4.0, 2.0
+"""Debts in plain rounds at which drafting stops and may begin again."""
 CREDIT = 8.0
 """Gains in plain rounds that later losses may use up, at most."""
 LEAST_PLAIN = 3
@@ -61,4 +61,4 @@ class BatchGuard:
             old = self.scale or ratio
             self.scale += max(_RATE, 1 / self.num_plain) * (min(ratio, _HICCUP * old) - self.scale)
         self.debt = max(self.debt - SHARE, -CREDIT)
-        self.is_locked = self.debt > (0.0 if self.is_locked else LIMIT)
+        self.is_locked = self.debt > (RESUME if self.is_locked else LIMIT)
