@@ -141,10 +141,20 @@ class SamplingBatch:
         bits = _mix(self.seeds[owner] + positions * _GOLDEN)
         return _shift(bits, 11).double() * 2.0**-53
 
+    def uniforms_of_one(self, first: int, offsets: Sequence[int]) -> torch.Tensor:
+        """`uniforms` of a lone request at positions first + offsets, which repeat: (N,) float64 on the CPU.
+
+        In Python numbers, because two dozen tensor operators take longer than a few dozen multiplications.
+        """
+        seed = int(self.seeds[0])
+        found = {offset: _uniform(seed + (first + offset) * _GOLDEN) for offset in set(offsets)}
+        return torch.tensor([found[offset] for offset in offsets], dtype=torch.float64)
+
 
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 tensors wrap, so the constants are the two's complement
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
+_ALL_BITS = 2**64 - 1
 
 
 def _to_int64(value: int) -> int:
@@ -162,6 +172,14 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ _shift(x, 30)) * _MIX_1
     x = (x ^ _shift(x, 27)) * _MIX_2
     return x ^ _shift(x, 31)
+
+
+def _uniform(x: int) -> float:
+    """`_mix` of any int and its uniform, in Python numbers."""
+    x = (x + _GOLDEN) & _ALL_BITS
+    x = ((x ^ (x >> 30)) * _MIX_1) & _ALL_BITS
+    x = ((x ^ (x >> 27)) * _MIX_2) & _ALL_BITS
+    return ((x ^ (x >> 31)) >> 11) * 2.0**-53
 
 
 def argmax_rows(logits: torch.Tensor) -> torch.Tensor:

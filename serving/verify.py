@@ -230,17 +230,19 @@ def draw_all(
     """
     if sampling.has_grammars:
         raise ValueError("requests with a grammar must be verified level by level, got a draw at every row")
-    owner = owners(tree)
-    above = tree.ancestors.clone()
-    above[:, 0] = False  # the root is committed, so it is counted already
-    packed = (tree.cu_nodes[owner][:, None] + torch.arange(above.shape[1], device=owner.device)).clamp(
-        max=owner.numel() - 1
-    )
-    extra = torch.where(above, tree.token_ids[packed], -1)
-    owner_list = None
+    owner, extra, uniforms, owner_list = owners(tree), None, None, None
+    if any(sampling.is_penalised):
+        above = tree.ancestors.clone()
+        above[:, 0] = False  # the root is committed, so it is counted already
+        packed = tree.cu_nodes[owner][:, None] + torch.arange(above.shape[1], device=owner.device)
+        extra = torch.where(above, tree.token_ids[packed.clamp(max=owner.numel() - 1)], -1)
     if tree.counts is not None:
         owner_list = [b for b, count in enumerate(tree.counts) for _ in range(count)]
-    return draw_tokens(logits, owner, context_lens[owner] + tree.depths + 1, sampling, extra, owner_list=owner_list)
+    if tree.host is not None:
+        owner_list = [0] * len(tree.host.depths)
+        uniforms = sampling.uniforms_of_one(int(context_lens[0]) + 1, tree.host.depths)
+    positions = context_lens[owner] + tree.depths + 1
+    return draw_tokens(logits, owner, positions, sampling, extra, uniforms, owner_list)
 
 
 def _walk(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor) -> AcceptPlan:

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.serving.request import SamplingParams
 from paceline.serving.sampling import SamplingBatch, TokenCounts, draw_tokens, has_penalties, token_logprobs
@@ -118,6 +120,15 @@ def test_draw_depends_on_seed_and_position_only():
         alone = SamplingBatch.from_params([params[b]], [[11, 12, -(2**70)][b]])
         got = draw_tokens(logits[i : i + 1], torch.zeros(1, dtype=torch.int64), positions[i : i + 1], alone)
         assert got[0] == together[i]
+
+
+@given(seed=st.integers(-(2**70), 2**70), first=st.integers(0, 2**40), offsets=st.lists(st.integers(0, 40), min_size=1))
+@settings(max_examples=200, deadline=None)
+def test_a_lone_request_gets_the_uniforms_of_a_batch(seed, first, offsets):
+    batch = SamplingBatch.from_params([SamplingParams(temperature=1.0)], [seed])
+    positions = torch.tensor(offsets) + first
+    expected = batch.uniforms(torch.zeros_like(positions), positions)
+    assert torch.equal(batch.uniforms_of_one(first, offsets), expected)
 
 
 def test_uniforms_are_uniform_and_uncorrelated():
