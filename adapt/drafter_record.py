@@ -12,6 +12,7 @@ import torch
 
 from paceline.adapt import corpus
 from paceline.adapt.data_split import count_rows
+from paceline.adapt.learning_curve import CURVE_FILE
 from paceline.serving.request import RequestTrace
 
 CONFIG_FILE = "config.json"
@@ -68,6 +69,7 @@ def write_provenance(
         f"({text['loops']:,} cut at an exact short loop), written in {text['seconds'] / 60:.0f} minutes; "
         f"{num_rows:,} supervised rows in {num_steps:,} optimizer steps, {seconds / 60:.0f} minutes; "
         f"{num_parameters:,} parameters; torch {torch.__version__} on {platform.machine()}.\n\n"
+        f"Learning curve: `{CURVE_FILE}`, loss and `nll` of the training rows over steps, rows and seconds.\n\n"
         f"## Prompts and their licences\n\n{sources}\n\n"
         f"## Held-out documents\n\n`nll` in nats per row at the first slot; `blockB_slotS` is the share of rows whose "
         f"slots 0..S of block B are all right; acceptance length by exact replay with {num_nodes} draft nodes.\n\n"

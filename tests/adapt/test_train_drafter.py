@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from paceline.adapt.drafter_families import training_family
 from paceline.adapt.drafter_recipe import target_shape
+from paceline.adapt.learning_curve import read_curve
 from paceline.adapt.regenerate import (
     RegenerateConfig,
     Regenerator,
@@ -168,6 +169,11 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     train_drafter(target_dir, prompts_dir, tmp_path / "b", recipe)
     a, b = (load_file(tmp_path / name / "drafter.safetensors") for name in "ab")
     assert all(torch.equal(a[k], b[k]) for k in b)
+    curves = [read_curve(tmp_path / name) for name in "ab"]
+    assert all(curves[0][k] == curves[1][k] for k in ("step", "rows", "loss", "nll")), (
+        "the curve has no gap and no knee"
+    )
+    assert curves[0]["step"][-1] == seen[-1][1] and sorted(curves[0]["seconds"]) == curves[0]["seconds"]
     (numbers,) = results.values()
     assert numbers["nll"] > 0 and numbers["acceptance_length_sampled"] >= 1
     drafter = load_drafter(tmp_path / "a", load_target_handle(target_dir))
@@ -177,7 +183,8 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     assert config["domains"] == list(config["learned_rows"]) == [prompts_dir.name]
     assert config["learned_rows"][prompts_dir.name] > 0
     provenance = (tmp_path / "a" / "PROVENANCE.md").read_text(encoding="utf-8")
-    assert "supervised rows" in provenance and "paceline train-drafter" in provenance
+    assert f"{curves[0]['rows'][-1]:,.0f} supervised rows" in provenance and "`learning_curve.json`" in provenance
+    assert "paceline train-drafter" in provenance
     with pytest.raises(ConfigError, match="another recipe"):
         other = dataclasses.replace(recipe, learning_rate=1e-4)
         train_drafter(target_dir, prompts_dir, tmp_path / "a", other)
