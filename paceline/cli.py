@@ -14,7 +14,7 @@ from paceline.cli_bench import bench_app
 from paceline.cli_bench_serve import SERVE_HELP, SHAPES_HELP
 from paceline.cli_bench_serve import serve as bench_serve
 from paceline.cli_bench_serve import shapes as bench_shapes
-from paceline.cli_options import Data, Json, data_folder, split
+from paceline.cli_options import Data, Html, Json, data_folder, split
 from paceline.cli_replay import REPLAY_HELP, replay
 from paceline.cli_versions import versions_app
 from paceline.errors import PacelineError
@@ -51,7 +51,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of traffic and sampling.")] = 0,
     data: Data = None,
     json: Json = None,
-    html: Annotated[Optional[Path], typer.Option(help="Write a self-contained HTML report.")] = None,
+    html: Html = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the processes' logs.")] = False,
 ) -> None:
     from paceline.infra.demo import DemoOptions, run_demo

@@ -9,7 +9,14 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-from paceline.cli_bench_drafters import COMPARE_HELP, DRAFTERS_HELP, bench_compare, bench_drafters
+from paceline.cli_bench_drafters import (
+    COMPARE_HELP,
+    CURVES_HELP,
+    DRAFTERS_HELP,
+    bench_compare,
+    bench_curves,
+    bench_drafters,
+)
 from paceline.cli_options import Data, Json, data_folder, numbers, split
 
 bench_app = typer.Typer(
@@ -19,6 +26,7 @@ bench_app = typer.Typer(
 
 bench_app.command("drafters", help=DRAFTERS_HELP)(bench_drafters)
 bench_app.command("compare", help=COMPARE_HELP)(bench_compare)
+bench_app.command("curves", help=CURVES_HELP)(bench_curves)
 
 
 @bench_app.command(

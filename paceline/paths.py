@@ -1,4 +1,4 @@
-"""Where bundled and local models lie."""
+"""Where do bundled and local models lie, and can a result be written where it shall?"""
 
 from __future__ import annotations
 
@@ -43,4 +43,22 @@ def resolve_drafter(drafter: str) -> Path | None:
             f"drafter must be 'bundled', 'none', {', '.join(map(repr, TEXT_DRAFTERS))} or a folder with config.json and "
             f"drafter.safetensors or released weights, got {drafter!r}"
         )
+    return path
+
+
+def check_output(path: Path | None, option: str) -> Path | None:
+    """The path, once it is sure that a file can be written there; makes its folder and leaves what the file holds.
+
+    option: the name that the error says. Raises: ConfigError.
+    """
+    if path is None:
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as e:
+        raise ConfigError(f"{option} must name a file that can be written, got {path}: {e.strerror}") from e
     return path
