@@ -14,7 +14,7 @@ from paceline.cli_bench import bench_app
 from paceline.cli_bench_serve import SERVE_HELP, SHAPES_HELP
 from paceline.cli_bench_serve import serve as bench_serve
 from paceline.cli_bench_serve import shapes as bench_shapes
-from paceline.cli_options import Data, Html, Json, data_folder, split
+from paceline.cli_options import DRAFTERS, Data, Html, Json, data_folder, split
 from paceline.cli_replay import REPLAY_HELP, replay
 from paceline.cli_versions import versions_app
 from paceline.errors import PacelineError
@@ -43,7 +43,7 @@ def demo(
     policy: Annotated[
         str, typer.Option(help="payoff | never | always | interval | dual_ema | cara | thompson | hedge.")
     ] = "payoff",
-    drafter: Annotated[str, typer.Option(help="bundled | none | lookup | suffix | suffix-recent | DIR.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help=f"none | {DRAFTERS}.")] = "bundled",
     scenario: Annotated[
         str, typer.Option(help="shift: known -> unseen -> known -> unseen traffic; steady: known only.")
     ] = "shift",
@@ -75,8 +75,8 @@ def serve(
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="bundled | none | lookup | suffix | suffix-recent (counts other requests' answers too) | DIR; default: "
-            "bundled for the bundled model, lookup otherwise."
+            help=f"none | {DRAFTERS}; suffix-recent counts other requests' answers too; default: bundled for the bundled "
+            "model, lookup otherwise."
         ),
     ] = None,
     tree_policy: Annotated[
@@ -162,7 +162,7 @@ def serve(
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text; without chat markers it is sent as a user's turn.")],
     model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
-    drafter: Annotated[str, typer.Option(help="bundled | none | lookup | suffix | suffix-recent | DIR.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help=f"none | {DRAFTERS}.")] = "bundled",
     compare: Annotated[
         bool, typer.Option("--compare", help="Run without the drafter too and print the ratio.")
     ] = False,

@@ -9,7 +9,7 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-from paceline.cli_options import Data, Html, Json, data_folder, numbers, split
+from paceline.cli_options import DRAFTER_NAMES, Data, Html, Json, data_folder, numbers, split
 
 DRAFTERS_HELP = (
     "Which drafter gains most, under which policy? Every drafter under every policy and plain decoding run the same prompts "
@@ -28,7 +28,7 @@ CURVES_HELP = (
 
 def bench_drafters(
     drafters: Annotated[
-        str, typer.Option(help="Comma list of lookup, suffix, suffix-recent, specblock, or folders.")
+        str, typer.Option(help=f"Comma list of {', '.join(DRAFTER_NAMES)}, or folders.")
     ] = "lookup,specblock",
     policies: Annotated[
         str,

@@ -8,7 +8,11 @@ from typing import Annotated, Any, Optional
 import typer
 
 from paceline.errors import ConfigError
-from paceline.paths import check_output
+from paceline.paths import BUNDLED_DRAFTER, BUNDLED_DRAFTERS, TEXT_DRAFTERS, check_output
+
+DRAFTER_NAMES = (*BUNDLED_DRAFTERS, *TEXT_DRAFTERS)
+"""Drafters that a command line may name; besides them folders, and where it makes sense 'none'."""
+DRAFTERS = f"{' | '.join(DRAFTER_NAMES)} | DIR; 'bundled' is {BUNDLED_DRAFTER}"
 
 Data = Annotated[
     Path | None,
