@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from paceline.adapt import corpus
 from paceline.adapt.data_split import count_rows
 from paceline.adapt.learning_curve import CURVE_FILE
 from paceline.serving.request import RequestTrace
@@ -38,7 +37,6 @@ def add_facts(folder: Path, facts: Mapping[str, Any]) -> None:
 def write_provenance(
     out: Path,
     *,
-    domains: Sequence[str],
     recipe: Mapping[str, Any],
     config: Mapping[str, Any],
     text: Mapping[str, Any],
@@ -53,10 +51,11 @@ def write_provenance(
     """Write PROVENANCE.md: command, seed, text, licences, held-out numbers, recipe, architecture.
 
     Args:
-        text: what regeneration reported: target_version, tokens, requests, loops, seconds.
+        text: what regeneration reported: target_version, tokens, requests, loops, seconds, sources (domain -> licence).
         results: domain -> name -> held-out number.
     """
-    sources = "\n".join(f"- {d}: {corpus.LICENCES[d]}" for d in domains) or "- prompts from the folder given as data"
+    licences = [f"- {domain}: {licence}" for domain, licence in text["sources"].items()]
+    sources = "\n".join(licences) or "- prompts from the folder given as data"
     names = sorted({k for r in results.values() for k in r})
     table = "| domain | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 1) + "\n"
     table += "".join(

@@ -244,7 +244,7 @@ def train_drafter(
         lengths_by_kind = replay_acceptance(model, handle, kept)
         results[domain] = {**numbers, **{f"acceptance_length_{k}": v for k, v in lengths_by_kind.items()}}
     write_provenance(
-        folder, domains=recipe.domains, recipe=asdict(recipe), config=config.to_dict(), text=text, results=results,
+        folder, recipe=asdict(recipe), config=config.to_dict(), text=text, results=results,
         command=command, num_nodes=_EVAL_NODES, num_rows=trainer.rows, num_steps=trainer.step, seconds=trainer.seconds,
         num_parameters=sum(p.numel() for p in model.parameters()),
     )  # fmt: skip
@@ -285,27 +285,29 @@ def _documents(
 def _write_text(
     source: Path, data: Path | None, folder: Path, recipe: DrafterRecipe, device: str, progress: Progress
 ) -> dict[str, Any]:
-    """Regenerate training and held-out text unless it is complete; return the training text's state."""
+    """Regenerate training and held-out text unless it is complete; return the training text's state, sources included."""
     states = [folder / "text.json", folder / "held_out.json"]
     text = asdict(recipe.text)
     held = {**text, "seed": recipe.text.seed + 1, "truncation_share": 0.0}
     held["num_tokens"] = recipe.held_out_tokens * max(1, len(recipe.domains))
     held["batch_requests"] = max(1, min(text["batch_requests"], recipe.held_out_tokens // 100))
     goals = [RegenerateConfig(**text), RegenerateConfig(**held)]
+    sources = {d: corpus.licence(d, data) for d in recipe.domains if d in corpus.DOMAINS}
     found = [json.loads(s.read_text(encoding="utf-8")) if s.is_file() else None for s in states]
     if all(f is not None and f["tokens"] >= g.num_tokens for f, g in zip(found, goals, strict=True)):
         _check_text(found, goals, checkpoint_version(source), recipe)
-        return found[0] or {}
+        return {"sources": sources, **(found[0] or {})}
     target = TargetModel.load(source, device=device, fast_path=False)
     sides = _documents(data, recipe, target.tokenizer)
     done = []
     for side, goal, state_file, name in zip(sides, goals, states, ("text", "held_out"), strict=True):
         done.append(
             regenerate(
-                target, TraceStore(folder / name), side, goal, state_file=state_file, progress=_named(progress, name)
+                target, TraceStore(folder / name), side, goal, state_file=state_file, sources=sources,
+                progress=_named(progress, name),
             )
-        )
-    return done[0]
+        )  # fmt: skip
+    return {"sources": sources, **done[0]}
 
 
 def _check_text(found: list[Any], goals: list[RegenerateConfig], version: str, recipe: DrafterRecipe) -> None:

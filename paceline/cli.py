@@ -222,6 +222,15 @@ def train_drafter(
             help="Rank of the previous-token correction of jetspec and dflash scores; default: no correction."
         ),
     ] = None,
+    without: Annotated[
+        str,
+        typer.Option(
+            help="Comma list of SpecBlock's parts to leave out (ablations): shift, inheritance, valid-prefix, rank-head."
+        ),
+    ] = "",
+    learning_rate: Annotated[
+        Optional[float], typer.Option(help="Peak of the learning rate; default: the kind's own.", min=1e-8, max=1.0)
+    ] = None,
     domains: Annotated[str, typer.Option(help="Comma list of domains whose prompts are continued.")] = "tools,code",
     data: Annotated[
         Optional[Path], typer.Option(help="Folder of text data (docs/data_folder.md); needed by every domain but code.")
@@ -249,14 +258,20 @@ def train_drafter(
         drafter=drafter,
         draft_vocab_size=draft_vocab,
         edge_rank=edge_rank,
+        without=split(without),
+        learning_rate=learning_rate,
         domains=split(domains),
         epochs=epochs,
         seed=seed,
     )
     recipe = dataclasses.replace(recipe, text=dataclasses.replace(recipe.text, num_tokens=int(tokens)))
-    kind = f" --drafter {drafter}" + (f" --draft-vocab {draft_vocab}" if draft_vocab else "")
-    kind += f" --edge-rank {edge_rank}" if edge_rank else ""
-    command = f"paceline train-drafter --target {target if target == 'bundled' else 'DIR'} --out DIR{kind} --domains '{domains}' --data DIR --tokens {tokens:g} --epochs {epochs:g} --seed {seed}"
+    given = {
+        "--drafter": drafter, "--draft-vocab": draft_vocab, "--edge-rank": edge_rank, "--without": ",".join(split(without)),
+        "--learning-rate": learning_rate, "--domains": f"'{domains}'", "--data": data and "DIR", "--tokens": f"{tokens:g}",
+        "--epochs": f"{epochs:g}", "--seed": seed,
+    }  # fmt: skip
+    command = f"paceline train-drafter --target {target if target == 'bundled' else 'DIR'} --out DIR"
+    command += "".join(f" {name} {value}" for name, value in given.items() if value not in (None, ""))
     source, data = resolve_model(target), data_folder(data)
     with _training_bar("drafter") as report:
         scores = train(source, data, out, recipe, device=device, progress=report, command=command)

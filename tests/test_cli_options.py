@@ -1,5 +1,7 @@
 """What the command line refuses before any command begins to work."""
 
+import shlex
+
 import pytest
 from typer.testing import CliRunner
 
@@ -41,3 +43,35 @@ def test_the_check_makes_the_folder_and_leaves_what_is_there(tmp_path):
     path.write_text("old")
     check_output(path, "json")
     assert path.read_text() == "old"
+
+
+def _trained(monkeypatch, *options):
+    """(data, recipe, command) that `train-drafter` hands to the recipe."""
+    seen = []
+
+    def train(source, data, out, recipe, *, command, **_):
+        seen.append((data, recipe, command))
+        return {}
+
+    monkeypatch.setattr("paceline.adapt.train_drafter.train_drafter", train)
+    result = RUN.invoke(app, ["train-drafter", "--target", "bundled", "--out", "o", *options])
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_the_recorded_command_trains_the_same_drafter_again(tmp_path, monkeypatch):
+    options = ["--without", "shift, rank-head", "--learning-rate", "1e-3", "--data", str(tmp_path), "--domains", "code"]
+    data, recipe, command = _trained(monkeypatch, *options)
+    assert data == tmp_path and recipe.without == ("shift", "rank-head") and recipe.learning_rate == 1e-3
+    assert "--data DIR" in command and str(tmp_path) not in command
+    again = _trained(monkeypatch, *shlex.split(command.replace("DIR", str(tmp_path)))[6:])
+    assert again == (data, recipe, command)
+
+
+def test_the_recorded_command_names_only_what_was_given(monkeypatch):
+    data, recipe, command = _trained(monkeypatch, "--domains", "code")
+    assert data is None and recipe.learning_rate is None and recipe.without == ()
+    assert command == (
+        "paceline train-drafter --target bundled --out DIR --drafter specblock --domains 'code' --tokens 400000 --epochs 3 "
+        "--seed 1"
+    )
