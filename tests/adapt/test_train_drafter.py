@@ -225,7 +225,7 @@ def test_each_part_of_specblock_is_left_out_by_its_name(target_dir):
     for i, name in enumerate(names):
         assert switches(name) == [j != i for j in range(4)]
     with pytest.raises(
-        ConfigError, match="among shift, inheritance, valid-prefix, rank-head for a specblock.*'shifts'"
+        ConfigError, match=r"among shift, inheritance, valid-prefix, rank-head for a specblock.*'shifts'"
     ):
         family.complete(DrafterRecipe(without=("shift", "shifts")))
 
