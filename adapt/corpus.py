@@ -17,13 +17,13 @@ USER, ASSISTANT, CALL, RESULT, SYSTEM, END, PAD = (
 )  # fmt: skip
 SPECIAL_TOKENS = (PAD, END, SYSTEM, USER, ASSISTANT, CALL, RESULT)
 DOMAINS = ("tools", "code", "math", "facts")
-LICENCES = {
+_LICENCES = {
     "tools": "Taskmaster-4 (TM-4-2024) by Bill Byrne and Saravanan Ganesh, Google LLC, CC BY 4.0; reformatted as turns",
-    "code": "templates written by this project (Apache-2.0); Python Programming Puzzles, MIT (c) Microsoft, "
-    "without its human_eval module",
+    "code": "templates written by this project (Apache-2.0)",
     "math": "GSM8K train split, MIT (c) OpenAI; calculator marks removed",
     "facts": "World Factbook, US Government work, public domain / CC0; fields shortened",
 }
+_PUZZLES = "Python Programming Puzzles, MIT (c) Microsoft, without its human_eval module"
 _HELD_OUT_PERCENT = 3
 _MAX_FIELD_CHARS = 320
 
@@ -90,6 +90,11 @@ def _code(data: Path | None) -> Iterator[str]:
 
 
 _READERS = {"tools": _tools, "math": _math, "facts": _facts}
+
+
+def licence(domain: str, data: Path | None) -> str:
+    """Sources and licences of the documents that `documents` returns for the same domain and data."""
+    return f"{_LICENCES[domain]}; {_PUZZLES}" if domain == "code" and data is not None else _LICENCES[domain]
 
 
 def documents(domain: str, data: Path | None, split: str) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from paceline.errors import ConfigError
 from paceline.serving.drafter_family import DrafterModel, DrafterSettings, TargetHandles
 from paceline.serving.request import RequestTrace
 
+Settings = TypeVar("Settings")
+"""A dataclass of settings."""
 Report = dict[str, torch.Tensor]
 """Detached sums over a batch. Every family reports "rows" (supervised rows), "nll1" (cross-entropy of the first draft
 token, summed over them, in nats) and "loss" (the mean loss); the rest is for its own `summarise`."""
@@ -76,19 +78,35 @@ class TrainingFamily:
     """Parameters that are log-scales of order 1, not matrices: they learn at a higher rate."""
     refused: tuple[str, ...] = ("edge_rank",)
     """Fields of the recipe that must stay None, because the family has no such thing."""
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What a recipe may leave out: name -> field of the network's or the loss's settings that becomes False."""
 
     def complete(self, recipe: DrafterRecipe) -> DrafterRecipe:
-        """The recipe with this family's defaults where it says None.
+        """The recipe with this family's defaults where it says None, and a loss without what it leaves out.
 
-        Raises: ConfigError when it sets what the family does not have.
+        Raises: ConfigError when it sets, or leaves out, what the family does not have.
         """
+        strange = [name for name in recipe.without if name not in self.parts]
+        if strange and not self.parts:
+            raise ConfigError(f"without must be left out for a {self.name} drafter, got {', '.join(recipe.without)!r}")
+        if strange:
+            raise ConfigError(
+                f"without must be among {', '.join(self.parts)} for a {self.name} drafter, got {strange[0]!r}"
+            )
         for name in self.refused:
             if getattr(recipe, name) is not None:
                 raise ConfigError(f"{name} must be left out for a {self.name} drafter, got {getattr(recipe, name)!r}")
         missing = {name: value for name, value in self.defaults.items() if getattr(recipe, name) is None}
-        return dataclasses.replace(recipe, drafter=self.name, **missing)
+        recipe = dataclasses.replace(recipe, drafter=self.name, **missing)
+        return dataclasses.replace(recipe, loss=leave_out(recipe.loss, recipe.without, self.parts))
 
     def split_scalars(self, model: DrafterModel) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
         """(weights, scalars) of a model among the parameters that require gradients."""
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         return [p for n, p in named if n not in self.scalars], [p for n, p in named if n in self.scalars]
+
+
+def leave_out(settings: Settings, names: Sequence[str], parts: Mapping[str, str]) -> Settings:
+    """The settings with the fields of these parts False, where they have them. parts: as TrainingFamily.parts."""
+    own = {f.name for f in dataclasses.fields(settings)}
+    return dataclasses.replace(settings, **{parts[n]: False for n in names if parts[n] in own})

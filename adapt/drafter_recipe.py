@@ -41,6 +41,8 @@ class DrafterRecipe:
     """The tokens that the target writes most often; None: its whole vocabulary."""
     edge_rank: int | None = None
     """Rank of the previous-token correction of a parallel head; None: no correction."""
+    without: tuple[str, ...] = ()
+    """Parts of the family that are left out (ablations), by the names that its TrainingFamily gives them."""
     loss: Any = None
     """The family's loss settings, a dataclass."""
     autocast: bool | None = None

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from paceline.adapt import corpus
 from paceline.adapt.data_split import count_rows
+from paceline.adapt.learning_curve import CURVE_FILE
 from paceline.serving.request import RequestTrace
 
 CONFIG_FILE = "config.json"
@@ -37,7 +37,6 @@ def add_facts(folder: Path, facts: Mapping[str, Any]) -> None:
 def write_provenance(
     out: Path,
     *,
-    domains: Sequence[str],
     recipe: Mapping[str, Any],
     config: Mapping[str, Any],
     text: Mapping[str, Any],
@@ -52,10 +51,11 @@ def write_provenance(
     """Write PROVENANCE.md: command, seed, text, licences, held-out numbers, recipe, architecture.
 
     Args:
-        text: what regeneration reported: target_version, tokens, requests, loops, seconds.
+        text: what regeneration reported: target_version, tokens, requests, loops, seconds, sources (domain -> licence).
         results: domain -> name -> held-out number.
     """
-    sources = "\n".join(f"- {d}: {corpus.LICENCES[d]}" for d in domains) or "- prompts from the folder given as data"
+    licences = [f"- {domain}: {licence}" for domain, licence in text["sources"].items()]
+    sources = "\n".join(licences) or "- prompts from the folder given as data"
     names = sorted({k for r in results.values() for k in r})
     table = "| domain | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 1) + "\n"
     table += "".join(
@@ -68,6 +68,7 @@ def write_provenance(
         f"({text['loops']:,} cut at an exact short loop), written in {text['seconds'] / 60:.0f} minutes; "
         f"{num_rows:,} supervised rows in {num_steps:,} optimizer steps, {seconds / 60:.0f} minutes; "
         f"{num_parameters:,} parameters; torch {torch.__version__} on {platform.machine()}.\n\n"
+        f"Learning curve: `{CURVE_FILE}`, loss and `nll` of the training rows over steps, rows and seconds.\n\n"
         f"## Prompts and their licences\n\n{sources}\n\n"
         f"## Held-out documents\n\n`nll` in nats per row at the first slot; `blockB_slotS` is the share of rows whose "
         f"slots 0..S of block B are all right; acceptance length by exact replay with {num_nodes} draft nodes.\n\n"

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -289,15 +289,25 @@ def regenerate(
     config: RegenerateConfig,
     *,
     state_file: Path,
+    sources: Mapping[str, str] | None = None,
     progress: Callable[[int, int, dict], None] = lambda done, total, info: None,
 ) -> dict[str, Any]:
     """Write shards until `num_tokens` output tokens are there; domains take turns, one batch and shard each.
 
     `state_file` remembers finished batches; a second call with the same settings goes on after the last one.
-    Returns {"batches", "tokens", "seconds", "loops", "requests"}. Raises: ConfigError when the state is another run's.
+    sources: where the documents of a domain come from; the first call's are kept in the state.
+    Returns {"batches", "tokens", "seconds", "loops", "requests", "sources"}. Raises: ConfigError when the state is another run's.
     """
     settings = {"target_version": target.version, "domains": sorted(documents), "seed": config.seed}
-    state: dict[str, Any] = {**settings, "batches": 0, "tokens": 0, "requests": 0, "loops": 0, "seconds": 0.0}
+    state: dict[str, Any] = {
+        **settings,
+        "batches": 0,
+        "tokens": 0,
+        "requests": 0,
+        "loops": 0,
+        "seconds": 0.0,
+        "sources": dict(sources or {}),
+    }
     if state_file.is_file():
         state = json.loads(state_file.read_text(encoding="utf-8"))
         if any(state.get(k) != v for k, v in settings.items()):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from paceline.adapt.drafter_family import TrainingFamily
+from paceline.adapt.drafter_family import TrainingFamily, leave_out
 from paceline.adapt.drafter_recipe import DrafterRecipe, TargetShape
 from paceline.adapt.new_drafter import even_taps, reduce_vocab, target_embedding
 from paceline.adapt.specblock_loss import LossConfig, training_loss
@@ -15,13 +15,19 @@ from paceline.serving.request import RequestTrace
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
 
 _CALIBRATION = ("log_beta", "rank_in.", "rank_out.")
+_PARTS = {
+    "shift": "has_shift",
+    "inheritance": "inherits_hidden",
+    "valid-prefix": "has_valid_prefix",
+    "rank-head": "has_rank_head",
+}
 
 
 def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe) -> SpecBlockConfig:
     """Layers shaped like the target's. recipe: complete."""
     assert recipe.num_layers is not None and recipe.num_slots is not None
     assert isinstance(recipe.loss, LossConfig)
-    return SpecBlockConfig(
+    whole = SpecBlockConfig(
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_heads=shape.num_heads,
@@ -38,6 +44,7 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
         rank_hidden=min(256, max(16, shape.hidden_size // 2)),
         rank_topk=min(20, target.vocab_size),
     )
+    return leave_out(whole, recipe.without, _PARTS)
 
 
 def prepare(model: SpecBlockModel, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
@@ -79,4 +86,5 @@ FAMILY = TrainingFamily(
     held_out_loss=held_out_loss,
     summarise=summarise,
     arms={"calibration": _CALIBRATION, "head": (*_CALIBRATION, "lm_head.", "final_norm"), "full": None},
+    parts=_PARTS,
 )

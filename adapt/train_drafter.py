@@ -20,6 +20,7 @@ from paceline.adapt import corpus
 from paceline.adapt.drafter_families import training_family
 from paceline.adapt.drafter_recipe import DrafterRecipe, has_native_bf16, target_shape
 from paceline.adapt.drafter_record import add_facts, training_facts, write_provenance
+from paceline.adapt.learning_curve import LearningCurve
 from paceline.adapt.regenerate import RegenerateConfig, folder_documents, regenerate
 from paceline.adapt.row_batch import RowBatch, collate
 from paceline.adapt.shadow import shadow_scores
@@ -71,8 +72,10 @@ def rate_at(step: int, total: int, recipe: DrafterRecipe) -> float:
 class _Trainer:
     """Model, optimizer and position of a run; what a checkpoint holds."""
 
-    def __init__(self, model: DrafterModel, target: TargetHandle, recipe: DrafterRecipe, device: torch.device) -> None:
-        """recipe: complete."""
+    def __init__(
+        self, model: DrafterModel, target: TargetHandle, recipe: DrafterRecipe, device: torch.device, num_steps: int
+    ) -> None:
+        """recipe: complete. num_steps: of the whole run."""
         assert recipe.learning_rate is not None
         self.model, self.recipe, self.device = model.to(device), recipe, device
         self.family = training_family(recipe.drafter)
@@ -85,14 +88,15 @@ class _Trainer:
         self.optimizer = torch.optim.AdamW(
             groups, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
         )
-        self.step, self.seconds, self.rows = 0, 0.0, 0
+        self.step, self.seconds, self.rows, self.num_steps = 0, 0.0, 0, num_steps
+        self.curve = LearningCurve(num_steps)
         wide = model.config.hidden_size >= 512 or device.type != "cpu"
         self.is_autocast = (has_native_bf16(device) and wide) if recipe.autocast is None else recipe.autocast
 
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16) if self.is_autocast else nullcontext()
 
-    def train_batch(self, batch: RowBatch, total: int) -> dict[str, float]:
+    def train_batch(self, batch: RowBatch) -> dict[str, float]:
         """One optimizer step; the row draws depend on (seed, step) only."""
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
         with self.autocast():
@@ -102,7 +106,7 @@ class _Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         if not bool(torch.isfinite(norm)):
             raise ConfigError(f"training diverged at step {self.step}; lower learning_rate")
-        rate = rate_at(self.step, total, self.recipe)
+        rate = rate_at(self.step, self.num_steps, self.recipe)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["factor"]
         self.optimizer.step()
@@ -117,6 +121,7 @@ class _Trainer:
             "step": self.step,
             "seconds": self.seconds,
             "rows": self.rows,
+            "curve": self.curve.state(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -134,6 +139,7 @@ class _Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds, self.rows = int(state["step"]), float(state["seconds"]), int(state["rows"])
+        self.curve.resume(state["curve"])
         log.info("resumed from step %d", self.step)
 
 
@@ -184,7 +190,8 @@ def train_drafter(
     progress: Progress = lambda done, total, info: None,
     command: str = "paceline train-drafter",
 ) -> dict[str, dict[str, float]]:
-    """Write text with the target, train a drafter on it, write weights, config.json and PROVENANCE.md into `out`.
+    """Write text with the target, train a drafter on it, write weights, config.json, learning curve and PROVENANCE.md into
+    `out`.
 
     Resumes: shards in `out/text`, optimizer state in `out/checkpoint.pt`; delete them to start again.
     Args:
@@ -205,29 +212,30 @@ def train_drafter(
     config = family.make_config(handle, target_shape(source), recipe)
     model = drafter_family(family.name).make_model(config)
     family.prepare(model, traces, handle)
-    trainer = _Trainer(model, handle, recipe, torch.device(device))
+    lengths = [min(len(t.token_ids) - 1, recipe.max_rows) for t in traces]
+    plan = _plan(lengths, recipe)
+    trainer = _Trainer(model, handle, recipe, torch.device(device), len(plan))
     settings = json.dumps({"target": handle.version, "recipe": asdict(recipe), "config": config.to_dict()})
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.is_file():
         trainer.resume(checkpoint, settings)
-    lengths = [min(len(t.token_ids) - 1, recipe.max_rows) for t in traces]
-    plan = _plan(lengths, recipe)
     model.train()
     for batch_index in plan[trainer.step :]:
         began = time.perf_counter()
         batch = collate([traces[i] for i in batch_index], max_rows=recipe.max_rows, device=device)
         before = trainer.rows
-        info = trainer.train_batch(batch, len(plan))
+        info = trainer.train_batch(batch)
         spent = time.perf_counter() - began
         trainer.seconds += spent
+        trainer.curve.add(
+            step=trainer.step, rows=trainer.rows, seconds=trainer.seconds, loss=info["loss"], nll=info["nll"]
+        )
         progress(trainer.step, len(plan), {"phase": "train", "rows_per_s": (trainer.rows - before) / spent, **info})
         if trainer.step % checkpoint_every == 0 or trainer.step == len(plan):
             trainer.save(checkpoint, settings)
-            save_drafter(folder, model, handle.version)
-            add_facts(folder, facts)
+            _write_drafter(folder, trainer, handle.version, facts)
     model.eval()
-    save_drafter(folder, model, handle.version)
-    add_facts(folder, facts)
+    _write_drafter(folder, trainer, handle.version, facts)
     results: dict[str, dict[str, float]] = {}
     held_out = list(_read(folder / "held_out"))
     for domain in sorted({t.bucket for t in held_out}):
@@ -236,11 +244,18 @@ def train_drafter(
         lengths_by_kind = replay_acceptance(model, handle, kept)
         results[domain] = {**numbers, **{f"acceptance_length_{k}": v for k, v in lengths_by_kind.items()}}
     write_provenance(
-        folder, domains=recipe.domains, recipe=asdict(recipe), config=config.to_dict(), text=text, results=results,
+        folder, recipe=asdict(recipe), config=config.to_dict(), text=text, results=results,
         command=command, num_nodes=_EVAL_NODES, num_rows=trainer.rows, num_steps=trainer.step, seconds=trainer.seconds,
         num_parameters=sum(p.numel() for p in model.parameters()),
     )  # fmt: skip
     return results
+
+
+def _write_drafter(folder: Path, trainer: _Trainer, target_version: str, facts: dict[str, Any]) -> None:
+    """What a drafter's folder holds while it is trained: weights, config.json with its facts, the learning curve."""
+    save_drafter(folder, trainer.model, target_version)
+    add_facts(folder, facts)
+    trainer.curve.write(folder)
 
 
 def _plan(lengths: Sequence[int], recipe: DrafterRecipe) -> list[list[int]]:
@@ -270,27 +285,29 @@ def _documents(
 def _write_text(
     source: Path, data: Path | None, folder: Path, recipe: DrafterRecipe, device: str, progress: Progress
 ) -> dict[str, Any]:
-    """Regenerate training and held-out text unless it is complete; return the training text's state."""
+    """Regenerate training and held-out text unless it is complete; return the training text's state, sources included."""
     states = [folder / "text.json", folder / "held_out.json"]
     text = asdict(recipe.text)
     held = {**text, "seed": recipe.text.seed + 1, "truncation_share": 0.0}
     held["num_tokens"] = recipe.held_out_tokens * max(1, len(recipe.domains))
     held["batch_requests"] = max(1, min(text["batch_requests"], recipe.held_out_tokens // 100))
     goals = [RegenerateConfig(**text), RegenerateConfig(**held)]
+    sources = {d: corpus.licence(d, data) for d in recipe.domains if d in corpus.DOMAINS}
     found = [json.loads(s.read_text(encoding="utf-8")) if s.is_file() else None for s in states]
     if all(f is not None and f["tokens"] >= g.num_tokens for f, g in zip(found, goals, strict=True)):
         _check_text(found, goals, checkpoint_version(source), recipe)
-        return found[0] or {}
+        return {"sources": sources, **(found[0] or {})}
     target = TargetModel.load(source, device=device, fast_path=False)
     sides = _documents(data, recipe, target.tokenizer)
     done = []
     for side, goal, state_file, name in zip(sides, goals, states, ("text", "held_out"), strict=True):
         done.append(
             regenerate(
-                target, TraceStore(folder / name), side, goal, state_file=state_file, progress=_named(progress, name)
+                target, TraceStore(folder / name), side, goal, state_file=state_file, sources=sources,
+                progress=_named(progress, name),
             )
-        )
-    return done[0]
+        )  # fmt: skip
+    return {"sources": sources, **done[0]}
 
 
 def _check_text(found: list[Any], goals: list[RegenerateConfig], version: str, recipe: DrafterRecipe) -> None:

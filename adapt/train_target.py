@@ -271,14 +271,14 @@ def train_target(
     model.eval()
     losses = {d: held_out_loss(model, s, recipe.context_tokens) for d, s in held.items()}
     model.save_pretrained(out)
-    _write_provenance(out, recipe, losses, total * tokens_per_step, seconds, command)
+    _write_provenance(out, data, recipe, losses, total * tokens_per_step, seconds, command)
     return losses
 
 
 def _write_provenance(
-    out: Path, recipe: TargetRecipe, losses: dict[str, float], tokens: int, seconds: float, command: str
+    out: Path, data: Path, recipe: TargetRecipe, losses: dict[str, float], tokens: int, seconds: float, command: str
 ) -> None:
-    sources = "\n".join(f"- {d}: {corpus.LICENCES[d]}" for d in recipe.domains)
+    sources = "\n".join(f"- {d}: {corpus.licence(d, data)}" for d in recipe.domains)
     rows = "\n".join(f"| {d} | {v:.3f} |" for d, v in losses.items())
     (out / "PROVENANCE.md").write_text(
         f"# Provenance of the target\n\nTrained from random initial weights by this project's own recipe.\n\n"

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from paceline.bench.counted_drafter import CountedDrafter
 from paceline.bench.engine_arms import EngineArm, new_engine
 from paceline.bench.engine_cells import PLAIN
-from paceline.bench.engine_run import DRAFTER_NAMES, load_named_drafter, trained_domains
+from paceline.bench.engine_run import load_named_drafter, trained_domains
 from paceline.bench.round_log import RoundRecorder
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
@@ -91,7 +91,7 @@ def arm_specs(drafters: Sequence[str], policies: Sequence[str], nodes: Sequence[
 
 def weights_of(drafter: str) -> tuple[int, int]:
     """(elements, bytes) of a drafter's weight files; (0, 0) for drafters without weights."""
-    folder = resolve_drafter(DRAFTER_NAMES.get(drafter, drafter))
+    folder = resolve_drafter(drafter)
     if folder is None:
         return 0, 0
     num_weights = num_bytes = 0

@@ -203,7 +203,7 @@ def _arms(options: EngineBenchOptions, target: TargetModel, device: str, *, long
     if SPECULATIVE in options.arms:
         drafter = load_named_drafter(options.drafter, target)
         if drafter is None:
-            raise ConfigError("drafter must be specblock, lookup or a folder: 'none' leaves nothing to compare")
+            raise ConfigError("drafter must draft: 'none' leaves nothing to compare")
         engine = new_engine(target, drafter, version=options.drafter, num_tokens=num_tokens, config=config)
         out.append(EngineArm(SPECULATIVE, engine, Group.ADAPTIVE))
     if GENERATE in options.arms or LOOKUP in options.arms:

@@ -20,8 +20,6 @@ from paceline.serving.engine import Engine
 from paceline.serving.request import GenerationRequest, RequestStats, RoundEvent, SamplingParams
 from paceline.serving.target import TargetModel, default_tap_layers
 
-DRAFTER_NAMES = {"specblock": "bundled"}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
@@ -60,7 +58,7 @@ def _common_taps(model: Path, drafters: Sequence[str]) -> tuple[int, ...] | None
     """Target layers that all drafters read; None = the usual three, which drafters without weights also get."""
     from paceline.serving.released_layouts import wanted_tap_layers
 
-    folders = {name: resolve_drafter(DRAFTER_NAMES.get(name, name)) for name in drafters}
+    folders = {name: resolve_drafter(name) for name in drafters}
     wanted = {name: wanted_tap_layers(folder) for name, folder in folders.items() if folder is not None}
     if len(set(wanted.values())) > 1:
         depth = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().num_hidden_layers
@@ -80,7 +78,7 @@ def load_named_drafter(name: str, target: TargetModel) -> Drafter | None:
         return make_text_drafter(name)
     from paceline.serving.drafter_families import load_drafter
 
-    path = resolve_drafter(DRAFTER_NAMES.get(name, name))
+    path = resolve_drafter(name)
     if path is None:
         raise ConfigError(f"drafter {name!r} has no weights")
     return load_drafter(path, target)
@@ -90,7 +88,7 @@ def trained_domains(name: str) -> tuple[str, ...]:
     """Domains that a drafter was trained on, as its config says; () for drafters without weights."""
     import json
 
-    path = resolve_drafter(DRAFTER_NAMES.get(name, name))
+    path = resolve_drafter(name)
     if path is None:
         return ()
     return tuple(json.loads((Path(path) / "config.json").read_text()).get("domains") or ())

@@ -70,8 +70,6 @@ class KernelBenchOptions:
             raise ConfigError("device cuda must be a GPU that torch sees, but torch sees none; use --device cpu")
         if self.dtype not in ("auto", *_DTYPES):
             raise ConfigError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {self.dtype!r}")
-        if self.json is not None and self.json.is_dir():
-            raise ConfigError(f"json must be a file, got the folder {str(self.json)!r}")
 
     @property
     def kernel_names(self) -> tuple[str, ...]:

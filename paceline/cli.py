@@ -14,7 +14,7 @@ from paceline.cli_bench import bench_app
 from paceline.cli_bench_serve import SERVE_HELP, SHAPES_HELP
 from paceline.cli_bench_serve import serve as bench_serve
 from paceline.cli_bench_serve import shapes as bench_shapes
-from paceline.cli_options import Data, Json, data_folder, split
+from paceline.cli_options import DRAFTERS, Data, Html, Json, data_folder, split
 from paceline.cli_replay import REPLAY_HELP, replay
 from paceline.cli_versions import versions_app
 from paceline.errors import PacelineError
@@ -43,7 +43,7 @@ def demo(
     policy: Annotated[
         str, typer.Option(help="payoff | never | always | interval | dual_ema | cara | thompson | hedge.")
     ] = "payoff",
-    drafter: Annotated[str, typer.Option(help="bundled | none | lookup | suffix | suffix-recent | DIR.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help=f"none | {DRAFTERS}.")] = "bundled",
     scenario: Annotated[
         str, typer.Option(help="shift: known -> unseen -> known -> unseen traffic; steady: known only.")
     ] = "shift",
@@ -51,7 +51,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of traffic and sampling.")] = 0,
     data: Data = None,
     json: Json = None,
-    html: Annotated[Optional[Path], typer.Option(help="Write a self-contained HTML report.")] = None,
+    html: Html = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the processes' logs.")] = False,
 ) -> None:
     from paceline.infra.demo import DemoOptions, run_demo
@@ -75,8 +75,8 @@ def serve(
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="bundled | none | lookup | suffix | suffix-recent (counts other requests' answers too) | DIR; default: "
-            "bundled for the bundled model, lookup otherwise."
+            help=f"none | {DRAFTERS}; suffix-recent counts other requests' answers too; default: bundled for the bundled "
+            "model, lookup otherwise."
         ),
     ] = None,
     tree_policy: Annotated[
@@ -162,7 +162,7 @@ def serve(
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text; without chat markers it is sent as a user's turn.")],
     model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
-    drafter: Annotated[str, typer.Option(help="bundled | none | lookup | suffix | suffix-recent | DIR.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help=f"none | {DRAFTERS}.")] = "bundled",
     compare: Annotated[
         bool, typer.Option("--compare", help="Run without the drafter too and print the ratio.")
     ] = False,
@@ -222,6 +222,15 @@ def train_drafter(
             help="Rank of the previous-token correction of jetspec and dflash scores; default: no correction."
         ),
     ] = None,
+    without: Annotated[
+        str,
+        typer.Option(
+            help="Comma list of SpecBlock's parts to leave out (ablations): shift, inheritance, valid-prefix, rank-head."
+        ),
+    ] = "",
+    learning_rate: Annotated[
+        Optional[float], typer.Option(help="Peak of the learning rate; default: the kind's own.", min=1e-8, max=1.0)
+    ] = None,
     domains: Annotated[str, typer.Option(help="Comma list of domains whose prompts are continued.")] = "tools,code",
     data: Annotated[
         Optional[Path], typer.Option(help="Folder of text data (docs/data_folder.md); needed by every domain but code.")
@@ -249,14 +258,20 @@ def train_drafter(
         drafter=drafter,
         draft_vocab_size=draft_vocab,
         edge_rank=edge_rank,
+        without=split(without),
+        learning_rate=learning_rate,
         domains=split(domains),
         epochs=epochs,
         seed=seed,
     )
     recipe = dataclasses.replace(recipe, text=dataclasses.replace(recipe.text, num_tokens=int(tokens)))
-    kind = f" --drafter {drafter}" + (f" --draft-vocab {draft_vocab}" if draft_vocab else "")
-    kind += f" --edge-rank {edge_rank}" if edge_rank else ""
-    command = f"paceline train-drafter --target {target if target == 'bundled' else 'DIR'} --out DIR{kind} --domains '{domains}' --data DIR --tokens {tokens:g} --epochs {epochs:g} --seed {seed}"
+    given = {
+        "--drafter": drafter, "--draft-vocab": draft_vocab, "--edge-rank": edge_rank, "--without": ",".join(split(without)),
+        "--learning-rate": learning_rate, "--domains": f"'{domains}'", "--data": data and "DIR", "--tokens": f"{tokens:g}",
+        "--epochs": f"{epochs:g}", "--seed": seed,
+    }  # fmt: skip
+    command = f"paceline train-drafter --target {target if target == 'bundled' else 'DIR'} --out DIR"
+    command += "".join(f" {name} {value}" for name, value in given.items() if value not in (None, ""))
     source, data = resolve_model(target), data_folder(data)
     with _training_bar("drafter") as report:
         scores = train(source, data, out, recipe, device=device, progress=report, command=command)

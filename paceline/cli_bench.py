@@ -9,8 +9,15 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-from paceline.cli_bench_drafters import COMPARE_HELP, DRAFTERS_HELP, bench_compare, bench_drafters
-from paceline.cli_options import Data, Json, data_folder, numbers, split
+from paceline.cli_bench_drafters import (
+    COMPARE_HELP,
+    CURVES_HELP,
+    DRAFTERS_HELP,
+    bench_compare,
+    bench_curves,
+    bench_drafters,
+)
+from paceline.cli_options import DRAFTERS, Data, Json, data_folder, numbers, split
 
 bench_app = typer.Typer(
     help="Measure speed: arms alternate in one run, ratios come with intervals.", no_args_is_help=True
@@ -19,6 +26,7 @@ bench_app = typer.Typer(
 
 bench_app.command("drafters", help=DRAFTERS_HELP)(bench_drafters)
 bench_app.command("compare", help=COMPARE_HELP)(bench_compare)
+bench_app.command("curves", help=CURVES_HELP)(bench_curves)
 
 
 @bench_app.command(
@@ -72,9 +80,7 @@ def bench_engine(
         bool, typer.Option("--scale-down", help="With --shapes: small layers, so that a CPU can run it; labelled so.")
     ] = False,
     model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
-    drafter: Annotated[
-        str, typer.Option(help="specblock (the bundled one), lookup, suffix, or a folder.")
-    ] = "specblock",
+    drafter: Annotated[str, typer.Option(help=f"{DRAFTERS}.")] = "specblock",
     dtype: Annotated[str, typer.Option(help="auto (as the service) | float32 | bfloat16 | float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto | cpu | cuda.")] = "auto",
     threads: Annotated[Optional[int], typer.Option(help="torch threads; default: torch's choice.")] = None,
@@ -124,9 +130,7 @@ def bench_soak(
     max_growth: Annotated[float, typer.Option(help="MiB per hour of resident memory that count as a leak.")] = 32.0,
     sample: Annotated[float, typer.Option(help="Seconds between samples of resident memory.")] = 1.0,
     model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
-    drafter: Annotated[
-        str, typer.Option(help="specblock (the bundled one), lookup, suffix, none, or a folder.")
-    ] = "specblock",
+    drafter: Annotated[str, typer.Option(help=f"none | {DRAFTERS}.")] = "specblock",
     device: Annotated[str, typer.Option(help="cpu | cuda | auto.")] = "cpu",
     threads: Annotated[Optional[int], typer.Option(help="torch threads; default: torch's choice.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the traffic.")] = 0,
@@ -202,7 +206,7 @@ def bench_shadow(
     ] = 4,
     batch: Annotated[int, typer.Option(help="Requests decoded together.")] = 8,
     model: Annotated[str, typer.Option(help="'bundled' or the folder of a local transformers checkpoint.")] = "bundled",
-    drafter: Annotated[str, typer.Option(help="The first version: 'bundled' or the folder of a drafter.")] = "bundled",
+    drafter: Annotated[str, typer.Option(help="The first version: a bundled drafter's name, or a folder.")] = "bundled",
     dtype: Annotated[
         str, typer.Option(help="auto (as the service) | float32 (text does not depend on rounding) | bfloat16.")
     ] = "auto",
@@ -240,7 +244,7 @@ def bench_feedback(
     buckets: Annotated[str, typer.Option(help="Comma list of traffic classes.")] = "tools,code,math,facts",
     drafter: Annotated[
         str,
-        typer.Option(help="specblock or a folder; with lookup, suffix or none, which have no traces, feedback only."),
+        typer.Option(help=f"none | {DRAFTERS}; those without weights have no traces: feedback only."),
     ] = "specblock",
     share: Annotated[float, typer.Option(help="Share of requests traced, 0 to 1 (trace.share).")] = 1.0,
     threads: Annotated[int, typer.Option(help="torch threads; with 1 the engine's CPU time is one thread's.")] = 1,

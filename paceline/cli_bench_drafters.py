@@ -1,4 +1,4 @@
-"""The options of `paceline bench drafters` and `paceline bench compare`; cli_bench.py makes them commands."""
+"""The options of `paceline bench drafters`, `bench compare` and `bench curves`; cli_bench.py makes them commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
-from paceline.cli_options import Data, Json, data_folder, numbers, split
+from paceline.cli_options import DRAFTER_NAMES, Data, Html, Json, data_folder, numbers, split
 
 DRAFTERS_HELP = (
     "Which drafter gains most, under which policy? Every drafter under every policy and plain decoding run the same prompts "
@@ -20,11 +20,15 @@ COMPARE_HELP = (
     "A second result of `bench drafters` or `bench engine` over a first one, cell by cell with 95% intervals. Runs of "
     "different configurations are refused. Exit code 1 where --fail-below finds a regression."
 )
+CURVES_HELP = (
+    "The learning curves of drafter folders that `train-drafter` wrote: nats per row over training seconds and rows. "
+    "Example: paceline bench curves eagle3 jetspec runs/mine --html curves.html."
+)
 
 
 def bench_drafters(
     drafters: Annotated[
-        str, typer.Option(help="Comma list of lookup, suffix, suffix-recent, specblock, or folders.")
+        str, typer.Option(help=f"Comma list of {', '.join(DRAFTER_NAMES)}, or folders.")
     ] = "lookup,specblock",
     policies: Annotated[
         str,
@@ -71,7 +75,7 @@ def bench_drafters(
     seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
     data: Data = None,
     json: Json = None,
-    html: Annotated[Optional[Path], typer.Option("--html", help="Write plots and tables to this file.")] = None,
+    html: Html = None,
 ) -> None:
     from paceline.bench.drafters import run_bench_drafters
     from paceline.bench.drafters_options import BenchOptions
@@ -114,3 +118,12 @@ def bench_compare(
     console = Console() if sys.stdout.isatty() else Console(width=150)
     if run_compare(options, console)["failed"]:
         raise typer.Exit(1)
+
+
+def bench_curves(
+    drafters: Annotated[list[str], typer.Argument(help="Bundled drafters by name, or folders of drafters.")],
+    html: Html = None,
+) -> None:
+    from paceline.bench.curves import run_bench_curves
+
+    run_bench_curves(drafters, html, Console() if sys.stdout.isatty() else Console(width=130))

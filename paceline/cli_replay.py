@@ -9,6 +9,8 @@ from typing import Annotated, Optional
 import typer
 from rich.console import Console
 
+from paceline.cli_options import Html, Json, Suggest
+
 REPLAY_HELP = (
     "Replay policies on simulated regimes, on a service's decision log, or live with real training, and say which one "
     "pays. Nothing is served. Cells, log format and report: docs/replay.md."
@@ -55,11 +57,9 @@ def replay(
         Optional[float],
         typer.Option(help="Devices that the traffic of a live replay keeps busy: a fleet shares one update."),
     ] = None,
-    json: Annotated[Optional[Path], typer.Option(help="Write the report as JSON to this file.")] = None,
-    html: Annotated[Optional[Path], typer.Option(help="Write a self-contained HTML report.")] = None,
-    suggest: Annotated[
-        Optional[Path], typer.Option(help="Write the best policy settings as YAML for 'paceline serve --config'.")
-    ] = None,
+    json: Json = None,
+    html: Html = None,
+    suggest: Suggest = None,
 ) -> None:
     from paceline.bench.replay_command import ReplayOptions, run_replay
     from paceline.infra.log import configure_logging

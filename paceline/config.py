@@ -298,7 +298,7 @@ class ServiceConfig:
     model: str = "bundled"
     """'bundled' or the folder of a local transformers checkpoint."""
     drafter: str = "bundled"
-    """'bundled', 'none', 'lookup', 'suffix', 'suffix-recent' or the folder of a drafter (manifest and weights)."""
+    """'bundled', 'none', a drafter's name (paceline/paths.py) or the folder of one (config.json and weights)."""
     model_name: str = "paceline"
     """Name in /v1/models."""
     dtype: str = "auto"

@@ -1,4 +1,4 @@
-"""Where bundled and local models lie."""
+"""Where do bundled and local models lie, and can a result be written where it shall?"""
 
 from __future__ import annotations
 
@@ -9,16 +9,32 @@ from paceline.errors import ConfigError
 
 BUNDLED_TARGET = "target"
 BUNDLED_DRAFTER = "specblock"
+"""What the name 'bundled' means for a drafter."""
+BUNDLED_DRAFTERS = (BUNDLED_DRAFTER, "eagle3", "jetspec", "dflash")
+"""Names of the drafters whose weights an installation may have."""
 TEXT_DRAFTERS = ("lookup", "suffix", "suffix-recent")
 """Drafters without weights, by the names that `--drafter` takes."""
 
 
 def bundled(name: str) -> Path:
     """Return the folder of a bundled model; raises ConfigError when the installation lacks it."""
-    path = Path(str(files("paceline") / "models" / name))
-    if not path.is_dir():
-        raise ConfigError(f"the bundled model {name!r} is missing at {path}; reinstall paceline")
+    path = _bundled_folder(name)
+    if not (path / "config.json").is_file():
+        there = ", ".join(bundled_drafters()) or "none"
+        raise ConfigError(
+            f"the bundled model {name!r} is missing at {path} (bundled drafters here: {there}); reinstall paceline, or name "
+            "another one or a folder"
+        )
     return path
+
+
+def bundled_drafters() -> tuple[str, ...]:
+    """Names of the drafters whose weights this installation has."""
+    return tuple(name for name in BUNDLED_DRAFTERS if (_bundled_folder(name) / "config.json").is_file())
+
+
+def _bundled_folder(name: str) -> Path:
+    return Path(str(files("paceline") / "models" / name))
 
 
 def resolve_model(model: str) -> Path:
@@ -32,15 +48,37 @@ def resolve_model(model: str) -> Path:
 
 
 def resolve_drafter(drafter: str) -> Path | None:
-    """Return the folder of drafter weights; None for 'none' and the drafters without weights."""
+    """Return the folder of drafter weights: a bundled drafter's by name, or a folder; None for drafters without weights.
+
+    Raises: ConfigError when there is no such folder.
+    """
     if drafter == "none" or drafter in TEXT_DRAFTERS:
         return None
-    if drafter == "bundled":
-        return bundled(BUNDLED_DRAFTER)
+    if drafter in ("bundled", *BUNDLED_DRAFTERS):
+        return bundled(BUNDLED_DRAFTER if drafter == "bundled" else drafter)
     path = Path(drafter).expanduser().resolve()
     if not (path / "config.json").is_file():
+        names = ", ".join(map(repr, ("bundled", *BUNDLED_DRAFTERS, "none", *TEXT_DRAFTERS)))
         raise ConfigError(
-            f"drafter must be 'bundled', 'none', {', '.join(map(repr, TEXT_DRAFTERS))} or a folder with config.json and "
-            f"drafter.safetensors or released weights, got {drafter!r}"
+            f"drafter must be {names} or a folder with config.json and drafter.safetensors or released weights, "
+            f"got {drafter!r}"
         )
+    return path
+
+
+def check_output(path: Path | None, option: str) -> Path | None:
+    """The path, once it is sure that a file can be written there; makes its folder and leaves what the file holds.
+
+    option: the name that the error says. Raises: ConfigError.
+    """
+    if path is None:
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as e:
+        raise ConfigError(f"{option} must name a file that can be written, got {path}: {e.strerror}") from e
     return path

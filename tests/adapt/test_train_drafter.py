@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from paceline.adapt import corpus
 from paceline.adapt.drafter_families import training_family
 from paceline.adapt.drafter_recipe import target_shape
+from paceline.adapt.learning_curve import read_curve
 from paceline.adapt.regenerate import (
     RegenerateConfig,
     Regenerator,
@@ -168,6 +170,11 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     train_drafter(target_dir, prompts_dir, tmp_path / "b", recipe)
     a, b = (load_file(tmp_path / name / "drafter.safetensors") for name in "ab")
     assert all(torch.equal(a[k], b[k]) for k in b)
+    curves = [read_curve(tmp_path / name) for name in "ab"]
+    assert all(curves[0][k] == curves[1][k] for k in ("step", "rows", "loss", "nll")), (
+        "the curve has no gap and no knee"
+    )
+    assert curves[0]["step"][-1] == seen[-1][1] and sorted(curves[0]["seconds"]) == curves[0]["seconds"]
     (numbers,) = results.values()
     assert numbers["nll"] > 0 and numbers["acceptance_length_sampled"] >= 1
     drafter = load_drafter(tmp_path / "a", load_target_handle(target_dir))
@@ -177,7 +184,8 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     assert config["domains"] == list(config["learned_rows"]) == [prompts_dir.name]
     assert config["learned_rows"][prompts_dir.name] > 0
     provenance = (tmp_path / "a" / "PROVENANCE.md").read_text(encoding="utf-8")
-    assert "supervised rows" in provenance and "paceline train-drafter" in provenance
+    assert f"{curves[0]['rows'][-1]:,.0f} supervised rows" in provenance and "`learning_curve.json`" in provenance
+    assert "paceline train-drafter" in provenance
     with pytest.raises(ConfigError, match="another recipe"):
         other = dataclasses.replace(recipe, learning_rate=1e-4)
         train_drafter(target_dir, prompts_dir, tmp_path / "a", other)
@@ -200,3 +208,53 @@ def test_a_drafter_that_nobody_knows_or_cannot_be_is_refused(tmp_path, target_di
         family.make_config(target, target_shape(target_dir), deep)
     shaped = family.make_config(target, target_shape(target_dir), family.complete(DrafterRecipe(num_slots=2)))
     assert (shaped.num_slots, shaped.hidden_size, shaped.feature_size) == (2, 32, 96)
+
+
+def test_each_part_of_specblock_is_left_out_by_its_name(target_dir):
+    family, target, shape = training_family("specblock"), load_target_handle(target_dir), target_shape(target_dir)
+    fields = ("has_shift", "inherits_hidden", "has_valid_prefix", "has_rank_head")
+
+    def switches(*without):
+        recipe = family.complete(DrafterRecipe(without=without))
+        config = family.make_config(target, shape, recipe)
+        assert family.held_out_loss(recipe.loss).has_valid_prefix, "held-out numbers mean the same for every ablation"
+        return [getattr(recipe.loss if name == "has_valid_prefix" else config, name) for name in fields]
+
+    names = ("shift", "inheritance", "valid-prefix", "rank-head")
+    assert switches() == [True] * 4 and switches(*names) == [False] * 4
+    for i, name in enumerate(names):
+        assert switches(name) == [j != i for j in range(4)]
+    with pytest.raises(
+        ConfigError, match=r"among shift, inheritance, valid-prefix, rank-head for a specblock.*'shifts'"
+    ):
+        family.complete(DrafterRecipe(without=("shift", "shifts")))
+
+
+@pytest.mark.parametrize("name", ["eagle3", "jetspec", "dflash"])
+def test_a_family_without_such_parts_leaves_none_out(name):
+    with pytest.raises(ConfigError, match=f"without must be left out for a {name} drafter, got 'shift'"):
+        training_family(name).complete(DrafterRecipe(drafter=name, without=("shift",)))
+
+
+def test_an_ablation_on_the_projects_own_text_says_what_it_used_and_left_out(tmp_path, target_dir):
+    recipe = DrafterRecipe(
+        domains=("code",), text=TEXT, held_out_tokens=60, epochs=1.0, batch_rows=96, without=("shift", "valid-prefix"),
+        learning_rate=5e-4,
+    )  # fmt: skip
+    train_drafter(target_dir, None, tmp_path / "a", recipe)
+    drafter = load_drafter(tmp_path / "a", load_target_handle(target_dir))
+    assert (
+        drafter.caps.name == "specblock" and not json.loads((tmp_path / "a" / "config.json").read_text())["has_shift"]
+    )
+    provenance = (tmp_path / "a" / "PROVENANCE.md").read_text(encoding="utf-8")
+    assert "templates written by this project" in provenance and "Puzzles" not in provenance
+    assert '"has_valid_prefix": false' in provenance and '"learning_rate": 0.0005' in provenance
+    (tmp_path / "data").mkdir()
+    train_drafter(target_dir, tmp_path / "data", tmp_path / "a", recipe)
+    again = (tmp_path / "a" / "PROVENANCE.md").read_text(encoding="utf-8")
+    assert "Puzzles" not in again, "the text is the one of the first call"
+
+
+def test_puzzles_are_a_source_only_with_a_data_folder(tmp_path):
+    assert "Puzzles" in corpus.licence("code", tmp_path) and "Puzzles" not in corpus.licence("code", None)
+    assert corpus.licence("math", tmp_path).startswith("GSM8K")

@@ -91,7 +91,7 @@ def test_nonsense_is_refused(options, message):
 def test_the_command_line_refuses_in_one_sentence(tmp_path):
     for arguments, message in (
         (["--contexts", "1k"], "contexts must be a comma list of numbers, got '1k'"),
-        (["--json", str(tmp_path)], "json must be a file, got the folder"),
+        (["--json", str(tmp_path)], "json must name a file that can be written"),
     ):
         result = RUN.invoke(app, ["bench", "kernels", *arguments])
         assert result.exit_code != 0

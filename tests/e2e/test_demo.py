@@ -13,8 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.paths import BUNDLED_DRAFTER, bundled
-
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(420)]
 
 
@@ -99,14 +97,3 @@ def test_policy_never_trains_nothing(short_path):
     _check_document(result)
     assert all(d["action"] == "hold" for d in result["decisions"])
     assert result["swaps"]["count"] == 0 and result["ledger"]["spent_s"] == 0
-
-
-def test_bundled_drafter_says_what_it_was_trained_on():
-    config = json.loads((bundled(BUNDLED_DRAFTER) / "config.json").read_text())
-    assert config["domains"] == ["tools", "code"]
-    assert (bundled(BUNDLED_DRAFTER) / "PROVENANCE.md").is_file() and (bundled("target") / "PROVENANCE.md").is_file()
-
-
-def test_bundled_weights_stay_small():
-    total = sum(p.stat().st_size for p in bundled("target").parent.rglob("*") if p.is_file())
-    assert total < 36 * 2**20

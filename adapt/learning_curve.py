@@ -1,0 +1,77 @@
+"""How did a drafter's loss fall while it learned? At most about 200 points, kept in a small file beside its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+
+CURVE_FILE = "learning_curve.json"
+FORMAT = 1
+MAX_POINTS = 200
+COLUMNS = ("step", "rows", "seconds", "loss", "nll")
+_UNIT = {
+    "seconds": "s of training, one process",
+    "nll": "nats per row, first draft token",
+    "loss": "mean of the family's loss",
+}
+
+
+class LearningCurve:
+    """Points at equal intervals of steps: where the run stood, and means over the rows since the point before."""
+
+    def __init__(self, num_steps: int) -> None:
+        """num_steps: of the whole run."""
+        self._every = max(1, -(-num_steps // MAX_POINTS))
+        self._points: dict[str, list[float]] = {name: [] for name in COLUMNS}
+        self._at: tuple[float, ...] = (0, 0, 0.0)  # step, rows, seconds after the newest step
+        self._sums = (0.0, 0.0)  # loss and nll times rows, since the newest point
+
+    def add(self, *, step: int, rows: int, seconds: float, loss: float, nll: float) -> None:
+        """One optimizer step. step, rows, seconds: of the run so far; loss, nll: means over the rows of this step."""
+        new = rows - self._at[1]
+        self._at, self._sums = (step, rows, seconds), (self._sums[0] + loss * new, self._sums[1] + nll * new)
+        if step % self._every == 0:
+            self._points, self._sums = self._with_newest(), (0.0, 0.0)
+
+    def _with_newest(self) -> dict[str, list[float]]:
+        """The points and, where an interval is under way, one more for its part so far."""
+        step, rows = ((self._points[name] or [0])[-1] for name in ("step", "rows"))
+        if self._at[0] == step:
+            return self._points
+        point = (*self._at, *(total / (self._at[1] - rows) for total in self._sums))
+        return {name: [*self._points[name], value] for name, value in zip(COLUMNS, point, strict=True)}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds, plain numbers; `resume` takes it."""
+        return {"points": self._points, "at": self._at, "sums": self._sums}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        self._points, self._at, self._sums = state["points"], state["at"], state["sums"]
+
+    def write(self, folder: Path) -> None:
+        """Replace the folder's learning_curve.json; measured values have 4 significant digits."""
+        points = self._with_newest()
+        rounded = {n: [v if isinstance(v, int) else float(f"{v:.4g}") for v in points[n]] for n in COLUMNS}
+        tmp = folder / (CURVE_FILE + ".tmp")
+        values = {"format": FORMAT, "unit": _UNIT, **rounded}
+        tmp.write_text(json.dumps(values, separators=(",", ":")) + "\n", encoding="utf-8")
+        tmp.replace(folder / CURVE_FILE)
+
+
+def read_curve(folder: Path) -> dict[str, list[float]]:
+    """The columns of a folder's learning_curve.json, lists of one length. Raises: ConfigError when it has none."""
+    path = folder / CURVE_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise ConfigError(f"format of {path} must be {FORMAT}, got {values['format']!r}")
+        curve = {name: [float(v) for v in values[name]] for name in COLUMNS}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{path} must be the learning curve of a trained drafter: {e!r}") from e
+    if not curve["step"] or len({len(column) for column in curve.values()}) > 1:
+        raise ConfigError(f"{path} must hold lists of one length, at least one point")
+    return curve
