@@ -110,7 +110,7 @@ def compare_cells(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
         for arm in [n for n in cell["arms"] if n in other["arms"]]:
             rows = {
                 "tokens_per_s": _speed_ratio(cell, other, arm),
-                "acceptance_length": _length_ratio(cell, other, arm),
+                "acceptance_length": None if arm == PLAIN else length_ratio((cell, arm), (other, arm)),
             }
             if arm != PLAIN:
                 rows["speedup"] = _speedup_ratio(cell, other, arm)
@@ -123,7 +123,7 @@ def _key(cell: dict[str, Any]) -> tuple[str, int, float]:
     return cell["bucket"], cell["batch"], cell["temperature"]
 
 
-def _log_ratio(own: list[dict[str, Any]], signs: list[int], seed: int) -> tuple[float, np.ndarray]:
+def log_ratio(own: list[dict[str, Any]], signs: list[int], seed: int) -> tuple[float, np.ndarray]:
     """Sum of sign x log(tokens per second) of arms with equal groups, and over resamples of the groups."""
     columns = np.array([c for row in own for c in (row["group_tokens"], row["group_seconds"])])
 
@@ -139,10 +139,10 @@ def _ratio(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]
     signs = [s for i in range(len(pairs)) for s in ((1, -1) if i == 0 else (-1, 1))]
     counts = {len(row["group_tokens"]) for row in rows}
     if len(counts) == 1:
-        value, values = _log_ratio(rows, signs, 0)
+        value, values = log_ratio(rows, signs, 0)
     else:  # the runs have different numbers of groups: each is resampled by itself
-        second = _log_ratio(rows[0::2], signs[0::2], 0)
-        first = _log_ratio(rows[1::2], signs[1::2], 1)
+        second = log_ratio(rows[0::2], signs[0::2], 0)
+        first = log_ratio(rows[1::2], signs[1::2], 1)
         value, values = second[0] + first[0], second[1] + first[1]
     return {"ratio": math.exp(value), "interval": percentile_interval(np.exp(values), min(counts))}
 
@@ -155,10 +155,11 @@ def _speedup_ratio(a: dict[str, Any], b: dict[str, Any], arm: str) -> dict[str, 
     return _ratio([(b["arms"][arm], a["arms"][arm]), (b["arms"][PLAIN], a["arms"][PLAIN])])
 
 
-def _length_ratio(a: dict[str, Any], b: dict[str, Any], arm: str) -> dict[str, Any] | None:
-    """From the logs of both intervals, taken as normal; None where a run has no acceptance length."""
-    lengths = [c.get("drafting", {}).get(arm, {}).get("acceptance_length") for c in (a, b)]
-    if arm == PLAIN or None in lengths:
+def length_ratio(first: tuple[dict[str, Any], str], second: tuple[dict[str, Any], str]) -> dict[str, Any] | None:
+    """Acceptance length of the second (cell, arm) over the first's, from the logs of both intervals, taken as normal and
+    independent; None where one has none."""
+    lengths = [cell.get("drafting", {}).get(arm, {}).get("acceptance_length") for cell, arm in (first, second)]
+    if None in lengths:
         return None
     ratio = lengths[1]["pooled"] / lengths[0]["pooled"]
     if any(length["interval"] is None for length in lengths):

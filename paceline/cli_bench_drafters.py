@@ -18,7 +18,8 @@ DRAFTERS_HELP = (
 )
 COMPARE_HELP = (
     "A second result of `bench drafters` or `bench engine` over a first one, cell by cell with 95% intervals. Runs of "
-    "different configurations are refused. Exit code 1 where --fail-below finds a regression."
+    "different configurations are refused. Exit code 1 where --fail-below finds a regression. With --over instead of a "
+    "second result: the arms of one result over one of them, such as paceline bench compare d.json --over eagle3/fixed8."
 )
 CURVES_HELP = (
     "The learning curves of drafter folders that `train-drafter` wrote: nats per row over training seconds and rows. "
@@ -98,7 +99,13 @@ def bench_drafters(
 
 def bench_compare(
     first: Annotated[Path, typer.Argument(help="Result to compare with.")],
-    second: Annotated[Path, typer.Argument(help="Result that may be better or worse.")],
+    second: Annotated[Optional[Path], typer.Argument(help="Result that may be better or worse.")] = None,
+    over: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Without a second result: an arm of the first, such as eagle3/fixed8, to hold its other arms against."
+        ),
+    ] = None,
     fail_below: Annotated[
         Optional[float], typer.Option(help="Exit code 1 where a ratio is surely below this, such as 0.95.")
     ] = None,
@@ -111,11 +118,20 @@ def bench_compare(
     json: Json = None,
 ) -> None:
     from paceline.bench.compare import CompareOptions, run_compare
+    from paceline.bench.compare_arms import run_compare_arms
+    from paceline.errors import ConfigError
 
+    console = Console() if sys.stdout.isatty() else Console(width=150)
+    if second is None or over is not None:
+        if second is not None or over is None:
+            raise ConfigError("compare takes a second result or --over ARM, one of them")
+        if fail_below is not None or force:
+            raise ConfigError("--fail-below and --force need a second result, got --over")
+        run_compare_arms(first, over, console, json)
+        return
     options = CompareOptions(
         first=first, second=second, metric=metric, fail_below=fail_below, is_forced=force, json=json
     )
-    console = Console() if sys.stdout.isatty() else Console(width=150)
     if run_compare(options, console)["failed"]:
         raise typer.Exit(1)
 
