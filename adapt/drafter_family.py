@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -20,7 +20,10 @@ from paceline.errors import ConfigError
 from paceline.serving.drafter_family import DrafterModel, DrafterSettings, TargetHandles
 from paceline.serving.request import RequestTrace
 
-Settings = TypeVar("Settings")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
 """A dataclass of settings."""
 Report = dict[str, torch.Tensor]
 """Detached sums over a batch. Every family reports "rows" (supervised rows), "nll1" (cross-entropy of the first draft
