@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -20,11 +20,15 @@ from paceline.errors import ConfigError
 from paceline.serving.drafter_family import DrafterModel, DrafterSettings, TargetHandles
 from paceline.serving.request import RequestTrace
 
-Settings = TypeVar("Settings")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
 """A dataclass of settings."""
 Report = dict[str, torch.Tensor]
 """Detached sums over a batch. Every family reports "rows" (supervised rows), "nll1" (cross-entropy of the first draft
-token, summed over them, in nats) and "loss" (the mean loss); the rest is for its own `summarise`."""
+token, summed over them, in nats), "loss" (the mean loss) and "correct{b}" for its blocks b = 1, 2, ...: a histogram over
+0..S of how many tokens of the block, from its first, are all right."""
 
 
 class TrainingLoss(Protocol):
@@ -70,8 +74,6 @@ class TrainingFamily:
     """Loss settings of an online update, given the model and whether its backbone learns."""
     held_out_loss: Callable[[Any], Any]
     """Loss settings for held-out numbers, given those of training: every row counts, nothing is drawn."""
-    summarise: Callable[[Mapping[str, torch.Tensor], Any], dict[str, float]]
-    """Held-out numbers from summed reports and the held-out loss settings; "nll" is the cross-entropy per row."""
     arms: Mapping[str, tuple[str, ...] | None]
     """Name prefixes of the parameters that an arm trains, by `ArmSpec.parameters`; None = all."""
     scalars: tuple[str, ...] = ("log_beta",)
@@ -110,3 +112,14 @@ def leave_out(settings: Settings, names: Sequence[str], parts: Mapping[str, str]
     """The settings with the fields of these parts False, where they have them. parts: as TrainingFamily.parts."""
     own = {f.name for f in dataclasses.fields(settings)}
     return dataclasses.replace(settings, **{parts[n]: False for n in names if parts[n] in own})
+
+
+def summarise(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Held-out numbers from summed reports: "nll" per row, and the share of a block's rows whose slots 0..s are all right."""
+    out = {"nll": float(sums["nll1"] / sums["rows"].clamp_min(1))}
+    block = 1
+    while (histogram := sums.get(f"correct{block}")) is not None:
+        reached = histogram.flip(0).cumsum(0).flip(0) / histogram.sum().clamp_min(1)
+        out |= {f"block{block}_slot{s}": float(reached[s + 1]) for s in range(len(reached) - 1)}
+        block += 1
+    return out

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from paceline.adapt.drafter_family import TrainingFamily
 from paceline.adapt.drafter_recipe import DrafterRecipe, TargetShape
@@ -54,14 +52,6 @@ def held_out_loss(config: EagleLossConfig) -> EagleLossConfig:
     return EagleLossConfig(num_steps=config.num_steps, step_decay=config.step_decay, calibration_weight=0)
 
 
-def summarise(sums: Mapping[str, torch.Tensor], config: EagleLossConfig) -> dict[str, float]:
-    """Nats per row at the first token, and the share of rows whose first s + 1 tokens are all right."""
-    histogram = sums["correct1"]
-    reached = histogram.flip(0).cumsum(0).flip(0) / histogram.sum().clamp_min(1)
-    out = {f"block1_slot{s}": float(reached[s + 1]) for s in range(config.num_steps)}
-    return {"nll": float(sums["nll1"] / sums["rows"].clamp_min(1)), **out}
-
-
 FAMILY = TrainingFamily(
     name=EagleModel.drafter_type,
     defaults={"learning_rate": 2e-3, "num_layers": 1, "num_slots": 1, "loss": EagleLossConfig()},
@@ -71,6 +61,5 @@ FAMILY = TrainingFamily(
     loss=training_loss,
     update_loss=update_loss,
     held_out_loss=held_out_loss,
-    summarise=summarise,
     arms={"calibration": _CALIBRATION, "head": (*_CALIBRATION, "lm_head.", "final_norm"), "full": None},
 )

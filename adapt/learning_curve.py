@@ -65,6 +65,8 @@ class LearningCurve:
 def read_curve(folder: Path) -> dict[str, list[float]]:
     """The columns of a folder's learning_curve.json, lists of one length. Raises: ConfigError when it has none."""
     path = folder / CURVE_FILE
+    if not path.is_file():
+        raise ConfigError(f"{path} must be the learning curve of a trained drafter, there is no such file")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from paceline.adapt.drafter_family import TrainingFamily
 from paceline.adapt.drafter_recipe import DrafterRecipe, TargetShape
@@ -28,14 +26,6 @@ def prepare(model: ParallelHeadModel, traces: Sequence[RequestTrace], target: Ta
 
 def held_out_loss(config: ParallelLossConfig) -> ParallelLossConfig:
     return dataclasses.replace(config, num_anchors=None, edge_share=1.0, calibration_weight=0.0)
-
-
-def summarise(sums: Mapping[str, torch.Tensor], config: ParallelLossConfig) -> dict[str, float]:
-    """Nats per row at the first slot, and the share of anchors whose slots 0..s are all right."""
-    histogram = sums["correct1"]
-    reached = histogram.flip(0).cumsum(0).flip(0) / histogram.sum().clamp_min(1)
-    out = {"nll": float(sums["nll1"] / sums["rows"].clamp_min(1))}
-    return out | {f"block1_slot{s}": float(reached[s + 1]) for s in range(len(reached) - 1)}
 
 
 def _family(name: str, loss: ParallelLossConfig) -> TrainingFamily:
@@ -70,7 +60,6 @@ def _family(name: str, loss: ParallelLossConfig) -> TrainingFamily:
         loss=parallel_training_loss,
         update_loss=update_loss,
         held_out_loss=held_out_loss,
-        summarise=summarise,
         arms={"calibration": ("log_beta",), "head": ("log_beta", "final_norm", "edge_"), "full": None},
         refused=("draft_vocab_size",),
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from paceline.adapt.drafter_family import TrainingFamily, leave_out
 from paceline.adapt.drafter_recipe import DrafterRecipe, TargetShape
@@ -64,17 +62,6 @@ def held_out_loss(config: LossConfig) -> LossConfig:
     )
 
 
-def summarise(sums: Mapping[str, torch.Tensor], config: LossConfig) -> dict[str, float]:
-    """Nats per row at slot 0, and the share of rows whose first s slots are all right, per block."""
-    out = {"nll": float(sums["nll1"] / sums["rows"].clamp_min(1))}
-    for block in range(1, config.num_blocks + 1):
-        histogram = sums.get(f"correct{block}")
-        if histogram is not None:
-            reached = histogram.flip(0).cumsum(0).flip(0) / histogram.sum().clamp_min(1)
-            out.update({f"block{block}_slot{s}": float(reached[s + 1]) for s in range(len(reached) - 1)})
-    return out
-
-
 FAMILY = TrainingFamily(
     name=SpecBlockModel.drafter_type,
     defaults={"learning_rate": 2e-3, "num_layers": 2, "num_slots": 4, "loss": LossConfig()},
@@ -84,7 +71,6 @@ FAMILY = TrainingFamily(
     loss=training_loss,
     update_loss=update_loss,
     held_out_loss=held_out_loss,
-    summarise=summarise,
     arms={"calibration": _CALIBRATION, "head": (*_CALIBRATION, "lm_head.", "final_norm"), "full": None},
     parts=_PARTS,
 )

@@ -18,6 +18,7 @@ import torch
 
 from paceline.adapt import corpus
 from paceline.adapt.drafter_families import training_family
+from paceline.adapt.drafter_family import summarise
 from paceline.adapt.drafter_recipe import DrafterRecipe, has_native_bf16, target_shape
 from paceline.adapt.drafter_record import add_facts, training_facts, write_provenance
 from paceline.adapt.learning_curve import LearningCurve
@@ -158,7 +159,7 @@ def evaluate(
         batch = collate([traces[i] for i in plan], max_rows=recipe.max_rows, device=device)
         for key, value in family.loss(model, batch, frozen, config, generator)[1].items():
             sums[key] = sums.get(key, torch.zeros(())) + value.cpu()
-    return family.summarise(sums, config)
+    return summarise(sums)
 
 
 def replay_acceptance(model: DrafterModel, target: TargetHandle, traces: Sequence[RequestTrace]) -> dict[str, float]:

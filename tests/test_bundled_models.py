@@ -48,14 +48,15 @@ def test_a_bundled_drafter_says_how_it_was_trained(name):
     provenance = (folder / "PROVENANCE.md").read_text(encoding="utf-8")
     assert f"`{config['target_version']}`" in provenance and "Command: `paceline train-drafter " in provenance
     assert all(f"\n| {domain} | " in provenance for domain in config["domains"]), "held-out numbers of every domain"
-    curve = None
-    if CURVE_FILE in provenance:
-        curve = read_curve(folder)
-        steps = re.search(r"([\d,]+) supervised rows in ([\d,]+) optimizer steps", provenance)
-        counts = [int(count.replace(",", "")) for count in steps.groups()]
-        assert [curve[n][-1] for n in ("rows", "step")] == pytest.approx(counts, rel=0.01)
-    allowed = {"config.json", "drafter.safetensors", "PROVENANCE.md"} | ({CURVE_FILE} if curve else set())
-    assert {p.name for p in folder.iterdir()} == allowed
+    files, own = {p.name for p in folder.iterdir()}, {"config.json", "drafter.safetensors", "PROVENANCE.md"}
+    if CURVE_FILE not in provenance:
+        assert files == own, "PROVENANCE.md names a learning curve that lies there"
+        return
+    assert files == {*own, CURVE_FILE}
+    curve = read_curve(folder)
+    counts = re.search(r"([\d,]+) supervised rows in ([\d,]+) optimizer steps", provenance).groups()
+    expected = [int(count.replace(",", "")) for count in counts]
+    assert [curve[n][-1] for n in ("rows", "step")] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("name", BUNDLED_DRAFTERS)
