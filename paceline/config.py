@@ -156,10 +156,12 @@ class RolloutConfig:
     """Probability of promoting, on evidence, a version that is slower by the margin or more."""
     min_requests: int = 8
     """Finished canary requests before a promotion."""
+    min_drafted_rounds: int = 16
+    """Rounds of them in which the version drafted, before a promotion: requests decoded plainly are no evidence."""
     max_requests: int = 300
-    """Finished canary requests after which a canary without a verdict ends by its estimate."""
+    """Finished canary requests after which a canary without a verdict ends by its estimate, if it drafted enough."""
     max_s: float = 1800.0
-    """Seconds after which it does."""
+    """Seconds after which it does, and after which one that drafted too little ends without a promotion."""
     freeze_s: float = 600.0
     """After a rollback no training is ordered on the version's bucket for so long."""
     quiet_s: float = 1.5
@@ -177,6 +179,7 @@ class RolloutConfig:
             "rollout.min_requests must be in [1, max_requests]",
             self.min_requests,
         )
+        _require(self.min_drafted_rounds >= 1, "rollout.min_drafted_rounds must be >= 1", self.min_drafted_rounds)
         _require(self.max_s > 0, "rollout.max_s must be > 0", self.max_s)
         _require(self.quiet_s > 0, "rollout.quiet_s must be > 0", self.quiet_s)
         _require(self.freeze_s >= 0, "rollout.freeze_s must be >= 0", self.freeze_s)
