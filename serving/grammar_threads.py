@@ -1,4 +1,4 @@
-"""In which threads are the grammars of requests compiled before the requests reach an engine?
+"""In which threads do requests wait whose grammar has to be compiled first?
 
 In a few of their own: a compilation may take seconds, and the event loop's threads read metrics, states and files. A
 thread only compiles. The request itself is submitted by the event loop afterwards, so that one whose client went away
