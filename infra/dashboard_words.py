@@ -163,10 +163,14 @@ def rollout_words(state: dict[str, Any]) -> str:
     ratio = canary.get("ratio")
     speed = f"{100 * (ratio - 1):+.1f}% tokens per second" if ratio is not None else "no comparable requests yet"
     own, other = int(canary.get("num_canary_requests") or 0), int(canary.get("num_requests") or 0)
-    return (
+    drafted, needed = int(canary.get("num_drafted_rounds") or 0), int(canary.get("min_drafted_rounds") or 0)
+    text = (
         f"{short(canary['version'])} is on trial against {short(canary.get('incumbent'))} with "
         f"{canary.get('share_percent')}% of adaptive requests: {speed} on {own} requests against {other - own}."
     )
+    if drafted < needed:
+        text += f" It drafted in {drafted} rounds so far, and is not promoted before {needed}."
+    return text
 
 
 def _who_serves(state: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,13 @@ and it was served by the version that the hash of its id says. A request is fini
 The end, in this order:
 1. rolled back at once when a replica cannot load it, its drafter failed while serving (NaN, exception), or the engines of
    two replicas failed under it;
-2. rolled back when the evidence that it is worse (slower, fewer tokens per round, more errors) passes 1 / alpha;
-3. promoted when the evidence that it is not slower by the margin passes 1 / alpha_promote, after min_requests;
+2. rolled back when the evidence that it is worse (slower, fewer tokens per round, more errors) passes 1 / alpha; retired
+   instead while it has not drafted one round, unless its requests fail: what was slow was not the version;
+3. promoted when the evidence that it is not slower by the margin passes 1 / alpha_promote, after min_requests and
+   min_drafted_rounds: requests that were decoded plainly are not slower either, and say nothing about a drafter;
 4. at max_requests or max_s without a verdict: the gate found it better on logged text, so it is promoted if it has
-   min_requests and its estimated speed is not below 1 - margin; otherwise it is retired, which bars nothing.
+   both minima and its estimated speed is not below 1 - margin; otherwise it is retired, which bars nothing. One that has
+   drafted too little stays on trial until max_s, however many requests it has.
 A rollback bars the version and freezes training on its bucket for freeze_s.
 """
 
@@ -67,6 +70,8 @@ class OpenRequest(msgspec.Struct):
     tokens: float = 0.0
     seconds: float = 0.0
     rounds: int = 0
+    drafted_rounds: int = 0
+    """Rounds in which its drafter proposed tokens; the others were decoded plainly."""
     batch_sum: int = 0
 
 
@@ -86,6 +91,8 @@ class Canary(msgspec.Struct, kw_only=True):
     errors_before: dict[str, tuple[int, int]] = {}
     """Replica -> failed requests (incumbent, canary) when it was first seen with the canary."""
     errors_now: dict[str, tuple[int, int]] = {}
+    num_drafted_rounds: int = 0
+    """Rounds of its finished requests in which it proposed tokens."""
     num_excluded: int = 0
     """Adaptive requests that another version served than their hash says."""
 
@@ -148,9 +155,9 @@ def fold(canary: Canary, batch: FeedbackBatch, now: float) -> None:
     """Add a replica's rows; the caller leaves out replicas that do not run the canary's generation."""
     rows = zip(
         batch.request_id, batch.group, batch.drafter_version, batch.round_index, batch.bucket, batch.is_greedy,
-        batch.num_emitted_tokens, batch.share_ms, batch.batch_size, batch.ts, strict=True,
+        batch.num_draft_tokens, batch.num_emitted_tokens, batch.share_ms, batch.batch_size, batch.ts, strict=True,
     )  # fmt: skip
-    for request_id, group, version, index, bucket, is_greedy, tokens, share_ms, batch_size, ts in rows:
+    for request_id, group, version, index, bucket, is_greedy, drafts, tokens, share_ms, batch_size, ts in rows:
         if group != Group.ADAPTIVE:
             continue
         known = canary.open.get(request_id)
@@ -170,6 +177,7 @@ def fold(canary: Canary, batch: FeedbackBatch, now: float) -> None:
         known.tokens += tokens
         known.seconds += share_ms / 1e3
         known.rounds += 1
+        known.drafted_rounds += drafts > 0
         known.batch_sum += batch_size
         known.last = now
 
@@ -187,6 +195,7 @@ def close_quiet(canary: Canary, config: RolloutConfig, now: float) -> int:
             mode = "greedy" if r.is_greedy else "sampled"
             stratum = f"{r.bucket} | batch {batch_class(r.batch_sum / r.rounds)} | {mode}"
             canary.test.add(stratum, r.is_canary, r.tokens, r.seconds, r.rounds)
+            canary.num_drafted_rounds += r.drafted_rounds if r.is_canary else 0
     return len(done)
 
 
@@ -225,19 +234,29 @@ def judge(canary: Canary, config: RolloutConfig, now: float) -> Verdict | None:
     ratio = test.ratio()
     speed = f"{100 * (ratio - 1):+.1f}% tokens per second" if ratio is not None else "no comparable requests"
     numbers = f"{speed} on {own} requests against {incumbent}"
+    drafted = canary.num_drafted_rounds
+    has_drafted = drafted >= config.min_drafted_rounds
+    may_promote = has_drafted and own >= config.min_requests
     if test.evidence_worse() >= math.log(1 / config.alpha):
         against = test.evidence_against()
+        if drafted == 0 and max(against, key=against.__getitem__) != "errors":
+            reason = (
+                f"its requests are slower than those of {canary.incumbent}, but it drafted in none of them: {numbers}"
+            )
+            return Verdict(outcome=Outcome.RETIRED, reason=reason)
         reason = f"it {_WORSE[max(against, key=against.__getitem__)]} than {canary.incumbent}: {numbers}, "
         reason += f"evidence {_odds(test.evidence_worse())}"
         return Verdict(outcome=Outcome.ROLLED_BACK, reason=reason)
-    if own >= config.min_requests and test.evidence_fast_enough() >= math.log(1 / config.alpha_promote):
+    if may_promote and test.evidence_fast_enough() >= math.log(1 / config.alpha_promote):
         evidence = _odds(test.evidence_fast_enough())
         reason = f"not slower than {canary.incumbent} by {config.margin:.0%} or more: {numbers}, evidence {evidence}"
         return Verdict(outcome=Outcome.PROMOTED, reason=reason)
-    if own < config.max_requests and now - canary.since < config.max_s:
+    if now - canary.since < config.max_s and not (own >= config.max_requests and has_drafted):
         return None
     limit = f"no verdict after {own} canary requests and {now - canary.since:.0f} s"
-    if own >= config.min_requests and ratio is not None and ratio >= 1 - config.margin:
+    if not has_drafted:
+        limit += f": it drafted in {drafted} rounds, and a promotion needs {config.min_drafted_rounds}"
+    if may_promote and ratio is not None and ratio >= 1 - config.margin:
         return Verdict(outcome=Outcome.PROMOTED, reason=f"{limit}; the gate's word stands: {numbers}")
     return Verdict(outcome=Outcome.RETIRED, reason=f"{limit}; {numbers}")
 
@@ -275,6 +294,8 @@ def rollout_view(state: RolloutState, config: RolloutConfig, now: float) -> dict
         "decision_id": canary.decision_id,
         "num_requests": incumbent + own,
         "num_canary_requests": own,
+        "num_drafted_rounds": canary.num_drafted_rounds,
+        "min_drafted_rounds": config.min_drafted_rounds,
         "num_open": len(canary.open),
         "num_excluded": canary.num_excluded,
         "num_errors": list(test.errors),

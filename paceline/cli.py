@@ -91,7 +91,9 @@ def serve(
     ] = None,
     mix: Annotated[
         Optional[str],
-        typer.Option(help="none | lookup | suffix | suffix-recent: its candidates compete with the drafter's own."),
+        typer.Option(
+            help="none | lookup | suffix | suffix-recent: its candidates compete with the drafter's own; not with --drafter none."
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with any setting of ServiceConfig; options given here win.")

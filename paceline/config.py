@@ -38,7 +38,7 @@ class TreeConfig:
     bundle_width: int = 7
     """Policy `bundle`: children that a node gets at once, at most."""
     mix: str = "none"
-    """lookup | suffix | suffix-recent: a drafter without weights whose candidates compete with the drafter's own."""
+    """lookup | suffix | suffix-recent: a drafter without weights whose candidates compete with the drafter's own; needs one."""
 
     def __post_init__(self) -> None:
         _require(1 <= self.max_draft_tokens <= 256, "tree.max_draft_tokens must be in [1, 256]", self.max_draft_tokens)
@@ -156,10 +156,12 @@ class RolloutConfig:
     """Probability of promoting, on evidence, a version that is slower by the margin or more."""
     min_requests: int = 8
     """Finished canary requests before a promotion."""
+    min_drafted_rounds: int = 16
+    """Rounds of them in which the version drafted, before a promotion: requests decoded plainly are no evidence."""
     max_requests: int = 300
-    """Finished canary requests after which a canary without a verdict ends by its estimate."""
+    """Finished canary requests after which a canary without a verdict ends by its estimate, if it drafted enough."""
     max_s: float = 1800.0
-    """Seconds after which it does."""
+    """Seconds after which it does, and after which one that drafted too little ends without a promotion."""
     freeze_s: float = 600.0
     """After a rollback no training is ordered on the version's bucket for so long."""
     quiet_s: float = 1.5
@@ -172,11 +174,8 @@ class RolloutConfig:
         _require(0 < self.margin < 1, "rollout.margin must be in (0, 1)", self.margin)
         _require(0 < self.alpha < 1, "rollout.alpha must be in (0, 1)", self.alpha)
         _require(0 < self.alpha_promote < 1, "rollout.alpha_promote must be in (0, 1)", self.alpha_promote)
-        _require(
-            1 <= self.min_requests <= self.max_requests,
-            "rollout.min_requests must be in [1, max_requests]",
-            self.min_requests,
-        )
+        _require(1 <= self.min_requests <= self.max_requests, "rollout.min_requests must be in [1, max_requests]", self.min_requests)  # fmt: skip
+        _require(self.min_drafted_rounds >= 1, "rollout.min_drafted_rounds must be >= 1", self.min_drafted_rounds)
         _require(self.max_s > 0, "rollout.max_s must be > 0", self.max_s)
         _require(self.quiet_s > 0, "rollout.quiet_s must be > 0", self.quiet_s)
         _require(self.freeze_s >= 0, "rollout.freeze_s must be >= 0", self.freeze_s)
@@ -342,6 +341,9 @@ class ServiceConfig:
                 "something else",
             )
         _require(self.device in ("auto", "cpu", "cuda"), "device must be auto, cpu or cuda", self.device)
+        mix = self.engine.tree.mix
+        rule = f"engine.tree.mix must be none with drafter none (it drafts at another one's side; for {mix} alone give drafter {mix})"
+        _require(self.drafter != "none" or mix == "none", rule, mix)
 
 
 def build_config(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:

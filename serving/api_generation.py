@@ -20,7 +20,7 @@ from paceline.contracts import Group
 from paceline.serving.api_access_log import AccessRecord
 from paceline.serving.api_choice import Piece
 from paceline.serving.api_format import SSE_DONE, Answer, error_body, sse, to_json
-from paceline.serving.grammar_threads import submit_in_thread
+from paceline.serving.grammar_threads import compile_in_thread
 from paceline.serving.request import GenerationRequest, RoundEvent
 
 log = logging.getLogger(__name__)
@@ -41,10 +41,13 @@ class EngineInfo:
 
 
 class EngineClient(Protocol):
-    """All that the routes need of an engine; every method is thread-safe and returns at once.
+    """All that the routes need of an engine; every method is thread-safe, and all but `prepare` return at once."""
 
-    Except `submit` of a request with a grammar, which may compile it for some seconds.
-    """
+    def prepare(self, request: GenerationRequest) -> None:
+        """Compile the request's grammar, if it has one: some seconds, and none for the `submit` that follows.
+
+        Raises: RequestError, CapacityError.
+        """
 
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         """Admit a request; events come from another thread. Raises RequestError, CapacityError, EngineStoppedError."""
@@ -175,9 +178,12 @@ class Generation:
     async def submit(self) -> None:
         """Hand the requests to the engine, all or none; raises what the engine raises."""
         if self._parts.admitted is None and self.requests[0].params.grammar is not None:
-            await submit_in_thread(self._submit, self.close)  # compiling must not hold up the event loop
+            # compiling must not hold up the event loop; choices share their grammar
+            await compile_in_thread(lambda: self._parts.client.prepare(self.requests[0]))
+        if len(self.requests) == 1:
+            self._parts.client.submit(self.requests[0], self._on_event)
         else:
-            self._submit()
+            self._parts.client.submit_all(self.requests, self._on_event)
         if self._parts.admitted is not None:
             try:
                 for request in self.requests:
@@ -186,12 +192,6 @@ class Generation:
                 self.is_cut = isinstance(e, Exception)
                 self.close()
                 raise
-
-    def _submit(self) -> None:
-        if len(self.requests) == 1:
-            self._parts.client.submit(self.requests[0], self._on_event)
-        else:
-            self._parts.client.submit_all(self.requests, self._on_event)
 
     def close(self) -> None:
         """Abort what is unfinished; quick and idempotent, called whenever a handler ends for whatever reason."""

@@ -18,6 +18,7 @@ import torch
 
 from paceline.serving.drafter import Proposal
 from paceline.serving.host_tree import HostCandidates
+from paceline.serving.product_table import rank_edges
 from paceline.serving.tree_builder import (
     NUM_RANK_CLASSES,
     Candidates,
@@ -47,20 +48,28 @@ class BundleExpansion:
         calibrated = slot_logprobs(proposal, kappa)
         logprobs = calibrated[:, : proposal.restart or None, : self.width]
         num_requests, num_slots, width = logprobs.shape
+        edges = rank_edges(proposal, kappa)
         front = logprobs.new_zeros(num_requests, 1)  # nodes of a level that can still be popped: its heaviest
         above = torch.full_like(front, -1, dtype=torch.int64)
+        held = above  # column of each of them in its slot
         base, columns = 0, []
         for slot in range(num_slots):
             size = front.shape[1] * width
-            scores = (front[:, :, None] + logprobs[:, slot, None, :]).flatten(1)
-            rank = torch.arange(width, device=scores.device).repeat(front.shape[1]).expand(num_requests, -1)
-            token_ids = proposal.token_ids[:, slot].gather(1, rank)
+            rank = torch.arange(width, device=logprobs.device).repeat(front.shape[1]).expand(num_requests, -1)
+            if slot == 0 or edges is None:
+                below, which = logprobs[:, slot, None, :], rank
+            else:  # the best W below each node that can be popped, by its own scores
+                rows = held[:, :, None].expand(-1, -1, width)
+                below, which = (e[:, slot - 1, :, :width].gather(1, rows) for e in edges)
+                which = which.flatten(1)
+            scores = (front[:, :, None] + below).flatten(1)
+            token_ids = proposal.token_ids[:, slot].gather(1, which)
             cells = slot * NUM_RANK_CLASSES + rank.clamp(max=NUM_RANK_CLASSES - 1)
             columns.append(
                 (token_ids, above.repeat_interleave(width, 1), scores, torch.full_like(rank, slot + 1), cells)
             )
             front, at = scores.topk(min(max_nodes, size), dim=1)
-            above, base = base + at, base + size
+            above, held, base = base + at, which.gather(1, at), base + size
         token_ids, parents, scores, depths, cells = (torch.cat(c, 1) for c in zip(*columns, strict=True))
         whole = Candidates(token_ids=token_ids, parents=parents, scores=scores, depths=depths, cells=cells)
         order = scores.sort(dim=1, descending=True, stable=True).indices

@@ -72,7 +72,7 @@ class Proposal:
     """Slot at which a second chain begins below the same node (mixed drafts); 0 = there is only one. Its slots are BLOCK
     slots also where the first ones are a product table."""
     edge_logprobs: torch.Tensor | None = None
-    """(F, S - 1, K, K) float32, product drafters only: [f, s, i, j] replaces logprobs[f, s + 1, j] below candidate i of
+    """(F, S - 1, K, K) float32, product tables only (S up to `restart` where that is set): [f, s, i, j] replaces logprobs[f, s + 1, j] below candidate i of
     slot s, in any order of j. Ranks (calibration, widths) are then those among the candidates of one parent."""
 
     def highest_logprob(self) -> torch.Tensor:

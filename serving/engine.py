@@ -144,7 +144,7 @@ class Engine:
             chunk_rows=config.prefill_chunk_tokens, timer=timer, graphs=self.graphs.target if self.graphs else None,
         )  # fmt: skip
         self._token_text = TokenText(target.tokenizer)
-        self._grammars = GrammarFactory(target.tokenizer, target.vocab_size, target.eos_token_ids)
+        self.grammars = GrammarFactory(target.tokenizer, target.vocab_size, target.eos_token_ids)
         self._buckets = BucketNames(config.max_buckets)
         self._known_versions = set(slots.versions().values())
 
@@ -152,7 +152,7 @@ class Engine:
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         """Queue a request; `on_event` is called from the engine thread once per round, last with a finish_reason.
 
-        A grammar is compiled here, by the caller, in up to some seconds; a known one takes no time.
+        A grammar is compiled here, by the caller, in up to some seconds; one that `grammars` has prepared takes no time.
         Raises: RequestError (prompt empty, too long or with unknown ids; bias of an unknown token; grammar that cannot be
             used; request id in use; nothing left to resume), CapacityError (queue full, too many grammars at once),
             EngineStoppedError.
@@ -187,7 +187,7 @@ class Engine:
         stops = frozenset(params.stop_token_ids)
         grammar = None
         if params.grammar is not None:
-            grammar = self._grammars.start(params.grammar, stop_token_ids=stops, ignores_eos=params.ignore_eos)
+            grammar = self.grammars.start(params.grammar, stop_token_ids=stops, ignores_eos=params.ignore_eos)
         if not params.ignore_eos or grammar is not None:  # with ignore_eos a grammar draws it only where it must end
             stops |= self.target.eos_token_ids
         return RunningRequest(

@@ -25,6 +25,10 @@ class LocalEngineClient:
             created=int(time.time()),
         )
 
+    def prepare(self, request: GenerationRequest) -> None:
+        if request.params.grammar is not None:
+            self._engine.grammars.prepare(request.params.grammar)
+
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         if not self._thread.is_alive:
             raise EngineStoppedError("the engine of this replica has stopped; send the request again")

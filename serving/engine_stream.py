@@ -14,7 +14,7 @@ import msgspec
 
 from paceline.errors import CapacityError, EngineStoppedError, PacelineError, RequestError
 from paceline.serving.api_generation import EngineClient, EngineInfo
-from paceline.serving.grammar_threads import submit_in_thread
+from paceline.serving.grammar_threads import compile_in_thread
 from paceline.serving.request import GenerationRequest, RoundEvent
 
 SIGN_OF_LIFE_S = 3.0
@@ -72,12 +72,9 @@ async def stream_events(
             client.abort(request.request_id)
 
     try:
-        if request.params.grammar is None:
-            client.submit(request, on_event)
-        else:  # compiling must not hold up the event loop
-            await submit_in_thread(
-                lambda: client.submit(request, on_event), undo=lambda: client.abort(request.request_id)
-            )
+        if request.params.grammar is not None:  # compiling must not hold up the event loop
+            await compile_in_thread(lambda: client.prepare(request))
+        client.submit(request, on_event)
     except (RequestError, CapacityError, EngineStoppedError) as e:
         kind: Refusal = next(k for k, error in _ERRORS.items() if isinstance(e, error))
         yield encode(StreamItem(refusal=kind, message=str(e)))

@@ -78,19 +78,9 @@ class GrammarFactory:
         Raises: RequestError (grammar wrong, unsatisfiable, too large or too slow; tokenizer without support),
             CapacityError (others are compiling).
         """
+        compiled = self._known(spec)
         with self._lock:
-            compiled = self._compiled.get(spec)
-            if compiled is not None:
-                self._compiled.move_to_end(spec)
-                matcher = compiled.deep_copy()
-        if compiled is None:
-            check_size(spec)
-            compiled = self._compile(self._ready_tokenizer(), spec)
-            with self._lock:
-                self._compiled[spec] = compiled
-                while len(self._compiled) > self._max_cached:
-                    self._compiled.popitem(last=False)
-                matcher = compiled.deep_copy()
+            matcher = compiled.deep_copy()
         return GrammarState(
             matcher,
             self._vocab_size,
@@ -98,6 +88,25 @@ class GrammarFactory:
             stop_token_ids=stop_token_ids,
             ignores_eos=ignores_eos,
         )
+
+    def prepare(self, spec: GrammarSpec) -> None:
+        """Compile a grammar, so that a `start` that follows takes no time; raises like `start`."""
+        self._known(spec)
+
+    def _known(self, spec: GrammarSpec) -> LLMatcher:
+        """The compiled grammar, shared by all: copied under the lock."""
+        with self._lock:
+            compiled = self._compiled.get(spec)
+            if compiled is not None:
+                self._compiled.move_to_end(spec)
+                return compiled
+        check_size(spec)
+        compiled = self._compile(self._ready_tokenizer(), spec)
+        with self._lock:
+            self._compiled[spec] = compiled
+            while len(self._compiled) > self._max_cached:
+                self._compiled.popitem(last=False)
+        return compiled
 
     def _ready_tokenizer(self) -> LLTokenizer:
         with self._lock:

@@ -1,13 +1,15 @@
 """In which threads do requests wait whose grammar has to be compiled first?
 
-In a few of their own: a compilation may take seconds, and the event loop's default threads read metrics, states and files.
+In a few of their own: a compilation may take seconds, and the event loop's threads read metrics, states and files. A
+thread only compiles. The request itself is submitted by the event loop afterwards, so that one whose client went away
+meanwhile never existed for the engine: nothing has to be undone, and a retry under the same id finds the id free.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 NUM_THREADS = 8
@@ -16,27 +18,12 @@ NUM_THREADS = 8
 
 @lru_cache(maxsize=1)
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar-submit")
+    return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
 
 
-async def submit_in_thread(submit: Callable[[], None], undo: Callable[[], None]) -> None:
-    """Run `submit` in one of the threads; raises what it raises.
+async def compile_in_thread(compile_it: Callable[[], None]) -> None:
+    """Run `compile_it` in one of the threads; raises what it raises.
 
-    undo: called when the caller is cancelled and `submit` succeeds nevertheless: nobody waits for it any more.
+    When the caller is cancelled, one that still waits for a thread is never begun, and one that has begun ends unheard.
     """
-    future = _threads().submit(submit)
-    try:
-        await asyncio.shield(asyncio.wrap_future(future))
-    except asyncio.CancelledError:
-        loop = asyncio.get_running_loop()
-
-        def after(done: Future[None]) -> None:
-            if not done.cancelled() and done.exception() is None:
-                try:
-                    loop.call_soon_threadsafe(undo)
-                except RuntimeError:  # the loop is closed, so nothing can run beside this
-                    undo()
-
-        if not future.cancel():  # one that still waits for a thread is never begun
-            future.add_done_callback(after)
-        raise
+    await asyncio.wrap_future(_threads().submit(compile_it))

@@ -51,6 +51,8 @@ class MixedDrafter:
         self._put(out, own, slice(None), 0)
         self._put(out, other, slice(None), self._split)
         out.hidden = own.hidden
+        if own.edge_logprobs is not None:  # the text's chain has none: it is no table
+            out.edge_logprobs = self._widened(own.edge_logprobs, own.widths)
         return out
 
     def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
@@ -92,6 +94,14 @@ class MixedDrafter:
             logprobs = logprobs.masked_fill(columns >= part.widths[:, :, None], float("-inf"))
         out.token_ids[rows, slot : slot + num_slots, :width] = part.token_ids
         out.logprobs[rows, slot : slot + num_slots, :width] = logprobs
+
+    def _widened(self, edges: torch.Tensor, widths: torch.Tensor | None) -> torch.Tensor:
+        """A product table's scores below each parent (F, S1 - 1, K, K), with room for candidates that only text has."""
+        if widths is not None:
+            rank = edges.argsort(dim=-1, descending=True).argsort(dim=-1)
+            edges = edges.masked_fill(rank >= widths[:, 1:, None, None], float("-inf"))
+        room = self.caps.num_candidates - edges.shape[3]
+        return torch.nn.functional.pad(edges, (0, room, 0, room), value=float("-inf"))
 
     @staticmethod
     def _part(proposal: Proposal, start: int, stop: int | None) -> Proposal:

@@ -9,7 +9,7 @@ hidden size, Hq/Hkv query/KV heads, G = Hq / Hkv, Dh head dim, V target vocabula
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -48,40 +48,46 @@ class HeadForward:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights in place. state: ParallelHeadModel.state_dict(), checked by the caller."""
-        for key, value in self._fused(state).items():
-            value = value.to(torch.float32 if key == "beta" else self.dtype).contiguous()
+        """Replace all weights in place, one after the other: serving goes on, so no second set of them may be in memory.
+
+        state: ParallelHeadModel.state_dict(), checked by the caller.
+        """
+        for key, value in self._fused(state):
+            dtype = torch.float32 if key == "beta" else self.dtype
             if key == "lm_head" and self.head_dtype != self.dtype:
-                value = pack_head(value, self.head_dtype)
+                value = pack_head(value.to(self.dtype), self.head_dtype)
+            elif key not in self.weights:  # a copy of its own also where the state's tensor would do as it is
+                value = value.to(dtype, copy=True, memory_format=torch.contiguous_format)
             if key in self.weights:
                 self.weights[key].copy_(value)
             else:
                 self.weights[key] = value
 
-    def _fused(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _fused(self, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and float32 values of the weights, each made when it is asked for; projections are stored (in, out)."""
         c = self.config
-        s = {k: v.detach().to(self.device, torch.float32) for k, v in state.items()}
         layers = [f"layers.{i}." for i in range(c.num_layers)]
-        mask = s["mask_embedding"] if c.mask_token_id is None else self._embed[c.mask_token_id].float()
-        new = {  # projections are stored (in, out)
-            "cond": s["cond_proj.weight"].T,
-            "context_kv": torch.cat([s[n + "kv_proj.weight"] * s["cond_norm"] for n in layers]).T,
-            "context_k_norm": torch.stack([s[n + "k_norm"] for n in layers])[:, None, :],  # (Lt, 1, Dh)
-            "mask": mask,
-            "lm_head": (self._head.float() * s["final_norm"]).T,
-            "beta": s["log_beta"].exp(),
-        }
+
+        def own(name: str) -> torch.Tensor:
+            return state[name].detach().to(self.device, torch.float32)
+
+        yield "cond", own("cond_proj.weight").T
+        yield "context_kv", torch.cat([own(n + "kv_proj.weight") * own("cond_norm") for n in layers]).T
+        yield "context_k_norm", torch.stack([own(n + "k_norm") for n in layers])[:, None, :]  # (Lt, 1, Dh)
+        yield "mask", own("mask_embedding") if c.mask_token_id is None else self._embed[c.mask_token_id].float()
+        yield "lm_head", (self._head * own("final_norm")).T
+        yield "beta", own("log_beta").exp()
         for i, n in enumerate(layers):
-            qkv = torch.cat((s[n + "q_proj.weight"], s[n + "kv_proj.weight"]))
-            new[f"qkv{i}"] = (qkv * s[n + "input_norm"]).T
-            q_norm = (s[n + "q_norm"] * c.head_dim**-0.5).expand(c.num_heads, -1)
-            new[f"qk_norm{i}"] = torch.cat((q_norm, s[n + "k_norm"].expand(c.num_kv_heads, -1)))  # (Hq + Hkv, Dh)
-            new[f"o{i}"] = s[n + "o_proj.weight"].T
-            new[f"gate_up{i}"] = (s[n + "gate_up_proj.weight"] * s[n + "post_norm"]).T
-            new[f"down{i}"] = s[n + "down_proj.weight"].T
+            qkv = torch.cat((own(n + "q_proj.weight"), own(n + "kv_proj.weight")))
+            yield f"qkv{i}", (qkv * own(n + "input_norm")).T
+            q_norm = (own(n + "q_norm") * c.head_dim**-0.5).expand(c.num_heads, -1)
+            yield f"qk_norm{i}", torch.cat((q_norm, own(n + "k_norm").expand(c.num_kv_heads, -1)))  # (Hq + Hkv, Dh)
+            yield f"o{i}", own(n + "o_proj.weight").T
+            yield f"gate_up{i}", (own(n + "gate_up_proj.weight") * own(n + "post_norm")).T
+            yield f"down{i}", own(n + "down_proj.weight").T
         if c.edge_rank:
-            new["edge_in"], new["edge_out"] = s["edge_in"], s["edge_out"]
-        return new
+            yield "edge_in", own("edge_in")
+            yield "edge_out", own("edge_out")
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """RMS norm over the last dimension; its weight is folded into what reads it."""

@@ -19,6 +19,7 @@ _ABSENT = float("-inf")
 def rank_edges(proposal: Proposal, kappa: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Scores of the candidates of slots 1.. below each candidate of the slot before, best first, and their columns.
 
+    In a mixed draft (`restart`) S counts the slots of its product table alone; those of the second chain have no such scores.
     kappa: (F, S, R) float32 added to the scores by the rank below the parent; a score stays at most 0.
     Returns: both (F, S - 1, K, K), cut to the proposal's widths by that rank; None when the proposal has no such scores.
     Syncs: none.
@@ -26,11 +27,11 @@ def rank_edges(proposal: Proposal, kappa: torch.Tensor | None) -> tuple[torch.Te
     if proposal.edge_logprobs is None:
         return None
     scores, columns = proposal.edge_logprobs.sort(dim=-1, descending=True)
-    rank = torch.arange(scores.shape[3], device=scores.device)
+    rank, behind = torch.arange(scores.shape[3], device=scores.device), slice(1, 1 + scores.shape[1])
     if kappa is not None:
-        scores = (scores + kappa[:, 1:, None, rank.clamp(max=kappa.shape[2] - 1)]).clamp_(max=0.0)
+        scores = (scores + kappa[:, behind, None, rank.clamp(max=kappa.shape[2] - 1)]).clamp_(max=0.0)
     if proposal.widths is not None:
-        scores = scores.masked_fill(rank >= proposal.widths[:, 1:, None, None], _ABSENT)
+        scores = scores.masked_fill(rank >= proposal.widths[:, behind, None, None], _ABSENT)
     return scores, columns
 
 

@@ -104,6 +104,9 @@ class ResumingClient:
         self.counters = ResumeCounters()
 
     # ---- EngineClient -------------------------------------------------------------------------------------------
+    def prepare(self, request: GenerationRequest) -> None:
+        """Nothing to do: grammars are compiled where the engine is."""
+
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         if request.request_id in self._pumps:
             raise RequestError(f"request_id must be unique among unfinished requests, got {request.request_id!r}")

@@ -45,3 +45,10 @@ def test_options_change_a_configuration_file_only_where_given(monkeypatch, tmp_p
 def test_unknown_values_are_refused_by_name(values):
     with pytest.raises(ConfigError, match=f"tree.{next(iter(values))} must be"):
         TreeConfig(**values)
+
+
+@pytest.mark.parametrize("mix", ["lookup", "suffix"])
+def test_a_mix_without_a_drafter_to_mix_with_is_refused_with_what_to_give_instead(monkeypatch, mix):
+    assert served(monkeypatch, "--drafter", mix).drafter == mix
+    with pytest.raises(ConfigError, match=f"mix must be none with drafter none .*give drafter {mix}.*, got '{mix}'"):
+        served(monkeypatch, "--drafter", "none", "--mix", mix)

@@ -73,7 +73,10 @@ def test_shares_sum_to_all_requests(held, percent, has_canary):
 def test_canary_is_told_with_its_evidence_and_its_end():
     trial = {"status": "canary", "version": "v3", "incumbent": "v2", "share_percent": 10, "ratio": 1.12, "num_requests": 60, "num_canary_requests": 8}  # fmt: skip
     text = rollout_words(state(rollout=trial))
-    assert "+12.0% tokens per second on 8 requests against 52" in text
+    assert "+12.0% tokens per second on 8 requests against 52" in text and "drafted" not in text
+    waiting = {**trial, "num_drafted_rounds": 3, "min_drafted_rounds": 16}
+    assert "drafted in 3 rounds so far, and is not promoted before 16" in rollout_words(state(rollout=waiting))
+    assert rollout_words(state(rollout={**waiting, "num_drafted_rounds": 16})) == text
     ended = {
         "status": "idle",
         "version": None,

@@ -33,9 +33,10 @@ def begin(config: RolloutConfig = CONFIG, *, now: float = 0.0, bucket: str = "ma
 
 
 def row(
-    request_id: str, version: str, index: int = 1, *, ms: float = 10.0, group: str = "adaptive", ts: float = 1.0
-) -> tuple:
-    return (request_id, "math", group, version, True, index, 4, 2, 3, 1, 1.0, 6.0, ms, False, ts)
+    request_id: str, version: str, index: int = 1, *, ms: float = 10.0, group: str = "adaptive", ts: float = 1.0,
+    drafts: int = 4,
+) -> tuple:  # fmt: skip
+    return (request_id, "math", group, version, True, index, drafts, min(drafts, 2), 3, 1, 1.0, 6.0, ms, False, ts)
 
 
 def batch(*rows: tuple) -> FeedbackBatch:
@@ -51,16 +52,21 @@ def ids(canary: Canary, version: str, num: int) -> list[str]:
 
 
 def serve(
-    state: RolloutState, speed: dict[str, float], *, config: RolloutConfig = CONFIG, most: int = 2000, seed: int = 0
-):
-    """Requests of three rounds at `speed` tokens per second until there is a verdict; (verdict, requests)."""
+    state: RolloutState, speed: dict[str, float], *, config: RolloutConfig = CONFIG, most: int = 2000, seed: int = 0,
+    plain: tuple[str, ...] = (),
+):  # fmt: skip
+    """Requests of three rounds at `speed` tokens per second until there is a verdict; (verdict, requests).
+
+    Versions in `plain` have their requests, but never draft: their engines decode plainly.
+    """
     canary, rng = state.canary, random.Random(seed)
     assert canary is not None
     for k in range(most):
         name, now = f"q{seed}-{k}", canary.since + 0.1 * k
         version = version_of(canary, name)
         ms = 3 / speed[version] * 1e3 * math.exp(rng.gauss(0.0, 0.2))
-        fold(canary, batch(*(row(name, version, i, ms=ms, ts=now) for i in (1, 2, 3))), now)
+        drafts = 0 if version in plain else 4
+        fold(canary, batch(*(row(name, version, i, ms=ms, ts=now, drafts=drafts) for i in (1, 2, 3))), now)
         close_quiet(canary, config, now)
         verdict = judge(canary, config, now)
         if verdict is not None:
@@ -139,6 +145,34 @@ def test_a_canary_without_traffic_is_retired_when_its_time_is_over():
     assert judge(state.canary, CONFIG, now=499.0) is None
     verdict = judge(state.canary, CONFIG, now=500.0)
     assert verdict.outcome == Outcome.RETIRED and "0 canary requests" in verdict.reason
+
+
+def test_a_canary_that_never_drafted_is_not_promoted_and_ends_at_its_time_without_a_penalty():
+    """Its requests, decoded plainly, are not slower than the incumbent's, which were decoded plainly too."""
+    state = begin()
+    verdict, num_requests = serve(state, SPEED, plain=("v1", "v2"), most=6000)
+    assert state.canary.test.evidence_fast_enough() > math.log(1 / CONFIG.alpha_promote), "it would have been promoted"
+    assert state.canary.test.num_requests[1] > CONFIG.max_requests and num_requests >= 5000, "its time was not used"
+    assert verdict.outcome == Outcome.RETIRED
+    assert "it drafted in 0 rounds, and a promotion needs 16" in verdict.reason
+    state.end(verdict, CONFIG, now=500.0)
+    assert state.frozen == {} and state.last["reason"] == verdict.reason
+
+
+def test_a_canary_waits_for_the_rounds_that_it_drafts():
+    """It drafts nothing in its first 600 requests, and in all of them from then on."""
+    state = begin()
+    assert serve(state, SPEED, plain=("v2",), most=600)[0] is None
+    verdict, num_requests = serve(state, SPEED, seed=1)
+    assert verdict.outcome == Outcome.PROMOTED and state.canary.num_drafted_rounds >= CONFIG.min_drafted_rounds
+    assert num_requests <= 40
+
+
+def test_a_canary_that_is_slower_without_having_drafted_is_retired_and_not_barred():
+    state = begin()
+    verdict, num_requests = serve(state, {"v1": 300.0, "v2": 150.0}, plain=("v2",))
+    assert verdict.outcome == Outcome.RETIRED and num_requests < 60
+    assert "it drafted in none of them" in verdict.reason
 
 
 @pytest.mark.parametrize(
@@ -222,7 +256,15 @@ def test_the_view_is_plain_and_tells_both_sides_of_the_evidence():
 
 @pytest.mark.parametrize(
     "values",
-    [{"canary_percent": 91}, {"margin": 0.0}, {"alpha": 1.0}, {"min_requests": 0}, {"max_s": 0.0}, {"pool_bytes": -1}],
+    [
+        {"canary_percent": 91},
+        {"margin": 0.0},
+        {"alpha": 1.0},
+        {"min_requests": 0},
+        {"min_drafted_rounds": 0},
+        {"max_s": 0.0},
+        {"pool_bytes": -1},
+    ],
 )
 def test_settings_out_of_range_are_refused(values):
     with pytest.raises(ConfigError, match=f"rollout.{next(iter(values))}"):

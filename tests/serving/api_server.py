@@ -73,6 +73,9 @@ class ScriptedEngine:
     def is_draining(self) -> bool:
         return self.drains
 
+    def prepare(self, request: GenerationRequest) -> None:
+        """Scripts need no grammar."""
+
     def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
         for request in requests:
             self.submit(request, on_event)

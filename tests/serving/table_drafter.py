@@ -18,16 +18,19 @@ VOCAB = 40
 
 
 class TableDrafter(ScriptedDrafter):
-    """Proposes row i of the tables for the i-th request; tables are (B, S, K)."""
+    """Proposes row i of the tables for the i-th request; tables are (B, S, K), edges (B, S - 1, K, K)."""
 
-    def __init__(self, token_ids: torch.Tensor, logprobs: torch.Tensor, *, is_product: bool) -> None:
+    def __init__(
+        self, token_ids: torch.Tensor, logprobs: torch.Tensor, edges: torch.Tensor | None = None, *, is_product: bool
+    ) -> None:
         slots, width = token_ids.shape[1:]
         super().__init__("table", num_slots=slots, num_candidates=width, is_product=is_product)
-        self.token_ids, self.logprobs = token_ids, logprobs
+        self.token_ids, self.logprobs, self.edges = token_ids, logprobs, edges
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         num = len(inputs.request_ids)
-        return Proposal(token_ids=self.token_ids[:num], logprobs=self.logprobs[:num], widths=None)
+        edges = None if self.edges is None else self.edges[:num]
+        return Proposal(token_ids=self.token_ids[:num], logprobs=self.logprobs[:num], widths=None, edge_logprobs=edges)
 
 
 def random_tables(seed: int, batch: int, slots: int, width: int, absent: float = 0.0) -> tuple[torch.Tensor, ...]:
@@ -39,6 +42,13 @@ def random_tables(seed: int, batch: int, slots: int, width: int, absent: float =
     present = torch.randint(1, width + 1, (batch, slots, 1), generator=g)
     gone = (torch.rand(batch, slots, 1, generator=g) < absent) & (torch.arange(width) >= present)
     return token_ids, logprobs.masked_fill(gone, -math.inf)
+
+
+def random_edges(seed: int, batch: int, slots: int, width: int) -> torch.Tensor:
+    """(B, S - 1, K, K) log-probabilities below each candidate of the slot before, in no order, some absent."""
+    g = torch.Generator().manual_seed(seed)
+    edges = torch.randn(batch, slots - 1, width, width + 2, generator=g).mul(2.0).log_softmax(-1)[..., :width]
+    return edges.masked_fill(torch.rand(edges.shape, generator=g) < 0.15, -math.inf)
 
 
 def draft_tables(tables: tuple[torch.Tensor, ...], *, is_product: bool, **config) -> tuple[RoundDraft, TreePolicy]:
@@ -74,14 +84,17 @@ def paths_of(out: RoundDraft, request: int) -> dict[tuple[int, ...], float]:
 
 def children_of(tables: tuple[torch.Tensor, ...], request: int, path: tuple[int, ...], *, is_product: bool):
     """(token, conditional log-probability) of the children that a node has in the whole lattice, best first."""
-    token_ids, logprobs = tables[0][request], tables[1][request]
+    token_ids, own = tables[0][request], tables[1][request]
     depth = len(path)
     if depth == token_ids.shape[0]:
         return []
     if not is_product and path != tuple(token_ids[:depth, 0].tolist()):
         return []
-    pairs = zip(token_ids[depth].tolist(), logprobs[depth].tolist(), strict=True)
-    return [(t, p) for t, p in pairs if p > -math.inf]
+    own = own[depth]
+    if depth > 0 and len(tables) > 2:
+        own = tables[2][request, depth - 1, token_ids[depth - 1].tolist().index(path[-1])]
+    pairs = zip(token_ids[depth].tolist(), own.tolist(), strict=True)
+    return sorted(((t, p) for t, p in pairs if p > -math.inf), key=lambda pair: -pair[1])
 
 
 def lattice(tables: tuple[torch.Tensor, ...], request: int, *, is_product: bool) -> dict[tuple[int, ...], float]:

@@ -11,7 +11,7 @@ from paceline.serving.bundle_expansion import BundleExpansion
 from paceline.serving.host_tree import HostCandidates, HostProposal
 from paceline.serving.scripted_drafters import RandomDrafter
 from paceline.serving.tree_builder import append_block, block_candidates, choose_frontier
-from tests.serving.table_drafter import bundle_tree, draft_tables, paths_of, random_tables
+from tests.serving.table_drafter import bundle_tree, draft_tables, paths_of, random_edges, random_tables
 from tests.serving.test_device_draft import TwinDrafter
 from tests.serving.test_tree_policy import VOCAB, inputs_for
 
@@ -27,6 +27,19 @@ def test_trees_equal_the_published_algorithm(is_product, batch, width):
             want = bundle_tree(tables, b, is_product=is_product, budget=size + 1, width=width)
             got = paths_of(out, b)
             assert got.keys() == want.keys() and len(got) == out.num_draft_tokens[b]
+            assert [got[p] for p in want] == pytest.approx(list(want.values()), rel=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("width", [1, 2, 3, 7])
+def test_scores_that_depend_on_the_parent_grow_the_published_tree_too(batch, width):
+    for seed, size in enumerate((1, 2, 5, 8, 13, 24, 40)):
+        tables = (*random_tables(seed, batch, 5, 4), random_edges(seed, batch, 5, 4))
+        out, _ = draft_tables(tables, is_product=True, policy="bundle", max_draft_tokens=size, bundle_width=width)
+        for b in range(batch):
+            want = bundle_tree(tables, b, is_product=True, budget=size + 1, width=width)
+            got = paths_of(out, b)
+            assert got.keys() == want.keys()
             assert [got[p] for p in want] == pytest.approx(list(want.values()), rel=1e-4)
 
 

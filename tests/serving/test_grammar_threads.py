@@ -1,36 +1,43 @@
-"""Grammars compile in threads of their own: whatever they take, the event loop's threads stay free for the rest."""
+"""Grammars compile in threads of their own: the event loop's stay free, and a client that leaves meanwhile leaves nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from paceline.config import EngineConfig
 from paceline.errors import RequestError
 from paceline.serving.api import build_api
 from paceline.serving.api_generation import ApiParts
+from paceline.serving.draft_weights import DrafterSlots
+from paceline.serving.engine import Engine
+from paceline.serving.engine_client import LocalEngineClient
 from paceline.serving.engine_stream import decode_item, encode, stream_events
-from paceline.serving.grammar_threads import NUM_THREADS, submit_in_thread
+from paceline.serving.engine_thread import EngineThread
+from paceline.serving.grammar import compile_grammar
+from paceline.serving.grammar_threads import NUM_THREADS, compile_in_thread
 from paceline.serving.request import GenerationRequest, GrammarSpec, SamplingParams
 from tests.serving.api_server import TOKENIZER, ScriptedEngine
+from tests.serving.constrained import target
 
 
 class Compiling(ScriptedEngine):
-    """Takes no request before `compiled` is set."""
+    """Its grammars are ready when `compiled` is set."""
 
     def __init__(self) -> None:
         super().__init__("ok")
         self.begun, self.compiled = threading.Event(), threading.Event()
 
-    def submit(self, request: GenerationRequest, on_event: Any) -> None:
+    def prepare(self, request: GenerationRequest) -> None:
+        assert request.params.grammar is not None
         self.begun.set()
         assert self.compiled.wait(10)
-        super().submit(request, on_event)
 
     async def compiles(self) -> None:
         while not self.begun.is_set():
@@ -82,32 +89,116 @@ def test_an_engine_behind_an_ingress_compiles_there_too() -> None:
     run_with_one_thread(main())
 
 
-def test_what_submitting_raises_reaches_the_caller_and_nothing_is_undone() -> None:
-    def submit() -> None:
+def test_what_compiling_raises_reaches_the_caller() -> None:
+    def fail() -> None:
         raise RequestError("no such rule")
 
-    undone: list[str] = []
     with pytest.raises(RequestError, match="no such rule"):
-        asyncio.run(submit_in_thread(submit, lambda: undone.append("r")))
-    assert undone == []
+        asyncio.run(compile_in_thread(fail))
 
 
-def test_a_request_that_still_waits_for_a_thread_is_never_begun_once_its_client_is_gone() -> None:
+def test_a_grammar_that_still_waits_for_a_thread_is_never_compiled_once_its_client_is_gone() -> None:
     go, done = threading.Event(), []
 
     async def main() -> None:
-        busy = [
-            asyncio.ensure_future(submit_in_thread(lambda: go.wait(10) and None, lambda: None))
-            for _ in range(NUM_THREADS)
-        ]
-        waiting = asyncio.ensure_future(submit_in_thread(lambda: done.append("r"), lambda: done.append("undone")))
+        busy = [asyncio.ensure_future(compile_in_thread(lambda: go.wait(10) and None)) for _ in range(NUM_THREADS)]
+        waiting = asyncio.ensure_future(compile_in_thread(lambda: done.append("r")))
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         go.set()
         await asyncio.gather(*busy)
-        await submit_in_thread(lambda: None, lambda: None)
+        await compile_in_thread(lambda: None)
 
     asyncio.run(asyncio.wait_for(main(), 10))
     assert done == []
+
+
+# ---- a client that goes away while its grammar compiles, and comes back under the same request id ----------------------
+class Gate:
+    """Compilations one after the other: each waits until it is let through."""
+
+    def __init__(self) -> None:
+        self.num_begun, self.num_done = 0, 0
+        self._may_end = threading.Semaphore(0)
+
+    def __call__(self, *args: Any) -> Any:
+        self.num_begun += 1
+        assert self._may_end.acquire(timeout=10)
+        try:
+            return compile_grammar(*args)
+        finally:
+            self.num_done += 1
+
+    async def begun(self, num: int) -> None:
+        while self.num_begun < num:
+            await asyncio.sleep(0)
+
+    async def let_through(self, num: int) -> None:
+        """Let the compilations end, until `num` have."""
+        self._may_end.release(num - self.num_done)
+        while self.num_done < num:
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    made = Gate()
+    monkeypatch.setattr("paceline.serving.grammar.compile_grammar", made)
+    return made
+
+
+@pytest.fixture
+def client() -> Iterator[LocalEngineClient]:
+    engine = Engine(target(), DrafterSlots(), EngineConfig(max_running=4, kv_bytes=4 * 2**20))
+    thread = EngineThread(engine)
+    thread.start(is_warmed_up=True)
+    yield LocalEngineClient(engine, thread, model_name="tiny")
+    assert thread.stop(timeout_s=10)
+
+
+def test_a_retry_under_the_same_request_id_gets_its_answer(gate: Gate, client: LocalEngineClient) -> None:
+    async def main() -> None:
+        app = build_api(ApiParts(client=client, tokenizer=target().tokenizer))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+
+            def post() -> asyncio.Task[httpx.Response]:
+                body = {"prompt": [5], "max_tokens": 4, "guided_regex": "[a-z]{4}"}
+                headers = {"x-request-id": "again"}
+                return asyncio.ensure_future(http.post("/v1/completions", json=body, headers=headers))
+
+            first = post()
+            await gate.begun(1)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            retry = post()
+            await gate.begun(2)
+            await gate.let_through(1)  # the grammar of the client that left
+            await gate.let_through(2)
+            answer = await retry
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_retry_on_the_engine_of_the_first_try_gets_its_answer(gate: Gate, client: LocalEngineClient) -> None:
+    """Behind an ingress the first try may end at the engine after its retry has come there."""
+    params = SamplingParams(max_tokens=4, grammar=GrammarSpec(kind="regex", text="[a-z]{4}"))
+    raw = encode(GenerationRequest(request_id="again", prompt_token_ids=(5,), params=params))
+
+    async def main() -> None:
+        first = asyncio.ensure_future(anext(stream_events(client, raw)))
+        await gate.begun(1)
+        items = stream_events(client, raw)
+        retry = asyncio.ensure_future(anext(items))
+        await gate.begun(2)
+        first.cancel()
+        await gate.let_through(2)
+        assert decode_item(await retry).refusal is None
+        ends = [event.finish_reason async for item in items for event in decode_item(item).events]
+        assert ends[-1] in ("stop", "length")
+
+    asyncio.run(asyncio.wait_for(main(), 20))

@@ -17,7 +17,7 @@ from paceline.serving.scripted_drafters import NoneDrafter, RandomDrafter, Scrip
 from paceline.serving.suffix_drafter import SuffixDrafter
 from paceline.serving.tree_policy import DraftGroup, TreePolicy, draft_fixed
 from paceline.serving.verify import accept
-from tests.serving.table_drafter import lattice, paths_of
+from tests.serving.table_drafter import lattice, paths_of, random_edges
 from tests.serving.test_device_draft import DevicePolicy
 from tests.serving.test_tree_policy import VOCAB, inputs_for
 
@@ -32,7 +32,7 @@ HISTORIES = [
 class OneTable(ScriptedDrafter):
     """A product table or a block whose first chain begins like the texts go on, so that nodes coincide."""
 
-    def __init__(self, *, is_product: bool, seed: int = 0) -> None:
+    def __init__(self, *, is_product: bool, seed: int = 0, has_edges: bool = False) -> None:
         super().__init__("table", num_slots=3, num_candidates=3, is_product=is_product)
         rng = np.random.default_rng(seed)
         first = [5, 4, 20, 3]
@@ -42,15 +42,21 @@ class OneTable(ScriptedDrafter):
             )
         )
         self.logprobs = torch.from_numpy(-np.sort(rng.exponential(1.0, (4, 3, 3)), axis=2)).float() - 0.05
+        self.edges = (random_edges(seed, 4, 3, 3),) if has_edges else ()
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        return self.token_ids, self.logprobs, *self.edges
 
     def _slots(self, histories, request_ids):
         rows = [HISTORIES.index(h) for h in histories]
-        return Proposal(token_ids=self.token_ids[rows], logprobs=self.logprobs[rows], widths=None)
+        edges = self.edges[0][rows] if self.edges else None
+        return Proposal(token_ids=self.token_ids[rows], logprobs=self.logprobs[rows], widths=None, edge_logprobs=edges)
 
 
 def union(drafter: OneTable, row: int) -> dict[tuple[int, ...], float]:
     """Every node that either drafter proposes -> its larger mass."""
-    out = lattice((drafter.token_ids, drafter.logprobs), row, is_product=drafter.caps.is_product)
+    out = lattice(drafter.tables, row, is_product=drafter.caps.is_product)
     text = SuffixDrafter()
     text.follow("r", HISTORIES[row])
     above, chain = 0.0, ()
@@ -73,12 +79,12 @@ def draft(kind, drafter, rows, *, size=12, policy="ddtree", max_frontier=4, mix=
     return out, pol
 
 
-@pytest.mark.parametrize("is_product", [False, True])
+@pytest.mark.parametrize(("is_product", "has_edges"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("kind", [TreePolicy, DevicePolicy])
 @pytest.mark.parametrize("rows", [[0], [1], [0, 1, 2, 3]])
-def test_the_tree_is_the_heaviest_nodes_of_both(is_product, kind, rows):
+def test_the_tree_is_the_heaviest_nodes_of_both(is_product, has_edges, kind, rows):
     for seed, size in enumerate((1, 4, 9, 40)):
-        drafter = OneTable(is_product=is_product, seed=seed)
+        drafter = OneTable(is_product=is_product, seed=seed, has_edges=has_edges)
         out, _ = draft(kind, drafter, rows, size=size)
         for b, row in enumerate(rows):
             want = union(drafter, row)
@@ -95,7 +101,7 @@ def test_the_tree_holds_candidates_of_both_and_merges_equal_ones():
     paths = set(paths_of(out, 0))
     model = {tuple(drafter.token_ids[0, :depth, 0].tolist()) for depth in (1, 2, 3)}
     assert model <= paths and {(5, 6, 7), (5, 6, 1)} & paths, "the text goes on 5 6, and so does the model, then 6"
-    alone = lattice((drafter.token_ids, drafter.logprobs), 0, is_product=False)
+    alone = lattice(drafter.tables, 0, is_product=False)
     assert len(paths) < len(alone) + sum(len(s) for s in _text_slots(0)), "5 is one node"
 
 
@@ -105,13 +111,14 @@ def _text_slots(row):
     return text.slots("r", HISTORIES[row], ())
 
 
-@pytest.mark.parametrize("is_product", [False, True])
+@pytest.mark.parametrize(("is_product", "has_edges"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("policy", ["adaptive", "bastion", "bundle"])
 @pytest.mark.parametrize("rows", [[0], [0, 2, 3]])
-def test_other_policies_take_mixed_candidates_too(is_product, policy, rows):
-    out, _ = draft(TreePolicy, OneTable(is_product=is_product), rows, size=16, policy=policy)
+def test_other_policies_take_mixed_candidates_too(is_product, has_edges, policy, rows):
+    drafter = OneTable(is_product=is_product, has_edges=has_edges)
+    out, _ = draft(TreePolicy, drafter, rows, size=16, policy=policy)
     for b, row in enumerate(rows):
-        want = union(OneTable(is_product=is_product), row)
+        want = union(drafter, row)
         assert all(mass == pytest.approx(want[path], rel=1e-4) for path, mass in paths_of(out, b).items())
     assert sum(out.num_draft_tokens) > 0
 

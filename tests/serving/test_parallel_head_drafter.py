@@ -5,6 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from paceline.adapt.parallel_head_rows import anchored_forward
 from paceline.adapt.row_batch import RowBatch
@@ -251,6 +254,41 @@ def test_new_weights_replace_the_old_in_place():
     assert {k: v.data_ptr() for k, v in drafter._forward.weights.items()} == addresses
     proposal = drafter.propose(make_inputs([request], [(0, request.context)]))
     assert_proposal_matches(proposal, 0, reference_logits(other, embed, head, request))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors made since it was entered, and the most that were alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        self.live = {p: (ref, size) for p, (ref, size) in self.live.items() if not ref.expired()}
+        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
+            if storage.data_ptr() not in before:
+                self.live[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        self.most = max(self.most, sum(size for _, size in self.live.values()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_weights_never_lie_in_memory_whole_beside_those_that_serve(dtype):
+    model, embed, head = tiny_head(num_layers=12)
+    drafter = ParallelHeadDrafter(model, embed, head, dtype=dtype)
+    state = {k: v.to(dtype) if v.dim() == 2 else v for k, v in tiny_head(num_layers=12, seed=1)[0].state_dict().items()}
+    with LiveBytes() as found:
+        drafter.load_state(state)
+    assert 0 < found.most < 0.5 * sum(4 * w.numel() for w in drafter._forward.weights.values())
+
+
+def test_loading_other_weights_leaves_the_model_of_the_first_ones_alone():
+    (model, embed, head), (other, _, _) = tiny_head(edge_rank=2), tiny_head(edge_rank=2, seed=1)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    ParallelHeadDrafter(model, embed, head).load_state(other.state_dict())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_a_text_longer_than_the_first_tables_drafts_the_same():
