@@ -17,6 +17,8 @@ import torch
 
 from paceline.bench.kernel_shapes import DRAFT_LAYERS, NUM_CANDIDATES, NUM_LEAVES, NUM_SLOTS, Shape
 from paceline.kernels.dispatch import Kernels
+from paceline.kernels.tree_build_ref import unpack_bits
+from paceline.kernels.tree_pack import pack_trees
 
 _PAGE_ROWS = 16
 _TREE_CANDIDATES = NUM_SLOTS * NUM_CANDIDATES * (1 + NUM_LEAVES)
@@ -160,21 +162,17 @@ def _budget(shape: Shape, bench: Bench) -> Callable[[], Any]:
 
 
 def _accept(shape: Shape, bench: Bench) -> Callable[[], Any]:
-    accept_paths = bench.twin("tree_accept", "accept_paths")
+    accept_rows = bench.twin("tree_accept", "accept_rows")
     trees = bench.twin("tree_build", "build_trees")(**_candidates(shape, bench))
+    cu_rows = torch.nn.functional.pad((trees.num_nodes + 1).cumsum(0), (1, 0))
+    packed = pack_trees(trees, cu_rows, shape.num_rows)
     inputs = {
-        "token_ids": trees.token_ids,
-        "parents": trees.parents,
-        "depths": trees.depths,
-        "ancestor_bits": trees.ancestor_bits,
-        "cu_nodes": torch.nn.functional.pad((trees.num_nodes + 1).cumsum(0), (1, 0)),
+        "token_ids": packed.token_ids,
+        "cu_rows": cu_rows,
+        "ancestors": unpack_bits(packed.ancestor_bits, shape.nodes + 1),
         "next_token_ids": bench.long(torch.randint(0, 50, (shape.num_rows,))),
-        "scratch_rows": torch.arange(shape.num_rows, device=bench.device),
-        "context_lens": bench.long([0] * shape.requests),
-        "slot_table": bench.long(torch.arange(shape.requests * 32).view(shape.requests, 32)),
-        "max_depth": _MAX_DEPTH,
     }
-    return lambda: accept_paths(**inputs)
+    return lambda: accept_rows(**inputs)
 
 
 def _ingest(shape: Shape, bench: Bench) -> Callable[[], Any]:
@@ -279,8 +277,8 @@ CASES: dict[str, Case] = {
     ),
     "tree_accept": Case(
         depends=("requests", "nodes"),
-        formula="B * W * (32 + 4 * ceil(W / 32))",
-        count_bytes=lambda s, e: s.num_rows * (32 + 4 * _tree_words(s)),
+        formula="N * (W + 16) + B * (16 * W + 24)",
+        count_bytes=lambda s, e: s.num_rows * (s.nodes + 17) + s.requests * (16 * s.nodes + 40),
         prepare=_accept,
     ),
 }

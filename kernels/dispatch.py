@@ -13,7 +13,17 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
-from paceline.kernels import kv_commit_ref, kv_scatter_ref, rope_scatter_ref, topk_lse_ref, tree_attention_ref
+from paceline.kernels import (
+    draft_ingest_ref,
+    kv_commit_ref,
+    kv_scatter_ref,
+    rope_scatter_ref,
+    slot_attention_ref,
+    topk_lse_ref,
+    tree_accept_ref,
+    tree_attention_ref,
+    tree_build_ref,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +47,17 @@ class Kernels:
     scatter_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
     commit_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     rope_scatter: Callable[..., torch.Tensor]
-    topk_lse: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    topk_lse: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    accept_rows: Callable[..., tree_accept_ref.RowPaths]
+    build_trees: Callable[..., tree_build_ref.BuiltTrees]
+    slot_attention: Callable[..., torch.Tensor]
+    draft_ingest: Callable[..., None]
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether these are the references, which specify: where serving has torch operators of its own for the same
+        work (the CPU's), those are the faster ones."""
+        return self.backend == "reference"
 
 
 def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels:
@@ -87,6 +107,10 @@ def _reference() -> Kernels:
         commit_rows=kv_commit_ref.commit_rows,
         rope_scatter=rope_scatter_ref.rope_scatter,
         topk_lse=topk_lse_ref.topk_lse,
+        accept_rows=tree_accept_ref.accept_rows,
+        build_trees=tree_build_ref.build_trees,
+        slot_attention=slot_attention_ref.slot_attention,
+        draft_ingest=draft_ingest_ref.draft_ingest,
     )
 
 
@@ -98,7 +122,18 @@ def _triton(device_type: str) -> Kernels:
             "kernel backend triton must run on a CUDA device, or on the CPU in triton's interpreter with "
             f"TRITON_INTERPRET=1 set before triton is first imported (for tests), got device {device_type}"
         )
-    from paceline.kernels import kv_commit, kv_scatter, rope_scatter, topk_lse, tree_attention, tree_attention_plan
+    from paceline.kernels import (
+        draft_ingest,
+        kv_commit,
+        kv_scatter,
+        rope_scatter,
+        slot_attention,
+        topk_lse,
+        tree_accept,
+        tree_attention,
+        tree_attention_plan,
+        tree_build,
+    )
 
     return Kernels(
         backend="triton",
@@ -109,4 +144,8 @@ def _triton(device_type: str) -> Kernels:
         commit_rows=kv_commit.commit_rows,
         rope_scatter=rope_scatter.rope_scatter,
         topk_lse=topk_lse.topk_lse,
+        accept_rows=tree_accept.accept_rows,
+        build_trees=tree_build.build_trees,
+        slot_attention=slot_attention.slot_attention,
+        draft_ingest=draft_ingest.draft_ingest,
     )

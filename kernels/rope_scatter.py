@@ -19,27 +19,32 @@ _BLOCK_H = 4
 @triton.jit
 def _turn(
     heads, norm, cos, sin, position, head, is_head, stride_head, half, eps,
-    HAS_NORM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_NORM: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Both rotated halves (BLOCK_H, BLOCK_D) float32 of some heads of one row."""
-    column = tl.arange(0, BLOCK_D)
-    is_column = column < half
+    """The rotated first and second elements (BLOCK_H, BLOCK_D) float32 of the pairs of some heads of one row.
+
+    Pair i holds the elements i * STEP and i * STEP + gap: halves (STEP 1, gap Dh / 2) or neighbours (STEP 2, gap 1).
+    """
+    pair = tl.arange(0, BLOCK_D)
+    is_column = pair < half
+    column = pair * STEP
+    gap = half if STEP == 1 else 1
     mask = is_head[:, None] & is_column[None, :]
     at = heads + head[:, None] * stride_head + column[None, :]
     first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(at + half, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + gap, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
         mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * half)
         inverse = 1.0 / tl.sqrt(mean + eps)
         first_weight = tl.load(norm + column, mask=is_column, other=0.0).to(tl.float32)
-        second_weight = tl.load(norm + half + column, mask=is_column, other=0.0).to(tl.float32)
+        second_weight = tl.load(norm + gap + column, mask=is_column, other=0.0).to(tl.float32)
         first = first * inverse[:, None] * first_weight[None, :]
         second = second * inverse[:, None] * second_weight[None, :]
     at = position * (2 * half) + column
     first_cos = tl.load(cos + at, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    second_cos = tl.load(cos + at + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + at + gap, mask=is_column, other=0.0).to(tl.float32)[None, :]
     first_sin = tl.load(sin + at, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    second_sin = tl.load(sin + at + half, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + at + gap, mask=is_column, other=0.0).to(tl.float32)[None, :]
     return first * first_cos - second * first_sin, second * second_cos + first * second_sin
 
 
@@ -47,42 +52,46 @@ def _turn(
 def _rope_kernel(
     query, key, value, pool, rows, positions, cos, sin, q_norm, k_norm, out, num_heads, num_kv_heads, half, eps,
     query_row, query_head, key_row, key_head, value_row, value_head, pool_row, pool_value, pool_head,
-    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr, HAS_K_NORM: tl.constexpr, STEP: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program per row and BLOCK_H heads: first the blocks of query heads, then those of KV heads."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     position = tl.load(positions + row)
-    column = tl.arange(0, BLOCK_D)
+    pair = tl.arange(0, BLOCK_D)
+    column = pair * STEP
+    gap = half if STEP == 1 else 1
     query_blocks = (num_heads + BLOCK_H - 1) // BLOCK_H
     if block < query_blocks:
         head = block * BLOCK_H + tl.arange(0, BLOCK_H)
         is_head = head < num_heads
         first, second = _turn(
             query + row * query_row, q_norm, cos, sin, position, head, is_head, query_head, half, eps,
-            HAS_Q_NORM, BLOCK_D,
+            HAS_Q_NORM, STEP, BLOCK_D,
         )  # fmt: skip
-        mask = is_head[:, None] & (column < half)[None, :]
+        mask = is_head[:, None] & (pair < half)[None, :]
         at = out + (row * num_heads + head)[:, None] * (2 * half) + column[None, :]
         tl.store(at, first.to(out.dtype.element_ty), mask=mask)
-        tl.store(at + half, second.to(out.dtype.element_ty), mask=mask)
+        tl.store(at + gap, second.to(out.dtype.element_ty), mask=mask)
     else:
         slot = tl.load(rows + row)
         if slot >= 0:
             head = (block - query_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
             is_head = head < num_kv_heads
             first, second = _turn(
-                key + row * key_row, k_norm, cos, sin, position, head, is_head, key_head, half, eps, HAS_K_NORM, BLOCK_D
-            )
-            mask = is_head[:, None] & (column < half)[None, :]
+                key + row * key_row, k_norm, cos, sin, position, head, is_head, key_head, half, eps,
+                HAS_K_NORM, STEP, BLOCK_D,
+            )  # fmt: skip
+            mask = is_head[:, None] & (pair < half)[None, :]
             at = pool + slot * pool_row + head[:, None] * pool_head + column[None, :]
             tl.store(at, first.to(pool.dtype.element_ty), mask=mask)
-            tl.store(at + half, second.to(pool.dtype.element_ty), mask=mask)
+            tl.store(at + gap, second.to(pool.dtype.element_ty), mask=mask)
             source = value + row * value_row + head[:, None] * value_head + column[None, :]
             first_value = tl.load(source, mask=mask, other=0.0)
-            second_value = tl.load(source + half, mask=mask, other=0.0)
+            second_value = tl.load(source + gap, mask=mask, other=0.0)
             tl.store(at + pool_value, first_value.to(pool.dtype.element_ty), mask=mask)
-            tl.store(at + pool_value + half, second_value.to(pool.dtype.element_ty), mask=mask)
+            tl.store(at + pool_value + gap, second_value.to(pool.dtype.element_ty), mask=mask)
 
 
 def rope_scatter(
@@ -98,6 +107,7 @@ def rope_scatter(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    is_adjacent: bool = False,
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys, write K/V rows into one layer's pool, return the rotated queries.
 
@@ -111,6 +121,7 @@ def rope_scatter(
         cos, sin: (P, Dh), contiguous.
         q_norm, k_norm: (Dh,) weights of the RMS norm over each head; None = no norm.
         eps: of the RMS norm.
+        is_adjacent: pairs are neighbours instead of halves; the tables' columns lie as those of the heads do.
     Returns: (N, H, Dh) of the query's dtype, contiguous.
     Raises: ValueError on a wrong shape, dtype, stride or device.
     Syncs: none.
@@ -133,7 +144,7 @@ def rope_scatter(
         out, num_heads, num_kv_heads, half, eps,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         pool.stride(0), pool.stride(1), pool.stride(2),
-        HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None,
+        HAS_Q_NORM=q_norm is not None, HAS_K_NORM=k_norm is not None, STEP=2 if is_adjacent else 1,
         BLOCK_H=_BLOCK_H, BLOCK_D=triton.next_power_of_2(half), num_warps=2,
     )  # fmt: skip
     return out

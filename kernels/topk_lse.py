@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from paceline.kernels.topk_lse_ref import MAX_K
-from paceline.kernels.triton_launch import check_tensors
+from paceline.kernels.triton_launch import check_tensor, check_tensors
 
 _BLOCK_V = 4096
 _NOTHING = -(2**63)
@@ -24,6 +24,7 @@ _NOTHING = -(2**63)
 @triton.jit
 def _block_kernel(
     logits,
+    scale,
     keys,
     peaks,
     sums,
@@ -34,6 +35,7 @@ def _block_kernel(
     num_blocks,
     NOTHING: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
 ):
     """Phase (a): one program per row and block."""
     row = tl.program_id(0).to(tl.int64)
@@ -42,6 +44,8 @@ def _block_kernel(
     is_id = ids < size
     values = tl.load(logits + row * stride_row + ids.to(tl.int64) * stride_column, mask=is_id, other=float("-inf"))
     values = values.to(tl.float32)
+    if HAS_SCALE:
+        values = tl.where(is_id, values * tl.load(scale + row), float("-inf"))  # beyond the row no product decides
     is_nan = values != values
     has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
     numbers = tl.where(is_nan, float("-inf"), values)
@@ -100,7 +104,9 @@ def _merge_kernel(
         key = tl.where(key == best, NOTHING, key)
 
 
-def topk_lse(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def topk_lse(
+    logits: torch.Tensor, k: int, *, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the k largest values of each row, their ids, and the row's log-sum-exp; log p = value - lse.
 
     Ties, NaN and infinities as in the reference.
@@ -108,6 +114,7 @@ def topk_lse(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, 
     Args:
         logits: (N, V) float32, bfloat16 or float16, any strides.
         k: 1 <= k <= min(V, MAX_K).
+        scale: (N,) float32, contiguous, factors on the rows' logits; None = 1.
     Returns: values (N, k) float32 in falling order, ids (N, k) int64, lse (N,) float32.
     Raises: ValueError on a wrong shape, dtype or device, or when k is out of range.
     Syncs: none.
@@ -116,6 +123,8 @@ def topk_lse(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, 
     if logits.dim() != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"logits must be a float (N, V) tensor, got {logits.dtype} {tuple(logits.shape)}")
     num_rows, size = logits.shape
+    if scale is not None:
+        check_tensor("scale", scale, (num_rows,), torch.float32, logits.device)
     if not 1 <= k <= min(size, MAX_K):
         raise ValueError(f"k must be in [1, {min(size, MAX_K)}], got {k}")
     device = logits.device
@@ -131,6 +140,7 @@ def topk_lse(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, 
     sums = torch.empty_like(peaks)
     _block_kernel[(num_rows, num_blocks)](
         logits,
+        logits if scale is None else scale,  # the placeholder is not read
         keys,
         peaks,
         sums,
@@ -140,6 +150,7 @@ def topk_lse(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, 
         num_blocks,
         NOTHING=_NOTHING,
         BLOCK_V=block_v,
+        HAS_SCALE=scale is not None,
         num_warps=8,
     )
     _merge_kernel[(num_rows,)](

@@ -12,11 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.tree_build_ref import BuiltTrees, num_words
+from paceline.kernels.tree_build_ref import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES, BuiltTrees, num_words
 from paceline.kernels.triton_launch import check_tensor, check_tensors
 
-_MAX_CANDIDATES = 8192
-_MAX_NODES = 1023
 _CHUNK = 32
 
 
@@ -170,12 +168,12 @@ def build_trees(
         check_tensor(name, tensor, shape, torch.int64, device)
     for name, tensor in (("anchor_token_ids", anchor_token_ids), ("num_nodes", num_nodes)):
         check_tensor(name, tensor, (batch,), torch.int64, device)
-    if not 0 <= max_nodes <= _MAX_NODES:
-        raise ValueError(f"max_nodes must be in [0, {_MAX_NODES}], got {max_nodes}")
-    if num_candidates > _MAX_CANDIDATES:
-        raise ValueError(f"scores must have at most {_MAX_CANDIDATES} candidates a request, got {num_candidates}")
-    if not 1 <= max_depth <= 64:
-        raise ValueError(f"max_depth must be in [1, 64], got {max_depth}")
+    if not 0 <= max_nodes <= MAX_NODES:
+        raise ValueError(f"max_nodes must be in [0, {MAX_NODES}], got {max_nodes}")
+    if num_candidates > MAX_CANDIDATES:
+        raise ValueError(f"scores must have at most {MAX_CANDIDATES} candidates a request, got {num_candidates}")
+    if not 1 <= max_depth <= MAX_DEPTH:
+        raise ValueError(f"max_depth must be in [1, {MAX_DEPTH}], got {max_depth}")
     width = max_nodes + 1
     out = BuiltTrees.empty(batch, width, device)
     if batch == 0:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_CANDIDATES, MAX_NODES, MAX_DEPTH = 8192, 1023, 64
+"""What the kernel takes of a request; the reference has no bounds."""
+
 
 @dataclass(kw_only=True, slots=True)
 class BuiltTrees:

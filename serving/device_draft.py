@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from paceline.config import TreeConfig
+from paceline.kernels.dispatch import Kernels
 from paceline.serving.budget import BudgetController, DraftKey
+from paceline.serving.built_trees import LargestTrees, build_largest
 from paceline.serving.bundle_expansion import BundleExpansion
 from paceline.serving.device_timer import CudaSpan, open_span
 from paceline.serving.draft_tree import TreeBatch
@@ -27,6 +29,7 @@ from paceline.serving.reentry import block_place
 from paceline.serving.score_calibration import ScoreCalibration
 from paceline.serving.tree_builder import (
     NUM_RANK_CLASSES,
+    Candidates,
     RankedCandidates,
     append_block,
     block_candidates,
@@ -54,7 +57,7 @@ class _Drafted:
 
     index: int
     group: DraftGroup
-    ranked: RankedCandidates
+    ranked: RankedCandidates | LargestTrees
     masses: torch.Tensor  # (G, limit) float64
     checks: list[torch.Tensor]  # (3,) float64 each
     leaf_mass: torch.Tensor | None  # (G,) float64
@@ -74,10 +77,13 @@ class DeviceDraft:
         timer: Callable[[], float],
         vocab_size: int | None,
         bundle: BundleExpansion | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
-        """bundle: what grows the trees; None = the heaviest nodes."""
+        """bundle: what grows the trees; None = the heaviest nodes. kernels: that build those; None = torch operators, as
+        with the references, which are slower."""
         self._first_block = block_candidates if bundle is None else bundle.first_block
         self._rank = rank_merged if bundle is None else bundle.rank
+        self._kernels = None if bundle is not None or kernels is None or kernels.is_reference else kernels
         self._config, self._budget, self._calibration = config, budget, calibration
         self._timer, self._vocab_size = timer, vocab_size
         self._leaf_mass: dict[DraftKey, float] = {}
@@ -145,11 +151,21 @@ class DeviceDraft:
                 else:
                     span.close()
                 is_expanded = True
-        ranked = self._rank(candidates, drafter.caps.max_depth)
+        ranked = self._order(candidates, inputs.anchor_token_ids, drafter.caps.max_depth)
         return _Drafted(
             index=index, group=group, ranked=ranked, masses=ranked.scores[:, :limit].double().exp(), checks=checks,
             leaf_mass=leaf_mass, is_expanded=is_expanded, num_slots=num_slots, span=span,
         )  # fmt: skip
+
+    def _order(
+        self, candidates: Candidates, anchor_token_ids: torch.Tensor, max_depth: int
+    ) -> RankedCandidates | LargestTrees:
+        if self._kernels is not None:
+            limit = self._config.max_draft_tokens
+            trees = build_largest(self._kernels, candidates, anchor_token_ids, limit, max_depth)
+            if trees is not None:
+                return trees
+        return self._rank(candidates, max_depth)
 
     def _should_expand(self, keys: list[DraftKey | None], context_rows: int, num_requests: int) -> bool:
         """Whether any leaf would earn its time, had each its share of the mass of the key's earlier rounds."""
@@ -223,11 +239,14 @@ class DeviceDraft:
         parts, cells, bounds = [], [], []
         for d in built:
             rows = d.group.rows
-            is_whole = rows == list(range(num_requests))
-            anchors = anchor_token_ids if is_whole else anchor_token_ids[upload(rows, device)]
             own = counts[rows].tolist()
-            depth = min(d.group.drafter.caps.max_depth, max(own))
-            tree, tree_cells = select_tree(d.ranked, anchors, own, present=own, max_depth=depth)
+            if isinstance(d.ranked, LargestTrees):
+                tree, tree_cells = d.ranked.cut(own)
+            else:
+                is_whole = rows == list(range(num_requests))
+                anchors = anchor_token_ids if is_whole else anchor_token_ids[upload(rows, device)]
+                depth = min(d.group.drafter.caps.max_depth, max(own))
+                tree, tree_cells = select_tree(d.ranked, anchors, own, present=own, max_depth=depth)
             parts.append((tree, rows))
             cells.append(tree_cells)
             bounds.append((_offsets(own), rows))

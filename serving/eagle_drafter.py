@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import DrafterMismatchError
+from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafter import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafter_family import DrafterFamily, TargetHandles, check_state, serving_dtype
 from paceline.serving.eagle_forward import EagleForward
@@ -81,10 +82,12 @@ class EagleDrafter:
         device: torch.device | str = "cpu",
         num_candidates: int = 8,
         version: str = "",
+        kernels: Kernels | None = None,
     ) -> None:
         """target_embed: (V, E), the target's token embedding. The model's weights are copied into fused tensors.
 
         head_dtype: of the output head; None = dtype. Everything behind its logits is float32.
+        kernels: None = those of the device.
         """
         c = self.config = model.config
         self.version, self.dtype, self.device = version, dtype, torch.device(device)
@@ -111,7 +114,7 @@ class EagleDrafter:
         self._angles = torch.empty(0)
         self._alone = torch.zeros(1, 1, dtype=dtype, device=self.device)  # the one row of a step sees itself
         self._forward = EagleForward(
-            c, embed, dtype=dtype, head_dtype=self.head_dtype, device=self.device, num_candidates=count
+            c, embed, dtype=dtype, head_dtype=self.head_dtype, device=self.device, num_candidates=count, kernels=kernels
         )
         self._round: _Round | None = None
         self._blocks: list[_Block] = []  # of the round, each below the one before

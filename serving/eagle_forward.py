@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.eagle_model import EagleConfig
-from paceline.serving.output_head import head_logits, pack_head
+from paceline.serving.output_head import choose_ranking, head_logits, pack_head
 from paceline.serving.row_ops import adjacent_pairs, norm, pair_angles, rotate_pairs
 from paceline.serving.specblock_model import rope_cos_sin
 
@@ -33,12 +34,14 @@ class EagleForward:
         head_dtype: torch.dtype,
         device: torch.device,
         num_candidates: int,
+        kernels: Kernels | None = None,
     ) -> None:
-        """embed: (V, E), the target's token embedding."""
+        """embed: (V, E), the target's token embedding. kernels: None = those of the device."""
         self.config, self.dtype, self.head_dtype, self.device = config, dtype, head_dtype, device
         self.num_candidates = num_candidates
         self.weights: dict[str, torch.Tensor] = {}
         self._embed = embed
+        self._rank = choose_ranking(kernels or select_kernels(device))
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -73,7 +76,7 @@ class EagleForward:
         """Best K target tokens (T, K) int64 and their calibrated log-probabilities, falling. factor: (T, 1)."""
         w = self.weights
         logits = head_logits(norm(hidden, self.config.rms_eps), w["lm_head"], self.head_dtype)
-        top, ids = torch.log_softmax(logits.mul_(factor), dim=-1).topk(self.num_candidates, dim=-1)
+        top, ids = self._rank(logits, factor, self.num_candidates)
         if self.config.draft_vocab_size is not None:
             return w["d2t"][ids], top + w["log_coverage"]
         return ids, top

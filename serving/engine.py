@@ -133,7 +133,9 @@ class Engine:
         )
         self._admission = Admission(self.kv, self.allocator, slots, self.output)
         cost = verify_cost(config.tree, target.config, target.dtype.itemsize)
-        self.policy = policy or TreePolicy(config.tree, cost=cost, vocab_size=target.vocab_size, timer=timer)
+        self.policy = policy or TreePolicy(
+            config.tree, cost=cost, vocab_size=target.vocab_size, timer=timer, kernels=target.kernels
+        )
         self._prefill = PrefillRunner(target, self.kv, self.scheduler, self.output)
         graph_backend = graph_backend or default_backend(target, config)
         self.graphs: EngineGraphs | None = None

@@ -6,6 +6,7 @@ V vocab, m tapped layers, Dm hidden size.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class DecodeRunner:
         """graphs: verify forwards and acceptance by graph; None = eagerly."""
         self._target = target
         self._graphs = graphs
-        self._accept = accept if graphs is None else graphs.accept
+        self._accept = functools.partial(accept, kernels=target.kernels) if graphs is None else graphs.accept
         self._kv = kv
         self._scheduler = scheduler
         self._slots = slots

@@ -121,7 +121,7 @@ class GraphedTarget:
         # A round that ran elsewhere (beside prompt rows, say) left the static tensors as they were.
         sizes = self._tails.fit(n, b) if tree.token_ids is self._current_tokens else None
         if sizes is None:
-            return accept(tree, next_token_ids)
+            return accept(tree, next_token_ids, self._target.kernels)
         self._next_token_ids[:n].copy_(next_token_ids)
         if sizes != self._current[:2]:  # type: ignore[index]
             self._cu_rows[b + 1 : sizes[1] + 1].fill_(n)
@@ -164,7 +164,7 @@ class GraphedTarget:
             ancestors, drawn = self._ancestors[:rows], self._next_token_ids[:rows]
 
             def run() -> None:
-                found = accept_rows(token_ids, cu_rows, ancestors, drawn)
+                found = accept_rows(token_ids, cu_rows, ancestors, drawn, self._target.kernels)
                 for name, static in self._plan.items():
                     static[:requests].copy_(getattr(found, name))
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafter import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafter_family import DrafterFamily, TargetHandles, check_state, serving_dtype
 from paceline.serving.output_head import choose_head_dtype
@@ -45,10 +46,12 @@ class ParallelHeadDrafter:
         device: torch.device | str = "cpu",
         num_candidates: int = 8,
         version: str = "",
+        kernels: Kernels | None = None,
     ) -> None:
         """target_embed, target_head: (V, H); no head = tied to the embedding. The weights are copied into fused tensors.
 
         head_dtype: of the output head; None = dtype. Everything behind its logits is float32.
+        kernels: None = those of the device.
         """
         c = self.config = model.config
         self.version = version
@@ -71,10 +74,18 @@ class ParallelHeadDrafter:
         )
         self._shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         self._forward = HeadForward(
-            c, target_embed, head, dtype=dtype, head_dtype=head_dtype or dtype, device=self.device, num_candidates=count
+            c,
+            target_embed,
+            head,
+            dtype=dtype,
+            head_dtype=head_dtype or dtype,
+            device=self.device,
+            num_candidates=count,
+            kernels=kernels,
         )
         self._pool = self._new_pool(0)
         self._angles = torch.empty(0, 2, c.head_dim)
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # the same for the ingest kernel
         self._hidden_rows = ~block_visibility(c.num_slots, c.is_causal, self.device)  # (N, N)
         self._lone_bias = torch.empty(0, 0)
         self._scale_cache = ScaleCache()
@@ -126,8 +137,9 @@ class ParallelHeadDrafter:
         if inputs.new_positions.numel() == 0:
             return
         self._grow_angles(int(inputs.slot_table.shape[1]) if self.device.type != "cpu" else int(inputs.new_positions.max()) + 1)  # fmt: skip
-        angles = self._angles.index_select(0, inputs.new_positions)
-        self._pool.index_copy_(1, inputs.new_slots, self._forward.context_rows(inputs.new_features, angles))
+        self._forward.ingest(
+            self._pool, inputs.new_features, inputs.new_positions, inputs.new_slots, self._angles, self._tables
+        )
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
@@ -159,6 +171,7 @@ class ParallelHeadDrafter:
     def _grow_angles(self, num_positions: int) -> None:
         if self._angles.shape[0] < num_positions:
             self._angles = self._forward.angle_table(max(_MIN_POSITIONS, 2 * num_positions))
+            self._tables = self._forward.kernel_tables(self._angles)
 
     def _context(self, inputs: DraftInputs, longest: int, rows: int) -> torch.Tensor:
         """Every layer's context keys and values, padded to the longest request, with room for the block's own."""

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.nn.functional as F
 
+from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.drafter import Proposal
-from paceline.serving.output_head import head_logits, pack_head
+from paceline.serving.output_head import choose_ranking, head_logits, pack_head
 from paceline.serving.parallel_head_model import ParallelHeadConfig
 from paceline.serving.specblock_model import rope_cos_sin
 
@@ -37,14 +38,18 @@ class HeadForward:
         head_dtype: torch.dtype,
         device: torch.device,
         num_candidates: int,
+        kernels: Kernels | None = None,
     ) -> None:
-        """embed, head: (V, H), the target's token embedding and output head."""
+        """embed, head: (V, H), the target's token embedding and output head. kernels: None = those of the device."""
         self.config = config
         self.dtype, self.head_dtype, self.device = dtype, head_dtype, device
         self.num_candidates = num_candidates
         self.weights: dict[str, torch.Tensor] = {}
         self._embed = embed.detach().to(device, dtype)
         self._head = head.detach().to(device)
+        self._kernels = kernels or select_kernels(device)
+        self._rank = choose_ranking(self._kernels)
+        self._ones = torch.ones(config.hidden_size, dtype=dtype, device=device)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -118,6 +123,44 @@ class HeadForward:
         kv[:, :, 0] = self._rotate(self.norm(kv[:, :, 0]) * p["context_k_norm"], angles)
         return kv.transpose(0, 1)
 
+    def kernel_tables(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The table `angles` as the ingest kernel reads it, cos and sin (P, Dh / 2); None where there is no such kernel."""
+        if self._kernels.is_reference:
+            return None
+        half = angles.shape[-1] // 2
+        return angles[:, 0, :half].contiguous(), angles[:, 1, half:].contiguous()
+
+    def ingest(
+        self,
+        pool: torch.Tensor,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        angles: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        """Write keys and values of all layers for new rows to the pool (Lt, rows, 2, Hkv, Dh).
+
+        features: (R, F). positions, slots: (R,) int64. angles, tables: `angle_table` and its `kernel_tables`.
+        """
+        if tables is None:
+            pool.index_copy_(1, slots, self.context_rows(features, angles.index_select(0, positions)))
+            return
+        p = self.weights
+        self._kernels.draft_ingest(
+            features=features.to(self.dtype),
+            fc=p["cond"],
+            norm_weight=self._ones,  # the norm's weight is folded into the projection behind it
+            kv_weight=p["context_kv"],
+            k_norm_weight=p["context_k_norm"][:, 0],
+            cos=tables[0],
+            sin=tables[1],
+            positions=positions,
+            pool_rows=slots,
+            pool=pool,
+            eps=self.config.rms_eps,
+        )
+
     def block_rows(self, anchor_token_ids: torch.Tensor) -> torch.Tensor:
         """Inputs of the blocks of B requests, (T, H)."""
         c = self.config
@@ -152,7 +195,7 @@ class HeadForward:
         c, count = self.config, self.num_candidates
         z = self.norm(x.view(-1, c.num_slots + 1, c.hidden_size)[:, 1:].flatten(0, 1))
         logits = head_logits(z, self.weights["lm_head"], self.head_dtype)
-        top, ids = torch.log_softmax(logits.mul_(scale.reshape(-1, 1)), dim=-1).topk(count, dim=-1)
+        top, ids = self._rank(logits, scale.reshape(-1, 1), count)
         token_ids, logprobs = ids.view(-1, c.num_slots, count), top.view(-1, c.num_slots, count)
         edges = self.edge_logprobs(token_ids, logprobs, scale) if c.edge_rank and c.num_slots > 1 else None
         return Proposal(token_ids=token_ids, logprobs=logprobs, widths=None, edge_logprobs=edges)

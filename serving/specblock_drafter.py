@@ -39,10 +39,12 @@ class SpecBlockDrafter:
         device: torch.device | str = "cpu",
         num_candidates: int = 8,
         version: str = "",
+        kernels: Kernels | None = None,
     ) -> None:
         """target_embed: (V, E), the target's token embedding. The model's weights are copied into fused tensors.
 
         head_dtype: of the output head; None = dtype. Everything behind its logits is float32.
+        kernels: None = those of the device.
         """
         c = self.config = model.config
         self.version = version
@@ -69,7 +71,7 @@ class SpecBlockDrafter:
         self._angles = torch.empty(0)
         self._attention = SlotAttention(c, dtype, self.device)
         self._forward = SlotForward(
-            c, embed, dtype=dtype, head_dtype=self.head_dtype, device=self.device, num_candidates=count
+            c, embed, dtype=dtype, head_dtype=self.head_dtype, device=self.device, num_candidates=count, kernels=kernels
         )
         self._p = self._forward.weights
         self._scale_cache = ScaleCache()
@@ -110,7 +112,7 @@ class SpecBlockDrafter:
         """
         num_rows = self._num_rows
         self._pool = self._pool.new_empty(0)  # the old one goes before the new one comes
-        self.alloc(num_rows + num_spare_rows(max_requests, max_leaves, self.caps.max_depth))
+        self.alloc(num_rows + num_spare_rows(max_requests, self.caps.max_depth))
         self._num_rows = num_rows
         self._graphs = GraphedSpecBlock(
             self._forward,

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.drafter import Proposal
-from paceline.serving.output_head import head_logits, pack_head
+from paceline.serving.output_head import Ranking, choose_ranking, head_logits, pack_head
 from paceline.serving.row_ops import norm, pair_angles, rotate_pairs
 from paceline.serving.specblock_model import SpecBlockConfig, rope_cos_sin
 from paceline.serving.specblock_weights import FLOAT32_WEIGHTS, fuse_weights
@@ -34,13 +35,15 @@ class SlotForward:
         head_dtype: torch.dtype,
         device: torch.device,
         num_candidates: int,
+        kernels: Kernels | None = None,
     ) -> None:
-        """embed: (V, E), the target's token embedding."""
+        """embed: (V, E), the target's token embedding. kernels: None = those of the device."""
         c = self.config = config
         self.dtype, self.head_dtype, self.device = dtype, head_dtype, device
         self.num_candidates = num_candidates
         self.weights: dict[str, torch.Tensor] = {}
         self._embed = embed
+        self._rank = choose_ranking(kernels or select_kernels(device))
         k = c.num_slots
         self.slot_ids = torch.arange(k, device=device)
         self._before = torch.tensor([0, *range(k - 1)], device=device)
@@ -93,15 +96,28 @@ class SlotForward:
         cos, sin = rope_cos_sin(positions, c.head_dim, c.rope_theta)
         return pair_angles(cos, sin, self.dtype)
 
+    def pair_tables(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of RoPE positions 0..P-1, (P, Dh) float32 each: slot s of the row at position p is at p + 1 + s.
+        Both elements of a rotary pair, which are neighbours, have their column."""
+        c = self.config
+        tables = rope_cos_sin(torch.arange(num_positions, device=self.device), c.head_dim, c.rope_theta)
+        cos, sin = (t.repeat_interleave(2, -1) for t in tables)
+        return cos, sin
+
     def enter(self, i: int, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shift (from the second layer on), norm, fused projection, rotation: x (T, H) -> x, qkv (T, ..)."""
+        """`project`, and rotation: x (T, H) -> x, qkv (T, ..)."""
+        c = self.config
+        x, qkv = self.project(i, x)
+        rotate_pairs(qkv, angles, c.num_heads + c.num_kv_heads, c.head_dim)
+        return x, qkv
+
+    def project(self, i: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Shift (from the second layer on), norm, fused projection: x (T, H) -> x, qkv (T, ..) before the rotation."""
         c, p = self.config, self.weights
         if i > 0 and c.has_shift:
             before = x.view(-1, c.num_slots, x.shape[1]).index_select(1, self._before).view(x.shape)
             x = torch.addmm(torch.mm(x, p[f"shift_own{i}"]), before, p[f"shift_before{i}"])
-        qkv = torch.mm(self.norm(x), p[f"qkv{i}"])
-        rotate_pairs(qkv, angles, c.num_heads + c.num_kv_heads, c.head_dim)
-        return x, qkv
+        return x, torch.mm(self.norm(x), p[f"qkv{i}"])
 
     def finish(self, i: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection and MLP: x (T, H), attended (T, Hq * Dh) -> (T, H)."""
@@ -117,16 +133,19 @@ class SlotForward:
         factors = self.weights["beta"][:, :2].index_select(0, is_sampled.long()).transpose(0, 1)
         return factors / torch.where(is_sampled, t.clamp_min(_MIN_TEMPERATURE), 1.0)[:, None]
 
-    def heads(self, x: torch.Tensor, scale: torch.Tensor, cond: torch.Tensor | None = None) -> Proposal:
+    def heads(
+        self, x: torch.Tensor, scale: torch.Tensor, cond: torch.Tensor | None = None, rank: Ranking | None = None
+    ) -> Proposal:
         """Output and rank head at x (N * K, H) with factors (N, K): a proposal of N nodes.
 
         cond: (N, H) projected features of the anchor rows, for drafters whose next block does not inherit hidden states.
+        rank: None = that of the device.
         """
         c, p, count, k = self.config, self.weights, self.num_candidates, self.config.num_slots
         z = self.norm(x)
         factor = scale.reshape(-1, 1)
         logits = head_logits(z, p["lm_head"], self.head_dtype)
-        top, ids = torch.log_softmax(logits.mul_(factor), dim=-1).topk(c.rank_topk, dim=-1)
+        top, ids = (rank or self._rank)(logits, factor, c.rank_topk)
         lp = top.div(factor).log_softmax(-1)  # the rank head reads the logits without calibration and temperature
         prob = lp.exp()
         features = torch.cat((z.float(), lp, prob[:, :1], (prob * lp).sum(-1, keepdim=True)), dim=-1)

@@ -20,12 +20,8 @@ MAX_GRAPH_ROWS = 512
 """New rows of a round beyond this are drafted eagerly: launches cost so many rows little."""
 
 
-def num_spare_rows(max_requests: int, max_leaves: int, max_depth: int) -> int:
-    """Pool rows that padding rows and leaves take beyond those of requests."""
-    return max(_max_rows(max_requests, max_depth), max_requests * max_leaves)
-
-
-def _max_rows(max_requests: int, max_depth: int) -> int:
+def num_spare_rows(max_requests: int, max_depth: int) -> int:
+    """Pool rows that padding rows take beyond those of requests: all rows of the largest graph."""
     return min(MAX_GRAPH_ROWS, max(32, max_requests * (max_depth + 1)))
 
 
@@ -50,13 +46,11 @@ class GraphedSpecBlock:
         """
         c, device = forward.config, forward.device
         self._max_leaves, self._max_depth = max_leaves, max_depth
-        rows = _max_rows(max_requests, max_depth)
+        rows = num_spare_rows(max_requests, max_depth)
         self._ladders = (
             size_ladder(rows, has_halves=True), size_ladder(max_requests), size_ladder(max_context, start=256, factor=4)
         )  # fmt: skip
-        self._passes = StaticSpecBlock(
-            forward, pool, kernels, first_spare=first_spare, max_leaves=max_leaves, max_context=max_context
-        )
+        self._passes = StaticSpecBlock(forward, pool, kernels, max_leaves=max_leaves, max_context=max_context)
         self._first, self._second = GraphTable(self._ladders), GraphTable(self._ladders[1:])
         self._sizes: tuple[int, int] | None = None  # (B, L) of what the request tensors hold
         self._inputs: DraftInputs | None = None  # of the latest `propose`

@@ -1,24 +1,24 @@
 """What does a SpecBlock drafting pass look like when its shapes follow from its tensors' shapes alone?
 
-The slots of the drafter's pool are taken as K/V rows of their own, K per pool row, so that the paged attention of the
-target's kernels serves the drafter as well: nothing is gathered, nothing is read on the host. Block 1 is causal over the
-flattened slots; in block 2 a request's rows are the K slots of its anchor row, of which a leaf at slot s sees 0..s, and
-the K slots of each leaf, which see themselves only.
+Everything is left to the target's kernels, so that nothing is gathered and nothing read on the host. Rotation and the K/V
+write are one kernel. In block 1 the slots of the drafter's pool are taken as K/V rows of their own, K per pool row: all
+new rows are one causal tree attention over the flattened slots. The last layer, where only the newest row of a request
+drafts, and block 2 are slot attention: a leaf at slot s of the anchor row sees the rows before it, slots 0..s of it, and
+its own K slots, whose K/V no later call needs and which never get to the pool.
 
-Shape legend: B requests, R new rows, L columns of the slot table, K draft slots, F leaves, M leaves per request, G leaf
-cells and the anchor of a request (M + 1), H drafter hidden size, Hq/Hkv query/KV heads, Dh head dim.
+Shape legend: B requests, R new rows, L columns of the slot table, K draft slots, F leaves, M leaves per request, H drafter
+hidden size, Hq/Hkv query/KV heads, Dh head dim, T = rows or leaves * K drafter tokens.
 Padding: rows from cu_new[-1] on write to spare pool rows; requests without rows have context 0; leaves of request >= B
 are computed and belong to nobody.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafter import Proposal
+from paceline.serving.output_head import choose_ranking
 from paceline.serving.specblock_forward import SlotForward
 
 
@@ -26,28 +26,21 @@ class StaticSpecBlock:
     """Both blocks of one drafter over one pool; numerically equal to SpecBlockDrafter's passes."""
 
     def __init__(
-        self,
-        forward: SlotForward,
-        pool: torch.Tensor,
-        kernels: Kernels,
-        *,
-        first_spare: int,
-        max_leaves: int,
-        max_context: int,
+        self, forward: SlotForward, pool: torch.Tensor, kernels: Kernels, *, max_leaves: int, max_context: int
     ) -> None:
         """Bind to storage that must not move.
 
         Args:
             pool: (layers, pool rows, K, 2 * Hkv * Dh), keys, then values.
-            first_spare: pool rows from here on belong to no request: B * M of them take the K/V of leaves.
             max_leaves: M.
         """
         c = self._config = forward.config
-        self._forward, self._kernels = forward, kernels
+        self._forward, self._kernels, self._rank = forward, kernels, choose_ranking(kernels)
         shape = (c.num_layers, pool.shape[1] * c.num_slots, 2, c.num_kv_heads, c.head_dim)
-        self._pools = pool.view(shape).unbind(0)
-        self._num_pool_rows, self._first_spare, self._max_leaves = pool.shape[1], first_spare, max_leaves
-        self._angles = forward.angle_table(max_context + c.num_slots + 1)
+        self._rows = pool.unbind(0)  # (pool rows, K, 2 * Hkv * Dh) each
+        self._slots = pool.view(shape).unbind(0)  # (pool rows * K, 2, Hkv, Dh) each
+        self._max_leaves = max_leaves
+        self._cos, self._sin = forward.pair_tables(max_context + 2 * c.num_slots + 1)
         self._query_size = c.num_heads * c.head_dim
 
     def propose(
@@ -63,26 +56,36 @@ class StaticSpecBlock:
     ) -> Proposal:
         """Write the new rows' K/V and propose block 1 at the newest row of each request.  Syncs: none."""
         c, k, forward = self._config, self._config.num_slots, self._forward
-        num_requests = context_lens.numel()
         cond = torch.mm(features.to(forward.dtype), forward.weights["cond"])
         x = forward.fuse(cond, token_ids)  # (R * K, H)
-        angles = self._angles.index_select(0, positions).flatten(0, 1)
-        own, keys = self._flat(slots).flatten(), self._flat(table).flatten(1)
-        counts = cu_new[1:] - cu_new[:-1]
+        own, places = self._flat(slots).flatten(), self._places(positions)
         newest = (cu_new[1:] - 1).clamp(min=0)
-        every = self._plan(cu_new * k, (context_lens - counts) * k, keys, own, None)
-        steps = torch.arange(num_requests + 1, device=table.device) * k
-        before = (context_lens - 1).clamp(min=0) * k
-        last = self._plan(steps, before, keys, self._flat(slots.index_select(0, newest)).flatten(), None)
+        newest_slots, before = slots.index_select(0, newest), (context_lens - 1)[:, None]
+        plan = None
+        if c.num_layers > 1:
+            starts = context_lens - (cu_new[1:] - cu_new[:-1])
+            plan = self._kernels.plan_attention(
+                cu_rows=cu_new * k,
+                context_lens=starts * k,
+                slot_table=self._flat(table).flatten(1),
+                out_rows=own,
+                ancestors=None,
+                num_groups=c.num_heads // c.num_kv_heads,
+                dtype=forward.dtype,
+            )
         for i in range(c.num_layers):
-            x, qkv = forward.enter(i, x, angles)
-            self._write(i, own, qkv[:, self._query_size :])
-            plan = every
-            if i == c.num_layers - 1:  # only the newest row of each request drafts
-                x, qkv = (t.unflatten(0, (-1, k)).index_select(0, newest).flatten(0, 1) for t in (x, qkv))
-                plan = last
-            x = forward.finish(i, x, self._attend(i, qkv[:, : self._query_size], plan))
-        return forward.heads(x, forward.scales(temperatures)[0], cond.index_select(0, newest))
+            x, qkv = forward.project(i, x)
+            query = self._turn(qkv, self._slots[i], own, places)
+            if i < c.num_layers - 1:
+                attended = self._kernels.tree_attention(query, self._slots[i], plan, 1.0)
+            else:  # only the newest row of each request drafts
+                x, query = (t.unflatten(0, (-1, k)).index_select(0, newest) for t in (x, query))
+                x, query = x.flatten(0, 1), query[:, None]
+                current = self._rows[i].index_select(0, newest_slots)[:, None]
+                attended = self._attend(i, query, current, table, before, torch.zeros_like(before))
+            x = forward.finish(i, x, attended.reshape(-1, self._query_size))
+        anchor_cond = cond.index_select(0, newest)
+        return forward.heads(x, forward.scales(temperatures)[0], anchor_cond, self._rank)
 
     def expand(
         self,
@@ -94,30 +97,29 @@ class StaticSpecBlock:
         table: torch.Tensor,  # (B, L) int64
         temperatures: torch.Tensor,  # (B,) float32
     ) -> Proposal:
-        """Propose block 2 at the leaves; their K/V go to spare rows.  Syncs: none."""
+        """Propose block 2 at the leaves.  Syncs: none."""
         c, k, forward = self._config, self._config.num_slots, self._forward
-        num_requests, num_leaves = context_lens.numel(), request.numel()
+        num_requests, num_leaves, m = context_lens.numel(), request.numel(), self._max_leaves
         owner = request.clamp(max=num_requests - 1)
         place = self._place(request, num_requests)  # (F,) leaf cell, the last one for padding
         x = forward.fuse(hidden.flatten(0, 1).index_select(0, owner * k + slot), token_ids)
         lengths = context_lens.index_select(0, owner)
-        at = (lengths - 1).clamp(min=0) if c.compat_rope else lengths + slot
-        angles = self._angles.index_select(0, at).flatten(0, 1)
-        spare = self._flat(self._first_spare + torch.arange(num_leaves, device=table.device))  # (F cells, K)
-        plan = self._leaf_plan(context_lens, table, slot, place, spare)
-        cells = torch.arange(num_leaves, device=table.device)
-        cell_rows = cells + cells // self._max_leaves + 1  # the anchor stands before its request's leaves
-        query_cell = torch.cat((cell_rows, cell_rows[:1])).index_select(0, place)
+        places = self._places((lengths - 1).clamp(min=0) if c.compat_rope else lengths + slot)
+        # The cells (B, M) of no leaf are padding blocks: -1 rows before them.
+        before = slot.new_full((num_leaves + 1,), -1).index_copy_(0, place, lengths - 1)[:-1].view(num_requests, m)
+        seen = slot.new_zeros(num_leaves + 1).index_copy_(0, place, slot + 1)[:-1].view(num_requests, m)
+        own = torch.where(place[:, None] < num_leaves, self._flat(place), -1).flatten()  # rows of `current`
+        cell = place.clamp(max=num_leaves - 1)
         for i in range(c.num_layers):
-            x, qkv = forward.enter(i, x, angles)
-            blocks = qkv.unflatten(0, (num_leaves, k))
-            laid = blocks.new_zeros(num_leaves + 1, k, qkv.shape[1]).index_copy_(0, place, blocks)[:num_leaves]
-            self._write(i, spare.flatten(), laid[..., self._query_size :].flatten(0, 1))
-            query = laid[..., : self._query_size].view(num_requests, self._max_leaves, k, -1)
-            query = torch.cat((query.new_zeros(num_requests, 1, k, self._query_size), query), 1)
-            out = self._attend(i, query.view(-1, self._query_size), plan).view(-1, k, self._query_size)
-            x = forward.finish(i, x, out.index_select(0, query_cell).flatten(0, 1))
-        return forward.heads(x, forward.scales(temperatures)[1].index_select(0, owner))
+            x, qkv = forward.project(i, x)
+            current = qkv.new_empty(num_leaves * k, 2, c.num_kv_heads, c.head_dim)
+            query = self._turn(qkv, current, own, places).view(num_leaves, -1)
+            laid = query.new_zeros(num_leaves + 1, query.shape[1]).index_copy_(0, place, query)[:-1]
+            query = laid.view(num_requests, m, k, c.num_heads, c.head_dim)
+            out = self._attend(i, query, current.view(num_requests, m, k, -1), table, before, seen)
+            out = out.reshape(num_leaves, -1).index_select(0, cell)
+            x = forward.finish(i, x, out.view(-1, self._query_size))
+        return forward.heads(x, forward.scales(temperatures)[1].index_select(0, owner), rank=self._rank)
 
     # ---- pieces
 
@@ -125,25 +127,9 @@ class StaticSpecBlock:
         """(...) pool rows -> (..., K) rows of the flattened slots."""
         return rows[..., None] * self._config.num_slots + self._forward.slot_ids
 
-    def _plan(
-        self,
-        cu_rows: torch.Tensor,
-        context_lens: torch.Tensor,
-        keys: torch.Tensor,
-        own: torch.Tensor,
-        ancestors: torch.Tensor | None,
-    ) -> Any:
-        """The backend's plan, of a type that only it knows."""
-        c = self._config
-        return self._kernels.plan_attention(
-            cu_rows=cu_rows,
-            context_lens=context_lens,
-            slot_table=keys,
-            out_rows=own,
-            ancestors=ancestors,
-            num_groups=c.num_heads // c.num_kv_heads,
-            dtype=self._forward.dtype,
-        )
+    def _places(self, positions: torch.Tensor) -> torch.Tensor:
+        """(rows,) positions of rows -> (rows * K,) RoPE positions of their slots."""
+        return (positions[:, None] + 1 + self._forward.slot_ids).flatten()
 
     def _place(self, request: torch.Tensor, num_requests: int) -> torch.Tensor:
         """(F,) cell of each leaf: request * M + its running number; cell F takes the padding."""
@@ -151,42 +137,28 @@ class StaticSpecBlock:
         order = (one_hot.long().cumsum(0) * one_hot).sum(1) - 1
         return torch.where(request < num_requests, request * self._max_leaves + order, request.numel())
 
-    def _leaf_plan(
+    def _turn(self, qkv: torch.Tensor, rows: torch.Tensor, own: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Projections (T, ..) -> rotated queries (T, Hq, Dh), softmax scale included; rotated K, and V, to rows[own]."""
+        c = self._config
+        query, key, value = qkv.unflatten(1, (-1, c.head_dim)).split((c.num_heads, c.num_kv_heads, c.num_kv_heads), 1)
+        return self._kernels.rope_scatter(query, key, value, rows, own, places, self._cos, self._sin, is_adjacent=True)
+
+    def _attend(
         self,
-        context_lens: torch.Tensor,
+        i: int,
+        query: torch.Tensor,
+        current: torch.Tensor,
         table: torch.Tensor,
-        slot: torch.Tensor,
-        place: torch.Tensor,
-        spare: torch.Tensor,
-    ) -> Any:
-        k, m, num_requests, device = self._config.num_slots, self._max_leaves, context_lens.numel(), table.device
-        newest = (context_lens - 1).clamp(min=0)
-        anchor = table.gather(1, newest[:, None])[:, 0]
-        anchor = torch.where(context_lens > 0, anchor, self._first_spare).clamp(0, self._num_pool_rows - 1)
-        own = torch.cat((self._flat(anchor)[:, None], spare.view(num_requests, m, k)), 1)  # (B, G, K)
-        entry = slot.new_zeros(slot.numel() + 1).index_copy_(0, place, slot)[:-1].view(num_requests, m)
-        lane, cell = self._forward.slot_ids, torch.arange(m + 1, device=device)
-        is_own = (cell[:, None] == cell)[:, None, :, None] & (lane[:, None] >= lane)[None, :, None, :]  # (G, K, G, K)
-        sees_anchor = (lane <= entry[..., None])[:, :, None, :].expand(-1, -1, k, -1)  # (B, M, K, K)
-        ancestors = is_own.expand(num_requests, -1, -1, -1, -1).clone()
-        ancestors[:, 1:, :, 0] = sees_anchor
-        width = (m + 1) * k
-        return self._plan(
-            torch.arange(num_requests + 1, device=device) * width,
-            newest * k,
-            self._flat(table).flatten(1),
-            own.flatten(),
-            ancestors.view(num_requests * width, width),
+        before: torch.Tensor,
+        seen: torch.Tensor,
+    ) -> torch.Tensor:
+        """Blocks (B, ., K, Hq, Dh) with their own K/V attend to `before` whole rows and `seen` slots of the next one."""
+        return self._kernels.slot_attention(
+            query=query,
+            current=current,
+            pool=self._rows[i],
+            slot_table=table,
+            context_rows=before,
+            own_slots=seen,
+            scale=1.0,
         )
-
-    def _write(self, i: int, rows: torch.Tensor, kv: torch.Tensor) -> None:
-        """K/V (T, 2 * Hkv * Dh) to rows (T,) of the flattened slots."""
-        c = self._config
-        pairs = kv.reshape(-1, 2, c.num_kv_heads, c.head_dim)
-        self._kernels.scatter_rows(self._pools[i], rows, pairs[:, 0], pairs[:, 1])
-
-    def _attend(self, i: int, query: torch.Tensor, plan: Any) -> torch.Tensor:
-        """Queries (T, Hq * Dh), the softmax scale folded in -> (T, Hq * Dh)."""
-        c = self._config
-        out = self._kernels.tree_attention(query.reshape(-1, c.num_heads, c.head_dim), self._pools[i], plan, 1.0)
-        return out.reshape(-1, self._query_size)

@@ -17,19 +17,23 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from paceline.errors import ConfigError
 from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.fused_forward import KV_DTYPE, FusedForward, supports_fused
 from paceline.serving.kv_cache import KVPool
+from paceline.serving.paged_attention import (
+    ATTENTION,
+    PagedPass,
+    register_attention,
+    supports_rope_kernel,
+    use_rope_kernel,
+)
 
 log = logging.getLogger(__name__)
 
-ATTENTION = "paceline_paged"
 _MAX_FUSED_ERROR_FP32 = 1e-4
 _MAX_FUSED_ERROR_BF16 = 5e-2
 """Two correct bfloat16 forwards differ by their rounding, about 1e-2 after 32 layers."""
@@ -67,44 +71,6 @@ class RankLeader(Protocol):
     def send_commit(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None: ...
 
 
-@dataclass(slots=True)
-class _Pass:
-    """State of one forward, handed to the attention function through the model's keyword arguments."""
-
-    kv: KVPool
-    plan: Any  # of `kernels`
-    out_rows: torch.Tensor
-    kernels: Kernels
-
-
-def _paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,  # (1, H, N, Dh)
-    key: torch.Tensor,  # (1, Hkv, N, Dh)
-    value: torch.Tensor,  # (1, Hkv, N, Dh)
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    paceline_pass: _Pass | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention function registered with transformers; without a pass it is plain SDPA (generate() keeps working)."""
-    if paceline_pass is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise ConfigError("the target must use plain softmax attention, got logit soft-capping or attention sinks")
-    state = paceline_pass
-    pool = state.kv.layers[module.layer_idx]  # type: ignore[index]
-    state.kernels.scatter_rows(pool, state.out_rows, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = state.kernels.tree_attention(query[0].transpose(0, 1), pool, state.plan, scale)
-    return out[None], None
-
-
-def _register_attention() -> None:
-    AttentionInterface.register(ATTENTION, _paged_attention)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-
-
 def default_tap_layers(num_layers: int) -> tuple[int, ...]:
     """SpecBlock's three taps 1, L/2 - 1, L - 4 (outputs of those layers); they may coincide in shallow targets."""
     return tuple(min(max(i, 0), num_layers - 1) for i in (1, num_layers // 2 - 1, num_layers - 4))
@@ -125,7 +91,7 @@ class TargetModel:
         num_ranks: int = 1,
     ) -> None:
         """num_ranks: tensor-parallel ranks that the model is split over; heads below are this rank's."""
-        _register_attention()
+        register_attention()
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -164,6 +130,8 @@ class TargetModel:
             decoder.layers[tap].register_forward_hook(self._make_hook(tap), with_kwargs=True)
         self.kv_dtype = self.dtype
         self._fused: FusedForward | None = None
+        self.has_rope_kernel = False
+        """Whether head norm, RoPE and the K/V write of a layer are one kernel (paged_attention.py)."""
         if fast_path is not False and num_ranks == 1:
             self._choose_fast_path(is_required=fast_path is True)
 
@@ -174,29 +142,39 @@ class TargetModel:
 
     @torch.inference_mode()
     def _choose_fast_path(self, *, is_required: bool) -> None:
-        """Use the fused forward if the family is supported and it reproduces the transformers forward."""
-        error = None
-        if self.kernels.backend == "reference" and supports_fused(self.model):  # it reads the reference's plans
-            self._fused = FusedForward(self.model, self.tap_layers, self.kernels)
-            self.kv_dtype = KV_DTYPE
+        """Use the forward with the fewest operators that the family has here, if it reproduces the transformers forward."""
+        error, limit = None, _MAX_FUSED_ERROR_FP32 if self.dtype == torch.float32 else _MAX_FUSED_ERROR_BF16
+        if self.kernels.is_reference:
+            if supports_fused(self.model):  # it reads the reference's plans
+                self._fused = FusedForward(self.model, self.tap_layers, self.kernels)
+                self.kv_dtype = KV_DTYPE
+                error = self._fused_error()
+                if error > limit:
+                    self._fused, self.kv_dtype = None, self.dtype
+        elif supports_rope_kernel(self.model):
+            undo = use_rope_kernel(self.model)
             error = self._fused_error()
-            if error > (_MAX_FUSED_ERROR_FP32 if self.dtype == torch.float32 else _MAX_FUSED_ERROR_BF16):
-                self._fused, self.kv_dtype = None, self.dtype
-        if is_required and self._fused is None:
+            self.has_rope_kernel = error <= limit
+            if not self.has_rope_kernel:
+                undo()
+        if is_required and self._fused is None and not self.has_rope_kernel:
             raise ConfigError(f"fast_path must be None or False for this target, got True (relative error {error})")
-        log.info("target forward chosen fused=%s relative_error=%s", self.is_fast_path, error)
+        log.info(
+            "target forward chosen fused=%s rope_kernel=%s relative_error=%s",
+            self.is_fast_path, self.has_rope_kernel, error,
+        )  # fmt: skip
 
     def _fused_error(self) -> float:
         """Root-mean-square difference of fused and transformers logits over the logits' own, on fixed tokens."""
         count = min(32, self.context_tokens)
-        ids = (torch.arange(count) * 7919 + 13) % self.vocab_size
+        rows = torch.arange(count, device=self.device)
+        ids = (rows * 7919 + 13) % self.vocab_size
         expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
-        rows = torch.arange(count)
         batch = TargetBatch(
             token_ids=ids,
             positions=rows,
-            cu_rows=torch.tensor([0, count]),
-            context_lens=torch.tensor([0]),
+            cu_rows=torch.tensor([0, count], device=self.device),
+            context_lens=torch.zeros(1, dtype=torch.int64, device=self.device),
             slot_table=rows[None],
             out_rows=rows,
         )
@@ -223,7 +201,7 @@ class TargetModel:
             device: cpu | cuda | auto.
             dtype: auto (the checkpoint's) | float32 | bfloat16 | float16.
             tap_layers: None = SpecBlock's three; () = no taps.
-            fast_path: None = fused forward when supported and checked equal; False = never; True = required.
+            fast_path: None = a forward with fewer operators where there is one that was checked equal; False = never; True = required.
             split: keeps this rank's share of the model, on its device, of `num_ranks` (tensor_parallel.py).
         Raises: ConfigError when the folder is not a usable checkpoint.
         """
@@ -232,7 +210,7 @@ class TargetModel:
             raise ConfigError(f"model must be the folder of a transformers checkpoint with a config.json, got {folder}")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        _register_attention()
+        register_attention()
         transformers_logging.disable_progress_bar()  # it would write over the command line's own output
         model: torch.nn.Module
         try:
@@ -333,7 +311,8 @@ class TargetModel:
                 batch.token_ids, batch.positions, batch.out_rows, batch.logit_rows, plan, kv
             )
             return TargetOutput(logits=logits, features=features)
-        state = _Pass(kv=kv, plan=plan, out_rows=batch.out_rows, kernels=self.kernels)
+        order = torch.arange(batch.token_ids.numel(), device=self.device)
+        state = PagedPass(kv=kv, plan=plan, out_rows=batch.out_rows, kernels=self.kernels, order=order)
         try:
             out = self.model(
                 input_ids=batch.token_ids[None],

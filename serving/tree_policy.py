@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from paceline.config import TreeConfig
+from paceline.kernels.dispatch import Kernels
 from paceline.serving.budget_stats import DraftKey, RoundObservation
 from paceline.serving.bundle_expansion import BundleExpansion
 from paceline.serving.cost_model import CostModel
@@ -91,15 +92,19 @@ class TreePolicy:
         cost: CostModel | None = None,
         timer: Callable[[], float] = time.perf_counter,
         vocab_size: int | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
-        """timer: seconds, monotonic. vocab_size: when given, proposals outside [0, vocab_size) count as failures."""
+        """timer: seconds, monotonic. vocab_size: when given, proposals outside [0, vocab_size) count as failures.
+        kernels: of the target's device, for trees off the CPU; None = torch operators."""
         self.config = config
         self.budget = make_budget(config, cost)
         self._bundle = BundleExpansion(config.bundle_width) if config.policy == "bundle" else None
         self._calibration = ScoreCalibration()
         self._timer = timer
         self._vocab_size = vocab_size
-        self.device_draft = DeviceDraft(config, self.budget, self._calibration, timer, vocab_size, self._bundle)
+        self.device_draft = DeviceDraft(
+            config, self.budget, self._calibration, timer, vocab_size, self._bundle, kernels
+        )
         """Drafts rounds off the CPU, and batches whose trees grow by bundles."""
         self._text = None if config.mix == "none" else make_text_drafter(config.mix)
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.kernels import tree_accept_ref
+from paceline.kernels.dispatch import Kernels
 from paceline.serving.draft_tree import HostTree, TreeBatch
 from paceline.serving.host_tree import walk
 from paceline.serving.sampling import SamplingBatch, argmax_rows, draw_tokens
@@ -67,10 +69,11 @@ def owners(tree: TreeBatch) -> torch.Tensor:
     return torch.repeat_interleave(counts, output_size=tree.token_ids.numel())
 
 
-def accept(tree: TreeBatch, next_token_ids: torch.Tensor) -> AcceptPlan:
+def accept(tree: TreeBatch, next_token_ids: torch.Tensor, kernels: Kernels | None = None) -> AcceptPlan:
     """Walk every tree while the token drawn at a node is one of its children.
 
     next_token_ids: (N,) int64, the token drawn at each row. Siblings of a tree have different tokens.
+    kernels: for trees off the CPU; None = the reference.
     Syncs: none off the CPU (`accept_rows`); on the CPU the depth of the longest accepted path is read.
     """
     if tree.host is not None:
@@ -78,7 +81,7 @@ def accept(tree: TreeBatch, next_token_ids: torch.Tensor) -> AcceptPlan:
         found = walk(tree.host, drawn)
         return _host_plan(found, drawn[found[-1]])
     if next_token_ids.device.type != "cpu":
-        return accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, next_token_ids)
+        return accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, next_token_ids, kernels)
     if tree.token_ids.numel() == tree.num_requests:  # roots only
         return AcceptPlan(
             path=torch.arange(tree.num_requests, device=next_token_ids.device)[:, None],
@@ -117,7 +120,11 @@ def _accept_batch(tree: TreeBatch, drawn: np.ndarray) -> AcceptPlan:
 
 
 def accept_rows(
-    token_ids: torch.Tensor, cu_rows: torch.Tensor, ancestors: torch.Tensor, next_token_ids: torch.Tensor
+    token_ids: torch.Tensor,
+    cu_rows: torch.Tensor,
+    ancestors: torch.Tensor,
+    next_token_ids: torch.Tensor,
+    kernels: Kernels | None = None,
 ) -> AcceptPlan:
     """`accept` with shapes that follow from its arguments' shapes: for devices that must not wait for the host.
 
@@ -127,31 +134,16 @@ def accept_rows(
         token_ids, next_token_ids: (N,) int64.
         cu_rows: (B + 1,) int64.
         ancestors: (N, W) bool; W bounds the path, because a tree of W rows has no depth beyond W - 1.
+        kernels: None = the reference.
     Returns: a plan whose path and path_token_ids are (B, W).  Syncs: none.
     """
-    num_rows, width = ancestors.shape
-    num_requests = cu_rows.numel() - 1
-    row = torch.arange(num_rows, device=token_ids.device)
-    lane = torch.arange(width, device=token_ids.device)
-    owner = torch.searchsorted(cu_rows[1:], row, right=True).clamp_(max=num_requests - 1)
-    start = cu_rows[owner]
-    # Parents come before children, so the parent is the last ancestor before the row itself; -1 for roots.
-    above = torch.where(ancestors & (lane < (row - start)[:, None]), lane, -1).amax(1)
-    matches = (above < 0) | (token_ids == next_token_ids[start + above.clamp(min=0)])
-    packed = (start[:, None] + lane).clamp_(max=num_rows - 1)
-    is_accepted = (row < cu_rows[-1]) & ~(ancestors & ~matches[packed]).any(1)
-    depth = (ancestors.sum(1) - 1).clamp_(min=0)
-    path = torch.full((num_requests * width,), -1, dtype=torch.int64, device=row.device)
-    # At most one row of a depth is accepted: the maximum picks it out of the others' -1.
-    path.scatter_reduce_(0, owner * width + depth, torch.where(is_accepted, row, -1), "amax")
-    path = path.view(num_requests, width)
-    num_accepted_tokens = ((path >= 0).sum(1) - 1).clamp_(min=0)
-    last = path.gather(1, num_accepted_tokens[:, None])[:, 0].clamp_(min=0)
+    find = tree_accept_ref.accept_rows if kernels is None else kernels.accept_rows
+    found = find(token_ids=token_ids, cu_rows=cu_rows, ancestors=ancestors, next_token_ids=next_token_ids)
     return AcceptPlan(
-        path=path,
-        path_token_ids=token_ids[path.clamp(min=0)],
-        num_accepted_tokens=num_accepted_tokens,
-        bonus_token_ids=next_token_ids[last],
+        path=found.path,
+        path_token_ids=found.path_token_ids,
+        num_accepted_tokens=found.num_accepted_tokens,
+        bonus_token_ids=found.bonus_token_ids,
     )
 
 

@@ -49,12 +49,61 @@ def tree_attention(query, pool, plan, scale):
     return out.masked_fill(~plan.is_row[:, None, None], float("nan"))
 
 
+def rope_scatter(
+    query, key, value, pool, rows, positions, cos, sin, *, q_norm=None, k_norm=None, eps=1e-6, is_adjacent=False
+):
+    """A kept row is written by itself; the others write what is there already, at the place of the first kept one."""
+
+    def turn(heads, weight):
+        heads = heads.float()
+        if weight is not None:
+            heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps) * weight.float()
+        if is_adjacent:
+            crossed = torch.stack((-heads[..., 1::2], heads[..., ::2]), -1).flatten(-2)
+        else:
+            first, second = heads.chunk(2, -1)
+            crossed = torch.cat((-second, first), -1)
+        return heads * cos[positions].float()[:, None] + crossed * sin[positions].float()[:, None]
+
+    is_kept = rows >= 0
+    source = torch.where(is_kept, torch.arange(rows.numel()), is_kept.long().argmax())
+    kv = torch.stack((turn(key, k_norm), value.float()), 1).to(pool.dtype)[source]
+    at = rows[source]
+    nothing = pool[at.clamp(min=0)]  # without a kept row there is nothing to write
+    pool.index_copy_(0, at.clamp(min=0), torch.where(is_kept.any(), kv, nothing))
+    return turn(query, q_norm).to(query.dtype)
+
+
+def slot_attention(*, query, current, pool, slot_table, context_rows, own_slots, scale):
+    batch, blocks, slots, heads, dim = query.shape
+    length = slot_table.shape[1] * slots
+    limit = torch.where(context_rows >= 0, context_rows * slots + own_slots, 0)  # (B, F)
+    in_context = torch.arange(length) < limit[..., None]
+    is_used = in_context.view(batch, blocks, -1, slots).any(-1).any(1)  # (B, L)
+    keys = pool[torch.where(is_used, slot_table, 0)].flatten(1, 2)  # (B, L * K, C)
+    keys = keys[:, None].expand(-1, blocks, -1, -1)
+    lane = torch.arange(slots)
+    own = (lane[:, None] >= lane) & (context_rows >= 0)[..., None, None]  # (B, F, K, K)
+    visible = torch.cat((in_context[:, :, None].expand(-1, -1, slots, -1), own), -1)  # (B, F, K, keys)
+    is_seen = visible.any(2)[..., None]
+    kv = (
+        torch.where(is_seen, torch.cat((keys, current), 2), 0.0).float().view(batch, blocks, length + slots, 2, -1, dim)
+    )
+    key, value = kv.repeat_interleave(heads // kv.shape[4], 4).unbind(3)
+    scores = torch.einsum("bfkhd,bfnhd->bfkhn", query.float(), key) * scale
+    scores = scores.masked_fill(~visible[:, :, :, None], float("-inf"))
+    probs = scores.softmax(-1).masked_fill((context_rows < 0)[..., None, None, None], 0.0)
+    return torch.einsum("bfkhn,bfnhd->bfkhd", probs, value).to(query.dtype)
+
+
 STATIC_KERNELS = replace(
     select_kernels("cpu", "reference"),
     backend="static",
     is_capturable=True,
     plan_attention=plan_attention,
     tree_attention=tree_attention,
+    rope_scatter=rope_scatter,
+    slot_attention=slot_attention,
 )
 
 

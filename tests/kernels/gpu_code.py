@@ -123,7 +123,9 @@ def launch_rows() -> None:
         kv_commit.commit_rows(pool, torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64))
     query, norm, table = torch.zeros(9, 32, 128, dtype=torch.bfloat16), torch.zeros(128), torch.zeros(64, 128)
     rope_scatter.rope_scatter(query, kv, kv, pool[0], index, index, table, table, q_norm=norm, k_norm=norm)
+    rope_scatter.rope_scatter(query, kv, kv, pool[0], index, index, table, table, is_adjacent=True)
     topk_lse.topk_lse(torch.zeros(3, 151936, dtype=torch.bfloat16), 8)
+    topk_lse.topk_lse(torch.zeros(3, 151936, dtype=torch.bfloat16), 20, scale=torch.zeros(3))
 
 
 def _long(*shape: int) -> torch.Tensor:
@@ -147,6 +149,11 @@ def launch_trees(batch: int = 8, width: int = 65, candidates: int = 352) -> None
         cu_nodes=_long(batch + 1), next_token_ids=_long(batch * width), scratch_rows=_long(batch * width),
         context_lens=_long(batch), slot_table=_long(batch, 4096), max_depth=8,
     )  # fmt: skip
+    for columns in (17, 65, 257):
+        tree_accept.accept_rows(
+            token_ids=_long(512), cu_rows=_long(batch + 1), ancestors=torch.zeros(512, columns, dtype=torch.bool),
+            next_token_ids=_long(512),
+        )  # fmt: skip
 
 
 def launch_ingest(*, has_norm: bool) -> None:

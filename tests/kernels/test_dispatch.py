@@ -23,11 +23,12 @@ def test_the_cpu_runs_the_references():
     assert kernels.commit_rows is kv_commit_ref.commit_rows
     assert kernels.rope_scatter is rope_scatter_ref.rope_scatter
     assert kernels.topk_lse is topk_lse_ref.topk_lse
+    assert kernels.is_reference
 
 
 def test_triton_runs_on_the_device_when_asked(device):
     kernels = select_kernels(device, "triton")
-    assert kernels.backend == "triton"
+    assert kernels.backend == "triton" and not kernels.is_reference
     assert kernels.is_capturable == (device.type == "cuda"), "the interpreter works on the host"
     assert kernels.plan_attention is not tree_attention_ref.plan_attention
 

@@ -76,6 +76,24 @@ def test_triton_equals_the_reference_and_writes_no_other_row(device, num_rows, a
     assert written[untouched].isnan().all()
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 16), (torch.bfloat16, 80), (torch.float32, 2)])
+def test_neighbours_are_halves_in_another_order(device, dtype, dim, poisoned_memory):
+    args = inputs(4, dim=dim, dtype=dtype)
+    weight = torch.rand(dim, generator=torch.Generator().manual_seed(5)).to(dtype)
+    expected_pool = args[3].clone()
+    expected = rope_scatter_ref.rope_scatter(*args[:3], expected_pool, *args[4:], q_norm=weight, k_norm=weight)
+    order = torch.arange(dim).view(2, -1).T.flatten()  # element of the halves at each place of the neighbours
+    for module in (rope_scatter_ref, rope_scatter):
+        moved = [a[..., order].contiguous() if i not in (4, 5) else a for i, a in enumerate(args)]
+        moved = [a.to(device) if module is rope_scatter else a for a in moved]
+        norm = weight[order].to(moved[0].device)
+        got = module.rope_scatter(*moved, q_norm=norm, k_norm=norm, is_adjacent=True)
+        torch.testing.assert_close(got.cpu(), expected[..., order], atol=STEP[dtype], rtol=STEP[dtype])
+        torch.testing.assert_close(
+            moved[3].cpu(), expected_pool[..., order], atol=STEP[dtype], rtol=STEP[dtype], equal_nan=True
+        )
+
+
 def test_negative_rows_are_not_written_but_their_queries_are_rotated(device):
     args = [a.to(device) for a in inputs(3)]
     args[4] = torch.tensor([2, -1, 0]).to(device)

@@ -13,9 +13,9 @@ from paceline.kernels import topk_lse, topk_lse_ref
 INF, NAN = float("inf"), float("nan")
 
 
-def check(device, logits, k):
-    got = topk_lse.topk_lse(logits.to(device), k)
-    expected = topk_lse_ref.topk_lse(logits, k)
+def check(device, logits, k, scale=None):
+    got = topk_lse.topk_lse(logits.to(device), k, scale=scale if scale is None else scale.to(device))
+    expected = topk_lse_ref.topk_lse(logits, k, scale=scale)
     assert [g.dtype for g in got] == [torch.float32, torch.int64, torch.float32]
     torch.testing.assert_close(got[0].cpu(), expected[0], atol=0, rtol=0, equal_nan=True)
     assert torch.equal(got[1].cpu(), expected[1])
@@ -29,6 +29,24 @@ def test_reference_gives_log_softmax_and_torch_topk():
     expected, expected_ids = logits.log_softmax(-1).topk(6)
     torch.testing.assert_close(values - lse[:, None], expected)
     assert torch.equal(ids, expected_ids)
+
+
+def test_reference_with_a_scale_is_the_log_softmax_of_the_products():
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    scale = torch.tensor([0.5, 1.0, 7.0])
+    values, ids, lse = topk_lse_ref.topk_lse(logits, 6, scale=scale)
+    expected, expected_ids = (logits * scale[:, None]).log_softmax(-1).topk(6)
+    torch.testing.assert_close(values - lse[:, None], expected)
+    assert torch.equal(ids, expected_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [5, 37, 4097])
+def test_triton_scales_before_it_ranks(device, dtype, vocab, poisoned_memory):
+    """Products that are equal in float32 are ties, and what lies beyond the row counts for no scale."""
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab)).to(dtype)
+    logits[3] = -INF
+    check(device, logits, 4, torch.tensor([1.0, 0.3, 1e-40, 2.0, 20.0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -97,3 +115,9 @@ def test_k_out_of_range_is_refused(device, k):
 def test_integers_are_refused(device):
     with pytest.raises(ValueError, match="float"):
         topk_lse.topk_lse(torch.zeros(2, 8, dtype=torch.int64, device=device), 2)
+
+
+def test_a_scale_of_a_wrong_form_is_refused(device):
+    for wrong in (torch.ones(3, device=device), torch.ones(2, dtype=torch.float64, device=device)):
+        with pytest.raises(ValueError, match="scale"):
+            topk_lse.topk_lse(torch.zeros(2, 8, device=device), 2, scale=wrong)

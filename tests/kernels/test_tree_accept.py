@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from paceline.kernels.tree_accept_ref import accept_paths as accept_reference
+from paceline.kernels.tree_accept_ref import accept_rows as accept_rows_reference
 from paceline.kernels.tree_build_ref import num_words
 from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.verify import accept
@@ -167,3 +168,70 @@ def test_the_launcher_refuses_what_the_kernel_cannot_take():
         _accept("triton", trees, drawn, [0, 1])
     with pytest.raises(ValueError, match=r"next_token_ids must be torch.int64"):
         _accept("triton", trees, drawn.int(), [0])
+
+
+def _packed_inputs(packed, drawn, *, num_rows, num_requests, width):
+    """A round in the static tensors of a larger graph: rows and requests of nobody behind it, columns of nobody."""
+    n, b = packed.token_ids.numel(), packed.num_requests
+    tokens, draws = torch.full((num_rows,), 3), torch.full((num_rows,), 3)
+    tokens[:n], draws[:n] = packed.token_ids, drawn
+    cu_rows = torch.full((num_requests + 1,), n)
+    cu_rows[: b + 1] = packed.cu_nodes
+    seen = torch.zeros(num_rows, width, dtype=torch.bool)
+    seen[:n, : packed.ancestors.shape[1]] = packed.ancestors
+    inputs = {"token_ids": tokens, "cu_rows": cu_rows, "ancestors": seen, "next_token_ids": draws}
+    return {name: t.to(DEVICE) for name, t in inputs.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_rows_are_judged_as_serving_walks_them(name, poisoned_memory):
+    counts, width = CASES[name]
+    packed = _trees(counts, width, 4)[4]
+    for follow, padding in ((0.0, (5, 3, 2)), (0.8, (5, 3, 2)), (1.0, (5, 3, 2)), (1.0, (0, 0, 0))):
+        _check_rows(packed, counts, width, _drawn(packed, 7, follow), *padding)
+
+
+def _check_rows(packed, counts, width, drawn, more_rows, more_requests, more_width):
+    inputs = _packed_inputs(
+        packed, drawn, num_rows=sum(counts) + more_rows, num_requests=len(counts) + more_requests,
+        width=width + more_width,
+    )  # fmt: skip
+    plan, b = accept(packed, drawn), len(counts)
+    columns = slice(0, plan.path.shape[1])
+    for twin in (accept_rows_reference, tree_accept.accept_rows):
+        found = twin(**inputs)
+        assert found.path.shape == found.path_token_ids.shape == (b + more_requests, width + more_width)
+        assert torch.equal(found.path[:b, columns].cpu(), plan.path) and found.path[:b, columns.stop :].eq(-1).all()
+        tokens = torch.where(plan.path < 0, -1, packed.token_ids[plan.path.clamp(min=0)])
+        assert torch.equal(found.path_token_ids[:b, columns].cpu(), tokens)
+        assert torch.equal(found.num_accepted_tokens[:b].cpu(), plan.num_accepted_tokens)
+        assert torch.equal(found.bonus_token_ids[:b].cpu(), plan.bonus_token_ids)
+
+
+def test_packed_rows_wider_than_a_tile_are_judged_block_by_block(monkeypatch):
+    """A chain of 100 nodes that misses at its 90th, beside a lone root."""
+    count = 101
+    packed = TreeBatch(
+        token_ids=torch.arange(count + 1), parents=torch.tensor([*range(-1, count - 1), -1]),
+        depths=torch.tensor([*range(count), 0]), scores=torch.zeros(count + 1), cu_nodes=torch.tensor([0, count, count + 1]),
+        ancestors=torch.cat((torch.ones(count, count).tril(), torch.eye(1, count))).bool(),
+    )  # fmt: skip
+    drawn = torch.arange(1, count + 2)
+    drawn[89] = 0
+    launches = count_launches(monkeypatch, tree_accept, "_accept_rows_kernel")
+    found = tree_accept.accept_rows(**_packed_inputs(packed, drawn, num_rows=count + 1, num_requests=2, width=count))
+    assert launches() == 1
+    assert found.num_accepted_tokens.tolist() == [89, 0] and found.bonus_token_ids.tolist() == [0, count + 1]
+    assert found.path.tolist() == [[*range(90), *[-1] * 11], [count, *[-1] * 100]]
+
+
+def test_packed_rows_of_a_wrong_form_are_refused():
+    packed = _trees([3], 3, 1)[4]
+    inputs = _packed_inputs(packed, torch.zeros(3, dtype=torch.int64), num_rows=3, num_requests=1, width=3)
+    for name, wrong in (
+        ("ancestors", inputs["ancestors"].long()),
+        ("next_token_ids", inputs["next_token_ids"][:2]),
+        ("cu_rows", inputs["cu_rows"].int()),
+    ):
+        with pytest.raises(ValueError, match=name):
+            tree_accept.accept_rows(**{**inputs, name: wrong})

@@ -12,8 +12,9 @@ from paceline.serving.graphed_target import GraphedTarget
 from paceline.serving.kv_cache import PageAllocator
 from paceline.serving.specblock_drafter import SpecBlockDrafter
 from paceline.serving.target import TargetModel
+from paceline.serving.verify import accept
 from tests.fakes import tiny_model, tiny_tokenizer
-from tests.serving.test_graphed_target import TOLERANCE, WIDTH, make_rounds
+from tests.serving.test_graphed_target import TOLERANCE, WIDTH, assert_same_plan, make_rounds
 from tests.serving.test_specblock_static import LENGTH, assert_rounds_agree, make_requests
 from tests.serving.test_specblock_static import tiny_model as tiny_drafter
 
@@ -36,14 +37,17 @@ def test_verify(triton):
     target = TargetModel.from_model(tiny_model("qwen3", layers=2), tiny_tokenizer(), fast_path=False)
     rng, pages = np.random.default_rng(1), PageAllocator(24, 4)
     kv = target.new_kv_pool(24, 4, 4 * WIDTH)
-    rounds = [batch for _, batch in make_rounds(target, kv, pages, rng)][:4]
+    trees, rounds = zip(*list(make_rounds(target, kv, pages, rng))[:4], strict=True)
     expected = [target.forward(batch, kv).logits for batch in rounds]
     target.kernels = triton
     graphed = GraphedTarget(target, kv, max_requests=4, max_width=WIDTH, max_context=64)
     capture_all(graphed.jobs(), LazyGraphs(), budget_s=600.0)
     kv.data[:, kv.scratch_start :] = float("nan")  # what padding leaves behind must not be read
-    for batch, logits in zip(rounds, expected, strict=True):
+    for tree, batch, logits in zip(trees, rounds, expected, strict=True):
         torch.testing.assert_close(graphed.forward(batch, kv).logits, logits, **TOLERANCE)
+        for _ in range(3):
+            drawn = torch.from_numpy(rng.integers(6, size=tree.token_ids.numel()))
+            assert_same_plan(graphed.accept(tree, drawn), accept(tree, drawn), tree)
 
 
 @pytest.mark.parametrize("changes", [{}, {"compat_rope": True, "num_kv_heads": 1}])

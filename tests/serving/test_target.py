@@ -20,6 +20,7 @@ TARGETS = {
     "qwen3-modules": ("qwen3", False, "reference"),
     "qwen3_moe-modules": ("qwen3_moe", None, "reference"),
     "qwen3-triton": ("qwen3", None, "triton"),
+    "llama-triton": ("llama", None, "triton"),
 }
 TREE = [-1, 0, 0, 1, 1, 2, 3]
 
@@ -33,6 +34,7 @@ def target(request):
     model = tiny_model(kind, layers=3 if backend == "triton" else 6)  # the interpreter is slow
     made = TargetModel.from_model(model, tiny_tokenizer(), fast_path=fast_path, kernels=kernels)
     assert made.is_fast_path == request.param.endswith("fused")
+    assert made.has_rope_kernel == (backend == "triton")
     return made
 
 
