@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
+# Test processes; one thread each when there are several
+WORKERS ?= 2
 # Oversubscribed cores ruin both timings and tests: two busy multi-threaded processes stall each other.
 export RAY_USAGE_STATS_ENABLED ?= 0
 export RAY_AUTH_MODE ?= disabled
@@ -12,7 +14,7 @@ export HF_HUB_OFFLINE ?= 1
 
 help:
 	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, under 7 minutes"
-	@echo "make test  [ARGS='-k name']            every test that needs no GPU"
+	@echo "make test  [ARGS='-k name'] [WORKERS=2] every test that needs no GPU"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
 	@echo "make lint                              ruff and mypy"
 
@@ -27,7 +29,7 @@ demo: $(VENV)/.ready
 	$(VENV)/bin/paceline demo $(ARGS)
 
 test: $(VENV)/.ready
-	$(PY) -m pytest tests $(ARGS)
+	$(PY) -m pytest tests --numprocesses $(WORKERS) --dist loadgroup $(ARGS)
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/paceline serve $(ARGS)
