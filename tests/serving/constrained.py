@@ -11,15 +11,18 @@ from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.drafter import Drafter
 from paceline.serving.engine import Engine
 from paceline.serving.grammar import GrammarFactory
+from paceline.serving.grammar_state import GrammarState
 from paceline.serving.lookup_drafter import PromptLookupDrafter
 from paceline.serving.request import GenerationRequest, GrammarSpec, RequestStatus, RoundEvent, SamplingParams
 from paceline.serving.scripted_drafters import OracleDrafter, RandomDrafter
 from paceline.serving.target import TargetModel
-from tests.fakes import tiny_target
+from tests.fakes import tiny_target, tiny_tokenizer
 
 VOCAB = 64
 PAGE = 4
 PROMPT = (10, 11, 12, 13, 10, 11, 12, 13, 10, 11)
+REGEX = GrammarSpec(kind="regex", text="(ab|cd)+[0-9]{2,}z")
+DEAD_END = GrammarSpec(kind="regex", text="[ab]{6}(Q|QQ)")  # the vocabulary has no capital Q
 
 
 @functools.cache
@@ -29,6 +32,17 @@ def target() -> TargetModel:
 
 def text_of(token_ids: Iterable[int]) -> str:
     return target().tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def ids(text: str) -> list[int]:
+    return tiny_tokenizer(VOCAB).encode(text, add_special_tokens=False)
+
+
+def allowed_text(state: GrammarState) -> set[str]:
+    """The tokens that may come next, as text."""
+    mask = state.allowed()
+    assert mask is not None
+    return set(tiny_tokenizer(VOCAB).convert_ids_to_tokens(mask.nonzero()[0].tolist()))
 
 
 def make_engine(drafter: Drafter | None = None, *, num_pages: int = 200, **config) -> Engine:
