@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from paceline.adapt.eagle_rows import unrolled_hidden
-from paceline.adapt.row_batch import RowBatch
 from paceline.config import TreeConfig
 from paceline.errors import DrafterMismatchError
 from paceline.serving.draft_tree import TreeBatch
@@ -14,9 +13,19 @@ from paceline.serving.drafter_families import load_drafter, save_drafter
 from paceline.serving.eagle_drafter import EagleDrafter
 from paceline.serving.eagle_model import EagleConfig, EagleModel
 from paceline.serving.tree_policy import DraftGroup, TreePolicy, draft_fixed
-from tests.serving.test_specblock_drafter import EMBED, FEATURES, FakeTarget, Request, V, make_inputs, pool_rows
-
-TOLERANCE = 1e-4  # fp32, other reduction orders
+from tests.serving.drafter_requests import (
+    EMBED,
+    FEATURES,
+    TOLERANCE,
+    FakeTarget,
+    Request,
+    V,
+    make_inputs,
+    new_requests,
+    perturb,
+    prefill_chunked,
+    text_batch,
+)
 
 
 def tiny_model(seed=0, **changes):
@@ -26,10 +35,7 @@ def tiny_model(seed=0, **changes):
         "feature_size": FEATURES, "embed_size": EMBED, "num_slots": 3,
     }  # fmt: skip
     model = EagleModel(EagleConfig(**{**values, **changes}))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-        model.log_beta.zero_()
+    perturb(model)
     return model, torch.randn(V, EMBED)
 
 
@@ -37,11 +43,7 @@ def tiny_model(seed=0, **changes):
 def path_logits(model, embed, request, path):
     """(len(path) + 1, Vd): the training forward's logits at the newest row, unrolled over the tokens of a path."""
     n, tokens = request.context, request.tokens[: request.context + 1] + list(path)
-    batch = RowBatch(
-        features=request.features[None, :n], token_ids=torch.tensor(tokens)[None],
-        is_output=torch.ones(1, len(tokens), dtype=torch.bool), topk_ids=torch.zeros(1, len(tokens), 1, dtype=torch.int64),
-        topk_logprobs=torch.zeros(1, len(tokens), 1), temperatures=torch.zeros(1),
-    )  # fmt: skip
+    batch = text_batch(request.features[:n], tokens)
     states = unrolled_hidden(model, batch, embed, len(path) + 1)
     return torch.stack([model.lm_head(model.normed(h[0, -1])) for h in states])
 
@@ -89,14 +91,8 @@ def test_drafting_equals_the_training_forward_over_rounds(count, scattered, chan
     rng = np.random.default_rng(3)
     model, embed = tiny_model(**changes)
     drafter = EagleDrafter(model, embed, num_candidates=6)
-    drafter.alloc(count * 60)
-    requests = [
-        Request(f"r{i}", rng, 60, 5 + 4 * i, rows) for i, rows in enumerate(pool_rows(rng, count, 60, scattered))
-    ]
-    for r in requests:  # chunked prefill: all rows but the newest, whose token is the anchor
-        drafter.ingest(make_inputs([r], [(0, 2)]))
-        drafter.ingest(make_inputs([r], [(2, r.context - 1)]))
-        r.done = r.context - 1
+    requests = new_requests(drafter, count, rng, scattered)
+    prefill_chunked(drafter, requests)
     for _ in range(4):  # tree rows leave nothing behind: accepted rows come back with true features
         check_round(drafter, model, embed, requests, [(r.done, r.context) for r in requests], rng)
         for r in requests:

@@ -18,10 +18,21 @@ from paceline.serving.drafter_families import build_drafter, load_drafter, save_
 from paceline.serving.parallel_head_drafter import ParallelHeadDrafter
 from paceline.serving.parallel_head_model import ParallelHeadConfig, ParallelHeadModel
 from paceline.serving.specblock_model import rope_cos_sin
-from tests.serving.test_specblock_drafter import FEATURES, Request, V, make_inputs, pool_rows
+from tests.serving.drafter_requests import (
+    FEATURES,
+    TOLERANCE,
+    FakeTarget,
+    Request,
+    V,
+    assert_proposal_matches,
+    make_inputs,
+    new_requests,
+    perturb,
+    prefill_chunked,
+    text_batch,
+)
 
 HIDDEN, SLOTS = 16, 5
-TOLERANCE = 1e-4  # fp32, other reduction orders
 KINDS = pytest.mark.parametrize("is_causal", [True, False], ids=["jetspec", "dflash"])
 
 
@@ -37,39 +48,16 @@ def tiny_head(is_causal=True, seed=0, **changes):
     """A model with weights away from their initial values, and the target's embedding and output head."""
     torch.manual_seed(seed)
     model = ParallelHeadModel(tiny_config(is_causal, **changes))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-        model.log_beta.zero_()
+    perturb(model)
     return model, torch.randn(V, HIDDEN), torch.randn(V, HIDDEN) * 0.5
 
 
 @torch.no_grad()
 def reference_logits(model, embed, head, request):
     """Training forward at the request's anchor, on its whole text: (S, V)."""
-    batch = RowBatch(
-        features=request.features[None],
-        token_ids=torch.tensor(request.tokens)[None],
-        is_output=torch.ones(1, request.length, dtype=torch.bool),
-        topk_ids=torch.zeros(1, request.length, 1, dtype=torch.int64),
-        topk_logprobs=torch.zeros(1, request.length, 1),
-        temperatures=torch.zeros(1),
-    )
+    batch = text_batch(request.features, request.tokens)
     hidden = anchored_forward(model, batch, embed, torch.tensor([[request.context]]))
     return model.normed(hidden[0, 0]) @ head.T
-
-
-def assert_proposal_matches(proposal, index, logits):
-    expected = torch.log_softmax(logits, -1)
-    got = proposal.logprobs[index]
-    assert torch.allclose(got, expected.gather(-1, proposal.token_ids[index]), atol=TOLERANCE)
-    assert torch.allclose(got, expected.topk(got.shape[-1]).values, atol=TOLERANCE)
-
-
-def prefilled(drafter, count, rng, scattered=False, length=60):
-    drafter.alloc(count * length)
-    rows = pool_rows(rng, count, length, scattered)
-    return [Request(f"r{i}", rng, length, 5 + 4 * i, own) for i, own in enumerate(rows)]
 
 
 @KINDS
@@ -88,11 +76,8 @@ def test_incremental_drafting_equals_the_training_forward_over_rounds(is_causal,
     rng = np.random.default_rng(3)
     model, embed, head = tiny_head(is_causal, **changes)
     drafter = ParallelHeadDrafter(model, embed, head, num_candidates=6)
-    requests = prefilled(drafter, count, rng, scattered)
-    for r in requests:  # chunked prefill: all rows but the newest, whose token is the anchor
-        drafter.ingest(make_inputs([r], [(0, 2)]))
-        drafter.ingest(make_inputs([r], [(2, r.context - 1)]))
-        r.done = r.context - 1
+    requests = new_requests(drafter, count, rng, scattered)
+    prefill_chunked(drafter, requests)
     for round_index in range(6):
         proposal = drafter.propose(make_inputs(requests, [(r.done, r.context) for r in requests]))
         for i, r in enumerate(requests):
@@ -112,7 +97,7 @@ def test_a_batch_drafts_what_each_request_drafts_alone(is_causal):
     rng = np.random.default_rng(5)
     model, embed, head = tiny_head(is_causal, edge_rank=3)
     drafter = ParallelHeadDrafter(model, embed, head, num_candidates=6)
-    requests = prefilled(drafter, 4, rng)
+    requests = new_requests(drafter, 4, rng)
     together = drafter.propose(make_inputs(requests, [(0, r.context) for r in requests], 0.7))
     for i, r in enumerate(requests):
         alone = drafter.propose(make_inputs([r], [(0, r.context)], 0.7))
@@ -125,7 +110,7 @@ def test_drafting_leaves_only_the_rows_of_the_text_behind():
     rng = np.random.default_rng(1)
     model, embed, head = tiny_head()
     drafter = ParallelHeadDrafter(model, embed, head)
-    (request,) = prefilled(drafter, 1, rng)
+    (request,) = new_requests(drafter, 1, rng)
     inputs = make_inputs([request], [(0, request.context)])
     drafter.ingest(inputs)
     before = drafter._pool.clone()
@@ -138,7 +123,7 @@ def test_ingested_rows_equal_the_kernels_reference():
     rng = np.random.default_rng(1)
     model, embed, head = tiny_head(num_layers=3)
     drafter = ParallelHeadDrafter(model, embed, head)
-    (request,) = prefilled(drafter, 1, rng, scattered=True)
+    (request,) = new_requests(drafter, 1, rng, scattered=True)
     inputs = make_inputs([request], [(0, request.context)])
     drafter.ingest(inputs)
     layers = list(model.block_layers())
@@ -182,7 +167,7 @@ def test_logprobs_are_calibrated_by_temperature_class_and_slot():
     with torch.no_grad():
         model.log_beta.copy_(torch.randn_like(model.log_beta) * 0.5)
     drafter = ParallelHeadDrafter(model, embed, head, num_candidates=6)
-    (request,) = prefilled(drafter, 1, rng)
+    (request,) = new_requests(drafter, 1, rng)
     logits = reference_logits(model, embed, head, request)
     for temperature, kind, divisor in ((0.0, 0, 1.0), (0.7, 1, 0.7)):
         proposal = drafter.propose(make_inputs([request], [(0, request.context)], temperature))
@@ -208,7 +193,7 @@ def test_edge_scores_are_the_corrected_probabilities_below_each_parent(temperatu
         model.edge_out.mul_(3)
         model.log_beta.copy_(torch.randn_like(model.log_beta) * 0.3)
     drafter = ParallelHeadDrafter(model, embed, head, num_candidates=V)  # all candidates: no rest to assume about
-    (request,) = prefilled(drafter, 1, rng)
+    (request,) = new_requests(drafter, 1, rng)
     logits = reference_logits(model, embed, head, request)
     proposal = drafter.propose(make_inputs([request], [(0, request.context)], temperature))
     scale = model.log_beta[int(temperature > 0)].exp() / (temperature or 1.0)
@@ -227,7 +212,7 @@ def test_a_correction_of_zero_changes_no_score():
     with torch.no_grad():
         model.edge_out.zero_()
     drafter = ParallelHeadDrafter(model, embed, head, num_candidates=5)
-    (request,) = prefilled(drafter, 1, rng)
+    (request,) = new_requests(drafter, 1, rng)
     p = drafter.propose(make_inputs([request], [(0, request.context)]))
     assert torch.allclose(p.edge_logprobs, p.logprobs[:, 1:, None].expand_as(p.edge_logprobs), atol=1e-5)
 
@@ -238,7 +223,7 @@ def test_bfloat16_drafting_stays_close_to_float32(is_causal):
     out = []
     for dtype in (torch.float32, torch.bfloat16):
         drafter = ParallelHeadDrafter(model, embed, head, dtype=dtype, num_candidates=1)
-        (request,) = prefilled(drafter, 1, np.random.default_rng(2))
+        (request,) = new_requests(drafter, 1, np.random.default_rng(2))
         out.append(drafter.propose(make_inputs([request], [(0, request.context)])).logprobs)
     assert torch.allclose(out[0], out[1], atol=0.3)
 
@@ -247,7 +232,7 @@ def test_new_weights_replace_the_old_in_place():
     rng = np.random.default_rng(4)
     (model, embed, head), (other, _, _) = tiny_head(seed=0), tiny_head(seed=1)
     drafter = ParallelHeadDrafter(model, embed, head)
-    (request,) = prefilled(drafter, 1, rng)
+    (request,) = new_requests(drafter, 1, rng)
     addresses = {k: v.data_ptr() for k, v in drafter._forward.weights.items()}
     drafter.propose(make_inputs([request], [(0, request.context)]))
     drafter.load_state(other.state_dict())
@@ -310,16 +295,6 @@ def test_the_head_is_not_reentered():
         drafter.expand(None, None, frontier)
 
 
-@dataclasses.dataclass
-class FakeTarget:
-    embed_weight: torch.Tensor
-    head_weight: torch.Tensor
-    version: str = "abc"
-    vocab_size: int = V
-    feature_size: int = FEATURES
-    device: str = "cpu"
-
-
 @KINDS
 def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path, is_causal):
     model, embed, head = tiny_head(is_causal, edge_rank=2)
@@ -327,7 +302,7 @@ def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path, is_causal):
     drafter = load_drafter(tmp_path, FakeTarget(embed, head), version="v1")
     assert drafter.version == "v1" and drafter.caps.name == ("jetspec" if is_causal else "dflash")
     assert drafter.config == model.config
-    (request,) = prefilled(drafter, 1, np.random.default_rng(0))
+    (request,) = new_requests(drafter, 1, np.random.default_rng(0))
     proposal = drafter.propose(make_inputs([request], [(0, request.context)]))
     assert_proposal_matches(proposal, 0, reference_logits(model, embed, head, request))
     with pytest.raises(DrafterMismatchError, match="trained for target"):

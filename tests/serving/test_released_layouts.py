@@ -11,8 +11,8 @@ from paceline.serving.drafter import Frontier
 from paceline.serving.drafter_families import build_model, load_drafter, read_drafter_files, save_drafter
 from paceline.serving.released_layouts import wanted_tap_layers
 from tests.serving import released
+from tests.serving.drafter_requests import Request, make_inputs
 from tests.serving.released import BLOCK, DRAFT_VOCAB, HIDDEN, TAPS, VOCAB, make_target, write
-from tests.serving.test_specblock_drafter import Request, make_inputs
 
 TOLERANCE = 1e-4  # fp32, other reduction orders
 SCALING = {

@@ -1,23 +1,29 @@
 """Incremental SpecBlock drafting equals the training forward, round after round."""
 
-import dataclasses
-import functools
-import operator
-
 import numpy as np
 import pytest
 import torch
 
-from paceline.adapt.row_batch import RowBatch
 from paceline.adapt.specblock_rows import block1_forward, next_block_forward
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafter import DraftInputs, Frontier
+from paceline.serving.drafter import Frontier
 from paceline.serving.drafter_families import load_drafter, save_drafter
 from paceline.serving.specblock_drafter import SpecBlockDrafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
-
-V, FEATURES, EMBED = 50, 24, 12
-TOLERANCE = 1e-4  # fp32, other reduction orders
+from tests.serving.drafter_requests import (
+    EMBED,
+    FEATURES,
+    TOLERANCE,
+    FakeTarget,
+    Request,
+    V,
+    assert_proposal_matches,
+    make_inputs,
+    new_requests,
+    perturb,
+    prefill_chunked,
+    text_batch,
+)
 
 
 def tiny_config(**changes):
@@ -31,65 +37,15 @@ def tiny_config(**changes):
 def tiny_model(seed=0, **changes):
     torch.manual_seed(seed)
     model = SpecBlockModel(tiny_config(**changes))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-        model.log_beta.zero_()
+    perturb(model)
     return model, torch.randn(V, EMBED)
-
-
-class Request:
-    """A scripted request: its text, features, pool rows and how far it has been committed and ingested."""
-
-    def __init__(self, name, rng, length, prompt, pool_rows):
-        self.name, self.length = name, length
-        self.tokens = rng.integers(V, size=length).tolist()
-        self.features = torch.tensor(rng.normal(size=(length - 1, FEATURES)), dtype=torch.float32)
-        self.slots = torch.tensor(pool_rows)
-        self.context, self.done = prompt, 0
-
-    def rows(self, start, stop):
-        return {
-            "positions": list(range(start, stop)),
-            "tokens": self.tokens[start + 1 : stop + 1],
-            "features": self.features[start:stop],
-            "slots": self.slots[start:stop],
-        }
-
-
-def make_inputs(requests, spans, temperature=0.0):
-    parts = [r.rows(*span) for r, span in zip(requests, spans, strict=True)]
-    longest = max(r.context for r in requests)
-    table = torch.full((len(requests), longest), 10**6, dtype=torch.int64)  # entries past a context are undefined
-    for i, r in enumerate(requests):
-        table[i, : min(r.context, longest)] = r.slots[: r.context]
-    return DraftInputs(
-        request_ids=[r.name for r in requests],
-        context_lens=torch.tensor([r.context for r in requests]),
-        anchor_token_ids=torch.tensor([r.tokens[r.context] for r in requests]),
-        temperatures=torch.full((len(requests),), temperature),
-        slot_table=table,
-        cu_new=torch.tensor([0, *[b - a for a, b in spans]]).cumsum(0),
-        new_positions=torch.tensor(functools.reduce(operator.iadd, (p["positions"] for p in parts), [])),
-        new_token_ids=torch.tensor(functools.reduce(operator.iadd, (p["tokens"] for p in parts), [])),
-        new_features=torch.cat([p["features"] for p in parts]),
-        new_slots=torch.cat([p["slots"] for p in parts]),
-        histories=[r.tokens[: r.context + 1] for r in requests],
-    )
 
 
 @torch.no_grad()
 def reference_logits(model, embed, request, leaves):
     """Training forward of the committed rows: block 1 at the newest row, and block 2 at (slot, token) leaves."""
     n = request.context
-    batch = RowBatch(
-        features=request.features[None, :n],
-        token_ids=torch.tensor(request.tokens[: n + 1])[None],
-        is_output=torch.ones(1, n + 1, dtype=torch.bool),
-        topk_ids=torch.zeros(1, n + 1, 1, dtype=torch.int64),
-        topk_logprobs=torch.zeros(1, n + 1, 1),
-        temperatures=torch.zeros(1),
-    )
+    batch = text_batch(request.features[:n], request.tokens[: n + 1])
     first = block1_forward(model, batch, embed)
     out = [model.lm_head(model.normed(first.hidden[0, -1]))]
     for slot, token in leaves:
@@ -101,14 +57,6 @@ def reference_logits(model, embed, request, leaves):
         )  # fmt: skip
         out.append(model.lm_head(model.normed(state.hidden[0, 0])))
     return out
-
-
-@torch.no_grad()
-def assert_proposal_matches(proposal, index, logits):
-    expected = torch.log_softmax(logits, -1)
-    got = proposal.logprobs[index]
-    assert torch.allclose(got, expected.gather(-1, proposal.token_ids[index]), atol=TOLERANCE)
-    assert torch.allclose(got, expected.topk(got.shape[-1]).values, atol=TOLERANCE)
 
 
 def check_round(drafter, model, embed, requests, spans, rng):
@@ -135,12 +83,6 @@ def check_round(drafter, model, embed, requests, spans, rng):
                 assert_proposal_matches(second, at, wanted[(int(slot), int(token))])
 
 
-def pool_rows(rng, count, length, scattered):
-    if not scattered:
-        return [list(range(i * length, (i + 1) * length)) for i in range(count)]
-    return rng.permutation(count * length).reshape(count, length).tolist()
-
-
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize(
@@ -154,14 +96,8 @@ def test_incremental_drafting_equals_the_training_forward_over_rounds(count, sca
     rng = np.random.default_rng(3)
     model, embed = tiny_model(**changes)
     drafter = SpecBlockDrafter(model, embed, num_candidates=6)
-    drafter.alloc(count * 60)
-    requests = [
-        Request(f"r{i}", rng, 60, 5 + 4 * i, rows) for i, rows in enumerate(pool_rows(rng, count, 60, scattered))
-    ]
-    for r in requests:  # chunked prefill: all rows but the newest, whose token is the anchor
-        drafter.ingest(make_inputs([r], [(0, 2)]))
-        drafter.ingest(make_inputs([r], [(2, r.context - 1)]))
-        r.done = r.context - 1
+    requests = new_requests(drafter, count, rng, scattered)
+    prefill_chunked(drafter, requests)
     for round_index in range(6):
         spans = [(r.done, r.context) for r in requests]
         check_round(drafter, model, embed, requests, spans, rng)
@@ -272,15 +208,6 @@ def test_new_weights_replace_the_old_in_place():
     assert_proposal_matches(
         drafter.propose(make_inputs([request], [(0, 20)])), 0, reference_logits(other, embed, request, [])[0]
     )
-
-
-@dataclasses.dataclass
-class FakeTarget:
-    embed_weight: torch.Tensor
-    version: str = "abc"
-    vocab_size: int = V
-    feature_size: int = FEATURES
-    device: str = "cpu"
 
 
 def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path):

@@ -7,7 +7,8 @@ import torch
 from paceline.serving.drafter import Frontier
 from paceline.serving.graph_capture import EagerGraphs, capture_all
 from paceline.serving.specblock_drafter import SpecBlockDrafter
-from tests.serving.test_specblock_drafter import Request, make_inputs, pool_rows, tiny_model
+from tests.serving.drafter_requests import Request, make_inputs, pool_rows
+from tests.serving.test_specblock_drafter import tiny_model
 from tests.static_kernels import STATIC_KERNELS, StrictGraphs
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order
