@@ -1,12 +1,13 @@
-"""A tiny two-replica service's files, and a client that notes exactly how every answer ended."""
+"""A tiny two-replica service, and a client that notes exactly how every answer ended."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import httpx
 import torch
 
+from paceline.config import EngineConfig, PolicyConfig, ServiceConfig
+from paceline.infra.app import Service, run_service, stop_service
 from paceline.serving.drafter_families import save_drafter
 from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target import TargetModel
@@ -22,6 +25,9 @@ from tests.fakes import greedy_continuation, plain_logits, tiny_model, tiny_targ
 VOCAB, WIDTH, NUM_PROMPTS, MAX_TOKENS = 300, 32, 16, 64
 PROMPTS = [[3 + (17 * i + 5 * k) % (VOCAB - 3) for k in range(2 + i)] for i in range(NUM_PROMPTS)]
 MAX_TRIES = 60
+NUM_REPLICAS = 2
+RESTART_S = 200.0
+"""A process that imports torch and Ray starts in about 10 s; much later where everything else runs too."""
 
 
 def write_model(folder: Path) -> None:
@@ -38,6 +44,74 @@ def write_drafter(folder: Path, target: TargetModel, seed: int, hidden_size: int
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         save_drafter(folder, SpecBlockModel(config), target.version)
+
+
+def tiny_config(root: Path, name: str, **changes: Any) -> ServiceConfig:
+    """Write the model and its first drafter below `root`; a service of two replicas that never trains."""
+    write_model(root / "model")
+    write_drafter(root / "drafter", TargetModel.load(root / "model"), seed=0)
+    values: dict[str, Any] = {
+        "model": str(root / "model"), "drafter": str(root / "drafter"), "model_name": name, "device": "cpu",
+        "data_dir": str(root / "data"), "port": 0, "num_replicas": NUM_REPLICAS,
+        "engine": EngineConfig(max_running=8, max_waiting=16, kv_bytes=8 * 2**20, num_threads=1),
+        "policy": PolicyConfig(policy="never", holdback_percent=0),
+    }  # fmt: skip
+    return ServiceConfig(**{**values, **changes})
+
+
+@contextlib.contextmanager
+def running(config: ServiceConfig) -> Iterator[Service]:
+    service = run_service(config)
+    try:
+        yield service
+    finally:
+        stop_service(service)
+
+
+def replica_of(url: str) -> dict[str, Any]:
+    """The part of the state of the replica that answers, {} when none does."""
+    response = httpx.get(f"{url}/paceline/state", timeout=30)
+    return (response.json().get("replica") if response.status_code == 200 else None) or {}
+
+
+def replicas_of(url: str) -> dict[str, dict[str, Any]]:
+    """Replica id -> its own part of the state; requests are spread, so ask until every one has answered."""
+    seen: dict[str, dict[str, Any]] = {}
+
+    def look() -> bool:
+        if replica := replica_of(url):
+            seen[replica["replica_id"]] = replica
+        return len(seen) == NUM_REPLICAS
+
+    wait_for(look, "an answer of every replica", RESTART_S, every_s=0.01)
+    return seen
+
+
+def wait_busy(url: str, replica_id: str, num_running: int = 1) -> None:
+    """Wait until a replica works on at least so many requests."""
+
+    def is_busy() -> bool:
+        replica = replica_of(url)
+        return replica.get("replica_id") == replica_id and replica["engine"]["num_running"] >= num_running
+
+    wait_for(is_busy, "a busy replica", every_s=0.001)
+
+
+def long_body() -> dict[str, Any]:
+    """A request that takes long enough to be left."""
+    return {"prompt": PROMPTS[3], "max_tokens": 480, "temperature": 0, "ignore_eos": True}
+
+
+def leave_streams(url: str, num: int) -> None:
+    """Hang up on streams, one after the other, after the first event of each."""
+
+    async def main() -> None:
+        async with new_client(url) as client:
+            for _ in range(num):
+                async with client.stream("POST", "/v1/completions", json={**long_body(), "stream": True}) as response:
+                    await anext(response.aiter_lines())
+
+    asyncio.run(main())
 
 
 @functools.cache

@@ -2,71 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
 
-from paceline.config import EngineConfig, IngressConfig, PolicyConfig, ServiceConfig
-from paceline.infra.app import Service, run_service, stop_service
-from paceline.serving.target import TargetModel
+from paceline.config import IngressConfig
+from paceline.infra.app import Service
 from tests.e2e.service_load import (
     MAX_TOKENS,
-    PROMPTS,
+    RESTART_S,
     fresh_state,
-    new_client,
+    leave_streams,
+    replicas_of,
+    running,
+    tiny_config,
     under_load,
+    wait_busy,
     wait_for,
-    write_drafter,
-    write_model,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-NUM_REPLICAS = 2
-NUM_LONG = 480
-RESTART_S = 120.0
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     root = tmp_path_factory.mktemp("resume")
-    write_model(root / "model")
-    write_drafter(root / "drafter", TargetModel.load(root / "model"), seed=0)
-    config = ServiceConfig(
-        model=str(root / "model"),
-        drafter=str(root / "drafter"),
-        model_name="resume",
-        device="cpu",
-        data_dir=str(root / "data"),
-        port=0,
-        num_replicas=NUM_REPLICAS,
-        resume=True,
-        ingress=IngressConfig(max_wait_s=RESTART_S),
-        engine=EngineConfig(max_running=8, max_waiting=16, kv_bytes=8 * 2**20, num_threads=1),
-        policy=PolicyConfig(policy="never", holdback_percent=0),
-    )
-    service = run_service(config)
-    yield service
-    stop_service(service)
-
-
-def replicas(url: str) -> dict[str, dict[str, Any]]:
-    """Replica id -> its part of the state, of every engine."""
-    seen: dict[str, dict[str, Any]] = {}
-
-    def look() -> bool:
-        response = httpx.get(f"{url}/paceline/state", timeout=30)
-        if response.status_code == 200:
-            replica = response.json()["replica"]
-            seen[replica["replica_id"]] = replica
-        return len(seen) == NUM_REPLICAS
-
-    wait_for(look, "an answer of every replica", RESTART_S, every_s=0.01)
-    return seen
+    with running(tiny_config(root, "resume", resume=True, ingress=IngressConfig(max_wait_s=RESTART_S))) as service:
+        yield service
 
 
 def metric(url: str, name: str) -> float:
@@ -95,36 +60,23 @@ def test_the_ingress_passes_on_what_engines_answer(service: Service) -> None:
 
 
 def test_clients_that_hang_up_free_the_engines(service: Service) -> None:
-    body = {"prompt": PROMPTS[3], "max_tokens": NUM_LONG, "temperature": 0, "ignore_eos": True}
-
     def totals() -> tuple[int, int]:
-        engines = [r["engine"] for r in replicas(service.url).values()]
+        engines = [r["engine"] for r in replicas_of(service.url).values()]
         return sum(e["num_aborted"] for e in engines), sum(e["num_running"] + e["num_waiting"] for e in engines)
 
-    async def leave() -> None:
-        async with new_client(service.url) as client:
-            for _ in range(4):  # left after their first event
-                async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-                    await anext(response.aiter_lines())
-
     before = totals()[0]
-    asyncio.run(leave())
+    leave_streams(service.url, 4)
     wait_for(lambda: totals()[1] == 0, "empty engines")
     assert totals()[0] > before
 
 
 def test_a_killed_replica_takes_no_answer_with_it(service: Service) -> None:
     url = service.url
-    before = replicas(url)
+    before = replicas_of(url)
     victim = next(iter(before))
 
     def kill() -> None:
-        def is_busy() -> bool:
-            response = httpx.get(f"{url}/paceline/state", timeout=30)
-            replica = response.json()["replica"] if response.status_code == 200 else {"replica_id": ""}
-            return replica["replica_id"] == victim and replica["engine"]["num_running"] > 1
-
-        wait_for(is_busy, "a busy replica", every_s=0.001)
+        wait_busy(url, victim, num_running=2)
         os.kill(before[victim]["pid"], signal.SIGKILL)
         wait_for(lambda: metric(url, "ingress_resumed_total") >= 1, "an answer that goes on elsewhere", every_s=0.01)
 

@@ -20,29 +20,32 @@ import ray
 
 from paceline.adapt.blob_io import pack_tensors
 from paceline.adapt.registry import DrafterRegistry, shapes_hash
-from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig
+from paceline.config import TraceConfig
 from paceline.contracts import DrafterManifest
-from paceline.infra.app import Service, run_service, stop_service
+from paceline.infra.app import Service
 from paceline.infra.controller_actor import get_controller
 from paceline.serving.drafter_families import read_drafter_files
 from paceline.serving.target import TargetModel
 from tests.e2e.service_load import (
     NUM_PROMPTS,
-    PROMPTS,
+    RESTART_S,
     Answer,
     ask,
     fresh_state,
+    leave_streams,
+    long_body,
     new_client,
+    replica_of,
+    replicas_of,
+    running,
+    tiny_config,
     under_load,
+    wait_busy,
     wait_for,
     write_drafter,
-    write_model,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-NUM_REPLICAS = 2
-RESTART_S = 200.0
-"""A process that imports torch and Ray starts in about 10 s; much later where everything else runs too."""
 LOAD_AFTER_KILL_S = 5.0
 
 
@@ -71,17 +74,7 @@ class Place:
         return fresh_state(self.url)
 
     def replicas(self) -> dict[str, dict[str, Any]]:
-        """Replica id -> its own part of the state; requests are spread, so ask until every one has answered."""
-        seen: dict[str, dict[str, Any]] = {}
-
-        def look() -> bool:
-            replica = self.get("/paceline/state").get("replica")
-            if replica:
-                seen[replica["replica_id"]] = replica
-            return len(seen) == NUM_REPLICAS
-
-        wait_for(look, "an answer of every replica", RESTART_S, every_s=0.01)
-        return seen
+        return replicas_of(self.url)
 
     def are_idle(self) -> bool:
         engines = [r["engine"] for r in self.replicas().values()]
@@ -131,31 +124,15 @@ def put_drafter(registry: DrafterRegistry, target: TargetModel, folder: Path, se
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("faults")
-    write_model(root / "model")
-    target = TargetModel.load(root / "model")
-    write_drafter(root / "drafter", target, seed=0)
-    config = ServiceConfig(
-        model=str(root / "model"),
-        drafter=str(root / "drafter"),
-        model_name="faults",
-        device="cpu",
-        data_dir=str(root / "data"),
-        port=0,
-        num_replicas=NUM_REPLICAS,
-        engine=EngineConfig(max_running=8, max_waiting=16, kv_bytes=8 * 2**20, num_threads=1),
-        policy=PolicyConfig(policy="never", holdback_percent=0),
-        trace=TraceConfig(share=0.1, flush_interval_s=0.5),
-    )
+    config = tiny_config(root, "faults", trace=TraceConfig(share=0.1, flush_interval_s=0.5))
+    target = TargetModel.load(config.model)
     registry = DrafterRegistry(root / "data" / "registry")
     others = [put_drafter(registry, target, root / f"d{seed}", seed) for seed in (7, 8)]
-    service = run_service(config)
-    try:
+    with running(config) as service:
         place = Place(service=service, registry=registry, target=target, first="", others=others)
         place.first = place.state()["first_version"]
         place.wait_version(place.first)
         yield place
-    finally:
-        stop_service(service)
 
 
 def ask_all(url: str, num_requests: int, **options: Any) -> list[Answer]:
@@ -222,19 +199,11 @@ def test_clients_that_hang_up_free_the_engine(place: Place) -> None:
         return sum(r["engine"]["num_aborted"] for r in place.replicas().values())
 
     def is_running() -> bool:
-        return place.get("/paceline/state")["replica"]["engine"]["num_running"] > 0
-
-    body = {"prompt": PROMPTS[3], "max_tokens": 480, "temperature": 0, "ignore_eos": True}
-
-    async def leave_streams() -> None:
-        async with new_client(place.url) as client:
-            for _ in range(6):  # left after their first event
-                async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-                    await anext(response.aiter_lines())
+        return replica_of(place.url)["engine"]["num_running"] > 0
 
     async def leave_whole_answers() -> None:
         async with new_client(place.url) as client:
-            whole = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(8)]
+            whole = [asyncio.ensure_future(client.post("/v1/completions", json=long_body())) for _ in range(8)]
             while not await asyncio.to_thread(is_running) and not all(w.done() for w in whole):
                 pass
             for w in whole:
@@ -242,7 +211,7 @@ def test_clients_that_hang_up_free_the_engine(place: Place) -> None:
             await asyncio.gather(*whole, return_exceptions=True)
 
     before = num_aborted()
-    asyncio.run(leave_streams())
+    leave_streams(place.url, 6)
     wait_for(place.are_idle, "empty engines")
     streams = num_aborted() - before
     assert 0 < streams <= 6  # a busy machine may finish one before it notices that its client is gone
@@ -431,11 +400,7 @@ def test_requests_of_a_killed_replica_break_off_visibly_and_the_rest_succeed(pla
     victim, replica = next(iter(place.replicas().items()))
 
     def kill() -> None:
-        def is_busy() -> bool:
-            state = place.get("/paceline/state").get("replica")
-            return bool(state) and state["replica_id"] == victim and state["engine"]["num_running"] > 0
-
-        wait_for(is_busy, "a busy replica", every_s=0.01)
+        wait_busy(place.url, victim)
         os.kill(replica["pid"], signal.SIGKILL)
         time.sleep(LOAD_AFTER_KILL_S)
 
