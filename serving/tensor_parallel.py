@@ -3,7 +3,7 @@
 Every rank holds its share of the weights by transformers' own tensor-parallel plan and, in its KV pool, its share of the
 KV heads. Rank 0 runs the engine and tells the others of every forward and commit before it does its own; they repeat it,
 and the plan's collectives meet. Logits and features are whole on every rank, so everything behind the forward (drafting,
-sampling, scheduling) exists on rank 0 only.
+sampling, scheduling) exists on rank 0 only, and so do the whole embedding and output head that drafters read.
 
 A checkpoint is read whole into each rank's RAM and split from there: transformers' loader of shares needs a package that
 is not among the requirements.
@@ -191,10 +191,16 @@ def _load_rank(rank: int, settings: RankSettings) -> tuple[TargetModel, Orders]:
     return target, orders
 
 
+def drop_tables(target: TargetModel) -> None:
+    """Give up the whole embedding and output head of a rank that does not draft; its forward reads its share of them."""
+    target.embed_weight = target.head_weight = target.embed_weight.new_empty(0, target.hidden_size)
+
+
 def _run_rank(rank: int, settings: RankSettings) -> None:
     """Main of ranks 1 and up."""
     torch.set_num_threads(max(1, torch.get_num_threads() // settings.size))
     target, orders = _load_rank(rank, settings)
+    drop_tables(target)
     follow(target, orders)
     dist.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """A target split over two ranks gives what the whole target gives, forward by forward and through the engine."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from paceline.serving.rank_orders import Order, Orders
 from paceline.serving.request import GenerationRequest, SamplingParams
 from paceline.serving.scripted_drafters import OracleDrafter
 from paceline.serving.target import TargetModel
-from paceline.serving.tensor_parallel import check_split, load_parallel
-from tests.fakes import prefill, tiny_model, tiny_tokenizer
+from paceline.serving.tensor_parallel import check_split, drop_tables, load_parallel
+from tests.fakes import prefill, tiny_model, tiny_target, tiny_tokenizer
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order
 NUM_TOKENS = 10
@@ -68,6 +69,21 @@ def test_two_ranks_compute_what_one_does(tmp_path):
         assert drafted == plain and num_rounds < NUM_TOKENS, "commits reached both ranks: accepted drafts stay right"
     finally:
         ranks.close()
+
+
+def test_a_rank_that_does_not_draft_gives_up_the_whole_tables_and_computes_the_same():
+    target = tiny_target(layers=2)
+    target.embed_weight, target.head_weight = (
+        target.embed_weight.clone(),
+        target.head_weight.clone(),
+    )  # as of a split one
+    tables = [weakref.ref(target.embed_weight), weakref.ref(target.head_weight)]
+    logits = []
+    for _ in range(2):
+        kv, pages = target.new_kv_pool(4, 4, 0), PageAllocator(4, 4)
+        logits.append(prefill(target, kv, pages, "a", [5, 6, 7], 0).logits)
+        drop_tables(target)
+    assert torch.equal(*logits) and [table() for table in tables] == [None, None]
 
 
 def test_targets_that_cannot_be_split_are_refused():
