@@ -1,7 +1,8 @@
 """Which arm of one result is faster than another arm of it? Cell by cell and over all cells, as ratios with intervals.
 
 Arms of one result ran the same groups in turn, so a group's measurements of both are resampled together. The mean over cells
-is geometric; cells are resampled apart, as the different prompts that they are.
+is geometric. Cells of one bucket ran the same prompts at other temperatures or batches: their groups are drawn with one seed, so
+that cells with as many groups draw the same ones and are no independent evidence. Buckets are drawn apart.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def arms_over(document: dict[str, Any], over: str) -> list[dict[str, Any]]:
         raise ConfigError(f"over must be an arm of the result, beside others: {', '.join(known)}; got {over!r}")
     rows: list[dict[str, Any]] = []
     logs: dict[str, list[tuple[float, np.ndarray, int]]] = {n: [] for n in names}
-    for index, cell in enumerate(cells):
+    seeds = {bucket: i for i, bucket in enumerate(dict.fromkeys(c["bucket"] for c in cells))}
+    for cell in cells:
         for arm in (n for n in names if n in cell["arms"]):
-            value, values = log_ratio([cell["arms"][arm], cell["arms"][over]], [1, -1], index)
+            value, values = log_ratio([cell["arms"][arm], cell["arms"][over]], [1, -1], seeds[cell["bucket"]])
             num_groups = len(cell["arms"][arm]["group_tokens"])
             logs[arm].append((value, values, num_groups))
             lengths = None if PLAIN in (arm, over) else length_ratio((cell, over), (cell, arm))

@@ -60,7 +60,9 @@ async def _run(
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as http:
         features = await find_features(http, url, is_chat=is_chat, model=options.model, extra=options.extra)
         result.update(server={k: getattr(features, k) for k in ("model", "has_token_ids", "has_usage", "has_done")})
-        client = StreamClient(http, is_chat=is_chat, features=features, extra=options.extra)
+        client = StreamClient(
+            http, is_chat=is_chat, features=features, extra=options.extra, names_buckets=options.names_buckets
+        )
         cells: list[dict[str, Any]] = []
         with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[info]}"), console=console) as bar:  # fmt: skip
             for load, (warmup, counted) in zip(options.loads(), plan, strict=True):

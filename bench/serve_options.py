@@ -38,6 +38,8 @@ class ServeBenchOptions:
     max_tokens: int = 128
     temperature: float = 0.0
     buckets: tuple[str, ...] = ("tools", "code", "math", "facts")
+    names_buckets: bool = False
+    """Tell the server each prompt's bucket (x-paceline-bucket)."""
     timeout_s: float = 120.0
     """Longest silence of a stream; also how long answers may run on after the last request."""
     num_tries: int = 8

@@ -110,11 +110,12 @@ class StreamClient:
 
     def __init__(
         self, http: httpx.AsyncClient, *, is_chat: bool, features: ServerFeatures, timer: Callable[[], float] = time.perf_counter,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None, names_buckets: bool = False,
     ) -> None:  # fmt: skip
-        """extra: body fields that are added to every request; None as a value leaves the field of that name out."""
+        """extra: body fields that are added to every request; None as a value leaves the field of that name out.
+        names_buckets: send each request's bucket as `x-paceline-bucket`, which other servers ignore."""
         self._http, self._is_chat, self._features, self._timer = http, is_chat, features, timer
-        self._extra = extra or {}
+        self._extra, self._names_buckets = extra or {}, names_buckets
 
     async def stream(self, request: StreamRequest) -> StreamResult:
         """One streamed answer; never raises for what a server or the network does, `problem` says it."""
@@ -172,7 +173,9 @@ class StreamClient:
 
     async def _read(self, request: StreamRequest, result: StreamResult) -> None:
         is_done = False
-        async with self._http.stream("POST", self._path, json=self._body(request, is_stream=True)) as response:
+        headers = {"x-paceline-bucket": request.bucket} if self._names_buckets else None
+        body = self._body(request, is_stream=True)
+        async with self._http.stream("POST", self._path, json=body, headers=headers) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode("utf-8", errors="replace")
                 kind = REFUSED if response.status_code == 429 else f"http_{response.status_code}"

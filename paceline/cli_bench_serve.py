@@ -37,6 +37,9 @@ def serve(
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0,
     buckets: Annotated[str, typer.Option(help="Comma list of traffic classes, taken in turn.")] = "tools,code,math,facts",
+    name_buckets: Annotated[
+        bool, typer.Option("--name-buckets", help="Send each prompt's traffic class as x-paceline-bucket, as clients of Paceline do.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds of silence after which a stream counts as dead.")] = 120.0,
     tries: Annotated[int, typer.Option(help="How often a request is sent while the answer is 429 (Retry-After is kept).")] = 8,
     extra_body: Annotated[
@@ -56,7 +59,7 @@ def serve(
     options = ServeBenchOptions(
         url=None if start else url, model=model, route=route, concurrencies=numbers(concurrency, int, "concurrency"),
         rates_per_s=numbers(rate, float, "rate"), num_requests=requests, warmup=warmup, max_s=seconds,
-        max_tokens=max_tokens, temperature=temperature, buckets=split(buckets), timeout_s=timeout, num_tries=tries,
+        max_tokens=max_tokens, temperature=temperature, buckets=split(buckets), names_buckets=name_buckets, timeout_s=timeout, num_tries=tries,
         extra_body=extra_body, api_key=api_key, note=note, seed=seed, data=data_folder(data), json=json,
     )  # fmt: skip
     if has_failed(run_serve_bench(options, Console() if sys.stdout.isatty() else Console(width=170))):

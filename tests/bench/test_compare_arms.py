@@ -42,6 +42,17 @@ def test_the_mean_over_cells_is_geometric_and_surer_than_a_cell():
     assert found["all", "x"]["num_cells"] == 2
 
 
+def test_a_bucket_that_ran_twice_is_no_more_evidence_than_once():
+    """Two temperatures ask the same prompts; another bucket's prompts are others."""
+    hard = np.exp(np.random.default_rng(2).normal(0, 0.3, 10))
+    seconds = {"x": hard, "y": np.ones(10)}
+    once = rows_of({"cells": [cell("a", seconds)]}, "y")["all", "x"]["tokens_per_s"]
+    twice = rows_of({"cells": [cell("a", seconds), cell("a", seconds)]}, "y")["all", "x"]["tokens_per_s"]
+    other = rows_of({"cells": [cell("a", seconds), cell("b", seconds)]}, "y")["all", "x"]["tokens_per_s"]
+    assert twice == once
+    assert other["interval"][0] > once["interval"][0] and other["interval"][1] < once["interval"][1]
+
+
 def test_cells_without_the_arm_are_left_out_and_plain_has_no_acceptance_length():
     lengths = {"x": (3.0, [2.8, 3.2]), "y": (2.0, [1.9, 2.1])}
     cells = [cell("a", {"plain": [1, 1], "x": [1, 1], "y": [1, 1]}, lengths), cell("b", {"plain": [1], "x": [1]})]

@@ -117,6 +117,7 @@ class Faulty:
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.bodies: list[dict] = []
+        self.buckets: list[str | None] = []
         self.times: list[float] = []
         self.default = _whole
         self.app = FastAPI()
@@ -135,6 +136,7 @@ class Faulty:
     async def completions(self, request: Request):
         body = await request.json()
         self.bodies.append(body)
+        self.buckets.append(request.headers.get("x-paceline-bucket"))
         self.times.append(time.perf_counter())
         kind = body["prompt"]
         if "stream_options" in body or "return_token_ids" in body or "seed" in body:
@@ -184,10 +186,12 @@ def faulty() -> Iterator[tuple[str, Faulty]]:
         yield base, server
 
 
-def _cell(base, prompts, load=None, *, num_tries=4, timeout_s=5.0, drain_s=5.0, max_s=10.0):
+def _cell(base, prompts, load=None, *, num_tries=4, timeout_s=5.0, drain_s=5.0, max_s=10.0, names_buckets=False):
     async def go():
         async with httpx.AsyncClient(base_url=base, timeout=timeout_s) as http:
-            client = StreamClient(http, is_chat=False, features=FEATURES, extra={"seed": None})
+            client = StreamClient(
+                http, is_chat=False, features=FEATURES, extra={"seed": None}, names_buckets=names_buckets
+            )
             runner = CellRunner(
                 client, load or Load(concurrency=2), max_s=max_s, drain_s=drain_s, num_tries=num_tries,
                 rng=random.Random(0), on_answer=lambda _: None,
@@ -195,6 +199,13 @@ def _cell(base, prompts, load=None, *, num_tries=4, timeout_s=5.0, drain_s=5.0, 
             return await runner.run([StreamRequest(prompt=p, bucket="b", max_tokens=4, temperature=0.0, seed=i) for i, p in enumerate(prompts)])  # fmt: skip
 
     return asyncio.run(go())
+
+
+@pytest.mark.parametrize("names_buckets", [True, False])
+def test_the_server_is_told_the_traffic_class_only_when_asked(faulty, names_buckets):
+    run = _cell(faulty[0], ["whole"], names_buckets=names_buckets)
+    assert run.answers[0].result.problem is None
+    assert faulty[1].buckets == ["b" if names_buckets else None]
 
 
 @pytest.mark.parametrize(
