@@ -194,6 +194,21 @@ def test_every_cut_of_the_largest_trees_is_the_tree_of_so_many_nodes(kernels):
         assert torch.equal(cells, expected_cells)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_trees_are_built_from_log_probabilities_of_any_float_dtype(kernels, dtype):
+    drafter = RandomDrafter(VOCAB, 5)
+    groups, _, anchors = random_round(np.random.default_rng(3), [drafter], 2)
+    proposal = drafter.propose(groups[0].inputs)
+    proposal.logprobs = proposal.logprobs.to(dtype)
+    got = build_largest(kernels, block_candidates(proposal, False, 8), anchors, 8, drafter.caps.max_depth)
+    proposal.logprobs = proposal.logprobs.float()
+    expected = build_largest(kernels, block_candidates(proposal, False, 8), anchors, 8, drafter.caps.max_depth)
+    assert got.scores.dtype == torch.float32
+    torch.testing.assert_close(got.scores, expected.scores, atol=0.1 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+    if dtype == torch.float64:
+        assert torch.equal(got.built.token_ids, expected.built.token_ids)
+
+
 def test_trees_that_the_kernel_does_not_take_are_built_by_torch_operators():
     rng = np.random.default_rng(4)
     deep = RandomDrafter(VOCAB, 1)
