@@ -45,7 +45,7 @@ def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any
     result.update(
         target={
             "dtype": str(target.dtype), "version": target.version, "fast_path": target.is_fast_path,
-            "num_weights": sum(p.numel() for p in target.model.parameters()),
+            "has_rope_kernel": target.has_rope_kernel, "num_weights": sum(p.numel() for p in target.model.parameters()),
         },
         workloads={w.name: w.as_dict() for w in workloads}, skipped_buckets=skipped,
     )  # fmt: skip

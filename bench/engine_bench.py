@@ -133,7 +133,12 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
     checker = None
     if 0.0 in options.temperatures and options.num_check:
         checker = LosslessChecker(resolve_model(options.model))
-    result.update(target={"dtype": str(target.dtype), "version": target.version, "fast_path": target.is_fast_path})
+    result.update(
+        target={
+            "dtype": str(target.dtype), "version": target.version, "fast_path": target.is_fast_path,
+            "has_rope_kernel": target.has_rope_kernel,
+        }
+    )  # fmt: skip
     keys = [(b, n, t) for b in options.buckets for n in sorted(set(options.batches)) for t in options.temperatures]
     cells: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip

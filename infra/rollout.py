@@ -71,7 +71,7 @@ class OpenRequest(msgspec.Struct):
     seconds: float = 0.0
     rounds: int = 0
     drafted_rounds: int = 0
-    """Rounds in which its drafter proposed tokens; the others were decoded plainly."""
+    """Rounds in which its drafter ran, also where none of its nodes was worth verifying; the others were decoded plainly."""
     batch_sum: int = 0
 
 
@@ -92,7 +92,7 @@ class Canary(msgspec.Struct, kw_only=True):
     """Replica -> failed requests (incumbent, canary) when it was first seen with the canary."""
     errors_now: dict[str, tuple[int, int]] = {}
     num_drafted_rounds: int = 0
-    """Rounds of its finished requests in which it proposed tokens."""
+    """Rounds of its finished requests in which it ran."""
     num_excluded: int = 0
     """Adaptive requests that another version served than their hash says."""
 
@@ -155,9 +155,10 @@ def fold(canary: Canary, batch: FeedbackBatch, now: float) -> None:
     """Add a replica's rows; the caller leaves out replicas that do not run the canary's generation."""
     rows = zip(
         batch.request_id, batch.group, batch.drafter_version, batch.round_index, batch.bucket, batch.is_greedy,
-        batch.num_draft_tokens, batch.num_emitted_tokens, batch.share_ms, batch.batch_size, batch.ts, strict=True,
+        batch.num_draft_tokens, batch.draft_ms, batch.num_emitted_tokens, batch.share_ms, batch.batch_size, batch.ts,
+        strict=True,
     )  # fmt: skip
-    for request_id, group, version, index, bucket, is_greedy, drafts, tokens, share_ms, batch_size, ts in rows:
+    for request_id, group, version, index, bucket, is_greedy, drafts, draft_ms, tokens, share_ms, size, ts in rows:
         if group != Group.ADAPTIVE:
             continue
         known = canary.open.get(request_id)
@@ -177,8 +178,8 @@ def fold(canary: Canary, batch: FeedbackBatch, now: float) -> None:
         known.tokens += tokens
         known.seconds += share_ms / 1e3
         known.rounds += 1
-        known.drafted_rounds += drafts > 0
-        known.batch_sum += batch_size
+        known.drafted_rounds += drafts > 0 or draft_ms > 0
+        known.batch_sum += size
         known.last = now
 
 

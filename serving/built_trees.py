@@ -60,13 +60,13 @@ def build_largest(
 ) -> LargestTrees | None:
     """The trees of `max_nodes` nodes, siblings with equal tokens merged; None where the kernel does not take so much.
 
-    anchor_token_ids: (G,) int64. max_depth: of any candidate.  Syncs: none.
+    candidates: scores of any float dtype. anchor_token_ids: (G,) int64. max_depth: of any candidate.  Syncs: none.
     """
     num_requests, num_candidates = candidates.scores.shape
     if num_candidates > MAX_CANDIDATES or max_nodes > MAX_NODES or max_depth > MAX_DEPTH:
         return None
     built = kernels.build_trees(
-        scores=candidates.scores.contiguous(),
+        scores=candidates.scores.float().contiguous(),
         parents=candidates.parents.contiguous(),
         token_ids=candidates.token_ids.long().contiguous(),
         depths=candidates.depths.contiguous(),

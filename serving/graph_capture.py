@@ -54,7 +54,7 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """Warm up on a side stream, then capture. Raises: RuntimeError when the work cannot be captured."""
+        """Warm up on a side stream, then capture; raises what the work or its capture raises."""
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -170,8 +170,8 @@ def capture_all(
             continue
         try:
             job.run(backend)
-        except RuntimeError:  # torch raises it for every kind of failed capture; eager rounds need no graph
-            logger.exception("graph %s could not be captured; %s runs eagerly", job.name, job.family)
+        except Exception as e:  # of torch, of Triton's compiler, of a launcher's checks; eager rounds need no graph
+            logger.exception("graph %s could not be captured; %s runs eagerly: %s", job.name, job.family, e)
             failed.add(job.family)
             continue
         done += 1

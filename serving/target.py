@@ -153,7 +153,11 @@ class TargetModel:
                     self._fused, self.kv_dtype = None, self.dtype
         elif supports_rope_kernel(self.model):
             undo = use_rope_kernel(self.model)
-            error = self._fused_error()
+            try:
+                error = self._fused_error()
+            except Exception:  # a kernel that this GPU or compiler does not take: the modules need none
+                log.exception("the RoPE kernel could not be run; the target runs without it")
+                error = math.inf
             self.has_rope_kernel = error <= limit
             if not self.has_rope_kernel:
                 undo()

@@ -34,9 +34,9 @@ def begin(config: RolloutConfig = CONFIG, *, now: float = 0.0, bucket: str = "ma
 
 def row(
     request_id: str, version: str, index: int = 1, *, ms: float = 10.0, group: str = "adaptive", ts: float = 1.0,
-    drafts: int = 4,
+    drafts: int = 4, draft_ms: float = 1.0,
 ) -> tuple:  # fmt: skip
-    return (request_id, "math", group, version, True, index, drafts, min(drafts, 2), 3, 1, 1.0, 6.0, ms, False, ts)
+    return (request_id, "math", group, version, True, index, drafts, min(drafts, 2), 3, 1, draft_ms, 6.0, ms, False, ts)
 
 
 def batch(*rows: tuple) -> FeedbackBatch:
@@ -53,11 +53,12 @@ def ids(canary: Canary, version: str, num: int) -> list[str]:
 
 def serve(
     state: RolloutState, speed: dict[str, float], *, config: RolloutConfig = CONFIG, most: int = 2000, seed: int = 0,
-    plain: tuple[str, ...] = (),
+    plain: tuple[str, ...] = (), fruitless: tuple[str, ...] = (),
 ):  # fmt: skip
     """Requests of three rounds at `speed` tokens per second until there is a verdict; (verdict, requests).
 
-    Versions in `plain` have their requests, but never draft: their engines decode plainly.
+    Versions in `plain` have their requests, but never draft: their engines decode plainly. Those in `fruitless` draft in
+    every round, and none of their nodes is worth verifying.
     """
     canary, rng = state.canary, random.Random(seed)
     assert canary is not None
@@ -65,8 +66,8 @@ def serve(
         name, now = f"q{seed}-{k}", canary.since + 0.1 * k
         version = version_of(canary, name)
         ms = 3 / speed[version] * 1e3 * math.exp(rng.gauss(0.0, 0.2))
-        drafts = 0 if version in plain else 4
-        fold(canary, batch(*(row(name, version, i, ms=ms, ts=now, drafts=drafts) for i in (1, 2, 3))), now)
+        spent = {"drafts": 0 if version in (*plain, *fruitless) else 4, "draft_ms": 0.0 if version in plain else 1.0}
+        fold(canary, batch(*(row(name, version, i, ms=ms, ts=now, **spent) for i in (1, 2, 3))), now)
         close_quiet(canary, config, now)
         verdict = judge(canary, config, now)
         if verdict is not None:
@@ -173,6 +174,14 @@ def test_a_canary_that_is_slower_without_having_drafted_is_retired_and_not_barre
     verdict, num_requests = serve(state, {"v1": 300.0, "v2": 150.0}, plain=("v2",))
     assert verdict.outcome == Outcome.RETIRED and num_requests < 60
     assert "it drafted in none of them" in verdict.reason
+
+
+def test_a_canary_whose_drafts_are_paid_for_and_never_verified_is_rolled_back():
+    """The time of its passes is what slows its requests down."""
+    state = begin()
+    verdict, _ = serve(state, {"v1": 300.0, "v2": 150.0}, fruitless=("v2",))
+    assert verdict.outcome == Outcome.ROLLED_BACK and "is slower than v1" in verdict.reason
+    assert state.canary.num_drafted_rounds == 3 * state.canary.test.num_requests[1] > 0
 
 
 @pytest.mark.parametrize(

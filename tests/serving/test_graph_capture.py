@@ -6,11 +6,11 @@ import torch
 from paceline.serving.graph_capture import CaptureJob, EagerGraphs, GraphTable, capture_all, size_ladder, smallest_step
 
 
-def jobs(made, ranks, failing=()):
+def jobs(made, ranks, failing=(), error=RuntimeError):
     def make(rank):
         def run(_backend):
             if rank in failing:
-                raise RuntimeError("cannot be captured")
+                raise error("cannot be captured")
             made.append(rank)
 
         return run
@@ -52,10 +52,18 @@ def test_capturing_stops_when_its_time_is_over():
     assert capture_all(jobs(made, [5]), EagerGraphs(), budget_s=0.0) == 0
 
 
-def test_a_failed_capture_ends_its_family_only():
+class CompilerError(Exception):
+    """As Triton's own: OutOfResources and CompilationError are no RuntimeErrors."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, CompilerError])
+def test_a_failed_capture_ends_its_family_only_and_says_why(error, caplog):
     made = []
-    assert capture_all(jobs(made, [0, 1, 2, 3, 4], failing=[1]), EagerGraphs(), budget_s=60.0) == 3
+    assert capture_all(jobs(made, [0, 1, 2, 3, 4], [1], error), EagerGraphs(), budget_s=60.0) == 3
     assert made == [0, 2, 4]
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == [
+        "graph 1 could not be captured; odd runs eagerly: cannot be captured"
+    ]
 
 
 def test_strict_graphs_refuse_host_reads_and_shapes_that_depend_on_data():

@@ -9,7 +9,9 @@ import os
 import numpy as np
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
+from paceline.errors import ConfigError
 from paceline.kernels import draft_ingest, rope_scatter, slot_attention, topk_lse, tree_accept, tree_build
 from paceline.kernels.dispatch import select_kernels
 from paceline.serving.built_trees import LargestTrees, build_largest
@@ -26,6 +28,7 @@ from paceline.serving.tree_policy import DraftGroup, TreePolicy
 from paceline.serving.verify import accept
 from tests.fakes import prefill, tiny_model, tiny_tokenizer
 from tests.kernels.launches import count_launches
+from tests.serving.drafter_requests import make_inputs, new_requests
 from tests.serving.test_device_draft import (
     VOCAB,
     BrokenDrafter,
@@ -39,8 +42,7 @@ from tests.serving.test_device_draft import (
 from tests.serving.test_eagle_drafter import tiny_model as tiny_eagle
 from tests.serving.test_engine_graphs import TREE, CountingGraphs, generate, make_engine, specblock
 from tests.serving.test_graphed_target import TOLERANCE
-from tests.serving.test_parallel_head_drafter import prefilled, tiny_head
-from tests.serving.test_specblock_drafter import make_inputs
+from tests.serving.test_parallel_head_drafter import tiny_head
 from tests.serving.test_specblock_drafter import tiny_model as tiny_specblock
 from tests.serving.test_target import _tree_batch
 from tests.serving.test_tree_policy import inputs_for
@@ -82,7 +84,7 @@ def test_an_engine_whose_round_is_kernels_emits_the_references_tokens(kernels, m
     assert engine.stats()["num_drafter_failures"] == 0 and backend.num_replays > 0
     assert got == generate(make_engine(plain, DrafterSlots()), prompts, max_tokens=4)
     counts = {name: count() for name, count in launches.items()}
-    assert all(counts.values()) == (kernels is not STATIC_KERNELS), counts
+    assert not any(counts.values()) if kernels is STATIC_KERNELS else all(counts.values()), counts
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.float32), ("qwen3", torch.bfloat16)])
@@ -118,6 +120,20 @@ def test_a_rope_kernel_that_gives_other_logits_is_not_used():
     target = make_target("llama", dataclasses.replace(STATIC_KERNELS, rope_scatter=wrong))
     assert not target.has_rope_kernel
     assert all("forward" not in vars(layer.self_attn) for layer in target.model.get_decoder().layers)
+
+
+@pytest.mark.parametrize("error", [ValueError, OutOfResources], ids=["launcher", "compiler"])
+def test_a_rope_kernel_that_cannot_run_is_not_used_and_the_target_loads(error):
+    def broken(*args, **kwargs):
+        raise error(2, 1, "shared memory") if error is OutOfResources else error("query must be contiguous")
+
+    target = make_target("qwen3", dataclasses.replace(STATIC_KERNELS, rope_scatter=broken))
+    assert not target.has_rope_kernel
+    assert all("forward" not in vars(layer.self_attn) for layer in target.model.get_decoder().layers)
+    pages, kv = PageAllocator(8, 4), target.new_kv_pool(8, 4, 8)
+    prefill(target, kv, pages, "a", [5, 6, 7])  # the modules serve
+    with pytest.raises(ConfigError, match="fast_path"):
+        TargetModel.from_model(target.model, tiny_tokenizer(), fast_path=True, version="tiny", kernels=target.kernels)
 
 
 def test_families_with_unknown_attention_keep_their_modules():
@@ -178,6 +194,21 @@ def test_every_cut_of_the_largest_trees_is_the_tree_of_so_many_nodes(kernels):
         assert torch.equal(cells, expected_cells)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_trees_are_built_from_log_probabilities_of_any_float_dtype(kernels, dtype):
+    drafter = RandomDrafter(VOCAB, 5)
+    groups, _, anchors = random_round(np.random.default_rng(3), [drafter], 2)
+    proposal = drafter.propose(groups[0].inputs)
+    proposal.logprobs = proposal.logprobs.to(dtype)
+    got = build_largest(kernels, block_candidates(proposal, False, 8), anchors, 8, drafter.caps.max_depth)
+    proposal.logprobs = proposal.logprobs.float()
+    expected = build_largest(kernels, block_candidates(proposal, False, 8), anchors, 8, drafter.caps.max_depth)
+    assert got.scores.dtype == torch.float32
+    torch.testing.assert_close(got.scores, expected.scores, atol=0.1 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+    if dtype == torch.float64:
+        assert torch.equal(got.built.token_ids, expected.built.token_ids)
+
+
 def test_trees_that_the_kernel_does_not_take_are_built_by_torch_operators():
     rng = np.random.default_rng(4)
     deep = RandomDrafter(VOCAB, 1)
@@ -212,8 +243,8 @@ def same(got, expected):
 def draft_twice(drafters, count=3):
     """Proposals of two rounds of the same requests by each of two drafters."""
     for drafter in drafters[1:]:
-        prefilled(drafter, count, np.random.default_rng(5), True)
-    requests = prefilled(drafters[0], count, np.random.default_rng(5), True)
+        new_requests(drafter, count, np.random.default_rng(5), True)
+    requests = new_requests(drafters[0], count, np.random.default_rng(5), True)
     for step in range(2):
         inputs = make_inputs(requests, [(0 if step == 0 else r.done, r.context) for r in requests], (0.0, 0.7)[step])
         yield [drafter.propose(inputs) for drafter in drafters]
