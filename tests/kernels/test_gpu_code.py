@@ -61,6 +61,11 @@ def test_no_kernel_outgrows_shared_memory_or_spills_many_registers(compiled):
         assert report["stack_bytes"] <= limit, report
 
 
+def test_attention_is_compiled_once_for_any_number_of_splits(compiled):
+    reports = [r for r in compiled if r["module"] == "slot_attention"]
+    assert reports and not any("SPLITS" in name.upper() for r in reports for name in r["constants"])
+
+
 def test_16_bit_attention_runs_on_tensor_cores_and_float32_does_not_round_to_them(compiled):
     for report in compiled:
         if report["kernel"] in ("_context_kernel", "_own_kernel", "_partial_kernel"):
