@@ -36,7 +36,7 @@ def _fold(q, k, v, visible, acc, top, total, scale):
     return acc, new_top, total
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_tiles", "num_rows", "table_stride"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tiles", "num_rows", "num_splits", "table_stride"])
 def _partial_kernel(
     query,
     current,
@@ -49,6 +49,7 @@ def _partial_kernel(
     num_blocks,
     num_tiles,
     num_rows,
+    num_splits,
     q_stride_b,
     q_stride_f,
     q_stride_k,
@@ -68,7 +69,6 @@ def _partial_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     N_CURRENT: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     tile = tl.program_id(0) % num_tiles
@@ -96,7 +96,7 @@ def _partial_kernel(
     top = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     most = tl.max(limit, axis=0)
-    share = tl.cdiv(tl.cdiv(most, NUM_SPLITS), N) * N
+    share = tl.cdiv(tl.cdiv(most, num_splits), N) * N
     first = split * share
     last = tl.minimum(first + share, most)
     for start in range(first, last, N):
@@ -134,13 +134,13 @@ def _partial_kernel(
     tl.store(out_lse + to, lse, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _merge_kernel(
     parts,
     lse,
     out,
     num_rows,
-    NUM_SPLITS: tl.constexpr,
+    num_splits,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -150,12 +150,12 @@ def _merge_kernel(
     exists = row < num_rows
     mask = exists[:, None] & (d < DIM)[None, :]
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    for split in range(NUM_SPLITS):
+    for split in range(num_splits):
         top = tl.maximum(top, tl.load(lse + split * num_rows + row, mask=exists, other=float("-inf")))
     top = tl.where(top == float("-inf"), 0.0, top)  # padding: no split has seen a key
     acc = tl.zeros((ROWS, DIM_PADDED), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    for split in range(NUM_SPLITS):
+    for split in range(num_splits):
         at = split * num_rows + row
         weight = tl.exp2(tl.load(lse + at, mask=exists, other=float("-inf")) - top)
         acc += weight[:, None] * tl.load(parts + at[:, None] * DIM + d[None, :], mask=mask, other=0.0)
@@ -224,6 +224,7 @@ def slot_attention(
         blocks,
         tiles,
         num_rows,
+        splits,
         *query.stride()[:4],
         *current.stride()[:3],
         pool.stride(0),
@@ -238,13 +239,12 @@ def slot_attention(
         M=max(triton.next_power_of_2(tile * slots * groups), 16),
         N=tile_keys,
         N_CURRENT=max(triton.next_power_of_2(tile * slots), 16),
-        NUM_SPLITS=splits,
         DTYPE=tl.float32 if is_interpreted() else _DTYPES[query.dtype],  # numpy sees bfloat16 as integers
         num_warps=4,
         num_stages=2,
     )
     rows = 16
     _merge_kernel[(triton.cdiv(num_rows, rows),)](
-        parts, lse, out, num_rows, NUM_SPLITS=splits, DIM=dim, DIM_PADDED=padded, ROWS=rows, num_warps=4
+        parts, lse, out, num_rows, splits, DIM=dim, DIM_PADDED=padded, ROWS=rows, num_warps=4
     )
     return out

@@ -117,7 +117,27 @@ class DeviceDraft:
         counts = np.minimum(nodes, (masses > 0).sum(1))
         self._assemble(out, built, counts, anchor_token_ids)
 
-    def _propose(self, index: int, group: DraftGroup, keys: list[DraftKey | None], out: RoundDraft) -> _Drafted | None:
+    def rehearse(self, out: RoundDraft, group: DraftGroup, *, is_expanded: bool) -> None:
+        """Fill `out`, whose keys are None, with the largest trees of a group, re-entered or not; nothing is learnt.
+
+        Every kernel of such a round is compiled then, by the calls that rounds make.
+        """
+        found = self._propose(0, group, out.keys, out, is_expanded)
+        if found is None:
+            return
+        masses = self._read([found], out.keys, out)
+        if not out.failures:
+            self._assemble(out, [found], (masses > 0).sum(1), group.inputs.anchor_token_ids)
+
+    def _propose(
+        self,
+        index: int,
+        group: DraftGroup,
+        keys: list[DraftKey | None],
+        out: RoundDraft,
+        wants_expansion: bool | None = None,
+    ) -> _Drafted | None:
+        """wants_expansion: re-enter or not; None = where it pays."""
         drafter, inputs, limit = group.drafter, group.inputs, self._config.max_draft_tokens
         out.num_new_rows += inputs.new_token_ids.numel()
         start = self._timer()
@@ -134,7 +154,9 @@ class DeviceDraft:
         if drafter.caps.is_reentrant and self._config.max_frontier > 0:
             leaves = dense_frontier(candidates, self._config.max_frontier)
             leaf_mass = leaves.scores.double().exp().view(len(group.rows), -1).sum(1)
-            if self._should_expand(group_keys, out.context_rows, len(keys)):
+            if wants_expansion is None:
+                wants_expansion = self._should_expand(group_keys, out.context_rows, len(keys))
+            if wants_expansion:
                 start, span = self._timer(), open_span(proposal.logprobs.device)
                 for block in range(1, drafter.caps.num_blocks):
                     began = self._timer()

@@ -26,7 +26,7 @@ from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.engine_admission import Admission
 from paceline.serving.engine_calibration import EngineProbe
 from paceline.serving.engine_checks import check_balance, check_bias
-from paceline.serving.engine_graphs import EngineGraphs, default_backend
+from paceline.serving.engine_graphs import EngineGraphs, default_backend, prepare
 from paceline.serving.engine_inbox import Call, EngineInbox
 from paceline.serving.engine_prefill import PrefillRunner
 from paceline.serving.engine_rounds import DecodeRunner
@@ -285,17 +285,16 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Capture graphs and measure what verify and drafting cost, for the tree policy; before the first request.
+        """Compile kernels, capture graphs, measure what verify and drafting cost; before the first request.
 
-        progress: called with graphs made and graphs planned.
+        progress: called with jobs done and jobs planned.
         """
-        if self.graphs is not None:
-            self.graphs.capture(self._timer, progress)
         forward = self.graphs.target.forward if self.graphs is not None else self.target.forward
         probe = EngineProbe(self.target, self.kv, timer=self._timer, forward=forward)
-        probe.calibrate_verify(self.policy, self.config.max_running)
         slot = self.slots.live_slot
         drafter = self.slots.drafter(slot)
+        prepare(self.graphs, probe.kernel_jobs(self.policy, drafter), self._timer, progress)
+        probe.calibrate_verify(self.policy, self.config.max_running)
         if drafter is not None:
             try:
                 probe.calibrate_draft(self.policy, self.policy.mixed(drafter), self.config.max_running)

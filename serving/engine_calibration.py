@@ -1,19 +1,27 @@
 """What do a verify forward and a drafting pass of each size cost on this machine, measured before the first request?
 
+Kernels that only live rounds would launch run here first: compiling them takes seconds, which no round may be charged.
+
 Shape legend: B requests, N packed rows, L context rows.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 import torch
 
+from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Drafter, DraftInputs, Frontier
+from paceline.serving.graph_capture import CaptureJob, GraphBackend, size_ladder
 from paceline.serving.kv_cache import KVPool
 from paceline.serving.target import TargetBatch, TargetModel, TargetOutput
-from paceline.serving.tree_policy import TreePolicy
+from paceline.serving.tree_policy import DraftGroup, RoundDraft, TreePolicy
+from paceline.serving.verify import accept_rows
+
+logger = logging.getLogger(__name__)
 
 MAX_ROWS = 513
 MAX_REQUESTS = 64
@@ -21,6 +29,8 @@ LIMIT_S = 5.0
 """Time for measuring the verify forward; larger sizes are extrapolated when it is over."""
 _CONTEXT = 64
 _DEPTH = 8
+_NUM_REQUESTS = 2
+"""Of a round that only compiles: no kernel is compiled for a number of requests."""
 
 
 class EngineProbe:
@@ -38,6 +48,41 @@ class EngineProbe:
         self._forward = forward or target.forward
         self._target, self._kv, self._timer = target, kv, timer
         self._device = target.device
+
+    def kernel_jobs(self, policy: TreePolicy, drafter: Drafter | None) -> list[CaptureJob]:
+        """Work after which the kernels of eager acceptance and of trees are compiled; none where references run."""
+        if self._target.kernels.is_reference:
+            return []
+        jobs = [_job("acceptance", lambda: self.accept(policy.config.max_draft_tokens + 1))]
+        if drafter is not None and drafter.caps.num_slots > 0:
+            mixed = policy.mixed(drafter)
+            jobs.append(_job("trees", lambda: self.build(policy, mixed, is_expanded=False)))
+            if mixed.caps.is_reentrant and policy.config.max_frontier > 0:
+                jobs.append(_job("re-entered trees", lambda: self.build(policy, mixed, is_expanded=True)))
+        return jobs
+
+    def accept(self, max_width: int) -> None:
+        """Eager acceptance of one request's trees of every width that rounds can have, padded to powers of two."""
+        for width in size_ladder(max_width):
+            rows = torch.arange(width, device=self._device)
+            is_seen = (rows[:, None] == rows) | (rows == 0)  # all hang below the root
+            bounds = torch.tensor([0, width], device=self._device)
+            accept_rows(rows, bounds, is_seen, torch.zeros_like(rows), self._target.kernels)
+
+    def build(self, policy: TreePolicy, drafter: Drafter, *, is_expanded: bool) -> None:
+        """Draft, build and cut the trees of a round off the CPU, re-entered or not; the policy learns nothing."""
+        inputs = self._inputs(drafter, _NUM_REQUESTS)
+        anchors = inputs.anchor_token_ids
+        out = RoundDraft(
+            tree=TreeBatch.roots(anchors), keys=[None] * _NUM_REQUESTS, num_draft_tokens=[0] * _NUM_REQUESTS,
+            is_drafted=[False] * _NUM_REQUESTS,
+        )  # fmt: skip
+        group = DraftGroup(drafter=drafter, inputs=inputs, rows=list(range(_NUM_REQUESTS)))
+        try:
+            policy.device_draft.rehearse(out, group, is_expanded=is_expanded)
+        finally:
+            for request_id in inputs.request_ids:
+                drafter.release(request_id)
 
     def calibrate_verify(self, policy: TreePolicy, max_requests: int) -> None:
         """Measure the prior of the policy's verify cost; the pool must be unused."""
@@ -134,3 +179,15 @@ class EngineProbe:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return self._timer() - start
+
+
+def _job(name: str, run: Callable[[], None]) -> CaptureJob:
+    """Work before all graphs, whose failure is left to the rounds, which know what to do without a drafter."""
+
+    def compile_kernels(_backend: GraphBackend) -> None:
+        try:
+            run()
+        except Exception:
+            logger.exception("kernels of %s could not be run before the first round", name)
+
+    return CaptureJob(name=name, family=name, rank=-1, run=compile_kernels)

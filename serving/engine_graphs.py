@@ -7,12 +7,13 @@ adaptive slots and the hold-back's. New weights are copied into a slot in place,
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.config import EngineConfig
 from paceline.serving.draft_weights import DrafterSlots
-from paceline.serving.graph_capture import CaptureJob, CudaGraphs, GraphBackend, Progress, capture_all
+from paceline.serving.graph_capture import CaptureJob, CudaGraphs, EagerGraphs, GraphBackend, Progress, capture_all
 from paceline.serving.graphed_target import GraphedTarget
 from paceline.serving.kv_cache import KVPool
 from paceline.serving.target import TargetModel
@@ -71,8 +72,26 @@ class EngineGraphs:
     def num_graphs(self) -> int:
         return self.target.num_graphs + sum(d.num_graphs for d in self._drafters)
 
-    def capture(self, timer: Callable[[], float] = time.perf_counter, progress: Progress | None = None) -> int:
-        """Make graphs within the configured time; returns how many."""
-        done = capture_all(self._jobs, self._backend, budget_s=self._budget_s, timer=timer, progress=progress)
+    def capture(
+        self,
+        timer: Callable[[], float] = time.perf_counter,
+        progress: Progress | None = None,
+        first: Sequence[CaptureJob] = (),
+    ) -> int:
+        """Do the jobs `first`, then make graphs, within the configured time; returns how many of both were done."""
+        jobs = [*first, *self._jobs]
         self._jobs = []
-        return done
+        return capture_all(jobs, self._backend, budget_s=self._budget_s, timer=timer, progress=progress)
+
+
+def prepare(
+    graphs: EngineGraphs | None,
+    first: Sequence[CaptureJob],
+    timer: Callable[[], float],
+    progress: Progress | None,
+) -> None:
+    """Do the jobs `first` and make the graphs; an engine without graphs does the jobs however long they take."""
+    if graphs is not None:
+        graphs.capture(timer, progress, first)
+    elif first:
+        capture_all(first, EagerGraphs(), budget_s=math.inf, timer=timer, progress=progress)

@@ -156,6 +156,15 @@ def launch_trees(batch: int = 8, width: int = 65, candidates: int = 352) -> None
         )  # fmt: skip
 
 
+def launch_largest_tree(candidates: int, width: int) -> None:
+    """The tree kernel, as deep as it takes trees."""
+    tree_build.build_trees(
+        scores=torch.zeros(1, candidates), parents=_long(1, candidates), token_ids=_long(1, candidates),
+        depths=_long(1, candidates), anchor_token_ids=_long(1), num_nodes=_long(1), max_nodes=width - 1,
+        max_depth=tree_build.MAX_DEPTH,
+    )  # fmt: skip
+
+
 def launch_ingest(*, has_norm: bool) -> None:
     """Five layers of 8 KV heads of 128."""
     dtype = torch.bfloat16
@@ -186,6 +195,8 @@ def main(arch: int) -> None:
     launch_attention(torch.bfloat16, splits=4, dim=256)
     launch_attention(torch.float32, splits=4)
     launch_trees()
+    launch_largest_tree(4096, 512)
+    launch_largest_tree(tree_build.MAX_CANDIDATES, tree_build.MAX_NODES + 1)
     for has_norm in (True, False):
         launch_ingest(has_norm=has_norm)
     launch_slots(torch.bfloat16)

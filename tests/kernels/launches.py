@@ -1,4 +1,4 @@
-"""How often does a launcher really launch its Triton kernel?"""
+"""How often does a launcher really launch its Triton kernel, and with which constants?"""
 
 from __future__ import annotations
 
@@ -17,3 +17,19 @@ def count_launches(monkeypatch: Any, module: Any, name: str) -> Callable[[], int
 
     monkeypatch.setattr(module, name, Watched())
     return lambda: len(launches)
+
+
+def note_constants(monkeypatch: Any, module: Any, name: str) -> list[dict[str, Any]]:
+    """Watch the kernel `name` of a module; the list gets the constants and options of every launch since."""
+    kernel, constants = getattr(module, name), []
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **kwargs: Any) -> Any:
+                constants.append(kwargs)
+                return kernel[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(module, name, Watched())
+    return constants

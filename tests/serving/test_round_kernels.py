@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 from paceline.errors import ConfigError
 from paceline.kernels import draft_ingest, rope_scatter, slot_attention, topk_lse, tree_accept, tree_build
 from paceline.kernels.dispatch import select_kernels
+from paceline.serving import engine_calibration
 from paceline.serving.built_trees import LargestTrees, build_largest
 from paceline.serving.draft_weights import DrafterSlots
 from paceline.serving.eagle_drafter import EagleDrafter
@@ -27,7 +28,7 @@ from paceline.serving.tree_builder import block_candidates, rank_merged, select_
 from paceline.serving.tree_policy import DraftGroup, TreePolicy
 from paceline.serving.verify import accept
 from tests.fakes import prefill, tiny_model, tiny_tokenizer
-from tests.kernels.launches import count_launches
+from tests.kernels.launches import count_launches, note_constants
 from tests.serving.drafter_requests import make_inputs, new_requests
 from tests.serving.test_device_draft import (
     VOCAB,
@@ -85,6 +86,34 @@ def test_an_engine_whose_round_is_kernels_emits_the_references_tokens(kernels, m
     assert got == generate(make_engine(plain, DrafterSlots()), prompts, max_tokens=4)
     counts = {name: count() for name, count in launches.items()}
     assert not any(counts.values()) if kernels is STATIC_KERNELS else all(counts.values()), counts
+
+
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "eager"])
+def test_warming_up_launches_every_form_of_the_round_s_own_kernels_and_learns_nothing(kernels, has_graphs, monkeypatch):
+    """Trees with and without re-entry, acceptance of every width; rounds then launch no form that is new."""
+    target = make_target("qwen3", kernels)
+    tree = dataclasses.replace(TREE, max_draft_tokens=20, node_buckets=(0, 20), max_frontier=2)
+    build, _ = specblock(target)
+    policy = DevicePolicy(tree, vocab_size=target.vocab_size, kernels=kernels)
+    backend = CountingGraphs() if has_graphs else None
+    changes = {"max_running": 1, "tree": tree, "kv_bytes": 2**20}
+    engine = make_engine(target, DrafterSlots(build(), "v1"), backend, policy, **changes)
+    monkeypatch.setattr(engine_calibration, "LIMIT_S", 0.0)  # the interpreter is slow
+    trees = note_constants(monkeypatch, tree_build, "_build_kernel")
+    paths = note_constants(monkeypatch, tree_accept, "_accept_rows_kernel")
+    seen = []
+    engine.warm_up(lambda done, planned: seen.append((done, planned)))
+    assert not policy.device_draft._leaf_mass and not policy._calibration._sums
+    if kernels is STATIC_KERNELS:
+        assert seen == [(1, 3), (2, 3), (3, 3)] and trees == paths == []
+        return
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert [t["C"] for t in trees] == [32, 128] and {t["W"] for t in trees} == {32}
+    assert [p["W"] for p in paths] == [16] * 5 + [32]
+    num = len(trees), len(paths)
+    generate(engine, [([9, 30, 4, 17], 0.0)], max_tokens=4)
+    assert len(trees) > num[0] and (len(paths) > num[1]) == has_graphs  # eager acceptance on the CPU is NumPy
+    assert all(t in trees[: num[0]] for t in trees) and all(p in paths[: num[1]] for p in paths)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.float32), ("qwen3", torch.bfloat16)])
