@@ -12,7 +12,15 @@ from paceline.adapt.target_handle import load_target_handle
 from paceline.bench.draft_arms import weights_of
 from paceline.bench.engine_run import load_named_drafter, trained_domains
 from paceline.errors import ConfigError
-from paceline.paths import BUNDLED_DRAFTER, BUNDLED_DRAFTERS, TEXT_DRAFTERS, bundled, bundled_drafters, resolve_drafter
+from paceline.paths import (
+    BUNDLED_DRAFTER,
+    BUNDLED_DRAFTERS,
+    TEXT_DRAFTERS,
+    bundled,
+    bundled_drafters,
+    resolve_drafter,
+    resolve_model,
+)
 from paceline.serving.target import checkpoint_version
 
 HERE = bundled_drafters()
@@ -60,10 +68,18 @@ def test_a_name_whose_weights_are_absent_is_refused_by_name(name, tmp_path, monk
     monkeypatch.setattr(paths, "files", lambda package: tmp_path)
     assert bundled_drafters() == ()
     (tmp_path / "models" / name).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=rf"bundled model '{name}' is missing at .*here: none.*or a folder"):
+    with pytest.raises(ConfigError, match=rf"bundled drafter '{name}' is missing at .*here: none.*or a folder"):
         resolve_drafter(name)
     (tmp_path / "models" / name / "config.json").write_text("{}")
     assert bundled_drafters() == (name,) and resolve_drafter(name) == tmp_path / "models" / name
+
+
+def test_an_absent_target_is_refused_with_what_to_give_instead_and_no_word_of_drafters(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "files", lambda package: tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"^the bundled target is missing at \S+; reinstall .*transformers checkpoint$"
+    ):
+        resolve_model("bundled")
 
 
 def test_a_name_that_nobody_knows_is_refused_with_the_known_ones():
