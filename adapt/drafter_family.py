@@ -90,14 +90,14 @@ class TrainingFamily:
         """
         strange = [name for name in recipe.without if name not in self.parts]
         if strange and not self.parts:
-            raise ConfigError(f"without must be left out for a {self.name} drafter, got {', '.join(recipe.without)!r}")
+            raise ConfigError(f"without must be left out for {self.name} drafters, got {', '.join(recipe.without)!r}")
         if strange:
             raise ConfigError(
-                f"without must be among {', '.join(self.parts)} for a {self.name} drafter, got {strange[0]!r}"
+                f"without must be among {', '.join(self.parts)} for {self.name} drafters, got {strange[0]!r}"
             )
         for name in self.refused:
             if getattr(recipe, name) is not None:
-                raise ConfigError(f"{name} must be left out for a {self.name} drafter, got {getattr(recipe, name)!r}")
+                raise ConfigError(f"{name} must be left out for {self.name} drafters, got {getattr(recipe, name)!r}")
         missing = {name: value for name, value in self.defaults.items() if getattr(recipe, name) is None}
         recipe = dataclasses.replace(recipe, drafter=self.name, **missing)
         return dataclasses.replace(recipe, loss=leave_out(recipe.loss, recipe.without, self.parts))

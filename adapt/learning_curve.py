@@ -69,11 +69,12 @@ def read_curve(folder: Path) -> dict[str, list[float]]:
         raise ConfigError(f"{path} must be the learning curve of a trained drafter, there is no such file")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] != FORMAT:
-            raise ConfigError(f"format of {path} must be {FORMAT}, got {values['format']!r}")
-        curve = {name: [float(v) for v in values[name]] for name in COLUMNS}
+        found = values["format"]
+        curve = {name: [float(v) for v in values[name]] for name in COLUMNS} if found == FORMAT else None
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{path} must be the learning curve of a trained drafter: {e!r}") from e
+    if curve is None:
+        raise ConfigError(f"format of {path} must be {FORMAT}, got {found!r}")
     if not curve["step"] or len({len(column) for column in curve.values()}) > 1:
         raise ConfigError(f"{path} must hold lists of one length, at least one point")
     return curve

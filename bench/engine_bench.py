@@ -208,7 +208,10 @@ def _arms(options: EngineBenchOptions, target: TargetModel, device: str, *, long
     if SPECULATIVE in options.arms:
         drafter = load_named_drafter(options.drafter, target)
         if drafter is None:
-            raise ConfigError("drafter must draft: 'none' leaves nothing to compare")
+            raise ConfigError(
+                f"drafter must be 'bundled', another drafter's name or a folder with weights for the arm {SPECULATIVE!r}, got "
+                f"'none'; or leave that arm out"
+            )
         engine = new_engine(target, drafter, version=options.drafter, num_tokens=num_tokens, config=config)
         out.append(EngineArm(SPECULATIVE, engine, Group.ADAPTIVE))
     if GENERATE in options.arms or LOOKUP in options.arms:

@@ -80,7 +80,7 @@ def load_named_drafter(name: str, target: TargetModel) -> Drafter | None:
 
     path = resolve_drafter(name)
     if path is None:
-        raise ConfigError(f"drafter {name!r} has no weights")
+        raise ConfigError(f"drafter must be a bundled drafter's name or a folder with weights, got {name!r}")
     return load_drafter(path, target)
 
 

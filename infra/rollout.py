@@ -10,7 +10,8 @@ The end, in this order:
 1. rolled back at once when a replica cannot load it, its drafter failed while serving (NaN, exception), or the engines of
    two replicas failed under it;
 2. rolled back when the evidence that it is worse (slower, fewer tokens per round, more errors) passes 1 / alpha; retired
-   instead while it has not drafted one round, unless its requests fail: what was slow was not the version;
+   instead while it has not drafted one round, unless its errors alone pass: what was slow was not the version. Evidence of
+   its plain requests ends with the first request that it drafts in: the test begins anew behind it, errors excepted;
 3. promoted when the evidence that it is not slower by the margin passes 1 / alpha_promote, after min_requests and
    min_drafted_rounds: requests that were decoded plainly are not slower either, and say nothing about a drafter;
 4. at max_requests or max_s without a verdict: the gate found it better on logged text, so it is promoted if it has
@@ -28,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.bandit.canary import CanaryTest, batch_class
+from paceline.bandit.canary import WEIGHTS, CanaryTest, batch_class
 from paceline.config import RolloutConfig
 from paceline.contracts import FeedbackBatch, Group, ReplicaReport, is_canary
 
@@ -195,8 +196,13 @@ def close_quiet(canary: Canary, config: RolloutConfig, now: float) -> int:
         if r.seconds > 0:
             mode = "greedy" if r.is_greedy else "sampled"
             stratum = f"{r.bucket} | batch {batch_class(r.batch_sum / r.rounds)} | {mode}"
+            num_before, had_drafted = canary.test.num_requests[1], canary.num_drafted_rounds > 0
             canary.test.add(stratum, r.is_canary, r.tokens, r.seconds, r.rounds)
             canary.num_drafted_rounds += r.drafted_rounds if r.is_canary else 0
+            if num_before > 0 and not had_drafted and canary.num_drafted_rounds > 0:
+                # Begins behind this request: its arm, which is what told us to stop here, was no draw of the new test.
+                old = canary.test
+                canary.test = CanaryTest(share=old.share, margin=old.margin, errors=old.errors)
     return len(done)
 
 
@@ -238,15 +244,15 @@ def judge(canary: Canary, config: RolloutConfig, now: float) -> Verdict | None:
     drafted = canary.num_drafted_rounds
     has_drafted = drafted >= config.min_drafted_rounds
     may_promote = has_drafted and own >= config.min_requests
-    if test.evidence_worse() >= math.log(1 / config.alpha):
-        against = test.evidence_against()
-        if drafted == 0 and max(against, key=against.__getitem__) != "errors":
-            reason = (
-                f"its requests are slower than those of {canary.incumbent}, but it drafted in none of them: {numbers}"
-            )
+    limit = math.log(1 / config.alpha)
+    if test.evidence_worse() >= limit:
+        against = {kind: math.log(WEIGHTS[kind]) + e for kind, e in test.evidence_against().items()}
+        if drafted == 0 and against["errors"] < limit:
+            worse = _WORSE["speed" if against["speed"] >= against["tokens_per_round"] else "tokens_per_round"]
+            reason = f"it {worse} than {canary.incumbent}, but it drafted in none of its requests: {numbers}"
             return Verdict(outcome=Outcome.RETIRED, reason=reason)
-        reason = f"it {_WORSE[max(against, key=against.__getitem__)]} than {canary.incumbent}: {numbers}, "
-        reason += f"evidence {_odds(test.evidence_worse())}"
+        worse = _WORSE["errors" if drafted == 0 else max(against, key=against.__getitem__)]
+        reason = f"it {worse} than {canary.incumbent}: {numbers}, evidence {_odds(test.evidence_worse())}"
         return Verdict(outcome=Outcome.ROLLED_BACK, reason=reason)
     if may_promote and test.evidence_fast_enough() >= math.log(1 / config.alpha_promote):
         evidence = _odds(test.evidence_fast_enough())
@@ -254,12 +260,12 @@ def judge(canary: Canary, config: RolloutConfig, now: float) -> Verdict | None:
         return Verdict(outcome=Outcome.PROMOTED, reason=reason)
     if now - canary.since < config.max_s and not (own >= config.max_requests and has_drafted):
         return None
-    limit = f"no verdict after {own} canary requests and {now - canary.since:.0f} s"
+    ended = f"no verdict after {own} canary requests and {now - canary.since:.0f} s"
     if not has_drafted:
-        limit += f": it drafted in {drafted} rounds, and a promotion needs {config.min_drafted_rounds}"
+        ended += f": it drafted in {drafted} rounds, and a promotion needs {config.min_drafted_rounds}"
     if may_promote and ratio is not None and ratio >= 1 - config.margin:
-        return Verdict(outcome=Outcome.PROMOTED, reason=f"{limit}; the gate's word stands: {numbers}")
-    return Verdict(outcome=Outcome.RETIRED, reason=f"{limit}; {numbers}")
+        return Verdict(outcome=Outcome.PROMOTED, reason=f"{ended}; the gate's word stands: {numbers}")
+    return Verdict(outcome=Outcome.RETIRED, reason=f"{ended}; {numbers}")
 
 
 def _odds(log_evidence: float) -> str:

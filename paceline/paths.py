@@ -20,9 +20,13 @@ def bundled(name: str) -> Path:
     """Return the folder of a bundled model; raises ConfigError when the installation lacks it."""
     path = _bundled_folder(name)
     if not (path / "config.json").is_file():
+        if name == BUNDLED_TARGET:
+            raise ConfigError(
+                f"the bundled target is missing at {path}; reinstall paceline, or give the folder of a transformers checkpoint"
+            )
         there = ", ".join(bundled_drafters()) or "none"
         raise ConfigError(
-            f"the bundled model {name!r} is missing at {path} (bundled drafters here: {there}); reinstall paceline, or name "
+            f"the bundled drafter {name!r} is missing at {path} (bundled drafters here: {there}); reinstall paceline, or name "
             "another one or a folder"
         )
     return path

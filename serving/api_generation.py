@@ -43,8 +43,8 @@ class EngineInfo:
 class EngineClient(Protocol):
     """All that the routes need of an engine; every method is thread-safe, and all but `prepare` return at once."""
 
-    def prepare(self, request: GenerationRequest) -> None:
-        """Compile the request's grammar, if it has one: some seconds, and none for the `submit` that follows.
+    def prepare(self, request: GenerationRequest) -> object:
+        """Compile the request's grammar, if it has one: some seconds, and none for a `submit` while the result is held.
 
         Raises: RequestError, CapacityError.
         """
@@ -177,13 +177,15 @@ class Generation:
 
     async def submit(self) -> None:
         """Hand the requests to the engine, all or none; raises what the engine raises."""
+        held: object = None
         if self._parts.admitted is None and self.requests[0].params.grammar is not None:
-            # compiling must not hold up the event loop; choices share their grammar
-            await compile_in_thread(lambda: self._parts.client.prepare(self.requests[0]))
+            # compiling must not hold up the event loop, however many others compile meanwhile; choices share their grammar
+            held = await compile_in_thread(lambda: self._parts.client.prepare(self.requests[0]))
         if len(self.requests) == 1:
             self._parts.client.submit(self.requests[0], self._on_event)
         else:
             self._parts.client.submit_all(self.requests, self._on_event)
+        del held
         if self._parts.admitted is not None:
             try:
                 for request in self.requests:

@@ -3,8 +3,8 @@
 The budget controller decides by what it expects. This guard keeps an account of what really happened: every drafted round
 is charged the time it took and credited the plain rounds that its tokens would have taken; every round of either kind earns
 a small allowance. In debt beyond a limit, nothing is drafted in such batches, trials and probes included, until the
-allowance has paid half of it off. Whatever the forecasts say, drafting thus costs a batch at most the limit once, and the
-allowance's share of the time from then on.
+allowance has paid half of it off. Whatever the forecasts say, drafting thus costs a batch at most the limit once, the loss
+of the round that crosses it, and the allowance's share of the time from then on.
 """
 
 from __future__ import annotations

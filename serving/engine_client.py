@@ -25,9 +25,9 @@ class LocalEngineClient:
             created=int(time.time()),
         )
 
-    def prepare(self, request: GenerationRequest) -> None:
-        if request.params.grammar is not None:
-            self._engine.grammars.prepare(request.params.grammar)
+    def prepare(self, request: GenerationRequest) -> object:
+        grammar = request.params.grammar
+        return self._engine.grammars.prepare(grammar) if grammar is not None else None
 
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         if not self._thread.is_alive:

@@ -72,9 +72,11 @@ async def stream_events(
             client.abort(request.request_id)
 
     try:
-        if request.params.grammar is not None:  # compiling must not hold up the event loop
-            await compile_in_thread(lambda: client.prepare(request))
+        held: object = None
+        if request.params.grammar is not None:  # compiling must not hold up the event loop, whatever others compile
+            held = await compile_in_thread(lambda: client.prepare(request))
         client.submit(request, on_event)
+        del held
     except (RequestError, CapacityError, EngineStoppedError) as e:
         kind: Refusal = next(k for k, error in _ERRORS.items() if isinstance(e, error))
         yield encode(StreamItem(refusal=kind, message=str(e)))

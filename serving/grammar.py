@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
+from weakref import WeakValueDictionary
 
 import llguidance.hf
 import numpy as np
@@ -38,6 +39,14 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _stack_lock = threading.Lock()
+
+
+class CompiledGrammar:
+    """One grammar before the first token, shared by all of its answers; who holds it saves the next one a compilation."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        """Only copied, under the factory's lock."""
 
 
 class GrammarFactory:
@@ -68,7 +77,9 @@ class GrammarFactory:
         self._slots = threading.BoundedSemaphore(max_compiling)
         self._tokenizer: LLTokenizer | None = None
         self._refusal: str | None = None  # why this tokenizer cannot be used
-        self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
+        # Also those beyond the limit that somebody still holds between `prepare` and `start`.
+        self._held: WeakValueDictionary[GrammarSpec, CompiledGrammar] = WeakValueDictionary()
 
     def start(
         self, spec: GrammarSpec, *, stop_token_ids: Collection[int] = (), ignores_eos: bool = False
@@ -80,7 +91,7 @@ class GrammarFactory:
         """
         compiled = self._known(spec)
         with self._lock:
-            matcher = compiled.deep_copy()
+            matcher = compiled.matcher.deep_copy()
         return GrammarState(
             matcher,
             self._vocab_size,
@@ -89,24 +100,28 @@ class GrammarFactory:
             ignores_eos=ignores_eos,
         )
 
-    def prepare(self, spec: GrammarSpec) -> None:
-        """Compile a grammar, so that a `start` that follows takes no time; raises like `start`."""
-        self._known(spec)
+    def prepare(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Compile a grammar; a `start` takes no time while the caller holds the result. Raises like `start`."""
+        return self._known(spec)
 
-    def _known(self, spec: GrammarSpec) -> LLMatcher:
-        """The compiled grammar, shared by all: copied under the lock."""
+    def _known(self, spec: GrammarSpec) -> CompiledGrammar:
         with self._lock:
-            compiled = self._compiled.get(spec)
+            compiled = self._held.get(spec)
             if compiled is not None:
-                self._compiled.move_to_end(spec)
+                self._keep(spec, compiled)
                 return compiled
         check_size(spec)
-        compiled = self._compile(self._ready_tokenizer(), spec)
+        compiled = CompiledGrammar(self._compile(self._ready_tokenizer(), spec))
         with self._lock:
-            self._compiled[spec] = compiled
-            while len(self._compiled) > self._max_cached:
-                self._compiled.popitem(last=False)
+            self._keep(spec, compiled)
         return compiled
+
+    def _keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
+        """It is the latest one used; the caller has the lock."""
+        self._held[spec] = self._compiled[spec] = compiled
+        self._compiled.move_to_end(spec)
+        while len(self._compiled) > self._max_cached:
+            self._compiled.popitem(last=False)
 
     def _ready_tokenizer(self) -> LLTokenizer:
         with self._lock:

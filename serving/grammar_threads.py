@@ -11,6 +11,9 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
 
 NUM_THREADS = 8
 """Most of them wait: a GrammarFactory compiles no more than a few at once. Further requests queue up for a thread."""
@@ -21,9 +24,9 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
 
 
-async def compile_in_thread(compile_it: Callable[[], None]) -> None:
-    """Run `compile_it` in one of the threads; raises what it raises.
+async def compile_in_thread(compile_it: Callable[[], T]) -> T:
+    """Run `compile_it` in one of the threads and return its result; raises what it raises.
 
     When the caller is cancelled, one that still waits for a thread is never begun, and one that has begun ends unheard.
     """
-    await asyncio.wrap_future(_threads().submit(compile_it))
+    return await asyncio.wrap_future(_threads().submit(compile_it))

@@ -12,11 +12,18 @@ from paceline.adapt.target_handle import load_target_handle
 from paceline.bench.draft_arms import weights_of
 from paceline.bench.engine_run import load_named_drafter, trained_domains
 from paceline.errors import ConfigError
-from paceline.paths import BUNDLED_DRAFTER, BUNDLED_DRAFTERS, TEXT_DRAFTERS, bundled, bundled_drafters, resolve_drafter
+from paceline.paths import (
+    BUNDLED_DRAFTER,
+    BUNDLED_DRAFTERS,
+    TEXT_DRAFTERS,
+    bundled,
+    bundled_drafters,
+    resolve_drafter,
+    resolve_model,
+)
 from paceline.serving.target import checkpoint_version
 
 HERE = bundled_drafters()
-"""An installation may come without some of them."""
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +31,8 @@ def target():
     return load_target_handle(bundled("target"))
 
 
-def test_every_family_has_a_name_and_the_default_is_there():
-    assert set(BUNDLED_DRAFTERS) == set(FAMILIES) and BUNDLED_DRAFTER in HERE
+def test_every_family_has_a_name_and_a_bundled_drafter():
+    assert set(HERE) == set(BUNDLED_DRAFTERS) == set(FAMILIES)
     assert resolve_drafter("bundled") == resolve_drafter(BUNDLED_DRAFTER) == bundled(BUNDLED_DRAFTER)
     assert trained_domains("bundled") == ("tools", "code"), "what the demo calls known traffic"
     assert (bundled("target") / "PROVENANCE.md").is_file()
@@ -48,15 +55,12 @@ def test_a_bundled_drafter_says_how_it_was_trained(name):
     provenance = (folder / "PROVENANCE.md").read_text(encoding="utf-8")
     assert f"`{config['target_version']}`" in provenance and "Command: `paceline train-drafter " in provenance
     assert all(f"\n| {domain} | " in provenance for domain in config["domains"]), "held-out numbers of every domain"
-    files, own = {p.name for p in folder.iterdir()}, {"config.json", "drafter.safetensors", "PROVENANCE.md"}
-    if CURVE_FILE not in provenance:
-        assert files == own, "PROVENANCE.md names a learning curve that lies there"
-        return
-    assert files == {*own, CURVE_FILE}
+    files = {p.name for p in folder.iterdir()}
+    assert files == {"config.json", "drafter.safetensors", "PROVENANCE.md", CURVE_FILE}
+    assert f"`{CURVE_FILE}`" in provenance
     curve = read_curve(folder)
     counts = re.search(r"([\d,]+) supervised rows in ([\d,]+) optimizer steps", provenance).groups()
-    expected = [int(count.replace(",", "")) for count in counts]
-    assert [curve[n][-1] for n in ("rows", "step")] == pytest.approx(expected, rel=0.01)
+    assert [curve[n][-1] for n in ("rows", "step")] == [int(count.replace(",", "")) for count in counts]
 
 
 @pytest.mark.parametrize("name", BUNDLED_DRAFTERS)
@@ -64,10 +68,18 @@ def test_a_name_whose_weights_are_absent_is_refused_by_name(name, tmp_path, monk
     monkeypatch.setattr(paths, "files", lambda package: tmp_path)
     assert bundled_drafters() == ()
     (tmp_path / "models" / name).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=rf"bundled model '{name}' is missing at .*here: none.*or a folder"):
+    with pytest.raises(ConfigError, match=rf"bundled drafter '{name}' is missing at .*here: none.*or a folder"):
         resolve_drafter(name)
     (tmp_path / "models" / name / "config.json").write_text("{}")
     assert bundled_drafters() == (name,) and resolve_drafter(name) == tmp_path / "models" / name
+
+
+def test_an_absent_target_is_refused_with_what_to_give_instead_and_no_word_of_drafters(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "files", lambda package: tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"^the bundled target is missing at \S+; reinstall .*transformers checkpoint$"
+    ):
+        resolve_model("bundled")
 
 
 def test_a_name_that_nobody_knows_is_refused_with_the_known_ones():

@@ -62,3 +62,9 @@ def test_what_is_no_curve_is_refused_with_its_path(tmp_path, text):
         (tmp_path / CURVE_FILE).write_text(text)
     with pytest.raises(ConfigError, match=CURVE_FILE):
         read_curve(tmp_path)
+
+
+def test_a_curve_of_another_format_is_refused_with_both_numbers(tmp_path):
+    (tmp_path / CURVE_FILE).write_text('{"format": 2}')
+    with pytest.raises(ConfigError, match=rf"^format of \S+{CURVE_FILE} must be 1, got 2$"):
+        read_curve(tmp_path)

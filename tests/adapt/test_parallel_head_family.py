@@ -141,7 +141,7 @@ def test_the_recipe_trains_a_drafter_that_loads(tmp_path, target_dir, prompts_di
 
 
 def test_what_a_family_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match="draft_vocab_size must be left out for a jetspec"):
+    with pytest.raises(ConfigError, match="draft_vocab_size must be left out for jetspec drafters"):
         training_family("jetspec").complete(DrafterRecipe(drafter="jetspec", draft_vocab_size=30))
-    with pytest.raises(ConfigError, match="edge_rank must be left out for a specblock"):
+    with pytest.raises(ConfigError, match="edge_rank must be left out for specblock drafters"):
         training_family("specblock").complete(dataclasses.replace(DrafterRecipe(), edge_rank=8))

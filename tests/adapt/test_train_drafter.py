@@ -225,14 +225,14 @@ def test_each_part_of_specblock_is_left_out_by_its_name(target_dir):
     for i, name in enumerate(names):
         assert switches(name) == [j != i for j in range(4)]
     with pytest.raises(
-        ConfigError, match=r"among shift, inheritance, valid-prefix, rank-head for a specblock.*'shifts'"
+        ConfigError, match=r"among shift, inheritance, valid-prefix, rank-head for specblock drafters.*'shifts'"
     ):
         family.complete(DrafterRecipe(without=("shift", "shifts")))
 
 
 @pytest.mark.parametrize("name", ["eagle3", "jetspec", "dflash"])
 def test_a_family_without_such_parts_leaves_none_out(name):
-    with pytest.raises(ConfigError, match=f"without must be left out for a {name} drafter, got 'shift'"):
+    with pytest.raises(ConfigError, match=f"without must be left out for {name} drafters, got 'shift'"):
         training_family(name).complete(DrafterRecipe(drafter=name, without=("shift",)))
 
 

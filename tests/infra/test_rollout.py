@@ -34,9 +34,12 @@ def begin(config: RolloutConfig = CONFIG, *, now: float = 0.0, bucket: str = "ma
 
 def row(
     request_id: str, version: str, index: int = 1, *, ms: float = 10.0, group: str = "adaptive", ts: float = 1.0,
-    drafts: int = 4, draft_ms: float = 1.0,
+    drafts: int = 4, draft_ms: float = 1.0, tokens: int = 3,
 ) -> tuple:  # fmt: skip
-    return (request_id, "math", group, version, True, index, drafts, min(drafts, 2), 3, 1, draft_ms, 6.0, ms, False, ts)
+    accepted = min(drafts, 2)
+    return (
+        request_id, "math", group, version, True, index, drafts, accepted, tokens, 1, draft_ms, 6.0, ms, False, ts
+    )  # fmt: skip
 
 
 def batch(*rows: tuple) -> FeedbackBatch:
@@ -53,21 +56,22 @@ def ids(canary: Canary, version: str, num: int) -> list[str]:
 
 def serve(
     state: RolloutState, speed: dict[str, float], *, config: RolloutConfig = CONFIG, most: int = 2000, seed: int = 0,
-    plain: tuple[str, ...] = (), fruitless: tuple[str, ...] = (),
+    plain: tuple[str, ...] = (), fruitless: tuple[str, ...] = (), tokens: dict[str, int] | None = None,
 ):  # fmt: skip
     """Requests of three rounds at `speed` tokens per second until there is a verdict; (verdict, requests).
 
     Versions in `plain` have their requests, but never draft: their engines decode plainly. Those in `fruitless` draft in
-    every round, and none of their nodes is worth verifying.
+    every round, and none of their nodes is worth verifying. A round emits the version's `tokens`, or 3.
     """
     canary, rng = state.canary, random.Random(seed)
     assert canary is not None
     for k in range(most):
         name, now = f"q{seed}-{k}", canary.since + 0.1 * k
         version = version_of(canary, name)
-        ms = 3 / speed[version] * 1e3 * math.exp(rng.gauss(0.0, 0.2))
+        num_tokens = (tokens or {}).get(version, 3)
+        ms = num_tokens / speed[version] * 1e3 * math.exp(rng.gauss(0.0, 0.2))
         spent = {"drafts": 0 if version in (*plain, *fruitless) else 4, "draft_ms": 0.0 if version in plain else 1.0}
-        fold(canary, batch(*(row(name, version, i, ms=ms, ts=now, **spent) for i in (1, 2, 3))), now)
+        fold(canary, batch(*(row(name, version, i, ms=ms, ts=now, tokens=num_tokens, **spent) for i in (1, 2, 3))), now)
         close_quiet(canary, config, now)
         verdict = judge(canary, config, now)
         if verdict is not None:
@@ -166,14 +170,56 @@ def test_a_canary_waits_for_the_rounds_that_it_drafts():
     assert serve(state, SPEED, plain=("v2",), most=600)[0] is None
     verdict, num_requests = serve(state, SPEED, seed=1)
     assert verdict.outcome == Outcome.PROMOTED and state.canary.num_drafted_rounds >= CONFIG.min_drafted_rounds
-    assert num_requests <= 40
+    assert 40 < num_requests <= 200, "the evidence of its plain requests is not what promotes it"
 
 
 def test_a_canary_that_is_slower_without_having_drafted_is_retired_and_not_barred():
     state = begin()
     verdict, num_requests = serve(state, {"v1": 300.0, "v2": 150.0}, plain=("v2",))
     assert verdict.outcome == Outcome.RETIRED and num_requests < 60
-    assert "it drafted in none of them" in verdict.reason
+    assert "it is slower than v1, but it drafted in none of its requests" in verdict.reason
+
+
+def test_a_plain_canary_beside_an_incumbent_that_drafts_is_retired_for_its_tokens_per_round_not_its_speed():
+    state = begin()
+    verdict, _ = serve(state, {"v1": 300.0, "v2": 400.0}, plain=("v2",), tokens={"v2": 1})
+    assert verdict.outcome == Outcome.RETIRED and state.canary.test.ratio() > 1
+    assert "it emits fewer tokens per round than v1, but it drafted in none" in verdict.reason
+
+
+def test_errors_roll_a_canary_back_that_never_drafted_though_slowness_weighs_more():
+    config = RolloutConfig(canary_percent=50, quiet_s=1.0, alpha=1e-12)
+    state = begin(config)
+    assert serve(state, {"v1": 300.0, "v2": 150.0}, config=config, plain=("v2",), most=60)[0] is None
+    canary = state.canary
+    take_reports(canary, [report()], gen=2)
+    take_reports(canary, [report(errors={"v2": 12})], gen=2)
+    against, config = canary.test.evidence_against(), RolloutConfig(canary_percent=50)
+    assert against["speed"] > against["errors"] > math.log(1 / config.alpha / 0.1)
+    verdict = judge(canary, config, now=5.0)
+    assert verdict.outcome == Outcome.ROLLED_BACK and "it fails more often than v1: " in verdict.reason
+    canary.test.errors = [0, 2]  # too few to say that it fails
+    assert judge(canary, config, now=5.0).outcome == Outcome.RETIRED
+
+
+def test_the_evidence_of_plain_requests_ends_with_the_first_request_that_is_drafted_in():
+    """Slow while it decoded plainly, and as fast as the incumbent once it drafts: nothing is held against it."""
+    state = begin()
+    patient = RolloutConfig(canary_percent=50, quiet_s=1.0, max_requests=400, max_s=500.0, alpha=1e-12)
+    assert serve(state, {"v1": 300.0, "v2": 150.0}, config=patient, plain=("v2",), most=60)[0] is None
+    assert state.canary.test.evidence_worse() > math.log(1 / CONFIG.alpha), "it would have been rolled back"
+    take_reports(state.canary, [report()], gen=2)
+    take_reports(state.canary, [report(errors={"v1": 1})], gen=2)
+    own = ids(state.canary, "v2", 1)[0]
+    fold(state.canary, batch(row(own, "v2", ms=20.0, ts=7.0)), now=7.0)
+    close_quiet(state.canary, CONFIG, now=20.0)
+    assert state.canary.num_drafted_rounds == 1 and state.canary.test.num_requests == (0, 0)
+    assert state.canary.test.evidence_against() | {"errors": 0.0} == dict.fromkeys(
+        ("speed", "tokens_per_round", "errors"), 0.0
+    )
+    assert state.canary.test.errors == [1, 0], "a failed request is one, drafted or not"
+    verdict, _ = serve(state, SPEED, seed=1)
+    assert verdict.outcome == Outcome.PROMOTED
 
 
 def test_a_canary_whose_drafts_are_paid_for_and_never_verified_is_rolled_back():

@@ -1,10 +1,11 @@
 """Drafting in batches may cost a bounded time against plain decoding, whatever the forecasts say."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import TreeConfig
-from paceline.serving.batch_guard import CREDIT, LIMIT, PLAIN_EVERY, SHARE, BatchGuard
+from paceline.serving.batch_guard import CREDIT, LEAST_PLAIN, LIMIT, PLAIN_EVERY, RESUME, SHARE, BatchGuard
 from paceline.serving.budget import BudgetController
 from paceline.serving.budget_stats import RoundObservation
 from paceline.serving.cost_model import CostModel
@@ -31,6 +32,21 @@ def play(guard, num_rounds, drafted_s, plain_s=lambda i: 1.0, tokens=2.0):
 def test_losing_drafts_cost_the_limit_once_and_then_their_share(drafted_s, num_rounds):
     _, lost_s = play(BatchGuard(), num_rounds, drafted_s)
     assert lost_s <= LIMIT + SHARE * num_rounds + (drafted_s - 2.0)  # the round that passes the limit counts whole
+
+
+def test_a_guard_that_stopped_drafting_lets_it_begin_again_at_half_the_debt():
+    guard = BatchGuard()
+    play(guard, LEAST_PLAIN, 1.0)
+    while not guard.is_locked:
+        guard.note(1.0, 2.0, 0.5, is_drafted=True)  # a plain round's time lost
+    at_lock, num_plain = guard.debt, 0
+    assert LIMIT < at_lock <= LIMIT + 1
+    while guard.is_locked:
+        assert guard.forbids()
+        before, num_plain = guard.debt, num_plain + 1
+        guard.note(1.0, 1.0, 0.5, is_drafted=False)
+    assert guard.debt <= RESUME == LIMIT / 2 < before
+    assert num_plain == pytest.approx((at_lock - RESUME) / SHARE, abs=1)
 
 
 def test_gains_are_used_up_only_to_a_bound():

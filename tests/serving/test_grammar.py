@@ -114,6 +114,25 @@ def test_compiled_grammars_are_kept_up_to_a_limit(monkeypatch) -> None:
     assert compiled == ["a", "b", "c", "b"]
 
 
+def test_a_prepared_grammar_outlives_the_limit_while_it_is_held(monkeypatch) -> None:
+    from paceline.serving import grammar
+
+    compiled = []
+    real = grammar.compile_grammar
+    monkeypatch.setattr(grammar, "compile_grammar", lambda t, s: compiled.append(s.text) or real(t, s))
+    compiler = GrammarFactory(tiny_tokenizer(VOCAB), VOCAB, [EOS_ID], max_cached=1)
+    spec = GrammarSpec(kind="regex", text="a")
+    held = compiler.prepare(spec)
+    for text in ("b", "c"):
+        compiler.start(GrammarSpec(kind="regex", text=text))
+    compiler.start(spec)
+    assert compiled == ["a", "b", "c"] and held is compiler.prepare(spec)
+    del held
+    compiler.start(GrammarSpec(kind="regex", text="b"))
+    compiler.start(spec)
+    assert compiled == ["a", "b", "c", "b", "a"], "nobody held it any more"
+
+
 def test_many_threads_get_states_of_their_own() -> None:
     compiler = GrammarFactory(tiny_tokenizer(VOCAB), VOCAB, [EOS_ID], timeout_s=60.0)
     specs = [GrammarSpec(kind="regex", text=t) for t in ("a+b", "c+d", "ef")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -156,6 +157,46 @@ def client() -> Iterator[LocalEngineClient]:
     thread.start(is_warmed_up=True)
     yield LocalEngineClient(engine, thread, model_name="tiny")
     assert thread.stop(timeout_s=10)
+
+
+def test_grammars_of_others_in_between_do_not_make_the_event_loop_compile(
+    monkeypatch: pytest.MonkeyPatch, client: LocalEngineClient
+) -> None:
+    """As many others finish between a request's compilation and its submission as a factory keeps."""
+    compiled: list[GrammarSpec] = []
+
+    def traced(tokenizer: Any, spec: GrammarSpec) -> Any:
+        compiled.append(spec)
+        return compile_grammar(tokenizer, spec)
+
+    monkeypatch.setattr("paceline.serving.grammar.compile_grammar", traced)
+    submit = client.submit
+
+    def after_others(request: GenerationRequest, on_event: Any) -> None:
+        for i in range(20):
+            grammar = GrammarSpec(kind="regex", text=f"[a-z]{{{i + 5}}}")
+            client.prepare(
+                GenerationRequest(request_id="o", prompt_token_ids=(5,), params=SamplingParams(grammar=grammar))
+            )
+        gc.collect()  # what nobody holds is gone
+        before = len(compiled)
+        submit(request, on_event)
+        assert len(compiled) == before == 21
+
+    monkeypatch.setattr(client, "submit", after_others)
+    params = SamplingParams(max_tokens=4, grammar=GrammarSpec(kind="regex", text="[a-z]{4}"))
+    raw = encode(GenerationRequest(request_id="r", prompt_token_ids=(5,), params=params))
+
+    async def main() -> None:
+        async for item in stream_events(client, raw):
+            assert decode_item(item).refusal is None
+        app = build_api(ApiParts(client=client, tokenizer=target().tokenizer))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+            compiled.clear()
+            body = {"prompt": [5], "max_tokens": 4, "guided_regex": "[a-y]{4}"}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_a_retry_under_the_same_request_id_gets_its_answer(gate: Gate, client: LocalEngineClient) -> None:
