@@ -46,8 +46,9 @@ def arms_over(document: dict[str, Any], over: str) -> list[dict[str, Any]]:
             where = {"bucket": cell["bucket"], "batch": cell["batch"], "temperature": cell["temperature"], "arm": arm}
             rows.append({**where, "tokens_per_s": _ratio(value, values, num_groups), "acceptance_length": lengths})
     for arm, found in logs.items():
-        value, values = np.mean([v for v, _, _ in found]), np.mean([v for _, v, _ in found], axis=0)
-        ratio = _ratio(float(value), values, min(n for _, _, n in found))
+        mean = float(np.mean([value for value, _, _ in found]))
+        means = np.mean([values for _, values, _ in found], axis=0)
+        ratio = _ratio(mean, means, min(n for _, _, n in found))
         rows.append({"bucket": "all", "batch": None, "temperature": None, "arm": arm, "tokens_per_s": ratio, "acceptance_length": None, "num_cells": len(found)})  # fmt: skip
     return rows
 
