@@ -29,7 +29,7 @@ demo: $(VENV)/.ready
 	$(VENV)/bin/paceline demo $(ARGS)
 
 test: $(VENV)/.ready
-	$(PY) -m pytest tests --numprocesses $(WORKERS) --dist loadgroup $(ARGS)
+	$(PY) -m pytest tests --numprocesses $(WORKERS) --dist loadscope $(ARGS)
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/paceline serve $(ARGS)

@@ -9,6 +9,7 @@ browsers stays with one worker: it shares ports and session fixtures, and its cl
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,13 +27,22 @@ _has_accelerator = any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/dxg", 
 os.environ.setdefault("TRITON_INTERPRET", "0" if _has_accelerator else "1")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what must stay together on one worker."""
-    for item in items:
-        own = ROOT / "tests"
-        folder = (
-            item.path.relative_to(own).parts[0] if item.path.is_relative_to(own) else ""
-        )  # "": a test from elsewhere
-        has_services = folder in ("e2e", "infra") or any(item.get_closest_marker(m) for m in ("ray", "browser"))
-        item.add_marker(pytest.mark.xdist_group("services" if has_services else str(item.path)))
+def has_services(module: Path) -> bool:
+    """Whether a test module starts services, clusters or browsers."""
+    return module.parent.name in ("e2e", "infra") or any(
+        m in module.read_text("utf-8") for m in ("mark.ray", "mark.browser")
+    )
+
+
+@pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Modules go whole to one process, those that start services all to the same one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByModule(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = nodeid.split("::", 1)[0]
+            module = config.rootpath / name
+            return "services" if module.is_file() and has_services(module) else name
+
+    return ByModule(config, log)
