@@ -133,6 +133,11 @@ def log_ratio(own: list[dict[str, Any]], signs: list[int], seed: int) -> tuple[f
     return resampled(columns, statistic, seed=seed)
 
 
+def ratio_of_logs(value: float, values: np.ndarray, num_groups: int) -> dict[str, Any]:
+    """A ratio and its interval from its logarithm, over all groups and over resamples."""
+    return {"ratio": math.exp(value), "interval": percentile_interval(np.exp(values), num_groups)}
+
+
 def _ratio(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     """exp of the sum over (second, first) pairs with alternating sign: one pair gives a ratio, two a ratio of ratios."""
     rows = [row for pair in pairs for row in pair]
@@ -144,7 +149,7 @@ def _ratio(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]
         second = log_ratio(rows[0::2], signs[0::2], 0)
         first = log_ratio(rows[1::2], signs[1::2], 1)
         value, values = second[0] + first[0], second[1] + first[1]
-    return {"ratio": math.exp(value), "interval": percentile_interval(np.exp(values), min(counts))}
+    return ratio_of_logs(value, values, min(counts))
 
 
 def _speed_ratio(a: dict[str, Any], b: dict[str, Any], arm: str) -> dict[str, Any]:

@@ -8,17 +8,15 @@ that cells with as many groups draw the same ones and are no independent evidenc
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from paceline.bench.compare import length_ratio, log_ratio, read_result
+from paceline.bench.compare import length_ratio, log_ratio, ratio_of_logs, read_result
 from paceline.bench.engine_cells import PLAIN
 from paceline.bench.engine_table import interval_text, new_table
-from paceline.bench.intervals import percentile_interval
 from paceline.errors import ConfigError
 
 COLUMNS = ("bucket", "batch", "T", "arm", "tokens/s over", "95%", "acceptance length over", "95%")
@@ -44,17 +42,15 @@ def arms_over(document: dict[str, Any], over: str) -> list[dict[str, Any]]:
             logs[arm].append((value, values, num_groups))
             lengths = None if PLAIN in (arm, over) else length_ratio((cell, over), (cell, arm))
             where = {"bucket": cell["bucket"], "batch": cell["batch"], "temperature": cell["temperature"], "arm": arm}
-            rows.append({**where, "tokens_per_s": _ratio(value, values, num_groups), "acceptance_length": lengths})
+            rows.append(
+                {**where, "tokens_per_s": ratio_of_logs(value, values, num_groups), "acceptance_length": lengths}
+            )
     for arm, found in logs.items():
         mean = float(np.mean([value for value, _, _ in found]))
         means = np.mean([values for _, values, _ in found], axis=0)
-        ratio = _ratio(mean, means, min(n for _, _, n in found))
+        ratio = ratio_of_logs(mean, means, min(n for _, _, n in found))
         rows.append({"bucket": "all", "batch": None, "temperature": None, "arm": arm, "tokens_per_s": ratio, "acceptance_length": None, "num_cells": len(found)})  # fmt: skip
     return rows
-
-
-def _ratio(value: float, values: np.ndarray, num_groups: int) -> dict[str, Any]:
-    return {"ratio": math.exp(value), "interval": percentile_interval(np.exp(values), num_groups)}
 
 
 def run_compare_arms(path: Path, over: str, console: Console, json_path: Path | None = None) -> dict[str, Any]:

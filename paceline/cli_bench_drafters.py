@@ -125,8 +125,8 @@ def bench_compare(
     if second is None or over is not None:
         if second is not None or over is None:
             raise ConfigError("compare takes a second result or --over ARM, one of them")
-        if fail_below is not None or force:
-            raise ConfigError("--fail-below and --force need a second result, got --over")
+        if fail_below is not None or force or metric != "speedup":
+            raise ConfigError("--fail-below, --metric and --force need a second result, got --over")
         run_compare_arms(first, over, console, json)
         return
     options = CompareOptions(

@@ -6,9 +6,11 @@ import math
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from paceline.bench.compare_arms import arms_over, run_compare_arms
 from paceline.bench.result_file import FORMAT
+from paceline.cli import app
 from paceline.errors import ConfigError
 
 
@@ -72,3 +74,11 @@ def test_an_arm_that_is_not_there_is_refused_with_those_that_are(tmp_path):
         run_compare_arms(path, "plain", Console(), path)
     result = run_compare_arms(path, "plain", Console(quiet=True), tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text()) == result and len(result["rows"]) == 2
+
+
+@pytest.mark.parametrize("option", [["--metric", "tokens_per_s"], ["--fail-below", "0.9"], ["--force"]])
+def test_options_of_a_comparison_with_a_second_result_are_refused_with_over(tmp_path, option):
+    path = tmp_path / "d.json"
+    path.write_text("{}")
+    result = CliRunner().invoke(app, ["bench", "compare", str(path), "--over", "x", *option])
+    assert result.exit_code != 0 and "need a second result" in str(result.exception) + result.output
