@@ -13,12 +13,11 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.serving.draft_tree import TreeBatch
 from paceline.serving.drafter import Drafter, DraftInputs, Frontier
 from paceline.serving.graph_capture import CaptureJob, GraphBackend, size_ladder
 from paceline.serving.kv_cache import KVPool
 from paceline.serving.target import TargetBatch, TargetModel, TargetOutput
-from paceline.serving.tree_policy import DraftGroup, RoundDraft, TreePolicy
+from paceline.serving.tree_policy import DraftGroup, TreePolicy, plain_round
 from paceline.serving.verify import accept_rows
 
 logger = logging.getLogger(__name__)
@@ -72,11 +71,7 @@ class EngineProbe:
     def build(self, policy: TreePolicy, drafter: Drafter, *, is_expanded: bool) -> None:
         """Draft, build and cut the trees of a round off the CPU, re-entered or not; the policy learns nothing."""
         inputs = self._inputs(drafter, _NUM_REQUESTS)
-        anchors = inputs.anchor_token_ids
-        out = RoundDraft(
-            tree=TreeBatch.roots(anchors), keys=[None] * _NUM_REQUESTS, num_draft_tokens=[0] * _NUM_REQUESTS,
-            is_drafted=[False] * _NUM_REQUESTS,
-        )  # fmt: skip
+        out = plain_round([None] * _NUM_REQUESTS, inputs.anchor_token_ids, context_rows=0)
         group = DraftGroup(drafter=drafter, inputs=inputs, rows=list(range(_NUM_REQUESTS)))
         try:
             policy.device_draft.rehearse(out, group, is_expanded=is_expanded)

@@ -158,7 +158,7 @@ class TreePolicy:
         round when their proposals cannot be made into trees.  Syncs: a few per group on the CPU, else
         one for all.
         """
-        out = _plain_round(keys, anchor_token_ids, context_rows)
+        out = plain_round(keys, anchor_token_ids, context_rows)
         if not groups:
             return out
         start = self._timer()
@@ -168,7 +168,7 @@ class TreePolicy:
             names = ", ".join(sorted({g.drafter.caps.name for g in groups}))
             logger.exception(_FAILED, names, ", ".join(i for g in groups for i in g.inputs.request_ids))
             failures = {i: f"{type(e).__name__}: {e}" for i in range(len(groups))} | out.failures
-            model_s, out = out.model_s, _plain_round(keys, anchor_token_ids, context_rows)
+            model_s, out = out.model_s, plain_round(keys, anchor_token_ids, context_rows)
             out.failures, out.model_s = failures, model_s
         out.draft_s = self._timer() - start
         return out
@@ -362,7 +362,8 @@ class TreePolicy:
         self.device_draft.forget(version)
 
 
-def _plain_round(keys: list[DraftKey | None], anchor_token_ids: torch.Tensor, context_rows: int) -> RoundDraft:
+def plain_round(keys: list[DraftKey | None], anchor_token_ids: torch.Tensor, context_rows: int) -> RoundDraft:
+    """A round of roots only. keys, anchor_token_ids: (B,)."""
     num_requests = anchor_token_ids.numel()
     return RoundDraft(
         tree=TreeBatch.roots(anchor_token_ids),
