@@ -6,6 +6,7 @@ With several workers (`make test`), modules are spread over them whole, and ever
 browsers stays with one worker: it shares ports and session fixtures, and its clocks suffer from company of its own kind.
 """
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ _has_accelerator = any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/dxg", 
 os.environ.setdefault("TRITON_INTERPRET", "0" if _has_accelerator else "1")
 
 
+@functools.cache  # asked once a test
 def has_services(module: Path) -> bool:
     """Whether a test module starts services, clusters or browsers."""
     return module.parent.name in ("e2e", "infra") or any(

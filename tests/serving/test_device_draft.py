@@ -114,15 +114,19 @@ def test_trees_equal_those_of_the_host_path(make):
             policy.observe(out, accept(out.tree, drawn), verify_s=6e-3, round_s=1e-2)
 
 
-@pytest.mark.parametrize("how", ["raise", "nan", "3.0", "token"])
-def test_a_broken_drafter_costs_its_own_requests_their_drafts_only(how):
-    policy = make_policy(DevicePolicy)
+def groups_with_a_broken_drafter(how):
+    """Three requests, the middle one with a broken drafter."""
     histories = [[1, 2], [3, 4], [5, 6]]
-    groups = [
+    return [
         DraftGroup(drafter=BrokenDrafter(how), inputs=inputs_for([histories[1]]), rows=[1]),
         DraftGroup(drafter=RandomDrafter(VOCAB), inputs=inputs_for([histories[0], histories[2]]), rows=[0, 2]),
     ]
-    out = policy.draft(groups, [("b", "x", True)] * 3, torch.tensor([2, 4, 6]), 10)
+
+
+@pytest.mark.parametrize("how", ["raise", "nan", "3.0", "token"])
+def test_a_broken_drafter_costs_its_own_requests_their_drafts_only(how):
+    policy = make_policy(DevicePolicy)
+    out = policy.draft(groups_with_a_broken_drafter(how), [("b", "x", True)] * 3, torch.tensor([2, 4, 6]), 10)
     assert list(out.failures) == [0] and out.is_drafted == [True, False, True]
     assert out.num_draft_tokens[1] == 0 and min(out.num_draft_tokens[0], out.num_draft_tokens[2]) > 0
 

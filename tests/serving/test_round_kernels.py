@@ -25,17 +25,17 @@ from paceline.serving.scripted_drafters import RandomDrafter
 from paceline.serving.specblock_drafter import SpecBlockDrafter
 from paceline.serving.target import TargetModel
 from paceline.serving.tree_builder import block_candidates, rank_merged, select_tree
-from paceline.serving.tree_policy import DraftGroup, TreePolicy
+from paceline.serving.tree_policy import TreePolicy
 from paceline.serving.verify import accept
 from tests.fakes import prefill, tiny_model, tiny_tokenizer
 from tests.kernels.launches import count_launches, note_constants
 from tests.serving.drafter_requests import make_inputs, new_requests
 from tests.serving.test_device_draft import (
     VOCAB,
-    BrokenDrafter,
     DevicePolicy,
     EdgedDrafter,
     TwinDrafter,
+    groups_with_a_broken_drafter,
     make_policy,
     nodes_of,
     random_round,
@@ -46,7 +46,6 @@ from tests.serving.test_graphed_target import TOLERANCE
 from tests.serving.test_parallel_head_drafter import tiny_head
 from tests.serving.test_specblock_drafter import tiny_model as tiny_specblock
 from tests.serving.test_target import _tree_batch
-from tests.serving.test_tree_policy import inputs_for
 from tests.static_kernels import STATIC_KERNELS, StrictGraphs
 
 
@@ -254,12 +253,8 @@ def test_trees_that_the_kernel_does_not_take_are_built_by_torch_operators():
 
 @pytest.mark.parametrize("how", ["nan", "3.0", "token"])
 def test_a_broken_proposal_reaches_no_tree(kernels, how):
-    policy, histories = make_policy(DevicePolicy, kernels=kernels), [[1, 2], [3, 4], [5, 6]]
-    groups = [
-        DraftGroup(drafter=BrokenDrafter(how), inputs=inputs_for([histories[1]]), rows=[1]),
-        DraftGroup(drafter=RandomDrafter(VOCAB), inputs=inputs_for([histories[0], histories[2]]), rows=[0, 2]),
-    ]
-    out = policy.draft(groups, [("b", "x", True)] * 3, torch.tensor([2, 4, 6]), 10)
+    policy = make_policy(DevicePolicy, kernels=kernels)
+    out = policy.draft(groups_with_a_broken_drafter(how), [("b", "x", True)] * 3, torch.tensor([2, 4, 6]), 10)
     assert list(out.failures) == [0] and out.is_drafted == [True, False, True]
     assert out.num_draft_tokens[1] == 0 and min(out.num_draft_tokens[0], out.num_draft_tokens[2]) > 0
 
