@@ -52,16 +52,16 @@ class TargetShape:
             value_bytes=value_bytes,
         )
 
-    def flops(self, rows: int | np.ndarray, context_rows: int, num_requests: int = 1) -> np.ndarray:
-        """Floating-point operations of a forward of n rows over c context rows."""
-        n, h = np.asarray(rows, dtype=np.float64), self.hidden_size
+    def flops(self, rows: Any, context_rows: int, num_requests: int = 1) -> Any:
+        """Floating-point operations of a forward of n rows, a number or an array, over c context rows."""
+        n, h = rows, self.hidden_size
         keys = (context_rows + n) / num_requests  # that one row attends to
         layer = 4 * h * (self.query_size + self.kv_size) + 4 * keys * self.query_size + 6 * h * self.mlp_size
         return n * (self.num_layers * layer + 2 * h * self.vocab_size)
 
-    def bytes(self, rows: int | np.ndarray, context_rows: int) -> np.ndarray:
+    def bytes(self, rows: Any, context_rows: int) -> Any:
         """Bytes that it moves: every weight once, cached and new keys and values, activations between the operators."""
-        n, h = np.asarray(rows, dtype=np.float64), self.hidden_size
+        n, h = rows, self.hidden_size
         weights = 2 * h * (self.query_size + self.kv_size) + 3 * h * self.mlp_size
         layer = weights + 2 * (context_rows + n) * self.kv_size + n * (4 * h + 2 * self.mlp_size)
         return self.value_bytes * (self.num_layers * layer + h * self.vocab_size + n * self.vocab_size)
@@ -83,10 +83,25 @@ class Roofline:
         speeds = [float(shape.flops(int(n), 0)) / seconds(int(n)) for n in rows]
         return cls(shape=shape, bytes_per_s=float(shape.bytes(1, 0)) / seconds(1), flops_per_s=max(speeds))
 
+    def terms(self, context_rows: int, num_requests: int = 1) -> tuple[float, float, float, float]:
+        """(a, b, d, e) of T_v(n, c) = max(a + b n, n (d + e n)): plain numbers, because rounds ask with c ever new."""
+        first, second = (float(self.shape.bytes(n, context_rows)) for n in (0, 1))
+        one, two = (float(self.shape.flops(n, context_rows, num_requests)) for n in (1, 2))
+        quadratic = (two - 2 * one) / 2
+        memory = (first / self.bytes_per_s, (second - first) / self.bytes_per_s)
+        return *memory, (one - quadratic) / self.flops_per_s, quadratic / self.flops_per_s
+
     def seconds(self, rows: int | np.ndarray, context_rows: int, num_requests: int = 1) -> np.ndarray:
         """T_v(n, c)."""
-        memory = self.shape.bytes(rows, context_rows) / self.bytes_per_s
-        return np.maximum(memory, self.shape.flops(rows, context_rows, num_requests) / self.flops_per_s)
+        a, b, d, e = self.terms(context_rows, num_requests)
+        n = np.asarray(rows, dtype=np.float64)
+        return np.maximum(a + b * n, n * (d + e * n))
+
+
+_ROWS_A_REQUEST = 65
+"""Rows a request whose times are kept; for more the prior is computed."""
+_MAX_KEPT = 65 * 1024
+"""Times kept, 3 MB."""
 
 
 class ScaledPrior(CostModel):
@@ -107,12 +122,16 @@ class ScaledPrior(CostModel):
         self._shape = shape if shape is not None or roofline is None else roofline.shape
         self._roofline = roofline
         self._is_known = roofline is not None
+        self._tables: dict[tuple[int, int], tuple[list[float], np.ndarray]] = {}  # by requests and context
+        self._num_kept = 0
         self._scales: dict[int, float] = {}
         self._scale = 1.0
 
     def calibrate(self, measure: Callable[[int, int], float], **limits: Any) -> None:
         """Measure the prior (CostModel.calibrate)."""
         super().calibrate(measure, **limits)
+        self._tables.clear()
+        self._num_kept = 0
         if self._shape is not None:
             self._roofline = Roofline.measured(self._shape, lambda n: self.at_start(n, 1))
         self._is_known, self._scale = True, 1.0
@@ -127,27 +146,59 @@ class ScaledPrior(CostModel):
         """r at so much context; of the newest round where none was seen yet."""
         return self._scales.get(log2_bucket(context_rows), self._scale)
 
-    def prior(self, rows: int | np.ndarray, context_rows: int = 0, num_requests: int = 1) -> np.ndarray:
-        """Seconds as they were known at start."""
-        table = super().predict(rows, 0, num_requests)  # nothing was observed there, so this is the table itself
+    def prior(self, rows: Any, context_rows: int = 0, num_requests: int = 1) -> Any:
+        """Seconds as they were known at start: of a row count (a number), or of an array of them."""
+        if isinstance(rows, np.ndarray):
+            table, larger = super().predict(rows, 0, num_requests), np.maximum
+        else:
+            table, larger = super().seconds(rows, 0, num_requests), max
+        # Nothing was observed at context 0, so that is the table itself. It includes what the roofline says of c = 0.
         if self._roofline is None or context_rows == 0:
             return table
-        grown = self._roofline.seconds(rows, context_rows, num_requests)
-        return table + np.maximum(grown - self._roofline.seconds(rows, 0, num_requests), 0.0)
+        a, b, d, e = self._roofline.terms(context_rows, num_requests)
+        a0, b0, d0, e0 = self._roofline.terms(0, num_requests)
+        return table + larger(a + b * rows, rows * (d + e * rows)) - larger(a0 + b0 * rows, rows * (d0 + e0 * rows))
+
+    def _times(self, context_rows: int, num_requests: int) -> tuple[list[float], np.ndarray]:
+        """The prior of 0, 1, ... rows as numbers and as an array, kept: rounds ask for it several times. The context is
+        rounded to one of eight steps a doubling, of whose cost all row counts bear about the same."""
+        step = 1 << max(log2_bucket(context_rows) - 4, 0)
+        key = (num_requests, context_rows // step * step)
+        known = self._tables.get(key)
+        if known is None:
+            size = _ROWS_A_REQUEST * num_requests
+            if self._num_kept + size > _MAX_KEPT:
+                self._tables.clear()
+                self._num_kept = 0
+            self._num_kept += size
+            times = self.prior(np.arange(size), key[1], num_requests)
+            known = self._tables[key] = (times.tolist(), times)
+        return known
 
     def seconds(self, rows: float, context_rows: int = 0, num_requests: int = 1) -> float:
-        """`predict` of one row count."""
-        return float(self.predict(np.float64(rows), context_rows, num_requests))
+        """`predict` of one row count, without an array."""
+        scale = self.scale(context_rows)
+        if isinstance(rows, int):
+            times = self._times(context_rows, num_requests)[0]
+            if rows < len(times):
+                return times[rows] * scale
+        return float(self.prior(rows, context_rows, num_requests)) * scale
 
     def predict(self, rows: Any, context_rows: int = 0, num_requests: int = 1) -> np.ndarray:
         """Seconds of a verify forward of `rows` packed rows of so many requests over `context_rows` committed rows."""
-        return self.prior(rows, context_rows, num_requests) * self.scale(context_rows)
+        rows = np.asarray(rows)
+        if rows.dtype.kind == "i":
+            times = self._times(context_rows, num_requests)[1]
+            if rows.max(initial=0) < len(times):
+                return times[rows] * self.scale(context_rows)
+        return np.asarray(self.prior(rows, context_rows, num_requests) * self.scale(context_rows))
 
     def observe(self, rows: int, context_rows: int, seconds: float, num_requests: int = 1) -> None:
         """Fold one measured verify forward: r <- (1 - RATE) r + RATE T_measured / T_prior."""
         if not seconds > 0:
             return
-        ratio, old = seconds / float(self.prior(rows, context_rows, num_requests)), self.scale(context_rows)
+        old = self.scale(context_rows)
+        ratio = seconds * old / self.seconds(rows, context_rows, num_requests)
         if not self._is_known:
             self._is_known, old = True, ratio
         self._scale = old + self.RATE * (min(ratio, self.MAX_JUMP * old) - old)

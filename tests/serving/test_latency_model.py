@@ -80,3 +80,37 @@ def test_one_hiccup_moves_the_scale_little_and_an_unknown_machine_is_scaled_at_o
     assert model.seconds(5, 10) < 0.25 * (1 + 3 * 0.05 + 1e-6)
     model.observe(5, 10, 0.0)
     assert model.seconds(5, 5000) == pytest.approx(model.seconds(5, 10)), "an unseen context takes the newest scale"
+
+
+@pytest.mark.parametrize("is_calibrated", [False, True])
+def test_kept_times_equal_the_prior_at_the_contexts_they_stand_for(is_calibrated):
+    machine = Roofline(shape=QWEN3_8B, bytes_per_s=1e12, flops_per_s=1e14)
+    model = ScaledPrior(QWEN3_8B, machine)
+    if is_calibrated:
+        model.calibrate(lambda n, b: float(machine.seconds(n, 0)) * (1 + 0.01 * b), max_rows=513, max_requests=8)
+    for num_requests, context in ((1, 0), (1, 13), (8, 96), (3, 7 * 1024)):  # each a step of its doubling
+        rows = np.arange(num_requests, 60 * num_requests)
+        wanted = model.prior(rows, context, num_requests)
+        assert model.predict(rows, context, num_requests) == pytest.approx(wanted)
+        assert [model.seconds(int(n), context, num_requests) for n in rows] == pytest.approx(wanted.tolist())
+        assert [model.seconds(float(n), context, num_requests) for n in rows] == pytest.approx(wanted.tolist())
+    # Between steps, and beyond the rows that are kept: the prior itself, or that of the step below.
+    beyond = np.array([1, 70, 5000])
+    assert model.predict(beyond, 1000) == pytest.approx(model.prior(beyond, 1000))
+    assert model.seconds(30, 1000) == pytest.approx(model.prior(30, 960))
+
+
+def test_times_kept_before_a_calibration_are_dropped_by_it():
+    model = ScaledPrior()
+    before = model.seconds(5, 10)
+    model.calibrate(lambda n, b: 7 * before, max_rows=65)
+    assert model.seconds(5, 10) == pytest.approx(7 * before)
+    assert model.predict(np.array([5]), 10) == pytest.approx([7 * before])
+
+
+def test_as_many_contexts_as_there_are_keep_a_bounded_number_of_times():
+    model = ScaledPrior()
+    for num_requests in (1, 2, 3, 64, 7, 256):
+        for context in range(0, 400_000, 997):
+            assert model.seconds(5, context, num_requests) == pytest.approx(model.prior(5, 0, num_requests))
+            assert sum(len(times) for times, _ in model._tables.values()) <= 65 * 1024
