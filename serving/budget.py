@@ -19,6 +19,7 @@ from paceline.config import TreeConfig
 from paceline.serving.batch_guard import BatchGuard
 from paceline.serving.budget_stats import DraftKey, KeyStats, RoundObservation
 from paceline.serving.cost_model import CostModel, log2_bucket
+from paceline.serving.node_split import best_split
 from paceline.serving.request_draft import DraftRecord
 from paceline.serving.round_costs import RoundCosts
 
@@ -166,7 +167,7 @@ class BudgetController:
         """Accepted tokens per round at which drafting for one request of a batch is worth its share of the time."""
         plain_s = self.costs.verify.seconds(num_requests, context_rows, num_requests)
         num_rows = num_requests + num_drafting * stats.num_nodes
-        rows_s = (self.costs.verify.seconds(num_rows, context_rows, num_requests) - plain_s) / num_drafting
+        rows_s = (self.costs.drafted_verify_s(num_rows, context_rows, num_requests) - plain_s) / num_drafting
         return (self.costs.draft_s(num_drafting) / num_drafting + rows_s) * num_requests / plain_s
 
     def _repays(self, backlog: int, gain_s: float) -> bool:
@@ -196,7 +197,7 @@ class BudgetController:
         elif stats.state == "off":
             plain_s = self.costs.verify.seconds(num_requests, context_rows, num_requests)
             added_s = self.costs.draft_s(num) - plain_s
-            added_s += self.costs.verify.seconds(num_requests + num * self._forced_nodes, context_rows, num_requests)
+            added_s += self.costs.drafted_verify_s(num_requests + num * self._forced_nodes, context_rows, num_requests)
             catch_up_s = self.costs.catch_up_s(num * backlog)
             if stats.credit_s >= self.PROBE_ROUNDS * added_s + catch_up_s:
                 stats.state, stats.rounds_left = "probe", self.PROBE_ROUNDS
@@ -233,7 +234,7 @@ class BudgetController:
             keys: (B,), to give requests on trial or probe a minimum of nodes, so that they have something to learn from.
             num_drafting: requests the drafter was called for; None = those with any mass.
         Returns: (B,) int64, at most max_draft_tokens each. One request chooses among node_buckets; a batch splits every
-        total by the merged order of masses, which is the optimal split of each total.
+        total as node_split.py says.
         """
         num_requests = masses.shape[0]
         masses = masses[:, : self.config.max_draft_tokens]
@@ -245,15 +246,11 @@ class BudgetController:
         if not self.config.is_adaptive:
             return available
         fixed_s = self.costs.draft_s(num_drafting) + self.costs.aux_s(num_drafting)
-        flat = masses.ravel()
-        order = (-flat).argsort(kind="stable")[: int(available.sum())]
-        tokens = np.full(len(order) + 1, float(num_requests))
-        tokens[1:] += flat[order].cumsum()
-        rows = np.arange(num_requests, num_requests + len(tokens))
-        times = fixed_s + self.costs.verify.predict(rows, context_rows, num_requests)
-        best = int((tokens / times).argmax())
-        width = max(masses.shape[1], 1)
-        nodes = np.bincount(order[:best] // width, minlength=num_requests)
+
+        def times(start: int, stop: int) -> np.ndarray:
+            return self.costs.verify.predict(np.arange(start, stop), context_rows, num_requests) + fixed_s
+
+        nodes = best_split(masses, available, times, self.costs.padding(context_rows, num_requests))
         forced = {key for key in set(keys) if key is not None and self._is_forced(key)}
         for i, key in enumerate(keys if forced else ()):
             if key in forced and nodes[i] < self._forced_nodes:
@@ -357,7 +354,7 @@ class BudgetController:
         num_rows = num_requests + sum(seen.num_nodes)
         # More than a plain round takes, per drafted request; predicted, because a hiccup would have hit either.
         lost_s = self.costs.draft_s(num_drafting) - plain_s
-        lost_s += self.costs.verify.seconds(num_rows, seen.context_rows, num_requests)
+        lost_s += self.costs.drafted_verify_s(num_rows, seen.context_rows, num_requests)
         lost_s /= num_drafting
         catch_up_s = seen.catch_up_s / num_drafting
         for key, rows in drafted.items():

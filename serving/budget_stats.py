@@ -65,6 +65,8 @@ class RoundObservation:
     """Drafters and tree building, 0 when nobody drafted."""
     verify_s: float
     round_s: float
+    longest_context: int | None = None
+    """Rows of the request with most of them; None: not told."""
     num_new_rows: int = 0
     """Rows that drafters ingested; catching up after plain rounds is not a typical drafting cost."""
     expand_s: float = 0.0

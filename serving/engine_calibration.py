@@ -28,6 +28,8 @@ LIMIT_S = 5.0
 """Time for measuring the verify forward; larger sizes are extrapolated when it is over."""
 _CONTEXT = 64
 _DEPTH = 8
+_PADDED_REQUESTS, _EVEN_ROWS, _PADDING_REPEATS = 8, 9, 6
+"""Of the rounds that tell what padding costs."""
 _NUM_REQUESTS = 2
 """Of a round that only compiles: no kernel is compiled for a number of requests."""
 
@@ -84,6 +86,30 @@ class EngineProbe:
         max_rows = min(MAX_ROWS, self._kv.num_scratch_rows)
         max_requests = min(max_requests, MAX_REQUESTS)
         policy.budget.costs.verify.calibrate(self.verify, max_rows=max_rows, max_requests=max_requests, limit_s=LIMIT_S)
+        if self._target.kernels.is_reference:  # which pads; kernels take ragged rows as they are
+            costs = policy.budget.costs
+            costs.uneven_s, costs.pair_s = self.padding_s(min(max_requests, _PADDED_REQUESTS), max_rows)
+
+    def padding_s(self, num_requests: int, max_rows: int) -> tuple[float, float]:
+        """Seconds of a round because its requests differ in width at all, and of one padded (row, key) pair of attention.
+
+        An even round against one that is nearly even and one with a wide request, of as many rows; zeros for fewer than
+        two requests, and where there is no room for trees.
+        """
+        if num_requests < 2 or max_rows < 4 * num_requests:
+            return 0.0, 0.0
+        even = min(_EVEN_ROWS, max_rows // num_requests)
+        rows, widths = num_requests * even, (even, even + 1, 2 * even - 1)
+        times: list[list[float]] = [[], [], []]
+        for _ in range(_PADDING_REPEATS):
+            for found, width in zip(times, widths, strict=True):  # in turn: the machine's speed drifts
+                found.append(self.verify(rows, num_requests, width))
+            if len(times[0]) > 1 and sum(map(sum, times)) > LIMIT_S / 5:
+                break
+        alike, near, wide = (min(found[1:]) for found in times)  # the first of each is warm-up
+        pairs = [(num_requests * width - rows) * (width + _CONTEXT) for width in widths]
+        pair_s = max(wide - near, 0.0) / (pairs[2] - pairs[1])
+        return max(near - alike - pair_s * pairs[1], 0.0), pair_s
 
     def calibrate_draft(self, policy: TreePolicy, drafter: Drafter, max_requests: int) -> None:
         """Measure the priors of the policy's drafting costs; passes on what the drafter raises."""
@@ -98,10 +124,13 @@ class EngineProbe:
         if drafter.caps.is_reentrant and frontier > 0:
             budget.costs.expand.calibrate(lambda n: self.draft(drafter, -(-n // frontier), n), max_size=max_requests)
 
-    def verify(self, num_rows: int, num_requests: int) -> float:
-        """Seconds of one forward over num_rows scratch rows of so many requests."""
+    def verify(self, num_rows: int, num_requests: int, widest: int | None = None) -> float:
+        """Seconds of one forward over num_rows scratch rows of so many requests. widest: rows of the first of them, the
+        others share the rest; None = all have as many."""
         device = self._device
         bounds = torch.linspace(0, num_rows, num_requests + 1, device=device).long()
+        if widest is not None:
+            bounds[1:] = torch.linspace(widest, num_rows, num_requests, device=device).long()
         sizes = bounds[1:] - bounds[:-1]
         width = int(sizes.max())
         local = torch.arange(num_rows, device=device) - bounds[:-1].repeat_interleave(sizes)

@@ -215,6 +215,7 @@ class DecodeRunner:
                 group_slots.append(slot)
         anchors = upload([r.tokens[r.context_len] for r in requests], table.device)
         draft = self._policy.draft(groups, keys, anchors, context_rows)
+        draft.longest_context = max(r.context_len for r in requests)
         for i, (slot, group) in enumerate(zip(group_slots, groups, strict=True)):
             reason = draft.failures.get(i)
             if reason is not None:

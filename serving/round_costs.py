@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 
+from paceline.kernels.attention_groups import CALL_PAIRS
 from paceline.serving.budget_stats import RoundObservation
-from paceline.serving.cost_model import CostCurve, CostModel
+from paceline.serving.cost_model import CostCurve, CostModel, log2_bucket
+from paceline.serving.node_split import Padding
 
 _RATE = 0.05
+_MAX_PAIRS = 2 * CALL_PAIRS
+"""About the most that is padded: requests that differ more are attended to by a call of their own (attention_groups.py)."""
 
 
 class RoundCosts:
@@ -21,6 +25,13 @@ class RoundCosts:
         """Re-entry by leaves."""
         self.ingest_row_s = 0.0
         """Seconds that a drafter takes to ingest one row of a long backlog, at calibration speed."""
+        self.pair_s = self.uneven_s = 0.0
+        """Seconds of one padded (row, key) pair of attention in all layers, and of requests of different widths at all, at
+        calibration speed; 0: nothing is padded."""
+        self._skew = 1.0  # EMA of the longest context over the mean one, in rounds of several requests
+        self._padding_s: dict[
+            int, float
+        ] = {}  # log2 of the requests -> EMA of what padding cost drafted rounds, same speed
         self._aux_s: dict[bool, float] = {}  # drafted? -> EMA of round - draft - verify, per round
 
     @property
@@ -30,8 +41,28 @@ class RoundCosts:
 
     def round_s(self, rows: float, num_drafting: int, context_rows: int, num_requests: int) -> float:
         """A round of so many packed rows, for some of whose requests a drafter is called."""
-        verify_s = self.verify.seconds(rows, context_rows, num_requests)
+        if num_drafting > 0:
+            verify_s = self.drafted_verify_s(rows, context_rows, num_requests)
+        else:
+            verify_s = self.verify.seconds(rows, context_rows, num_requests)
         return verify_s + self.draft_s(num_drafting) + self.aux_s(num_drafting)
+
+    def drafted_verify_s(self, rows: float, context_rows: int, num_requests: int) -> float:
+        """The verify forward of a drafted round, with what padding has taken in such rounds."""
+        padding_s = self._padding_s.get(log2_bucket(num_requests), 0.0)
+        return self.verify.seconds(rows, context_rows, num_requests) + padding_s * self.speed
+
+    def padding(self, context_rows: int, num_requests: int) -> Padding | None:
+        """What padding costs a round of several requests; None: nothing is padded."""
+        if self.pair_s <= 0 or num_requests < 2:
+            return None
+        pair_s = self.pair_s * self.speed
+        return Padding(
+            uneven_s=self.uneven_s * self.speed,
+            pair_s=pair_s,
+            keys=self._skew * context_rows / num_requests,
+            max_s=_MAX_PAIRS * pair_s,
+        )
 
     def aux_s(self, num_drafting: int) -> float:
         """What a round takes outside drafting and verify."""
@@ -58,7 +89,16 @@ class RoundCosts:
     def observe(self, seen: RoundObservation) -> None:
         """Fold one verified round."""
         num_requests, num_drafting = len(seen.keys), sum(seen.is_drafted)
-        self.verify.observe(num_requests + sum(seen.num_nodes), seen.context_rows, seen.verify_s, num_requests)
+        num_rows, padding_s = num_requests + sum(seen.num_nodes), 0.0
+        if num_requests > 1 and seen.longest_context is not None and seen.context_rows > 0:
+            self._skew += _RATE * (seen.longest_context * num_requests / seen.context_rows - self._skew)
+        padding = self.padding(seen.context_rows, num_requests)
+        if padding is not None and num_drafting > 0:
+            padding_s = min(padding.seconds(num_requests, 1 + max(seen.num_nodes), num_rows), seen.verify_s / 2)
+            bucket = log2_bucket(num_requests)
+            old_s = self._padding_s.get(bucket, padding_s / self.speed)
+            self._padding_s[bucket] = old_s + _RATE * (padding_s / self.speed - old_s)
+        self.verify.observe(num_rows, seen.context_rows, seen.verify_s - padding_s, num_requests)
         speed = self.speed
         aux = max(seen.round_s - seen.draft_s - seen.verify_s, 0.0) / speed
         old = self._aux_s.get(num_drafting > 0)

@@ -75,6 +75,8 @@ class RoundDraft:
     """Index into `groups` -> reason, for drafters that raised or proposed invalid log-probabilities; their requests got
     roots."""
     context_rows: int = 0
+    longest_context: int | None = None
+    """Rows of the request with most of them; None: not told."""
     num_new_rows: int = 0
     cells: torch.Tensor | None = None  # (N,) int64, calibration cell of each row, -1 for roots; None with tree.host
     num_cells: int = 0
@@ -342,6 +344,7 @@ class TreePolicy:
                 num_nodes=draft.num_draft_tokens,
                 num_accepted_tokens=num_accepted_tokens,
                 context_rows=draft.context_rows,
+                longest_context=draft.longest_context,
                 draft_s=draft.draft_s,
                 verify_s=verify_s,
                 round_s=round_s,

@@ -65,6 +65,16 @@ def test_no_mass_means_no_nodes_and_undrafted_requests_get_none():
     assert ctrl.choose(np.zeros((2, 16)), [KEY, KEY], 10).tolist() == [0, 0]
 
 
+def test_uneven_trees_pay_for_the_padding_of_the_others():
+    masses = np.array([[0.9, 0.8, 0.7, 0.6], [0.9, 0.5, 0.01, 0.005], [0.9, 0.45, 0.01, 0.005]])
+    nodes = {}
+    for pair_s in (0.0, 1e-4):
+        ctrl = BudgetController(TreeConfig(), CostModel(lambda q: 4e-3 + 2e-4 * q))
+        ctrl.costs.pair_s = pair_s
+        nodes[pair_s] = ctrl.choose(masses, [KEY] * 3, 150).tolist()
+    assert nodes[0.0] == [4, 2, 2] and len(set(nodes[1e-4])) == 1
+
+
 def test_fixed_budget_ignores_costs():
     ctrl = BudgetController(TreeConfig(is_adaptive=False, max_draft_tokens=6), CostModel(lambda q: 1.0 * q))
     masses = np.full((2, 9), 1e-3)
