@@ -16,6 +16,8 @@ FULL_REQUESTS, FULL_S = 20.0, 60.0
 """Requests, or seconds, of an epoch that earn it this weight; of less, fewer: a handful of requests says little."""
 ACTIVE_SHARE = 0.02
 """Share of the load below which a bucket does not count."""
+MANY_ROUNDS = 8.0
+"""Drafted rounds whose mean replaces the last known price: the few of a probe are dearer than rounds that go on."""
 PLAIN_SHARE = 0.2
 """Share of undrafted rounds above which their cost is taken as the price of not drafting."""
 
@@ -31,7 +33,7 @@ class BatchCost(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     """Of the bucket's tokens; the shares of a belief sum to 1."""
     round_s: float | None
-    """Device seconds of a drafted round, per request; None when none was seen lately."""
+    """Device seconds of a drafted round, per request, when they were seen last; None when too few ever were."""
     plain_token_s: float | None
     """Device seconds per token without drafting, when a good part of the rounds went without."""
 
@@ -105,6 +107,8 @@ class BucketMeter(msgspec.Struct):
     plain_tokens: float = 0.0
     rounds: float = 0.0
     num_epochs: int = 0
+    last_round_s: float | None = None
+    """What a drafted round cost when more than a handful were known last."""
 
     def update(self, observation: BucketObservation | None, weight: float = FAST) -> None:
         """Fold one epoch; None = no traffic in this bucket; weight = epoch_weight of all traffic."""
@@ -128,12 +132,17 @@ class BucketMeter(msgspec.Struct):
             self.plain_s += s.plain_s
             self.plain_tokens += s.plain_tokens
             self.rounds += s.num_rounds
+        if self.drafted_rounds >= MANY_ROUNDS or (self.last_round_s is None and self.drafted_rounds >= 1):
+            self.last_round_s = self.drafted_s / self.drafted_rounds
 
     def time_per_token_s(self) -> float | None:
         return self.seconds / self.tokens if self.tokens > 0 else None
 
     def round_s(self) -> float | None:
-        return self.drafted_s / self.drafted_rounds if self.drafted_rounds >= 1 else None
+        """Of the rounds that were drafted last, however long ago: where drafting does not pay now, a better drafter's
+        worth hangs on it."""
+        is_seen = self.last_round_s is None and self.drafted_rounds >= 1  # state from before it was kept
+        return self.drafted_s / self.drafted_rounds if is_seen else self.last_round_s
 
     def plain_token_s(self) -> float | None:
         undrafted = self.rounds - self.drafted_rounds

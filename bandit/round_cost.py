@@ -29,6 +29,13 @@ class RoundSums(msgspec.Struct):
     plain_rounds: float = 0.0
     tokens: float = 0.0
     """Of the adaptive group, for the shares; fades faster than the prices."""
+    last_round_s: float | None = None
+    """Mean of drafted rounds when enough of them were known last. It stays the price of drafting while nobody drafts:
+    whether a better drafter pays hangs on it."""
+
+    def round_s(self) -> float | None:
+        """Seconds of a drafted round; None until enough were seen."""
+        return self.drafted_s / self.drafted_rounds if self.drafted_rounds >= MIN_ROUNDS else self.last_round_s
 
     def price(self, share: float) -> BatchCost:
         """What these rounds say about the price of this batch size."""
@@ -36,7 +43,7 @@ class RoundSums(msgspec.Struct):
         is_often_plain = self.plain_rounds >= max(PLAIN_SHARE * rounds, MIN_ROUNDS)
         return BatchCost(
             share=share,
-            round_s=self.drafted_s / self.drafted_rounds if self.drafted_rounds >= MIN_ROUNDS else None,
+            round_s=self.round_s(),
             plain_token_s=self.plain_s / self.plain_rounds if is_often_plain else None,
         )
 
@@ -90,6 +97,7 @@ class RoundCosts(msgspec.Struct):
         keep = 0.5 ** (seconds / HALF_LIFE_S)
         for by_size in self.sums.values():
             for sums in by_size.values():
+                sums.last_round_s = sums.round_s()
                 for name in ("drafted_s", "drafted_rounds", "plain_s", "plain_rounds"):
                     setattr(sums, name, getattr(sums, name) * keep)
                 sums.tokens *= 1.0 - FAST

@@ -7,6 +7,7 @@ import pytest
 from paceline.bandit.belief import FAST, epoch_weight
 from paceline.bandit.controller import Controller, HostContext
 from paceline.bandit.controller_state import ControllerState
+from paceline.bandit.epoch import bucket_beliefs
 from paceline.bandit.feedback_sums import CellSums, FeedbackSums
 from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
@@ -26,9 +27,11 @@ class _Service:
         self.context = HostContext(live_version="v0", first_version="v0", rows={}, rows_written={}, versions=["v0"])
         self.controller.tick(0.0, self.context)
 
-    def epoch(self, **requests: int) -> dict[str, float]:
-        """Serve one epoch with so many requests a bucket; load by bucket as believed after it."""
+    def epoch(self, is_drafted: bool = True, **requests: int) -> dict[str, float]:
+        """Serve one epoch with so many requests a bucket; load by bucket as believed after it. Plain rounds take 4 ms."""
         self.seq += 1
+        if not is_drafted:
+            return self._serve([_plain_cell(self.seq, b, n) for b, n in requests.items() if n])
         cells = [
             CellSums(
                 bucket=b, group="adaptive", version="v0", num_rounds=20 * n, drafted_rounds=20 * n, drafted_s=0.2 * n,
@@ -38,6 +41,9 @@ class _Service:
             for b, n in requests.items()
             if n
         ]  # fmt: skip
+        return self._serve(cells)
+
+    def _serve(self, cells: list[CellSums]) -> dict[str, float]:
         self.controller.observe(
             FeedbackSums(replica_id="r", boot_epoch=1, seq=self.seq, batch_size=1, cells=cells, rounds=[])
         )
@@ -47,6 +53,30 @@ class _Service:
 
     def loads(self) -> dict[str, float]:
         return {b: m.load for b, m in self.controller._state.meters.items()}
+
+
+def _plain_cell(seq: int, bucket: str, num: int) -> CellSums:
+    return CellSums(
+        bucket=bucket, group="adaptive", version="v0", num_rounds=TOKENS * num, drafted_rounds=0, drafted_s=0.0,
+        plain_s=0.004 * TOKENS * num, plain_tokens=TOKENS * num,
+        requests={f"{seq}.{bucket}.{i}": [0.004 * TOKENS, TOKENS, float(TOKENS), TOKENS] for i in range(num)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_epochs", [1, 5, 100])
+def test_a_bucket_that_is_not_drafted_for_keeps_its_price_of_drafting(num_epochs):
+    """Where drafting does not pay, a better drafter may: the controller must still see what it would be worth."""
+    service = _Service()
+    service.epoch(a=20)
+    for _ in range(num_epochs):
+        service.epoch(is_drafted=False, a=20)
+    state = service.controller._state
+    belief = bucket_beliefs(state, PolicyConfig(), service.context)["a"]
+    assert belief.is_active and belief.round_s == pytest.approx(0.010)
+    assert belief.plain_token_s == pytest.approx(0.004, rel=0.2)
+    # Rounds of 10 ms: 2 tokens a round lose to plain decoding, 4 win.
+    assert belief.token_s(2.0) == pytest.approx(0.004, rel=0.2)
+    assert belief.token_s(4.0) == pytest.approx(0.0025, rel=0.01)
 
 
 @pytest.mark.parametrize("idle", [0, 1, 30])

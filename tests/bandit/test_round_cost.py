@@ -57,6 +57,21 @@ def test_shares_follow_the_load_at_once_and_prices_are_remembered():
     assert again[0.02] > 0.5
 
 
+def test_the_price_of_drafting_outlasts_a_time_without_drafts_but_a_few_rounds_set_none():
+    costs = RoundCosts()
+    costs.fold(batch(_rows(1, 20.0, count=7) + _rows(2, 6.0, count=9)))
+    for _ in range(40):
+        costs.fade(1e5)
+        costs.fold(batch([*_rows(1, 4.0, drafted=False, emitted=1), *_rows(2, 3.0, drafted=False, emitted=1)]))
+    one, two = costs.batches("a")
+    assert one.round_s is None and one.plain_token_s == pytest.approx(0.004)
+    assert two.round_s == pytest.approx(0.006) and two.plain_token_s == pytest.approx(0.003)
+    costs.fold(batch(_rows(2, 60.0, count=4)))  # a probe of few dear rounds is no price
+    assert costs.batches("a")[1].round_s == pytest.approx(0.006)
+    costs.fold(batch(_rows(2, 12.0, count=400)))
+    assert costs.batches("a")[1].round_s == pytest.approx(0.012, rel=0.05)
+
+
 def test_summed_feedback_counts_like_rows():
     rows, sums = RoundCosts(), RoundCosts()
     rows.fold(batch(_rows(4, 10.0) + _rows(4, 5.0, drafted=False)))
