@@ -115,7 +115,7 @@ def bench_engine(
 
 @bench_app.command(
     "soak",
-    help="Does the engine leak? Random traffic (mixed lengths and temperatures, shared prefixes, aborts, preemptions) for "
+    help="Does the engine leak? Random traffic (mixed lengths and temperatures, shared prefixes, aborts, few KV pages) for "
     "some minutes, then the slope of resident memory over the second half with its interval, and whether pages, pins and "
     "requests balance. Exit code 1 if something does not balance or memory surely grows. docs/benchmarks.md.",
 )
@@ -125,7 +125,7 @@ def bench_soak(
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 96,
     kv_share: Annotated[
         float,
-        typer.Option(help="KV pages as a share of what all requests need at full length; < 1 forces preemptions."),
+        typer.Option(help="KV pages as a share of what all requests need at full length; the fewer, the more preemptions."),
     ] = 0.2,
     max_growth: Annotated[float, typer.Option(help="MiB per hour of resident memory that count as a leak.")] = 32.0,
     sample: Annotated[float, typer.Option(help="Seconds between samples of resident memory.")] = 1.0,
