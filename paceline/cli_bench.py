@@ -125,7 +125,9 @@ def bench_soak(
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 96,
     kv_share: Annotated[
         float,
-        typer.Option(help="KV pages as a share of what all requests need at full length; the fewer, the more preemptions."),
+        typer.Option(
+            help="KV pages as a share of what all requests need at full length; the fewer, the more preemptions."
+        ),
     ] = 0.2,
     max_growth: Annotated[float, typer.Option(help="MiB per hour of resident memory that count as a leak.")] = 32.0,
     sample: Annotated[float, typer.Option(help="Seconds between samples of resident memory.")] = 1.0,
