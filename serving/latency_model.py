@@ -148,6 +148,8 @@ class ScaledPrior(CostModel):
 
     def prior(self, rows: Any, context_rows: int = 0, num_requests: int = 1) -> Any:
         """Seconds as they were known at start: of a row count (a number), or of an array of them."""
+        table: Any
+        larger: Any
         if isinstance(rows, np.ndarray):
             table, larger = super().predict(rows, 0, num_requests), np.maximum
         else:
