@@ -132,8 +132,7 @@ class BucketMeter(msgspec.Struct):
             self.plain_s += s.plain_s
             self.plain_tokens += s.plain_tokens
             self.rounds += s.num_rounds
-        if self.drafted_rounds >= MANY_ROUNDS or (self.last_round_s is None and self.drafted_rounds >= 1):
-            self.last_round_s = self.drafted_s / self.drafted_rounds
+        self.last_round_s = self.round_s()
 
     def time_per_token_s(self) -> float | None:
         return self.seconds / self.tokens if self.tokens > 0 else None
@@ -141,8 +140,8 @@ class BucketMeter(msgspec.Struct):
     def round_s(self) -> float | None:
         """Of the rounds that were drafted last, however long ago: where drafting does not pay now, a better drafter's
         worth hangs on it."""
-        is_seen = self.last_round_s is None and self.drafted_rounds >= 1  # state from before it was kept
-        return self.drafted_s / self.drafted_rounds if is_seen else self.last_round_s
+        least = 1.0 if self.last_round_s is None else MANY_ROUNDS
+        return self.drafted_s / self.drafted_rounds if self.drafted_rounds >= least else self.last_round_s
 
     def plain_token_s(self) -> float | None:
         undrafted = self.rounds - self.drafted_rounds

@@ -56,7 +56,8 @@ class BudgetController:
         self._guards: defaultdict[int, BatchGuard] = defaultdict(BatchGuard)  # by log2 of the requests
         self._rate = 0.0  # EMA of tokens per second over rounds
         nonzero = [n for n in config.node_buckets if 0 < n <= config.max_draft_tokens] or [config.max_draft_tokens]
-        self._buckets = (0, *nonzero)
+        self.node_options: Sequence[int] = (0, *nonzero)
+        """Numbers of nodes that a lone request chooses among, rising from 0."""
         self._forced_nodes = nonzero[min(1, len(nonzero) - 1)]
 
     def stats(self, key: DraftKey) -> KeyStats:
@@ -266,13 +267,15 @@ class BudgetController:
             return available
         fixed_s = self.costs.draft_s(num_drafting) + self.costs.aux_s(num_drafting)
         best, best_rate, gain, taken = 0, 0.0, 1.0, 0
-        for option in self._buckets:
+        for option in self.node_options:
             option = min(option, available)
             gain += sum(masses[taken:option])
             taken = option
             rate = gain / (fixed_s + self.costs.verify.seconds(1 + option, context_rows))
             if rate > best_rate:
                 best, best_rate = option, rate
+            if option == available:
+                break
         if key is not None and best < self._forced_nodes and self._is_forced(key):
             best = min(self._forced_nodes, available)
         return best

@@ -99,15 +99,6 @@ class RateBudget(_AlwaysDrafting):
     """BASTION: expected tokens over predicted time, over all node counts. A batch shares one budget, split where it brings
     most (node_split.py); leaves are re-entered by rate too."""
 
-    def choose_one(
-        self, masses: Sequence[float], key: DraftKey | None, context_rows: int, num_drafting: int = 1
-    ) -> int:
-        """The node count, 0 included, with the highest rate; the drafter's time is spent whatever it is."""
-        fixed_s = self.costs.draft_s(num_drafting) + self.costs.aux_s(num_drafting)
-        seconds, best, best_rate, gain = self.costs.verify.seconds, 0, 0.0, 1.0
-        for num_nodes, mass in enumerate((0.0, *masses[: self.config.max_draft_tokens])):
-            gain += mass
-            rate = gain / (fixed_s + seconds(1 + num_nodes, context_rows))
-            if rate > best_rate:
-                best, best_rate = num_nodes, rate
-        return best
+    def __init__(self, config: TreeConfig, cost: CostModel | None = None) -> None:
+        super().__init__(config, cost)
+        self.node_options = range(config.max_draft_tokens + 1)

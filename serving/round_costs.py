@@ -29,9 +29,7 @@ class RoundCosts:
         """Seconds of one padded (row, key) pair of attention in all layers, and of requests of different widths at all, at
         calibration speed; 0: nothing is padded."""
         self._skew = 1.0  # EMA of the longest context over the mean one, in rounds of several requests
-        self._padding_s: dict[
-            int, float
-        ] = {}  # log2 of the requests -> EMA of what padding cost drafted rounds, same speed
+        self._padding_s: dict[int, float] = {}  # by log2 of the requests: EMA of what it cost drafted rounds
         self._aux_s: dict[bool, float] = {}  # drafted? -> EMA of round - draft - verify, per round
 
     @property
