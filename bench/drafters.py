@@ -15,7 +15,7 @@ from paceline.bench.drafters_table import acceptance_table, print_end, summary_t
 from paceline.bench.engine_arms import Arm, BenchGroup, EngineArm, GroupTiming, TransformersArm
 from paceline.bench.engine_bench import GENERATE, LOOKUP, RANDOM, RANDOM_PROMPT_TOKENS, pick_device
 from paceline.bench.engine_cells import PLAIN, cell_row
-from paceline.bench.engine_run import load_target, set_threads
+from paceline.bench.engine_run import load_target, set_threads, target_facts
 from paceline.bench.group_runs import make_groups, run_alternating
 from paceline.bench.lossless import LosslessChecker
 from paceline.bench.lossless_row import lossless_row
@@ -43,10 +43,7 @@ def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any
     target = load_target(options.model, options.dtype, device, drafters=options.drafters)
     workloads, skipped = build_workloads(options, target)
     result.update(
-        target={
-            "dtype": str(target.dtype), "version": target.version, "fast_path": target.is_fast_path,
-            "has_rope_kernel": target.has_rope_kernel, "num_weights": sum(p.numel() for p in target.model.parameters()),
-        },
+        target={**target_facts(target), "num_weights": sum(p.numel() for p in target.model.parameters())},
         workloads={w.name: w.as_dict() for w in workloads}, skipped_buckets=skipped,
     )  # fmt: skip
     arms = _arms(options, specs, target, device, workloads)

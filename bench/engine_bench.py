@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline.bench.engine_arms import Arm, EngineArm, TransformersArm, new_engine
 from paceline.bench.engine_cells import PLAIN, SPECULATIVE, cell_row, crossovers, overall_verdict
-from paceline.bench.engine_run import encode, load_named_drafter, load_target, set_threads
+from paceline.bench.engine_run import encode, load_named_drafter, load_target, set_threads, target_facts
 from paceline.bench.engine_table import cells_table, print_summary, rounds_table
 from paceline.bench.group_runs import make_groups, random_prompts, run_alternating
 from paceline.bench.lossless import LosslessChecker
@@ -133,12 +133,7 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
     checker = None
     if 0.0 in options.temperatures and options.num_check:
         checker = LosslessChecker(resolve_model(options.model))
-    result.update(
-        target={
-            "dtype": str(target.dtype), "version": target.version, "fast_path": target.is_fast_path,
-            "has_rope_kernel": target.has_rope_kernel,
-        }
-    )  # fmt: skip
+    result.update(target=target_facts(target))
     keys = [(b, n, t) for b in options.buckets for n in sorted(set(options.batches)) for t in options.temperatures]
     cells: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -52,6 +53,14 @@ def load_target(model: str, dtype: str = "auto", device: str = "cpu", *, drafter
         raise ConfigError(f"dtype must be one of {', '.join(known)}, got {dtype!r}")
     path = resolve_model(model)
     return TargetModel.load(path, dtype=dtype, device=device, tap_layers=_common_taps(path, drafters))
+
+
+def target_facts(target: TargetModel) -> dict[str, Any]:
+    """What a result says of the target that it measured."""
+    return {
+        "dtype": str(target.dtype), "version": target.version, "fast_path": target.is_fast_path,
+        "has_rope_kernel": target.has_rope_kernel,
+    }  # fmt: skip
 
 
 def _common_taps(model: Path, drafters: Sequence[str]) -> tuple[int, ...] | None:
