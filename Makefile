@@ -7,7 +7,6 @@ ARGS ?=
 WORKERS ?= 2
 # Oversubscribed cores ruin both timings and tests: two busy multi-threaded processes stall each other.
 export RAY_USAGE_STATS_ENABLED ?= 0
-export RAY_AUTH_MODE ?= disabled
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: demo test serve lint package clean help

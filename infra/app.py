@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray import serve
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import Config as RaySettings
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
@@ -154,7 +159,12 @@ def claim_port(host: str, port: int) -> int:
 
 
 def start_ray(config: ServiceConfig) -> bool:
-    """Connect to the cluster of RAY_ADDRESS or start Ray here; True when it was started here."""
+    """Connect to the cluster of RAY_ADDRESS or start Ray here; True when it was started here.
+
+    Whoever reaches Ray's ports with its token runs code as the service's user: a Ray of our own listens on loopback only
+    and wants a token (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, else a new one that only this user's processes know).
+    Raises: PacelineError when Ray does not keep to loopback.
+    """
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -163,13 +173,14 @@ def start_ray(config: ServiceConfig) -> bool:
         with kept_sigterm():
             ray.init(address=address, namespace=APP_NAME, log_to_driver=False)
         return False
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # one computer, loopback only; also leaves ~/.ray alone
+    _want_token()
     # on a busy computer a proxy takes longer to start than Serve's 5 s, and Serve would kill it for that
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     num_ingress_cpus = config.ingress.num_replicas * INGRESS_CPUS if config.resume else 0.0
-    with kept_sigterm():
+    with kept_sigterm(), _loopback_allowed():
         ray.init(
             address="local",
+            _node_ip_address="127.0.0.1",
             namespace=APP_NAME,
             # logical CPUs: replicas book one each, a training task what it was given, everything else next to nothing
             num_cpus=max(
@@ -183,7 +194,45 @@ def start_ray(config: ServiceConfig) -> bool:
             configure_logging=False,
             _metrics_export_port=_free_port(),
         )
+    address = ray.util.get_node_ip_address()
+    if address not in ("127.0.0.1", "::1"):
+        ray.shutdown()
+        raise PacelineError(
+            f"Ray {ray.__version__} listens on {address} instead of loopback and was stopped; install the release that "
+            "Paceline asks for, or start a closed-off Ray yourself and name it by RAY_ADDRESS"
+        )
     return True
+
+
+def _want_token() -> None:
+    """Let the Ray that this process starts refuse clients without the token; RAY_AUTH_MODE=disabled is obeyed and reported."""
+    if os.environ.setdefault("RAY_AUTH_MODE", "token").lower() == "disabled":
+        log.warning("RAY_AUTH_MODE=disabled lets every user of this computer run code as this service; unset it")
+    elif not os.environ.get("RAY_AUTH_TOKEN") and not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        # in the environment, which other users cannot read: Ray would write a file that they can, ~/.ray/auth_token
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    RaySettings.initialize("")  # Ray has read the mode when it was imported, and the token if it was used before
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _loopback_allowed() -> Iterator[None]:
+    """Let `ray.init` take 127.0.0.1 as its node's address.
+
+    Where clusters are enabled it puts the computer's outer address instead, and then everything listens on all interfaces.
+    """
+    variable, enabled = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    before = os.environ.get(variable)
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[variable] = "0"  # for Ray's own processes and the workers
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = enabled
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 def check_gpus(config: ServiceConfig, num_gpus: int) -> None:

@@ -27,7 +27,7 @@ from paceline.infra.replica_parts import StorePaths
 from paceline.paths import resolve_model
 from paceline.serving.api import build_api
 from paceline.serving.api_generation import ApiParts
-from paceline.serving.deployment import DeploymentLimits, EngineReplica, bind_engine
+from paceline.serving.deployment import DeploymentLimits, EngineReplica, bind_engine, close_grpc_port
 from paceline.serving.engine_stream import EngineFacts, decode_facts, encode, stream_events
 from paceline.serving.http_relay import answer_http, relay_router
 from paceline.serving.resume import MAX_SILENCE_S, ResumingClient
@@ -99,6 +99,7 @@ class ResumeIngress:
 
     async def __init__(self, engines: DeploymentHandle, values: dict[str, Any]) -> None:  # type: ignore[misc]
         """Ready when an engine has said what it serves."""
+        close_grpc_port()
         self._config = build_config(ServiceConfig, values)
         replica_id = serve.get_replica_context().replica_id.unique_id
         data_dir = StorePaths.of(self._config).data_dir

@@ -16,6 +16,8 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
+from ray.serve._private import constants as serve_constants
+from ray.serve._private import replica as serve_replica
 from ray.serve.config import BackpressureConfig
 
 from paceline.errors import ConfigError
@@ -61,10 +63,27 @@ def load_factory(path: str) -> Callable[[dict[str, Any], str], ReplicaParts]:
         raise ConfigError(f"factory must be an import path 'module:name', got {path!r}: {e}") from e
 
 
+def close_grpc_port() -> None:
+    """Keep this replica off a port for gRPC between deployments; a replica calls it while it is built.
+
+    Serve opens one in every replica, on all interfaces and without Ray's token, and unpickles what anybody sends to it.
+    Nothing uses it unless Serve was told to send requests that way.
+    """
+    if serve_constants.RAY_SERVE_USE_GRPC_BY_DEFAULT or serve_constants.RAY_SERVE_PROXY_USE_GRPC:
+        log.warning(
+            "Serve's gRPC between deployments runs code for whoever reaches its port, which Ray's token does not guard: "
+            "unset RAY_SERVE_USE_GRPC_BY_DEFAULT, RAY_SERVE_PROXY_USE_GRPC and RAY_SERVE_THROUGHPUT_OPTIMIZED, or use "
+            "RAY_USE_TLS with certificates of clients"
+        )
+        return
+    serve_replica.add_port_to_grpc_server = lambda server, address: 0  # a server without a port
+
+
 class EngineReplica:
     """One replica. Contains no logic."""
 
     def __init__(self, factory: str, config: dict[str, Any]) -> None:
+        close_grpc_port()
         replica_id = serve.get_replica_context().replica_id.unique_id
         self.parts = load_factory(factory)(config, replica_id)
         self._is_closed = False

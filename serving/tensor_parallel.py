@@ -114,7 +114,10 @@ def join_ranks(rank: int, settings: RankSettings) -> tuple[torch.device, Orders]
     # What transformers looks its own rank up by.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(settings.size))
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    store = dist.TCPStore("127.0.0.1", settings.port, settings.size, is_master=rank == 0, timeout=_TIMEOUT)
+    for library in ("GLOO", "NCCL"):  # all ranks are on this machine; by default they listen on an outer interface
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    store = _store(rank, settings)
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
         store=dist.PrefixStore("group", store),
@@ -124,6 +127,19 @@ def join_ranks(rank: int, settings: RankSettings) -> tuple[torch.device, Orders]
         device_id=device if kind == "cuda" else None,
     )
     return device, Orders(store)
+
+
+def _store(rank: int, settings: RankSettings) -> dist.TCPStore:
+    """The ranks' store; rank 0 hands it a socket on loopback, because of itself it listens on all interfaces."""
+    listener = socket.create_server(("127.0.0.1", settings.port)).detach() if rank == 0 else None
+    return dist.TCPStore(
+        "127.0.0.1",
+        settings.port,
+        settings.size,
+        is_master=rank == 0,
+        timeout=_TIMEOUT,
+        master_listen_fd=listener,
+    )
 
 
 class Ranks:

@@ -1,4 +1,4 @@
-"""Shared pytest set-up: the repository root is importable, Ray starts without telemetry or tokens, kernels interpreted.
+"""Shared pytest set-up: the repository root is importable, Ray starts without telemetry and with a token, kernels interpreted.
 
 Triton decides between compiler and interpreter when it is first imported, and transformers imports it: without an
 accelerator the interpreter is chosen here, before any test module. TRITON_INTERPRET=0 or 1 overrides.
@@ -8,6 +8,7 @@ browsers stays with one worker: it shares ports and session fixtures, and its cl
 
 import functools
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # else Ray would write ~/.ray/auth_token
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ["OMP_NUM_THREADS"] = "1"  # processes of two threads each on two cores would stall each other

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,11 +16,14 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
+import ray
 import torch
+from ray._private import ray_constants
 
 from paceline.adapt.registry import DrafterRegistry
-from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig, TrainerResources
+from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig, TrainerResources, to_dict
 from paceline.errors import ConfigError
 from paceline.infra.app import Service, check_gpus, claim_port, run_service, stop_service
 from paceline.infra.engine_metrics import render_metrics
@@ -50,6 +57,37 @@ def wait_for(read: Callable[[], Any], timeout_s: float = 30.0) -> Any:
         assert time.monotonic() < deadline, "condition did not come true in time"
         time.sleep(0.1)
     return value
+
+
+def outer_listeners() -> tuple[set[str], list[tuple[str, int, str]]]:
+    """Names of this process and all below it that listen on TCP; address, port and name of what listens beyond loopback."""
+    names, outer = set(), []
+    for process in (here := psutil.Process(), *here.children(recursive=True)):
+        try:
+            name, connections = " ".join(process.cmdline()) or process.name(), process.net_connections("tcp")
+        except psutil.NoSuchProcess:  # ended meanwhile
+            continue
+        for ip, port in (c.laddr for c in connections if c.status == psutil.CONN_LISTEN):
+            names.add(name)
+            if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback:
+                outer.append((ip, port, name))
+    return names, outer
+
+
+def run_as_client(address: str, **environment: str) -> subprocess.Popen[str]:
+    """A driver in a process of its own that tries to run code in the Ray at `address`."""
+    code = (
+        "import sys, ray\n"
+        "ray.init(address=sys.argv[1], log_to_driver=False)\n"
+        "print('ran', ray.get(ray.remote(lambda: 6 * 7).options(num_cpus=0).remote()))\n"
+    )
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+    # without this variable a client looks for a Ray on 127.0.0.1 at the computer's outer address
+    environment = {**kept, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, address], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +228,62 @@ def test_without_tokens_what_the_service_tells_about_itself_stays_on_this_comput
     assert httpx.get(f"{service.url}{path}").status_code == 200
     assert httpx.get(f"{service.url}{path}", headers={"host": "rebound.example"}).status_code == 403
     assert httpx.get(f"{service.url}{path}", headers={"x-forwarded-for": "10.0.0.7"}).status_code == 403
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_nothing_of_the_service_listens_beyond_loopback(service: Service, client: openai.OpenAI) -> None:
+    client.completions.create(model="tiny", prompt="abc", max_tokens=2)
+    names, outer = outer_listeners()
+    parts = ("gcs_server", "raylet", "Agent", "Proxy", "Replica", "ServeController", "redis")
+    assert [p for p in parts if not any(p in name for name in names)] == [], names
+    assert outer == []
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_ray_runs_nothing_for_a_client_without_its_token(service: Service, tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    assert address.startswith("127.0.0.1:")
+    clients = [
+        run_as_client(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=os.environ["RAY_AUTH_TOKEN"]),
+        run_as_client(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="guess"),
+        run_as_client(address, RAY_AUTH_MODE="disabled"),
+        run_as_client(address, HOME=str(tmp_path)),
+    ]
+    invited, *others = [c.communicate(timeout=120)[0] for c in clients]
+    assert "ran 42" in invited, invited[-2000:]
+    for process, output in zip(clients[1:], others, strict=True):
+        assert process.returncode != 0 and "ran" not in output.split()
+        assert "Unauthenticated" in output or "AuthenticationError" in output, output[-2000:]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_host_opens_the_http_port_and_no_other(config: ServiceConfig, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from paceline.config import ServiceConfig, build_config\n"
+        "from paceline.infra.app import run_service, stop_service\n"
+        "from tests.infra.test_app import outer_listeners\n"
+        "if __name__ == '__main__':\n"
+        "    service = run_service(build_config(ServiceConfig, __import__('json').loads(sys.argv[1])))\n"
+        "    opened = {(ip, port) for ip, port, _ in outer_listeners()[1]}\n"
+        "    print('opened', sorted(opened), 'port', service.config.port)\n"
+        "    stop_service(service)\n"
+    )
+    open_to_all = replace(config, host="0.0.0.0", data_dir=str(tmp_path / "data"), model_name="open", api_token="t")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_A")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(to_dict(open_to_all))],
+        env={**environment, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    (line,) = [e for e in done.stdout.splitlines() if e.startswith("opened")] or [done.stderr[-2000:]]
+    port = line.rpartition(" ")[2]
+    assert line == f"opened [('0.0.0.0', {port})] port {port}"
+    assert not (tmp_path / ".ray").exists()  # the token that Ray would have written is as readable as any other file
+    assert "Token authentication" not in done.stderr
 
 
 @pytest.mark.ray

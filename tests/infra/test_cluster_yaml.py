@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import BaseModel
+from ray._private.authentication import authentication_token_setup
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
@@ -117,7 +118,16 @@ def test_cluster_has_head_replicas_and_trainers_and_its_own_setup() -> None:
     ]
     slot = load(SERVICE)["applications"][0]["deployments"][0]["ray_actor_options"]["resources"]
     assert set(slot) <= set(types["serve_gpu"]["resources"])
-    assert all("RAY_AUTH_MODE" in c for c in values["head_start_ray_commands"] if "--head" in c)
+
+
+def test_every_node_wants_rays_token_and_gets_it() -> None:
+    values = load(CLUSTER)
+    starts = [
+        c for k in ("head_start_ray_commands", "worker_start_ray_commands") for c in values[k] if "ray start" in c
+    ]
+    assert len(starts) == 2 and all("RAY_AUTH_MODE=token ray start" in c for c in starts)
+    assert values["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert authentication_token_setup._get_default_token_path() == Path("~/.ray/auth_token").expanduser()
 
 
 def service_config() -> ServiceConfig:
@@ -158,6 +168,8 @@ def test_every_node_mounts_the_shared_data_folder_and_redis_is_not_rays() -> Non
 def test_the_mounted_files_are_enough_to_install_the_package(tmp_path: Path) -> None:
     prefix = "~/paceline-source/"
     for there, here in load(CLUSTER)["file_mounts"].items():
+        if here.startswith("~"):  # of whoever starts the cluster, not of the checkout
+            continue
         source = ROOT / here
         assert source.exists(), here
         if there.startswith(prefix):

@@ -18,12 +18,20 @@ from paceline.infra.redis_server import EmbeddedRedis, resolve_redis
 
 
 def test_password_is_needed_and_not_in_the_arguments(shared_redis):
-    bare = redis.Redis(port=shared_redis.port)
-    with pytest.raises(redis.exceptions.AuthenticationError):
-        bare.ping()
+    for credentials in ({}, {"password": "guess"}, {"username": "default", "password": ""}):
+        bare = redis.Redis(port=shared_redis.port, **credentials)
+        with pytest.raises(redis.exceptions.AuthenticationError):
+            bare.ping()
     arguments = " ".join(psutil.Process(shared_redis.pid).cmdline())
     assert shared_redis._password not in arguments
     assert shared_redis._password not in redact(shared_redis.url)
+
+
+def test_it_listens_on_loopback_only_and_on_no_unix_socket(shared_redis):
+    process = psutil.Process(shared_redis.pid)
+    listening = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert [tuple(a) for a in listening] == [("127.0.0.1", shared_redis.port)]
+    assert [c.laddr for c in process.net_connections("unix") if c.laddr] == []
 
 
 @pytest.mark.parametrize("command", [("EVAL", "return 1", 0), ("SCRIPT", "LOAD", "return 1"), ("CONFIG", "GET", "dir")])
