@@ -36,7 +36,7 @@ serve: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(PY) tests/link_tree.py .mypy_tree
+	$(PY) tests/helpers/link_tree.py .mypy_tree
 	cd .mypy_tree && ../$(PY) -m mypy --config-file ../pyproject.toml -p paceline
 
 package: $(VENV)/.ready

@@ -23,20 +23,20 @@ from ray.serve.handle import DeploymentHandle
 from paceline.clock import SystemClock
 from paceline.config import ServiceConfig, build_config, to_dict
 from paceline.errors import ConfigError, PacelineError
-from paceline.infra.controller_actor import stop_controller
-from paceline.infra.dashboard_access import configured_admin_token
-from paceline.infra.redis_clients import Keys, redact
-from paceline.infra.redis_server import EmbeddedRedis, configured_redis_url, resolve_redis
-from paceline.infra.replica_parts import StorePaths, ensure_first_version, is_adaptive, replica_values
-from paceline.infra.resume_ingress import INGRESS_CPUS, bind_resuming
-from paceline.infra.stop_signals import kept_sigterm
+from paceline.infra.controller.actor import stop_controller
+from paceline.infra.service.deployment import DeploymentLimits, bind_replicas
+from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
+from paceline.infra.service.parts import StorePaths, ensure_first_version, is_adaptive, replica_values
+from paceline.infra.service.stop_signals import kept_sigterm
+from paceline.infra.state.redis_clients import Keys, redact
+from paceline.infra.state.redis_server import EmbeddedRedis, configured_redis_url, resolve_redis
+from paceline.infra.web.access import configured_admin_token
 from paceline.paths import resolve_drafter, resolve_model
-from paceline.serving.deployment import DeploymentLimits, bind_replicas
 
 log = logging.getLogger(__name__)
 
 APP_NAME = "paceline"
-FACTORY = "paceline.infra.replica_parts:replica_parts"
+FACTORY = "paceline.infra.service.parts:replica_parts"
 OBJECT_STORE_BYTES = 150 * 2**20
 LOCAL_GRACE_S = 30.0
 """Drain of a service on one computer; a cluster's Serve configuration sets its own."""
@@ -135,9 +135,9 @@ def register_first_drafter(config: ServiceConfig) -> None:
     Done before the replicas start, so that a wrong drafter ends in one clear error.
     Raises: ConfigError, DrafterMismatchError.
     """
-    from paceline.adapt.registry import DrafterRegistry
-    from paceline.infra.replica_parts import make_slots
-    from paceline.serving.target import TargetModel
+    from paceline.adapt.versions.registry import DrafterRegistry
+    from paceline.infra.service.parts import make_slots
+    from paceline.serving.target_model.model import TargetModel
 
     assert config.redis_url is not None
     target = TargetModel.load(resolve_model(config.model), device="cpu", dtype=config.dtype)

@@ -13,17 +13,15 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
-from paceline.kernels import (
-    draft_ingest_ref,
-    kv_commit_ref,
-    kv_scatter_ref,
-    rope_scatter_ref,
-    slot_attention_ref,
-    topk_lse_ref,
-    tree_accept_ref,
-    tree_attention_ref,
-    tree_build_ref,
-)
+from paceline.kernels.reference import draft_ingest as draft_ingest_ref
+from paceline.kernels.reference import kv_rows as kv_commit_ref
+from paceline.kernels.reference import kv_rows as kv_scatter_ref
+from paceline.kernels.reference import rope_scatter as rope_scatter_ref
+from paceline.kernels.reference import slot_attention as slot_attention_ref
+from paceline.kernels.reference import topk_lse as topk_lse_ref
+from paceline.kernels.reference import tree_accept as tree_accept_ref
+from paceline.kernels.reference import tree_attention as tree_attention_ref
+from paceline.kernels.reference import tree_build as tree_build_ref
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +90,7 @@ def _has_triton() -> bool:
 
 
 def _is_interpreted() -> bool:
-    from paceline.kernels.triton_launch import is_interpreted
+    from paceline.kernels.gpu.launch import is_interpreted
 
     return is_interpreted()
 
@@ -122,18 +120,18 @@ def _triton(device_type: str) -> Kernels:
             "kernel backend triton must run on a CUDA device, or on the CPU in triton's interpreter with "
             f"TRITON_INTERPRET=1 set before triton is first imported (for tests), got device {device_type}"
         )
-    from paceline.kernels import (
+    from paceline.kernels.gpu import attention_plan as tree_attention_plan
+    from paceline.kernels.gpu import (
         draft_ingest,
-        kv_commit,
-        kv_scatter,
         rope_scatter,
         slot_attention,
         topk_lse,
         tree_accept,
         tree_attention,
-        tree_attention_plan,
         tree_build,
     )
+    from paceline.kernels.gpu import kv_rows as kv_commit
+    from paceline.kernels.gpu import kv_rows as kv_scatter
 
     return Kernels(
         backend="triton",

@@ -1,4 +1,7 @@
-"""Every configuration class and the loader that refuses unknown keys."""
+"""Every configuration class and the loader that refuses unknown keys.
+
+How do a few words of a command line or a benchmark become a tree configuration?
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ class EngineConfig:
     page_tokens: int = 16
     """Rows of one KV page."""
     kv_bytes: int | None = None
-    """Byte budget of target and drafter KV, and of features kept for the prefix cache, together; None = chosen at start from the free memory (serving/kv_budget.py)."""
+    """Byte budget of target and drafter KV, and of features kept for the prefix cache, together; None = chosen at start from the free memory (serving/loading/kv_size.py)."""
     prefill_chunk_tokens: int = 256
     """Prompt rows that one round may prefill, over all requests."""
     min_prefill_tokens: int = 64
@@ -398,3 +401,31 @@ def load_config(path: str | Path) -> ServiceConfig:
 def to_dict(config: Any) -> dict:
     """Plain values of a configuration, the inverse of build_config."""
     return dataclasses.asdict(config)
+
+
+def with_tree_options(
+    base: TreeConfig,
+    *,
+    policy: str | None = None,
+    max_draft_tokens: int | None = None,
+    mix: str | None = None,
+) -> TreeConfig:
+    """`base` with what is given; None keeps its value.
+
+    More draft tokens than the largest of the node budgets that policy `adaptive` chooses among: those are continued,
+    so that it can use them.
+    Raises: ConfigError on a value that is not allowed.
+    """
+    given: dict[str, Any] = {"policy": policy, "max_draft_tokens": max_draft_tokens, "mix": mix}
+    changes = {name: value for name, value in given.items() if value is not None}
+    if max_draft_tokens is not None:
+        changes["node_buckets"] = node_buckets(base.node_buckets, max_draft_tokens)
+    return dataclasses.replace(base, **changes)
+
+
+def node_buckets(known: tuple[int, ...], max_draft_tokens: int) -> tuple[int, ...]:
+    """The known budgets, continued in steps of about a half of the last one up to max_draft_tokens."""
+    out = list(known)
+    while out[-1] < max_draft_tokens:
+        out.append(min(out[-1] + max(out[-1] // 2, 1), max_draft_tokens))
+    return tuple(out)

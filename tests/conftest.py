@@ -34,7 +34,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if _has_accelerator else "1")
 @functools.cache  # asked once a test
 def has_services(module: Path) -> bool:
     """Whether a test module starts services, clusters or browsers."""
-    return module.parent.name in ("e2e", "infra") or any(
+    return not {"e2e", "infra"}.isdisjoint(module.parts) or any(
         m in module.read_text("utf-8") for m in ("mark.ray", "mark.browser")
     )
 

@@ -6,11 +6,11 @@ import re
 import pytest
 
 from paceline import paths
-from paceline.adapt.drafter_families import FAMILIES
-from paceline.adapt.learning_curve import CURVE_FILE, read_curve
-from paceline.adapt.target_handle import load_target_handle
-from paceline.bench.draft_arms import weights_of
-from paceline.bench.engine_run import load_named_drafter, trained_domains
+from paceline.adapt.families.table import FAMILIES
+from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.recipes.learning_curve import CURVE_FILE, read_curve
+from paceline.bench.common.engine_run import load_named_drafter, trained_domains
+from paceline.bench.drafters.arms import weights_of
 from paceline.errors import ConfigError
 from paceline.paths import (
     BUNDLED_DRAFTER,
@@ -21,7 +21,7 @@ from paceline.paths import (
     resolve_drafter,
     resolve_model,
 )
-from paceline.serving.target import checkpoint_version
+from paceline.serving.target_model.model import checkpoint_version
 
 HERE = bundled_drafters()
 

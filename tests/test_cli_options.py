@@ -5,7 +5,7 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli.main import app
 from paceline.errors import ConfigError
 from paceline.paths import check_output
 
@@ -53,7 +53,7 @@ def _trained(monkeypatch, *options):
         seen.append((data, recipe, command))
         return {}
 
-    monkeypatch.setattr("paceline.adapt.train_drafter.train_drafter", train)
+    monkeypatch.setattr("paceline.adapt.recipes.drafter.train_drafter", train)
     result = RUN.invoke(app, ["train-drafter", "--target", "bundled", "--out", "o", *options])
     assert result.exit_code == 0, result.output
     return seen[0]

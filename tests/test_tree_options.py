@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-import paceline.infra.serve_command as serve_command
-from paceline.cli import app
+import paceline.infra.serve as serve_command
+from paceline.cli.main import app
 from paceline.config import ServiceConfig, TreeConfig, build_config, to_dict
 from paceline.errors import ConfigError
 

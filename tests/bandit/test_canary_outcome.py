@@ -5,7 +5,7 @@ import pytest
 
 from paceline.config import PolicyConfig
 from paceline.contracts import Decision, TrainResult
-from tests.bandit.world import World
+from tests.helpers.world import World
 
 
 def world(policy: str = "always") -> World:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from paceline.config import PolicyConfig
-from tests.bandit.world import FIRST, World
+from tests.helpers.world import FIRST, World
 
 LENGTHS = {"a": 2.46, "b": 2.79, "c": 1.4}
 CEILINGS = {"a": 2.46, "b": 2.79, "c": 2.3}

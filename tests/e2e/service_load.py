@@ -17,10 +17,10 @@ import torch
 
 from paceline.config import EngineConfig, PolicyConfig, ServiceConfig
 from paceline.infra.app import Service, run_service, stop_service
-from paceline.serving.drafter_families import save_drafter
-from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
-from paceline.serving.target import TargetModel
-from tests.fakes import greedy_continuation, plain_logits, tiny_model, tiny_target, tiny_tokenizer
+from paceline.serving.loading.families import save_drafter
+from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from paceline.serving.target_model.model import TargetModel
+from tests.helpers.fakes import greedy_continuation, plain_logits, tiny_model, tiny_target, tiny_tokenizer
 
 VOCAB, WIDTH, NUM_PROMPTS, MAX_TOKENS = 300, 32, 16, 64
 PROMPTS = [[3 + (17 * i + 5 * k) % (VOCAB - 3) for k in range(2 + i)] for i in range(NUM_PROMPTS)]

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.adapt.registry import DrafterRegistry
-from paceline.bench.workloads import load_prompts
+from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.bench.common.workloads import load_prompts
 from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig, TreeConfig
 from paceline.infra.app import run_service, stop_service
 from tests.e2e.service_load import wait_for

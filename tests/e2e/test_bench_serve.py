@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli.main import app
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from paceline.adapt.registry import DrafterRegistry
-from paceline.bench.lossless import LosslessChecker
-from paceline.bench.workloads import bundled_prompts
+from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.bench.common.lossless import LosslessChecker
+from paceline.bench.common.workloads import bundled_prompts
 from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig, TreeConfig
 from paceline.contracts import is_canary
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.paths import resolve_drafter, resolve_model
-from paceline.serving.drafter_families import read_drafter_files
+from paceline.serving.loading.families import read_drafter_files
 from tests.e2e.service_load import fresh_state, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -17,16 +17,16 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.adapt.registry import DrafterRegistry
+from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig
 from paceline.infra.app import Service, run_service, stop_service
-from paceline.infra.demo_client import DemoClient
-from paceline.infra.demo_scenario import Phase, Traffic
+from paceline.infra.demo.client import DemoClient
+from paceline.infra.demo.scenario import Phase, Traffic
 from paceline.paths import resolve_drafter, resolve_model
-from paceline.serving.drafter_families import read_drafter_files
-from paceline.serving.target import TargetModel
-from tests.browser_page import Watch, open_browser, watched_page
+from paceline.serving.loading.families import read_drafter_files
+from paceline.serving.target_model.model import TargetModel
 from tests.e2e import service_load
+from tests.helpers.browser_page import Watch, open_browser, watched_page
 
 pytestmark = [pytest.mark.browser, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 SCREENSHOTS = os.environ.get("PACELINE_SCREENSHOTS")

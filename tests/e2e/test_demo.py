@@ -30,7 +30,7 @@ def _run(tmp_path, *options):
     command = [
         sys.executable,
         "-m",
-        "paceline.cli",
+        "paceline.cli.main",
         "demo",
         "--json",
         str(json_path),
@@ -77,7 +77,7 @@ def test_short_demo_is_lossless_consistent_and_cleans_up(short_path):
 
 def test_interrupted_demo_cleans_up(short_path):
     env = {**os.environ, "TMPDIR": str(short_path), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "paceline.cli", "demo", "--minutes", "5"]
+    command = [sys.executable, "-m", "paceline.cli.main", "demo", "--minutes", "5"]
     out = short_path / "out.txt"
     with out.open("w") as f:
         process = subprocess.Popen(command, stdout=f, stderr=f, env=env, stdin=subprocess.DEVNULL)

@@ -12,14 +12,14 @@ import torch
 from scipy import stats
 
 from paceline.config import EngineConfig, TreeConfig
-from paceline.serving.draft_weights import DrafterSlots
-from paceline.serving.drafter_families import load_drafter
-from paceline.serving.engine import Engine
-from paceline.serving.request import GenerationRequest, SamplingParams
-from paceline.serving.specblock_drafter import SpecBlockDrafter
-from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
-from paceline.serving.target import TargetModel
-from tests.fakes import plain_logits, tiny_target
+from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.engine.engine import Engine
+from paceline.serving.loading.families import load_drafter
+from paceline.serving.sampling.request import GenerationRequest, SamplingParams
+from paceline.serving.specblock.drafter import SpecBlockDrafter
+from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from paceline.serving.target_model.model import TargetModel
+from tests.helpers.fakes import plain_logits, tiny_target
 
 MIN_EXPECTED = 5.0
 SMALLEST_P = 1e-4

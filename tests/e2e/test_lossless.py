@@ -12,23 +12,22 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.bench.engine.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
-from paceline.serving.draft_weights import DrafterSlots
-from paceline.serving.drafter import Drafter
-from paceline.serving.eagle_drafter import EagleDrafter
-from paceline.serving.eagle_model import EagleConfig, EagleModel
-from paceline.serving.engine import Engine
-from paceline.serving.kv_budget import pool_row_bytes
-from paceline.serving.lookup_drafter import PromptLookupDrafter
-from paceline.serving.parallel_head_drafter import ParallelHeadDrafter
-from paceline.serving.parallel_head_model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel
-from paceline.serving.request import GenerationRequest, SamplingParams
-from paceline.serving.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
-from paceline.serving.specblock_drafter import SpecBlockDrafter
-from paceline.serving.specblock_model import SpecBlockConfig, SpecBlockModel
-from paceline.serving.suffix_drafter import SuffixDrafter
-from tests.fakes import greedy_continuation, plain_logits, tiny_target
+from paceline.serving.drafters.interface import Drafter
+from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.drafters.text import PromptLookupDrafter, SuffixDrafter
+from paceline.serving.eagle3.drafter import EagleDrafter
+from paceline.serving.eagle3.model import EagleConfig, EagleModel
+from paceline.serving.engine.engine import Engine
+from paceline.serving.loading.kv_size import pool_row_bytes
+from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
+from paceline.serving.parallel_head.model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel
+from paceline.serving.sampling.request import GenerationRequest, SamplingParams
+from paceline.serving.specblock.drafter import SpecBlockDrafter
+from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from tests.helpers.fakes import greedy_continuation, plain_logits, tiny_target
 
 VOCAB = 64
 NUM_TOKENS = 24

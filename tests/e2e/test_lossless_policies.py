@@ -6,14 +6,13 @@ import dataclasses
 
 import pytest
 
-from paceline.config import EngineConfig, TreeConfig
-from paceline.serving.draft_weights import DrafterSlots
-from paceline.serving.drafter import Drafter
-from paceline.serving.engine import Engine
-from paceline.serving.kv_budget import pool_row_bytes
-from paceline.serving.latency_model import ScaledPrior
-from paceline.serving.text_drafters import make_text_drafter
-from paceline.tree_options import with_tree_options
+from paceline.config import EngineConfig, TreeConfig, with_tree_options
+from paceline.serving.budget.roofline import ScaledPrior
+from paceline.serving.drafters.interface import Drafter
+from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.drafters.text import make_text_drafter
+from paceline.serving.engine.engine import Engine
+from paceline.serving.loading.kv_size import pool_row_bytes
 from tests.e2e.test_lossless import (
     NUM_PROMPTS,
     PAGE,

@@ -18,14 +18,14 @@ import msgspec
 import pytest
 import ray
 
-from paceline.adapt.blob_io import pack_tensors
-from paceline.adapt.registry import DrafterRegistry, shapes_hash
+from paceline.adapt.data.blob_io import pack_tensors
+from paceline.adapt.versions.registry import DrafterRegistry, shapes_hash
 from paceline.config import TraceConfig
 from paceline.contracts import DrafterManifest
 from paceline.infra.app import Service
-from paceline.infra.controller_actor import get_controller
-from paceline.serving.drafter_families import read_drafter_files
-from paceline.serving.target import TargetModel
+from paceline.infra.controller.actor import get_controller
+from paceline.serving.loading.families import read_drafter_files
+from paceline.serving.target_model.model import TargetModel
 from tests.e2e.service_load import (
     NUM_PROMPTS,
     RESTART_S,

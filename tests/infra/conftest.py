@@ -8,11 +8,11 @@ import pytest
 
 from paceline.config import RolloutConfig
 from paceline.contracts import DesiredState
-from paceline.infra.controller_host import ControllerHost
-from paceline.infra.desired_state import ensure_desired
-from paceline.infra.redis_clients import Keys, patient_client
-from paceline.infra.redis_server import EmbeddedRedis
-from tests.infra.hosts import make_host
+from paceline.infra.controller.host import ControllerHost
+from paceline.infra.state.desired import ensure_desired
+from paceline.infra.state.redis_clients import Keys, patient_client
+from paceline.infra.state.redis_server import EmbeddedRedis
+from tests.helpers.hosts import make_host
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +58,7 @@ def rollout() -> RolloutConfig:
 
 @pytest.fixture
 def host(shared_redis, keys, tmp_path, seeded, rollout) -> Iterator[ControllerHost]:
-    """A connected host of tests/infra/hosts.py."""
+    """A connected host of tests/helpers/hosts.py."""
     made = make_host(shared_redis.url, keys, tmp_path, rollout=rollout)
     made.connect()
     yield made

@@ -11,7 +11,7 @@ INTERPRETER = "cpu"
 @pytest.fixture(params=[INTERPRETER, pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """The device whose triton kernels a test runs."""
-    from paceline.kernels.triton_launch import is_interpreted
+    from paceline.kernels.gpu.launch import is_interpreted
 
     if request.param == INTERPRETER and not is_interpreted():
         pytest.skip("needs TRITON_INTERPRET=1")

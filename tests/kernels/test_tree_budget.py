@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from paceline.config import TreeConfig
-from paceline.kernels.tree_budget_ref import choose_budget as choose_reference
-from paceline.kernels.tree_budget_ref import seconds_of_rows
-from paceline.serving.budget import BudgetController
-from paceline.serving.cost_model import CostModel
-from tests.kernels.launches import count_launches
+from paceline.kernels.reference.tree_budget import choose_budget as choose_reference
+from paceline.kernels.reference.tree_budget import seconds_of_rows
+from paceline.serving.budget.controller import BudgetController
+from paceline.serving.budget.cost_model import CostModel
+from tests.helpers.launches import count_launches
 
 pytest.importorskip("triton")
-from paceline.kernels import tree_budget
+from paceline.kernels.gpu import tree_budget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TWINS = {"reference": choose_reference, "triton": tree_budget.choose_budget}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.serving.request import GrammarSpec
-from tests.fakes import EOS_ID
-from tests.serving.constrained import DEAD_END, REGEX, allowed_text, factory, ids
+from paceline.serving.sampling.request import GrammarSpec
+from tests.helpers.constrained import DEAD_END, REGEX, allowed_text, factory, ids
+from tests.helpers.fakes import EOS_ID
 
 
 def test_masks_follow_the_answer_and_end_with_it() -> None:

@@ -1,0 +1,125 @@
+"""What does one kind of drafter have to say so that it can be trained, updated online and judged?
+
+The other half of `serving/drafters/family.py`; `drafter_families.py` holds the table.
+Shape legend: B requests of a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+
+from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
+from paceline.adapt.families.row_batch import RowBatch
+from paceline.adapt.families.target_handle import TargetHandle
+from paceline.errors import ConfigError
+from paceline.serving.drafters.family import DrafterModel, DrafterSettings, TargetHandles
+from paceline.serving.sampling.request import RequestTrace
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
+"""A dataclass of settings."""
+Report = dict[str, torch.Tensor]
+"""Detached sums over a batch. Every family reports "rows" (supervised rows), "nll1" (cross-entropy of the first draft
+token, summed over them, in nats), "loss" (the mean loss) and "correct{b}" for its blocks b = 1, 2, ...: a histogram over
+0..S of how many tokens of the block, from its first, are all right."""
+
+
+class TrainingLoss(Protocol):
+    """The loss of one batch."""
+
+    def __call__(
+        self,
+        model: Any,
+        batch: RowBatch,
+        frozen: Any,
+        config: Any,
+        generator: torch.Generator,
+        /,
+        *,
+        trains_backbone: bool = True,
+    ) -> tuple[torch.Tensor, Report]:
+        """Mean loss per supervised row, and a report.
+
+        Args:
+            frozen: what TrainingFamily.frozen made of the target.
+            config: the family's loss settings.
+            generator: of all random choices; on the CPU.
+            trains_backbone: False computes hidden states without a graph (only heads and calibration learn).
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingFamily:
+    """How one kind of drafter learns."""
+
+    name: str
+    """The family's `drafter_type`."""
+    defaults: Mapping[str, Any]
+    """Values of the recipe's fields that are None: learning_rate, num_layers, num_slots, loss."""
+    make_config: Callable[[TargetHandle, TargetShape, DrafterRecipe], DrafterSettings]
+    """The default architecture for a target and a complete recipe."""
+    prepare: Callable[[Any, Sequence[RequestTrace], TargetHandle], None]
+    """Set what a fresh model takes over from its training text, before the first step."""
+    frozen: Callable[[TargetHandles, torch.device], Any]
+    """What the loss reads of the target, on this device: tensors without gradients."""
+    loss: TrainingLoss
+    update_loss: Callable[[Any, bool], Any]
+    """Loss settings of an online update, given the model and whether its backbone learns."""
+    held_out_loss: Callable[[Any], Any]
+    """Loss settings for held-out numbers, given those of training: every row counts, nothing is drawn."""
+    arms: Mapping[str, tuple[str, ...] | None]
+    """Name prefixes of the parameters that an arm trains, by `ArmSpec.parameters`; None = all."""
+    scalars: tuple[str, ...] = ("log_beta",)
+    """Parameters that are log-scales of order 1, not matrices: they learn at a higher rate."""
+    refused: tuple[str, ...] = ("edge_rank",)
+    """Fields of the recipe that must stay None, because the family has no such thing."""
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What a recipe may leave out: name -> field of the network's or the loss's settings that becomes False."""
+
+    def complete(self, recipe: DrafterRecipe) -> DrafterRecipe:
+        """The recipe with this family's defaults where it says None, and a loss without what it leaves out.
+
+        Raises: ConfigError when it sets, or leaves out, what the family does not have.
+        """
+        strange = [name for name in recipe.without if name not in self.parts]
+        if strange and not self.parts:
+            raise ConfigError(f"without must be left out for {self.name} drafters, got {', '.join(recipe.without)!r}")
+        if strange:
+            raise ConfigError(
+                f"without must be among {', '.join(self.parts)} for {self.name} drafters, got {strange[0]!r}"
+            )
+        for name in self.refused:
+            if getattr(recipe, name) is not None:
+                raise ConfigError(f"{name} must be left out for {self.name} drafters, got {getattr(recipe, name)!r}")
+        missing = {name: value for name, value in self.defaults.items() if getattr(recipe, name) is None}
+        recipe = dataclasses.replace(recipe, drafter=self.name, **missing)
+        return dataclasses.replace(recipe, loss=leave_out(recipe.loss, recipe.without, self.parts))
+
+    def split_scalars(self, model: DrafterModel) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+        """(weights, scalars) of a model among the parameters that require gradients."""
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        return [p for n, p in named if n not in self.scalars], [p for n, p in named if n in self.scalars]
+
+
+def leave_out(settings: Settings, names: Sequence[str], parts: Mapping[str, str]) -> Settings:
+    """The settings with the fields of these parts False, where they have them. parts: as TrainingFamily.parts."""
+    own = {f.name for f in dataclasses.fields(settings)}
+    return dataclasses.replace(settings, **{parts[n]: False for n in names if parts[n] in own})
+
+
+def summarise(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Held-out numbers from summed reports: "nll" per row, and the share of a block's rows whose slots 0..s are all right."""
+    out = {"nll": float(sums["nll1"] / sums["rows"].clamp_min(1))}
+    block = 1
+    while (histogram := sums.get(f"correct{block}")) is not None:
+        reached = histogram.flip(0).cumsum(0).flip(0) / histogram.sum().clamp_min(1)
+        out |= {f"block{block}_slot{s}": float(reached[s + 1]) for s in range(len(reached) - 1)}
+        block += 1
+    return out

@@ -1,0 +1,320 @@
+"""What does a parallel head compute for many anchors of logged requests that share one context each?
+
+Shape legend: B requests of a batch, T context rows (padded at the end), A anchors of a request, S draft slots, N = 1 + S
+block rows, H hidden size, Hq/Hkv query/KV heads, G = Hq / Hkv, Dh head dim, V vocabulary.
+A block behind anchor a sees the context rows t < a (the anchor's own feature does not exist while drafting) and its own
+rows, those before each row or all of them; blocks do not see each other.
+Source: tree_speculation.md 1.4 and 1.5 (JetSpec, DFlash).
+
+The training step of a parallel head on logged requests: which anchors, which targets, which weights?
+
+Shape legend: B requests of a batch, A anchors, S draft slots, M supervised (anchor, slot) rows, k logged target
+log-probs a token, H hidden size, V vocabulary.
+JetSpec learns the target's soft distribution by forward KL with equal weights; DFlash learns the token in the text by
+cross-entropy with weights exp(-s / gamma) of slot s, gamma = 7 in a block of 15 slots. Sums are divided by the sum of
+their weights. A share of the rows sees the edge correction by the true previous token; the others keep the uncorrected
+logits a good choice of candidates.
+Source: tree_speculation.md 1.5 (JetSpec), 2 (DFlash), 4.3 (edge correction).
+
+How is a JetSpec or a DFlash drafter made for a target, trained, updated and judged?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from paceline.adapt.families.family import TrainingFamily
+from paceline.adapt.families.fresh import even_taps
+from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
+from paceline.adapt.families.row_batch import RowBatch, soft_cross_entropy
+from paceline.adapt.families.target_handle import TargetHandle
+from paceline.errors import ConfigError
+from paceline.serving.drafters.family import TargetHandles
+from paceline.serving.parallel_head.model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel, block_visibility
+from paceline.serving.sampling.request import RequestTrace
+from paceline.serving.specblock.model import rope_cos_sin
+
+
+def supervised_anchors(is_output: torch.Tensor) -> torch.Tensor:
+    """(B, T + 1) bool: positions that the target wrote and behind which it wrote at least one more token."""
+    out = torch.zeros_like(is_output)
+    out[:, 1:-1] = is_output[:, 1:-1] & is_output[:, 2:]
+    return out
+
+
+def draw_anchors(
+    is_output: torch.Tensor, num_anchors: int | None, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Anchors of each request, all different: positions (B, A) int64 and which of them are real (B, A) bool.
+
+    num_anchors: drawn at random per request; None = every supervised position. The draws come from the CPU, so that
+    they are the same on every device.
+    """
+    allowed = supervised_anchors(is_output)
+    most = max(1, int(allowed.sum(1).max()))
+    order = torch.rand(allowed.shape, generator=generator).to(allowed.device).masked_fill(~allowed, -1.0)
+    draws, anchors = order.topk(most if num_anchors is None else min(num_anchors, most), dim=1)
+    is_real = draws >= 0
+    return torch.where(is_real, anchors, 1), is_real
+
+
+def anchored_forward(
+    model: ParallelHeadModel, batch: RowBatch, embed: torch.Tensor, anchors: torch.Tensor
+) -> torch.Tensor:
+    """Hidden states of the draft slots of every anchor, before the final norm: (B, A, S, H).
+
+    Args:
+        embed: (V, H), the target's token embedding.
+        anchors: (B, A) int64 token positions, each at least 1.
+    """
+    c = model.config
+    b, t = batch.features.shape[:2]
+    rows = c.num_slots + 1
+    device = anchors.device
+    g = model.fuse(batch.features.to(model.cond_proj.weight.dtype))  # (B, T, H)
+    context_angles = rope_cos_sin(torch.arange(t, device=device), c.head_dim, c.rope_theta, c.rope_scaling)
+    steps = torch.arange(rows, device=device)
+    block_angles = rope_cos_sin(
+        anchors[..., None] + steps, c.head_dim, c.rope_theta, c.rope_scaling
+    )  # (B, A, N, Dh / 2)
+    x = model.block_rows(batch.token_ids.gather(1, anchors), embed).to(g.dtype)
+    is_past = torch.arange(t, device=device) < anchors[..., None]  # (B, A, T)
+    own = block_visibility(c.num_slots, c.is_causal, device)
+    seen = torch.cat(
+        (is_past[:, :, None].expand(-1, -1, rows, -1), own.expand(b, anchors.shape[1], -1, -1)), dim=3
+    )  # (B, A, N, T + N)
+    for layer in model.block_layers():
+        context_k, context_v = layer.key_value(g, *context_angles)  # (B, T, Hkv, Dh)
+        y = layer.enter(x)
+        q = layer.query(y, *block_angles).unflatten(3, (c.num_kv_heads, -1))  # (B, A, N, Hkv, G, Dh)
+        k, v = layer.key_value(y, *block_angles)  # (B, A, N, Hkv, Dh)
+        # Two products share one softmax: the keys of other anchors' blocks are never multiplied.
+        scores = torch.cat(
+            (torch.einsum("banhgd,bthd->bhgant", q, context_k), torch.einsum("banhgd,bamhd->bhganm", q, k)), dim=-1
+        )
+        scores = scores.float() * c.head_dim**-0.5
+        weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1).to(v.dtype)
+        out = torch.einsum("bhgant,bthd->banhgd", weights[..., :t], context_v)
+        out = out + torch.einsum("bhganm,bamhd->banhgd", weights[..., t:], v)
+        x = layer.finish(x, out.flatten(3))
+    return x[:, :, 1:]
+
+
+OBJECTIVES = ("forward_kl", "cross_entropy")
+_MAX_LOGITS = 2**26
+"""Logits held at once; beyond it the output head runs in checkpointed chunks."""
+DFLASH_DECAY_SHARE = 7 / 15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelLossConfig:
+    """What is trained on a batch and how it is weighted."""
+
+    objective: str = "forward_kl"
+    """'forward_kl' to the target's soft distribution (JetSpec) | 'cross_entropy' with the token in the text (DFlash)."""
+    decay_share: float | None = None
+    """Slot s of S, counted from 0, weighs exp(-s / (decay_share * S)); None = all slots weigh the same."""
+    num_anchors: int | None = 16
+    """Anchors drawn per request and batch; None = every supervised position."""
+    edge_share: float = 0.5
+    """Share of rows whose logits are corrected by the previous token; only with an edge correction."""
+    calibration_weight: float = 0.1
+    calibration_share: float = 0.25
+    """Share of rows whose calibration loss is computed."""
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"loss.objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
+        if self.decay_share is not None and not self.decay_share > 0:
+            raise ConfigError(f"loss.decay_share must be > 0 or null, got {self.decay_share!r}")
+        if self.num_anchors is not None and self.num_anchors < 1:
+            raise ConfigError(f"loss.num_anchors must be >= 1 or null, got {self.num_anchors!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetTables:
+    """What the loss reads of the target, frozen."""
+
+    embed: torch.Tensor  # (V, H) token embedding
+    head: torch.Tensor  # (V, H) output head
+
+    @staticmethod
+    def of(target: TargetHandles, device: torch.device) -> TargetTables:
+        """The tables in float32 on a device; one tensor where the target shares it."""
+        embed = target.embed_weight.detach().to(device, torch.float32)
+        is_tied = target.head_weight is target.embed_weight
+        return TargetTables(
+            embed=embed, head=embed if is_tied else target.head_weight.detach().to(device, torch.float32)
+        )
+
+
+def soft_kl(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Forward KL per row from the logged top-k plus one bucket for the rest: (M, V), (M, k), (M, k) -> (M,)."""
+    target = logprobs.exp() * (ids >= 0)
+    rest = (1.0 - target.sum(-1)).clamp_min(0.0)
+    entropy = -(torch.xlogy(target, target).sum(-1) + torch.xlogy(rest, rest))
+    return soft_cross_entropy(logits, ids, logprobs) - entropy
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rows:
+    """M supervised rows: their logits' input and what they are compared with."""
+
+    z: torch.Tensor  # (M, H), normed
+    text: torch.Tensor  # (M,) int64
+    previous: torch.Tensor  # (M,) int64, the token before
+    topk_ids: torch.Tensor  # (M, k) int64
+    topk_logprobs: torch.Tensor  # (M, k) float32
+    slots: torch.Tensor  # (M,) int64
+    temperatures: torch.Tensor  # (M,) float32
+    is_edged: torch.Tensor  # (M,) bool: corrected; never the first slot, whose parent is the anchor
+    is_side: torch.Tensor  # (M,) bool: teaches the calibration
+
+    def take(self, rows: torch.Tensor) -> _Rows:
+        return _Rows(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+
+def _row_losses(
+    model: ParallelHeadModel, head: torch.Tensor, config: ParallelLossConfig, rows: _Rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token loss (M,), calibration loss of the side rows, cross-entropy of the first slots' rows, best token (M,)."""
+    logits = F.linear(rows.z, head.to(rows.z.dtype)).float()
+    if model.config.edge_rank:
+        edged = rows.is_edged.nonzero()[:, 0]
+        logits = logits.index_add(0, edged, model.edge_bias(rows.previous[edged]).float())
+    if config.objective == "forward_kl":
+        loss = soft_kl(logits, rows.topk_ids, rows.topk_logprobs)
+    else:
+        loss = F.cross_entropy(logits, rows.text, reduction="none")
+    fixed, side, first = logits.detach(), rows.is_side, rows.slots == 0
+    is_sampled = rows.temperatures[side] > 0
+    beta = model.log_beta[is_sampled.long(), rows.slots[side]].exp()
+    scale = beta / torch.where(is_sampled, rows.temperatures[side].clamp_min(0.05), 1.0)
+    calibration = F.cross_entropy(fixed[side] * scale[:, None], rows.text[side], reduction="none")
+    return loss, calibration, F.cross_entropy(fixed[first], rows.text[first], reduction="none"), fixed.argmax(-1)
+
+
+def parallel_training_loss(
+    model: ParallelHeadModel,
+    batch: RowBatch,
+    tables: TargetTables,
+    config: ParallelLossConfig,
+    generator: torch.Generator,
+    *,
+    trains_backbone: bool = True,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of one batch (weighted mean per supervised slot) and detached sums for reporting.
+
+    Args:
+        generator: of the CPU; draws the anchors and the rows that are corrected or calibrated.
+        trains_backbone: False computes hidden states without a graph (only norm, correction and calibration learn).
+    Returns the loss and {"rows": anchors, "loss", "correct1" (histogram over 0..S of leading slots whose best token is
+    the text's), "rows1", "nll1" (cross-entropy of the first slot with the text, summed)}.
+    """
+    s = model.config.num_slots
+    head = tables.head
+    anchors, is_real = draw_anchors(batch.is_output, config.num_anchors, generator)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and trains_backbone):
+        hidden = anchored_forward(model, batch, tables.embed, anchors)
+    last = batch.token_ids.shape[1] - 1
+    at = anchors[..., None] + 1 + torch.arange(s, device=anchors.device)  # (B, A, S) positions that the slots predict
+    inside = at.clamp_max(last)
+    request = torch.arange(anchors.shape[0], device=anchors.device)[:, None, None].expand_as(at)
+    is_supervised = is_real[..., None] & (at <= last) & batch.is_output[request, inside]
+    where = is_supervised.nonzero(as_tuple=True)
+    slots, owner, position = where[2], request[where], at[where]
+    draws = torch.rand(2, slots.numel(), generator=generator).to(slots.device)
+    rows = _Rows(
+        z=model.normed(hidden[where]),
+        text=batch.token_ids[owner, position],
+        previous=batch.token_ids[owner, position - 1],
+        topk_ids=batch.topk_ids[owner, position],
+        topk_logprobs=batch.topk_logprobs[owner, position],
+        slots=slots,
+        temperatures=batch.temperatures[owner],
+        is_edged=(slots > 0) & (draws[0] < config.edge_share),
+        is_side=draws[1] < config.calibration_share * (config.calibration_weight > 0),
+    )
+    out = []
+    most = max(1, _MAX_LOGITS // head.shape[0])
+    for part in torch.arange(slots.numel(), device=slots.device).split(most):
+        args = (model, head, config, rows.take(part) if slots.numel() > most else rows)
+        if slots.numel() > most and torch.is_grad_enabled():
+            out.append(checkpoint(_row_losses, *args, use_reentrant=False))
+        else:
+            out.append(_row_losses(*args))
+    loss, calibration, first_nll, best = (torch.cat(parts) for parts in zip(*out, strict=True))
+    weights = torch.ones_like(loss)
+    if config.decay_share is not None:
+        weights = torch.exp(-slots.float() / (config.decay_share * s))
+    total = (loss * weights).sum() / weights.sum().clamp_min(1e-9)
+    side_weights = weights[rows.is_side]
+    total = total + config.calibration_weight * (calibration * side_weights).sum() / side_weights.sum().clamp_min(1e-9)
+    is_right = torch.zeros_like(is_supervised)
+    is_right[where] = best == rows.text
+    correct = is_right.long().cumprod(-1).sum(-1)[is_real]
+    num_anchors = is_real.sum().float()
+    report = {
+        "rows": num_anchors,
+        "loss": total.detach(),
+        "correct1": torch.bincount(correct, minlength=s + 1).float(),
+        "rows1": num_anchors,
+        "nll1": first_nll.sum(),
+    }
+    return total, report
+
+
+def prepare(model: ParallelHeadModel, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
+    """Even out the taps."""
+    even_taps(model.cond_proj.weight, traces, target)
+
+
+def held_out_loss(config: ParallelLossConfig) -> ParallelLossConfig:
+    return dataclasses.replace(config, num_anchors=None, edge_share=1.0, calibration_weight=0.0)
+
+
+def _family(name: str, loss: ParallelLossConfig) -> TrainingFamily:
+    def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe) -> ParallelHeadConfig:
+        assert recipe.num_layers is not None and recipe.num_slots is not None
+        return ParallelHeadConfig(
+            is_causal=DRAFTER_TYPES[name],
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=target.vocab_size,
+            feature_size=target.feature_size,
+            num_layers=recipe.num_layers,
+            num_slots=recipe.num_slots,
+            edge_rank=recipe.edge_rank or 0,
+            rms_eps=shape.rms_eps,
+        )
+
+    def update_loss(model: ParallelHeadModel, trains_backbone: bool) -> ParallelLossConfig:
+        """Logged rows are few, so every one of them is an anchor; without the backbone, all teach the calibration."""
+        share = loss.calibration_share if trains_backbone else 1.0
+        return dataclasses.replace(loss, num_anchors=None, calibration_share=share)
+
+    return TrainingFamily(
+        name=name,
+        defaults={"learning_rate": 2e-3, "num_layers": 2, "num_slots": 8, "loss": loss},
+        make_config=make_config,
+        prepare=prepare,
+        frozen=TargetTables.of,
+        loss=parallel_training_loss,
+        update_loss=update_loss,
+        held_out_loss=held_out_loss,
+        arms={"calibration": ("log_beta",), "head": ("log_beta", "final_norm", "edge_"), "full": None},
+        refused=("draft_vocab_size",),
+    )
+
+
+JETSPEC = _family("jetspec", ParallelLossConfig())
+DFLASH = _family("dflash", ParallelLossConfig(objective="cross_entropy", decay_share=DFLASH_DECAY_SHARE))

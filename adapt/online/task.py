@@ -1,0 +1,103 @@
+"""RAY LEAF: how does a training order run in a process of its own, beside serving?
+
+A plain task with `max_calls=1`: its process ends with it, so that memory goes back. It is never retried by Ray, since
+whoever ordered it holds a lease on it; a lost worker is a failed job. Infrastructure hands in that lease as a picklable
+object that connects inside the task.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, Protocol
+
+import ray
+
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.online.trainer import ShadowConfig, run_training_job
+from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.config import TrainerResources
+from paceline.contracts import TrainJob, TrainResult
+
+log = logging.getLogger(__name__)
+NICENESS = 10
+"""Serving owns the cores of a shared node; training takes what is left."""
+
+
+class JobLease(Protocol):
+    """The worker's right to run; picklable. Entering it begins to renew it in the background."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *exc: object) -> object: ...
+
+    def should_stop(self) -> bool: ...
+
+    def finish(self, result: TrainResult) -> object: ...
+
+
+def run_leased_job(
+    job: TrainJob,
+    *,
+    trace_root: str,
+    registry_root: str,
+    target_dir: str,
+    threads: int = 1,
+    device: str = "cpu",
+    lease: JobLease | None = None,
+    shadow: ShadowConfig | None = None,
+    niceness: int = NICENESS,
+) -> TrainResult:
+    """Carry out one order in this process and hand the result to the lease.
+
+    Args:
+        trace_root: location of the trace store, reachable from this node.
+        registry_root: location of the drafter registry, reachable from this node.
+        device: where the drafter is trained and scored, cpu or cuda.
+        niceness: added to this process's nice value; 0 leaves it (a process cannot take it back).
+    """
+    if niceness:
+        os.nice(niceness)
+    log.info("training started job=%s bucket=%s arm=%s", job.job_id, job.bucket, job.arm.name)
+    store, registry = TraceStore(trace_root), DrafterRegistry(registry_root)
+    if lease is None:
+        return run_training_job(job, store, registry, target_dir, threads=threads, device=device, shadow=shadow)
+    with lease:
+        result = run_training_job(
+            job, store, registry, target_dir, threads=threads, device=device, should_stop=lease.should_stop, shadow=shadow
+        )  # fmt: skip
+    lease.finish(result)
+    return result
+
+
+@ray.remote(max_calls=1, max_retries=0)
+def train_task(job: TrainJob, **options: object) -> TrainResult:
+    """run_leased_job in a Ray worker."""
+    return run_leased_job(job, **options)  # type: ignore[arg-type]
+
+
+def task_options(resources: TrainerResources, threads: int = 1) -> dict[str, Any]:
+    """What a training task asks of Ray.
+
+    The scheduling strategy is explicit: a caller inside a placement group would otherwise capture its child task.
+    """
+    env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        "num_cpus": resources.num_cpus,
+        "num_gpus": resources.num_gpus,
+        "resources": dict(resources.resources),
+        "scheduling_strategy": "DEFAULT",
+        "runtime_env": {"env_vars": env},
+    }
+
+
+def launch_training(
+    job: TrainJob, *, threads: int = 1, resources: TrainerResources | None = None, **options: object
+) -> ray.ObjectRef:
+    """Start a job and return the reference of its TrainResult; options are those of run_leased_job.
+
+    It waits until a node has the resources free, and trains on the GPU when it asks for one.
+    """
+    wanted = resources or TrainerResources()
+    task: Any = train_task.options(**task_options(wanted, threads))
+    return task.remote(job, threads=threads, device="cuda" if wanted.num_gpus > 0 else "cpu", **options)

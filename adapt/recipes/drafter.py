@@ -1,0 +1,336 @@
+"""Recipe of a drafter: the target writes the text, packed rows, AdamW, warm-up and cosine, resumable."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.adapt.data import corpus
+from paceline.adapt.data.regenerate import RegenerateConfig, folder_documents, regenerate
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.families.family import summarise
+from paceline.adapt.families.recipe import DrafterRecipe, has_native_bf16, target_shape
+from paceline.adapt.families.row_batch import RowBatch, collate
+from paceline.adapt.families.table import training_family
+from paceline.adapt.families.target_handle import TargetHandle, load_target_handle
+from paceline.adapt.gate.shadow import shadow_scores
+from paceline.adapt.recipes.learning_curve import LearningCurve
+from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
+from paceline.errors import ConfigError
+from paceline.serving.drafters.family import DrafterModel
+from paceline.serving.loading.families import drafter_family, save_drafter
+from paceline.serving.sampling.request import RequestTrace
+from paceline.serving.target_model.model import TargetModel, checkpoint_version
+
+log = logging.getLogger(__name__)
+Progress = Callable[[int, int, dict], None]
+_BETA_FACTOR = 10.0
+"""Learning rate of the calibration scalars over that of the weights."""
+_SORT_WINDOW = 16
+"""Batches whose requests are sorted by length together, so that a batch pads little."""
+_EVAL_NODES = 8
+
+
+def plan_batches(lengths: Sequence[int], batch_rows: int, generator: torch.Generator) -> list[list[int]]:
+    """Shuffle requests and group neighbours in length into batches of at most batch_rows padded rows."""
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    mean = max(1.0, sum(lengths) / max(1, len(lengths)))
+    window = max(1, int(_SORT_WINDOW * batch_rows / mean))
+    batches: list[list[int]] = []
+    for at in range(0, len(order), window):
+        batch: list[int] = []
+        for i in sorted(order[at : at + window], key=lambda j: lengths[j]):
+            if batch and (len(batch) + 1) * lengths[i] > batch_rows:
+                batches.append(batch)
+                batch = []
+            batch.append(i)
+        batches.append(batch)
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def rate_at(step: int, total: int, recipe: DrafterRecipe) -> float:
+    """Learning rate of a step of a complete recipe: linear warm-up, cosine to `final_share`."""
+    assert recipe.learning_rate is not None
+    warm = max(1, int(total * recipe.warmup_share))
+    if step < warm:
+        return recipe.learning_rate * (step + 1) / warm
+    share = (step - warm) / max(1, total - warm)
+    low = recipe.final_share
+    return recipe.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+
+
+class _Trainer:
+    """Model, optimizer and position of a run; what a checkpoint holds."""
+
+    def __init__(
+        self, model: DrafterModel, target: TargetHandle, recipe: DrafterRecipe, device: torch.device, num_steps: int
+    ) -> None:
+        """recipe: complete. num_steps: of the whole run."""
+        assert recipe.learning_rate is not None
+        self.model, self.recipe, self.device = model.to(device), recipe, device
+        self.family = training_family(recipe.drafter)
+        self.frozen = self.family.frozen(target, device)
+        weights, scalars = self.family.split_scalars(model)
+        groups = [
+            {"params": weights, "factor": 1.0},
+            {"params": scalars, "factor": _BETA_FACTOR, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
+        )
+        self.step, self.seconds, self.rows, self.num_steps = 0, 0.0, 0, num_steps
+        self.curve = LearningCurve(num_steps)
+        wide = model.config.hidden_size >= 512 or device.type != "cpu"
+        self.is_autocast = (has_native_bf16(device) and wide) if recipe.autocast is None else recipe.autocast
+
+    def autocast(self) -> AbstractContextManager:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.is_autocast else nullcontext()
+
+    def train_batch(self, batch: RowBatch) -> dict[str, float]:
+        """One optimizer step; the row draws depend on (seed, step) only."""
+        generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
+        with self.autocast():
+            loss, report = self.family.loss(self.model, batch, self.frozen, self.recipe.loss, generator)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if not bool(torch.isfinite(norm)):
+            raise ConfigError(f"training diverged at step {self.step}; lower learning_rate")
+        rate = rate_at(self.step, self.num_steps, self.recipe)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["factor"]
+        self.optimizer.step()
+        self.step += 1
+        rows = max(1.0, float(report["rows"]))
+        self.rows += int(rows)
+        return {"loss": float(report["loss"]), "nll": float(report["nll1"]) / rows, "grad_norm": float(norm)}
+
+    def save(self, path: Path, settings: str) -> None:
+        state = {
+            "settings": settings,
+            "step": self.step,
+            "seconds": self.seconds,
+            "rows": self.rows,
+            "curve": self.curve.state(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        tmp = path.with_suffix(f".tmp{os.getpid()}")
+        with tmp.open("wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        tmp.replace(path)
+
+    def resume(self, path: Path, settings: str) -> None:
+        state = torch.load(path, weights_only=True, map_location=self.device)
+        if state["settings"] != settings:
+            raise ConfigError(f"{path} belongs to another recipe or target; delete it or pass its settings")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds, self.rows = int(state["step"]), float(state["seconds"]), int(state["rows"])
+        self.curve.resume(state["curve"])
+        log.info("resumed from step %d", self.step)
+
+
+@torch.no_grad()
+def evaluate(
+    model: DrafterModel, frozen: Any, traces: Sequence[RequestTrace], recipe: DrafterRecipe
+) -> dict[str, float]:
+    """The family's held-out numbers. frozen: what its loss reads of the target. recipe: complete."""
+    family = training_family(model.drafter_type)
+    config = family.held_out_loss(recipe.loss)
+    device = next(model.parameters()).device
+    sums: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(len(t.token_ids), recipe.max_rows) for t in traces]
+    for plan in plan_batches(lengths, recipe.batch_rows, generator):
+        batch = collate([traces[i] for i in plan], max_rows=recipe.max_rows, device=device)
+        for key, value in family.loss(model, batch, frozen, config, generator)[1].items():
+            sums[key] = sums.get(key, torch.zeros(())) + value.cpu()
+    return summarise(sums)
+
+
+def replay_acceptance(model: DrafterModel, target: TargetHandle, traces: Sequence[RequestTrace]) -> dict[str, float]:
+    """Pooled acceptance length by exact replay with trees of 8 nodes, greedy and sampled requests apart."""
+    make = drafter_family(model.drafter_type).make_drafter
+    drafter = make(model, target, dtype=torch.float32, head_dtype=torch.float32)
+    out = {}
+    for name, kept in (
+        ("greedy", [t for t in traces if t.temperature == 0]),
+        ("sampled", [t for t in traces if t.temperature > 0]),
+    ):
+        if kept:
+            scores = shadow_scores(
+                {"": drafter}, kept, num_nodes=_EVAL_NODES, is_calibrated=False, device=target.device
+            )[""]
+            rounds = sum(s.num_rounds for s in scores)
+            out[name] = sum(s.num_tokens for s in scores) / max(1, rounds)
+    return out
+
+
+def train_drafter(
+    target_dir: str | Path,
+    data: Path | None,
+    out: str | Path,
+    recipe: DrafterRecipe,
+    *,
+    device: str = "cpu",
+    checkpoint_every: int = 100,
+    progress: Progress = lambda done, total, info: None,
+    command: str = "paceline train-drafter",
+) -> dict[str, dict[str, float]]:
+    """Write text with the target, train a drafter on it, write weights, config.json, learning curve and PROVENANCE.md into
+    `out`.
+
+    Resumes: shards in `out/text`, optimizer state in `out/checkpoint.pt`; delete them to start again.
+    Args:
+        target_dir: folder of a local transformers checkpoint with its tokenizer.
+        data: corpus folder, or any folder with .jsonl/.txt prompts when recipe.domains is empty.
+        progress: (done, total, info); info["phase"] is "text" (tokens) or "train" (optimizer steps).
+    Returns: per domain the held-out numbers. Raises: ConfigError on missing data or a foreign checkpoint.
+    """
+    folder, source = Path(out), Path(target_dir)
+    family = training_family(recipe.drafter)
+    recipe = family.complete(recipe)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(recipe.seed)
+    text = _write_text(source, data, folder, recipe, device, progress)
+    handle = load_target_handle(source, device=device, version=text["target_version"])
+    traces = list(_read(folder / "text"))
+    facts = training_facts(recipe.domains, traces)
+    config = family.make_config(handle, target_shape(source), recipe)
+    model = drafter_family(family.name).make_model(config)
+    family.prepare(model, traces, handle)
+    lengths = [min(len(t.token_ids) - 1, recipe.max_rows) for t in traces]
+    plan = _plan(lengths, recipe)
+    trainer = _Trainer(model, handle, recipe, torch.device(device), len(plan))
+    settings = json.dumps({"target": handle.version, "recipe": asdict(recipe), "config": config.to_dict()})
+    checkpoint = folder / "checkpoint.pt"
+    if checkpoint.is_file():
+        trainer.resume(checkpoint, settings)
+    model.train()
+    for batch_index in plan[trainer.step :]:
+        began = time.perf_counter()
+        batch = collate([traces[i] for i in batch_index], max_rows=recipe.max_rows, device=device)
+        before = trainer.rows
+        info = trainer.train_batch(batch)
+        spent = time.perf_counter() - began
+        trainer.seconds += spent
+        trainer.curve.add(
+            step=trainer.step, rows=trainer.rows, seconds=trainer.seconds, loss=info["loss"], nll=info["nll"]
+        )
+        progress(trainer.step, len(plan), {"phase": "train", "rows_per_s": (trainer.rows - before) / spent, **info})
+        if trainer.step % checkpoint_every == 0 or trainer.step == len(plan):
+            trainer.save(checkpoint, settings)
+            _write_drafter(folder, trainer, handle.version, facts)
+    model.eval()
+    _write_drafter(folder, trainer, handle.version, facts)
+    results: dict[str, dict[str, float]] = {}
+    held_out = list(_read(folder / "held_out"))
+    for domain in sorted({t.bucket for t in held_out}):
+        kept = [t for t in held_out if t.bucket == domain]
+        numbers = evaluate(model, trainer.frozen, kept, recipe)
+        lengths_by_kind = replay_acceptance(model, handle, kept)
+        results[domain] = {**numbers, **{f"acceptance_length_{k}": v for k, v in lengths_by_kind.items()}}
+    write_provenance(
+        folder, recipe=asdict(recipe), config=config.to_dict(), text=text, results=results,
+        command=command, num_nodes=_EVAL_NODES, num_rows=trainer.rows, num_steps=trainer.step, seconds=trainer.seconds,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+    )  # fmt: skip
+    return results
+
+
+def _write_drafter(folder: Path, trainer: _Trainer, target_version: str, facts: dict[str, Any]) -> None:
+    """What a drafter's folder holds while it is trained: weights, config.json with its facts, the learning curve."""
+    save_drafter(folder, trainer.model, target_version)
+    add_facts(folder, facts)
+    trainer.curve.write(folder)
+
+
+def _plan(lengths: Sequence[int], recipe: DrafterRecipe) -> list[list[int]]:
+    """All batches of the run; a function of the seed and the lengths alone, so that a run can resume anywhere."""
+    plan: list[list[int]] = []
+    for epoch in range(math.ceil(recipe.epochs)):
+        generator = torch.Generator().manual_seed(recipe.seed * 7919 + epoch)
+        batches = plan_batches(lengths, recipe.batch_rows, generator)
+        share = min(1.0, recipe.epochs - epoch)
+        plan += batches[: max(1, round(len(batches) * share))]
+    return plan
+
+
+def _documents(
+    data: Path | None, recipe: DrafterRecipe, tokenizer: Any
+) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    if recipe.domains:
+        sides = [{d: corpus.documents(d, data, side) for d in recipe.domains} for side in ("train", "held_out")]
+        return sides[0], sides[1]
+    if data is None:
+        raise ConfigError("data must name a folder with .jsonl or .txt prompts when no domains are given")
+    every = folder_documents(data, tokenizer)
+    held = [d for d in every if zlib.crc32(d.encode()) % 100 < 3] or every[:1]
+    return {data.name or "prompts": [d for d in every if d not in set(held)] or every}, {data.name or "prompts": held}
+
+
+def _write_text(
+    source: Path, data: Path | None, folder: Path, recipe: DrafterRecipe, device: str, progress: Progress
+) -> dict[str, Any]:
+    """Regenerate training and held-out text unless it is complete; return the training text's state, sources included."""
+    states = [folder / "text.json", folder / "held_out.json"]
+    text = asdict(recipe.text)
+    held = {**text, "seed": recipe.text.seed + 1, "truncation_share": 0.0}
+    held["num_tokens"] = recipe.held_out_tokens * max(1, len(recipe.domains))
+    held["batch_requests"] = max(1, min(text["batch_requests"], recipe.held_out_tokens // 100))
+    goals = [RegenerateConfig(**text), RegenerateConfig(**held)]
+    sources = {d: corpus.licence(d, data) for d in recipe.domains if d in corpus.DOMAINS}
+    found = [json.loads(s.read_text(encoding="utf-8")) if s.is_file() else None for s in states]
+    if all(f is not None and f["tokens"] >= g.num_tokens for f, g in zip(found, goals, strict=True)):
+        _check_text(found, goals, checkpoint_version(source), recipe)
+        return {"sources": sources, **(found[0] or {})}
+    target = TargetModel.load(source, device=device, fast_path=False)
+    sides = _documents(data, recipe, target.tokenizer)
+    done = []
+    for side, goal, state_file, name in zip(sides, goals, states, ("text", "held_out"), strict=True):
+        done.append(
+            regenerate(
+                target, TraceStore(folder / name), side, goal, state_file=state_file, sources=sources,
+                progress=_named(progress, name),
+            )
+        )  # fmt: skip
+    return {"sources": sources, **done[0]}
+
+
+def _check_text(found: list[Any], goals: list[RegenerateConfig], version: str, recipe: DrafterRecipe) -> None:
+    """Complete text must be of this target, these domains and this seed."""
+    for state, goal in zip(found, goals, strict=True):
+        is_other = recipe.domains and sorted(state["domains"]) != sorted(recipe.domains)
+        if is_other or state["target_version"] != version or state["seed"] != goal.seed:
+            raise ConfigError(
+                f"the text in the folder was written by target {state['target_version']} for {', '.join(state['domains'])} "
+                f"with seed {state['seed']}; choose another --out or delete it"
+            )
+
+
+def _named(progress: Progress, phase: str) -> Progress:
+    return lambda done, total, info: progress(done, total, {"phase": phase, **info})
+
+
+def _read(store_dir: Path) -> Iterator[RequestTrace]:
+    store = TraceStore(store_dir)
+    seen: set[str] = set()
+    for info in sorted(store.list_shards(), key=lambda s: s.shard_id):
+        for trace in store.read_shard(info.shard_id):
+            if trace.request_id not in seen and len(trace.token_ids) - trace.prompt_len >= 2:
+                seen.add(trace.request_id)
+                yield trace

@@ -1,0 +1,78 @@
+"""What does a drafter's folder say about its training: domains, rows learned, provenance?"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.adapt.data.split import count_rows
+from paceline.adapt.recipes.learning_curve import CURVE_FILE
+from paceline.serving.sampling.request import RequestTrace
+
+CONFIG_FILE = "config.json"
+
+
+def training_facts(domains: Sequence[str], traces: Iterable[RequestTrace]) -> dict[str, Any]:
+    """Keys that a trained drafter's config.json holds besides its settings: its domains and distinct rows of each."""
+    learned: dict[str, int] = {}
+    for trace in traces:
+        learned[trace.bucket] = learned.get(trace.bucket, 0) + count_rows([trace])
+    return {"domains": list(domains) or sorted(learned), "learned_rows": dict(sorted(learned.items()))}
+
+
+def add_facts(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Add `facts` to the config.json of a drafter folder."""
+    path = folder / CONFIG_FILE
+    values = {**json.loads(path.read_text(encoding="utf-8")), **facts}
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    tmp.replace(path)
+
+
+def write_provenance(
+    out: Path,
+    *,
+    recipe: Mapping[str, Any],
+    config: Mapping[str, Any],
+    text: Mapping[str, Any],
+    results: Mapping[str, Mapping[str, float]],
+    command: str,
+    num_nodes: int,
+    num_rows: int,
+    num_steps: int,
+    seconds: float,
+    num_parameters: int,
+) -> None:
+    """Write PROVENANCE.md: command, seed, text, licences, held-out numbers, recipe, architecture.
+
+    Args:
+        text: what regeneration reported: target_version, tokens, requests, loops, seconds, sources (domain -> licence).
+        results: domain -> name -> held-out number.
+    """
+    licences = [f"- {domain}: {licence}" for domain, licence in text["sources"].items()]
+    sources = "\n".join(licences) or "- prompts from the folder given as data"
+    names = sorted({k for r in results.values() for k in r})
+    table = "| domain | " + " | ".join(names) + " |\n|" + "---|" * (len(names) + 1) + "\n"
+    table += "".join(
+        f"| {d} | " + " | ".join(f"{r[n]:.3f}" if n in r else "" for n in names) + " |\n" for d, r in results.items()
+    )
+    (out / "PROVENANCE.md").write_text(
+        f"# Provenance of the drafter\n\nTrained from random initial weights by this project's own recipe, on text that "
+        f"the target itself wrote (target version `{text['target_version']}`).\n\nCommand: `{command}`\n\n"
+        f"Seed {recipe['seed']}; {text['tokens']:,} output tokens in {text['requests']:,} requests "
+        f"({text['loops']:,} cut at an exact short loop), written in {text['seconds'] / 60:.0f} minutes; "
+        f"{num_rows:,} supervised rows in {num_steps:,} optimizer steps, {seconds / 60:.0f} minutes; "
+        f"{num_parameters:,} parameters; torch {torch.__version__} on {platform.machine()}.\n\n"
+        f"Learning curve: `{CURVE_FILE}`, loss and `nll` of the training rows over steps, rows and seconds.\n\n"
+        f"## Prompts and their licences\n\n{sources}\n\n"
+        f"## Held-out documents\n\n`nll` in nats per row at the first slot; `blockB_slotS` is the share of rows whose "
+        f"slots 0..S of block B are all right; acceptance length by exact replay with {num_nodes} draft nodes.\n\n"
+        f"{table}\n## Recipe\n\n```json\n{json.dumps(recipe, indent=1)}\n```\n\n"
+        f"## Architecture\n\n```json\n{json.dumps(config, indent=1)}\n```\n",
+        encoding="utf-8",
+    )

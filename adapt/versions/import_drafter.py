@@ -1,0 +1,47 @@
+"""How is a released drafter taken over into our own layout, once and for all?
+
+The result is a drafter folder like every other: it needs no release beside it, and says which target layers it reads.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.adapt.families.target_handle import load_target_handle
+from paceline.errors import ConfigError
+from paceline.serving.loading.families import build_model, save_drafter
+from paceline.serving.loading.released import read_released
+
+
+def import_drafter(
+    folder: str | Path, out: str | Path, target_dir: str | Path, *, tap_layers: tuple[int, ...] | None = None
+) -> dict[str, Any]:
+    """Write config.json, drafter.safetensors and PROVENANCE.md of a released drafter; returns the config.json mapping.
+
+    Args:
+        folder: the release, with config.json and model.safetensors or its shards.
+        out: new or empty folder.
+        target_dir: checkpoint folder of the target it was trained for.
+        tap_layers: target layers that it reads, where its config.json says nothing or something else.
+    Raises: DrafterMismatchError when it does not fit the target or cannot be expressed; ConfigError on unusable folders.
+    """
+    source, result = Path(folder).expanduser().resolve(), Path(out).expanduser().resolve()
+    if result.exists() and (not result.is_dir() or any(result.iterdir())):
+        raise ConfigError(f"out must be a new or empty folder, got {str(out)!r}")
+    target = load_target_handle(target_dir)
+    config, state = read_released(source, target, tap_layers)
+    model = build_model(config, state)
+    taps = config.get("tap_layers")
+    save_drafter(result, model, target.version, tap_layers=taps)
+    count = sum(p.numel() for p in model.parameters())
+    (result / "PROVENANCE.md").write_text(
+        f"# Provenance of the drafter\n\nImported from the released files in the folder `{source.name}`; nothing was "
+        f"trained. The licence is the release's.\n\nTarget: the folder `{Path(target_dir).resolve().name}`, version "
+        f"`{target.version}`; that the release was trained for exactly this target cannot be seen in its files: sizes, "
+        f"vocabulary and copied tensors were compared. It reads the outputs of target layers {taps}. {count:,} parameters."
+        f"\n\n## Architecture\n\n```json\n{json.dumps(config, indent=1)}\n```\n",
+        encoding="utf-8",
+    )
+    return config

@@ -1,0 +1,130 @@
+"""How well does every existing version serve every bucket?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+from paceline.bandit.beliefs.observation import BucketObservation, speculative
+from paceline.bandit.beliefs.ratio import RatioSums
+from paceline.contracts import TrainResult
+
+HALF_LIFE_S = 300.0
+"""Of realised acceptance while a version serves; what is not served is not forgotten."""
+MIN_ROUNDS = 12
+PREDICTED_SE = 0.10
+"""Relative standard error of a guess derived from the parent version."""
+
+MANIFEST_REQUESTS = 8
+"""Weight, in requests, of a replay score that only a manifest tells: its text may have changed since."""
+
+
+class Score(msgspec.Struct):
+    """What is known of one version in one bucket, acceptance length in tokens a round."""
+
+    realised: RatioSums = msgspec.field(default_factory=RatioSums)
+    shadow: float | None = None
+    shadow_requests: int = 0
+    predicted: float | None = None
+
+
+class ScoreTable(msgspec.Struct):
+    """bucket -> version -> Score: full information on existing versions, no exploration needed.
+
+    Sources, best first: rounds really served, replay on held-out rows (calibrated by versions that have both), and for
+    buckets that a job did not train on a guess from its base version. The first version is served to the hold-back
+    group all the time, so that the floor is always measured.
+    """
+
+    scores: dict[str, dict[str, Score]] = {}
+
+    def _score(self, bucket: str, version: str) -> Score:
+        return self.scores.setdefault(bucket, {}).setdefault(version, Score())
+
+    def observe(self, observation: BucketObservation) -> None:
+        """Fold one epoch's realised acceptance, hold-back group included."""
+        keep = 0.5 ** ((observation.end - observation.start) / HALF_LIFE_S)
+        by_version: dict[str, RatioSums] = {}
+        for stats in observation.stats:
+            if stats.version and speculative(stats) and stats.drafted_rounds:
+                by_version.setdefault(stats.version, RatioSums()).merge(stats.acceptance_length)
+        for version, pool in by_version.items():
+            realised = self._score(observation.bucket, version).realised
+            realised.discount(keep)
+            realised.merge(pool)
+
+    def set_shadow(self, bucket: str, version: str, length: float, num_requests: int) -> None:
+        """Store a replay score."""
+        score = self._score(bucket, version)
+        score.shadow, score.shadow_requests = length, num_requests
+
+    def fill_shadow(self, bucket: str, version: str, length: float, num_requests: int = MANIFEST_REQUESTS) -> None:
+        """Store a replay score unless the version already has one."""
+        if self._score(bucket, version).shadow is None:
+            self.set_shadow(bucket, version, length, num_requests)
+
+    def add_job(self, bucket: str, result: TrainResult, base_version: str, forgetting: float) -> None:
+        """Store a job's replay scores, and guesses for the other buckets: the base's length less `forgetting` of it."""
+        scored = (result.incumbent, result.first, result.candidate if result.status == "accepted" else None)
+        for shadow in scored:
+            if shadow is not None and shadow.acceptance_length > 0:
+                self.set_shadow(bucket, shadow.version, shadow.acceptance_length, shadow.num_requests)
+        if result.version is None or result.status != "accepted":
+            return
+        for other in [b for b in self.scores if b != bucket]:
+            base = self.estimate(other, base_version)
+            if base is not None:
+                self._score(other, result.version).predicted = base[0] * (1.0 - forgetting)
+
+    def _calibration(self, bucket: str) -> float:
+        """Realised over replayed acceptance length in a bucket, pooled over the versions that have both."""
+        realised = replayed = 0.0
+        for score in self.scores.get(bucket, {}).values():
+            length = score.realised.ratio()
+            if score.shadow and length and score.realised.x >= MIN_ROUNDS:
+                realised += length * score.realised.x
+                replayed += score.shadow * score.realised.x
+        return min(max(realised / replayed, 0.5), 2.0) if replayed > 0 else 1.0
+
+    def estimate(self, bucket: str, version: str) -> tuple[float, float] | None:
+        """(acceptance length, standard error), None when nothing is known."""
+        score = self.scores.get(bucket, {}).get(version)
+        if score is None:
+            return None
+        found: list[tuple[float, float]] = []
+        length = score.realised.ratio()
+        if length is not None and score.realised.n >= 2 and score.realised.x >= MIN_ROUNDS:
+            found.append((length, max(score.realised.standard_error(), 0.01 * length)))
+        if score.shadow is not None:
+            value = score.shadow * self._calibration(bucket)
+            found.append((value, value * max(0.3 / math.sqrt(max(score.shadow_requests, 1)), 0.03)))
+        if not found and score.predicted is not None:
+            found.append((score.predicted, score.predicted * PREDICTED_SE))
+        if not found:
+            return None
+        precision = sum(1.0 / se**2 for _, se in found)
+        return sum(v / se**2 for v, se in found) / precision, math.sqrt(1.0 / precision)
+
+    def best_of(self, bucket: str, versions: Iterable[str]) -> float:
+        """Highest acceptance length believed of any of `versions` on a bucket, 0 when none is known."""
+        found = [known[0] for v in versions if (known := self.estimate(bucket, v)) is not None]
+        return max(found, default=0.0)
+
+    def best_length(self) -> float:
+        """Highest acceptance length known of any version on any bucket, 0 without data."""
+        best = 0.0
+        for bucket, versions in self.scores.items():
+            for version, score in versions.items():
+                if score.realised.x >= MIN_ROUNDS:
+                    found = self.estimate(bucket, version)
+                    best = max(best, found[0] - found[1] if found else 0.0)
+        return best
+
+    def reset_bucket(self, bucket: str) -> None:
+        """The bucket's text changed: keep a trace of the old scores, drop replays and guesses."""
+        for score in self.scores.get(bucket, {}).values():
+            score.realised.discount(0.02)
+            score.shadow = score.predicted = None
+            score.shadow_requests = 0

@@ -1,0 +1,115 @@
+"""What does a round cost at each batch size, and at which batch sizes is a bucket served?"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from paceline.bandit.beliefs.belief import FAST, PLAIN_SHARE, BatchCost
+from paceline.bandit.beliefs.observation import FeedbackSums
+from paceline.contracts import FeedbackBatch, Group
+
+HALF_LIFE_S = 300.0
+"""Of the price of a round at one batch size: hardware and tree budget change slowly."""
+MIN_ROUNDS = 8.0
+"""Rounds behind a price."""
+
+
+def size_class(batch_size: int) -> int:
+    """The batch size that stands for it: 1 to 4 themselves, beyond that the next power of two."""
+    return batch_size if batch_size <= 4 else 1 << (batch_size - 1).bit_length()
+
+
+class RoundSums(msgspec.Struct):
+    """Rounds of one bucket at one batch size."""
+
+    drafted_s: float = 0.0
+    drafted_rounds: float = 0.0
+    plain_s: float = 0.0
+    plain_rounds: float = 0.0
+    tokens: float = 0.0
+    """Of the adaptive group, for the shares; fades faster than the prices."""
+    last_round_s: float | None = None
+    """Mean of drafted rounds when enough of them were known last. It stays the price of drafting while nobody drafts:
+    whether a better drafter pays hangs on it."""
+
+    def round_s(self) -> float | None:
+        """Seconds of a drafted round; None until enough were seen."""
+        return self.drafted_s / self.drafted_rounds if self.drafted_rounds >= MIN_ROUNDS else self.last_round_s
+
+    def price(self, share: float) -> BatchCost:
+        """What these rounds say about the price of this batch size."""
+        rounds = self.drafted_rounds + self.plain_rounds
+        is_often_plain = self.plain_rounds >= max(PLAIN_SHARE * rounds, MIN_ROUNDS)
+        return BatchCost(
+            share=share,
+            round_s=self.round_s(),
+            plain_token_s=self.plain_s / self.plain_rounds if is_often_plain else None,
+        )
+
+
+class RoundCosts(msgspec.Struct):
+    """bucket -> batch size class -> sums; the rows of a closed epoch fade, those of the open one count in full."""
+
+    sums: dict[str, dict[int, RoundSums]] = {}
+
+    def fold(self, batch: FeedbackBatch | FeedbackSums) -> None:
+        """Add a batch's rows; requests without a drafter are left out."""
+        if isinstance(batch, FeedbackSums):
+            for cell in batch.cells:
+                if cell.group == Group.PLAIN:
+                    continue
+                sums = self._at(cell.bucket, size_class(batch.batch_size))
+                sums.drafted_s += cell.drafted_s
+                sums.drafted_rounds += cell.drafted_rounds
+                sums.plain_s += cell.plain_s
+                sums.plain_rounds += cell.num_rounds - cell.drafted_rounds
+                if cell.group == Group.ADAPTIVE:
+                    sums.tokens += sum(values[1] for values in cell.requests.values())
+            return
+        self._fold_rows(batch)
+
+    def _fold_rows(self, batch: FeedbackBatch) -> None:
+        buckets = np.asarray(batch.bucket, dtype=object)
+        groups = np.asarray(batch.group, dtype=object)
+        sizes = np.asarray([size_class(b) for b in batch.batch_size], dtype=np.int64)
+        seconds = np.asarray(batch.share_ms, dtype=np.float64) / 1000.0
+        tokens = np.asarray(batch.num_emitted_tokens, dtype=np.float64)
+        is_drafted = np.asarray(batch.num_draft_tokens) > 0
+        has_drafter = groups != str(Group.PLAIN)
+        for bucket in sorted(set(batch.bucket)):
+            for size in np.unique(sizes[buckets == bucket]).tolist():
+                rows = (buckets == bucket) & (sizes == size) & has_drafter
+                if not rows.any():
+                    continue
+                sums = self._at(bucket, size)
+                sums.drafted_s += float(seconds[rows & is_drafted].sum())
+                sums.drafted_rounds += float((rows & is_drafted).sum())
+                sums.plain_s += float(seconds[rows & ~is_drafted].sum())
+                sums.plain_rounds += float((rows & ~is_drafted).sum())
+                sums.tokens += float(tokens[rows & (groups == str(Group.ADAPTIVE))].sum())
+
+    def _at(self, bucket: str, size: int) -> RoundSums:
+        return self.sums.setdefault(bucket, {}).setdefault(size, RoundSums())
+
+    def fade(self, seconds: float) -> None:
+        """Begin a new epoch, `seconds` after the last one began; called before its rows are folded."""
+        keep = 0.5 ** (seconds / HALF_LIFE_S)
+        for by_size in self.sums.values():
+            for sums in by_size.values():
+                sums.last_round_s = sums.round_s()
+                for name in ("drafted_s", "drafted_rounds", "plain_s", "plain_rounds"):
+                    setattr(sums, name, getattr(sums, name) * keep)
+                sums.tokens *= 1.0 - FAST
+
+    def batches(self, bucket: str) -> list[BatchCost]:
+        """Price and share of each batch size with a price that the bucket is served at; [] when none has one."""
+        found = {
+            size: sums
+            for size, sums in sorted(self.sums.get(bucket, {}).items())
+            if sums.tokens >= 1.0 and max(sums.drafted_rounds, sums.plain_rounds) >= MIN_ROUNDS
+        }
+        priced = {size: sums.price(1.0) for size, sums in found.items()}
+        found = {s: v for s, v in found.items() if not (priced[s].round_s is None and priced[s].plain_token_s is None)}
+        total = sum(sums.tokens for sums in found.values())
+        return [sums.price(sums.tokens / total) for sums in found.values()]

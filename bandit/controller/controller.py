@@ -1,0 +1,470 @@
+"""What may an operator order whatever the policy thinks of it: a training job now, another balance of the bank?
+
+What should happen now: hold, train a drafter, or bring an older version back?
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.bandit.beliefs.arms import default_arms
+from paceline.bandit.beliefs.observation import FeedbackSums, HostContext, JobCosts, fold
+from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
+from paceline.bandit.controller.epoch import close_epoch
+from paceline.bandit.controller.history import learn_history
+from paceline.bandit.controller.jobs import finish_job
+from paceline.bandit.controller.policy_update import remember_epoch
+from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRecord, pack_rng, unpack_rng
+from paceline.bandit.controller.view import policy_view
+from paceline.bandit.controller.view_builder import build_view
+from paceline.bandit.ledger.bank import Bank
+from paceline.bandit.ledger.ledger import entry_id
+from paceline.bandit.policies.pricing import PricedJob, price_jobs, recall_rate
+from paceline.bandit.policies.table import POLICIES, SELF_FUNDED, Choice, View, make_policy
+from paceline.bandit.policies.view import hold
+from paceline.clock import Clock
+from paceline.config import PolicyConfig
+from paceline.contracts import ArmSpec, Decision, FeedbackBatch, LedgerEntry, TrainResult
+from paceline.errors import ConfigError
+
+MAX_BANK_S = 1e9
+
+
+class OperatorOrders:
+    """The part of the Controller that carries them out."""
+
+    _state: ControllerState
+    _config: PolicyConfig
+    _arms: tuple[ArmSpec, ...]
+
+    def _view(self, now: float, context: HostContext) -> View:
+        raise NotImplementedError
+
+    def _emit(self, choice: Choice, view: View, now: float, context: HostContext) -> list[Decision]:
+        raise NotImplementedError
+
+    def set_bank(self, start_s: float) -> None:
+        """Set the starting balance, device-seconds; what was saved and spent stays. Raises ValueError out of range."""
+        if not 0.0 <= start_s <= MAX_BANK_S:  # False for NaN too
+            raise ValueError(f"bank_s must be in [0, {MAX_BANK_S:g}] device-seconds, got {start_s!r}")
+        self._state.bank_start_s, self._state.last_hold = float(start_s), ""
+
+    def train_now(self, bucket: str, arm: str, now: float, context: HostContext | None = None) -> Decision:
+        """Order the named arm on a bucket; its honest price is on the decision, and the bank does not bound it.
+
+        Args:
+            context: what the host knows now; None = at the last tick.
+        Raises: ValueError for an unknown arm or bucket, without rows, or while a job is in flight.
+        """
+        context = context or self._state.context
+        if context is None:
+            raise ValueError("the controller has seen no replica yet; try again in a few seconds")
+        template = next((a for a in self._arms if a.name == arm), None)
+        if template is None:
+            raise ValueError(f"arm must be one of {', '.join(a.name for a in self._arms)}, got {arm!r}")
+        view = self._view(now, context)
+        (decision,) = self._emit(price_order(view, bucket, template, self._state, context), view, now, context)
+        facts: dict[str, Any] = {**decision.context, "time_limit_s": self._config.job_time_limit_s}
+        decision = msgspec.structs.replace(decision, policy="operator", context=facts)
+        self._state.remember(decision)
+        return decision
+
+
+def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, context: HostContext) -> Choice:
+    """The choice 'train arm on bucket' with all usable rows; raises ValueError with what to do where that cannot be."""
+    if view.is_job_running:
+        raise ValueError("a training job is in flight; wait until it has ended")
+    belief = view.beliefs.get(bucket)
+    if belief is None:
+        known = ", ".join(sorted(view.beliefs)) or "none yet"
+        raise ValueError(f"bucket must be one with measured traffic ({known}), got {bucket!r}")
+    if belief.fresh_rows < 1 or not belief.is_active:
+        raise ValueError(f"bucket {bucket!r} has no fresh rows or no traffic to learn from; send it requests first")
+    jobs = price_jobs(
+        view.beliefs,
+        (arm,),
+        gains=state.gains,
+        costs=state.costs,
+        best_length=state.table.best_length(),
+        horizon_s=view.horizon_s,
+        min_rows=1,
+        num_replicas=context.num_replicas,
+        forgotten=state.forgotten,
+        recall_rate=recall_rate(view.beliefs, view.recalls),
+    )
+    job = max((j for j in jobs if j.bucket == bucket), key=lambda j: j.arm.num_rows)
+    reason = (
+        f"Ordered by the operator: {arm.name} on {job.arm.num_rows} rows of {bucket}; "
+        f"expected to save {max(job.saving_s, 0.0):.1f} s for {job.cost.total_s:.1f} s."
+    )
+    return Choice(action="train", bucket=bucket, code="operator", reason=reason, job=job)
+
+
+log = logging.getLogger(__name__)
+
+
+class Controller(OperatorOrders):
+    """Folds feedback, decides once per epoch, keeps the ledger. Pure: no I/O, no Ray; time comes from arguments or the clock.
+
+    The host calls `observe` for every feedback batch, `tick` about once a second, `job_finished` once per train decision,
+    `staged` when replicas run a published version, and persists `state()` together with what `drain()` returns in one
+    transaction. One version serves every bucket, so prices are those of the load-weighted mix of active buckets.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        arms: tuple[ArmSpec, ...] | None = None,
+        *,
+        clock: Clock,
+        rng: np.random.Generator,
+    ) -> None:
+        """`arms` are templates (num_rows = the most rows the arm may use); None = bandit.arms.default_arms()."""
+        self._config = config
+        self._arms = arms if arms is not None else default_arms()
+        if not self._arms:
+            raise ConfigError("arms must name at least one way to train, got ()")
+        self._clock = clock
+        self._rng = rng
+        self._state = ControllerState(policy=config.policy)
+
+    def observe(self, batch: FeedbackBatch | FeedbackSums) -> bool:
+        """Fold one batch. False: its (replica_id, boot_epoch, seq) was folded before, nothing changed."""
+        if self._state.has_folded(f"{batch.replica_id}|{batch.boot_epoch}", batch.seq):
+            return False
+        self._state.num_rows_dropped += batch.num_dropped
+        fold(self._state.windows, batch)
+        self._state.round_costs.fold(batch)
+        self._state.interference.fold(batch)
+        return True
+
+    def tick(self, now: float, context: HostContext) -> list[Decision]:
+        """New decisions; [] between epoch ends. At most one of them is not 'hold'.
+
+        train: start a job with `arm_of(decision)` on decision.bucket from decision.context["base_version"];
+        decision.context["time_limit_s"] bounds its training (money for scoring and staging is set aside).
+        recall / rollback: commit decision.version as the live version and report its cost with `staged`.
+        """
+        state = self._state
+        if state.context is not None and state.context.live_version != context.live_version:
+            state.last_swap = max(state.last_swap, now)
+        state.context = context
+        for version in (context.first_version, context.live_version):
+            if version and version not in state.lived:
+                state.lived.append(version)
+        if state.epoch_start is None:
+            state.epoch_start = now
+        if now - state.epoch_start < self._config.epoch_s:
+            return []
+        seconds, is_training = now - state.epoch_start, state.job is not None
+        alarms = close_epoch(state, now, context)
+        learn_history(state, context)
+        for name in alarms:
+            log.info("drift alarm bucket=%s epoch=%d", name, state.epoch)
+        view = self._view(now, context)
+        remember_epoch(state, self._config, self._arms, view, seconds, is_training=is_training)
+        decisions = self._emit(self._choose(view), view, now, context)
+        state.round_costs.fade(seconds)
+        return decisions
+
+    def _view(self, now: float, context: HostContext) -> View:
+        return build_view(self._state, self._config, self._arms, context, now, balance_s=self.bank().balance_s)
+
+    def _choose(self, view: View) -> Choice:
+        state = self._state
+        if state.pinned is not None:
+            template = "Version {pinned} is pinned, and {num} other actions are allowed."
+            return hold(view, "pinned", template, at="", pinned=state.pinned, num=0)
+        return make_policy(state.policy).choose(view, self._rng)
+
+    def _emit(self, choice: Choice, view: View, now: float, context: HostContext) -> list[Decision]:
+        state = self._state
+        if choice.action == "hold":
+            key = f"{choice.code}|{choice.bucket}"
+            if key == state.last_hold and choice.propensity >= 1.0:
+                return []  # a hold that was drawn is logged every time: estimates from the log need it
+            state.last_hold = key
+        else:
+            state.last_hold = ""
+        common: dict[str, Any] = {
+            "ts": now,
+            "bucket": choice.bucket,
+            "policy": state.policy,
+            "propensity": choice.propensity,
+            "reason": choice.reason,
+        }
+        facts = {
+            **self._facts(view, choice.bucket), "compared": choice.numbers, "probabilities": choice.probabilities,
+        }  # fmt: skip
+        if choice.job is not None:
+            decision = self._order(choice.job, view, now, context, common, facts)
+        elif choice.recall is not None:
+            recall = choice.recall
+            maker = state.actions.get(state.owner.get(context.live_version, 0))
+            is_regression = (
+                maker is not None
+                and maker.action == "train"
+                and state.regime is not None
+                and state.last_swap >= state.regime.start
+            )
+            decision = Decision(
+                decision_id=self._next_id(),
+                action="rollback" if is_regression else "recall",
+                arm=None,
+                version=recall.version,
+                context={**facts, "gain_se": recall.gain_se, "left_version": context.live_version},
+                expected_gain=recall.gain,
+                expected_saving_s=recall.saving_s,
+                expected_cost_s=recall.cost_s,
+                **common,
+            )
+            state.owner[recall.version] = decision.decision_id
+            state.last_swap = now
+        else:
+            decision = Decision(
+                decision_id=self._next_id(),
+                action="hold",
+                arm=None,
+                version=context.live_version or None,
+                context={**facts, "code": choice.code},
+                expected_gain=0.0,
+                expected_saving_s=0.0,
+                expected_cost_s=0.0,
+                **common,
+            )
+        state.remember(decision)
+        log.info("decision id=%d action=%s reason=%s", decision.decision_id, decision.action, decision.reason)
+        return [decision]
+
+    def _order(
+        self,
+        job: PricedJob,
+        view: View,
+        now: float,
+        context: HostContext,
+        common: dict[str, Any],
+        facts: dict[str, Any],
+    ) -> Decision:
+        state, belief = self._state, view.beliefs[job.bucket]
+        limit = self._config.job_time_limit_s
+        if state.policy in SELF_FUNDED:
+            busy = sum(b.busy for b in view.beliefs.values() if b.is_active)
+            after = job.cost.shadow_s + job.cost.staging_s
+            limit = self.bank().time_limit_s(limit, state.costs.slowdown * busy, after)
+        decision = Decision(
+            decision_id=self._next_id(),
+            action="train",
+            arm=job.arm.name,
+            version=None,
+            context={
+                **facts,
+                "arm": msgspec.to_builtins(job.arm),
+                "base_version": context.live_version,
+                "time_limit_s": limit,
+                "headroom": job.headroom,
+                "share": job.share,
+                "length_after": job.length_after,
+                "cost": msgspec.to_builtins(job.cost),
+            },
+            expected_gain=job.gain,
+            expected_saving_s=job.saving_s,
+            expected_cost_s=job.cost.total_s,
+            **common,
+        )
+        state.job = JobRecord(
+            decision_id=decision.decision_id,
+            bucket=job.bucket,
+            arm=job.arm,
+            base_version=context.live_version,
+            headroom=job.headroom,
+            share=job.share,
+            new=job.new,
+            length_before=belief.length,
+            learned_after=max(belief.learned_rows + min(job.arm.num_rows, belief.fresh_rows), job.arm.num_rows),
+            expected_cost=job.cost,
+            started=now,
+        )
+        state.last_job_id, state.last_job_started = decision.decision_id, now
+        state.memory.job_started(job.bucket)
+        state.rows_at_job[job.bucket] = context.rows_written.get(job.bucket, context.rows.get(job.bucket, 0))
+        return decision
+
+    def _facts(self, view: View, bucket: str) -> dict[str, Any]:
+        busy = sum(b.busy for b in view.beliefs.values() if b.is_active) or 1.0
+        belief = view.beliefs.get(bucket)
+        return {
+            "epoch": self._state.epoch,
+            "horizon_s": view.horizon_s,
+            "balance_s": view.balance_s,
+            "mix": {n: b.busy / busy for n, b in view.beliefs.items() if b.is_active},
+            "belief": msgspec.to_builtins(belief) if belief is not None else None,
+            "num_jobs_priced": len(view.jobs),
+            "num_recalls_priced": len(view.recalls),
+        }
+
+    def _next_id(self) -> int:
+        self._state.next_decision_id += 1
+        return self._state.next_decision_id - 1
+
+    def arm_of(self, decision: Decision) -> ArmSpec:
+        """The ArmSpec of a train decision (num_rows = rows to use). Raises ValueError for other actions."""
+        if decision.action != "train":
+            raise ValueError(f"decision.action must be 'train', got {decision.action!r}")
+        return msgspec.convert(decision.context["arm"], ArmSpec)
+
+    def job_finished(
+        self, result: TrainResult, *, decision_id: int, now: float, costs: JobCosts | None = None
+    ) -> JobOutcome:
+        """Book a job's costs, teach the gain model, say whether its version goes live. Idempotent by decision_id.
+
+        Raises ValueError for a decision_id that is neither the job in flight nor one finished lately.
+        """
+        if decision_id in self._state.outcomes:
+            return self._state.outcomes[decision_id]
+        outcome = finish_job(self._state, self._config, result, decision_id, now, costs or JobCosts())
+        log.info("job finished decision=%d publish=%s reason=%s", decision_id, outcome.publish, outcome.reason)
+        return outcome
+
+    @property
+    def job_in_flight(self) -> int | None:
+        """decision_id of the job that job_finished is awaited for; a host that lost it reports status 'failed'."""
+        return self._state.job.decision_id if self._state.job is not None else None
+
+    def staged(self, decision_id: int, seconds: float, now: float, tag: str = "swap") -> Decision | None:
+        """Book what making a decision's version live cost (device-seconds over all replicas); idempotent by `tag`.
+
+        None when the decision is unknown or too old to be kept.
+        """
+        decision = self._state.actions.get(decision_id)
+        if decision is None:
+            return None
+        entry = LedgerEntry(
+            entry_id=entry_id(decision_id, "staging", tag),
+            ts=now,
+            kind="staging",
+            bucket=decision.bucket,
+            version=decision.version,
+            seconds=seconds,
+            arm=decision.arm or self._state.made_by.get(decision.version or ""),
+        )
+        self._state.book(entry, decision_id)
+        return self._state.actions[decision_id]
+
+    def canary_ended(self, decision_id: int, outcome: str) -> Decision | None:
+        """Write into a decision how the canary of its version ended: 'promoted' | 'rolled_back' | 'retired'.
+
+        A version that was not promoted gained nothing and is no longer that decision's live version; None when the
+        decision is unknown or too old to be kept.
+        """
+        state, decision = self._state, self._state.actions.get(decision_id)
+        if decision is None:
+            return None
+        if outcome != "promoted":
+            if decision.version is not None and state.owner.get(decision.version) == decision_id:
+                del state.owner[decision.version]
+            decision = msgspec.structs.replace(decision, realised_gain=0.0, outcome=outcome)
+            state.remember(decision)
+        return decision
+
+    def manual(self, action: str, version: str, now: float, reason: str) -> Decision:
+        """Log an operator's 'pin' or 'rollback'; the host commits decision.version.
+
+        A pin stops every decision but hold until `unpin` or a rollback to another version; a rollback bars the version it
+        leaves from being recalled.
+        Raises ValueError for another action.
+        """
+        state = self._state
+        if action not in ("pin", "rollback"):
+            raise ValueError(f"action must be 'pin' or 'rollback', got {action!r}")
+        left = state.context.live_version if state.context is not None else ""
+        decision = Decision(
+            decision_id=self._next_id(),
+            ts=now,
+            bucket="",
+            action=action,
+            arm=None,
+            version=version,
+            policy=state.policy,
+            context={"left_version": left},
+            expected_gain=0.0,
+            expected_saving_s=0.0,
+            expected_cost_s=0.0,
+            propensity=1.0,
+            reason=reason,
+        )
+        if action == "pin":
+            state.pinned = version
+        else:
+            if state.pinned != version:
+                state.pinned = None  # what was pinned no longer serves
+            if left and left != version:
+                state.barred = sorted({*state.barred, left} - {version})
+        state.owner[version] = decision.decision_id
+        state.last_swap, state.last_hold = now, ""
+        state.remember(decision)
+        return decision
+
+    def unpin(self) -> None:
+        """Let the policy decide again; barred versions may be recalled again."""
+        self._state.pinned, self._state.barred, self._state.last_hold = None, [], ""
+
+    def set_policy(self, name: str) -> None:
+        """Switch policy (a name of POLICIES); posteriors and ledger stay. Raises ConfigError."""
+        if name not in POLICIES:
+            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
+        if name != self._state.policy:  # a restarted host names the same one: nothing new to log
+            self._state.policy, self._state.last_hold = name, ""
+
+    def bank(self) -> Bank:
+        """The bank as of the latest epoch."""
+        state = self._state
+        return Bank(
+            start_s=self._config.bank_s if state.bank_start_s is None else state.bank_start_s,
+            saved_s=state.ledger.saved_s(),
+            saved_error_s=state.savings.standard_error_s(),
+            spent_s=state.ledger.spent_s(),
+            reserved_s=state.reserved_s(),
+        )
+
+    def drain(self) -> tuple[list[Decision], list[LedgerEntry]]:
+        """Decisions (new or with new realised values: upsert by decision_id) and ledger entries since the last drain."""
+        state = self._state
+        decisions = [state.out_decisions[key] for key in sorted(state.out_decisions)]
+        entries = state.out_entries
+        state.out_decisions, state.out_entries = {}, []
+        return decisions, entries
+
+    def closed_epoch(self) -> FeedbackLine | None:
+        """What the epoch measured that ended since the last call, for the decision log; None when none did."""
+        state = self._state
+        if state.told_epoch == state.epoch or state.context is None:
+            return None
+        state.told_epoch = state.epoch
+        return feedback_line(state.latest, state.context, state.rows_written)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain values for dashboards; see bandit/controller/view.py."""
+        return policy_view(self._state, self._config, self._clock.now(), balance_s=self.bank().balance_s)
+
+    def check(self) -> list[str]:
+        """Contradictions between ledger and decisions; empty when consistent."""
+        return self._state.check()
+
+    def state(self) -> bytes:
+        """Everything learned so far, MessagePack; includes the random generator."""
+        self._state.rng = pack_rng(self._rng)
+        return msgspec.msgpack.encode(self._state)
+
+    @classmethod
+    def restore(
+        cls, data: bytes, config: PolicyConfig, arms: tuple[ArmSpec, ...] | None = None, *, clock: Clock
+    ) -> Controller:
+        """A controller that continues exactly where `state()` was taken. Raises msgspec.ValidationError or ValueError."""
+        state = msgspec.msgpack.decode(data, type=ControllerState)
+        controller = cls(config, arms, clock=clock, rng=unpack_rng(state.rng))
+        controller._state = state
+        return controller

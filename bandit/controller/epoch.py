@@ -1,0 +1,171 @@
+"""What did the closed epoch teach, and what is believed about every bucket now?"""
+
+from __future__ import annotations
+
+from paceline.bandit.beliefs.belief import ACTIVE_SHARE, STEADY, BucketBelief, BucketMeter, epoch_weight
+from paceline.bandit.beliefs.observation import BucketObservation, HostContext, close, speculative
+from paceline.bandit.beliefs.ratio import RatioSums
+from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
+from paceline.bandit.controller.state import ControllerState
+from paceline.bandit.ledger.ledger import entry_id
+from paceline.config import PolicyConfig
+from paceline.contracts import Group, LedgerEntry
+
+
+def close_epoch(state: ControllerState, now: float, context: HostContext) -> list[str]:
+    """Fold the open windows into meters, regimes, scores and the ledger; returns the buckets that raised a drift alarm."""
+    start = state.epoch_start if state.epoch_start is not None else now
+    windows, state.windows = state.windows, {}
+    state.epoch += 1
+    state.latest = {name: close(name, windows[name], start, now) for name in sorted(windows)}
+    num_requests = sum(s.time_per_token.n for seen in state.latest.values() for s in seen.stats)
+    weight = epoch_weight(num_requests, now - start)
+    total_load = sum(seen.load(Group.ADAPTIVE) for seen in state.latest.values())
+    if total_load > 0:  # a quiet service says nothing about the height of the load when there is one
+        before = total_load if state.total_load is None else state.total_load
+        state.total_load = before + STEADY * weight * (total_load - before)
+    num_seen = int(bool(state.meters))  # the load of a bucket that joins others grows from 0, as theirs falls
+    for name in sorted(set(state.meters) | set(state.latest)):
+        meter = state.meters.setdefault(name, BucketMeter(num_epochs=num_seen))
+        meter.update(state.latest.get(name), weight)
+    written = {**context.rows, **context.rows_written}
+    alarms = [name for name, seen in state.latest.items() if _has_drifted(state, seen, start)]
+    for name in alarms:
+        _forget_bucket(state, name, start)
+    if state.regime is None:
+        state.regime = MixRegime(start)
+    if alarms:
+        state.regime.begin(start)
+        for name in alarms:
+            state.regime.forget(name)
+    if state.regime.update({name: seen.num_tokens() for name, seen in state.latest.items()}, start, weight):
+        # a new mix of the load there was: one epoch tells little of its height
+        scale = state.total_load / total_load if state.total_load is not None and total_load > 0 else 1.0
+        for name, meter in state.meters.items():
+            meter.load = scale * state.latest[name].load(Group.ADAPTIVE) if name in state.latest else 0.0
+    for name, seen in state.latest.items():
+        state.table.observe(seen)
+        _book_savings(state, name, seen, now, context.first_version)
+    for name, by_version in context.shadow.items():
+        if name in drifted_buckets(state):
+            continue  # replays of a text that is gone
+        for version, length in by_version.items():
+            state.table.fill_shadow(name, version, length)
+    state.forgotten.observe(state.table)
+    _book_interference(state, start, now)
+    state.rows_written = written
+    state.epoch_start = now
+    return alarms
+
+
+def _has_drifted(state: ControllerState, seen: BucketObservation, start: float) -> bool:
+    lengths: dict[str, RatioSums] = {}
+    for stats in seen.stats:
+        if stats.version and speculative(stats) and stats.drafted_rounds:
+            lengths.setdefault(stats.version, RatioSums()).merge(stats.acceptance_length)
+    return state.buckets.setdefault(seen.bucket, BucketRegime(start)).update(lengths)
+
+
+def _forget_bucket(state: ControllerState, name: str, start: float) -> None:
+    """The text behind a bucket changed: what was learned about the old text no longer holds."""
+    state.buckets[name].reset(start, state.rows_written.get(name, 0))
+    state.table.reset_bucket(name)
+    state.gains.reset_bucket(name)
+    state.forgotten.reset_bucket(name)
+    state.savings.reset_bucket(name)
+    state.required_rows.pop(name, None)
+    for learned in state.learned.values():
+        learned.pop(name, None)
+
+
+def _book_savings(state: ControllerState, name: str, seen: BucketObservation, now: float, first_version: str) -> None:
+    for booking in state.savings.close(seen, first_version):
+        owner = state.owner.get(booking.version)
+        state.book(
+            LedgerEntry(
+                entry_id=entry_id(owner, "saving", f"e{state.epoch}:{name}:{booking.version}"),
+                ts=now,
+                kind="saving",
+                bucket=name,
+                version=booking.version,
+                seconds=booking.seconds,
+                arm=state.made_by.get(booking.version),
+                standard_error_s=booking.standard_error_s,
+            ),
+            owner,
+        )
+
+
+def _book_interference(state: ControllerState, start: float, now: float) -> None:
+    slowdown = state.interference.close()
+    if slowdown is None:
+        return
+    state.costs.observe_slowdown(slowdown.relative, min(slowdown.num_rounds / 400.0, 0.5))
+    is_ours = state.job is not None or state.last_job_ended >= start
+    owner = state.last_job_id if is_ours else None
+    decision = state.actions.get(owner) if owner is not None else None
+    if slowdown.seconds > 0:
+        state.book(
+            LedgerEntry(
+                entry_id=entry_id(owner, "interference", f"e{state.epoch}"),
+                ts=now,
+                kind="interference",
+                bucket=decision.bucket if decision is not None else "",
+                version=None,
+                seconds=slowdown.seconds,
+                arm=decision.arm if decision is not None else None,
+            ),
+            owner,
+        )
+
+
+def drifted_buckets(state: ControllerState) -> set[str]:
+    """Buckets whose text changed since the manifests' records of it."""
+    return {name for name, regime in state.buckets.items() if regime.num_alarms > 0}
+
+
+def learned_rows(state: ControllerState, context: HostContext | None, version: str) -> dict[str, int]:
+    """Bucket -> rows of its present text that a version has learned."""
+    known = context.learned_rows.get(version, {}) if context is not None else {}
+    drifted = drifted_buckets(state)
+    learned = {name: rows for name, rows in known.items() if name not in drifted}
+    return {**learned, **state.learned.get(version, {})}
+
+
+def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostContext) -> dict[str, BucketBelief]:
+    """Beliefs of every bucket whose live version has a known acceptance length."""
+    total = sum(meter.load for meter in state.meters.values())
+    learned = learned_rows(state, context, context.live_version)
+    found = {}
+    for name in sorted(state.meters):
+        meter = state.meters[name]
+        length = state.table.estimate(name, context.live_version)
+        token_s, round_s = meter.time_per_token_s(), meter.round_s()
+        if length is None or token_s is None or round_s is None:
+            continue
+        usable, fresh = _rows(state, context, name)
+        found[name] = BucketBelief(
+            bucket=name,
+            load=meter.load,
+            time_per_token_s=token_s,
+            round_s=round_s,
+            plain_token_s=meter.plain_token_s(),
+            length=max(length[0], 1.0),
+            length_se=length[1],
+            usable_rows=usable,
+            fresh_rows=fresh,
+            learned_rows=learned.get(name, 0),
+            required_rows=max(state.required_rows.get(name, 0), config.min_rows),
+            is_active=meter.load > 0 and meter.load >= ACTIVE_SHARE * total,
+            batches=state.round_costs.batches(name),
+        )
+    return found
+
+
+def _rows(state: ControllerState, context: HostContext, name: str) -> tuple[int, int]:
+    """(usable, fresh) rows of a bucket: usable describe its text as it is now, fresh came after its last job."""
+    stored = context.rows.get(name, 0)
+    written = context.rows_written.get(name, stored)
+    regime = state.buckets.get(name)
+    usable = min(stored, max(written - (regime.rows_at_start if regime is not None else 0), 0))
+    return usable, min(usable, max(written - state.rows_at_job.get(name, 0), 0))

@@ -1,0 +1,162 @@
+"""What does a finished job teach about gains, costs and versions, also when its result is delayed or cut short?
+
+What did a finished job cost, teach, and change?
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from paceline.bandit.beliefs.arms import sized
+from paceline.bandit.beliefs.gain_model import POWER
+from paceline.bandit.beliefs.observation import JobCosts
+from paceline.bandit.controller.epoch import bucket_beliefs, learned_rows
+from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRecord
+from paceline.bandit.ledger.ledger import entry_id
+from paceline.bandit.policies.pricing import price_recalls
+from paceline.bandit.policies.table import SELF_FUNDED
+from paceline.config import PolicyConfig
+from paceline.contracts import LedgerEntry, TrainResult
+
+CUT_SHARE = 0.97
+"""A job that used this share of its time limit was cut short by it: it learned from fewer rows, at a lower cost."""
+
+
+def learn(state: ControllerState, job: JobRecord, result: TrainResult, costs: JobCosts) -> None:
+    """Fold one result.
+
+    accepted, rejected: gain and cost were measured, the gain by paired replay whatever the gate said of it. stopped: the
+    cost is a lower bound, the gain unknown. failed: nothing but that it failed. When the bucket's text changed while the
+    job ran, its scores describe a text that is gone: only its cost teaches.
+    """
+    regime = state.buckets.get(job.bucket)
+    is_text_gone = regime is not None and regime.start > job.started
+    is_measured = result.status in ("accepted", "rejected")
+    fraction = _done_fraction(state, job, result)
+    if result.status == "stopped" or (is_measured and fraction < 1.0):
+        state.costs.update_cut_short(job.arm, result.train_s)
+    elif is_measured:
+        num_replicas = state.context.num_replicas if state.context is not None else 1
+        state.costs.update(job.arm, result.train_s, result.shadow_s, costs.staging_s, num_replicas)
+    if is_measured and not is_text_gone:
+        gain, error = measured_gain(job, result)
+        state.gains.update(job.bucket, job.arm, job.headroom, job.share * fraction**POWER, gain, error, job.new)
+        done = sized(job.arm, max(int(fraction * job.arm.num_rows), 1))
+        state.table.add_job(job.bucket, result, job.base_version, state.forgotten.loss(done))
+        if result.status == "accepted" and result.version is not None:
+            state.forgotten.expect(job.bucket, result.version, job.base_version, done, state.table)
+    state.memory.ema.job_ended(result.status, state.rows_written)
+    if result.status == "accepted" and result.version is not None:
+        _note_version(state, job, result.version, is_text_gone=is_text_gone)
+    elif result.status != "stopped" and not is_text_gone:
+        state.required_rows[job.bucket] = 2 * max(job.arm.num_rows, state.required_rows.get(job.bucket, 0))
+
+
+def _done_fraction(state: ControllerState, job: JobRecord, result: TrainResult) -> float:
+    """Share of the ordered training that the time limit let through, 1 when it did not bind."""
+    decision = state.actions.get(job.decision_id)
+    limit = float(decision.context.get("time_limit_s", float("inf"))) if decision is not None else float("inf")
+    if result.train_s < CUT_SHARE * limit or job.expected_cost.training_s <= 0:
+        return 1.0
+    return min(max(result.train_s / job.expected_cost.training_s, 0.05), 1.0)
+
+
+def _note_version(state: ControllerState, job: JobRecord, version: str, *, is_text_gone: bool) -> None:
+    learned = learned_rows(state, state.context, job.base_version)
+    own = {} if is_text_gone else {job.bucket: job.learned_after}
+    state.learned[version] = {**learned, **own}
+    state.made_by[version] = job.arm.name
+    if version not in state.lived:
+        state.lived.append(version)
+    state.required_rows.pop(job.bucket, None)
+
+
+def measured_gain(job: JobRecord, result: TrainResult) -> tuple[float, float]:
+    """Gain in acceptance length on the serving scale and its standard error, from the paired replay."""
+    candidate, incumbent = result.candidate, result.incumbent
+    if candidate is None:
+        return 0.0, 0.1
+    scale = job.length_before / incumbent.acceptance_length if incumbent and incumbent.acceptance_length > 0 else 1.0
+    error = max(candidate.gain_mean - candidate.gain_lower, 0.0) / 1.645
+    return candidate.gain_mean * scale, error * scale
+
+
+MAX_OUTCOMES = 50
+
+
+def finish_job(
+    state: ControllerState, config: PolicyConfig, result: TrainResult, decision_id: int, now: float, costs: JobCosts
+) -> JobOutcome:
+    """Book, learn, decide on publishing. Raises ValueError when decision_id is not the job in flight."""
+    job = state.job
+    if job is None or job.decision_id != decision_id:
+        raise ValueError(f"decision_id must be that of the job in flight, got {decision_id}")
+    state.job, state.last_job_ended = None, now
+    for kind, seconds in (("training", result.train_s), ("shadow", result.shadow_s), ("staging", costs.staging_s)):
+        if seconds > 0:
+            entry = LedgerEntry(
+                entry_id=entry_id(decision_id, kind, result.job_id),
+                ts=now,
+                kind=kind,
+                bucket=job.bucket,
+                version=result.version,
+                seconds=seconds,
+                arm=job.arm.name,
+            )
+            state.book(entry, decision_id)
+    learn(state, job, result, costs)
+    publish, reason = _publish(state, config, job, result)
+    if publish is not None:
+        state.owner[publish] = decision_id
+        state.last_swap = now
+    decision = msgspec.structs.replace(
+        state.actions[decision_id],
+        version=result.version,
+        realised_gain=_realised_gain(state, config, job, result) if publish is not None else 0.0,
+        realised_cost_s=state.actions[decision_id].realised_cost_s or 0.0,
+        outcome=result.status if publish is not None or result.status != "accepted" else "kept",
+    )
+    state.remember(decision)
+    outcome = JobOutcome(decision=decision, publish=publish, reason=reason)
+    state.outcomes[decision_id] = outcome
+    for key in sorted(state.outcomes)[:-MAX_OUTCOMES]:
+        del state.outcomes[key]
+    return outcome
+
+
+def _realised_gain(state: ControllerState, config: PolicyConfig, job: JobRecord, result: TrainResult) -> float:
+    gain, _ = measured_gain(job, result)
+    after = job.length_before + gain
+    belief = bucket_beliefs(state, config, state.context).get(job.bucket) if state.context is not None else None
+    if belief is not None:
+        return belief.relative_gain(job.length_before, after)
+    return 1.0 - job.length_before / after if after > 0 else 0.0
+
+
+def _publish(
+    state: ControllerState, config: PolicyConfig, job: JobRecord, result: TrainResult
+) -> tuple[str | None, str]:
+    """Version to make live: accepted by the gate and, for policies that mind what they lose elsewhere, better on the mix
+    that is served now; for every policy when the gate compared it with a version that is no longer live."""
+    if result.status != "accepted" or result.version is None:
+        return None, f"The job on {job.bucket} was {result.status}: {result.reason}"
+    if state.pinned is not None:
+        return None, f"Version {result.version} was accepted, but {state.pinned} is pinned."
+    context = state.context
+    if context is not None and (state.policy in SELF_FUNDED or job.base_version != context.live_version):
+        beliefs = bucket_beliefs(state, config, context)
+        priced = price_recalls(
+            beliefs,
+            [result.version],
+            context.live_version,
+            table=state.table,
+            horizon_s=config.horizon_s,
+            staging_s=0.0,
+        )
+        if priced and priced[0].gain < 0:  # 0: decoding stays plain under both, until the better one is tried
+            reason = (
+                f"Version {result.version} was accepted on {job.bucket}, but serves the present mix "
+                f"{-100 * priced[0].gain:.1f}% dearer; it waits for a recall."
+            )
+            return None, reason
+    return result.version, f"Version {result.version} was accepted on {job.bucket}: {result.reason}"

@@ -1,0 +1,185 @@
+"""What does the controller remember between ticks?"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.bandit.beliefs.belief import BucketMeter
+from paceline.bandit.beliefs.forgetting import ForgettingModel
+from paceline.bandit.beliefs.gain_model import GainModel
+from paceline.bandit.beliefs.interference import Interference
+from paceline.bandit.beliefs.job_cost import CostModel, JobCost
+from paceline.bandit.beliefs.observation import BucketObservation, HostContext, Window
+from paceline.bandit.beliefs.recall import ScoreTable
+from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
+from paceline.bandit.beliefs.round_cost import RoundCosts
+from paceline.bandit.ledger.ledger import Ledger, contradictions
+from paceline.bandit.ledger.savings import Savings
+from paceline.bandit.policies.memory import PolicyMemory
+from paceline.contracts import ArmSpec, Decision, LedgerEntry
+
+MAX_PRODUCERS = 256
+MAX_ACTIONS = 400
+"""Train, recall, pin and rollback decisions kept for late updates; holds are not kept."""
+
+
+class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What the host should do after a job."""
+
+    decision: Decision
+    """The train decision with realised_gain, realised_cost_s and outcome filled in (same decision_id: overwrite it).
+
+    outcome is the job's status, or 'kept' for an accepted version that is not made live now.
+    """
+    publish: str | None
+    """Version to make live now; None: keep the live one."""
+    reason: str
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The job in flight, with what was believed when it was ordered."""
+
+    decision_id: int
+    bucket: str
+    arm: ArmSpec
+    base_version: str
+    headroom: float
+    share: float
+    length_before: float
+    learned_after: int
+    expected_cost: JobCost
+    started: float
+    new: float = 1.0
+
+
+class ControllerState(msgspec.Struct):
+    """All mutable state; MessagePack in, MessagePack out."""
+
+    policy: str
+    rng: str = ""
+    """JSON of the bit generator's state."""
+    epoch: int = 0
+    told_epoch: int = 0
+    """Newest epoch that went to the decision log."""
+    epoch_start: float | None = None
+    next_decision_id: int = 1
+    folded: dict[str, int] = {}
+    """'replica|boot' -> highest seq folded."""
+    num_rows_dropped: int = 0
+    context: HostContext | None = None
+
+    windows: dict[str, Window] = {}
+    meters: dict[str, BucketMeter] = {}
+    latest: dict[str, BucketObservation] = {}
+    total_load: float | None = None
+    """Exponential mean of the adaptive group's tokens per second while there is traffic, all buckets; None before any."""
+    regime: MixRegime | None = None
+    buckets: dict[str, BucketRegime] = {}
+    rows_written: dict[str, int] = {}
+    table: ScoreTable = msgspec.field(default_factory=ScoreTable)
+    gains: GainModel = msgspec.field(default_factory=GainModel)
+    forgotten: ForgettingModel = msgspec.field(default_factory=ForgettingModel)
+    costs: CostModel = msgspec.field(default_factory=CostModel)
+    round_costs: RoundCosts = msgspec.field(default_factory=RoundCosts)
+    memory: PolicyMemory = msgspec.field(default_factory=PolicyMemory)
+    history: list[str] = []
+    """'bucket|version' of earlier services that taught the gain model."""
+    interference: Interference = msgspec.field(default_factory=Interference)
+    savings: Savings = msgspec.field(default_factory=Savings)
+    ledger: Ledger = msgspec.field(default_factory=Ledger)
+
+    job: JobRecord | None = None
+    last_job_id: int | None = None
+    last_job_started: float = float("-inf")
+    last_job_ended: float = float("-inf")
+    last_swap: float = float("-inf")
+    owner: dict[str, int] = {}
+    """Version -> decision that last made it live."""
+    made_by: dict[str, str] = {}
+    """Version -> arm of the job that made it."""
+    learned: dict[str, dict[str, int]] = {}
+    """Version -> bucket -> rows it was trained on."""
+    rows_at_job: dict[str, int] = {}
+    required_rows: dict[str, int] = {}
+    lived: list[str] = []
+    """Versions that were live or came out of an accepted job."""
+    barred: list[str] = []
+    pinned: str | None = None
+    bank_start_s: float | None = None
+    """Starting balance that an operator set; None = the configured one."""
+
+    actions: dict[int, Decision] = {}
+    outcomes: dict[int, JobOutcome] = {}
+    last_hold: str = ""
+    out_decisions: dict[int, Decision] = {}
+    out_entries: list[LedgerEntry] = []
+
+    def remember(self, decision: Decision) -> None:
+        """Keep (or overwrite) an action and put it in the outbox."""
+        self.out_decisions[decision.decision_id] = decision
+        if decision.action != "hold":
+            self.actions[decision.decision_id] = decision
+            for key in sorted(self.actions)[:-MAX_ACTIONS]:
+                del self.actions[key]
+
+    def book(self, entry: LedgerEntry, owner: int | None) -> bool:
+        """Add a ledger entry and carry it into its decision's realised sums; False for a duplicate."""
+        if not self.ledger.add(entry):
+            return False
+        self.out_entries.append(entry)
+        decision = self.actions.get(owner) if owner is not None else None
+        if decision is not None:
+            if entry.kind == "saving":
+                saved = (decision.realised_saving_s or 0.0) + entry.seconds
+                decision = msgspec.structs.replace(decision, realised_saving_s=saved)
+            else:
+                cost = (decision.realised_cost_s or 0.0) + entry.seconds
+                decision = msgspec.structs.replace(decision, realised_cost_s=cost)
+            self.remember(decision)
+        return True
+
+    def has_folded(self, producer: str, seq: int) -> bool:
+        """Whether a producer's batch was folded before; otherwise marks it as folded."""
+        if seq <= self.folded.get(producer, 0):
+            return True
+        self.folded.pop(producer, None)
+        self.folded[producer] = seq
+        while len(self.folded) > MAX_PRODUCERS:
+            del self.folded[next(iter(self.folded))]
+        return False
+
+    def reserved_s(self) -> float:
+        """What the job in flight is still expected to cost, beyond what is booked for it already."""
+        if self.job is None:
+            return 0.0
+        decision = self.actions.get(self.job.decision_id)
+        booked = decision.realised_cost_s if decision is not None and decision.realised_cost_s is not None else 0.0
+        return max(self.job.expected_cost.total_s - booked, 0.0)
+
+    def check(self) -> list[str]:
+        """Contradictions between ledger and kept decisions."""
+        return contradictions(self.ledger, self.actions.values())
+
+
+def pack_rng(rng: np.random.Generator) -> str:
+    """The generator's state as JSON (its integers exceed 64 bits)."""
+    return json.dumps(rng.bit_generator.state, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+
+
+def unpack_rng(text: str) -> np.random.Generator:
+    """The generator that `pack_rng` saw. Raises ValueError for an unknown bit generator."""
+    state = json.loads(text)
+    kind = getattr(np.random, str(state.get("bit_generator")), None)
+    if kind is None:
+        raise ValueError(f"state.rng must name a numpy bit generator, got {state.get('bit_generator')!r}")
+    bits = kind()
+    bits.state = state
+    return np.random.Generator(bits)

@@ -1,0 +1,170 @@
+"""Does a training job, or an older version, pay for itself within what the bank covers? (the default)"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from paceline.bandit.policies.pricing import PricedJob, PricedRecall
+from paceline.bandit.policies.view import (
+    Choice,
+    View,
+    fullest,
+    hold,
+    job_key,
+    main_bucket,
+    not_now,
+    say,
+    too_few_rows,
+    train,
+)  # fmt: skip
+
+EXPLORE = 0.05
+"""Probability of another job among near ties, so that logged decisions have propensities to evaluate with."""
+NEAR_TIE = 0.05
+"""Jobs whose net value is within this share of the best are near ties."""
+RECALL_GAIN = 0.03
+"""Relative fall of the mix's time below which a recall is not worth the noise."""
+FLOOR_GAIN = 0.01
+"""The same for the first version: it is the floor, and what serves worse than it must not stay."""
+RECALL_Z = 1.0
+"""Standard errors by which a recall must win."""
+
+
+class PayoffPolicy:
+    """Acts when the expected saving over the regime's remaining life exceeds the cost by the hysteresis factor.
+
+    V = remaining life x load x (time per token now - after) - training - shadow - interference - staging (adaptation.md,
+    8); exploration is the small job and shadow scoring, not noise on V. A recall costs almost nothing and goes first.
+    One job at a time: among funded jobs that pay, the one whose net value is highest after what the best paying job of
+    another bucket loses by waiting for it.
+    """
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        held = not_now(view)
+        recall = self._recall(view)
+        if recall is not None and not view.is_job_running:
+            return recall
+        if held is not None:
+            return held
+        jobs = [j for j in view.jobs if view.beliefs[j.bucket].fresh_rows >= view.beliefs[j.bucket].required_rows]
+        if not jobs:
+            belief = fullest(view)
+            return too_few_rows(view, belief, belief.required_rows)
+        factor = view.config.hysteresis
+        paying = [j for j in jobs if j.saving_s > factor * j.cost.total_s]
+        if not paying:
+            return self._unpaid(view, jobs)
+        funded = [j for j in paying if view.cost_margin * j.cost.total_s <= view.balance_s]
+        if not funded:
+            return self._unfunded(view, paying)
+        job, chances = pick(funded, rng)
+        probabilities: dict[str, float] = {}
+        for other, chance in chances:  # a near tie that would end within the dwell is a hold
+            key = job_key(other) if self._late(view, other) is None else "hold"
+            probabilities[key] = probabilities.get(key, 0.0) + chance
+        late = self._late(view, job)
+        if late is not None:
+            return msgspec.structs.replace(late, probabilities=probabilities)
+        return self._train(view, job, probabilities)
+
+    def _unpaid(self, view: View, jobs: list[PricedJob]) -> Choice:
+        best = max(jobs, key=lambda j: j.saving_s / max(j.cost.total_s, 1e-9))
+        return hold(
+            view,
+            "payoff",
+            "{arm} on {bucket} would save {saving:.1f} s for {cost:.1f} s, less than {factor:.2f} times its cost.",
+            at=best.bucket,
+            arm=best.arm.name,
+            bucket=best.bucket,
+            saving=max(best.saving_s, 0.0),
+            cost=best.cost.total_s,
+            factor=view.config.hysteresis,
+        )
+
+    def _unfunded(self, view: View, paying: list[PricedJob]) -> Choice:
+        best = max(paying, key=lambda j: j.net_s)
+        return hold(
+            view,
+            "bank",
+            "{arm} on {bucket} would save {saving:.1f} s for {cost:.1f} s, which may become {margin:.2f} times as much, but "
+            "the bank holds {balance:.1f} s.",
+            at=best.bucket,
+            margin=view.cost_margin,
+            arm=best.arm.name,
+            bucket=best.bucket,
+            saving=best.saving_s,
+            cost=best.cost.total_s,
+            balance=view.balance_s,
+        )
+
+    def _late(self, view: View, job: PricedJob) -> Choice | None:
+        seconds = job.cost.training_s + job.cost.shadow_s
+        if view.since_swap_s + seconds >= view.config.min_dwell_s:
+            return None
+        template = "The live version is {since:.0f} s old; with a job of {job:.1f} s it would not stay the {dwell:.0f} s it must."
+        dwell = view.config.min_dwell_s
+        return hold(view, "dwell", template, at=job.bucket, since=view.since_swap_s, job=seconds, dwell=dwell)
+
+    def _train(self, view: View, job: PricedJob, probabilities: dict[str, float]) -> Choice:
+        belief = view.beliefs[job.bucket]
+        return train(
+            job,
+            "{arm} on {rows} rows of {bucket} should lift acceptance length {before:.2f} to {after:.2f} and save "
+            "{saving:.1f} s at {load:.0f} tokens/s over {horizon:.0f} s for {cost:.1f} s (bank {balance:.1f} s).",
+            probabilities=probabilities,
+            arm=job.arm.name,
+            rows=job.arm.num_rows,
+            bucket=job.bucket,
+            before=belief.length,
+            after=job.length_after,
+            saving=job.saving_s,
+            load=belief.load,
+            horizon=view.horizon_s,
+            cost=job.cost.total_s,
+            balance=view.balance_s,
+        )
+
+    def _recall(self, view: View) -> Choice | None:
+        worth = [r for r in view.recalls if self._is_worth(view, r)]
+        if not worth or not main_bucket(view) or view.since_swap_s < view.config.min_dwell_s:
+            return None
+        best = max(worth, key=lambda r: (r.saving_s - r.cost_s, r.version))
+        reason, numbers = say(
+            "Version {version} serves the mix {gain:.0%} cheaper than the live one ({bucket}: acceptance length "
+            "{after:.2f} against {before:.2f}), saving {saving:.1f} s for {cost:.1f} s without training.",
+            version=best.version,
+            gain=best.gain,
+            bucket=best.bucket,
+            after=best.length_after,
+            before=best.length_now,
+            saving=best.saving_s,
+            cost=best.cost_s,
+        )
+        return Choice(action="recall", bucket=best.bucket, code="recall", reason=reason, numbers=numbers, recall=best)
+
+    def _is_worth(self, view: View, recall: PricedRecall) -> bool:
+        """A sure gain that pays for the swap; going back to the floor needs less of it and no funds: it stops a loss."""
+        least = FLOOR_GAIN if recall.is_floor else RECALL_GAIN
+        is_sure = recall.gain > max(least, RECALL_Z * recall.gain_se)
+        is_paid = recall.saving_s > view.config.hysteresis * recall.cost_s
+        return is_sure and is_paid and (recall.is_floor or recall.cost_s <= view.balance_s)
+
+
+def waiting_s(job: PricedJob, jobs: list[PricedJob]) -> float:
+    """Device-seconds that the best of the other buckets' jobs loses while this one holds the trainer."""
+    rates = [j.rate for j in jobs if j.bucket != job.bucket]
+    return max([0.0, *rates]) * (job.cost.training_s + job.cost.shadow_s)
+
+
+def pick(jobs: list[PricedJob], rng: np.random.Generator) -> tuple[PricedJob, list[tuple[PricedJob, float]]]:
+    """The best job, or with probability EXPLORE one of its near ties; with all that might have been picked and how likely."""
+    worth = {id(j): j.net_s - waiting_s(j, jobs) for j in jobs}
+    best = max(jobs, key=lambda j: worth[id(j)])
+    ties = [j for j in jobs if j is not best and worth[id(j)] >= worth[id(best)] - NEAR_TIE * abs(worth[id(best)])]
+    if not ties:
+        return best, [(best, 1.0)]
+    chances = [(best, 1.0 - EXPLORE), *((j, EXPLORE / len(ties)) for j in ties)]
+    if rng.random() < EXPLORE:
+        return ties[int(rng.integers(len(ties)))], chances
+    return best, chances

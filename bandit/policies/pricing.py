@@ -1,0 +1,285 @@
+"""What is a training job, or the return of an older version, worth in device-seconds?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+import numpy as np
+
+from paceline.bandit.beliefs.arms import row_counts, sized
+from paceline.bandit.beliefs.belief import BucketBelief
+from paceline.bandit.beliefs.forgetting import ForgettingModel
+from paceline.bandit.beliefs.gain_model import GainModel, learned_share, newness
+from paceline.bandit.beliefs.job_cost import CostModel, JobCost
+from paceline.bandit.beliefs.recall import ScoreTable
+from paceline.contracts import ArmSpec
+
+PRIOR_BEST_LENGTH = 2.2
+"""Acceptance length that training reaches on an ordinary bucket; headroom prior before better was seen."""
+MIN_HEADROOM = 0.03
+MAX_HEADROOM = 1.2
+"""Bounds of the headroom, relative to the acceptance length now."""
+GATE_GAIN = 0.02
+"""Relative rise of the acceptance length below which the gate is taken to refuse."""
+QUANTILES = (-1.2816, -0.5244, 0.0, 0.5244, 1.2816)
+"""Normal quantiles at 10, 30, 50, 70 and 90%: the mean over them prices the kink at plain decoding and at the gate."""
+
+
+class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """One arm on one bucket; seconds are device-seconds over the horizon."""
+
+    bucket: str
+    arm: ArmSpec
+    headroom: float
+    share: float
+    """learned_share of the rows."""
+    new: float = 1.0
+    """`newness` of the rows."""
+    gain: float
+    """Expected relative fall of the bucket's device time per token."""
+    length_after: float
+    saving_s: float
+    """Of the whole mix: the bucket's saving less what other active buckets lose by forgetting and what a recall would save."""
+    cost: JobCost
+    left_s: float = 0.0
+    """Seconds of this regime for which the new version is expected to serve."""
+    return_s: float = 0.0
+    """Seconds of later regimes, at today's load, for which the bucket is expected to be served."""
+    known_gain: float = 0.0
+    """`gain` of the best existing version on the bucket: what its return will bring without this job."""
+    forgotten_s: float = 0.0
+    """Expected loss of the other active buckets, part of saving_s."""
+    recall_s: float = 0.0
+    """What the best recall would save without this job, part of saving_s."""
+    rate: float = 0.0
+    """Device-seconds saved per second once the new version serves."""
+
+    @property
+    def net_s(self) -> float:
+        return self.saving_s - self.cost.total_s
+
+
+class PricedRecall(msgspec.Struct, frozen=True, kw_only=True):
+    """Bringing an existing version back for all buckets."""
+
+    version: str
+    gain: float
+    """Relative fall of the mix's device time, load-weighted."""
+    gain_se: float
+    saving_s: float
+    cost_s: float
+    length_now: float
+    length_after: float
+    """Acceptance length in the bucket that counts most."""
+    bucket: str
+    is_floor: bool = False
+    """This is the first version, which the savings are measured against."""
+
+
+def headroom(belief: BucketBelief, best_length: float) -> float:
+    """Tokens a round that training might still add: k = 1 of the gain model, from the best length seen on any bucket."""
+    gap = max(best_length, PRIOR_BEST_LENGTH) - belief.length
+    return min(max(gap, MIN_HEADROOM * belief.length), MAX_HEADROOM * belief.length)
+
+
+def price_jobs(
+    beliefs: Mapping[str, BucketBelief],
+    arms: Iterable[ArmSpec],
+    *,
+    gains: GainModel,
+    costs: CostModel,
+    best_length: float,
+    horizon_s: float,
+    min_rows: int,
+    num_replicas: int,
+    left_s: Callable[[float], float] | None = None,
+    returning_s: Callable[[str], float] | None = None,
+    known_length: Callable[[str], float] | None = None,
+    forgotten: ForgettingModel | None = None,
+    recall_rate: float = 0.0,
+) -> list[PricedJob]:
+    """Every arm and row count on every active bucket with enough fresh rows; the order is deterministic.
+
+    left_s: seconds until the new version could serve -> expected seconds of the regime after that; default: what is left
+    of horizon_s. returning_s: bucket -> seconds, at today's load, that it is expected to be served in later regimes.
+    known_length: bucket -> acceptance length of the best existing version, which would be recalled then.
+    forgotten: what a job costs the other buckets; None = the prior. recall_rate: device-seconds per second that the best
+    recall saves on the present mix, which a job must beat.
+    """
+    priced = []
+    busy = sum(b.busy for b in beliefs.values() if b.is_active)
+    arms, losses = tuple(arms), forgotten or ForgettingModel()
+    for name in sorted(beliefs):
+        belief = beliefs[name]
+        if not belief.is_active or belief.fresh_rows < min_rows:
+            continue
+        room = headroom(belief, best_length)
+        returns = returning_s(name) if returning_s is not None else 0.0
+        best_known = max(known_length(name), belief.length) if known_length is not None else belief.length
+        known = belief.relative_gain(belief.length, best_known)
+        for template in arms:
+            for rows in row_counts(template, belief.usable_rows, min_rows):
+                arm = sized(template, rows)
+                share, new = _lesson(belief, arm)
+                mean, sd = gains.predict(name, arm, room, share, new)
+                cost = costs.predict(arm, busy=busy, num_replicas=num_replicas)
+                gain, later = _expected_gains(belief, mean, sd, known)
+                wait = cost.training_s + cost.shadow_s
+                left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)
+                lost = _forgotten(beliefs, name, losses.loss(arm))
+                # others lose only until this regime ends: then a recall brings back what serves them best
+                saving = belief.busy * (left * gain + returns * later) - left * (lost + recall_rate)
+                priced.append(
+                    PricedJob(
+                        bucket=name,
+                        arm=arm,
+                        headroom=room,
+                        share=share,
+                        new=new,
+                        gain=gain,
+                        length_after=belief.length + max(mean, 0.0),
+                        saving_s=saving,
+                        cost=cost,
+                        left_s=left,
+                        return_s=returns,
+                        known_gain=known,
+                        forgotten_s=left * lost,
+                        recall_s=left * recall_rate,
+                        rate=belief.busy * gain - lost - recall_rate,
+                    )
+                )
+    return priced
+
+
+def _lesson(belief: BucketBelief, arm: ArmSpec) -> tuple[float, float]:
+    """(learned_share, newness) of a job on the bucket's rows, of which the drafter may have learned some before."""
+    rows = arm.num_rows
+    after = max(belief.learned_rows + min(rows, belief.fresh_rows), rows)
+    return learned_share(rows), newness(belief.learned_rows, after, rows)
+
+
+def _expected_gains(belief: BucketBelief, mean: float, sd: float, known: float) -> tuple[float, float]:
+    """Expected gain over the live version, and over the best existing one, whose gain over the live one is `known`."""
+    gains = passed_gains(belief, mean + sd * np.asarray(QUANTILES))
+    return float(gains.mean()), float(np.maximum(gains - known, 0.0).mean())
+
+
+def passed_gains(belief: BucketBelief, rises: np.ndarray) -> np.ndarray:
+    """Relative fall of the bucket's time per token by rise of acceptance length, 0 where the gate would refuse."""
+    gains = np.maximum(belief.relative_gains(belief.length, belief.length + rises), 0.0)
+    return np.where(rises > GATE_GAIN * belief.length, gains, 0.0)
+
+
+def staleness_rates(
+    beliefs: Mapping[str, BucketBelief], arms: Iterable[ArmSpec], *, gains: GainModel, best_length: float, min_rows: int
+) -> dict[str, float]:
+    """Active bucket -> device-seconds lost per second against what the best arm would give on the rows there are.
+
+    Buckets with fewer than min_rows are valued as if they had them: their drafter is stale before it can be helped.
+    """
+    rates = {}
+    for name, belief in sorted(beliefs.items()):
+        if not belief.is_active:
+            continue
+        best = 0.0
+        for template in arms:
+            rows = min(max(belief.usable_rows, min_rows), template.num_rows)
+            arm = sized(template, rows)
+            mean, sd = gains.predict(name, arm, headroom(belief, best_length), *_lesson(belief, arm))
+            best = max(best, _expected_gains(belief, mean, sd, 0.0)[0])
+        rates[name] = belief.busy * best
+    return rates
+
+
+def _forgotten(beliefs: Mapping[str, BucketBelief], trained: str, lost: float) -> float:
+    """Device-seconds per second that other active buckets lose when their acceptance length falls by `lost` of it."""
+    return sum(
+        -b.busy * b.relative_gain(b.length, b.length * (1.0 - lost))
+        for name, b in beliefs.items()
+        if name != trained and b.is_active
+    )
+
+
+def price_recalls(
+    beliefs: Mapping[str, BucketBelief],
+    versions: Iterable[str],
+    live_version: str,
+    *,
+    table: ScoreTable,
+    horizon_s: float,
+    staging_s: float,
+    first_version: str = "",
+) -> list[PricedRecall]:
+    """Every known version against the live one on the load-weighted mix of active buckets.
+
+    A version whose score is unknown in a bucket that carries more than a tenth of the time is left out.
+    """
+    active = {name: b for name, b in beliefs.items() if b.is_active}
+    busy = sum(b.busy for b in active.values())
+    if busy <= 0:
+        return []
+    main = max(sorted(active), key=lambda name: active[name].busy)
+    priced = []
+    for version in sorted(set(versions) - {live_version, ""}):
+        gain = variance = unknown = 0.0
+        length_after = active[main].length
+        for name, belief in active.items():
+            weight = belief.busy / busy
+            found = table.estimate(name, version)
+            if found is None:
+                unknown += weight
+                continue
+            length, se = found
+            gain += weight * belief.relative_gain(belief.length, length)
+            # d ln(time) = d ln(length): relative errors of both lengths add in quadrature
+            variance += (weight * math.hypot(se / length, belief.length_se / belief.length)) ** 2
+            if name == main:
+                length_after = length
+        if unknown > 0.1:
+            continue
+        priced.append(
+            PricedRecall(
+                version=version,
+                gain=gain,
+                gain_se=math.sqrt(variance),
+                saving_s=horizon_s * busy * gain,
+                cost_s=staging_s,
+                length_now=active[main].length,
+                length_after=length_after,
+                bucket=main,
+                is_floor=version == first_version,
+            )
+        )
+    return priced
+
+
+def recall_rate(beliefs: Mapping[str, BucketBelief], recalls: Iterable[PricedRecall]) -> float:
+    """Device-seconds per second that the best recall saves on the present mix, less one standard error; 0 without any."""
+    busy = sum(b.busy for b in beliefs.values() if b.is_active)
+    return busy * max([0.0, *(r.gain - r.gain_se for r in recalls)])
+
+
+def version_losses(
+    beliefs: Mapping[str, BucketBelief], versions: Iterable[str], *, table: ScoreTable
+) -> dict[str, float]:
+    """Version -> its device time on the present mix over that of a drafter that accepts nothing, in [0, 1].
+
+    A version whose score is unknown in a bucket that carries more than a tenth of the time is left out.
+    """
+    active = {name: b for name, b in beliefs.items() if b.is_active and b.load > 0}
+    worst = {name: b.load * b.token_s(1.0) for name, b in active.items()}
+    if sum(worst.values()) <= 0:
+        return {}
+    losses = {}
+    for version in sorted(set(versions) - {""}):
+        spent = scale = 0.0
+        for name, belief in active.items():
+            found = table.estimate(name, version)
+            if found is not None:
+                spent += belief.load * belief.token_s(found[0])
+                scale += worst[name]
+        if scale >= 0.9 * sum(worst.values()):
+            losses[version] = min(max(spent / scale, 0.0), 1.0)
+    return losses

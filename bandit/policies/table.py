@@ -1,0 +1,202 @@
+"""Has the drafter been stale for so long that training it would have been cheaper?
+
+Has acceptance dropped, and are enough rows of the new traffic collected? (TIDE's rule)
+
+Which existing version has served traffic like this best, by the weights of Fixed-Share?
+
+Which policies are there, and what do the baselines do?
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.bandit.policies.payoff import PayoffPolicy
+from paceline.bandit.policies.thompson import ThompsonPolicy
+from paceline.bandit.policies.view import (
+    Choice,
+    Policy,
+    View,
+    fullest,
+    hold,
+    largest_job,
+    not_now,
+    say,
+    too_few_rows,
+    train,
+)
+from paceline.errors import ConfigError
+
+
+class CaraPolicy:
+    """Trains when the staleness cost accrued since the bucket's last job reaches cara_factor times the retraining cost.
+
+    The cumulative-threshold variant of CARA (Mahadevan and Mathioudakis, arXiv 2310.04216), with staleness measured in
+    device-seconds lost against the drafter that training now is believed to give. That is the rent-or-buy rule: with
+    factor 1 and a right belief it pays at most twice what hindsight would, and it needs no horizon. The retraining is the
+    largest arm on all usable rows.
+    """
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        held = not_now(view)
+        if held is not None:
+            return held
+        factor, stale = view.config.cara_factor, view.memory.staleness_s
+        active = [n for n in sorted(view.beliefs) if view.beliefs[n].is_active]
+        jobs = [job for name in active if (job := largest_job(view, name)) is not None]
+        if not jobs:
+            return too_few_rows(view, fullest(view), view.config.min_rows)
+        job = max(jobs, key=lambda j: (stale.get(j.bucket, 0.0) / max(j.cost.total_s, 1e-9), j.bucket))
+        lost, cost = stale.get(job.bucket, 0.0), job.cost.total_s
+        if lost < factor * cost:
+            template = "The staleness of {bucket} has cost {lost:.1f} s since its last job, less than {factor:.2f} times the {cost:.1f} s of training."  # fmt: skip
+            bucket = job.bucket
+            return hold(view, "staleness", template, at=bucket, bucket=bucket, lost=lost, factor=factor, cost=cost)
+        return train(
+            job,
+            "The staleness of {bucket} has cost {lost:.1f} s since its last job, at least {factor:.2f} times the "
+            "{cost:.1f} s of training.",
+            bucket=job.bucket,
+            lost=lost,
+            factor=factor,
+            cost=cost,
+        )
+
+
+class DualEmaPolicy:
+    """Trains the largest arm after a drop of acceptance, on rows collected since; knows neither cost nor horizon.
+
+    Source: TIDE, arXiv 2602.05145, Alg. 1; its gate (deploy only what scored better) is that of every job. The memory
+    is policy_memory.DualEma; the weights and the margin are ours (PolicyConfig), the paper does not give them.
+    """
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        held = not_now(view)
+        if held is not None:
+            return held
+        ema, config = view.memory.ema, view.config
+        level = (1.0 - config.ema_margin) * ema.slow
+        if not ema.is_collecting:
+            template = "The fast mean of acceptance length {fast:.2f} did not fall below {level:.2f}, which is the slow mean {slow:.2f} less {margin:.0%}."  # fmt: skip
+            return hold(view, "ema", template, fast=ema.fast, level=level, slow=ema.slow, margin=config.ema_margin)
+        active = [b for b in view.beliefs.values() if b.is_active]
+        belief = max(active, key=lambda b: (ema.collected.get(b.bucket, 0), b.bucket))
+        collected = ema.collected.get(belief.bucket, 0)
+        if collected < config.min_rows:
+            template = "{bucket} collected {collected} rows since acceptance dropped, of the {needed} that a job needs."
+            bucket, needed = belief.bucket, config.min_rows
+            return hold(view, "rows", template, at=bucket, bucket=bucket, collected=collected, needed=needed)
+        job = largest_job(view, belief.bucket)
+        if job is None:
+            return too_few_rows(view, belief, config.min_rows)
+        return train(
+            job,
+            "Acceptance length dropped (fast mean {fast:.2f}, slow mean {slow:.2f}) and {bucket} collected {collected} "
+            "rows, at least {needed}.",
+            fast=ema.fast,
+            slow=ema.slow,
+            bucket=job.bucket,
+            collected=collected,
+            needed=config.min_rows,
+        )
+
+
+ODDS = 2.0
+"""The heaviest version takes over when it weighs this much more than the live one."""
+
+
+class HedgePolicy:
+    """Never trains; makes the heaviest version live, lazily.
+
+    Every epoch each version's loss is its believed device time per token on the present mix over that of a drafter that
+    accepts nothing; shadow scores and served rounds give it without exploring. The bound of policy_memory.HedgeWeights is
+    on the weighted mean of losses; serving the leader instead avoids swaps, which cost.
+    """
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        weights, live = view.memory.hedge.weights, view.live_version
+        priced = {r.version: r for r in view.recalls}
+        own = weights.get(live, 0.0)
+        rivals = [v for v in sorted(weights) if v in priced]
+        if not rivals:
+            template = "{num} other versions have a known score on the present mix."
+            return hold(view, "no_version", template, num=0)
+        best = max(rivals, key=lambda v: (weights[v], v))
+        if weights[best] < ODDS * own:
+            template = (
+                "Version {best} has weight {weight:.3f}, less than {odds:.1f} times the {own:.3f} of the live one."
+            )
+            return hold(view, "weights", template, best=best, weight=weights[best], odds=ODDS, own=own)
+        held = not_now(view)
+        if held is not None:
+            return held
+        if view.since_swap_s < view.config.min_dwell_s:
+            template = "The live version is {since:.0f} s old, and it stays for {dwell:.0f} s."
+            return hold(view, "dwell", template, since=view.since_swap_s, dwell=view.config.min_dwell_s)
+        reason, numbers = say(
+            "Version {best} has weight {weight:.3f}, at least {odds:.1f} times the {own:.3f} of the live one.",
+            best=best,
+            weight=weights[best],
+            odds=ODDS,
+            own=own,
+        )
+        recall = priced[best]
+        return Choice(
+            action="recall", bucket=recall.bucket, code="recall", reason=reason, numbers=numbers, recall=recall
+        )
+
+
+class NeverPolicy:
+    """Keeps the first drafter: the static baseline."""
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        template = "Policy never trains {num} jobs and recalls {recalls} versions, whatever they are worth."
+        return hold(view, "policy", template, at="", num=0, recalls=0)
+
+
+class AlwaysPolicy:
+    """Trains the largest arm on the bucket with most fresh rows as soon as rows suffice, whatever it costs."""
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        held = not_now(view)
+        if held is not None:
+            return held
+        belief, needed = fullest(view), view.config.min_rows
+        job = largest_job(view, belief.bucket)
+        if job is None or belief.fresh_rows < needed:
+            return too_few_rows(view, belief, needed)
+        template = "{bucket} has {fresh} fresh rows, at least the {needed} that policy {policy} waits for."
+        policy = view.config.policy
+        return train(job, template, bucket=job.bucket, fresh=belief.fresh_rows, needed=needed, policy=policy)
+
+
+class IntervalPolicy(AlwaysPolicy):
+    """Like always, but one job per interval_s."""
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        held = not_now(view)
+        if held is None and view.since_job_s < view.config.interval_s:
+            template = "The last job started {since:.0f} s ago, and one starts every {interval:.0f} s."
+            return hold(view, "interval", template, since=view.since_job_s, interval=view.config.interval_s)
+        return super().choose(view, rng)
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "never": NeverPolicy,
+    "always": AlwaysPolicy,
+    "interval": IntervalPolicy,
+    "payoff": PayoffPolicy,
+    "dual_ema": DualEmaPolicy,
+    "cara": CaraPolicy,
+    "thompson": ThompsonPolicy,
+    "hedge": HedgePolicy,
+}
+SELF_FUNDED = frozenset({"payoff", "thompson"})
+"""Policies that spend only what the bank covers; their jobs are stopped when it would run dry."""
+
+
+def make_policy(name: str) -> Policy:
+    """The policy of that name; raises ConfigError with the known names."""
+    if name not in POLICIES:
+        raise ConfigError(f"policy.policy must be one of {', '.join(POLICIES)}, got {name!r}")
+    return POLICIES[name]()

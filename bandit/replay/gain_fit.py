@@ -1,0 +1,92 @@
+"""How much would a job that nobody ran have gained? The gain model, fitted on logged jobs and checked on each left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from paceline.bandit.beliefs.gain_model import GainModel, learned_share
+from paceline.bandit.controller.decision_log import LoggedJob
+from paceline.bandit.policies.pricing import MAX_HEADROOM, MIN_HEADROOM, PRIOR_BEST_LENGTH
+from paceline.contracts import ArmSpec
+
+MIN_JOBS = 5
+"""Scored jobs below which the prior is used."""
+
+
+class GainFit(msgspec.Struct, frozen=True, kw_only=True):
+    """A fitted model with its error on jobs that it did not see."""
+
+    model: GainModel
+    num_jobs: int
+    """Jobs with scores in the log."""
+    is_prior: bool
+    """The log has too few jobs, or they do not predict each other better than the prior does."""
+    error: float | None
+    """Root mean square leave-one-out error of the gain, tokens a round; None below two jobs."""
+    prior_error: float | None
+    """The same for the prior."""
+    spread: float
+    """Relative spread of a job's gain around the prediction, for the seeds of a replay."""
+
+    def sentence(self) -> str:
+        """What a report says about the fit."""
+        if self.error is None or self.prior_error is None:
+            return f"gain model: prior, because the log holds {self.num_jobs} scored jobs (at least {MIN_JOBS} are needed to fit one)"
+        errors = f"leave-one-out error {self.error:.3f} tokens a round, of the prior {self.prior_error:.3f}"
+        if self.num_jobs < MIN_JOBS:
+            return f"gain model: prior, because the log holds {self.num_jobs} scored jobs (at least {MIN_JOBS} are needed to fit one); {errors}"
+        if self.is_prior:
+            return f"gain model: prior, because a fit on the log's {self.num_jobs} jobs does not predict them better; {errors}"
+        return f"gain model: fitted on {self.num_jobs} jobs; {errors}"
+
+
+def gap(length: float, best_length: float) -> float:
+    """Tokens a round that training might still add to `length`: the headroom rule of bandit/policies/pricing.py."""
+    room = max(best_length, PRIOR_BEST_LENGTH) - length
+    return min(max(room, MIN_HEADROOM * length), MAX_HEADROOM * length)
+
+
+def arm_share(model: GainModel, bucket: str, arm: ArmSpec) -> float:
+    """Share of the gap that endless training with this arm closes, in [0, 1.5]."""
+    return min(max(model.predict(bucket, arm, 1.0, 1.0)[0], 0.0), 1.5)
+
+
+def fit_gains(jobs: Sequence[LoggedJob], best_length: float) -> GainFit:
+    """Fit on scored jobs (refused ones too: they gained little) and validate by leaving each out."""
+    scored = [j for j in jobs if j.gain is not None and j.length_before is not None]
+    misses: list[float] = []
+    prior_misses: list[float] = []
+    for i, job in enumerate(scored):
+        others = _fit([*scored[:i], *scored[i + 1 :]], best_length)
+        misses.append(float(job.gain or 0.0) - _predict(others, job, best_length))
+        prior_misses.append(float(job.gain or 0.0) - _predict(GainModel(), job, best_length))
+    error = _root_mean_square(misses) if len(scored) >= 2 else None
+    prior_error = _root_mean_square(prior_misses) if len(scored) >= 2 else None
+    is_prior = len(scored) < MIN_JOBS or error is None or prior_error is None or error > prior_error
+    model = GainModel() if is_prior else _fit(scored, best_length)
+    level = sum(abs(j.gain or 0.0) for j in scored) / len(scored) if scored else 0.0
+    used = prior_error if is_prior else error
+    spread = min(max(used / level, 0.05), 0.6) if used is not None and level > 0 else 0.3
+    return GainFit(
+        model=model, num_jobs=len(scored), is_prior=is_prior, error=error, prior_error=prior_error, spread=spread
+    )
+
+
+def _fit(jobs: Sequence[LoggedJob], best_length: float) -> GainModel:
+    model = GainModel()
+    for job in jobs:
+        room = gap(float(job.length_before or 1.0), best_length)
+        model.update(job.bucket, job.arm, room, learned_share(job.arm.num_rows), float(job.gain or 0.0), job.gain_se)
+    return model
+
+
+def _predict(model: GainModel, job: LoggedJob, best_length: float) -> float:
+    room = gap(float(job.length_before or 1.0), best_length)
+    return model.predict(job.bucket, job.arm, room, learned_share(job.arm.num_rows))[0]
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(sum(v * v for v in values) / len(values)) if values else 0.0

@@ -1,0 +1,226 @@
+"""How much does a plan save that knows the future and is really carried out?
+
+The plan of the bound (bandit/replay/oracle.py) is carried out as a service would: one job at a time, one live version,
+forgetting, staging, a refusal where the gate would refuse; versions are brought back by dynamic programming over the
+traffic that follows. Local search then drops, moves, resizes and rebases jobs while that pays. What it finds can be
+reached, so the best possible plan lies between it and the bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.bandit.beliefs.arms import default_arms
+from paceline.bandit.replay.oracle import hindsight, marks
+from paceline.bandit.replay.outcomes import FIRST, GATE_NOISE, Z_90, SimulatedOutcomes
+from paceline.bandit.replay.scenario import Traffic
+from paceline.bandit.replay.world import STAGING_S, RunResult
+from paceline.config import PolicyConfig
+from paceline.contracts import ArmSpec
+
+MAX_ROUNDS = 40
+"""Improvements after which the search stops."""
+LOOK_AHEAD_S = 300.0
+"""Traffic over which the version to train from is chosen when it is chosen by the mix."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJob:
+    """One job of a plan."""
+
+    step: int
+    """Decided at the end of this step, or when the job before it has ended."""
+    domain: int
+    arm: int
+    rows: float
+    by_mix: bool = False
+    """Trained from the version that serves the coming mix best; else from the one that serves its own domain best."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A plan carried out."""
+
+    net_s: float
+    flow: np.ndarray  # (T,) device-seconds saved less spent, by step
+    spent: dict[str, float]
+    events: list[dict]
+    num_accepted: int
+    num_swaps: int
+
+
+class Executor:
+    """Carries plans out on one cell and seed."""
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        outcomes: SimulatedOutcomes,
+        config: PolicyConfig,
+        *,
+        slowdown: float,
+        arms: tuple[ArmSpec, ...],
+    ) -> None:
+        self.traffic, self.outcomes, self.slowdown, self.arms = traffic, outcomes, slowdown, arms
+        self.share = 1.0 - config.holdback_percent / 100.0
+        self.first = outcomes.lengths(FIRST)
+        self.first_s = traffic.tokens @ traffic.token_s(self.first)  # (T,)
+        self.written = np.cumsum(traffic.tokens, axis=0) * traffic.rows_share
+        self.staging_s = STAGING_S * traffic.num_replicas
+        self.ahead = max(int(LOOK_AHEAD_S / traffic.step_s), 1)
+
+    def run(self, plan: list[PlannedJob]) -> Outcome:
+        """Train by plan, serve as well as the versions there are allow."""
+        steps, step_s = self.traffic.num_steps, self.traffic.step_s
+        lengths, ready, events = [self.first], [0], []
+        train_s, shadow_s = np.zeros(steps), np.zeros(steps)
+        busy = np.zeros(steps)
+        free = 0
+        for job in sorted(plan, key=lambda j: j.step):
+            k = max(job.step, free - 1)
+            arm = self.arms[job.arm]
+            rows = min(job.rows, float(self.written[min(k, steps - 1), job.domain]))
+            if k >= steps - 1 or rows < 1 or self.outcomes.is_bad(k):
+                continue
+            seconds, scoring = self.outcomes.job_seconds(arm, rows, k)
+            end = k + 1 + int(np.ceil((float(seconds) + scoring) / step_s))
+            if end >= steps:
+                continue
+            train_s[k + 1], shadow_s[k + 1] = float(seconds), scoring
+            left = float(seconds) + scoring
+            for at in range(k + 1, end):
+                busy[at] = min(left / step_s, 1.0)
+                left -= step_s
+            free = end
+            base = self._base(lengths, ready, job, k)
+            closed = float(self.outcomes.closed(job.domain, arm, rows, k))
+            gain = max(float(self.outcomes.ceiling[job.domain] - base[job.domain]), 0.0) * closed
+            events.append({"t": (k + 1) * step_s, "action": "train", "bucket": self.traffic.labels[job.domain], "what": arm.name, "reason": f"{rows:.0f} rows, known to pay"})  # fmt: skip
+            if gain + GATE_NOISE * (float(self.outcomes.gate_z[k]) - Z_90) <= 0:
+                continue
+            new = 1.0 + (base - 1.0) * (1.0 - self.outcomes.scenario.forgetting * closed)
+            new[job.domain] = base[job.domain] + gain
+            lengths.append(new)
+            ready.append(end)
+        return self._serve(np.stack(lengths), np.array(ready), train_s, shadow_s, busy, events)
+
+    def _base(self, lengths: list[np.ndarray], ready: list[int], job: PlannedJob, k: int) -> np.ndarray:
+        known = [v for v, at in zip(lengths, ready, strict=True) if at <= k + 1]
+        if not job.by_mix:
+            return max(known, key=lambda v: float(v[job.domain]))
+        coming = self.traffic.tokens[k + 1 : k + 1 + self.ahead].sum(axis=0)
+        return min(known, key=lambda v: float(coming @ self.traffic.token_s(v)))
+
+    def _serve(
+        self,
+        lengths: np.ndarray,
+        ready: np.ndarray,
+        train_s: np.ndarray,
+        shadow_s: np.ndarray,
+        busy: np.ndarray,
+        events: list[dict],
+    ) -> Outcome:
+        """The cheapest sequence of live versions, (V, D) lengths, each from its step in `ready` on."""
+        steps, num = self.traffic.num_steps, len(lengths)
+        live_s = self.traffic.tokens @ self.traffic.token_s(lengths).T  # (T, V)
+        cost = ((1.0 - self.share) * self.first_s[:, None] + self.share * live_s) * (1.0 + self.slowdown * busy)[
+            :, None
+        ]
+        cost = np.where(np.arange(steps)[:, None] >= ready[None, :], cost, np.inf)
+        value = np.full(num, np.inf)
+        value[0] = 0.0
+        came = np.zeros((steps, num), dtype=np.int32)
+        stay = np.arange(num)
+        for k in range(steps):
+            best = int(value.argmin())
+            is_swap = value[best] + self.staging_s < value
+            came[k] = np.where(is_swap, best, stay)
+            value = np.where(is_swap, value[best] + self.staging_s, value) + cost[k]
+        path = np.zeros(steps, dtype=np.int32)
+        at = int(value.argmin())
+        for k in range(steps - 1, -1, -1):
+            path[k] = at
+            at = int(came[k, at])
+        swaps = np.concatenate([[path[0] != 0], path[1:] != path[:-1]])
+        served = cost[np.arange(steps), path]
+        plain = served / (1.0 + self.slowdown * busy)
+        flow = self.first_s - served - train_s - shadow_s - self.staging_s * swaps
+        spent = {
+            "training": float(train_s.sum()),
+            "shadow": float(shadow_s.sum()),
+            "interference": float((served - plain).sum()),
+            "staging": float(self.staging_s * swaps.sum()),
+        }
+        return Outcome(float(flow.sum()), flow, spent, events, num - 1, int(swaps.sum()))
+
+
+def neighbours(plan: list[PlannedJob], arms: tuple[ArmSpec, ...]) -> list[list[PlannedJob]]:
+    """Every plan that differs in one job: left out, earlier or later, smaller or larger, other arm, other base."""
+    out = []
+    for i, job in enumerate(plan):
+        rest = plan[:i] + plan[i + 1 :]
+        changed = [replace(job, by_mix=not job.by_mix)]
+        changed += [replace(job, step=max(job.step + move, 0)) for move in (-3, -1, 1, 3, 8)]
+        changed += [
+            replace(job, rows=float(min(max(job.rows * f, 64.0), arms[job.arm].num_rows)))
+            for f in (0.5, 0.75, 1.5, 2.5)
+        ]
+        changed += [
+            replace(job, arm=a, rows=float(min(job.rows, arms[a].num_rows))) for a in range(len(arms)) if a != job.arm
+        ]
+        out.append(rest)
+        out += [[*rest, new] for new in changed if new != job]
+    return out
+
+
+def best_plan(
+    traffic: Traffic,
+    outcomes: SimulatedOutcomes,
+    config: PolicyConfig,
+    *,
+    slowdown: float,
+    arms: tuple[ArmSpec, ...] | None = None,
+) -> RunResult:
+    """The best plan found, as a RunResult; never worse than doing nothing."""
+    arms = arms or default_arms()
+    bound = hindsight(traffic, outcomes, config, slowdown=slowdown, arms=arms)
+    names = [a.name for a in arms]
+    plan = [
+        PlannedJob(
+            step=round(e["t"] / traffic.step_s) - 1,
+            domain=int(e["domain"]),
+            arm=names.index(e["what"]),
+            rows=float(e["rows"]),
+        )
+        for e in bound.events
+    ]
+    executor = Executor(traffic, outcomes, config, slowdown=slowdown, arms=arms)
+    best = executor.run(plan)
+    for _ in range(MAX_ROUNDS):
+        tried = [(executor.run(p), p) for p in neighbours(plan, arms)]
+        if not tried:
+            break
+        found, changed = max(tried, key=lambda t: t[0].net_s)
+        if found.net_s <= best.net_s + 1e-9:
+            break
+        best, plan = found, changed
+    nothing = executor.run([])
+    best = max(best, nothing, key=lambda o: o.net_s)
+    never_s = float(executor.first_s.sum())
+    total = np.concatenate([[0.0], np.cumsum(best.flow)])
+    at = marks(traffic.num_steps)
+    return RunResult(
+        never_s=never_s,
+        serving_s=never_s - best.net_s - sum(best.spent.values()),
+        spent=best.spent,
+        ledger={},
+        net_s=best.net_s,
+        curve=[round(float(total[m]), 4) for m in at],
+        times=[m * traffic.step_s for m in at],
+        num_jobs=len(best.events),
+        num_accepted=best.num_accepted,
+        num_swaps=best.num_swaps,
+        events=best.events,
+    )

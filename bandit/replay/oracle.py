@@ -1,0 +1,187 @@
+"""How much could a policy that knows the future have saved at most?
+
+Dynamic programming with the world's true outcomes, domain by domain. Relaxations make it a bound from above: training on
+one domain costs the others nothing (no forgetting, recalls are free and instant), jobs on different domains may overlap,
+jobs that go wrong are avoided, a job's rows are rounded up and its cost down, and resulting lengths are rounded up to the
+grid. Hold-back traffic stays on the first drafter, as for every policy.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from paceline.bandit.beliefs.arms import default_arms
+from paceline.bandit.replay.outcomes import FIRST
+from paceline.bandit.replay.scenario import Traffic
+from paceline.bandit.replay.world import STAGING_S, RunResult
+from paceline.config import PolicyConfig
+from paceline.contracts import ArmSpec
+
+NUM_LEVELS = 64
+ROW_GRID = tuple(float(v) for v in np.geomspace(64, 16_384, 36))
+"""Row counts between which a job's size is bracketed."""
+
+
+class Curve(Protocol):
+    """Outcomes whose jobs follow a known curve."""
+
+    ceiling: np.ndarray
+
+    def lengths(self, version: str) -> np.ndarray: ...
+
+    def closed(self, domain: int, arm: ArmSpec, rows: np.ndarray | float, step: int) -> np.ndarray: ...
+
+    def job_seconds(self, arm: ArmSpec, rows: np.ndarray | float, step: int) -> tuple[np.ndarray, float]: ...
+
+    def is_bad(self, step: int) -> bool: ...
+
+
+def hindsight(
+    traffic: Traffic,
+    outcomes: Curve,
+    config: PolicyConfig,
+    *,
+    slowdown: float,
+    arms: tuple[ArmSpec, ...] | None = None,
+    num_levels: int = NUM_LEVELS,
+) -> RunResult:
+    """The bound as a RunResult; `curve` adds up what its plan saves and spends over time."""
+    arms = arms or default_arms()
+    first = outcomes.lengths(FIRST)
+    never = traffic.tokens @ traffic.token_s(first)  # (T,)
+    # interference is charged at the least that serving can cost meanwhile
+    least_s = traffic.tokens @ traffic.token_s(np.maximum(outcomes.ceiling, first)) * slowdown
+    flow = np.zeros(traffic.num_steps)
+    spent, events = 0.0, []
+    for d in range(len(first)):
+        if traffic.tokens[:, d].sum() > 0:
+            plan = _domain(traffic, outcomes, config, arms, d, least_s, num_levels)
+            flow += plan[0]
+            spent += plan[1]
+            events += plan[2]
+    total = np.concatenate([[0.0], np.cumsum(flow)])
+    at = marks(traffic.num_steps)
+    never_s, net_s = float(never.sum()), float(total[-1])
+    return RunResult(
+        never_s=never_s,
+        serving_s=never_s - net_s - spent,
+        spent={"training": spent},
+        ledger={},
+        net_s=net_s,
+        curve=[round(float(total[m]), 4) for m in at],
+        times=[m * traffic.step_s for m in at],
+        num_jobs=len(events),
+        num_accepted=len(events),
+        events=sorted(events, key=lambda e: e["t"]),
+    )
+
+
+def marks(num_steps: int) -> list[int]:
+    """Steps at which a curve over time is reported."""
+    return sorted({*range(0, num_steps + 1, max(num_steps // 60, 1)), num_steps})
+
+
+def _domain(
+    traffic: Traffic,
+    outcomes: Curve,
+    config: PolicyConfig,
+    arms: tuple[ArmSpec, ...],
+    d: int,
+    least_s: np.ndarray,
+    num_levels: int,
+) -> tuple[np.ndarray, float, list[dict]]:
+    """(net per step (T,), spend, jobs) of the best plan for one domain."""
+    steps = traffic.num_steps
+    low = float(outcomes.lengths(FIRST)[d])
+    high = max(float(outcomes.ceiling[d]), low)
+    levels = np.linspace(low, high, num_levels) if high > low else np.array([low])
+    saved = (1 - config.holdback_percent / 100.0) * (traffic.token_s(low) - traffic.token_s(levels))  # (J,) per token
+    saved = np.maximum.accumulate(saved)  # the probe rounds of undrafted traffic must not make progress a loss
+    tokens = traffic.tokens[:, d]
+    ahead = np.concatenate([[0.0], np.cumsum(tokens)])
+    written = ahead[1:] * traffic.rows_share  # rows after step k
+    slow = np.concatenate([[0.0], np.cumsum(least_s)])
+    value = np.zeros((steps + 1, levels.size))
+    choice = np.full((steps, levels.size), -1, dtype=np.int32)
+    options = _options(arms)
+    targets: dict[int, np.ndarray] = {}
+    at_all = np.arange(levels.size)
+    for k in range(int(np.flatnonzero(tokens)[-1]), -1, -1):
+        value[k] = tokens[k] * saved + value[k + 1]
+        if written[k] < ROW_GRID[0] or outcomes.is_bad(k) or k == steps - 1:
+            continue
+        # decided at the end of step k: training runs during the steps after it
+        now, seconds, closed, which = k + 1, [], [], []
+        for arm, rows, above, first_option in options:
+            fits = int(np.searchsorted(rows, written[k], side="right"))
+            train_s, shadow_s = outcomes.job_seconds(arm, rows[:fits], k)
+            seconds.append(train_s + shadow_s)
+            closed.append(outcomes.closed(d, arm, np.minimum(above[:fits], written[k]), k))
+            which.append(np.arange(first_option, first_option + fits))
+        job_s, picked = np.concatenate(seconds), np.concatenate(which)
+        end = np.minimum(now + np.ceil(job_s / traffic.step_s).astype(int), steps)
+        full = np.minimum(now + (job_s / traffic.step_s).astype(int), steps)
+        cost = job_s + STAGING_S * traffic.num_replicas + slow[full] - slow[now]
+        reached = levels + (high - levels) * np.concatenate(closed)[:, None]  # (O, J)
+        after = np.ceil((reached - low) / max(high - low, 1e-12) * (levels.size - 1) - 1e-9).astype(int)
+        after = np.minimum(after, levels.size - 1)
+        worth = (ahead[end] - ahead[now])[:, None] * saved + value[end[:, None], after] - cost[:, None]
+        top = worth.argmax(axis=0)
+        gain = worth[top, at_all]
+        is_better = gain > value[now]
+        choice[k] = np.where(is_better, picked[top], -1)
+        targets[k] = after[top, at_all]
+        value[k] = tokens[k] * saved + np.maximum(gain, value[now])
+    return _walk(traffic, outcomes, d, tokens, saved, slow, choice, targets, options)
+
+
+_Option = tuple[ArmSpec, np.ndarray, np.ndarray, int]
+"""(arm, row counts to pay for, row counts to learn from: the upper ends of the brackets, number of the first one)."""
+
+
+def _options(arms: tuple[ArmSpec, ...]) -> list[_Option]:
+    out: list[_Option] = []
+    number = 0
+    for arm in arms:
+        rows = np.array([r for r in ROW_GRID if r < arm.num_rows] + [float(arm.num_rows)])
+        out.append((arm, rows, np.append(rows[1:], rows[-1]), number))
+        number += rows.size
+    return out
+
+
+def _walk(
+    traffic: Traffic,
+    outcomes: Curve,
+    d: int,
+    tokens: np.ndarray,
+    saved: np.ndarray,
+    slow: np.ndarray,
+    choice: np.ndarray,
+    targets: dict[int, np.ndarray],
+    options: list[_Option],
+) -> tuple[np.ndarray, float, list[dict]]:
+    """Follow the plan from the start."""
+    steps = traffic.num_steps
+    flow, spent, jobs = np.zeros(steps), 0.0, []
+    known = [(arm, float(r)) for arm, rows, _, _ in options for r in rows]
+    k = level = 0
+    while k < steps:
+        flow[k] += tokens[k] * saved[level]
+        picked = int(choice[k, level])
+        if picked < 0:
+            k += 1
+            continue
+        arm, rows = known[picked]
+        train_s, shadow_s = outcomes.job_seconds(arm, rows, k)
+        seconds, now = float(train_s) + shadow_s, k + 1
+        end = min(now + int(np.ceil(seconds / traffic.step_s)), steps)
+        full = min(now + int(seconds / traffic.step_s), steps)
+        cost = seconds + STAGING_S * traffic.num_replicas + float(slow[full] - slow[now])
+        flow[k] -= cost
+        spent += cost
+        flow[now:end] += tokens[now:end] * saved[level]
+        jobs.append({"t": now * traffic.step_s, "action": "train", "bucket": traffic.labels[d], "what": arm.name, "reason": f"{rows:.0f} rows or more, known to pay", "domain": d, "rows": rows})  # fmt: skip
+        level, k = int(targets[k][level]), end
+    return flow, spent, jobs

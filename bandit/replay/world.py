@@ -1,0 +1,333 @@
+"""How does a policy fare in a simulated service? The real Controller decides, the world knows what is true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.bandit.beliefs.arms import default_arms
+from paceline.bandit.beliefs.observation import CellSums, FeedbackSums, RoundMean
+from paceline.bandit.controller.controller import Controller, HostContext, JobCosts
+from paceline.bandit.replay.outcomes import FIRST, Outcomes, TrainOrder, TrainTruth
+from paceline.bandit.replay.scenario import Traffic
+from paceline.clock import ManualClock
+from paceline.config import PolicyConfig
+from paceline.contracts import Decision, Group, ShadowScore, TrainResult
+
+START = 1000.0
+STAGING_S = 0.1
+"""Device seconds of a swap, per replica."""
+STORE_ROWS = 60_000
+"""Rows of a bucket that the trace store keeps."""
+MAX_UNITS = {Group.ADAPTIVE: 16, Group.STATIC: 4}
+"""Requests of a step and domain that are reported one by one; more are pooled."""
+LENGTH_SD, TIME_SD = 0.12, 0.05
+"""Relative spread of a request's acceptance length and of its time per round."""
+KINDS = ("training", "shadow", "interference", "staging")
+
+
+class RunResult(msgspec.Struct, kw_only=True):
+    """One policy on one cell with one seed; device-seconds."""
+
+    never_s: float
+    """What serving costs when nothing is ever trained."""
+    serving_s: float
+    """What serving cost under this policy, interference left out."""
+    spent: dict[str, float]
+    """True spend by kind: training, shadow, interference, staging."""
+    ledger: dict[str, float]
+    """What the controller booked, by kind; its savings are estimates from the hold-back group."""
+    net_s: float
+    """never_s - serving_s - spent."""
+    curve: list[float]
+    """Cumulative net at `times`."""
+    times: list[float]
+    num_jobs: int = 0
+    num_accepted: int = 0
+    num_swaps: int = 0
+    events: list[dict[str, Any]] = []
+    """Decisions that acted, with time, bucket, arm or version, reason."""
+    contradictions: list[str] = []
+
+    @property
+    def net_share(self) -> float:
+        return self.net_s / self.never_s if self.never_s > 0 else 0.0
+
+
+class World:
+    """Drives one Controller through `traffic`; jobs come out as `outcomes` says. Deterministic per seed."""
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        outcomes: Outcomes,
+        config: PolicyConfig,
+        *,
+        seed: int,
+        slowdown: float = 0.05,
+        learned: dict[str, dict[str, int]] | None = None,
+    ) -> None:
+        """`learned`: version -> bucket -> rows it was trained on, as manifests would say."""
+        self.traffic, self.outcomes, self.config, self.slowdown = traffic, outcomes, config, slowdown
+        self.has_long_steps = traffic.step_s >= 0.99 * config.epoch_s
+        self.clock = ManualClock(START)
+        self.controller = Controller(config, default_arms(), clock=self.clock, rng=np.random.default_rng(config.seed))
+        self._noise = np.random.default_rng([seed, 7919])
+        self._learned = learned or {}
+        self.live, self.versions = FIRST, [FIRST]
+        self.written = np.zeros(len(traffic.labels))
+        self.job: tuple[Decision, TrainTruth, float, int] | None = None  # with its end and domain
+        self.spent = dict.fromkeys(KINDS, 0.0)
+        self.never_s = self.serving_s = 0.0
+        self.events: list[dict[str, Any]] = []
+        self.num_jobs = self.num_accepted = self.num_swaps = 0
+        self._busy = np.zeros(traffic.num_steps)
+        self._first_s = traffic.token_s(outcomes.lengths(FIRST))
+
+    def run(self) -> RunResult:
+        """Serve to the end of the traffic, then end a job in flight and book what it cost so far."""
+        steps, curve, times = self.traffic.num_steps, [0.0], [0.0]
+        every = max(steps // 60, 1)
+        for k in range(steps):
+            self.step(k)
+            if (k + 1) % every == 0 or k == steps - 1:
+                curve.append(self.net_s)
+                times.append((k + 1) * self.traffic.step_s)
+        if self.stop_job():
+            curve[-1] = self.net_s
+        return RunResult(
+            never_s=self.never_s,
+            serving_s=self.serving_s,
+            spent=dict(self.spent),
+            ledger=dict(self.controller.snapshot()["ledger"]),
+            net_s=self.net_s,
+            curve=[round(v, 4) for v in curve],
+            times=times,
+            num_jobs=self.num_jobs,
+            num_accepted=self.num_accepted,
+            num_swaps=self.num_swaps,
+            events=self.events,
+            contradictions=self.controller.check(),
+        )
+
+    def stop_job(self) -> bool:
+        """End a job in flight and book what it cost so far; False without one."""
+        if self.job is None:
+            return False
+        decision, truth, end, domain = self.job
+        left = max(end - self.clock.now(), 0.0)
+        train_s = max(truth.train_s + truth.shadow_s - left, 0.0)
+        self._finish(decision, msgspec.structs.replace(truth, status="stopped", version=None, train_s=train_s, shadow_s=0.0, reason="the replay ended"), domain)  # fmt: skip
+        return True
+
+    @property
+    def net_s(self) -> float:
+        return self.never_s - self.serving_s - sum(self.spent.values())
+
+    def step(self, k: int) -> None:
+        """Serve step k, end a job that is due, decide."""
+        self.controller.observe(self._serve(k))
+        self._pass_time()
+        now = self.clock.now()
+        for decision in self.controller.tick(now, self._context()):
+            self._obey(decision, k, now)
+
+    def _pass_time(self) -> None:
+        """To the end of the step, and a job that is due by then ends; with steps as long as epochs, when it is due.
+
+        The controller hears of the swap when it happens then, as from a host that ticks every second.
+        """
+        begin = self.clock.now()
+        end = begin + self.traffic.step_s
+        if self.job is not None and self.job[2] <= end:
+            decision, truth, due, domain = self.job
+            if self.has_long_steps:
+                due = min(max(due, self.clock.now()), end - 0.01 * self.traffic.step_s)
+                self.clock.advance(due - self.clock.now())
+                self._finish(decision, truth, domain)
+                if due - begin < self.config.epoch_s:  # the epoch ends with the step, which holds all of its feedback
+                    self.controller.tick(due, self._context())
+            else:
+                self.clock.advance(end - self.clock.now())
+                self._finish(decision, truth, domain)
+        self.clock.advance(end - self.clock.now())
+
+    def _obey(self, decision: Decision, k: int, now: float) -> None:
+        if decision.action == "hold":
+            return
+        self._log(decision)
+        if decision.action == "train":
+            self._start(decision, k, now)
+        elif decision.version is not None:
+            self._swap(decision.version, decision.decision_id)
+
+    def _start(self, decision: Decision, k: int, now: float) -> None:
+        arm, labels = self.controller.arm_of(decision), self.traffic.labels
+        mine = [d for d, label in enumerate(labels) if label == decision.bucket]
+        recent = self.traffic.tokens[max(k - 5, 0) : k + 1, mine].sum(axis=0)
+        domain = mine[int(np.argmax(recent))]
+        order = TrainOrder(
+            step=k,
+            domain=domain,
+            bucket=decision.bucket,
+            arm=arm,
+            base=str(decision.context["base_version"]),
+            rows=int(min(arm.num_rows, self.written[domain])),
+            time_limit_s=float(decision.context["time_limit_s"]),
+            decision_id=decision.decision_id,
+        )
+        truth = self.outcomes.train(order)
+        duration = truth.train_s + truth.shadow_s
+        self.job = (decision, truth, now + duration, domain)
+        self.num_jobs += 1
+        at, left = k + 1, duration
+        while left > 0 and at < self.traffic.num_steps:
+            self._busy[at] = min(left / self.traffic.step_s, 1.0)
+            left -= self.traffic.step_s
+            at += 1
+
+    def _finish(self, decision: Decision, truth: TrainTruth, domain: int) -> None:
+        self.job = None
+        self.spent["training"] += truth.train_s
+        self.spent["shadow"] += truth.shadow_s
+        arm, base = self.controller.arm_of(decision), str(decision.context["base_version"])
+        before, first = float(self.outcomes.lengths(base)[domain]), float(self.outcomes.lengths(FIRST)[domain])
+
+        def score(version: str, length: float) -> ShadowScore:
+            return ShadowScore(
+                version=version, acceptance_length=length, num_requests=20, num_tokens=2000,
+                gain_mean=truth.seen_gain, gain_lower=truth.seen_lower,
+            )  # fmt: skip
+
+        has_scores = truth.status in ("accepted", "rejected")
+        result = TrainResult(
+            job_id=f"job-{decision.decision_id}",
+            status=truth.status,
+            version=truth.version,
+            reason=truth.reason,
+            train_s=truth.train_s,
+            shadow_s=truth.shadow_s,
+            candidate=score(truth.version or "refused", before + truth.seen_gain) if has_scores else None,
+            incumbent=score(base, before) if has_scores else None,
+            first=score(FIRST, first) if has_scores else None,
+        )
+        if truth.version is not None:
+            self.versions.append(truth.version)
+            self.num_accepted += 1
+        outcome = self.controller.job_finished(
+            result, decision_id=decision.decision_id, now=self.clock.now(), costs=JobCosts()
+        )
+        self.events.append({"t": self._t(), "action": truth.status, "bucket": decision.bucket, "what": truth.version or arm.name, "reason": truth.reason})  # fmt: skip
+        if outcome.publish is not None:
+            self._swap(outcome.publish, decision.decision_id)
+
+    def _swap(self, version: str, decision_id: int) -> None:
+        self.live = version
+        self.num_swaps += 1
+        seconds = STAGING_S * self.traffic.num_replicas
+        self.spent["staging"] += seconds
+        self.controller.staged(decision_id, seconds, self.clock.now())
+
+    def _context(self) -> HostContext:
+        written: dict[str, int] = {}
+        for label, rows in zip(self.traffic.labels, self.written.tolist(), strict=True):
+            if rows > 0:
+                written[label] = written.get(label, 0) + int(rows)
+        return HostContext(
+            live_version=self.live,
+            first_version=FIRST,
+            rows={b: min(n, STORE_ROWS) for b, n in written.items()},
+            rows_written=written,
+            versions=list(self.versions),
+            job_running=self.job is not None,
+            num_replicas=self.traffic.num_replicas,
+            learned_rows=self._learned,
+        )
+
+    def _serve(self, k: int) -> FeedbackSums:
+        """Account for the step's true cost; return what the replicas would report."""
+        traffic, tokens = self.traffic, self.traffic.tokens[k]
+        self.written += tokens * traffic.rows_share
+        holdback = self.config.holdback_percent / 100.0
+        slow = self.slowdown * float(self._busy[k])
+        live, first = self.outcomes.lengths(self.live), self.outcomes.lengths(FIRST)
+        live_s = traffic.token_s(live)
+        cost = float(tokens @ (holdback * self._first_s + (1 - holdback) * live_s))
+        self.never_s += float(tokens @ self._first_s)
+        self.serving_s += cost
+        self.spent["interference"] += slow * cost
+        cells: list[CellSums] = []
+        for d in np.flatnonzero(tokens).tolist():
+            for group, version, share, lengths in (
+                (Group.ADAPTIVE, self.live, 1 - holdback, live),
+                (Group.STATIC, FIRST, holdback, first),
+            ):
+                cells += self._cell(k, d, group, version, float(tokens[d]) * share, float(lengths[d]), slow)
+        drafted, plain = sum(c.drafted_rounds for c in cells), sum(c.num_rounds - c.drafted_rounds for c in cells)
+        return FeedbackSums(
+            replica_id="replay",
+            boot_epoch=1,
+            seq=k + 1,
+            batch_size=traffic.batch_size,
+            cells=cells,
+            rounds=[
+                *self._rounds(k, drafted, is_drafted=True),
+                *self._rounds(k, plain, is_drafted=False),
+            ],
+        )
+
+    def _cell(
+        self, k: int, d: int, group: Group, version: str, tokens: float, length: float, slow: float
+    ) -> list[CellSums]:
+        traffic = self.traffic
+        requests = tokens / traffic.tokens_per_request
+        units = min(int(requests + self._noise.random()), MAX_UNITS[group])
+        if units == 0:
+            return []
+        pooled = max(requests / units, 1.0)  # requests behind one reported unit
+        z = self._noise.standard_normal((2, units)) / np.sqrt(pooled)
+        lengths = np.maximum(length * (1.0 + LENGTH_SD * z[0]), 1.02)
+        q = float(traffic.drafted_share(length))
+        round_s = (q * traffic.drafted_s + (1 - q) * traffic.plain_s) * (1.0 + slow)
+        emitted = traffic.tokens_per_request * pooled
+        rounds = emitted / (q * lengths + 1 - q)
+        seconds = rounds * round_s * np.maximum(1.0 + TIME_SD * z[1], 0.1)
+        table = np.stack([seconds, np.full(units, emitted), q * rounds, q * rounds * lengths], axis=1).tolist()
+        num_rounds = round(float(rounds.sum()))
+        drafted = round(q * num_rounds)
+        total_s = float(seconds.sum())
+        drafted_s = total_s * q * traffic.drafted_s / (q * traffic.drafted_s + (1 - q) * traffic.plain_s)
+        return [
+            CellSums(
+                bucket=traffic.labels[d],
+                group=str(group),
+                version=version,
+                num_rounds=num_rounds,
+                drafted_rounds=drafted,
+                drafted_s=drafted_s,
+                plain_s=total_s - drafted_s,
+                plain_tokens=num_rounds - drafted,
+                requests={f"{k}.{d}.{group.value}.{u}": row for u, row in enumerate(table)},
+            )
+        ]
+
+    def _rounds(self, k: int, count: int, *, is_drafted: bool) -> list[RoundMean]:
+        if count == 0:
+            return []
+        base = self.traffic.drafted_s if is_drafted else self.traffic.plain_s
+        busy = float(self._busy[k])
+        out = []
+        for is_training, share, factor in ((False, 1 - busy, 1.0), (True, busy, 1.0 + self.slowdown)):
+            n = int(count * share)
+            if n > 0:
+                mean = base * factor * (1.0 + TIME_SD * float(self._noise.standard_normal()) / n**0.5)
+                out.append(RoundMean(batch_size=self.traffic.batch_size, is_drafted=is_drafted, is_training=is_training, num_rounds=n, mean_s=mean))  # fmt: skip
+        return out
+
+    def _t(self) -> float:
+        return self.clock.now() - START
+
+    def _log(self, decision: Decision) -> None:
+        self.events.append({"t": self._t(), "action": decision.action, "bucket": decision.bucket, "what": decision.arm or decision.version or "", "reason": decision.reason})  # fmt: skip

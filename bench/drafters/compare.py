@@ -1,0 +1,272 @@
+"""Is a second run of a benchmark faster or slower than a first one? Cell by cell, as ratios with intervals.
+
+Speeds and speedups resample groups, both runs' measurements of a group together where both ran the same prompts. The
+ratio of acceptance lengths comes from the two runs' own intervals, as of independent runs, which is cautious.
+
+Which arm of one result is faster than another arm of it? Cell by cell and over all cells, as ratios with intervals.
+
+Arms of one result ran the same groups in turn, so a group's measurements of both are resampled together. The mean over cells
+is geometric. Cells of one bucket ran the same prompts at other temperatures or batches: their groups are drawn with one seed, so
+that cells with as many groups draw the same ones and are no independent evidence. Buckets are drawn apart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from scipy import stats
+
+from paceline.bench.common.intervals import percentile_interval, resampled
+from paceline.bench.common.result_file import FORMAT
+from paceline.bench.engine.cells import PLAIN
+from paceline.bench.engine.table import interval_text, new_table
+from paceline.errors import ConfigError
+
+METRICS = ("speedup", "tokens_per_s", "acceptance_length")
+COMMANDS = ("bench drafters", "bench engine")
+_DECISIVE = ("max_tokens", "ignore_eos", "seed", "waves", "model", "data", "warmup_groups")
+"""Options that change what is measured; the others change how surely, or on what machine."""
+_OWN = ("json", "html", "batches", "temperatures", "buckets", "drafters", "policies", "nodes", "arms", "num_check")
+"""Options that only say which cells there are, or where results go."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareOptions:
+    """Two result files; see `paceline bench compare --help`."""
+
+    first: Path
+    second: Path
+    metric: str = "speedup"
+    """What `fail_below` is held against."""
+    fail_below: float | None = None
+    is_forced: bool = False
+    """Compare runs of different configurations with warnings instead of refusing."""
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ConfigError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
+        if self.fail_below is not None and not 0 < self.fail_below < math.inf:
+            raise ConfigError(f"fail-below must be above 0, got {self.fail_below}")
+        if self.json is not None and self.json.resolve() in (self.first.resolve(), self.second.resolve()):
+            raise ConfigError(f"json must be another file than the two results, got {self.json}")
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A document of one of COMMANDS; raises ConfigError when it is none."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"{path} must be a readable file: {e.strerror}") from e
+    except ValueError as e:
+        raise ConfigError(f"{path} must be a JSON document of a benchmark: {e}") from e
+    if not isinstance(document, dict) or document.get("command") not in COMMANDS or document.get("format") != FORMAT:
+        raise ConfigError(f"{path} must be a result of {' or '.join(COMMANDS)} in format {FORMAT}")
+    if not all("group_seconds" in row for cell in document["cells"] for row in cell["arms"].values()):
+        raise ConfigError(f"{path} must have group_tokens and group_seconds in every arm; measure it again")
+    return document
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """(what makes the runs incomparable, what a reader should know), one sentence each."""
+    grave: list[str] = []
+    mild: list[str] = []
+
+    def look(name: str, x: Any, y: Any, found: list[str]) -> None:
+        if x != y:
+            found.append(f"{name} differs: {x} and {y}")
+
+    look("command", a["command"], b["command"], grave)
+    for key in ("version", "dtype"):
+        look(f"target {key}", a.get("target", {}).get(key), b.get("target", {}).get(key), grave)
+    look("device", a.get("device"), b.get("device"), grave)
+    for key in dict.fromkeys((*a["options"], *b["options"])):
+        if key not in _OWN:
+            look(f"option {key}", a["options"].get(key), b["options"].get(key), grave if key in _DECISIVE else mild)
+    trees = [{s["name"]: s["tree"] for s in d.get("drafting_arms", ())} for d in (a, b)]
+    for name in trees[0].keys() & trees[1].keys():
+        look(f"tree of {name}", trees[0][name], trees[1][name], mild)
+    for key in ("system", "num_cpus", "num_threads", "cuda", "packages"):
+        look(f"machine {key}", a["machine"].get(key), b["machine"].get(key), mild)
+    mild += [f"{name} run is not complete" for name, d in (("first", a), ("second", b)) if not d["is_complete"]]
+    shared = a.get("workloads", {}).keys() & b.get("workloads", {}).keys()
+    grave += [f"prompts of {n} differ" for n in sorted(shared) if _prompts(a, n) != _prompts(b, n)]
+    return grave, mild
+
+
+def _prompts(document: dict[str, Any], name: str) -> list[str]:
+    ids: list[str] = document["workloads"][name]["ids"]
+    return ids
+
+
+def compare_cells(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
+    """Second over first for every arm of every cell that both runs have."""
+    out = []
+    seconds = {_key(c): c for c in b["cells"]}
+    for cell in a["cells"]:
+        other = seconds.get(_key(cell))
+        if other is None:
+            continue
+        for arm in [n for n in cell["arms"] if n in other["arms"]]:
+            rows = {
+                "tokens_per_s": _speed_ratio(cell, other, arm),
+                "acceptance_length": None if arm == PLAIN else length_ratio((cell, arm), (other, arm)),
+            }
+            if arm != PLAIN:
+                rows["speedup"] = _speedup_ratio(cell, other, arm)
+            where = {"bucket": cell["bucket"], "batch": cell["batch"], "temperature": cell["temperature"], "arm": arm}
+            out.append({**where, **{m: rows.get(m) for m in METRICS}})
+    return out
+
+
+def _key(cell: dict[str, Any]) -> tuple[str, int, float]:
+    return cell["bucket"], cell["batch"], cell["temperature"]
+
+
+def log_ratio(own: list[dict[str, Any]], signs: list[int], seed: int) -> tuple[float, np.ndarray]:
+    """Sum of sign x log(tokens per second) of arms with equal groups, and over resamples of the groups."""
+    columns = np.array([c for row in own for c in (row["group_tokens"], row["group_seconds"])])
+
+    def statistic(sums: np.ndarray) -> np.ndarray:
+        return np.asarray(sum(s * np.log(sums[2 * i] / sums[2 * i + 1]) for i, s in enumerate(signs)))
+
+    return resampled(columns, statistic, seed=seed)
+
+
+def ratio_of_logs(value: float, values: np.ndarray, num_groups: int) -> dict[str, Any]:
+    """A ratio and its interval from its logarithm, over all groups and over resamples."""
+    return {"ratio": math.exp(value), "interval": percentile_interval(np.exp(values), num_groups)}
+
+
+def _ratio(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """exp of the sum over (second, first) pairs with alternating sign: one pair gives a ratio, two a ratio of ratios."""
+    rows = [row for pair in pairs for row in pair]
+    signs = [s for i in range(len(pairs)) for s in ((1, -1) if i == 0 else (-1, 1))]
+    counts = {len(row["group_tokens"]) for row in rows}
+    if len(counts) == 1:
+        value, values = log_ratio(rows, signs, 0)
+    else:  # the runs have different numbers of groups: each is resampled by itself
+        second = log_ratio(rows[0::2], signs[0::2], 0)
+        first = log_ratio(rows[1::2], signs[1::2], 1)
+        value, values = second[0] + first[0], second[1] + first[1]
+    return ratio_of_logs(value, values, min(counts))
+
+
+def _speed_ratio(a: dict[str, Any], b: dict[str, Any], arm: str) -> dict[str, Any]:
+    return _ratio([(b["arms"][arm], a["arms"][arm])])
+
+
+def _speedup_ratio(a: dict[str, Any], b: dict[str, Any], arm: str) -> dict[str, Any]:
+    return _ratio([(b["arms"][arm], a["arms"][arm]), (b["arms"][PLAIN], a["arms"][PLAIN])])
+
+
+def length_ratio(first: tuple[dict[str, Any], str], second: tuple[dict[str, Any], str]) -> dict[str, Any] | None:
+    """Acceptance length of the second (cell, arm) over the first's, from the logs of both intervals, taken as normal and
+    independent; None where one has none."""
+    lengths = [cell.get("drafting", {}).get(arm, {}).get("acceptance_length") for cell, arm in (first, second)]
+    if None in lengths:
+        return None
+    ratio = lengths[1]["pooled"] / lengths[0]["pooled"]
+    if any(length["interval"] is None for length in lengths):
+        return {"ratio": ratio, "interval": None}
+    z = float(stats.norm.ppf(0.975))
+    errors = [math.log(length["interval"][1] / length["interval"][0]) / (2 * z) for length in lengths]
+    width = z * math.hypot(*errors)
+    return {"ratio": ratio, "interval": [ratio * math.exp(-width), ratio * math.exp(width)]}
+
+
+def regressions(rows: list[dict[str, Any]], metric: str, fail_below: float) -> list[dict[str, Any]]:
+    """Rows that are surely below: their whole interval, or the ratio itself where there is none."""
+    known = [(r, r[metric]) for r in rows if r[metric] is not None]
+    return [r for r, v in known if (v["ratio"] if v["interval"] is None else v["interval"][1]) < fail_below]
+
+
+def run_compare(options: CompareOptions, console: Console) -> dict[str, Any]:
+    """Print and return the comparison; `failed` lists the rows below the threshold.
+
+    Raises: ConfigError when a file is no result, the runs cannot be compared, or have no cell in common.
+    """
+    a, b = read_result(options.first), read_result(options.second)
+    grave, mild = differences(a, b)
+    if grave and not options.is_forced:
+        raise ConfigError(f"the runs must have one configuration (or use --force): {'; '.join(grave)}")
+    for sentence in (*grave, *mild):
+        console.print(f"[yellow]warning[/yellow] {sentence}", soft_wrap=True)
+    rows = compare_cells(a, b)
+    if not rows:
+        raise ConfigError("the runs must have a bucket, batch, temperature and arm in common, got none")
+    failed = [] if options.fail_below is None else regressions(rows, options.metric, options.fail_below)
+    result = {"first": str(options.first), "second": str(options.second), "warnings": [*grave, *mild], "rows": rows, "failed": failed}  # fmt: skip
+    table = new_table("Second run over first run", ("bucket", "batch", "T", "arm", *(c for m in METRICS for c in (m, "95%"))), 1)  # fmt: skip
+    for row in rows:
+        cells = [t for m in METRICS for t in (("", "") if row[m] is None else (f"{row[m]['ratio']:.3f}", interval_text(row[m]["interval"], 3)))]  # fmt: skip
+        style = "red" if row in failed else None
+        table.add_row(row["bucket"], str(row["batch"]), f"{row['temperature']:g}", row["arm"], *cells, style=style)
+    console.print(table)
+    if options.fail_below is not None:
+        console.print(f"{len(failed)} of {len(rows)} rows have a {options.metric} surely below {options.fail_below:g} of the first run's")  # fmt: skip
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+COLUMNS = ("bucket", "batch", "T", "arm", "tokens/s over", "95%", "acceptance length over", "95%")
+
+
+def arms_over(document: dict[str, Any], over: str) -> list[dict[str, Any]]:
+    """Every arm of every cell over the arm `over`, then every arm over all cells (bucket "all").
+
+    Raises: ConfigError when no cell has such an arm.
+    """
+    cells = [c for c in document["cells"] if over in c["arms"]]
+    names = dict.fromkeys(n for c in cells for n in c["arms"] if n != over)
+    if not names:
+        known = dict.fromkeys(n for c in document["cells"] for n in c["arms"])
+        raise ConfigError(f"over must be an arm of the result, beside others: {', '.join(known)}; got {over!r}")
+    rows: list[dict[str, Any]] = []
+    logs: dict[str, list[tuple[float, np.ndarray, int]]] = {n: [] for n in names}
+    seeds = {bucket: i for i, bucket in enumerate(dict.fromkeys(c["bucket"] for c in cells))}
+    for cell in cells:
+        for arm in (n for n in names if n in cell["arms"]):
+            value, values = log_ratio([cell["arms"][arm], cell["arms"][over]], [1, -1], seeds[cell["bucket"]])
+            num_groups = len(cell["arms"][arm]["group_tokens"])
+            logs[arm].append((value, values, num_groups))
+            lengths = None if PLAIN in (arm, over) else length_ratio((cell, over), (cell, arm))
+            where = {"bucket": cell["bucket"], "batch": cell["batch"], "temperature": cell["temperature"], "arm": arm}
+            rows.append(
+                {**where, "tokens_per_s": ratio_of_logs(value, values, num_groups), "acceptance_length": lengths}
+            )
+    for arm, found in logs.items():
+        mean = float(np.mean([value for value, _, _ in found]))
+        means = np.mean([values for _, values, _ in found], axis=0)
+        ratio = ratio_of_logs(mean, means, min(n for _, _, n in found))
+        rows.append({"bucket": "all", "batch": None, "temperature": None, "arm": arm, "tokens_per_s": ratio, "acceptance_length": None, "num_cells": len(found)})  # fmt: skip
+    return rows
+
+
+def run_compare_arms(path: Path, over: str, console: Console, json_path: Path | None = None) -> dict[str, Any]:
+    """Print and return every arm over one arm. Raises: ConfigError (no result, no such arm, json is the result)."""
+    if json_path is not None and json_path.resolve() == path.resolve():
+        raise ConfigError(f"json must be another file than the result, got {json_path}")
+    rows = arms_over(read_result(path), over)
+    result = {"first": str(path), "over": over, "rows": rows}
+    table = new_table(f"Arms over {over}, same prompts in turn", COLUMNS, 1)
+    for row in rows:
+        speed, length = row["tokens_per_s"], row["acceptance_length"]
+        is_all = row["batch"] is None
+        where = (f"all {row['num_cells']}", "", "") if is_all else (row["bucket"], str(row["batch"]), f"{row['temperature']:g}")  # fmt: skip
+        texts = [f"{speed['ratio']:.3f}", interval_text(speed["interval"], 3)]
+        texts += ["", ""] if length is None else [f"{length['ratio']:.3f}", interval_text(length["interval"], 3)]
+        table.add_row(*where, row["arm"], *texts, style="bold" if is_all else None)
+    console.print(table)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result

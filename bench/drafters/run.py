@@ -1,0 +1,184 @@
+"""Which drafter gains most, under which policy? Drafter x policy arms alternate group by group with plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from paceline.bench.common.engine_run import load_target, set_threads, target_facts
+from paceline.bench.common.lossless import LosslessChecker
+from paceline.bench.common.result_file import ResultFile, plain_values
+from paceline.bench.common.workload_sources import read_questions
+from paceline.bench.drafters.arms import ArmSpec, arm_specs, build_arms
+from paceline.bench.drafters.cells import drafting_row, random_gaps, speed_prediction, summarise
+from paceline.bench.drafters.options import ALL, BenchOptions
+from paceline.bench.drafters.table import acceptance_table, print_end, summary_table
+from paceline.bench.drafters.workload_split import Workload, domain_workload, load_workloads, random_workload
+from paceline.bench.engine.arms import Arm, BenchGroup, EngineArm, GroupTiming, TransformersArm
+from paceline.bench.engine.cells import PLAIN, cell_row
+from paceline.bench.engine.groups import make_groups, run_alternating
+from paceline.bench.engine.lossless_row import lossless_row
+from paceline.bench.engine.run import GENERATE, LOOKUP, RANDOM, RANDOM_PROMPT_TOKENS, pick_device
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError, PacelineError
+from paceline.paths import resolve_model
+from paceline.serving.target_model.model import TargetModel
+
+
+def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any]:
+    """Measure every (bucket, batch, temperature) cell; prints tables, returns (and keeps on disk) the document.
+
+    Raises: ConfigError (unknown model, drafter, bucket or policy; no CUDA device), PacelineError (a request failed).
+    """
+    set_threads(options.num_threads)
+    device = pick_device(options.device)
+    specs = arm_specs(options.drafters, options.policies, options.nodes)
+    result = ResultFile(
+        options.json, command="bench drafters", options=options,
+        extra={"device": device, "drafting_arms": [plain_values(s) for s in specs], "cells": []},
+    )  # fmt: skip
+    target = load_target(options.model, options.dtype, device, drafters=options.drafters)
+    workloads, skipped = build_workloads(options, target)
+    result.update(
+        target={**target_facts(target), "num_weights": sum(p.numel() for p in target.model.parameters())},
+        workloads={w.name: w.as_dict() for w in workloads}, skipped_buckets=skipped,
+    )  # fmt: skip
+    arms = _arms(options, specs, target, device, workloads)
+    checker = LosslessChecker(resolve_model(options.model)) if options.num_check else None
+    keys = [(w, n, t) for w in workloads for n in sorted(set(options.batches)) for t in options.temperatures]
+    cells: list[dict[str, Any]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        num_groups = {n: options.num_counted(n) // options.group_size(n) + options.warmup_groups for n in options.batches}  # fmt: skip
+        task = bar.add_task("groups", total=sum(num_groups[n] for _, n, _ in keys))
+        for workload, batch, temperature in keys:
+            bar.update(task, description=f"{workload.name} batch {batch} T={temperature:g}")
+            groups = _groups(options, workload, batch, temperature)
+            usable = [a for a in arms if a.supports(batch)]
+            timings = run_alternating(
+                usable, groups, num_warmup=options.warmup_groups, on_group=lambda: bar.advance(task)
+            )
+            _check_drafters(arms)
+            cells.append(_cell(options, specs, workload.name, groups[options.warmup_groups :], timings, checker))
+            result.update(cells=cells)
+    kinds = {w.name: w.kind for w in workloads}
+    document = result.close(
+        summary=summarise(cells, specs, kinds), random_gaps=random_gaps(cells, kinds, _twins(workloads))
+    )
+    console.print(acceptance_table(document))
+    console.print(summary_table(document))
+    print_end(document, console)
+    if options.html is not None:
+        from paceline.bench.drafters.html import write_html
+
+        write_html(document, options.html)
+        console.print(f"HTML: {options.html}", soft_wrap=True)
+    return document
+
+
+def build_workloads(options: BenchOptions, target: TargetModel) -> tuple[list[Workload], dict[str, str]]:
+    """The workloads of all buckets, and why buckets that were not asked for by name were left out."""
+    questions = read_questions(options.data)
+    wants_all = ALL in options.buckets
+    names = [*questions, RANDOM] if wants_all else list(options.buckets)
+    strange = [n for n in names if n not in questions and n != RANDOM]
+    if strange:
+        raise ConfigError(f"buckets must be among {', '.join(questions)}, {RANDOM}, {ALL}, got {strange[0]!r}")
+    count, room = max(map(options.num_counted, options.batches)), target.context_tokens - options.max_tokens
+    if room < max((*options.input_tokens, RANDOM_PROMPT_TOKENS)):
+        raise ConfigError(f"max_tokens and isl must fit the model's context of {target.context_tokens}, got {options.max_tokens} and {options.input_tokens}")  # fmt: skip
+    out: list[Workload] = []
+    skipped: dict[str, str] = {}
+    for name in names:
+        if name == RANDOM:
+            continue
+        try:
+            out.append(
+                domain_workload(
+                    target, name, questions[name], count=count, max_prompt_tokens=room, seed=options.seed,
+                    embedding=options.embedding,
+                )
+            )  # fmt: skip
+        except ConfigError as e:
+            if not wants_all:
+                raise
+            skipped[name] = str(e)
+    if RANDOM in names:
+        lengths = sorted(len(p) for w in out for p in w.prompts)
+        middle = lengths[len(lengths) // 2] if lengths else RANDOM_PROMPT_TOKENS
+        out.append(random_workload(target, RANDOM, num_tokens=middle, count=count, seed=options.seed))
+    for num_tokens in options.input_tokens:
+        out += load_workloads(target, questions, num_tokens=num_tokens, count=count, seed=options.seed)
+        out.append(random_workload(target, f"{RANDOM}-{num_tokens}", num_tokens=num_tokens, count=count, seed=options.seed))  # fmt: skip
+    if not out:
+        raise ConfigError(f"data must have prompts that fit the model, got: {'; '.join(skipped.values())}")
+    return out, skipped
+
+
+def _twins(workloads: Sequence[Workload]) -> dict[str, str]:
+    """Real bucket -> its random bucket, where there is one."""
+    names = {w.name for w in workloads if w.kind == "random"}
+    pairs = {w.name: RANDOM if w.kind == "domain" else f"{RANDOM}-{w.facts['isl']}" for w in workloads if w.kind != "random"}  # fmt: skip
+    return {real: twin for real, twin in pairs.items() if twin in names}
+
+
+def _groups(options: BenchOptions, workload: Workload, batch: int, temperature: float) -> list[BenchGroup]:
+    """Groups that are not counted, then the counted ones, whose prompts are the selected ones."""
+    size = options.group_size(batch)
+    lists = {"w": workload.take_spare(options.warmup_groups * size), "": workload.take(options.num_counted(batch))}
+    return [
+        group
+        for label, prompts in lists.items()
+        for group in make_groups(
+            prompts, bucket=workload.name, batch=batch, group_size=size, temperature=temperature,
+            max_tokens=options.max_tokens, seed=options.seed, ignore_eos=options.ignore_eos, label=label,
+        )
+    ]  # fmt: skip
+
+
+def _arms(
+    options: BenchOptions, specs: Sequence[ArmSpec], target: TargetModel, device: str, workloads: Sequence[Workload]
+) -> list[Arm]:
+    batch = max(options.batches)
+    longest = max(len(p) for w in workloads for p in (*w.prompts, *w.spare))
+    config = EngineConfig(max_running=batch, max_waiting=max(256, batch), prefix_caching=False)
+    out: list[Arm] = [*build_arms(specs, target, config, context_tokens=longest + options.max_tokens)]
+    if options.baseline is not None:
+        from paceline.bench.engine.transformers_baseline import TransformersBaseline
+
+        pad = target.tokenizer.pad_token_id or 0
+        model = TransformersBaseline(str(resolve_model(options.model)), target.dtype, pad, device)
+        out += [TransformersArm(n, model, lookup=n == LOOKUP) for n in (GENERATE, LOOKUP)]
+    return out
+
+
+def _check_drafters(arms: Sequence[Arm]) -> None:
+    """Raises PacelineError when a drafter has failed: its arm would decode plainly from then on and look slow."""
+    for arm in arms:
+        failures = arm.engine.stats()["drafter_failures"] if isinstance(arm, EngineArm) else {}
+        if failures:
+            raise PacelineError(f"drafter of arm {arm.name} failed: {'; '.join(map(str, failures.values()))}")
+
+
+def _cell(
+    options: BenchOptions,
+    specs: Sequence[ArmSpec],
+    bucket: str,
+    groups: Sequence[BenchGroup],
+    timings: dict[str, list[GroupTiming]],
+    checker: LosslessChecker | None,
+) -> dict[str, Any]:
+    batch, temperature = groups[0].batch, groups[0].params[0].temperature
+    row = cell_row(bucket, batch, temperature, timings)
+    drafting, lossless = {PLAIN: drafting_row(None, groups, timings[PLAIN])}, {}
+    for spec in specs:
+        own = drafting_row(spec, groups, timings[spec.name])
+        length = own["acceptance_length"]
+        own["prediction"] = None if length is None else speed_prediction(row, spec.name, length["pooled"])
+        own["in_domain"] = bucket in spec.domains
+        drafting[spec.name] = own
+        lossless[spec.name] = lossless_row(groups, timings, checker, options.num_check, spec.name)
+    return {**row, "drafting": drafting, "lossless": lossless}

@@ -1,0 +1,283 @@
+"""How long does one group of requests take in each arm, and where does the time go?
+
+`batch` requests of a group run at once: when one ends, the next one starts, until none is left. Three stretches are told
+apart: until the first `batch` requests have their first tokens, the full-batch part (from there to the end of the round
+after which fewer than `batch` run), and the draining tail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from paceline.bench.common.counted_drafter import CountedDrafter, DraftCalls
+from paceline.bench.common.round_log import Round, RoundRecorder
+from paceline.bench.engine.transformers_baseline import TransformersBaseline
+from paceline.config import EngineConfig
+from paceline.contracts import Group
+from paceline.errors import PacelineError
+from paceline.serving.drafters.interface import Drafter
+from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.engine.engine import Engine
+from paceline.serving.engine.output import FeedbackSink
+from paceline.serving.loading.kv_size import pool_row_bytes
+from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
+from paceline.serving.target_model.model import TargetModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchGroup:
+    """Requests that run together, the same for every arm."""
+
+    tag: str
+    bucket: str
+    prompts: tuple[tuple[int, ...], ...]
+    params: tuple[SamplingParams, ...]
+    batch: int
+    """Requests that run at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """A stretch of engine time: differences of two readings of the counters."""
+
+    seconds: float
+    num_tokens: int
+    num_rounds: int
+    part_s: dict[str, float]
+    """Seconds of the decode rounds by part, as `Engine.stats()["round_part_s"]`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupTiming:
+    """What one arm did with one group."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    seconds: float
+    ttft_s: tuple[float, ...]
+    """From the start of the group (transformers: of the batch) to the first token, for the first `batch` requests."""
+    whole: Stretch | None = None
+    """None for arms that are not an engine."""
+    full_batch: Stretch | None = None
+    """None when a request ended before the last one had its first token, and for arms that are not an engine."""
+    num_request_rounds: int = 0
+    """Rounds summed over requests: the denominator of the pooled acceptance length."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    submitted_s: tuple[float, ...] = ()
+    """Per request, from the start of the group; () for arms that are not an engine, as for the next ones."""
+    chunks: tuple[tuple[tuple[float, int], ...], ...] = ()
+    """Per request, (seconds from the start of the group, tokens) of each event with tokens; the first is prefill's."""
+    rounds: tuple[tuple[Round, ...], ...] = ()
+    """Per request; () where the arm has no recorder."""
+    calls: DraftCalls = field(default_factory=DraftCalls)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def prefill_s(self) -> float:
+        """Engine: everything outside decode rounds (prefill, admission); otherwise the time to the first token."""
+        if self.whole is None:
+            return max(self.ttft_s)
+        return max(0.0, self.seconds - sum(self.whole.part_s.values()))
+
+
+class Arm(Protocol):
+    """One way of generating."""
+
+    name: str
+
+    def supports(self, batch: int) -> bool:
+        """Whether groups of this size can run."""
+        ...
+
+    def run(self, group: BenchGroup) -> GroupTiming:
+        """Run one group to its end; raises PacelineError when a request fails."""
+        ...
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the events of a running group have said so far."""
+
+    num_submitted: int = 0
+    num_started: int = 0
+    num_finished: int = 0
+    num_tokens: int = 0
+    tokens: list[list[int]] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    submitted_s: list[float] = field(default_factory=list)
+    chunks: list[list[tuple[float, int]]] = field(default_factory=list)
+    last: dict[int, RoundEvent] = field(default_factory=dict)
+
+
+class EngineArm:
+    """Steps one engine in the caller's thread."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        group: Group,
+        timer: Callable[[], float] = time.perf_counter,
+        *,
+        recorder: RoundRecorder | None = None,
+        drafter: CountedDrafter | None = None,
+    ) -> None:
+        """recorder: the engine's feedback sink, for timings with rounds. drafter: the engine's, for its calls."""
+        self.name, self.engine = name, engine
+        self._group, self._timer = group, timer
+        self._recorder, self._drafter = recorder, drafter
+
+    def supports(self, batch: int) -> bool:
+        return batch <= self.engine.config.max_running
+
+    def run(self, group: BenchGroup) -> GroupTiming:
+        """See Arm.run. The counters are read four times a group, not once a round."""
+        engine, num_requests = self.engine, len(group.prompts)
+        seen = _Progress(
+            tokens=[[] for _ in group.prompts], ttft_s=[0.0] * num_requests, chunks=[[] for _ in group.prompts]
+        )
+        index = {f"{self.name}-{group.tag}-{i}": i for i in range(num_requests)}
+        calls = DraftCalls() if self._drafter is None else self._drafter.calls
+        self._wait()
+        start = self._read(seen)
+        began = start.seconds
+
+        def on_event(event: RoundEvent) -> None:
+            i = index[event.request_id]
+            if event.token_ids:
+                at = self._timer() - began
+                seen.chunks[i].append((at, len(event.token_ids)))
+                if not seen.tokens[i]:
+                    seen.ttft_s[i] = at
+                    seen.num_started += 1
+            seen.tokens[i].extend(event.token_ids)
+            seen.num_tokens += len(event.token_ids)
+            if event.finish_reason is not None:
+                seen.last[i] = event
+                seen.num_finished += 1
+
+        waiting = iter(index.items())
+
+        def submit(count: int) -> None:
+            for request_id, i in itertools.islice(waiting, count):
+                request = GenerationRequest(
+                    request_id=request_id, prompt_token_ids=group.prompts[i], params=group.params[i],
+                    bucket=group.bucket, group=self._group,
+                )  # fmt: skip
+                seen.submitted_s.append(self._timer() - began)
+                engine.submit(request, on_event)
+                seen.num_submitted += 1
+
+        submit(group.batch)
+        full_start: Stretch | None = None
+        full_end: Stretch | None = None
+        while engine.step():
+            submit(group.batch - (seen.num_submitted - seen.num_finished))
+            if full_end is None:
+                is_full = seen.num_submitted - seen.num_finished == group.batch
+                if full_start is not None and not is_full:
+                    full_end = self._read(seen)
+                elif full_start is None and is_full and seen.num_started >= group.batch:
+                    full_start = self._read(seen)
+        self._wait()
+        end = self._read(seen)
+        for i in range(num_requests):
+            event = seen.last.get(i)
+            if event is None or event.finish_reason not in ("stop", "length"):
+                why = "no last event" if event is None else event.error or event.finish_reason
+                raise PacelineError(f"request {i} of group {group.tag} did not finish in arm {self.name!r}: {why}")
+        stats = [seen.last[i].stats for i in range(num_requests)]
+        whole = _between(start, end)
+        return GroupTiming(
+            token_ids=tuple(map(tuple, seen.tokens)),
+            seconds=whole.seconds,
+            ttft_s=tuple(seen.ttft_s[: group.batch]),
+            whole=whole,
+            full_batch=None if full_start is None or full_end is None else _between(full_start, full_end),
+            num_request_rounds=sum(s.num_rounds for s in stats),
+            num_draft_tokens=sum(s.num_draft_tokens for s in stats),
+            num_accepted_tokens=sum(s.num_accepted_tokens for s in stats),
+            submitted_s=tuple(seen.submitted_s),
+            chunks=tuple(map(tuple, seen.chunks)),
+            rounds=()
+            if self._recorder is None
+            else self._recorder.take(list(index), [p.max_tokens for p in group.params]),
+            calls=DraftCalls() if self._drafter is None else self._drafter.calls - calls,
+        )
+
+    def _read(self, seen: _Progress) -> Stretch:
+        """A reading of the counters; `seconds` is the timer's own."""
+        stats: dict[str, Any] = self.engine.stats()
+        return Stretch(
+            seconds=self._timer(),
+            num_tokens=seen.num_tokens,
+            num_rounds=stats["num_rounds"],
+            part_s=stats["round_part_s"],
+        )
+
+    def _wait(self) -> None:
+        if self.engine.target.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.target.device)
+
+
+def _between(a: Stretch, b: Stretch) -> Stretch:
+    return Stretch(
+        seconds=b.seconds - a.seconds,
+        num_tokens=b.num_tokens - a.num_tokens,
+        num_rounds=b.num_rounds - a.num_rounds,
+        part_s={k: v - a.part_s.get(k, 0.0) for k, v in b.part_s.items()},
+    )
+
+
+class TransformersArm:
+    """transformers' own generate(), or its prompt lookup decoding, which takes one request at a time."""
+
+    def __init__(self, name: str, model: TransformersBaseline, *, lookup: bool) -> None:
+        self.name = name
+        self._model, self._lookup = model, lookup
+
+    def supports(self, batch: int) -> bool:
+        return batch == 1 or not self._lookup
+
+    def run(self, group: BenchGroup) -> GroupTiming:
+        token_ids: list[tuple[int, ...]] = []
+        seconds, ttft_s = 0.0, list[float]()
+        for at in range(0, len(group.prompts), group.batch):  # generate() has no continuous batching
+            prompts = group.prompts[at : at + group.batch]
+            texts, took_s, first_s = self._model.generate(prompts, group.params[at], lookup=self._lookup)
+            token_ids += texts
+            seconds += took_s
+            ttft_s.append(first_s)
+        return GroupTiming(token_ids=tuple(token_ids), seconds=seconds, ttft_s=tuple(ttft_s))
+
+
+def new_engine(
+    target: TargetModel,
+    drafter: Drafter | None,
+    *,
+    version: str,
+    num_tokens: int,
+    config: EngineConfig,
+    feedback: FeedbackSink | None = None,
+) -> Engine:
+    """An engine whose pool holds num_tokens rows, whatever the drafter adds to a row, with measured verify costs.
+
+    Two engines of one benchmark thus have the same number of pages.
+    """
+    slots = DrafterSlots(drafter, version) if drafter is not None else DrafterSlots()
+    num_pages = -(-num_tokens // config.page_tokens)
+    row_bytes, _ = pool_row_bytes(target, slots, has_traces=False)
+    config = dataclasses.replace(config, kv_bytes=num_pages * config.page_tokens * row_bytes)
+    engine = Engine(target, slots, config, feedback=feedback)
+    engine.warm_up()
+    return engine

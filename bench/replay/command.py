@@ -1,0 +1,170 @@
+"""What does `paceline replay` do: which kind of replay is asked for, run it, write its reports?"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE
+from paceline.bench.replay.html import write_html
+from paceline.bench.replay.plan import Variant, parse_sweep, plan, policy_names, read_scenarios, variants
+from paceline.bench.replay.report import FORMAT, build_report, print_report, write_json
+from paceline.bench.replay.run import Row, run_all
+from paceline.bench.replay.suggest import write_suggestion
+from paceline.errors import ConfigError
+
+LIVE = ("live", "live-small")
+"""Names of replays that really train."""
+CHECKS = ("off-policy", "off-policy-live")
+"""Names of the comparison of off-policy estimates with the truth; the second really trains."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayOptions:
+    """See `paceline replay --help`."""
+
+    source: str
+    policies: str = "never,always,interval,payoff,oracle"
+    seeds: int = 10
+    first_seed: int = 0
+    sweep: tuple[str, ...] = ()
+    workers: int = 1
+    ray: str | None = None
+    resume: Path | None = None
+    data: Path | None = None
+    load: float | None = None
+    json: Path | None = None
+    html: Path | None = None
+    suggest: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.data is not None and not self.data.is_dir():
+            raise ConfigError(f"data must be a folder, got {str(self.data)!r}")
+        if self.load is not None and self.source not in LIVE:
+            raise ConfigError(
+                f"load is set by the scenario, except in {' and '.join(LIVE)}; got source {self.source!r}"
+            )
+        if self.source in (*LIVE, "off-policy-live"):  # real training, one run after another, in an order of its own
+            given = (
+                ("--workers", self.workers != 1), ("--ray", self.ray is not None), ("--first-seed", self.first_seed != 0),
+            )  # fmt: skip
+            unused = [name for name, is_given in given if is_given]
+            if unused:
+                raise ConfigError(
+                    f"{', '.join(unused)} must be left out with {self.source}: its runs really train, one after another "
+                    "on this computer, in fixed orders of the traffic"
+                )
+        elif self.data is not None:
+            raise ConfigError(
+                f"--data must be left out with {self.source}: nothing is trained there; it is for live replays"
+            )
+
+
+def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
+    """Run the replay, print its tables, write what was asked for; returns the report.
+
+    Raises: ConfigError for arguments, scenarios and logs that are not usable.
+    """
+    chosen = variants(policy_names(options.policies), parse_sweep(options.sweep))
+    if options.source in CHECKS:
+        return _check(options, chosen, console)
+    if options.source in LIVE:
+        report = _live(options, chosen, console)
+    elif options.source.endswith((".jsonl", ".log")):
+        report = _logged(options, chosen, console)
+    else:
+        report = _synthetic(options, chosen, console)
+    print_report(report, console)
+    if options.json is not None:
+        write_json(report, options.json)
+    if options.html is not None:
+        write_html(report, options.html)
+    if options.suggest is not None:
+        for line in write_suggestion(report, options.suggest):
+            console.print(line, highlight=False)
+        console.print(f"written: {options.suggest} (paceline serve --config {options.suggest})", highlight=False)
+    return report
+
+
+def _check(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
+    from paceline.bench.replay.off_policy import KEEP, print_check, run_check, run_live_check
+
+    if any(v.policy in HINDSIGHT for v in chosen):
+        raise ConfigError("policies must not name 'oracle' or 'bound' here: no log says what it would have done")
+    if options.seeds < 2:
+        raise ConfigError(f"seeds must be >= 2 logs, got {options.seeds}")
+    if options.html is not None or options.suggest is not None:
+        raise ConfigError("html and suggest are not written for off-policy checks; use --json")
+    if options.ray is not None:
+        raise ConfigError("ray is not used by off-policy checks; use --workers")
+    if options.source == "off-policy" and (options.resume is not None or options.data is not None):
+        raise ConfigError("resume and data concern off-policy-live only")
+    if options.source == "off-policy":
+        found = run_check(
+            chosen, options.seeds, workers=options.workers, console=console, first_seed=options.first_seed
+        )
+    else:
+        found = run_live_check(chosen, options.seeds, cache=options.resume, data=options.data, console=console)
+    print_check(found, console)
+    report = {"format": FORMAT, "kind": options.source, "num_logs": options.seeds, "keep": KEEP, "policies": found}
+    if options.json is not None:
+        write_json(report, options.json)
+    return report
+
+
+def _synthetic(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
+    scenarios = read_scenarios(options.source)
+    tasks = plan(scenarios, chosen, options.seeds, options.first_seed)
+    rows = run_all(tasks, workers=options.workers, resume=options.resume, console=console, ray_address=options.ray)
+    return build_report(
+        rows, kind="synthetic", source=options.source, scenarios=[dataclasses.asdict(s) for s in scenarios],
+        notes=_notes(rows),
+    )  # fmt: skip
+
+
+def _notes(rows: list[Row]) -> list[str]:
+    notes = []
+    broken = sorted({f"{r['cell']} {r['label']} seed {r['seed']}: {c}" for r in rows for c in r["contradictions"][:1]})
+    if broken:
+        notes.append(f"ledger and decisions contradict each other in {len(broken)} runs, first: {broken[0]}")
+    if any(r["policy"] == ORACLE for r in rows):
+        notes.append("oracle: the best plan that was found with knowledge of the future, carried out in the same world")
+    if any(r["policy"] == BOUND for r in rows):
+        notes.append(
+            "bound: more than any plan can save (no forgetting, free recalls, jobs at the same time); the best plan lies between oracle and bound"
+        )
+    return notes
+
+
+def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
+    from paceline.bandit.controller.decision_log import read_log
+    from paceline.bench.replay.logged import logged_runner, off_policy_rows
+
+    run_one, service = logged_runner(read_log(Path(options.source)), options.source)
+    scenario = service.scenario
+    rows = run_all(
+        plan([scenario], chosen, options.seeds, options.first_seed), workers=options.workers, resume=options.resume,
+        console=console, ray_address=options.ray, run_one=run_one,
+    )  # fmt: skip
+    off_policy = off_policy_rows(service, chosen, workers=options.workers, console=console, ray_address=options.ray)
+    described = {"name": scenario.name, "duration_s": scenario.duration_s, "step_s": scenario.step_s}
+    return build_report(
+        rows, kind="logged", source=options.source, scenarios=[described], notes=[*service.notes(), *_notes(rows)],
+        off_policy=off_policy,
+    )  # fmt: skip
+
+
+def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
+    if any(v.policy in HINDSIGHT for v in chosen):
+        raise ConfigError("policies must not name 'oracle' or 'bound' in a live replay: what training would bring is not known there")  # fmt: skip
+    from paceline.bench.replay.live import run_live
+
+    rows, scenarios, notes = run_live(
+        chosen, small=options.source == "live-small", num_orders=options.seeds, data=options.data,
+        cache=options.resume, console=console, load=options.load,
+    )  # fmt: skip
+    return build_report(rows, kind="live", source=options.source, scenarios=scenarios, notes=[*notes, *_notes(rows)])

@@ -1,0 +1,120 @@
+"""How does a replay look: one page with plots and tables that needs no network?"""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+from typing import Any
+
+from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE
+from paceline.bench.common.html_page import COLORS, html_table, plots, trace_menu, write_page
+from paceline.bench.replay.report import OFF_POLICY, off_policy_cells
+
+MAX_TIMELINES = 40
+
+
+def write_html(report: dict[str, Any], path: Path) -> None:
+    """Write the page: net per cell, regret over time, decisions on a time line, tables."""
+    figures = [_bars(report), _over_time(report), _timeline(report)]
+    net = [
+        [o["label"], _pct(o["net_percent"]["mean"]), f"{_pct(o['net_percent']['low'])} .. {_pct(o['net_percent']['high'])}",
+         f"{_pct(o['worst_cell_percent'])} {o['worst_cell']}", _pct(o["worst_run_percent"]), _share(o["of_oracle_least"]),
+         _share(o["of_oracle_mean"]), _pct(o["spent_percent"])]
+        for o in report["overall"]
+    ]  # fmt: skip
+    cells = [
+        [c["cell"], c["label"], _pct(c["net_percent"]["mean"]), f"{_pct(c['net_percent']['low'])} .. {_pct(c['net_percent']['high'])}",
+         _pct(c["net_percent"]["worst"]), _share(c["of_oracle"]), _pct(c["spent_percent"]), _pct(c["true_saving_percent"]),
+         _pct(c["booked_saving_percent"]), f"{c['num_jobs']:g}", f"{c['num_swaps']:g}"]
+        for c in report["cells"]
+    ]  # fmt: skip
+    tips = [
+        [a["family"], a["best"], _pct(a["net_percent"]), "-" if a["oracle_percent"] is None else _pct(a["oracle_percent"]),
+         ", ".join(a["as_good"]) or "-", f"{a['safest']} ({_pct(a['safest_worst_percent'])})"]
+        for a in report["advice"]
+    ]  # fmt: skip
+    checks = "".join(
+        f"<p class={'yes' if c['holds'] else 'no'}>{'yes' if c['holds'] else 'no'}: {html.escape(c['claim'])}. {html.escape('; '.join(c['numbers']))}</p>"
+        for c in report["checks"]
+    )
+    notes = "".join(f"<p>{html.escape(n)}</p>" for n in report["notes"])
+    body = f"""<h1>Paceline replay: {html.escape(report["source"])}</h1>
+<p>{report["num_seeds"]} seeds, {len(report["scenarios"])} cells. Net device-seconds = serving cost without training - serving cost - spend,
+in percent of serving cost without training. Intervals: 95%, bootstrap over seeds.</p>{notes}
+<h2>Which policy to run for your traffic</h2>{html_table(("traffic", "best", "net", "oracle", "cannot be told from it", "safest (worst run)"), tips)}
+<h2>Over all cells</h2>{html_table(("policy", "net", "95% interval", "worst cell", "worst run", "of oracle, least", "of oracle, mean", "spent"), net)}
+{checks}{_off_policy(report["off_policy"])}{plots(figures)}
+<h2>Cells</h2>{html_table(("cell", "policy", "net", "95% interval", "worst run", "of oracle", "spent", "saved, true", "saved, booked", "jobs", "swaps"), cells)}"""
+    write_page(path, title="Paceline replay", body=body)
+
+
+def _off_policy(rows: list[dict[str, Any]] | None) -> str:
+    if not rows:
+        return ""
+    table = html_table((*OFF_POLICY, "why"), [[*off_policy_cells(o), o["why"]] for o in rows])
+    return f"<h2>What the log says</h2><p>Doubly robust net, device-seconds; the log itself: {rows[0]['logged_s']:+.1f}. IPS and SNIPS use no model; agreement is the share of the acts until which the log did what the policy may do.</p>{table}"  # fmt: skip
+
+
+def _pct(value: float) -> str:
+    return f"{value:+.2f}%"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f}%"
+
+
+def _labels(report: dict[str, Any]) -> dict[str, str]:
+    names = list(dict.fromkeys(c["label"] for c in report["cells"]))
+    return {
+        name: "#111111" if name == ORACLE else "#999999" if name == BOUND else COLORS[i % len(COLORS)]
+        for i, name in enumerate(names)
+    }
+
+
+def _bars(report: dict[str, Any]) -> Any:
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for label, color in _labels(report).items():
+        mine = [c for c in report["cells"] if c["label"] == label]
+        net = [c["net_percent"] for c in mine]
+        error = {"type": "data", "symmetric": False, "array": [n["high"] - n["mean"] for n in net], "arrayminus": [n["mean"] - n["low"] for n in net]}  # fmt: skip
+        figure.add_trace(go.Scatter(x=[c["cell"] for c in mine], y=[n["mean"] for n in net], error_y=error, mode="markers", name=label, marker={"color": color, "size": 9}))  # fmt: skip
+    figure.add_hline(y=0, line={"color": "#9ca3af"})
+    figure.update_layout(title="Net, % of serving cost", height=520, template="plotly_white", yaxis_range=[-20, None])
+    return figure
+
+
+def _over_time(report: dict[str, Any]) -> Any:
+    import plotly.graph_objects as go
+
+    figure, colors, counts = go.Figure(), _labels(report), {}
+    has_regret = any(line["regret_percent"] for lines in report["over_time"].values() for line in lines.values())
+    field = "regret_percent" if has_regret else "net_percent"
+    for i, (cell, lines) in enumerate(report["over_time"].items()):
+        shown = {k: v for k, v in lines.items() if v[field] and not (has_regret and k in HINDSIGHT)}
+        counts[cell] = len(shown)
+        for label, line in shown.items():
+            figure.add_trace(go.Scatter(x=line["times_s"], y=line[field], name=label, line={"color": colors[label]}, visible=i == 0))  # fmt: skip
+    title = "Regret against the oracle over time, % of the run's serving cost" if has_regret else "Cumulated net, % of the run's serving cost"  # fmt: skip
+    figure.update_layout(title=title, height=480, template="plotly_white", updatemenus=trace_menu(counts, len(figure.data)), xaxis_title="seconds")  # fmt: skip
+    return figure
+
+
+def _timeline(report: dict[str, Any]) -> Any:
+    import plotly.graph_objects as go
+
+    figure, counts = go.Figure(), {}
+    symbols = {"train": "triangle-up", "recall": "star", "rollback": "x", "accepted": "circle", "rejected": "circle-open", "failed": "x-open"}  # fmt: skip
+    for i, (cell, by_label) in enumerate(list(report["decisions"].items())[:MAX_TIMELINES]):
+        counts[cell] = len(by_label)
+        for label, events in by_label.items():
+            figure.add_trace(
+                go.Scatter(
+                    x=[e["t"] for e in events], y=[label] * len(events), mode="markers", name=label, visible=i == 0, showlegend=False,
+                    marker={"symbol": [symbols.get(e["action"], "circle") for e in events], "size": 10, "color": _labels(report).get(label)},
+                    text=[html.escape(f"{e['action']} {e['bucket']} {e['what']}: {e['reason']}")[:300] for e in events], hoverinfo="text",
+                )
+            )  # fmt: skip
+    figure.update_layout(title="Decisions of the first seed (triangle: job ordered, circle: accepted, open: rejected, star: recall)", height=420, template="plotly_white", updatemenus=trace_menu(counts, len(figure.data)), xaxis_title="seconds")  # fmt: skip
+    return figure

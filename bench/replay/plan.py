@@ -1,0 +1,146 @@
+"""Which runs does a replay consist of: cells, policies with their settings, seeds?"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.bandit.policies.table import POLICIES
+from paceline.bandit.replay.grid import grid
+from paceline.bandit.replay.scenario import Scenario
+from paceline.bandit.replay.simulate import HINDSIGHT
+from paceline.config import PolicyConfig, build_config
+from paceline.errors import ConfigError
+
+CONCERNS = {
+    "interval_s": ("interval",),
+    "ema_fast": ("dual_ema",), "ema_slow": ("dual_ema",), "ema_margin": ("dual_ema",),
+    "cara_factor": ("cara",), "thompson_draws": ("thompson",),
+    "hedge_rate": ("hedge",), "hedge_share": ("hedge",),
+}  # fmt: skip
+"""Settings that only some policies read: a sweep over them leaves the other policies alone."""
+FIXED = ("policy", "seed")
+"""Fields of PolicyConfig that a sweep may not set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """A policy with settings that differ from the defaults of PolicyConfig."""
+
+    policy: str
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Name in tables: the policy and what was set."""
+        return " ".join(
+            [self.policy, *(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.settings)]
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One run."""
+
+    scenario: Scenario
+    variant: Variant
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Identity in a --resume folder: everything that the result depends on but the code."""
+        text = json.dumps([dataclasses.asdict(self.scenario), self.variant.label, self.seed], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def read_scenarios(source: str) -> list[Scenario]:
+    """Cells of a grid, of a named cell, or of a YAML file with one cell or a list under `cells`.
+
+    Raises: ConfigError for an unknown name or key, or a file that cannot be read.
+    """
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        return grid(source)
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"scenario {path} must be a readable file: {e.strerror}") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"scenario {path} must be YAML: {' '.join(str(e).split())}") from e
+    if not isinstance(values, dict):
+        raise ConfigError(f"scenario {path} must be a mapping of settings, got {type(values).__name__}")
+    if "cells" not in values:
+        return [build_config(Scenario, {"name": path.stem, **values}, "scenario.")]
+    shared = {k: v for k, v in values.items() if k != "cells"}
+    if not isinstance(values["cells"], list) or not values["cells"]:
+        raise ConfigError(f"scenario {path}: cells must be a list with one mapping for each cell")
+    cells = []
+    for i, cell in enumerate(values["cells"]):
+        if not isinstance(cell, dict):
+            raise ConfigError(f"scenario {path}: cells[{i}] must be a mapping, got {type(cell).__name__}")
+        cells.append(build_config(Scenario, {"name": f"{path.stem}-{i}", **shared, **cell}, f"cells[{i}]."))
+    if len({c.name for c in cells}) < len(cells):
+        raise ConfigError(f"scenario {path}: cells must have names of their own")
+    return cells
+
+
+def policy_names(text: str) -> tuple[str, ...]:
+    """The comma list of policies; 'all' stands for every policy and both hindsight plans. Raises ConfigError with the known names."""
+    known = (*POLICIES, *HINDSIGHT)
+    names = known if text.strip() == "all" else tuple(p.strip() for p in text.split(",") if p.strip())
+    wrong = [n for n in names if n not in known]
+    if wrong or not names:
+        raise ConfigError(f"policies must be among {', '.join(known)} or 'all', got {wrong[0] if wrong else text!r}")
+    return tuple(dict.fromkeys(names))
+
+
+def parse_sweep(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """'key=a,b,c' -> key -> values of the key's type; raises ConfigError for an unknown key or a wrong value."""
+    fields = {f.name: f.default for f in dataclasses.fields(PolicyConfig) if f.name not in FIXED}
+    out: dict[str, list[Any]] = {}
+    for text in texts:
+        key, _, values = text.partition("=")
+        if key not in fields or not values:
+            raise ConfigError(f"sweep must be KEY=VALUE,VALUE,... with KEY among {', '.join(fields)}; got {text!r}")
+        out[key] = [_value(fields[key], v.strip(), key) for v in values.split(",") if v.strip()]
+    return out
+
+
+def _value(default: Any, text: str, key: str) -> Any:
+    kind = type(default)
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        value = kind(text)
+        dataclasses.replace(PolicyConfig(), **{key: value})
+        return value
+    except ConfigError:
+        raise
+    except (ValueError, KeyError) as e:
+        raise ConfigError(f"sweep {key} must be {kind.__name__}, got {text!r}") from e
+
+
+def variants(policies: Sequence[str], sweep: dict[str, list[Any]]) -> list[Variant]:
+    """Every policy with every combination of the swept settings that concern it; 'never' and hindsight plans are not swept."""
+    out = []
+    for policy in policies:
+        keys = [k for k in sweep if policy in CONCERNS.get(k, (policy,)) and policy not in ("never", *HINDSIGHT)]
+        for combination in itertools.product(*(sweep[k] for k in keys)):
+            out.append(Variant(policy=policy, settings=tuple(zip(keys, combination, strict=True))))
+    return out
+
+
+def plan(scenarios: Sequence[Scenario], chosen: Sequence[Variant], num_seeds: int, first_seed: int = 0) -> list[Task]:
+    """All runs, seed by seed, so that a part of them already covers every cell."""
+    if num_seeds < 1:
+        raise ConfigError(f"seeds must be >= 1, got {num_seeds}")
+    seeds = range(first_seed, first_seed + num_seeds)
+    return [Task(scenario=s, variant=v, seed=seed) for seed in seeds for s in scenarios for v in chosen]

@@ -1,0 +1,160 @@
+"""How are the runs of a replay carried out: on many cores or a Ray cluster, and again after a kill?"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paceline.bandit.replay.simulate import simulate
+from paceline.bench.replay.plan import Task
+from paceline.errors import ConfigError, PacelineError
+
+RUNS_FILE = "runs.jsonl"
+Row = dict[str, Any]
+RunOne = Callable[[Task], Row]
+
+
+def run_simulated(task: Task) -> Row:
+    """One run as plain values; pure, so that any process gives the same row."""
+    result = simulate(task.scenario, task.variant.policy, dict(task.variant.settings), task.seed)
+    return row_of(task, msgspec.to_builtins(result))
+
+
+def row_of(task: Task, result: dict[str, Any]) -> Row:
+    """A run's row: what was run and what came of it."""
+    return {"key": task.key, "cell": task.scenario.name, "family": task.scenario.family, "policy": task.variant.policy,
+            "settings": dict(task.variant.settings), "label": task.variant.label, "seed": task.seed, **result}  # fmt: skip
+
+
+def read_finished(folder: Path) -> dict[str, Row]:
+    """Rows of a --resume folder by key; a torn last line (a killed run) is cut off.
+
+    Raises: ConfigError when another line is damaged.
+    """
+    path = folder / RUNS_FILE
+    if not path.is_file():
+        return {}
+    data = path.read_bytes()
+    complete = data[: data.rfind(b"\n") + 1]
+    if len(complete) < len(data):
+        with path.open("r+b") as f:
+            f.truncate(len(complete))
+    rows: dict[str, Row] = {}
+    for number, line in enumerate(complete.splitlines(), 1):
+        try:
+            row = json.loads(line)
+            rows[row["key"]] = row
+        except (ValueError, KeyError, TypeError) as e:
+            raise ConfigError(f"{path} line {number} is damaged; delete the line or choose another --resume folder") from e  # fmt: skip
+    return rows
+
+
+def run_all(
+    tasks: Sequence[Task],
+    *,
+    workers: int,
+    resume: Path | None,
+    console: Console,
+    ray_address: str | None = None,
+    run_one: RunOne = run_simulated,
+    title: str = "replay",
+) -> list[Row]:
+    """Rows of all tasks, in the order of the tasks; every finished one is on disk at once when `resume` is given.
+
+    `title` stands before the progress bar.
+
+    Raises: ConfigError for a damaged folder; PacelineError when a worker process died.
+    """
+    if workers < 1:
+        raise ConfigError(f"workers must be >= 1, got {workers}")
+    done = read_finished(resume) if resume is not None else {}
+    todo = [t for t in tasks if t.key not in done]
+    with _appender(resume) as append, _bar(console, len(tasks), title) as advance:
+        advance(len(tasks) - len(todo), "resumed")
+        for row in _rows(todo, workers, ray_address, run_one):
+            done[row["key"]] = row
+            append(row)
+            advance(1, f"{row['cell']} {row['label']}")
+    return [done[t.key] for t in tasks]
+
+
+def _rows(todo: Sequence[Task], workers: int, ray_address: str | None, run_one: RunOne) -> Iterable[Row]:
+    if not todo:
+        return iter(())
+    if ray_address is not None:
+        return _on_ray(todo, ray_address, run_one)
+    if workers == 1:
+        return map(run_one, todo)
+    return _on_cores(todo, workers, run_one)
+
+
+def _on_cores(todo: Sequence[Task], workers: int, run_one: RunOne) -> Iterator[Row]:
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")  # no half-copied threads of the parent
+    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context) as pool:
+        futures = [pool.submit(run_one, task) for task in todo]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool as e:
+            raise PacelineError("a replay worker died (out of memory?); run again with --resume and fewer workers") from e  # fmt: skip
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _on_ray(todo: Sequence[Task], address: str, run_one: RunOne) -> Iterator[Row]:
+    """Rows as a cluster finishes them; tasks that a lost node took with it are retried by Ray."""
+    import ray
+
+    began = not ray.is_initialized()
+    if began:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as e:
+            raise ConfigError(f"ray must be the address of a running cluster, got {address!r} ({e})") from e
+    try:
+        remote = ray.remote(num_cpus=1, max_retries=3)(run_one)
+        waiting = [remote.remote(task) for task in todo]
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1)
+            yield from ray.get(ready)
+    finally:
+        if began:
+            ray.shutdown()
+
+
+@contextmanager
+def _appender(folder: Path | None) -> Iterator[Callable[[Row], None]]:
+    if folder is None:
+        yield lambda row: None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / RUNS_FILE).open("a", encoding="utf-8") as f:
+
+        def append(row: Row) -> None:
+            f.write(json.dumps(row) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+
+        yield append
+
+
+@contextmanager
+def _bar(console: Console, total: int, title: str) -> Iterator[Callable[[int, str], None]]:
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[info]}"))  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=total, info="")
+        yield lambda count, info: progress.update(bar, advance=count, info=info)

@@ -1,0 +1,160 @@
+"""How fast is an OpenAI-compatible server under closed and open loads? The run behind `paceline bench serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from paceline.bench.common.result_file import ResultFile
+from paceline.bench.serve.cell import CellRunner, Load
+from paceline.bench.serve.client import StreamClient, StreamRequest, find_features
+from paceline.bench.serve.local_service import local_service, watch_lag
+from paceline.bench.serve.options import ServeBenchOptions, plan_requests
+from paceline.bench.serve.server_metrics import NOT_OFFERED, acceptance_between, read_page
+from paceline.bench.serve.stats import CHUNKS, summarize
+from paceline.bench.serve.stream_stats import percentiles_ms
+
+_OPEN_WARMUP_CLIENTS = 4
+
+
+def run_serve_bench(options: ServeBenchOptions, console: Console) -> dict[str, Any]:
+    """Put every load on the server, print a table, return (and keep on disk) the document.
+
+    Raises: PacelineError when the server cannot be reached or started, or refuses a plain streaming request.
+    """
+    shown = dataclasses.replace(options, api_key="given" if options.api_key else None)  # never written to a file
+    plan, num_repeated = plan_requests(options)
+    with contextlib.ExitStack() as stack:
+        url = options.url
+        if url is None:
+            with console.status("starting a local service (about 30 s)"):
+                url = stack.enter_context(local_service())
+            console.print(f"local service at {url}", highlight=False)
+        url = url.rstrip("/").removesuffix("/v1")
+        extra = {"url": url, "num_repeated_prompts": num_repeated, "cells": []}
+        result = ResultFile(options.json, command="bench serve", options=shown, extra=extra)
+        document = asyncio.run(_run(options, url, plan, result, console))
+    print_serve_bench(document, console)
+    return document
+
+
+async def _run(
+    options: ServeBenchOptions, url: str, plan: Sequence[tuple[list[StreamRequest], list[StreamRequest]]], result: ResultFile, console: Console
+) -> dict[str, Any]:  # fmt: skip
+    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=max((*options.concurrencies, 64)))
+    timeout = httpx.Timeout(options.timeout_s, connect=10.0)
+    is_chat = options.route == "chat"
+    lags_s: list[float] = []
+    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as http:
+        features = await find_features(http, url, is_chat=is_chat, model=options.model, extra=options.extra)
+        result.update(server={k: getattr(features, k) for k in ("model", "has_token_ids", "has_usage", "has_done")})
+        client = StreamClient(
+            http, is_chat=is_chat, features=features, extra=options.extra, names_buckets=options.names_buckets
+        )
+        cells: list[dict[str, Any]] = []
+        with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[info]}"), console=console) as bar:  # fmt: skip
+            for load, (warmup, counted) in zip(options.loads(), plan, strict=True):
+                task = bar.add_task(f"{load.name}: warm-up", total=len(warmup) + len(counted), info="")
+                errors = 0
+
+                def runner(load: Load, task: Any = task) -> CellRunner:
+                    def on_answer(answer: Any) -> None:
+                        nonlocal errors
+                        errors += answer.result.problem is not None
+                        bar.update(task, advance=1, info=f"{errors} problems" if errors else "")
+
+                    return CellRunner(
+                        client, load, max_s=options.max_s, drain_s=options.timeout_s, num_tries=options.num_tries,
+                        rng=random.Random(f"{options.seed}-{load.name}"), on_answer=on_answer,
+                    )  # fmt: skip
+
+                if warmup:
+                    await runner(Load(concurrency=load.concurrency or _OPEN_WARMUP_CLIENTS)).run(warmup)
+                bar.update(task, description=load.name)
+                before = await read_page(http)
+                lags_s.clear()
+                watch = asyncio.create_task(watch_lag(lags_s, lambda _: None))
+                try:
+                    run = await runner(load).run(counted)
+                finally:
+                    watch.cancel()
+                metrics = acceptance_between(before, await read_page(http))
+                cells.append({**summarize(run, load, features, metrics), "client_lag_ms": percentiles_ms(lags_s)})
+                result.update(cells=cells)
+    return result.close()
+
+
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether any load saw an error; refusals for lack of room are counted apart."""
+    return any(cell["num_errors"] for cell in document["cells"])
+
+
+def print_serve_bench(document: dict[str, Any], console: Console) -> None:
+    """The table and what a reader must know of it."""
+    server = document["server"]
+    table = Table(title=f"{escape(server['model'])}, {document['options']['route']}: full load only, 95% intervals", title_justify="left")  # fmt: skip
+    names = ("load", "whole", "output tokens/s", "user tokens/s", "TTFT ms p50/p95/p99", "gap ms p50/p95/p99", "acceptance length", "window s")  # fmt: skip
+    for i, name in enumerate(names):
+        table.add_column(name, justify="left" if i == 0 else "right")
+    for c in document["cells"]:
+        mark = "~" if c["token_count"] == CHUNKS else ""
+        table.add_row(
+            c["load"], f"{c['num_whole']}/{c['num_requests']}", mark + _figure(c["output_tokens_per_s"]), mark + _figure(c["user_tokens_per_s"]),
+            _percentiles(c["ttft_ms"]), _percentiles(c["gap_ms"]), _acceptance(c["acceptance"]), "-" if c["window"] is None else f"{c['window']['seconds']:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    for c in document["cells"]:
+        window = c["window"]
+        if window is None:
+            console.print(f"[yellow]{c['load']}[/yellow]: over before the load was full; more --requests or --seconds are needed", soft_wrap=True)  # fmt: skip
+        else:
+            console.print(f"{c['load']}: left out {window['excluded_ramp_up_s']:.1f} s ramp-up and {window['excluded_drain_s']:.1f} s drain; client lag p99 {c['client_lag_ms']['p99'] or 0:.1f} ms", soft_wrap=True)  # fmt: skip
+        lag, gap = c["client_lag_ms"]["p99"], c["gap_ms"]["p50"]
+        if lag is not None and gap is not None and lag > gap:
+            console.print(f"  [yellow]this client runs up to {lag:.0f} ms late, a gap is {gap:.0f} ms[/yellow]: gaps and times to the first token are partly the client's own", soft_wrap=True)  # fmt: skip
+        if c["num_refusals"]:
+            console.print(f"  {c['num_refusals']} x HTTP 429, {c['refused_wait_s']:.1f} s waited as asked", soft_wrap=True)  # fmt: skip
+        if c["num_sent_late"]:
+            console.print(f"  [yellow]{c['num_sent_late']} requests sent more than 50 ms late[/yellow]: this client is too slow for the rate", soft_wrap=True)  # fmt: skip
+        for kind, count in c["problems"].items():
+            console.print(f"  [red]{count} x {kind}[/red]: {escape(c['examples'][kind])}", soft_wrap=True)
+    for words in sorted({f"tokens ({c['token_count']}): {c['token_count_means']}" for c in document["cells"]}):
+        console.print(words, soft_wrap=True)
+    for words in sorted({f"acceptance: {c['acceptance']['source']}" for c in document["cells"]}):
+        console.print(words, soft_wrap=True)
+    if not server["has_done"]:
+        console.print("[yellow]the server never sends \\[DONE][/yellow]: an answer with a finish reason counts as whole", soft_wrap=True)  # fmt: skip
+    if document["num_repeated_prompts"]:
+        console.print(f"{document['num_repeated_prompts']} requests repeat an earlier prompt; a prefix cache makes their first token faster", soft_wrap=True)  # fmt: skip
+    if document["options"]["json"]:
+        console.print(f"JSON: {document['options']['json']}", soft_wrap=True)
+
+
+def _figure(value: dict[str, Any] | None) -> str:
+    if value is None:
+        return "-"
+    interval = value["interval"]
+    return f"{value['value']:.1f}" + (f" [{interval[0]:.1f}, {interval[1]:.1f}]" if interval else "")
+
+
+def _percentiles(values: dict[str, Any]) -> str:
+    return "-" if values["p50"] is None else " / ".join(f"{values[p]:.1f}" for p in ("p50", "p95", "p99"))
+
+
+def _acceptance(found: dict[str, Any]) -> str:
+    length = found.get("acceptance_length")
+    if length is None:
+        return found["source"] if found["source"] == NOT_OFFERED else "-"
+    interval = length["interval"]
+    return f"{length['value']:.2f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")

@@ -1,0 +1,156 @@
+"""What do the answers of one load come to: latencies, user and output tokens per second, acceptance, with intervals?
+
+Everything but acceptance counts inside the **steady window** only: ramp-up, in which the server is not yet full, and
+drain, in which it no longer is, would understate throughput and flatter latency.
+
+Chunks are no tokens: a round of a speculative server is one chunk with several of them, and a slow reader gets several
+rounds in one piece. Tokens are therefore counted from what the server says, and where it says nothing the figure is
+marked as an estimate.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.bench.serve.answer_intervals import mean_with_interval, percentiles_with_intervals, ratio_with_interval
+from paceline.bench.serve.cell import Answer, CellRun, Load
+from paceline.bench.serve.client import REFUSED, ServerFeatures
+
+NAMED, USAGE, CHUNKS = "token ids", "usage", "chunks"
+COUNT_WORDS = {
+    NAMED: "exact: chunks name their tokens",
+    USAGE: "totals exact (usage); spread evenly over an answer's chunks, so that rates in a window are estimates",
+    CHUNKS: "ESTIMATE: the server counts nothing and a chunk is taken for a token, which understates a server that sends several at once",
+}  # fmt: skip
+RAMP_SHARE = 0.1
+"""Share of an open loop's arrivals that counts as ramp-up."""
+_NUM_BLOCKS = 20
+
+
+def token_count_kind(features: ServerFeatures, answers: Sequence[Answer]) -> str:
+    """How tokens can be counted of these answers."""
+    whole = [a.result for a in answers if a.result.problem is None and a.result.arrivals]
+    if features.has_token_ids and any(r.token_ids for r in whole):
+        return NAMED
+    return USAGE if whole and all(r.usage_tokens is not None for r in whole) else CHUNKS
+
+
+def token_arrivals(answer: Answer, kind: str) -> list[tuple[float, float]]:
+    """(time, tokens) of each chunk; of an answer that broke off before its usage a chunk counts as one token."""
+    result = answer.result
+    if kind != USAGE or not result.arrivals or result.usage_tokens is None:
+        return [(at, float(n)) for at, n in result.arrivals]
+    each = result.usage_tokens / len(result.arrivals)
+    return [(at, each) for at, _ in result.arrivals]
+
+
+def steady_window(run: CellRun, load: Load) -> tuple[float, float] | None:
+    """(begin, end) in seconds of the timer; None where the load was over before it was full.
+
+    Closed loop: from the first token of the last of the first `concurrency` answers. Open loop: from the arrival after
+    the first tenth. Both: until the last request was sent.
+    """
+    if not run.answers or run.supply_ended_s is None:
+        return None
+    if load.concurrency is not None:
+        firsts = [a.first_token_s for a in run.answers[: load.concurrency]]
+        begin = max((f for f in firsts if f is not None), default=None)
+    else:
+        begin = run.answers[min(len(run.answers) - 1, int(RAMP_SHARE * len(run.answers)))].due_s
+    return (begin, run.supply_ended_s) if begin is not None and begin < run.supply_ended_s else None
+
+
+def summarize(run: CellRun, load: Load, features: ServerFeatures, from_metrics: dict[str, Any]) -> dict[str, Any]:
+    """One load as JSON values.
+
+    Args:
+        from_metrics: what the server's own metrics say (server_metrics.acceptance_between).
+    """
+    answers = run.answers
+    kind = token_count_kind(features, answers)
+    window = steady_window(run, load)
+    problems = Counter(str(a.result.problem).split(":", 1)[0] for a in answers if a.result.problem is not None)
+    ended = max((a.result.ended_s for a in answers), default=run.began_s)
+    out: dict[str, Any] = {
+        "load": load.name, "concurrency": load.concurrency, "rate_per_s": load.rate_per_s,
+        "num_requests": len(answers), "num_whole": len(answers) - sum(problems.values()),
+        "num_errors": sum(n for k, n in problems.items() if k != REFUSED), "problems": dict(sorted(problems.items())),
+        "examples": _examples(answers),
+        "num_refusals": sum(a.num_refused for a in answers), "refused_wait_s": round(sum(a.waited_s for a in answers), 3),
+        "max_in_flight": run.max_in_flight, "num_sent_late": run.num_late,
+        "token_count": kind, "token_count_means": COUNT_WORDS[kind],
+        "num_tokens": round(sum(n for a in answers for _, n in token_arrivals(a, kind))),
+        "seconds": round(ended - run.began_s, 3), "window": None,
+    }  # fmt: skip
+    if window is not None:
+        out["window"] = {
+            "seconds": round(window[1] - window[0], 3), "excluded_ramp_up_s": round(window[0] - run.began_s, 3),
+            "excluded_drain_s": round(max(0.0, ended - window[1]), 3),
+        }  # fmt: skip
+    out |= _in_window(answers, kind, window)
+    out["acceptance"] = acceptance(answers, from_metrics)
+    return out
+
+
+def acceptance(answers: Sequence[Answer], from_metrics: dict[str, Any]) -> dict[str, Any]:
+    """Acceptance as answers account for it themselves, otherwise as the server's metrics do; pooled over rounds."""
+    known = [(a.result.request.bucket, a.result.server_stats) for a in answers if (a.result.server_stats or {}).get("num_rounds")]  # fmt: skip
+    if not known:
+        return from_metrics
+    by_bucket: dict[str, Any] = {}
+    for bucket in sorted({b for b, _ in known}):
+        by_bucket[bucket] = _length([s for b, s in known if b == bucket and s])
+    stats = [s for _, s in known if s]
+    proposed, accepted = (sum(int(s.get(k, 0)) for s in stats) for k in ("num_draft_tokens", "num_accepted_tokens"))
+    return {
+        "source": "answers", "acceptance_length": _length(stats),
+        "acceptance_rate": round(accepted / proposed, 4) if proposed else None,
+        "num_rounds": sum(int(s["num_rounds"]) for s in stats), "num_draft_tokens": proposed,
+        "num_accepted_tokens": accepted, "by_bucket": by_bucket, "metrics": from_metrics,
+    }  # fmt: skip
+
+
+def _length(stats: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    rounds = [float(s["num_rounds"]) for s in stats]
+    emitted = [s.get("num_accepted_tokens", 0) + s["num_rounds"] for s in stats]  # one bonus token a round
+    return ratio_with_interval(emitted, rounds)
+
+
+def _in_window(answers: Sequence[Answer], kind: str, window: tuple[float, float] | None) -> dict[str, Any]:
+    names = ("ttft_ms", "gap_ms", "end_to_end_ms")
+    if window is None:
+        return {"output_tokens_per_s": None, "user_tokens_per_s": None, **{n: percentiles_with_intervals([]) for n in names}}  # fmt: skip
+    begin, end = window
+    ttft: list[list[float]] = []
+    gaps: list[list[float]] = []
+    whole: list[list[float]] = []
+    user: list[tuple[float, float]] = []  # tokens after the first chunk, and the seconds they took
+    blocks = [0.0] * _NUM_BLOCKS
+    for a in answers:
+        chunks = [(at, n) for at, n in token_arrivals(a, kind) if begin <= at <= end]
+        for at, n in chunks:
+            blocks[min(_NUM_BLOCKS - 1, int((at - begin) / (end - begin) * _NUM_BLOCKS))] += n
+        times = [at for at, _ in chunks]
+        if len(times) > 1:
+            gaps.append([later - before for before, later in itertools.pairwise(times)])
+            user.append((sum(n for _, n in chunks[1:]), times[-1] - times[0]))
+        if begin <= a.due_s <= end and a.first_token_s is not None:
+            ttft.append([a.first_token_s - a.due_s])
+            if a.result.problem is None:
+                whole.append([a.result.ended_s - a.due_s])
+    rate = mean_with_interval([b * _NUM_BLOCKS / (end - begin) for b in blocks])
+    return {
+        "output_tokens_per_s": rate, "user_tokens_per_s": ratio_with_interval([n for n, _ in user], [s for _, s in user], digits=2),
+        **{n: percentiles_with_intervals(v) for n, v in zip(names, (ttft, gaps, whole), strict=True)},
+    }  # fmt: skip
+
+
+def _examples(answers: Sequence[Answer]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for a in answers:
+        if a.result.problem is not None:
+            found.setdefault(a.result.problem.split(":", 1)[0], a.result.problem)
+    return dict(sorted(found.items()))

@@ -1,0 +1,225 @@
+"""How far is a version's shadow score from what real decoding with that version gives?
+
+Every version decodes every bucket with the engine at the tree budget that the gate replays; the engine's round
+statistics give the real acceptance length. The same version is then scored by the gate's function on three sets of texts:
+
+- own: traces of the very run that is compared; what is left is the replay's own error.
+- same: plain decoding of the same requests, kept where it gave the same text; features come from other forwards.
+- other: plain decoding of other prompts with other seeds, which is what a gate has; text varies, so errors do too.
+
+Own and same texts are judged, per row, against MAX_ERROR_PERCENT; other texts only against their interval.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.gate.gate import RequestScore
+from paceline.adapt.gate.shadow import shadow_scores, usable_traces
+from paceline.adapt.online.trainer import ShadowConfig
+from paceline.bench.common.engine_run import load_target, set_threads
+from paceline.bench.shadow.decode import Decoded, RealRounds, Workload, decode
+from paceline.bench.shadow.report import compare, judge, print_report
+from paceline.bench.shadow.versions import VersionPlan, VersionShop, plan_versions
+from paceline.bench.shadow.workloads import ShadowCheckOptions, fixed_tree, make_workloads, tree_settings
+from paceline.errors import ConfigError
+from paceline.serving.sampling.request import RequestTrace
+
+
+class ShadowCheck:
+    """One run of the check: target, versions, texts; rows are kept in the work folder as they are made."""
+
+    def __init__(self, options: ShadowCheckOptions, folder: Path) -> None:
+        """Load the target. Raises: ConfigError when the folder holds results of other settings."""
+        self._options, self._folder = options, folder
+        self._target = load_target(options.model, options.dtype, drafters=[options.drafter])
+        self._device = self._target.device
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = options.settings(self._target)
+        path = folder / "settings.json"
+        if path.is_file() and json.loads(path.read_text(encoding="utf-8")) != settings:
+            raise ConfigError(f"work folder {folder} holds results of other options; use another or delete it")
+        path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        self._shop = VersionShop(folder, self._target, drafter=options.drafter, seed=options.seed)
+        self._work = {b: make_workloads(options, self._target, b) for b in options.buckets}
+        self._plans = plan_versions(options.num_versions, options.buckets)
+
+    @property
+    def dtype(self) -> str:
+        """Number type of the target; drafter and KV follow the service."""
+        return str(self._target.dtype).removeprefix("torch.")
+
+    @property
+    def num_jobs(self) -> int:
+        """Captures, trainings, plain decodings and cells."""
+        cells = len(self._options.buckets) * len(self._options.temperatures)
+        return len(self._options.buckets) + len(self._plans) + 2 * cells + len(self._plans) * cells
+
+    def run(self, start: Callable[[str], None], done: Callable[[], None]) -> list[dict[str, Any]]:
+        """Rows of every version x bucket x temperature x text. start: told what begins; done: after each job."""
+        options = self._options
+        for bucket in options.buckets:
+            start(f"capture {bucket}")
+            self._shop.capture(self._work[bucket]["train"])
+            done()
+        versions: dict[str, VersionPlan] = {}
+        for plan in self._plans:
+            start(f"train {plan.name}")
+            versions[self._shop.version(plan, _named(start, f"train {plan.name}"))] = plan
+            done()
+        rows: list[dict[str, Any]] = []
+        for bucket in options.buckets:
+            for t in options.temperatures:
+                plain = {}
+                for use in ("scored", "other"):
+                    start(f"plain {bucket} T={t:g} ({use})")
+                    plain[use] = self._plain(self._work[bucket][f"{use} {t:g}"])
+                    done()
+                for version, plan in versions.items():
+                    start(f"{plan.name} on {bucket} T={t:g}")
+                    rows += self._cell(version, plan, bucket, t, plain["scored"], plain["other"])
+                    done()
+        return rows
+
+    def _plain(self, work: Workload) -> list[RequestTrace]:
+        """Traces of plain decoding, in the order of the prompts."""
+        store = TraceStore(self._folder / "plain" / work.name)
+        shards = store.list_shards()
+        if not shards:
+            traces = decode(self._target, None, work, batch=self._options.batch).traces
+            store.write_shard(traces, work.bucket)
+            return traces
+        found = {t.request_id: t for t in store.read_shard(shards[-1].shard_id)}
+        return [found[work.request_id(i)] for i in range(len(work.prompts))]
+
+    def _cell(
+        self,
+        version: str,
+        plan: VersionPlan,
+        bucket: str,
+        temperature: float,
+        same: list[RequestTrace],
+        other: list[RequestTrace],
+    ) -> list[dict[str, Any]]:
+        work = self._work[bucket][f"scored {temperature:g}"]
+        head = {
+            "version": version, "arm": plan.arm, "trained_on": plan.trained_on, "bucket": bucket,
+            "temperature": temperature,
+        }  # fmt: skip
+        name, count = f"{version}-{bucket}-{temperature:g}", self._options.num_adaptive_prompts
+        rows = self._kept(name, lambda: self._fixed(version, head, work, same, other))
+        if count:
+            rows = rows + self._kept(f"{name}-adaptive-{count}", lambda: self._adaptive(version, head, work, count))
+        return rows
+
+    def _kept(self, name: str, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """The rows of this name from the work folder, made and written when they are not there."""
+        path = self._folder / "rows" / f"{name}.json"
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8"))
+        rows = make()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tmp = path.with_suffix(".tmp")
+        tmp.write_text(json.dumps(rows), encoding="utf-8")
+        tmp.replace(path)
+        return rows
+
+    def _fixed(
+        self,
+        version: str,
+        head: dict[str, Any],
+        work: Workload,
+        same: list[RequestTrace],
+        other: list[RequestTrace],
+    ) -> list[dict[str, Any]]:
+        """Real decoding at the gate's budget against scores on own, same and other texts."""
+        real = decode(
+            self._target, self._shop.drafter(version), work, version=version, tree=fixed_tree(), batch=self._options.batch
+        )  # fmt: skip
+        equal = [i for i, t in enumerate(same) if t.token_ids == real.traces[i].token_ids]
+        everyone = list(range(len(same)))
+        rows = []
+        for text, traces, chosen in (
+            ("own", real.traces, everyone),
+            ("same", [same[i] for i in equal], equal),
+            ("other", other, everyone),
+        ):
+            if usable_traces(traces):
+                scores = self._score(version, traces)
+                rounds = _rounds_of(real, scores if text != "other" else None, chosen)
+                rows.append(
+                    {**head, "budget": "fixed", "text": text, **compare(scores, rounds, is_paired=text != "other")}
+                )
+        return rows
+
+    def _score(self, version: str, traces: list[RequestTrace]) -> list[RequestScore]:
+        """The gate's score of one version."""
+        gate = ShadowConfig()
+        drafters = {version: self._shop.drafter(version)}
+        return shadow_scores(
+            drafters, traces, num_nodes=gate.num_nodes, max_frontier=gate.max_frontier, device=self._device
+        )[version]
+
+    def _adaptive(self, version: str, head: dict[str, Any], work: Workload, count: int) -> list[dict[str, Any]]:
+        """Real decoding as the service does it, one request at a time with the adaptive budget, next to the score at the
+        gate's budget on the same texts. The replay has no clock, so it cannot follow a budget made of measured times."""
+        few = dataclasses.replace(
+            work, name=f"{work.name}-adaptive", prompts=work.prompts[:count], params=work.params[:count]
+        )
+        real = decode(self._target, self._shop.drafter(version), few, version=version, batch=1)
+        scores = self._score(version, real.traces)
+        rounds = _rounds_of(real, scores, list(range(count)))
+        num_rounds = sum(r.num_drafted_rounds for r in rounds)
+        if num_rounds == 0:
+            return []
+        figures = compare(scores, rounds, is_paired=True, drafted_only=True)
+        row = {**head, "budget": "adaptive", "text": "own", **figures}
+        row["num_draft_tokens"] = round(sum(r.num_draft_tokens for r in rounds) / num_rounds, 2)
+        return [row]
+
+
+def _named(report: Callable[[str], None], name: str) -> Callable[[str], None]:
+    return lambda text: report(f"{name} {text}")
+
+
+def _rounds_of(real: Decoded, scores: Sequence[RequestScore] | None, chosen: Sequence[int]) -> list[RealRounds]:
+    """Round statistics of the chosen requests; only of those that have a score, when scores are given."""
+    kept = None if scores is None else {s.request_id for s in scores}
+    return [real.rounds[i] for i in chosen if kept is None or real.traces[i].request_id in kept]
+
+
+def run_shadow_check(options: ShadowCheckOptions, console: Console) -> dict[str, Any]:
+    """Run the check, print its table, write its JSON; the document's 'passed' tells whether paired errors are small."""
+    set_threads(options.num_threads)
+    with tempfile.TemporaryDirectory(prefix="paceline-shadow-") as spare:
+        check = ShadowCheck(options, options.work or Path(spare))
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("shadow check", total=check.num_jobs)
+            rows = check.run(lambda text: bar.update(task, description=text), lambda: bar.advance(task))
+    result = {
+        "options": {
+            k: str(v) if isinstance(v, Path) else v
+            for k, v in dataclasses.asdict(options).items()
+            if k not in ("work", "json")
+        },
+        "dtype": check.dtype,
+        "tree": tree_settings(),
+        **judge(rows),
+        "rows": rows,
+    }
+    print_report(result, console)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        console.print(f"JSON: {options.json}")
+    return result

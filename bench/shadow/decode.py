@@ -1,0 +1,119 @@
+"""What did the engine do with a set of requests, round by round, and which traces did it leave?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.bench.common.engine_run import run_group
+from paceline.config import EngineConfig, TreeConfig
+from paceline.contracts import Group
+from paceline.serving.drafters.interface import Drafter
+from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.engine.engine import Engine
+from paceline.serving.engine.output import ROUND_COLUMNS
+from paceline.serving.sampling.request import RequestTrace, SamplingParams
+from paceline.serving.target_model.model import TargetModel
+
+_INDEX = {name: i for i, name in enumerate(ROUND_COLUMNS)}
+
+
+class RealRounds(NamedTuple):
+    """Round statistics of one request."""
+
+    num_rounds: int
+    num_drafted_rounds: int
+    """Rounds with at least one draft token; the others emit one token each."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    """Before truncation at the end of the request."""
+    num_emitted_tokens: int
+    """After truncation, bonus tokens included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Requests of one bucket that are decoded in several ways."""
+
+    name: str
+    bucket: str
+    prompts: tuple[tuple[int, ...], ...]
+    params: tuple[SamplingParams, ...]
+
+    def request_id(self, index: int) -> str:
+        """Id of the request with this index; equal however it is decoded."""
+        return f"{self.name}-{index}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoded:
+    """One decoding of a workload; both lists are in the order of its prompts."""
+
+    traces: list[RequestTrace]
+    rounds: list[RealRounds]
+
+
+class _Sink:
+    """Keeps every round and every trace."""
+
+    def __init__(self, on_trace: Callable[[], None]) -> None:
+        self.rows: dict[str, list[tuple]] = {}
+        self.traces: dict[str, RequestTrace] = {}
+        self._on_trace = on_trace
+
+    def record_round(self, row: tuple) -> None:
+        self.rows.setdefault(row[_INDEX["request_id"]], []).append(row)
+
+    def wants(self, request_id: str, bucket: str) -> bool:
+        return True
+
+    def record_trace(self, trace: RequestTrace) -> None:
+        self.traces[trace.request_id] = trace
+        self._on_trace()
+
+
+def _summarise(rows: Sequence[tuple]) -> RealRounds:
+    def total(column: str) -> int:
+        return sum(r[_INDEX[column]] for r in rows)
+
+    return RealRounds(
+        num_rounds=len(rows),
+        num_drafted_rounds=sum(r[_INDEX["num_draft_tokens"]] > 0 for r in rows),
+        num_draft_tokens=total("num_draft_tokens"),
+        num_accepted_tokens=total("num_accepted_tokens"),
+        num_emitted_tokens=total("num_emitted_tokens"),
+    )
+
+
+def decode(
+    target: TargetModel,
+    drafter: Drafter | None,
+    work: Workload,
+    *,
+    version: str = "",
+    tree: TreeConfig | None = None,
+    batch: int = 8,
+    on_request: Callable[[], None] = lambda: None,
+) -> Decoded:
+    """Decode a workload with a fresh engine and keep everything that it reports.
+
+    Args:
+        drafter: None decodes plainly; the engine allocates its KV anew.
+        version: name of the drafter's weights in the engine's statistics.
+        batch: requests that run together.
+        on_request: called when a request has finished.
+    Raises: PacelineError when a request ends in an error.
+    """
+    sink = _Sink(on_request)
+    slots = DrafterSlots() if drafter is None else DrafterSlots(drafter, version)
+    config = EngineConfig(
+        max_running=batch, max_waiting=max(256, len(work.prompts)), tree=tree or TreeConfig(), prefix_caching=False
+    )
+    engine = Engine(target, slots, config, feedback=sink, traces=sink)
+    if config.tree.is_adaptive and drafter is not None:
+        engine.warm_up()
+    group = Group.PLAIN if drafter is None else Group.ADAPTIVE
+    run_group(engine, work.prompts, work.params, group=group, bucket=work.bucket, tag=work.name)
+    ids = [work.request_id(i) for i in range(len(work.prompts))]
+    return Decoded(traces=[sink.traces[i] for i in ids], rounds=[_summarise(sink.rows.get(i, [])) for i in ids])

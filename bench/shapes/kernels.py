@@ -1,0 +1,274 @@
+"""How fast is each kernel on this device, and how near does it come to the memory's speed?
+
+Every kernel is timed per shape of an 8B target; its bytes (formula by formula, bench/shapes/kernel_cases.py) over its time are
+compared with what a plain copy on the same device reaches. On a CUDA device times are CUDA events around a graph replay
+with the cache flushed in between; on a CPU the references run on scaled-down shapes, which checks the benchmark and says
+nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from paceline.bench.shapes.kernel_cases import CASES, Bench, Case
+from paceline.bench.shapes.kernel_shapes import MODELS, Shape, floor_bytes, kv_bytes, weight_bytes
+from paceline.errors import ConfigError
+from paceline.kernels.dispatch import select_kernels
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LIMITS = {"context": 131072, "requests": 256, "nodes": 256}
+_CPU_SECONDS = 0.05
+"""A cell on the CPU is repeated until it has taken so long, or `repeats` times."""
+_FLUSH_BYTES = 2**28
+"""More than any GPU's last-level cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelBenchOptions:
+    """What to measure; see `paceline bench kernels --help`."""
+
+    kernels: tuple[str, ...] = ("all",)
+    models: tuple[str, ...] = tuple(MODELS)
+    contexts: tuple[int, ...] = (1024, 8192, 32768)
+    requests: tuple[int, ...] = (1, 8, 64)
+    nodes: tuple[int, ...] = (1, 16, 64)
+    repeats: int = 20
+    device: str = "auto"
+    dtype: str = "auto"
+    seed: int = 0
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, given, known in (("kernels", self.kernels, ("all", *CASES)), ("models", self.models, tuple(MODELS))):
+            unknown = [n for n in given if n not in known]
+            if unknown or not given:
+                raise ConfigError(f"{name} must be a comma list of {', '.join(known)}, got {', '.join(given)!r}")
+        for name, limit, values in (
+            ("contexts", _LIMITS["context"], self.contexts),
+            ("requests", _LIMITS["requests"], self.requests),
+            ("nodes", _LIMITS["nodes"], self.nodes),
+        ):
+            if not values or any(not 1 <= v <= limit for v in values):
+                got = ", ".join(str(v) for v in values)
+                raise ConfigError(f"{name} must be a comma list of numbers from 1 to {limit}, got {got!r}")
+        if not 1 <= self.repeats <= 10_000:
+            raise ConfigError(f"repeats must be from 1 to 10000, got {self.repeats}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"device must be auto, cpu or cuda, got {self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device cuda must be a GPU that torch sees, but torch sees none; use --device cpu")
+        if self.dtype not in ("auto", *_DTYPES):
+            raise ConfigError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {self.dtype!r}")
+
+    @property
+    def kernel_names(self) -> tuple[str, ...]:
+        return tuple(CASES) if "all" in self.kernels else tuple(n for n in CASES if n in self.kernels)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Cell:
+    """One kernel at one shape, for every model that gives it the same work."""
+
+    kernel: str
+    models: list[str]
+    shape: Shape
+
+
+def plan_cells(options: KernelBenchOptions) -> list[_Cell]:
+    """Every kernel with every shape that differs in what its work depends on."""
+    cells: dict[tuple[Any, ...], _Cell] = {}
+    for name in options.kernel_names:
+        for model in options.models:
+            for context in options.contexts:
+                for requests in options.requests:
+                    for nodes in options.nodes:
+                        shape = replace(MODELS[model], context=context, requests=requests, nodes=nodes)
+                        key = (name, *(getattr(shape, field) for field in CASES[name].depends))
+                        cell = cells.setdefault(key, _Cell(kernel=name, models=[], shape=shape))
+                        if model not in cell.models:
+                            cell.models.append(model)
+    return list(cells.values())
+
+
+def time_call(call: Callable[[], Any], bench: Bench, repeats: int) -> tuple[float, str]:
+    """Median seconds of a call, and how it was timed."""
+    if bench.device.type != "cuda":
+        call()
+        seconds: list[float] = []
+        while len(seconds) < repeats and sum(seconds) < _CPU_SECONDS:
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds), "perf_counter"
+    for _ in range(3):  # compiles, and fills the allocator
+        call()
+    torch.cuda.synchronize()
+    how = "events, eager"
+    if bench.kernels.is_capturable:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        call, how = graph.replay, "events, graph"
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=bench.device)
+    seconds = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()  # weights of the layers between flush the cache in a real round, too
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(seconds), how
+
+
+def measure_copy(bench: Bench, repeats: int) -> float:
+    """Bytes per second of a device copy, read and write counted."""
+    size = 2**30 if bench.device.type == "cuda" else 2**26
+    source = torch.ones(size, dtype=torch.int8, device=bench.device)
+    target = torch.empty_like(source)
+    return 2 * size / time_call(lambda: target.copy_(source), bench, repeats)[0]
+
+
+def measure_cell(cell: _Cell, bench: Bench, copy_rate: float, options: KernelBenchOptions) -> dict[str, Any]:
+    """The row of a cell: times and rates, or why there are none."""
+    case = CASES[cell.kernel]
+    shape = cell.shape.scaled_down() if bench.device.type != "cuda" else cell.shape
+    row: dict[str, Any] = {
+        "kernel": cell.kernel,
+        "models": cell.models,
+        **{n: getattr(cell.shape, n) if n in case.depends or _is_counted(n, case) else None for n in _LIMITS},
+        "bytes": case.count_bytes(cell.shape, 4 if options.dtype == "float32" else 2),
+        "measured_shape": asdict(shape),
+    }
+    moved = case.count_bytes(shape, bench.element_bytes)
+    if bench.device.type == "cuda" and 1.3 * moved > torch.cuda.mem_get_info(bench.device)[0]:
+        return row | {"skipped": f"needs about {1.3 * moved / 2**30:.0f} GiB, more than is free"}
+    torch.manual_seed(options.seed)
+    try:
+        seconds, how = time_call(case.prepare(shape, bench), bench, options.repeats)
+    except (ValueError, torch.OutOfMemoryError) as e:  # beyond what the kernel takes, or the device holds
+        return row | {"skipped": str(e).splitlines()[0]}
+    return row | {
+        "measured_bytes": moved,
+        "time_us": seconds * 1e6,
+        "gb_per_s": moved / seconds / 1e9,
+        "share_of_copy": moved / seconds / copy_rate,
+        "timing": how,
+    }
+
+
+def _is_counted(name: str, case: Case) -> bool:
+    return name != "context" and "num_new_rows" in case.depends
+
+
+def floors(options: KernelBenchOptions, copy_rate: float | None) -> list[dict[str, Any]]:
+    """Least bytes of a verify forward in bfloat16, and the seconds that a copy of as many bytes takes (None on CPU)."""
+    rows = []
+    for model in options.models:
+        for requests in options.requests:
+            for context in options.contexts:
+                shape = replace(MODELS[model], context=context, requests=requests)
+                total = floor_bytes(shape)
+                rows.append(
+                    {
+                        "model": model, "requests": requests, "context": context, "weight_bytes": weight_bytes(shape),
+                        "kv_bytes": kv_bytes(shape), "floor_bytes": total,
+                        "floor_ms": None if copy_rate is None else total / copy_rate * 1e3,
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def run_bench_kernels(options: KernelBenchOptions, console: Console) -> dict[str, Any]:
+    """Measure every cell; prints tables, returns the document."""
+    has_gpu = torch.cuda.is_available() and options.device != "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+    dtype = _DTYPES["bfloat16" if has_gpu else "float32"] if options.dtype == "auto" else _DTYPES[options.dtype]
+    bench = Bench(device=device, dtype=dtype, kernels=select_kernels(device, "auto" if has_gpu else "reference"))
+    cells = plan_cells(options)
+    copy_rate = measure_copy(bench, options.repeats)
+    rows = []
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:  # fmt: skip
+        task = bar.add_task("kernels", total=len(cells))
+        for cell in cells:
+            bar.update(task, description=cell.kernel)
+            with torch.inference_mode():
+                rows.append(measure_cell(cell, bench, copy_rate, options))
+            bar.advance(task)
+    result = {
+        "format": 1,
+        "device": torch.cuda.get_device_name(device) if has_gpu else "cpu",
+        "backend": bench.kernels.backend,
+        "dtype": str(dtype).removeprefix("torch."),
+        "is_scaled_down": not has_gpu,
+        "copy_gb_per_s": copy_rate / 1e9,
+        "formulas": {name: CASES[name].formula for name in options.kernel_names},
+        "rows": rows,
+        "floors": floors(options, copy_rate if has_gpu else None),
+    }
+    print_result(result, console)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        console.print(f"JSON: {options.json}")
+    return result
+
+
+def print_result(result: dict[str, Any], console: Console) -> None:
+    """One table of kernels, one of floors, and what they mean."""
+    table = Table(
+        title=f"{result['device']}, {result['backend']} kernels, {result['dtype']}; "
+        f"a copy moves {result['copy_gb_per_s']:.1f} GB/s",
+        caption="SCALED-DOWN shapes on a CPU: a check of the benchmark, not of a GPU's speed. bytes are those of the "
+        "full shape in 16 bits; time and GB/s are of the scaled-down one, which may lie in a cache (share above 100%)."
+        if result["is_scaled_down"]
+        else "bytes: least that the kernel must move (docs/kernels.md); share: of the rate of the copy.",
+    )
+    for name in ("kernel", "models"):
+        table.add_column(name)
+    for name in ("context", "requests", "nodes", "bytes", "time", "GB/s", "share"):
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        models = (
+            "all" if len(row["models"]) == len({f["model"] for f in result["floors"]}) else ", ".join(row["models"])
+        )
+        sizes = ["-" if row[n] is None else str(row[n]) for n in _LIMITS]
+        if "skipped" in row:
+            measured = [row["skipped"], "", ""]
+        else:
+            measured = [f"{row['time_us']:.1f} us", f"{row['gb_per_s']:.2f}", _percent(row["share_of_copy"])]
+        table.add_row(row["kernel"], models, *sizes, _size(row["bytes"]), *measured)
+    console.print(table)
+    floor = Table(title="Floor of a verify forward in bfloat16: weights once, committed K and V once")
+    for name in ("model", "requests", "context", "weights", "K and V", "floor"):
+        floor.add_column(name, justify="left" if name == "model" else "right")
+    for row in result["floors"]:
+        at_copy = "" if row["floor_ms"] is None else f" = {row['floor_ms']:.2f} ms"
+        floor.add_row(row["model"], str(row["requests"]), str(row["context"]), _size(row["weight_bytes"]), _size(row["kv_bytes"]), _size(row["floor_bytes"]) + at_copy)  # fmt: skip
+    console.print(floor)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.095 else f"{share:.2%}"
+
+
+def _size(count: int) -> str:
+    """Bytes in the largest unit that keeps them above 1."""
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"

@@ -1,0 +1,159 @@
+"""What does drafting cost at real size, against verifying, and SpecBlock's against EAGLE-3's? `paceline bench shapes`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from paceline.bench.common.engine_run import set_threads
+from paceline.bench.common.result_file import ResultFile
+from paceline.bench.shapes.costs import Forward, Part, total, verify_forward
+from paceline.bench.shapes.drafters import DRAFTERS, MAX_DEPTH, DraftPlan, num_params
+from paceline.bench.shapes.kernel_shapes import MODELS, Shape
+from paceline.bench.shapes.table import print_shapes
+from paceline.bench.shapes.timing import estimate_on_cpu, time_on_gpu
+from paceline.errors import ConfigError
+
+LIMIT = 0.52
+"""Upper end of what the SpecBlock paper claims: 44 to 52% of EAGLE-3's drafting cost."""
+OURS, THEIRS = "specblock", "eagle3"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterShapesOptions:
+    """See `paceline bench shapes --help`."""
+
+    models: tuple[str, ...] = tuple(MODELS)
+    contexts: tuple[int, ...] = (1024, 8192, 32768)
+    """Committed rows of a request; times are taken at the first one."""
+    batches: tuple[int, ...] = (1, 8)
+    """Times are taken at the first one."""
+    nodes: int = 60
+    """Draft nodes verified per request, the same for every drafter."""
+    plan: DraftPlan = field(default_factory=DraftPlan)
+    is_timing: bool = True
+    repeats: int = 5
+    device: str = "auto"
+    num_threads: int | None = None
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [m for m in self.models if m not in MODELS]
+        checks = (
+            (bool(self.models) and not unknown, f"models must be among {', '.join(MODELS)}", ",".join(self.models)),
+            (bool(self.contexts) and min(self.contexts) >= 1, "contexts must be a comma list of numbers >= 1", self.contexts),
+            (bool(self.batches) and min(self.batches) >= 1, "batch must be a comma list of sizes >= 1", self.batches),
+            (self.nodes >= 1, "nodes must be >= 1", self.nodes),
+            (self.repeats >= 1, "repeats must be >= 1", self.repeats),
+            (self.device in ("auto", "cpu", "cuda"), "device must be auto, cpu or cuda", self.device),
+            (self.device != "cuda" or torch.cuda.is_available(), "device cuda needs a GPU that torch can use", self.device),
+        )  # fmt: skip
+        for ok, rule, value in checks:
+            if not ok:
+                raise ConfigError(f"{rule}, got {value}")
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
+
+
+def run_drafter_shapes(options: DrafterShapesOptions, console: Console) -> dict[str, Any]:
+    """Count every cell, time the first one of each model; prints tables, returns (and keeps on disk) the document."""
+    set_threads(options.num_threads)
+    extra: dict[str, Any] = {"device": "cuda" if options.is_cuda else "cpu", "limit": LIMIT, "models": {}}
+    result = ResultFile(options.json, command="bench shapes", options=options, extra=extra)
+    models: dict[str, Any] = {}
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:  # fmt: skip
+        task = bar.add_task("shapes", total=len(options.models))
+        for name in options.models:
+            models[name] = counted_model(MODELS[name], options)
+            result.update(models=models)
+            if options.is_timing:
+                shape = replace(MODELS[name], context=options.contexts[0], requests=options.batches[0], nodes=options.nodes)  # fmt: skip
+                models[name]["time"] = timed_model(shape, options, lambda part, name=name: bar.update(task, description=f"{name}: {part}"))  # fmt: skip
+                result.update(models=models)
+            bar.advance(task)
+    document = result.close()
+    print_shapes(document, console)
+    return document
+
+
+def counted_model(base: Shape, options: DrafterShapesOptions) -> dict[str, Any]:
+    """Parameters, and bytes and operations of a round for every drafter, context and batch."""
+    plan = options.plan
+    cells = []
+    for batch in options.batches:
+        for context in options.contexts:
+            shape = replace(base, context=context, requests=batch, nodes=options.nodes)
+            verify = total([verify_forward(shape)])
+            drafters = {}
+            for name, forwards_of in DRAFTERS.items():
+                forwards = forwards_of(shape, plan)
+                draft = total(forwards)
+                drafters[name] = {
+                    "num_calls": len(forwards), "draft": draft, "share_of_round_bytes": round(draft["bytes"] / (draft["bytes"] + verify["bytes"]), 4),
+                    "over_verify": {k: round(draft[k] / verify[k], 4) for k in ("bytes", "flops")},
+                    "calls": [{"name": f.name, "bytes": f.num_bytes, "flops": f.flops} for f in forwards],
+                }  # fmt: skip
+            plain = total([verify_forward(replace(shape, nodes=0))])
+            cells.append({"context": context, "batch": batch, "plain": plain, "verify": verify, "drafters": drafters, "specblock_over_eagle3": specblock_over_eagle3(shape, plan)})  # fmt: skip
+    first = replace(base, context=options.contexts[0], requests=options.batches[0], nodes=options.nodes)
+    by_depth = {str(d): specblock_over_eagle3(first, replace(plan, depth=d)) for d in range(1, MAX_DEPTH + 1)}
+    params = {name: num_params(forwards_of(base, plan)) for name, forwards_of in DRAFTERS.items()}
+    limits = {str(b): context_at_limit(replace(base, requests=b), plan) for b in options.batches}
+    return {"shape": asdict(base), "num_params": params, "cells": cells, "specblock_over_eagle3_by_depth": by_depth, "context_at_limit": limits}  # fmt: skip
+
+
+def specblock_over_eagle3(shape: Shape, plan: DraftPlan) -> dict[str, float]:
+    """Ratios of drafting at equal depth and node budget."""
+    ours, theirs = (total(DRAFTERS[n](shape, plan)) for n in (OURS, THEIRS))
+    return {k: round(ours[k] / theirs[k], 4) for k in ("weight_bytes", "bytes", "flops")}
+
+
+def context_at_limit(shape: Shape, plan: DraftPlan, limit: float = LIMIT) -> int | None:
+    """Committed rows from which SpecBlock's drafting moves more than `limit` x EAGLE-3's bytes; None: from the first on.
+
+    Both are straight lines in the context; SpecBlock's is the steeper one, because it keeps K slots a row.
+    """
+
+    def excess(context: int) -> float:
+        at = replace(shape, context=context)
+        ours, theirs = (total(DRAFTERS[n](at, plan))["bytes"] for n in (OURS, THEIRS))
+        return ours - limit * theirs
+
+    start, slope = excess(0), excess(1) - excess(0)
+    return None if start > 0 else int(-start / slope)
+
+
+def timed_model(shape: Shape, options: DrafterShapesOptions, on_part: Any) -> dict[str, Any]:
+    """Seconds of drafting, verify and whole rounds: measured on a GPU, an estimate on a CPU."""
+    verify, plain = verify_forward(shape), verify_forward(replace(shape, nodes=0))
+    drafts = {name: forwards_of(shape, options.plan) for name, forwards_of in DRAFTERS.items()}
+    if options.is_cuda:
+        on_part("rounds on the GPU")
+
+        def ms(forwards: Sequence[Forward]) -> float:
+            return 1e3 * time_on_gpu(forwards, options.repeats)
+
+        rounds = {name: ms([*f, verify]) for name, f in drafts.items()}
+    else:
+        every = [f for forwards in drafts.values() for f in forwards] + [verify, plain]
+        seconds: dict[Part, float] = estimate_on_cpu(every, options.repeats, on_part)
+
+        def ms(forwards: Sequence[Forward]) -> float:
+            return 1e3 * sum(seconds[p] for f in forwards for p in f.parts)
+
+        rounds = {name: ms([*f, verify]) for name, f in drafts.items()}
+    draft_ms = {name: ms(f) for name, f in drafts.items()}
+    return {
+        "kind": "measured" if options.is_cuda else "estimate: CPU time in float32, one layer timed and multiplied",
+        "context": shape.context, "batch": shape.requests, "plain_ms": round(ms([plain]), 3), "verify_ms": round(ms([verify]), 3),
+        "draft_ms": {n: round(v, 3) for n, v in draft_ms.items()}, "round_ms": {n: round(v, 3) for n, v in rounds.items()},
+        "specblock_over_eagle3": round(draft_ms[OURS] / draft_ms[THEIRS], 4),
+    }  # fmt: skip

@@ -1,0 +1,255 @@
+"""RAY LEAF: how does the controller run in a cluster: one detached named actor that comes back after a kill.
+
+The actor holds no logic; tests target ControllerHost. Its `__init__` does no I/O and cannot fail, since an exception
+there during a restart would leave the actor dead for good; a background thread connects with backoff.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from paceline.config import PolicyConfig, RolloutConfig, TraceConfig, TrainerResources, build_config
+from paceline.contracts import TrainJob, TrainResult
+from paceline.errors import PacelineError
+from paceline.infra.controller.host import ControllerHost, HostConfig
+from paceline.infra.controller.jobs import JobHandle, WorkerLease, failed
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "paceline"
+COMMAND_TIMEOUT_S = 15.0
+COMMANDS = ("pause", "set_policy", "set_bank", "train", "pin", "unpin", "canary", "rollback")
+"""Methods of the host that operators may call."""
+_MAX_TRIES = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControllerSpec:
+    """Everything the actor needs to build its host, also after a restart; plain values.
+
+    Two specs are equal when they ask for the same controller, whenever they were deployed.
+    """
+
+    redis_url: str = field(repr=False)
+    model: str
+    """Prefix of the Redis keys and part of the actor's name."""
+    data_dir: str
+    trace_root: str
+    registry_root: str
+    target_dir: str
+    target_version: str
+    policy: dict
+    """Values of PolicyConfig."""
+    rollout: dict = field(default_factory=dict)
+    """Values of RolloutConfig."""
+    trace: dict = field(default_factory=dict)
+    """Values of TraceConfig: the controller enforces its limits too."""
+    first_version: str = ""
+    """The drafter that the service was given."""
+    trainer_threads: int = 1
+    trainer_resources: dict = field(default_factory=dict)
+    """Values of TrainerResources."""
+    log_level: str = "INFO"
+    deployed_at: float = field(default=0.0, compare=False)
+    """When the service was deployed, in s since 1970: replicas of an older deployment that drain yet change nothing."""
+
+
+class RayJob:
+    """A training job that runs as a Ray task."""
+
+    def __init__(self, ref: ray.ObjectRef, job_id: str) -> None:
+        self._ref, self._job_id = ref, job_id
+
+    def is_alive(self) -> bool:
+        return not ray.wait([self._ref], timeout=0)[0]
+
+    def result(self) -> TrainResult | None:
+        if self.is_alive():
+            return None
+        try:
+            return ray.get(self._ref)
+        except RayError as e:  # killed worker, cancelled task, or an error inside it
+            lines = str(e).strip().splitlines() or [type(e).__name__]
+            return failed(self._job_id, f"the training process ended: {lines[-1][:300]}")
+
+    def kill(self) -> None:
+        ray.cancel(self._ref, force=True)
+
+
+class RayLauncher:
+    """Starts jobs as Ray tasks."""
+
+    def __init__(self, spec: ControllerSpec) -> None:
+        self._spec = spec
+
+    def launch(self, job: TrainJob, lease: WorkerLease) -> JobHandle:
+        from paceline.adapt.online.task import launch_training
+
+        spec = self._spec
+        ref = launch_training(
+            job,
+            threads=spec.trainer_threads,
+            resources=build_config(TrainerResources, spec.trainer_resources, "trainer_resources."),
+            trace_root=spec.trace_root,
+            registry_root=spec.registry_root,
+            target_dir=spec.target_dir,
+            lease=lease,
+        )
+        return RayJob(ref, job.job_id)
+
+
+def build_host(spec: ControllerSpec) -> ControllerHost:
+    """The host that a spec describes; no connection is made yet."""
+    from paceline.adapt.data.trace_store import TraceStore
+    from paceline.adapt.versions.registry import DrafterRegistry
+
+    return ControllerHost(
+        HostConfig(
+            redis_url=spec.redis_url,
+            model=spec.model,
+            data_dir=Path(spec.data_dir),
+            policy=build_config(PolicyConfig, spec.policy, "policy."),
+            rollout=build_config(RolloutConfig, spec.rollout, "rollout."),
+            trace=build_config(TraceConfig, spec.trace, "trace."),
+            target_version=spec.target_version,
+            first_version=spec.first_version,
+            start_s=build_config(TrainerResources, spec.trainer_resources, "trainer_resources.").start_timeout_s,
+        ),
+        store=TraceStore(spec.trace_root),
+        registry=DrafterRegistry(spec.registry_root),
+        launcher=RayLauncher(spec),
+    )
+
+
+class ControllerActor:
+    """Hosts one ControllerHost. Contains no logic."""
+
+    def __init__(self, spec: ControllerSpec) -> None:
+        self._spec = spec
+        self._host: ControllerHost | None = None
+        self._is_stopped = False
+        self._error = ""
+        threading.Thread(target=self._build, name="controller-build", daemon=True).start()
+
+    def _build(self) -> None:
+        delay_s = 0.2
+        while not self._is_stopped:
+            try:
+                from paceline.infra.state.log import configure_logging
+
+                configure_logging(self._spec.log_level, file=Path(self._spec.data_dir).expanduser() / "controller.log")
+                self._host = build_host(self._spec).start()
+                return
+            except Exception as e:
+                self._error = str(e)
+                logger.exception("controller could not be built, trying again")
+                time.sleep(delay_s)
+                delay_s = min(5.0, 2 * delay_s)
+
+    async def snapshot(self) -> dict:
+        """See ControllerHost.snapshot; while it is being built only redis_up and errors."""
+        if self._host is None:
+            return {"redis_up": False, "errors": {"count": int(bool(self._error)), "last": self._error}}
+        return self._host.snapshot()
+
+    async def traffic(self, since: float) -> list[dict]:
+        """See ControllerHost.traffic; [] while it is being built."""
+        return [] if self._host is None else self._host.traffic(since)
+
+    async def command(self, name: str, *args: Any) -> Any:
+        """Run one of COMMANDS; raises what the host raises."""
+        host = self._host
+        if name not in COMMANDS:
+            raise PacelineError(f"command must be one of {', '.join(COMMANDS)}, got {name!r}")
+        if host is None:
+            raise PacelineError("the controller is starting; try again in a few seconds")
+        future = asyncio.wrap_future(host.call(lambda: getattr(host, name)(*args)))
+        try:
+            return await asyncio.wait_for(future, COMMAND_TIMEOUT_S)
+        except TimeoutError as e:
+            raise PacelineError("Redis is unreachable, nothing was changed; try again when it is back") from e
+
+    async def gives_way_to(self, spec: ControllerSpec) -> bool:
+        """Whether a controller of `spec` must take this one's place: configured differently, deployed no earlier."""
+        return self._spec != spec and spec.deployed_at >= self._spec.deployed_at
+
+    async def pid(self) -> int:
+        import os
+
+        return os.getpid()
+
+    async def stop(self) -> None:
+        """Commit and end the loop; a training job in flight is stopped. Kill the actor afterwards."""
+        self._is_stopped = True
+        if self._host is not None:
+            await asyncio.to_thread(self._host.stop)
+
+
+def actor_name(model: str) -> str:
+    return f"paceline-controller-{model}"
+
+
+def ensure_controller(spec: ControllerSpec) -> Any:
+    """Handle of the service's controller. Do not keep the handle.
+
+    Made when there is none or the old one is dead. One of another configuration is stopped after a last commit and
+    replaced by one that restores its state; one of a later deployment is left alone.
+    Raises: PacelineError when it does not answer.
+    """
+    remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(ControllerActor)
+    named = remote.options(
+        name=actor_name(spec.model), namespace=NAMESPACE, lifetime="detached", get_if_exists=True, max_concurrency=32
+    )
+    last: Exception | str = "others keep replacing it"
+    for _ in range(_MAX_TRIES):
+        try:
+            handle = named.remote(spec)
+            if not ray.get(handle.gives_way_to.remote(spec), timeout=60):  # type: ignore[attr-defined]
+                return handle
+            logger.warning("the controller of model=%s has another configuration; replaced", spec.model)
+            _stop_handle(handle)  # this actor, not the name: another replica may have replaced it already
+        except (RayActorError, ray.exceptions.GetTimeoutError) as e:
+            last = e
+            logger.warning("controller actor does not answer: %s", e)
+            time.sleep(0.5)
+    raise PacelineError(f"the controller actor could not be started: {last}")
+
+
+def get_controller(model: str) -> Any:
+    """Handle of a running controller; raises ValueError when there is none."""
+    return ray.get_actor(actor_name(model), namespace=NAMESPACE)
+
+
+def stop_controller(model: str, timeout_s: float = 15.0) -> None:
+    """Stop the controller's loop and remove the actor; no error when there is none."""
+    try:
+        handle = get_controller(model)
+    except ValueError:
+        return
+    _stop_handle(handle, timeout_s)
+
+
+def _stop_handle(handle: Any, timeout_s: float = 15.0) -> None:
+    try:
+        ray.get(handle.stop.remote(), timeout=timeout_s)
+    except (RayError, TimeoutError) as e:
+        logger.warning("controller did not stop in time: %s", e)
+    ray.kill(handle, no_restart=True)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:  # the kill is a message; until it is carried out the name leads to this actor
+        try:
+            ray.get(handle.pid.remote(), timeout=2.0)
+        except RayActorError:
+            return
+        except (RayError, TimeoutError) as e:
+            logger.debug("controller is ending: %s", e)
+        time.sleep(0.05)

@@ -1,0 +1,364 @@
+"""Which traces does a training job learn from: the newest of its bucket, rehearsed with the newest of the others.
+
+Who trains now, is it still alive, and what came of it: one job per service under a lease in Redis.
+
+A job is launched only by whoever sets the lease (SET NX PX) together with an attempt mark; the worker itself renews the
+lease and writes its result, so both outlive the controller. A restarted controller finds a result (fold it), a lease
+(wait), an attempt mark without either (the worker died: failed), or nothing (launch).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import threading
+import time
+from typing import Any, Protocol
+
+import msgspec
+import redis
+from redis.exceptions import RedisError, WatchError
+
+from paceline.clock import Clock
+from paceline.config import PolicyConfig
+from paceline.contracts import ArmSpec, Decision, DesiredState, TrainJob, TrainResult, decode, encode
+from paceline.infra.state.redis_clients import Keys, producer_client
+
+
+def order_job(
+    decision: Decision, arm: ArmSpec, shards: list[Any], *, desired: DesiredState, policy: PolicyConfig
+) -> TrainJob | None:
+    """Turn a train decision into a job; None when the bucket has no shards.
+
+    Args:
+        arm: sized arm; twice its rows are handed over, since part of them is held out for shadow scoring.
+        shards: ShardInfo of the target, oldest first.
+    """
+    own = newest([s for s in shards if s.bucket == decision.bucket], 2 * arm.num_rows)
+    if not own:
+        return None
+    others = sorted({s.bucket for s in shards} - {decision.bucket})
+    share = 2 * int(arm.num_rows * arm.rehearsal_share / max(1, len(others))) + 1
+    rehearsal = [s for b in others for s in newest([x for x in shards if x.bucket == b], share)]
+    text = "\n".join((desired.version, decision.bucket, arm.name, str(arm.num_rows), own[-1].shard_id))
+    limit_s = float(decision.context.get("time_limit_s") or policy.job_time_limit_s)
+    return TrainJob(
+        job_id=hashlib.sha256(text.encode()).hexdigest()[:16],
+        bucket=decision.bucket,
+        arm=arm,
+        base_version=desired.version,
+        first_version=desired.first_version,
+        shard_ids=[s.shard_id for s in own],
+        rehearsal_shard_ids=[s.shard_id for s in rehearsal],
+        seed=policy.seed + decision.decision_id,
+        time_limit_s=min(limit_s, policy.job_time_limit_s),
+    )
+
+
+def newest(shards: list[Any], num_rows: int) -> list[Any]:
+    """The newest shards that hold num_rows together, oldest first."""
+    out: list[Any] = []
+    total = 0
+    for s in reversed(shards):
+        if total >= num_rows:
+            break
+        out.append(s)
+        total += s.num_rows
+    return out[::-1]
+
+
+logger = logging.getLogger(__name__)
+
+LEASE_TTL_S = 10.0
+START_S = 60.0
+"""A worker may take this long from its launch to its first heartbeat (process start, imports)."""
+_RESULT_TTL_S = 24 * 3600
+_STOP_GRACE_S = 10.0
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Value of the lease key."""
+
+    job_id: str
+    token: str
+    """Distinguishes two launches of the same job."""
+    host: str
+
+
+def read_lease(client: redis.Redis, keys: Keys) -> Lease | None:
+    """The lease of the job in flight."""
+    data = client.get(keys.train)
+    return None if data is None else decode(data, Lease)  # type: ignore[arg-type]
+
+
+class WorkerLease:
+    """The worker's end of the lease: picklable, connects on first use, renews in its own thread.
+
+    `should_stop` is true when the controller asked for a stop, another job took the lease, or the time limit is over.
+    """
+
+    def __init__(
+        self, redis_url: str, keys_model: str, job_id: str, token: str, *, ttl_s: float, limit_s: float
+    ) -> None:
+        self._url, self._model = redis_url, keys_model
+        self.job_id, self._token = job_id, token
+        self._ttl_s, self._limit_s = ttl_s, limit_s
+        self._client: redis.Redis | None = None
+        self._thread: threading.Thread | None = None
+        self._stop_asked = False
+        self._ended: threading.Event | None = None
+        self._deadline: float | None = None
+        self._is_finished = False
+        self._turn = threading.Lock()
+        """Of heartbeat and finish: a beat that comes late must not renew what was given back."""
+
+    def __enter__(self) -> WorkerLease:
+        """Begin to renew the lease; the time limit counts from here."""
+        self._deadline = time.monotonic() + self._limit_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="train-lease", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._ended is not None and self._thread is not None
+        self._ended.set()
+        self._thread.join(5.0)
+
+    def should_stop(self) -> bool:
+        return self._stop_asked or (self._deadline is not None and time.monotonic() > self._deadline)
+
+    def heartbeat(self) -> None:
+        """Renew once, unless the job is finished; errors are left to the next beat: Redis may be away for a while."""
+        with self._turn:
+            if not self._is_finished:
+                self._renew()
+
+    def _renew(self) -> None:
+        client, keys = self._connect(), Keys(self._model)
+        try:
+            with client.pipeline(transaction=True) as pipe:
+                # the result too: a beat that the server carries out late, behind `finish`, must fail
+                pipe.watch(keys.train, keys.train_result(self.job_id))
+                value = pipe.get(keys.train)
+                lease = None if value is None else decode(value, Lease)  # type: ignore[arg-type]
+                if lease is not None and (lease.job_id, lease.token) != (self.job_id, self._token):
+                    self._stop_asked = True
+                    return
+                if pipe.get(keys.train_stop) == self.job_id.encode():
+                    self._stop_asked = True
+                mine = Lease(job_id=self.job_id, token=self._token, host=socket.gethostname())
+                pipe.multi()
+                pipe.set(keys.train, encode(mine), px=int(self._ttl_s * 1000))
+                pipe.execute()
+        except WatchError:
+            logger.debug("lease changed while it was renewed")
+        except (RedisError, OSError) as e:
+            logger.debug("lease not renewed: %s", e)
+
+    def finish(self, result: TrainResult, patience_s: float = 30.0) -> bool:
+        """Write the result and give the lease back; waits for Redis for at most patience_s. False: not written.
+
+        No heartbeat renews the lease from here on.
+        """
+        with self._turn:
+            self._is_finished = True
+            return self._finish(result, patience_s)
+
+    def _finish(self, result: TrainResult, patience_s: float) -> bool:
+        client, keys = self._connect(), Keys(self._model)
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                with client.pipeline(transaction=True) as pipe:
+                    pipe.watch(keys.train)
+                    value = pipe.get(keys.train)
+                    lease = None if value is None else decode(value, Lease)  # type: ignore[arg-type]
+                    pipe.multi()
+                    pipe.set(keys.train_result(self.job_id), encode(result), ex=_RESULT_TTL_S, nx=True)
+                    if lease is not None and lease.token == self._token:
+                        pipe.delete(keys.train)
+                    pipe.publish(keys.poke, b"train")
+                    pipe.execute()
+                return True
+            except WatchError:
+                continue
+            except (RedisError, OSError) as e:
+                if time.monotonic() > deadline:
+                    logger.error("training result could not be written: %s", e)
+                    return False
+                time.sleep(0.2)
+
+    def _connect(self) -> redis.Redis:
+        if self._client is None:
+            self._client = producer_client(self._url, timeout_s=2.0)
+        return self._client
+
+    def _run(self) -> None:
+        assert self._ended is not None
+        while not self._ended.is_set():
+            self.heartbeat()
+            self._ended.wait(self._ttl_s / 4)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_client": None, "_thread": None, "_ended": None, "_turn": None}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state, _turn=threading.Lock())
+
+
+class JobHandle(Protocol):
+    """A launched worker."""
+
+    def is_alive(self) -> bool: ...
+
+    def result(self) -> TrainResult | None:
+        """What it returned; None while it runs or when it ended without returning one."""
+
+    def kill(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """Starts the worker of a job; it must enter `lease`, train, and call `lease.finish`."""
+
+    def launch(self, job: TrainJob, lease: WorkerLease) -> JobHandle: ...
+
+
+class TrainCoordinator:
+    """At most one job in flight; `poll` drives it and returns the result exactly once it is known.
+
+    The caller persists which job is pending, deletes `leftovers` in the transaction that folds the result, and calls
+    `forget`.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        keys: Keys,
+        launcher: Launcher,
+        *,
+        clock: Clock,
+        owner: str,
+        ttl_s: float = LEASE_TTL_S,
+        start_s: float = START_S,
+        stop_grace_s: float = _STOP_GRACE_S,
+    ) -> None:
+        self._url, self._keys, self._launcher, self._clock = redis_url, keys, launcher, clock
+        self._owner, self._ttl_s, self._stop_grace_s = owner, ttl_s, stop_grace_s
+        self._start_s = max(start_s, ttl_s)
+        self._handle: JobHandle | None = None
+        self._handle_job = ""
+        self._token = ""
+        self._alive_at: float | None = None
+        self._launched_at: float | None = None
+        self._stop_at: float | None = None
+        self._was_killed = False
+
+    def poll(self, client: redis.Redis, job: TrainJob) -> TrainResult | None:
+        """Launch the job if nobody did, watch it, enforce its time limit. Raises redis errors (call again later)."""
+        now = self._clock.now()
+        data = client.get(self._keys.train_result(job.job_id))
+        if data is not None:
+            return decode(data, TrainResult)  # type: ignore[arg-type]
+        lease = read_lease(client, self._keys)
+        if lease is not None and lease.job_id != job.job_id:
+            return None  # another job (of a controller before this one) is still running: wait for its lease to end
+        mine = self._handle is not None and self._handle_job == job.job_id
+        if lease is None and not mine and not client.exists(self._keys.train_attempt(job.job_id)):
+            self._launch(client, job, now)
+            return None
+        if self._alive_at is None:
+            self._alive_at = self._launched_at = now
+        if mine and self._handle is not None:
+            returned = self._handle.result()
+            if returned is not None:
+                return returned
+            if self._handle.is_alive():
+                self._alive_at = now
+            elif lease is None or lease.token == self._token:
+                return self._lost(client, job, lease, "the training process ended without a result")
+        elif lease is not None:
+            self._alive_at = now
+        if now - self._alive_at > 1.5 * self._ttl_s:
+            return self._lost(client, job, lease, "the training process is gone")
+        return self._enforce_limit(client, job, lease, now)
+
+    def request_stop(self, client: redis.Redis, job_id: str) -> None:
+        """Ask the worker to stop at its next check."""
+        client.set(self._keys.train_stop, job_id, ex=3600)
+
+    def leftovers(self, job_id: str) -> list[str]:
+        """Keys that the transaction which folds the job's result deletes."""
+        return [self._keys.train_result(job_id), self._keys.train_stop, self._keys.train_attempt(job_id)]
+
+    def kill(self) -> None:
+        """End the worker now (service shutdown)."""
+        if self._handle is not None:
+            self._handle.kill()
+
+    def forget(self) -> None:
+        """The result is folded: be ready for the next job."""
+        self._handle, self._handle_job, self._token = None, "", ""
+        self._alive_at = self._launched_at = self._stop_at = None
+        self._was_killed = False
+
+    def _launch(self, client: redis.Redis, job: TrainJob, now: float) -> None:
+        token = f"{self._owner}:{now:.6f}"
+        lease = Lease(job_id=job.job_id, token=token, host=socket.gethostname())
+        with client.pipeline(transaction=True) as pipe:
+            pipe.watch(self._keys.train)
+            if pipe.exists(self._keys.train):
+                return
+            pipe.multi()
+            pipe.set(self._keys.train, encode(lease), nx=True, px=int(self._start_s * 1000))  # time to start a process
+            pipe.set(self._keys.train_attempt(job.job_id), token, ex=7 * 24 * 3600)
+            pipe.delete(self._keys.train_stop)
+            pipe.publish(self._keys.poke, b"train")
+            try:
+                pipe.execute()
+            except WatchError:
+                return
+        self._token, self._handle_job = token, job.job_id
+        self._alive_at = self._launched_at = now
+        worker_lease = WorkerLease(
+            self._url, self._keys.model, job.job_id, token, ttl_s=self._ttl_s, limit_s=job.time_limit_s
+        )
+        logger.info(
+            "training launched job=%s bucket=%s arm=%s base=%s", job.job_id, job.bucket, job.arm.name, job.base_version
+        )
+        try:
+            self._handle = self._launcher.launch(job, worker_lease)
+        except Exception as e:
+            logger.exception("training could not be launched job=%s", job.job_id)
+            worker_lease.finish(failed(job.job_id, f"the training process could not be started: {e}"), patience_s=0.0)
+
+    def _enforce_limit(self, client: redis.Redis, job: TrainJob, lease: Lease | None, now: float) -> TrainResult | None:
+        assert self._launched_at is not None
+        if now - self._launched_at <= job.time_limit_s + self._start_s:
+            return None
+        if self._stop_at is None:
+            self._stop_at = now
+            self.request_stop(client, job.job_id)
+            logger.warning("training over its time limit, asked to stop job=%s", job.job_id)
+        elif now - self._stop_at > self._stop_grace_s and not self._was_killed:
+            self._was_killed = True
+            logger.warning("training did not stop, killed job=%s", job.job_id)
+            if self._handle is not None:
+                self._handle.kill()
+            return self._lost(client, job, lease, f"killed after its time limit of {job.time_limit_s:g} s")
+        return None
+
+    def _lost(self, client: redis.Redis, job: TrainJob, lease: Lease | None, reason: str) -> TrainResult | None:
+        if lease is not None and lease.job_id == job.job_id:
+            client.delete(self._keys.train)
+        data = client.get(self._keys.train_result(job.job_id))  # it may have ended well between two looks
+        if data is not None:
+            return decode(data, TrainResult)  # type: ignore[arg-type]
+        started = self._launched_at if self._launched_at is not None else self._clock.now()
+        return failed(job.job_id, reason, train_s=max(0.0, self._clock.now() - started))
+
+
+def failed(job_id: str, reason: str, *, train_s: float = 0.0) -> TrainResult:
+    """Result of a job that ended without one."""
+    return TrainResult(job_id=job_id, status="failed", version=None, reason=reason, train_s=train_s, shadow_s=0.0)

@@ -1,0 +1,71 @@
+"""The demo's HTTP client: sends one planned request, reads the service's state."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+
+from paceline.errors import PacelineError
+from paceline.infra.demo.scenario import PlannedRequest
+from paceline.infra.demo.stats import Answer
+
+MAX_TOKENS = 144
+
+
+class DemoClient:
+    """Talks to one service; not thread-safe."""
+
+    def __init__(self, url: str, model_name: str, began: float) -> None:
+        self._http = httpx.Client(base_url=url, timeout=httpx.Timeout(120.0, connect=10.0))
+        self._model = model_name
+        self._began = began
+
+    def close(self) -> None:
+        self._http.close()
+
+    def send(self, plan: PlannedRequest, phase: str) -> Answer:
+        """Send one completion and return what came back; raises PacelineError when it was refused or cut off."""
+        start = time.monotonic()
+        response = self._http.post(
+            "/v1/completions",
+            json={
+                "model": self._model,
+                "prompt": plan.prompt.text,
+                "max_tokens": MAX_TOKENS,
+                "temperature": plan.temperature,
+                "seed": plan.seed,
+                "return_token_ids": True,
+                "metadata": {"bucket": plan.prompt.bucket},
+            },
+            headers={"x-paceline-group": plan.group.value, "x-request-id": f"demo-{plan.index}"},
+        )
+        if response.status_code != 200:
+            raise PacelineError(f"request {plan.index} got HTTP {response.status_code}: {response.text[:200]}")
+        body = response.json()
+        choice, stats = body["choices"][0], body["paceline"]
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise PacelineError(f"request {plan.index} ended with {choice['finish_reason']}")
+        return Answer(
+            phase=phase,
+            bucket=plan.prompt.bucket,
+            group=plan.group,
+            temperature=plan.temperature,
+            num_tokens=body["usage"]["completion_tokens"],
+            num_rounds=stats["num_rounds"],
+            num_accepted_tokens=stats["num_accepted_tokens"],
+            device_s=stats["round_ms"] / 1e3,
+            latency_s=time.monotonic() - start,
+            ended=time.monotonic() - self._began,
+            drafter_version=stats["drafter_version"],
+            prompt_token_ids=tuple(choice["prompt_token_ids"]),
+            output_token_ids=tuple(choice["token_ids"]),
+        )
+
+    def state(self) -> dict:
+        """Return the service's state, {} while it cannot be had."""
+        try:
+            response = self._http.get("/paceline/state", timeout=5.0)
+            return response.json() if response.status_code == 200 else {}
+        except httpx.HTTPError:
+            return {}

@@ -1,0 +1,205 @@
+"""How do round statistics reach Redis without ever slowing a round: a bounded ring and one flusher thread.
+
+At-least-once: a batch whose XADD was not acknowledged is sent again under the same (replica_id, boot_epoch, seq), and
+the consumer drops a seq that it has folded already. The engine thread only appends to the ring.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+from redis.exceptions import RedisError, ResponseError
+
+from paceline.config import FeedbackConfig
+from paceline.contracts import FeedbackBatch, encode
+from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, is_out_of_memory, producer_client
+from paceline.serving.engine.output import ROUND_COLUMNS
+
+logger = logging.getLogger(__name__)
+
+BATCH_ROWS = 200
+"""Rows of one stream entry."""
+_MAX_UNACKED = 8
+"""Batches that may wait for an acknowledgement; everything else waits in the ring."""
+
+
+def make_batch(
+    rows: list[tuple], *, replica_id: str, boot_epoch: int, seq: int, target_version: str, num_dropped: int
+) -> FeedbackBatch:
+    """Turn rows in the field order of ROUND_COLUMNS into columns."""
+    columns: dict[str, list] = {name: list(c) for name, c in zip(ROUND_COLUMNS, zip(*rows, strict=True), strict=True)}
+    return FeedbackBatch(
+        replica_id=replica_id, boot_epoch=boot_epoch, seq=seq, target_version=target_version, num_dropped=num_dropped,
+        **columns,
+    )  # fmt: skip
+
+
+class FeedbackPublisher:
+    """FeedbackSink that publishes to the stream `keys.feedback`.
+
+    num_produced == num_delivered + num_dropped + num_pending at every quiet moment (rows).
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        keys: Keys,
+        *,
+        replica_id: str,
+        target_version: str,
+        config: FeedbackConfig | None = None,
+        boot_epoch: int | None = None,
+    ) -> None:
+        self._client = producer_client(redis_url)
+        self._keys = keys
+        self._replica_id, self._target_version = replica_id, target_version
+        self._config = config or FeedbackConfig()
+        self._boot_epoch = time.time_ns() if boot_epoch is None else boot_epoch
+        self._ring: deque[tuple] = deque()
+        self._unacked: deque[tuple[int, int, bytes]] = deque()  # (seq, rows, encoded batch)
+        self._seq = 0
+        self._breaker = Breaker()
+        self._num_unreported = 0
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._flushing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._next_try = 0.0
+        self.num_produced = 0
+        self.num_delivered = 0
+        self._num_dropped_full = 0  # counted by the engine thread
+        self._num_dropped_refused = 0  # counted by the flusher
+        self.num_outages = 0
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_dropped_full + self._num_dropped_refused
+
+    @property
+    def num_pending(self) -> int:
+        """Rows in the ring or waiting for an acknowledgement."""
+        return len(self._ring) + sum(rows for _, rows, _ in list(self._unacked))
+
+    @property
+    def is_redis_up(self) -> bool:
+        return self._breaker.is_up is not False
+
+    def record_round(self, row: tuple) -> None:
+        """Append one row; never blocks. When the ring is full the oldest row is dropped and counted."""
+        self.num_produced += 1
+        if len(self._ring) >= self._config.max_rows:
+            try:
+                self._ring.popleft()
+                self._num_dropped_full += 1
+            except IndexError:  # the flusher emptied the ring in between: nothing was dropped
+                logger.debug("feedback ring emptied while full")
+        self._ring.append(row)
+
+    def start(self) -> FeedbackPublisher:
+        """Start the flusher thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="feedback-publisher", daemon=True)
+            self._thread.start()
+        return self
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Stop the thread after a last flush; what Redis does not take in time is counted as dropped."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while self.num_pending and time.monotonic() < deadline:
+            if not self.flush():
+                time.sleep(0.05)
+        lost = self.num_pending
+        if lost:
+            self._num_dropped_refused += lost
+            self._ring.clear()
+            self._unacked.clear()
+            logger.warning("feedback publisher closed with undelivered rows=%d", lost)
+        self._client.close()
+
+    def counters(self) -> dict[str, int | bool]:
+        return {
+            "produced": self.num_produced,
+            "delivered": self.num_delivered,
+            "dropped": self.num_dropped,
+            "pending": self.num_pending,
+            "redis_up": self.is_redis_up,
+            "outages": self.num_outages,
+        }
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            wait_s = max(self._config.flush_interval_s, self._next_try - time.monotonic())
+            self._wake.wait(wait_s)
+            if not self._stop.is_set():
+                self.flush()
+
+    def flush(self) -> bool:
+        """Send what is there; False when Redis did not take it (it is kept and sent again later)."""
+        with self._flushing:
+            while True:
+                self._fill_unacked()
+                if not self._unacked:
+                    return True
+                if not self._send():
+                    return False
+
+    def _fill_unacked(self) -> None:
+        while self._ring and len(self._unacked) < _MAX_UNACKED:
+            rows: list[tuple] = []
+            while self._ring and len(rows) < BATCH_ROWS:
+                try:
+                    rows.append(self._ring.popleft())
+                except IndexError:  # the engine thread dropped the last row in between
+                    break
+            if not rows:
+                return
+            dropped = self.num_dropped
+            self._seq += 1
+            batch = make_batch(
+                rows, replica_id=self._replica_id, boot_epoch=self._boot_epoch, seq=self._seq,
+                target_version=self._target_version, num_dropped=dropped - self._num_unreported,
+            )  # fmt: skip
+            self._num_unreported = dropped
+            self._unacked.append((self._seq, len(rows), encode(batch)))
+
+    def _send(self) -> bool:
+        batches = list(self._unacked)
+        # transaction=False: MULTI is neither needed nor allowed to replicas by the recommended ACL
+        pipe = self._client.pipeline(transaction=False)
+        for _, _, data in batches:
+            pipe.xadd(self._keys.feedback, {"v": data}, maxlen=self._config.max_stream_entries, approximate=True)
+        try:
+            replies = pipe.execute(raise_on_error=False)
+        except OUTAGE_ERRORS as e:
+            self._note_outage(e)
+            return False
+        except RedisError as e:
+            self._note_outage(e)
+            return False
+        for (_, rows, _), reply in zip(batches, replies, strict=True):
+            if isinstance(reply, OUTAGE_ERRORS):
+                self._note_outage(reply)
+                return False
+            self._unacked.popleft()
+            if isinstance(reply, Exception):
+                self._num_dropped_refused += rows
+                if not is_out_of_memory(reply) or not isinstance(reply, ResponseError):
+                    logger.warning("redis refused a feedback batch: %s", reply)
+            else:
+                self.num_delivered += rows
+        if self._breaker.succeeded():
+            logger.info("redis is back; feedback flows again pending_rows=%d", self.num_pending)
+        return True
+
+    def _note_outage(self, error: Exception) -> None:
+        if self.is_redis_up:
+            self.num_outages += 1
+            logger.warning("redis is away, feedback is kept in a ring of %d rows: %s", self._config.max_rows, error)
+        self._next_try = time.monotonic() + self._breaker.failed()

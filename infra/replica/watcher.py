@@ -1,0 +1,292 @@
+"""How does a replica follow the desired state: read, stage into the idle slot, publish, report; again and again.
+
+Redis being away changes nothing for serving: the replica keeps what it has. A version that cannot be staged leaves the
+live slot untouched and is reported as failed; it is not tried again until the generation changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import redis
+from redis.exceptions import RedisError
+
+from paceline.clock import Clock, SystemClock
+from paceline.contracts import DesiredState, ReplicaReport
+from paceline.errors import PacelineError
+from paceline.infra.controller.jobs import read_lease
+from paceline.infra.state.desired import read_desired, write_report
+from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, producer_client
+
+logger = logging.getLogger(__name__)
+
+_NUM_PAUSES = 64
+
+
+class ReplicaWatcher:
+    """Reconciles one replica; all callables run in the watcher's thread.
+
+    Args:
+        stage: loads and validates a version into the idle slot. True when it is staged (or resident already); False
+            when no slot is idle yet (tried again, with the newest desired version). Raises PacelineError when the version
+            must not be used.
+        publish: makes the staged version the one that new requests are pinned to, at a round boundary; returns the
+            pause of the engine thread in ms.
+        slots: slot name -> version, for the report.
+        set_canary: lets a staged version serve that percentage of adaptive requests; ('', 0) calls the canary off.
+            None: this replica takes part in no canary and refuses generations that have one.
+        on_desired: told every new record (hold-back share, first version), before anything is staged.
+        on_training: told whether a training job runs, when that changes.
+        failures: version -> reason of drafters that failed while serving; the live one is reported as refused.
+        errors: version -> requests that ended in an error, for the report.
+        counters: feedback rows produced, delivered and dropped, for the report.
+    """
+
+    def __init__(
+        self,
+        redis_url: str,
+        keys: Keys,
+        *,
+        replica_id: str,
+        stage: Callable[[str], bool],
+        publish: Callable[[str], float],
+        slots: Callable[[], dict[str, str]],
+        live_version: str = "",
+        on_desired: Callable[[DesiredState], None] | None = None,
+        on_training: Callable[[bool], None] | None = None,
+        failures: Callable[[], dict[str, str]] | None = None,
+        counters: Callable[[], dict] | None = None,
+        set_canary: Callable[[str, int], None] | None = None,
+        errors: Callable[[], dict[str, int]] | None = None,
+        poll_s: float = 2.0,
+        report_s: float = 1.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self._client = producer_client(redis_url, timeout_s=1.0)
+        self._keys, self._replica_id = keys, replica_id
+        self._stage, self._publish, self._slots = stage, publish, slots
+        self._on_desired, self._on_training = on_desired, on_training
+        self._failures, self._counters = failures, counters
+        self._set_canary, self._errors = set_canary, errors
+        self._poll_s, self._report_s = poll_s, report_s
+        self._clock = clock or SystemClock()
+        self._breaker = Breaker()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pubsub: redis.client.PubSub | None = None
+        self._pauses_ms: deque[float] = deque(maxlen=_NUM_PAUSES)
+        self._next_report = 0.0
+        self._retry_stage = False
+        self.desired: DesiredState | None = None
+        self.gen = 0
+        """Generation that this replica runs."""
+        self.version = live_version
+        self.canary_version, self._canary_percent = "", 0
+        self.swap_gen = 0
+        """Generation that last changed the live version here."""
+        self.failed_gen: int | None = None
+        self.failed_reason = ""
+        self.staging_s = 0.0
+        """Seconds that the latest staging took."""
+        self.num_swaps = 0
+        self.is_training = False
+        """Whether a training job holds the lease (the engine marks its rounds with it)."""
+
+    @property
+    def is_redis_up(self) -> bool:
+        return self._breaker.is_up is not False
+
+    def start(self, first_read_s: float = 5.0) -> ReplicaWatcher:
+        """Reconcile once (waiting at most first_read_s for Redis), then keep watching in a thread."""
+        deadline = time.monotonic() + first_read_s
+        while not self.reconcile() and time.monotonic() < deadline and not self._stop.is_set():
+            time.sleep(0.1)
+        self._thread = threading.Thread(target=self._run, name="replica-watcher", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        try:
+            self._client.delete(self._keys.replica(self._replica_id))
+            self._client.zrem(self._keys.replicas, self._replica_id)
+        except (RedisError, OSError) as e:
+            logger.debug("report is left to expire: %s", e)
+        self._close_pubsub()
+        self._client.close()
+
+    def reconcile(self) -> bool:
+        """One pass; False when Redis is away (everything stays as it is)."""
+        try:
+            desired = read_desired(self._client, self._keys)
+            is_training = read_lease(self._client, self._keys) is not None
+        except OUTAGE_ERRORS as e:
+            self._note_outage(e)
+            return False
+        except (RedisError, PacelineError) as e:
+            logger.warning("desired state cannot be read: %s", e)
+            return True
+        if self._breaker.succeeded():
+            logger.info("redis is back; watching the desired state again")
+        if is_training != self.is_training:
+            self.is_training = is_training
+            if self._on_training is not None:
+                self._on_training(is_training)
+        changed = desired is not None and self._follow(desired)
+        return self._report(force=self._check_live() or changed)
+
+    def _follow(self, desired: DesiredState) -> bool:
+        if self.desired is not None and desired.gen < self.desired.gen:
+            # Redis lost its data or an old writer came through: keep the newer record; the controller rewrites it
+            logger.warning("desired generation went back from %d to %d; ignored", self.desired.gen, desired.gen)
+            return False
+        if self.desired is None or desired.gen > self.desired.gen:
+            self.desired, self._retry_stage = desired, False
+            if self._on_desired is not None:
+                self._on_desired(desired)
+        elif not self._retry_stage:
+            return False
+        if desired.gen in (self.gen, self.failed_gen):
+            return False
+        return self._swap(desired)
+
+    def _check_live(self) -> bool:
+        """Report the live drafter as refused when it failed while serving."""
+        reason = self._failures().get(self.version) if self._failures is not None else None
+        if reason is None or self.failed_gen == self.gen or self.gen == 0:
+            return False
+        self.failed_gen, self.failed_reason = self.gen, f"failed while serving: {reason}"
+        return True
+
+    def _swap(self, desired: DesiredState) -> bool:
+        if not self._retry_stage:
+            self.staging_s = 0.0
+        self._retry_stage = False
+        try:
+            if self.canary_version not in ("", desired.canary_version, desired.version) or self._has_canary_failed():
+                self._try_out("", 0)  # a slot that failed may be loaded with another version, which is on no trial
+            if desired.version != self.version:
+                if not self._staged(desired.version):
+                    return False
+                self._pauses_ms.append(self._publish(desired.version))
+                self.num_swaps += 1
+                self.version, self.swap_gen = desired.version, desired.gen
+                if self.canary_version == desired.version:  # publishing it ended its trial
+                    self.canary_version, self._canary_percent = "", 0
+            if (desired.canary_version, desired.canary_percent) != (self.canary_version, self._canary_percent):
+                if desired.canary_version != self.canary_version and not self._staged(desired.canary_version):
+                    return False
+                self._try_out(desired.canary_version, desired.canary_percent)
+        except (PacelineError, OSError, ValueError, RuntimeError) as e:
+            self.failed_gen, self.failed_reason = desired.gen, str(e)
+            logger.error("drafter refused gen=%d version=%s reason=%s", desired.gen, desired.version, e)
+            return True
+        logger.info(
+            "drafter live gen=%d version=%s canary=%s staging_s=%.3f",
+            desired.gen,
+            desired.version,
+            desired.canary_version or "none",
+            self.staging_s,
+        )
+        self.gen = desired.gen
+        self.failed_gen, self.failed_reason = None, ""
+        return True
+
+    def _has_canary_failed(self) -> bool:
+        return self._failures is not None and self.canary_version in self._failures()
+
+    def _staged(self, version: str) -> bool:
+        """Stage a version; False when no slot is idle yet (the next pass tries again)."""
+        started = time.perf_counter()
+        if version and not self._stage(version):
+            self._retry_stage = True
+            return False
+        self.staging_s += time.perf_counter() - started
+        return True
+
+    def _try_out(self, version: str, percent: int) -> None:
+        if self._set_canary is None:
+            raise PacelineError("this replica takes part in no canary")
+        self._set_canary(version, percent)
+        self.canary_version, self._canary_percent = version, percent
+
+    def report(self) -> ReplicaReport:
+        return ReplicaReport(
+            replica_id=self._replica_id,
+            gen=self.gen,
+            version=self.version,
+            slots=self._slots(),
+            failed_gen=self.failed_gen,
+            failed_reason=self.failed_reason,
+            swap_pause_ms=list(self._pauses_ms),
+            swap_gen=self.swap_gen,
+            canary_version=self.canary_version,
+            failures=self._failures() if self._failures is not None else {},
+            errors=self._errors() if self._errors is not None else {},
+            staging_s=self.staging_s,
+            counters=self._read_counters(),
+            ts=self._clock.now(),
+        )
+
+    def _read_counters(self) -> dict[str, int]:
+        values = self._counters() if self._counters is not None else {}
+        return {name: int(values[name]) for name in ("produced", "delivered", "dropped") if name in values}
+
+    def _report(self, *, force: bool) -> bool:
+        if not force and time.monotonic() < self._next_report:
+            return True
+        try:
+            write_report(self._client, self._keys, self.report())
+        except OUTAGE_ERRORS as e:
+            self._note_outage(e)
+            return False
+        except RedisError as e:
+            logger.warning("replica report was refused: %s", e)
+        self._next_report = time.monotonic() + self._report_s
+        return True
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if not self._wait_for_hint():
+                self._stop.wait(self._breaker.failed())
+            if not self._stop.is_set():
+                try:
+                    self.reconcile()
+                except Exception:  # a replica that stops following the desired state would never swap again
+                    logger.exception("reconciling failed; trying again")
+                    self._stop.wait(1.0)
+
+    def _wait_for_hint(self) -> bool:
+        """Wait for a poke or the poll interval; False when Redis is away."""
+        deadline = time.monotonic() + (min(0.2, self._poll_s) if self._retry_stage else self._poll_s)
+        try:
+            if self._pubsub is None:
+                self._pubsub = self._client.pubsub(ignore_subscribe_messages=True)
+                self._pubsub.subscribe(self._keys.poke)
+            while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
+                if self._pubsub.get_message(timeout=min(left, 0.25)) is not None:
+                    return True
+        except (RedisError, OSError) as e:
+            self._close_pubsub()
+            self._note_outage(e)
+            return False
+        return True
+
+    def _close_pubsub(self) -> None:
+        if self._pubsub is not None:
+            try:
+                self._pubsub.close()
+            except (RedisError, OSError) as e:
+                logger.debug("pub/sub connection was gone: %s", e)
+            self._pubsub = None
+
+    def _note_outage(self, error: Exception) -> None:
+        if self.is_redis_up:
+            logger.warning("redis is away, the replica keeps drafter %s: %s", self.version or "none", error)
+        self._breaker.failed()

@@ -1,0 +1,184 @@
+"""How is a service put together whose answers outlive the replica that writes them (`resume: true`)?
+
+Two deployments: `ingress` speaks HTTP and has the tokenizer, `engine` has the models and is reached through a Serve
+handle. What a request does when its engine dies is serving/resume/client.py; here is only what Ray brings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import BackpressureConfig
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from paceline.config import ServiceConfig, build_config
+from paceline.errors import CapacityError, ConfigError, EngineStoppedError
+from paceline.infra.service.deployment import DeploymentLimits, EngineReplica, bind_engine, close_grpc_port
+from paceline.infra.service.ingress_metrics import render_ingress_metrics
+from paceline.infra.service.parts import StorePaths
+from paceline.infra.state.log import configure_logging
+from paceline.paths import resolve_model
+from paceline.serving.api.app import build_api
+from paceline.serving.api.generation import ApiParts
+from paceline.serving.resume.client import MAX_SILENCE_S, ResumingClient
+from paceline.serving.resume.relay import answer_http, relay_router
+from paceline.serving.resume.stream import EngineFacts, decode_facts, encode, stream_events
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 2.0
+PROBE_TIMEOUT_S = 5.0
+INGRESS_CPUS = 0.25
+
+
+class EngineBehindIngress(EngineReplica):
+    """An engine replica without HTTP of its own. Everything crosses as bytes: Ray's own encoding is slower."""
+
+    def __init__(self, factory: str, config: dict[str, Any]) -> None:
+        super().__init__(factory, config)
+        self._app = build_api(self.parts.api)
+
+    async def facts(self) -> bytes:
+        """Encoded EngineFacts."""
+        api = self.parts.api
+        age_s = api.client.heartbeat_age_s()
+        if age_s > api.max_silence_s:
+            raise EngineStoppedError(f"the engine has been silent for {age_s:.0f} s")
+        return encode(EngineFacts(info=api.client.info(), holdback_percent=api.holdback_percent()))
+
+    async def generate(self, raw: bytes) -> AsyncGenerator[bytes, None]:
+        """Encoded StreamItems of an encoded GenerationRequest."""
+        api = self.parts.api
+        async with contextlib.aclosing(stream_events(api.client, raw, max_silence_s=api.max_silence_s)) as items:
+            async for item in items:
+                yield item
+
+    async def http(self, raw: bytes) -> AsyncGenerator[bytes, None]:
+        """Encoded HttpParts of an encoded HttpRequest."""
+        async with contextlib.aclosing(answer_http(self._app, raw)) as parts:
+            async for part in parts:
+                yield part
+
+
+class HandleStream:
+    """An ItemStream over a streaming call of some replica; Serve chooses which."""
+
+    def __init__(self, method: Any, raw: bytes) -> None:
+        self._method, self._raw = method, raw
+        self._response: DeploymentResponseGenerator | None = None
+
+    async def __anext__(self) -> bytes:
+        if self._response is None:
+            self._response = self._method.remote(self._raw)
+        try:
+            return await self._response.__anext__()
+        except BackPressureError as e:
+            raise CapacityError("the queues of all replicas are full; try again later") from e
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EngineStoppedError("the call was cancelled by Serve") from None  # not by who waits for it
+
+    def cancel(self) -> None:
+        if self._response is not None:
+            with contextlib.suppress(Exception):  # Ray raises many kinds when there is nothing to cancel any more
+                self._response.cancel()
+
+
+class ResumeIngress:
+    """One process in front of the engines."""
+
+    async def __init__(self, engines: DeploymentHandle, values: dict[str, Any]) -> None:  # type: ignore[misc]
+        """Ready when an engine has said what it serves."""
+        close_grpc_port()
+        self._config = build_config(ServiceConfig, values)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        data_dir = StorePaths.of(self._config).data_dir
+        configure_logging(
+            file=data_dir / f"ingress-{replica_id}.log",
+            access_file=data_dir / f"access-{replica_id}.log" if self._config.access_log else None,
+        )
+        self._engines = engines
+        streams = engines.options(stream=True)
+        self._generate, self._http = streams.generate, streams.http
+        facts = None
+        while facts is None:
+            facts = await self._ask()
+        self._client = ResumingClient(lambda raw: HandleStream(self._generate, raw), facts, self._config.ingress)
+        self._prober = asyncio.get_running_loop().create_task(self._probe())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_api(ingress_parts(self._config, self._client, lambda raw: HandleStream(self._http, raw)))
+
+    async def _probe(self) -> None:
+        while True:
+            await asyncio.sleep(PROBE_S)
+            facts = await self._ask()
+            if facts is not None:
+                self._client.heard(facts)
+
+    async def _ask(self) -> EngineFacts | None:
+        try:
+            return decode_facts(await asyncio.wait_for(self._engines.facts.remote(), PROBE_TIMEOUT_S))
+        except Exception as e:  # Ray raises many kinds while replicas start, die and are replaced
+            log.info("no engine answers: %s", type(e).__name__)
+            await asyncio.sleep(PROBE_S / 4)
+            return None
+
+
+def ingress_parts(config: ServiceConfig, client: ResumingClient, open_http: Any) -> ApiParts:
+    """What the routes of an ingress are put together from; raises ConfigError without a readable tokenizer."""
+    from transformers import AutoTokenizer
+
+    folder = resolve_model(config.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"model folder {folder} must hold a readable tokenizer: {e}") from e
+    return ApiParts(
+        client=client,
+        admitted=client.admitted,
+        tokenizer=tokenizer,
+        api_token=config.api_token,
+        holdback_percent=client.holdback_percent,
+        opt_out_tenants=frozenset(config.trace.opt_out_tenants),
+        # requests may wait for a replica, so that no engine at all is an illness only after that
+        max_silence_s=max(MAX_SILENCE_S, config.ingress.max_wait_s) + 5.0,
+        sends_request_id=False,  # Serve's middleware does it
+        has_access_log=config.access_log,
+        open_routers=(relay_router(open_http, lambda: render_ingress_metrics(client.counters)),),
+    )
+
+
+def bind_resuming(
+    factory: str, engine_values: dict[str, Any], ingress_values: dict[str, Any], limits: DeploymentLimits
+) -> Application:
+    """The Serve application of engines built by `factory(engine_values, replica_id)` behind ingress replicas.
+
+    ingress_values: plain values of a ServiceConfig.
+    """
+    engine = bind_engine(EngineBehindIngress, factory, engine_values, limits)
+    config = build_config(ServiceConfig, ingress_values)
+    deployment = serve.deployment(
+        serve.ingress()(ResumeIngress),
+        name="ingress",
+        num_replicas=config.ingress.num_replicas,
+        # a proxy may send one ingress everything that all engines hold
+        max_ongoing_requests=limits.max_ongoing_requests * limits.num_replicas + 64,
+        max_queued_requests=limits.max_queued_requests,
+        graceful_shutdown_timeout_s=limits.graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        max_surge_percent=100,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
+        ray_actor_options={"num_cpus": INGRESS_CPUS, "num_gpus": 0},
+    )
+    return deployment.bind(engine, ingress_values)  # type: ignore[attr-defined]

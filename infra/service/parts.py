@@ -1,0 +1,324 @@
+"""What is a replica made of: target, drafter slots, engine, feedback, traces, watcher, routes?"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.data.trace_writer import TraceWriter
+from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.config import ServiceConfig, build_config, to_dict
+from paceline.contracts import DesiredState
+from paceline.errors import PacelineError
+from paceline.infra.controller.actor import ControllerSpec, ensure_controller
+from paceline.infra.replica.capture_progress import capture_progress
+from paceline.infra.replica.feedback import FeedbackPublisher
+from paceline.infra.replica.watcher import ReplicaWatcher
+from paceline.infra.service.deployment import ReplicaParts
+from paceline.infra.state.desired import commit_desired, with_holdback
+from paceline.infra.state.log import configure_logging
+from paceline.infra.state.redis_clients import Keys, patient_client
+from paceline.infra.web.access import Access
+from paceline.infra.web.dashboard_routes import dashboard_router
+from paceline.infra.web.engine_metrics import render_metrics, speculation_rows
+from paceline.infra.web.feed import DashboardFeed
+from paceline.infra.web.state_routes import ServiceView, service_router
+from paceline.paths import resolve_drafter, resolve_model
+from paceline.serving.api.client import LocalEngineClient
+from paceline.serving.api.generation import ApiParts
+from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.drafters.text import make_text_drafter
+from paceline.serving.engine.engine import Engine
+from paceline.serving.engine.thread import EngineThread
+from paceline.serving.loading.families import build_drafter, read_drafter_files
+from paceline.serving.loading.released import wanted_tap_layers
+from paceline.serving.target_model.model import TargetModel
+from paceline.serving.target_model.tensor_parallel import Ranks, load_parallel
+
+log = logging.getLogger(__name__)
+
+CONTROLLER_CHECK_S = 10.0
+_DEPLOYED_AT = "deployed_at"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorePaths:
+    """Where a service keeps what outlives its processes."""
+
+    data_dir: Path
+    traces: str
+    registry: str
+
+    @classmethod
+    def of(cls, config: ServiceConfig) -> StorePaths:
+        root = Path(config.data_dir).expanduser().resolve()
+        return cls(data_dir=root, traces=str(root / "traces"), registry=str(root / "registry"))
+
+
+def is_adaptive(config: ServiceConfig) -> bool:
+    """Whether the configured drafter has weights that can be trained."""
+    return resolve_drafter(config.drafter) is not None
+
+
+def drafter_taps(config: ServiceConfig) -> tuple[int, ...] | None:
+    """Target layers that the configured drafter reads: none without weights; None = the usual three."""
+    folder = resolve_drafter(config.drafter)
+    return () if folder is None else wanted_tap_layers(folder)
+
+
+@dataclass(slots=True)
+class _Holdback:
+    """The current hold-back share; written by the watcher, read by the routes."""
+
+    percent: int
+
+    def follow(self, desired: DesiredState) -> None:
+        self.percent = desired.holdback_percent
+
+
+@dataclass(slots=True)
+class _Adaptation:
+    """The parts that only a trainable drafter with a Redis has."""
+
+    watcher: ReplicaWatcher | None = None
+    closers: list[Callable[[], None]] = field(default_factory=list)
+
+
+def make_slots(config: ServiceConfig, target: TargetModel, registry: DrafterRegistry) -> DrafterSlots:
+    """Drafter slots with the first drafter live; its weights are put into the registry under their content id.
+
+    Raises: ConfigError, DrafterMismatchError when the drafter does not exist or does not fit the target.
+    """
+    folder = resolve_drafter(config.drafter)
+    if folder is None:
+        return DrafterSlots() if config.drafter == "none" else DrafterSlots(make_text_drafter(config.drafter))
+    settings, state = read_drafter_files(folder, target)
+
+    def build() -> Any:
+        return build_drafter(settings, state, target)
+
+    live = build()  # refuses before anything is registered
+    manifest = registry.put(
+        state, drafter_type=settings["drafter_type"], config=settings, target_version=target.version
+    )
+    return DrafterSlots(live, manifest.version, first=build(), first_version=manifest.version, spawn=build)
+
+
+def ensure_first_version(redis_url: str, keys: Keys, version: str, holdback_percent: int, now: float) -> None:
+    """Write the first desired state, or a new generation when the service was given another drafter or hold-back."""
+
+    class _Unchanged(Exception):
+        pass
+
+    def make(current: DesiredState | None) -> DesiredState:
+        if current is not None and current.first_version == version:
+            changed = with_holdback(current, holdback_percent, now)
+            if changed is None:
+                raise _Unchanged
+            return changed
+        return DesiredState(
+            gen=current.gen + 1 if current else 1, version=version, first_version=version,
+            holdback_percent=holdback_percent, reason="first drafter", ts=now,
+        )  # fmt: skip
+
+    client = patient_client(redis_url)
+    try:
+        commit_desired(client, keys, make)
+    except _Unchanged:
+        log.debug("desired state already has first version %s and hold-back %d", version, holdback_percent)
+    finally:
+        client.close()
+
+
+def controller_spec(
+    config: ServiceConfig, target_version: str, *, first_version: str = "", deployed_at: float = 0.0
+) -> ControllerSpec:
+    """What the controller actor is built from; config.redis_url must be resolved."""
+    assert config.redis_url is not None
+    paths = StorePaths.of(config)
+    return ControllerSpec(
+        redis_url=config.redis_url,
+        model=config.model_name,
+        data_dir=str(paths.data_dir),
+        trace_root=paths.traces,
+        registry_root=paths.registry,
+        target_dir=str(resolve_model(config.model)),
+        target_version=target_version,
+        policy=to_dict(config.policy),
+        first_version=first_version,
+        trainer_threads=config.trainer_threads,
+        rollout=to_dict(config.rollout),
+        trace=to_dict(config.trace),
+        trainer_resources=to_dict(config.trainer_resources),
+        deployed_at=deployed_at,
+    )
+
+
+def replica_values(config: ServiceConfig, deployed_at: float) -> dict[str, Any]:
+    """What `replica_parts` is given: a configuration and when it was deployed (s since 1970)."""
+    return {**to_dict(config), _DEPLOYED_AT: deployed_at}
+
+
+def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
+    """Build one replica from `replica_values`; its engine thread runs when this returns."""
+    config = build_config(ServiceConfig, {k: v for k, v in values.items() if k != _DEPLOYED_AT})
+    deployed_at = float(values.get(_DEPLOYED_AT, 0.0))
+    paths = StorePaths.of(config)
+    paths.data_dir.mkdir(parents=True, exist_ok=True)
+    configure_logging(
+        file=paths.data_dir / f"replica-{replica_id}.log",
+        access_file=paths.data_dir / f"access-{replica_id}.log" if config.access_log else None,
+    )
+    limit_threads(config.engine.num_threads)
+    registry = DrafterRegistry(paths.registry)
+    needs_taps = is_adaptive(config)
+    target, ranks = load_target(config, tap_layers=drafter_taps(config))
+    slots = make_slots(config, target, registry)
+    keys = Keys(config.model_name)
+    feedback = traces = None
+    if config.redis_url is not None:
+        feedback = FeedbackPublisher(
+            config.redis_url, keys, replica_id=replica_id, target_version=target.version, config=config.feedback
+        )
+        if needs_taps and config.trace.share > 0:
+            traces = TraceWriter(TraceStore(paths.traces), config.trace)
+    elif needs_taps:
+        log.warning("no redis_url: this replica serves its first drafter for ever (no feedback, no swaps)")
+    engine = Engine(
+        target, slots, config.engine, feedback=feedback, traces=traces, trace_topk=config.trace.topk,
+        num_sharing=config.num_replicas,
+    )  # fmt: skip
+    thread = EngineThread(engine)
+    with capture_progress() as progress:
+        engine.warm_up(progress)
+    thread.start(is_warmed_up=True)
+    closers: list[Callable[[], None]] = []
+    holdback = _Holdback(config.policy.holdback_percent if needs_taps else 0)
+    adaptation = _Adaptation()
+    if feedback is not None:
+        feedback.start()
+        if needs_taps:
+            spec = controller_spec(config, target.version, first_version=slots.first_version, deployed_at=deployed_at)
+            adaptation = _adapt(config, spec, target, engine, slots, registry, keys, replica_id, holdback, feedback)
+        closers.append(feedback.close)
+    if traces is not None:
+        closers.insert(0, traces.close)
+
+    def counters() -> dict[str, Any]:
+        out: dict[str, Any] = {"engine": engine.stats(), "training": engine.output.is_training}
+        roles = {"live": slots.live_version, "canary": slots.canary_version, "first": slots.first_version}
+        out["speculation"] = speculation_rows(engine.policy.budget.states(), roles)
+        if feedback is not None:
+            out["feedback"] = feedback.counters()
+        if traces is not None:
+            out["traces"] = traces.counters()
+        return out
+
+    view = ServiceView(
+        model=config.model_name,
+        target=config.model,
+        replica_id=replica_id,
+        target_version=target.version,
+        slots=slots,
+        counters=counters,
+        watcher=adaptation.watcher,
+        is_adaptive=adaptation.watcher is not None,
+    )
+    access, dashboard = Access.of(config), DashboardFeed(view.state, view.traffic)
+    return ReplicaParts(
+        api=ApiParts(
+            client=LocalEngineClient(engine, thread, model_name=config.model_name),
+            tokenizer=target.tokenizer,
+            has_access_log=config.access_log,
+            api_token=config.api_token,
+            holdback_percent=lambda: holdback.percent,
+            opt_out_tenants=frozenset(config.trace.opt_out_tenants),
+            state=view.state,
+            run_state=dashboard.run,
+            swap=view.swap,
+            check_state=access.check_read,
+            check_metrics=access.check_metrics,
+            metrics=lambda: render_metrics(counters(), slots.swap_pause_ms, view.controller()),
+            open_routers=(service_router(view, access, dashboard.run), dashboard_router(view, access, dashboard)),
+        ),
+        thread=thread,
+        closers=[dashboard.close, *adaptation.closers, *closers, *([ranks.close] if ranks is not None else [])],
+    )
+
+
+def load_target(config: ServiceConfig, *, tap_layers: tuple[int, ...] | None) -> tuple[TargetModel, Ranks | None]:
+    """The replica's target, and the processes of its other ranks when it is split over several devices."""
+    path, size = resolve_model(config.model), config.engine.tensor_parallel
+    if size > 1:
+        return load_parallel(path, size=size, device=config.device, dtype=config.dtype, tap_layers=tap_layers)
+    return TargetModel.load(path, device=config.device, dtype=config.dtype, tap_layers=tap_layers), None
+
+
+def limit_threads(num_threads: int | None) -> None:
+    """torch threads of this process; staging and the engine share them."""
+    if num_threads is not None:
+        import torch
+
+        torch.set_num_threads(num_threads)
+
+
+def _adapt(
+    config: ServiceConfig, spec: ControllerSpec, target: TargetModel, engine: Engine, slots: DrafterSlots, registry: DrafterRegistry,
+    keys: Keys, replica_id: str, holdback: _Holdback, feedback: FeedbackPublisher,
+) -> _Adaptation:  # fmt: skip
+    """Start following the desired state and keep the controller alive."""
+    assert config.redis_url is not None
+
+    def stage(version: str) -> bool:
+        if slots.waiting_version == version:
+            return slots.stage_waiting()
+        if slots.is_resident(version):
+            return slots.stage(version, {})
+        return slots.stage(version, registry.load_state(version, target_version=target.version))
+
+    def publish(version: str) -> float:
+        return engine.call_between_rounds(lambda: slots.publish(version)).result(timeout=30.0)
+
+    def note_training(is_training: bool) -> None:
+        engine.output.is_training = is_training
+
+    watcher = ReplicaWatcher(
+        config.redis_url, keys, replica_id=replica_id, stage=stage, publish=publish, slots=slots.versions,
+        live_version=slots.live_version, on_desired=holdback.follow, on_training=note_training,
+        failures=slots.failures, counters=feedback.counters, set_canary=slots.set_canary,
+        errors=lambda: dict(engine.output.num_errors),
+    )  # fmt: skip
+    watcher.start()
+    supervisor = ControllerSupervisor(spec)
+    supervisor.start()
+    return _Adaptation(watcher=watcher, closers=[supervisor.stop, watcher.stop])
+
+
+class ControllerSupervisor:
+    """Keeps the one controller actor of the service alive; every replica has one, making it is idempotent."""
+
+    def __init__(self, spec: ControllerSpec, check_s: float = CONTROLLER_CHECK_S) -> None:
+        self._spec, self._check_s = spec, check_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="controller-supervisor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                ensure_controller(self._spec)
+            except PacelineError as e:
+                log.warning("controller is not available: %s", e)
+            except Exception:  # Ray raises many kinds while a cluster fails over; serving goes on
+                log.exception("controller could not be ensured")
+            self._stop.wait(self._check_s)

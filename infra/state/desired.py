@@ -1,0 +1,138 @@
+"""What should every replica run, and what does each of them run: the desired record and the replica reports.
+
+The record is level-triggered: a replica that was away reads it and acts; pub/sub is only a hint. Generations only grow;
+a rollback is a new generation with an older version.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+
+import msgspec
+import redis
+from redis.exceptions import WatchError
+
+from paceline.contracts import DesiredState, ReplicaReport, decode, encode
+from paceline.errors import PacelineError
+from paceline.infra.state.redis_clients import Keys
+
+logger = logging.getLogger(__name__)
+
+REPORT_TTL_S = 15
+"""A replica whose latest report is older counts as gone."""
+LOG_ENTRIES = 20_000
+"""Entries kept in the log stream; the file in the data directory keeps all."""
+_MAX_TRIES = 20
+
+
+def read_desired(client: redis.Redis, keys: Keys) -> DesiredState | None:
+    """The current record, None when there is none yet; raises redis errors and PacelineError on a damaged record."""
+    return decode_desired(client.get(keys.desired))
+
+
+def decode_desired(data: object) -> DesiredState | None:
+    if data is None:
+        return None
+    assert isinstance(data, bytes)
+    try:
+        return decode(data, DesiredState)
+    except msgspec.DecodeError as e:
+        raise PacelineError(f"the desired state in Redis is damaged ({e}); pin a version to write a new one") from e
+
+
+def queue_desired(pipe: redis.client.Pipeline, keys: Keys, desired: DesiredState) -> None:
+    """Add the commands that publish a record to a transaction that WATCHes `keys.desired`."""
+    pipe.set(keys.desired, encode(desired))
+    queue_log(pipe, keys, "desired", msgspec.to_builtins(desired))
+    pipe.publish(keys.poke, b"desired")
+
+
+def queue_log(pipe: redis.client.Pipeline, keys: Keys, kind: str, values: dict) -> None:
+    """Add one entry of the log stream to a transaction."""
+    fields = {"kind": kind, "v": json.dumps(values, default=str)}
+    pipe.xadd(keys.log, fields, maxlen=LOG_ENTRIES, approximate=True)  # type: ignore[arg-type]
+
+
+def commit_desired(
+    client: redis.Redis, keys: Keys, make: Callable[[DesiredState | None], DesiredState]
+) -> DesiredState:
+    """Read, change and write the record atomically; `make` gets the current record and must raise its generation.
+
+    For set-up and command-line use while no controller runs; the controller commits inside its own fenced
+    transaction. Raises PacelineError when others keep changing the record.
+    """
+    with client.pipeline(transaction=True) as pipe:
+        for _ in range(_MAX_TRIES):
+            try:
+                pipe.watch(keys.desired)
+                current = decode_desired(pipe.get(keys.desired))
+                desired = make(current)
+                if current is not None and desired.gen <= current.gen:
+                    raise PacelineError(f"desired.gen must be above {current.gen}, got {desired.gen}")
+                pipe.multi()
+                queue_desired(pipe, keys, desired)
+                pipe.execute()
+            except WatchError:
+                continue
+            logger.info("desired state gen=%d version=%s reason=%s", desired.gen, desired.version, desired.reason)
+            return desired
+    raise PacelineError(f"the desired state changed {_MAX_TRIES} times while it was being written; try again")
+
+
+def ensure_desired(client: redis.Redis, keys: Keys, *, version: str, holdback_percent: int, now: float) -> DesiredState:
+    """The current record, or generation 1 with `version` as live and first version when there is none."""
+
+    def make(current: DesiredState | None) -> DesiredState:
+        if current is not None:
+            raise _AlreadyThere(current)
+        return DesiredState(
+            gen=1,
+            version=version,
+            first_version=version,
+            holdback_percent=holdback_percent,
+            reason="first drafter",
+            ts=now,
+        )
+
+    try:
+        return commit_desired(client, keys, make)
+    except _AlreadyThere as e:
+        return e.current
+
+
+class _AlreadyThere(Exception):
+    def __init__(self, current: DesiredState) -> None:
+        super().__init__()
+        self.current = current
+
+
+def with_holdback(current: DesiredState, holdback_percent: int, now: float) -> DesiredState | None:
+    """The next generation with another hold-back share and everything else as it is; None when it has that share."""
+    if current.holdback_percent == holdback_percent:
+        return None
+    reason = f"hold-back set from {current.holdback_percent} to {holdback_percent} percent by the configuration"
+    return msgspec.structs.replace(
+        current, gen=current.gen + 1, holdback_percent=holdback_percent, reason=reason, ts=now
+    )
+
+
+def write_report(client: redis.Redis, keys: Keys, report: ReplicaReport, ttl_s: int = REPORT_TTL_S) -> None:
+    """Write a replica's report with a time to live."""
+    pipe = client.pipeline(transaction=False)
+    pipe.set(keys.replica(report.replica_id), encode(report), ex=ttl_s)
+    pipe.zadd(keys.replicas, {report.replica_id: report.ts})
+    pipe.execute()
+
+
+def read_reports(client: redis.Redis, keys: Keys) -> list[ReplicaReport]:
+    """Reports of the replicas that are alive; forgets the ids of those that are gone."""
+    ids = [i.decode() for i in client.zrange(keys.replicas, 0, -1)]  # type: ignore[union-attr,arg-type]
+    if not ids:
+        return []
+    values = client.mget([keys.replica(i) for i in ids])
+    gone = [i for i, v in zip(ids, values, strict=True) if v is None]  # type: ignore[arg-type]
+    if gone:
+        client.zrem(keys.replicas, *gone)
+    return [decode(v, ReplicaReport) for v in values if v is not None]  # type: ignore[union-attr,arg-type]

@@ -1,0 +1,287 @@
+"""How do decisions, ledger, traces and feedback leave a data directory, for analysis elsewhere?
+
+Reads what the service keeps and changes nothing. The folder appears complete or not at all; docs/exports.md has every
+field with its unit. Requests that opted out have no trace, so none is exported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from redis.exceptions import RedisError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from paceline.bandit.ledger.totals import fold_entries
+from paceline.clock import Clock, SystemClock
+from paceline.contracts import Decision, FeedbackBatch, LedgerEntry, decode
+from paceline.errors import ConfigError, PacelineError
+from paceline.infra.state.redis_clients import Keys, patient_client, redact
+from paceline.infra.state.redis_server import EmbeddedRedis
+
+T = TypeVar("T")
+WHAT = ("decisions", "ledger", "traces", "feedback")
+FORMAT = 1
+"""Version of the layout; readers refuse what they do not know."""
+MANIFEST = "export.json"
+_PAGE = 500
+Report = Callable[[int, int], None]
+"""(done, total) of the part that is being exported."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """What to export, from where, to where."""
+
+    data_dir: Path
+    out: Path
+    """A folder that does not exist yet, or is empty."""
+    what: tuple[str, ...] = WHAT
+    redis_url: str | None = field(default=None, repr=False)
+    """Redis of the service, for feedback; None = the embedded one of `data_dir`, which must not be running."""
+    model_name: str = "paceline"
+    """Name of the service whose feedback is read."""
+
+    def __post_init__(self) -> None:
+        unknown = [w for w in self.what if w not in WHAT]
+        if unknown or not self.what:
+            raise ConfigError(f"what must be a comma list of {', '.join(WHAT)}, got {','.join(self.what)!r}")
+        if not self.data_dir.is_dir():
+            raise ConfigError(
+                f"data_dir must be the folder of a service (paceline serve --data-dir), got {self.data_dir}"
+            )
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise ConfigError(f"out must be a new or empty folder, got {self.out}")
+
+
+def run_export(options: ExportOptions, console: Console, *, clock: Clock | None = None) -> dict[str, Any]:
+    """Write the export and return its manifest; says on the console what was written and what there was not.
+
+    Raises: PacelineError, with one sentence a part, when there is nothing to export.
+    """
+    out = options.out.absolute()
+    part = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    part.mkdir(parents=True)
+    try:
+        manifest: dict[str, Any] = {
+            "format": FORMAT, "paceline": importlib.metadata.version("paceline"),
+            "created": (clock or SystemClock()).now(), "files": {}, "missing": [],
+        }  # fmt: skip
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            for what in dict.fromkeys(options.what):
+                task = bar.add_task(f"exporting {what}", total=None)
+                report = lambda done, total, task=task: bar.update(task, completed=done, total=total)  # noqa: E731
+                _PARTS[what](options, part, manifest, report)
+        if not manifest["files"]:
+            raise PacelineError("there is nothing to export: " + "; ".join(manifest["missing"]))
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        if out.exists():
+            out.rmdir()
+        os.replace(part, out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    for name, facts in manifest["files"].items():
+        console.print(f"{name}: {facts['rows']} rows, {facts['bytes']} bytes", highlight=False)
+    for sentence in manifest["missing"]:
+        console.print(f"not exported: {sentence}", highlight=False)
+    console.print(f"written to {options.out}", highlight=False, soft_wrap=True)
+    return manifest
+
+
+# ---- decisions and ledger: from the JSON-lines log, which keeps everything -----------------------------------------
+def log_records(path: Path, kind: str, key: str, report: Report = lambda done, total: None) -> list[dict[str, Any]]:
+    """The newest form of each record of one kind, in the order of first appearance, with its `run`.
+
+    A decision is logged again whenever its realised values change; ids begin anew when the service lost its state,
+    which starts another run. Runs are counted by decisions and ledger entries together, whichever kind is asked for, so
+    that the two files agree. A torn last line is left out.
+    """
+    found: dict[tuple[int, Any], dict[str, Any]] = {}
+    run, done, total = 1, 0, path.stat().st_size if path.is_file() else 0
+    has_records = False  # of the run so far: a start after which nothing was logged is none
+    if not total:
+        return []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines):
+            done += len(line)
+            if number % 256 == 0:
+                report(done, total)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # being written, or cut by a crash
+            if row.get("kind") == "note" and row.get("commit") == 0 and has_records:
+                run, has_records = run + 1, False
+            is_entry = "entry_id" in row  # its own `kind` (training, ...) replaces the log's
+            has_records = has_records or is_entry or row.get("kind") == "decision"
+            is_wanted = is_entry if kind == "ledger" else row.pop("kind", None) == kind
+            if is_wanted:
+                row.pop("log_id", None)
+                found[run, row[key]] = {**row, "run": run}
+    return list(found.values())
+
+
+def _export_decisions(options: ExportOptions, out: Path, manifest: dict, report: Report) -> None:
+    rows = log_records(options.data_dir / "decisions.jsonl", "decision", "decision_id", report)
+    _write_rows(out, "decisions.jsonl", rows, manifest, "no decision has been logged yet")
+    if rows:  # with what every epoch measured, for `paceline replay`
+        _write_rows(out, "replay.jsonl", _log_lines(options.data_dir / "decisions.jsonl"), manifest, "the log is empty")
+
+
+def _log_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The log as it is, without lines that are torn."""
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue  # being written, or cut by a crash
+
+
+def _export_ledger(options: ExportOptions, out: Path, manifest: dict, report: Report) -> None:
+    rows = log_records(options.data_dir / "decisions.jsonl", "ledger", "entry_id", report)
+    _write_rows(out, "ledger.jsonl", rows, manifest, "nothing has been booked in the ledger yet")
+    if rows:
+        totals = fold_entries(msgspec.convert(row, LedgerEntry) for row in rows)
+        spent, saved = totals.spent_s(), totals.saved_s()
+        manifest["ledger"] = {
+            "spent_s": spent, "saved_s": saved, "net_s": saved - spent, "saved_interval_s": list(totals.saved_interval_s()),
+            "cells": totals.rows(),
+        }  # fmt: skip
+
+
+# ---- traces --------------------------------------------------------------------------------------------------------
+def _export_traces(options: ExportOptions, out: Path, manifest: dict, report: Report) -> None:
+    from paceline.adapt.data.trace_export import INDEX, export_traces
+    from paceline.adapt.data.trace_store import TraceStore
+
+    done = export_traces(TraceStore(options.data_dir / "traces"), out, progress=report)
+    if done.num_shards:
+        for name, digest in done.sha256.items():
+            manifest["files"][name] = {"rows": None, "bytes": (out / name).stat().st_size, "sha256": digest}
+        _note_file(out, INDEX, done.num_requests, manifest)
+    else:
+        manifest["missing"].append("traces: the trace store is empty")
+    if done.num_gone or done.num_damaged:
+        manifest["missing"].append(
+            f"traces: {done.num_gone} shards were deleted by the service's limits meanwhile, {done.num_damaged} are damaged"
+        )
+
+
+# ---- feedback: what the stream in Redis still holds ----------------------------------------------------------------
+def _export_feedback(options: ExportOptions, out: Path, manifest: dict, report: Report) -> None:
+    server = None
+    try:
+        if options.redis_url:
+            url = options.redis_url
+        elif (options.data_dir / "redis").is_dir():
+            server = EmbeddedRedis(options.data_dir).start()
+            url = server.url
+        else:
+            manifest["missing"].append(
+                "feedback: the data directory has no embedded Redis; name the service's --redis-url"
+            )
+            return
+        rows = feedback_rows(url, Keys(options.model_name), report)
+        _write_rows(out, "feedback.jsonl", rows, manifest, f"the stream of service {options.model_name!r} is empty")
+    except PacelineError as e:
+        manifest["missing"].append(f"feedback: {e}; the embedded Redis of a running service cannot be read")
+    except RedisError as e:
+        (out / "feedback.jsonl").unlink(missing_ok=True)
+        manifest["missing"].append(f"feedback: Redis at {redact(url)} cannot be read ({type(e).__name__}: {e})")
+    finally:
+        if server is not None:
+            server.stop()
+
+
+def feedback_rows(url: str, keys: Keys, report: Report = lambda done, total: None) -> Iterator[dict[str, Any]]:
+    """Rows of all batches in the stream, once each; request ids become pseudonyms of this export. Raises redis errors."""
+    client, salt = patient_client(url), secrets.token_bytes(16)
+    total, done, start = int(client.xlen(keys.feedback)), 0, "-"  # type: ignore[arg-type]
+    seen: set[tuple[str, int, int]] = set()
+    try:
+        while True:
+            page: list[Any] = client.xrange(keys.feedback, min=start, count=_PAGE)  # type: ignore[assignment]
+            for _, fields in page:
+                try:
+                    batch = decode(fields[b"v"], FeedbackBatch)
+                except (KeyError, msgspec.DecodeError):
+                    continue  # the controller counts unreadable entries (lost_entries)
+                key = (batch.replica_id, batch.boot_epoch, batch.seq)
+                if key not in seen:
+                    seen.add(key)
+                    yield from _rows_of(batch, salt)
+            done += len(page)
+            report(done, max(total, done))
+            if len(page) < _PAGE:
+                return
+            start = f"({page[-1][0].decode()}"
+    finally:
+        client.close()
+
+
+def _rows_of(batch: FeedbackBatch, salt: bytes) -> Iterator[dict[str, Any]]:
+    columns = msgspec.structs.asdict(batch)
+    shared = {name: value for name, value in columns.items() if not isinstance(value, list)}
+    lists = {name: value for name, value in columns.items() if isinstance(value, list)}
+    for i, request_id in enumerate(lists["request_id"]):
+        row = {name: values[i] for name, values in lists.items()}
+        row["request_id"] = hashlib.blake2b(request_id.encode(), key=salt, digest_size=8).hexdigest()
+        yield {**row, **{name: shared[name] for name in ("replica_id", "boot_epoch", "seq", "target_version")}}
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+_PARTS: dict[str, Callable[[ExportOptions, Path, dict, Report], None]] = {
+    "decisions": _export_decisions, "ledger": _export_ledger, "traces": _export_traces, "feedback": _export_feedback,
+}  # fmt: skip
+
+
+def _write_rows(out: Path, name: str, rows: Iterable[dict], manifest: dict, if_empty: str) -> None:
+    num_rows = 0
+    with (out / name).open("wb") as f:
+        for row in rows:
+            f.write(msgspec.json.encode(row) + b"\n")  # a number that is not finite becomes null
+            num_rows += 1
+    if num_rows:
+        _note_file(out, name, num_rows, manifest)
+    else:
+        (out / name).unlink()
+        manifest["missing"].append(f"{name.split('.')[0]}: {if_empty}")
+
+
+def _note_file(out: Path, name: str, num_rows: int, manifest: dict) -> None:
+    with (out / name).open("rb") as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
+    manifest["files"][name] = {"rows": num_rows, "bytes": (out / name).stat().st_size, "sha256": digest}
+
+
+def load_decisions(out: Path) -> list[Decision]:
+    """Exported decisions. Raises PacelineError when the folder holds none."""
+    return _load(out, "decisions.jsonl", Decision)
+
+
+def load_ledger(out: Path) -> list[LedgerEntry]:
+    """Exported ledger entries. Raises PacelineError when the folder holds none."""
+    return _load(out, "ledger.jsonl", LedgerEntry)
+
+
+def _load(out: Path, name: str, kind: type[T]) -> list[T]:
+    try:
+        manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise PacelineError(f"{out} has export format {manifest['format']}, this version reads {FORMAT}")
+        with (out / name).open("rb") as lines:
+            return [msgspec.json.decode(line, type=kind) for line in lines]
+    except FileNotFoundError as e:
+        raise PacelineError(f"{out} holds no exported {name}; run `paceline export --data-dir DIR --out DIR`") from e

@@ -1,0 +1,104 @@
+"""What was asked of a replica over HTTP, and how did it end? One log line a request, never its text.
+
+The middleware makes a record when a request comes in, the handlers fill it, and the line is written once the response has
+ended: nothing is logged between two rounds of an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+
+from paceline.serving.sampling.request import RequestStats
+
+log = logging.getLogger("paceline.access")
+
+_ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
+
+
+@dataclass(slots=True)
+class AccessRecord:
+    """What is known of one HTTP request so far; times are seconds of the middleware's timer."""
+
+    method: str
+    route: str
+    start_s: float
+    timer: Callable[[], float] = time.perf_counter
+    status: int | None = None
+    """Of the response; None while none was begun."""
+    request_id: str = ""
+    labels: dict[str, Any] = field(default_factory=dict)
+    """bucket, group, tenant, priority, n, stream."""
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    first_s: float | None = None
+    """When the first tokens came."""
+    finish_reasons: list[str] = field(default_factory=list)
+    stats: list[RequestStats] = field(default_factory=list)
+    """The last known of each choice."""
+    error: str | None = None
+    """Code of the error that the client was told."""
+    is_disconnected: bool = False
+    """The client hung up before the answer was complete."""
+
+    def fields(self) -> dict[str, Any]:
+        """The line as plain values; what is not known is left out."""
+        stats = self.stats
+        num_rounds = sum(s.num_rounds for s in stats)
+        accepted = sum(s.num_accepted_tokens for s in stats)
+        values: dict[str, Any] = {
+            "request_id": self.request_id or None,
+            "method": self.method,
+            "route": self.route,
+            "status": self.status if self.status is not None else 499 if self.is_disconnected else 500,
+            **self.labels,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cached_tokens": min((s.num_cached_tokens for s in stats), default=None),
+            "ttft_ms": None if self.first_s is None else round((self.first_s - self.start_s) * 1e3, 3),
+            "duration_ms": round((self.timer() - self.start_s) * 1e3, 3),
+            "finish_reason": ",".join(sorted(set(self.finish_reasons))) or None,
+            "drafter_version": ",".join(sorted({s.drafter_version for s in stats})) if stats else None,
+            "acceptance_length": round(accepted / num_rounds + 1, 4) if num_rounds else None,
+            "error": self.error,
+            "disconnected": self.is_disconnected or None,
+        }
+        return {k: v for k, v in values.items() if v is not None}
+
+
+class AccessLog:
+    """ASGI middleware: one line on the logger `paceline.access` for each request to the routes that clients use."""
+
+    def __init__(self, app: Any, timer: Callable[[], float] = time.perf_counter) -> None:
+        self._app, self._timer = app, timer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or not scope["path"].endswith(_ROUTES):
+            await self._app(scope, receive, send)
+            return
+        route = next(r for r in reversed(_ROUTES) if scope["path"].endswith(r))  # the path itself is the client's text
+        record = AccessRecord(scope["method"], route, self._timer(), self._timer)
+        scope.setdefault("state", {})["access"] = record
+
+        async def watched(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            log.info("request", extra={"fields": record.fields()})
+
+
+def access_record(request: Request) -> AccessRecord:
+    """The record of a request; one that nobody reads where the access log is off."""
+    record = getattr(request.state, "access", None)
+    if record is None:
+        record = request.state.access = AccessRecord(request.method, request.url.path, time.perf_counter())
+    return record

@@ -1,0 +1,153 @@
+"""How are bodies read, tokens checked and errors answered?
+
+When should a client that found the queue full try again?
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from paceline.errors import CapacityError, EngineStoppedError, RequestError
+from paceline.serving.api.access_log import access_record
+from paceline.serving.api.format import error_body, to_json
+from paceline.serving.api.generation import ApiParts, Cutoff, Expired, Hangup
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 * 2**20
+_DRAIN_RETRY_S = 2
+"""A replica that shuts down or has failed is replaced, or others take its requests, within seconds."""
+
+
+class QueueFull(CapacityError):
+    """The engine's queue is full, with an estimate of when it will not be."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """The body of a request; raises HTTPException 413 above max_bytes, Hangup when the client goes before its end."""
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise HTTPException(413, f"the body must be at most {max_bytes} bytes")
+            chunks.append(chunk)
+    except ClientDisconnect as e:
+        access_record(request).is_disconnected = True
+        raise Hangup("the client closed the connection before the body was complete") from e
+    return b"".join(chunks)
+
+
+def token_check(api_token: str | None) -> Callable[[Request], None]:
+    """A check that raises HTTPException 401 unless a request carries the token; None = no token is asked for."""
+    wanted = None if api_token is None else api_token.encode()
+
+    def check(request: Request) -> None:
+        if wanted is None:
+            return
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("latin-1"), wanted):
+            message = "a valid token must be sent as 'Authorization: Bearer TOKEN'"
+            raise HTTPException(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+    return check
+
+
+def on_loop(check: Callable[[Request], None]) -> Callable[[Request], Awaitable[None]]:
+    """A check that does no I/O as a coroutine: FastAPI would send a plain function through its thread pool."""
+
+    async def checked(request: Request) -> None:
+        check(request)
+
+    return checked
+
+
+def json_response(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(to_json(body), status_code=status, media_type="application/json")
+
+
+def error_handler(parts: ApiParts) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """The handler of every error: OpenAI's error object; only errors raised on purpose show their message."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        record = access_record(request)
+        headers: dict[str, str] = {}
+        param, code = getattr(error, "param", None), None
+        if isinstance(error, RequestError):
+            status, kind = 400, "invalid_request_error"
+        elif isinstance(error, CapacityError):
+            status, kind, code = 429, "rate_limit_error", "queue_full"
+            headers = {"Retry-After": str(getattr(error, "retry_after_s", 1))}
+        elif isinstance(error, EngineStoppedError):
+            status, kind, code = 503, "server_error", "unavailable"
+            headers = {"Retry-After": str(_DRAIN_RETRY_S)}
+        elif isinstance(error, Expired):
+            status, kind, code = error.status, error.kind, error.code
+            headers = {"x-should-retry": "false"}  # OpenAI's clients would send it again, with the same time limit
+        elif isinstance(error, Cutoff):
+            status, kind, code = error.status, error.kind, error.code
+            headers = {"Retry-After": str(_DRAIN_RETRY_S)}
+        elif isinstance(error, HTTPException):
+            status, kind, headers = error.status_code, "invalid_request_error", dict(error.headers or {})
+            code = {401: "invalid_api_key", 404: "not_found"}.get(status)
+        else:
+            log.error("request %s to %s failed", record.request_id, record.route, exc_info=error)
+            status, kind, code = 500, "server_error", "internal_error"
+        message = "internal error; see the server's log" if status == 500 else str(getattr(error, "detail", error))
+        if parts.sends_request_id and record.request_id:
+            headers["x-request-id"] = record.request_id
+        record.error = code or kind
+        response = json_response(error_body(message, kind=kind, param=param, code=code), status)
+        response.headers.update(headers)
+        return response
+
+    return answer
+
+
+WINDOW_S = 60.0
+"""How far back finished requests are looked at."""
+MAX_RETRY_S = 30
+"""Longest wait that is asked for, also where nothing finished within the window."""
+
+
+class FinishRate:
+    """The rate at which a replica finishes requests. One event loop only."""
+
+    def __init__(self, timer: Callable[[], float] = time.monotonic, max_kept: int = 256) -> None:
+        """timer: seconds; max_kept: finishes remembered, the newest."""
+        self._timer = timer
+        self._finished_s: deque[float] = deque(maxlen=max_kept)
+
+    def note(self) -> None:
+        """A request has finished."""
+        self._finished_s.append(self._timer())
+
+    def retry_after_s(self, num_waiting: int) -> int:
+        """Seconds until the queue as it stands should be served, in [1, MAX_RETRY_S].
+
+        That is num_waiting over the rate of the finishes in the window, counted from the oldest one to now.
+        """
+        now = self._timer()
+        while self._finished_s and now - self._finished_s[0] > WINDOW_S:
+            self._finished_s.popleft()
+        if num_waiting == 0:
+            return 1
+        if not self._finished_s:
+            return MAX_RETRY_S
+        seconds_each = (now - self._finished_s[0]) / len(self._finished_s)
+        return min(max(math.ceil(num_waiting * seconds_each), 1), MAX_RETRY_S)

@@ -1,0 +1,352 @@
+"""Which drafter version does a request use, and how do new weights come in without a pause?
+
+Two adaptive slots, A and B, and the fixed slot `first` of the hold-back group. A request is pinned at admission to one
+slot and keeps it for life, so it never reads drafter KV that another version wrote. New weights are copied into the idle
+adaptive slot in place (addresses stay valid); publishing is a pointer flip that only later admissions see. While a canary
+is on trial it has the second adaptive slot: promoting it is the same flip, calling it off frees its slot as soon as the
+requests pinned to it have ended.
+
+Memory: a replica holds at most three drafters with their KV (A, B, first), whatever runs: live + canary, live + the
+version before it with requests still pinned, or live + staged. A fourth version waits until a slot is idle.
+
+Thread rule: `pin`, `unpin`, `publish`, `set_canary` and `mark_failed` are cheap and may be called from any thread; `stage` copies
+weights and belongs to a thread other than the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.contracts import Group, is_canary
+from paceline.errors import DrafterMismatchError
+from paceline.serving.drafters.interface import Drafter
+from paceline.serving.target_model.device import side_stream
+
+logger = logging.getLogger(__name__)
+
+ADAPTIVE_SLOTS = ("A", "B")
+FIRST_SLOT = "first"
+
+
+@dataclass(slots=True)
+class _Slot:
+    drafter: Drafter | None = None
+    version: str = ""
+    num_pins: int = 0
+    num_loads: int = 0  # grows with every change of the weights
+    twin: Drafter | None = None  # made beforehand for the first version that is staged here
+    failure: str = ""  # why it no longer drafts; "" = usable
+    is_loading: bool = False  # its weights are being copied: neither the old version nor the new one
+
+
+class DrafterSlots:
+    """The drafters of one engine, pinned per request."""
+
+    def __init__(
+        self,
+        drafter: Drafter | None = None,
+        version: str = "",
+        *,
+        first: Drafter | None = None,
+        first_version: str | None = None,
+        spawn: Callable[[], Drafter] | None = None,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start with `drafter` live in slot A; None is plain decoding.
+
+        Args:
+            version: id of the live drafter's weights; its capability name when empty.
+            first: the hold-back group's own drafter. None: the group uses whichever adaptive slot still holds
+                `first_version`, and decodes plainly when none does.
+            first_version: version of the hold-back group; `version` when None.
+            spawn: makes an empty twin of the live drafter for the second adaptive slot (staging a state dict needs
+                it the first time). Drafter objects can be staged without it.
+        """
+        if drafter is not None and not version:
+            version = drafter.caps.name
+        self._slots = {name: _Slot() for name in (*ADAPTIVE_SLOTS, FIRST_SLOT)}
+        self._slots["A"] = _Slot(drafter, version)
+        self.first_version = first_version if first_version is not None else version
+        if first is not None:
+            self._slots[FIRST_SLOT] = _Slot(first, self.first_version)
+        self._spawn = spawn
+        self._timer = timer
+        self._live = "A"
+        self._staged: str | None = None
+        self._canary: str | None = None
+        self._canary_percent = 0
+        self._waiting: tuple[str, Any] | None = None
+        self._num_pool_rows: int | None = None
+        self._lock = threading.Lock()  # pins, versions, pointers
+        self._stage_lock = threading.Lock()  # one copy at a time
+        self.num_failures = 0
+        self.num_swaps = 0
+        self.swap_pause_ms: list[float] = []
+
+    # ---- memory -------------------------------------------------------------------------------------------------
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of drafter KV per pool row over all slots that can exist (drafters without KV count 0)."""
+        live = getattr(self._slots["A"].drafter, "kv_row_bytes", 0)
+        second = live if self._spawn is not None else 0
+        return live + second + getattr(self._slots[FIRST_SLOT].drafter, "kv_row_bytes", 0)
+
+    def alloc(self, num_pool_rows: int) -> None:
+        """Give every drafter its KV; called once by the engine, later drafters are allocated when staged."""
+        self._num_pool_rows = num_pool_rows
+        for slot in self._slots.values():
+            if slot.drafter is not None:
+                slot.drafter.alloc(num_pool_rows)
+
+    def prepare_all(self) -> dict[str, Drafter]:
+        """Every drafter that a slot can hold, the live one first; the empty adaptive slot gets its twin now.
+
+        For what must be made before the first request and not while a version is staged, such as graphs.
+        """
+        for name in ADAPTIVE_SLOTS:
+            slot = self._slots[name]
+            if slot.drafter is None and slot.twin is None and self._spawn is not None:
+                slot.twin = self._spawn()
+                if self._num_pool_rows is not None:
+                    slot.twin.alloc(self._num_pool_rows)
+        held = {name: slot.drafter or slot.twin for name, slot in self._slots.items()}
+        found = {name: drafter for name, drafter in held.items() if drafter is not None}
+        return {name: found[name] for name in sorted(found, key=lambda n: n != self._live)}
+
+    # ---- staging and publication --------------------------------------------------------------------------------
+    def stage(self, version: str, source: Drafter | Mapping[str, torch.Tensor]) -> bool:
+        """Bring a version into the idle adaptive slot; True when it is resident and can be published.
+
+        A version that is still resident needs no copy (rollback). When both slots are in use the order waits, replacing
+        an older waiting one; call `stage_waiting` (or `stage` again) later.
+        Raises: DrafterMismatchError when the weights do not fit; nothing was copied then.
+        """
+        with self._stage_lock:
+            with self._lock:
+                name = self._resident(version)
+                if name is not None:
+                    self._staged, self._waiting = name, None
+                    return True
+                name = self._idle()
+                if name is None:
+                    self._waiting = (version, source)
+                    return False
+                slot = self._slots[name]
+                slot.num_loads += 1  # from here on drafter KV that the old weights wrote is worth nothing
+                slot.is_loading = True  # the hold-back group may ask for the version that the copy overwrites
+                if self._staged == name:
+                    self._staged = None
+                if self._canary == name:  # it failed; its share was meant for its own version, not for the slot
+                    self._canary, self._canary_percent = None, 0
+            try:
+                drafter = self._bring(slot, version, source)
+            except BaseException as e:
+                with self._lock:
+                    slot.is_loading = False
+                    if slot.drafter is not None and not isinstance(e, DrafterMismatchError):  # a copy that broke off
+                        slot.failure = f"staging {version} raised {type(e).__name__}: {e}"
+                raise
+            with self._lock:
+                slot.drafter, slot.version, slot.failure, slot.twin = drafter, version, "", None
+                slot.is_loading = False
+                slot.num_loads += 1
+                self._staged, self._waiting = name, None
+        logger.info("drafter staged version=%s slot=%s", version, name)
+        return True
+
+    def stage_waiting(self) -> bool:
+        """Try the waiting order again; True when nothing is waiting any more."""
+        with self._lock:
+            waiting = self._waiting
+        return True if waiting is None else self.stage(*waiting)
+
+    def publish(self, version: str | None = None) -> float:
+        """Make the staged version the live one for later admissions; returns the pause in ms.
+
+        Raises: DrafterMismatchError when `version` (or anything, if None) is not staged.
+        """
+        start = self._timer()
+        with self._lock:
+            staged = self._staged
+            if staged is None or (version is not None and self._slots[staged].version != version):
+                raise DrafterMismatchError(f"drafter version must be staged before it is published, got {version!r}")
+            self._live, self._staged = staged, None
+            if self._canary == staged:  # promoted: it has no trial share any more
+                self._canary = None
+            live = self._slots[staged].version
+            self.num_swaps += 1
+        pause_ms = (self._timer() - start) * 1e3
+        self.swap_pause_ms = [*self.swap_pause_ms[-99:], pause_ms]
+        logger.info("drafter published version=%s slot=%s pause_ms=%.3f", live, staged, pause_ms)
+        return pause_ms
+
+    def set_canary(self, version: str, percent: int) -> None:
+        """Let a resident version serve `percent` of later adaptive requests, by `is_canary`; '' calls the canary off.
+
+        Raises: DrafterMismatchError when the version is neither staged nor resident, or is the live one.
+        """
+        with self._lock:
+            name = self._resident(version) if version else None
+            if version and (name is None or name == self._live):
+                raise DrafterMismatchError(f"a canary must be staged and not live, got drafter version {version!r}")
+            if name is not None and self._staged == name:
+                self._staged = None
+            self._canary, self._canary_percent = name, percent if name is not None else 0
+        logger.info("drafter canary version=%s percent=%d", version or "none", percent if version else 0)
+
+    # ---- pins ---------------------------------------------------------------------------------------------------
+    def pin(self, group: Group, request_id: str = "") -> tuple[str | None, str]:
+        """Pin a new request; returns (slot name, version), or (None, '') for plain decoding.
+
+        An adaptive request goes to the canary or to the live version by its id; one without an id to the live version.
+        """
+        with self._lock:
+            name = self._choose(group, request_id)
+            if name is None:
+                return None, ""
+            slot = self._slots[name]
+            slot.num_pins += 1
+            return name, slot.version
+
+    def unpin(self, name: str | None) -> None:
+        """Give a pin back; None (plain decoding) is allowed."""
+        if name is None:
+            return
+        with self._lock:
+            slot = self._slots[name]
+            assert slot.num_pins > 0, f"slot {name} unpinned more often than pinned"
+            slot.num_pins -= 1
+
+    def drafter(self, name: str | None) -> Drafter | None:
+        """The drafter of a slot, None when the slot has none or failed."""
+        if name is None:
+            return None
+        slot = self._slots[name]
+        return None if slot.failure else slot.drafter
+
+    def mark_failed(self, name: str, reason: str) -> None:
+        """Stop drafting with a slot; its requests finish as plain decoding and new ones are not pinned to it."""
+        with self._lock:
+            slot = self._slots[name]
+            if slot.failure:
+                return
+            slot.failure = reason
+            self.num_failures += 1
+        logger.error("drafter failed slot=%s version=%s reason=%s", name, slot.version, reason)
+
+    # ---- views --------------------------------------------------------------------------------------------------
+    @property
+    def live_slot(self) -> str:
+        """Slot that new adaptive requests are pinned to."""
+        return self._live
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether a drafter wants tapped hidden states, or one that is spawned later may."""
+        return self._spawn is not None or any(
+            s.drafter is not None and s.drafter.caps.needs_features for s in self._slots.values()
+        )
+
+    def num_loads(self, name: str) -> int:
+        """How often the weights of a slot have changed; the same number means the same weights."""
+        return self._slots[name].num_loads
+
+    @property
+    def live_version(self) -> str:
+        return self._slots[self._live].version
+
+    @property
+    def canary_version(self) -> str:
+        """The version on trial, '' when there is none."""
+        with self._lock:
+            return "" if self._canary is None else self._slots[self._canary].version
+
+    @property
+    def waiting_version(self) -> str | None:
+        waiting = self._waiting
+        return None if waiting is None else waiting[0]
+
+    def is_resident(self, version: str) -> bool:
+        """Whether an adaptive slot holds usable weights of the version, so that `stage` needs no state."""
+        with self._lock:
+            return self._resident(version) is not None
+
+    def versions(self) -> dict[str, str]:
+        """Slot name -> version of every slot that holds a drafter."""
+        with self._lock:
+            return {n: s.version for n, s in self._slots.items() if s.drafter is not None}
+
+    def failures(self) -> dict[str, str]:
+        """Version -> reason of every failed slot."""
+        with self._lock:
+            return {s.version: s.failure for s in self._slots.values() if s.failure}
+
+    def num_pins(self) -> dict[str, int]:
+        with self._lock:
+            return {n: s.num_pins for n, s in self._slots.items()}
+
+    # ---- private ------------------------------------------------------------------------------------------------
+    def _choose(self, group: Group, request_id: str) -> str | None:
+        if group == Group.PLAIN:
+            return None
+        name: str | None = self._live
+        if group == Group.ADAPTIVE and self._canary is not None and request_id:
+            canary = self._slots[self._canary]
+            if not canary.failure and is_canary(request_id, canary.version, self._canary_percent):
+                return self._canary
+        if group == Group.STATIC and self._slots[self._live].version != self.first_version:
+            name = FIRST_SLOT
+            if self._slots[FIRST_SLOT].drafter is None:
+                name = self._resident(self.first_version)
+        if name is None or self._slots[name].drafter is None or self._slots[name].failure:
+            return None
+        return name
+
+    def _resident(self, version: str) -> str | None:
+        for name in ADAPTIVE_SLOTS:
+            slot = self._slots[name]
+            if slot.drafter is not None and slot.version == version and not slot.failure and not slot.is_loading:
+                return name
+        return None
+
+    def _idle(self) -> str | None:
+        for name in ADAPTIVE_SLOTS:
+            is_on_trial = name == self._canary and not self._slots[name].failure  # one that failed may be loaded again
+            if name != self._live and not is_on_trial and self._slots[name].num_pins == 0:
+                return name
+        return None
+
+    def _bring(self, slot: _Slot, version: str, source: Drafter | Mapping[str, torch.Tensor]) -> Drafter:
+        if isinstance(source, Mapping):
+            return self._load(slot, version, source)
+        if self._num_pool_rows is not None and source is not slot.drafter:
+            source.alloc(self._num_pool_rows)
+        return source
+
+    def _load(self, slot: _Slot, version: str, state: Mapping[str, torch.Tensor]) -> Drafter:
+        for key, tensor in state.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise DrafterMismatchError(
+                    f"drafter {version} weights must be finite, {key} is not; retrain or re-fetch"
+                )
+        drafter = slot.drafter or slot.twin
+        fresh = drafter is None
+        if drafter is None:
+            if self._spawn is None:
+                raise DrafterMismatchError(f"drafter {version} cannot be staged: this engine's drafter has no weights")
+            drafter = self._spawn()
+        load = getattr(drafter, "load_state", None)
+        if load is None:
+            raise DrafterMismatchError(f"drafter {version} cannot be staged: {drafter.caps.name} has no weights")
+        with side_stream(getattr(drafter, "device", None)):
+            load(state)  # checks names and shapes before the first copy
+        if fresh and self._num_pool_rows is not None:
+            drafter.alloc(self._num_pool_rows)
+        return drafter

@@ -1,0 +1,418 @@
+"""How does a drafter get the rows that it has not seen yet?
+
+Shape legend: B requests, R new rows, L longest context.
+
+How does one decode round run: draft, verify, accept, commit, emit?
+
+Shape legend: B requests of the round, N packed tree rows (roots included), L longest context, D deepest accepted path,
+V vocab, m tapped layers, Dm hidden size.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from paceline.serving.budget.stats import DraftKey
+from paceline.serving.drafters.interface import Drafter, DraftInputs
+from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.engine.output import RoundOutput, round_logprobs
+from paceline.serving.engine.rows import RoundRows
+from paceline.serving.engine.running import RunningRequest, cut_tokens
+from paceline.serving.engine.scheduler import Scheduler
+from paceline.serving.loading.graphed import GraphedTarget
+from paceline.serving.sampling.draw import SamplingBatch
+from paceline.serving.target_model.device import open_span, upload
+from paceline.serving.target_model.kv_cache import KVPool
+from paceline.serving.target_model.model import TargetBatch, TargetModel, TargetOutput
+from paceline.serving.target_model.packed import forward_together
+from paceline.serving.trees.policy import DraftGroup, RoundDraft, TreePolicy
+from paceline.serving.trees.verify import AcceptPlan, accept, verify
+
+MAX_BACKLOG_ROWS = 32
+"""More new rows than this in one request are ingested before the drafting pass."""
+
+
+def draft_inputs(
+    requests: list[RunningRequest],
+    slot_table: torch.Tensor,
+    temperatures: torch.Tensor,
+    features: torch.Tensor | None,
+    stops: list[int] | None = None,
+) -> DraftInputs:
+    """Collect what the drafter has not seen: rows drafted_len..context_len-1 of each request, each with the next token.
+
+    Args:
+        slot_table: (B, L) int64, rows of these requests.
+        temperatures: (B,) float32.
+        features: (R, m * Dm) tapped hidden states by pool row; None when the drafter wants none.
+        stops: end of the new rows per request, for ingesting only a part; context_len when None.
+    Mutates: nothing; call `mark_ingested` when the drafter took the rows.
+    """
+    device = slot_table.device
+    offsets = [0]
+    positions: list[int] = []
+    token_ids: list[int] = []
+    owners: list[int] = []
+    for i, r in enumerate(requests):
+        stop = r.context_len if stops is None else stops[i]
+        positions += range(r.drafted_len, stop)
+        token_ids += r.tokens[r.drafted_len + 1 : stop + 1]
+        owners += [i] * (stop - r.drafted_len)
+        offsets.append(len(positions))
+    new_positions = upload(positions, device, torch.int64)
+    if len(requests) == 1:
+        new_slots = slot_table[0, requests[0].drafted_len : requests[0].drafted_len + len(positions)]
+    else:
+        new_slots = slot_table[upload(owners, device, torch.int64), new_positions]
+    return DraftInputs(
+        request_ids=[r.request_id for r in requests],
+        context_lens=upload([r.context_len for r in requests], device),
+        anchor_token_ids=upload([r.tokens[r.context_len] for r in requests], device),
+        temperatures=temperatures,
+        slot_table=slot_table,
+        cu_new=upload(offsets, device),
+        new_positions=new_positions,
+        new_token_ids=upload(token_ids, device, torch.int64),
+        new_features=None if features is None else features.index_select(0, new_slots),
+        new_slots=new_slots,
+        histories=[r.tokens for r in requests],
+    )
+
+
+def mark_ingested(requests: list[RunningRequest], stops: list[int] | None = None) -> None:
+    """The drafter has taken the rows that `draft_inputs` handed over."""
+    for i, r in enumerate(requests):
+        r.drafted_len = r.context_len if stops is None else stops[i]
+
+
+def catch_up(
+    drafter: Drafter,
+    requests: list[RunningRequest],
+    slot_table: torch.Tensor,
+    temperatures: torch.Tensor,
+    features: torch.Tensor | None,
+    chunk_rows: int,
+) -> int:
+    """Ingest long backlogs (prompts, rounds without drafting) in chunks; one row per request stays for `propose`.
+
+    Without it a proposal's time would not be that of a typical round, and the rows of one drafter call would be
+    unbounded. Returns how many rows it took.
+    """
+    if max(r.context_len - r.drafted_len for r in requests) <= MAX_BACKLOG_ROWS:
+        return 0
+    num_done = 0
+    while True:
+        budget, stops = chunk_rows, []
+        for r in requests:
+            num_rows = max(0, min(budget, r.context_len - 1 - r.drafted_len))
+            budget -= num_rows
+            stops.append(r.drafted_len + num_rows)
+        if budget == chunk_rows:
+            return num_done
+        num_done += chunk_rows - budget
+        drafter.ingest(draft_inputs(requests, slot_table, temperatures, features, stops))
+        mark_ingested(requests, stops)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What stays the same while the same requests run: tensors and groups are built once."""
+
+    requests: list[RunningRequest]
+    ids: list[str]
+    sampling: SamplingBatch
+    temperatures: torch.Tensor  # (B,) float32
+    keys: list[DraftKey | None]
+    slots: list[str | None]
+    num_failures: int
+    table: torch.Tensor | None = None  # (B, widest row capacity) int64
+    generation: int = -1  # of the scheduler when `table` was built
+
+
+class DecodeRunner:
+    """Runs decode rounds over one packed batch. Engine thread only."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        kv: KVPool,
+        scheduler: Scheduler,
+        slots: DrafterSlots,
+        policy: TreePolicy,
+        output: RoundOutput,
+        *,
+        chunk_rows: int,
+        timer: Callable[[], float] = time.perf_counter,
+        graphs: GraphedTarget | None = None,
+    ) -> None:
+        """graphs: verify forwards and acceptance by graph; None = eagerly."""
+        self._target = target
+        self._graphs = graphs
+        self._accept = functools.partial(accept, kernels=target.kernels) if graphs is None else graphs.accept
+        self._kv = kv
+        self._scheduler = scheduler
+        self._slots = slots
+        self._policy = policy
+        self._output = output
+        self._chunk_rows = chunk_rows
+        self._timer = timer
+        self._rows = RoundRows(kv)
+        self._batch: _Batch | None = None
+        self._catch_up_s = 0.0
+        self._num_catch_up_rows = 0
+        self._commit_s = 0.0
+        self.num_rounds = 0
+        self.num_rows = 0
+        """Tree rows of the latest round, roots included."""
+        self.part_s = dict.fromkeys(("draft", "build", "verify", "accept", "commit", "host"), 0.0)
+        """Seconds that all rounds together spent inside drafters, building trees, in the verify forward, accepting,
+        copying rows, and in everything else."""
+
+    def run(self, requests: list[RunningRequest], prompts: TargetBatch | None = None) -> TargetOutput | None:
+        """One round for all running requests; every one of them emits at least one token.
+
+        Args:
+            prompts: prompt rows that ride along in the forward; their output is returned, and their share of the
+                forward's time, by rows, is no part of the round's statistics.
+        Syncs: one host read of the accepted paths (and what drafters and policy read).
+        """
+        start = self._timer()
+        batch = self._prepare(requests)
+        table = batch.table
+        assert table is not None
+        context_lens = upload([r.context_len for r in requests], self._target.device)
+        num_keys = max(r.context_len for r in requests)
+        draft, model_s, catch_up_s = self._draft(batch, table[:, :num_keys])
+        tree = draft.tree
+        self.num_rows = tree.token_ids.numel()
+
+        verify_start = self._timer()
+        span = open_span(self._target.device)
+        if len(requests) == 1:
+            positions = tree.depths + context_lens
+        else:
+            counts = tree.cu_nodes[1:] - tree.cu_nodes[:-1]
+            positions = tree.depths + context_lens.repeat_interleave(counts, output_size=tree.token_ids.numel())
+        rows = TargetBatch(
+            token_ids=tree.token_ids,
+            positions=positions,
+            cu_rows=tree.cu_nodes,
+            context_lens=context_lens,
+            slot_table=table[:, :num_keys],
+            out_rows=self._rows.place(requests, tree, table, context_lens),
+            ancestors=tree.ancestors,
+            logit_rows=None,
+        )
+        prompt_out = None
+        if prompts is None:
+            out = (self._graphs or self._target).forward(rows, self._kv)
+        else:
+            out, prompt_out = forward_together(self._target, self._kv, rows, prompts)
+        verify_s = self._timer() - verify_start
+        if span is not None:
+            span.close()
+        plan = verify(tree, out.logits, batch.sampling, context_lens, self._accept)
+        if span is not None:
+            plan.on_host()  # the wait for the device; the host's clock saw only the launches
+            verify_s = span.seconds()
+        accept_s = self._timer() - verify_start - verify_s
+        if prompts is not None:
+            prompt_s = verify_s * prompts.token_ids.numel() / (prompts.token_ids.numel() + self.num_rows)
+            verify_s -= prompt_s
+            start += prompt_s
+        self._finish_round(batch, draft, plan, out, start, model_s, catch_up_s, verify_s)
+        part_s = self.part_s
+        build_s = draft.draft_s - draft.model_s
+        part_s["draft"] += model_s
+        part_s["build"] += build_s
+        part_s["verify"] += verify_s
+        part_s["accept"] += accept_s
+        part_s["host"] += self._timer() - start - model_s - build_s - verify_s - accept_s - self._commit_s
+        return prompt_out
+
+    # ---- draft --------------------------------------------------------------------------------------------------
+    def _prepare(self, requests: list[RunningRequest]) -> _Batch:
+        batch, device = self._batch, self._target.device
+        if batch is None or batch.requests != requests or batch.num_failures != self._slots.num_failures:
+            params = [r.request.params for r in requests]
+            slots = [r.slot if self._can_draft(r.slot) else None for r in requests]
+            batch = self._batch = _Batch(
+                requests=list(requests),
+                ids=[r.request_id for r in requests],
+                sampling=SamplingBatch.from_params(
+                    params,
+                    [r.seed for r in requests],
+                    [r.counts for r in requests],
+                    device,
+                    [r.grammar for r in requests],
+                ),
+                temperatures=torch.tensor([p.temperature for p in params], device=device),
+                keys=[
+                    (r.version, r.request.bucket, r.is_greedy) if slot is not None else None
+                    for r, slot in zip(requests, slots, strict=True)
+                ],
+                slots=slots,
+                num_failures=self._slots.num_failures,
+            )
+        if batch.table is None or batch.generation != self._scheduler.generation:
+            batch.generation = self._scheduler.generation
+            if len(requests) == 1:
+                table = requests[0].rows[None]  # type: ignore[index]
+            else:
+                table = torch.zeros(len(requests), max(r.row_capacity for r in requests), dtype=torch.int64)
+                for line, r in zip(table.numpy(), requests, strict=True):
+                    line[: r.row_capacity] = r.rows  # type: ignore[assignment]
+            batch.table = table.to(device)
+        return batch
+
+    def _can_draft(self, slot: str | None) -> bool:
+        drafter = self._slots.drafter(slot)
+        return drafter is not None and drafter.caps.num_slots > 0
+
+    def _draft(self, batch: _Batch, table: torch.Tensor) -> tuple[RoundDraft, float, float]:
+        """Draft for the requests that the policy wants drafted.
+
+        Returns: trees, seconds inside drafters, and how many of them went into backlogs that no typical round has.
+        """
+        requests = batch.requests
+        context_rows = sum(r.context_len for r in requests)
+        # With one token left there is nothing to gain from a draft.
+        keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
+        backlogs = [r.context_len - r.drafted_len for r in requests]
+        # An answer lasts about as long again as it has lasted, at least a few tokens more, and never beyond its limit.
+        horizons = [min(r.token_limit - len(r.tokens), max(32, r.num_output)) for r in requests]
+        records = [r.draft_record for r in requests]
+        num_filling = len(self._scheduler.active) - len(requests)
+        wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons, records, num_filling)
+        by_slot: dict[str, list[int]] = {}
+        for i, is_wanted in enumerate(wants):
+            if is_wanted:
+                by_slot.setdefault(batch.slots[i], []).append(i)  # type: ignore[arg-type]
+        groups, group_slots = [], []
+        self._catch_up_s, self._num_catch_up_rows = 0.0, 0
+        for slot, rows in by_slot.items():
+            group = self._group(batch, slot, rows, table)
+            if group is not None:
+                groups.append(group)
+                group_slots.append(slot)
+        anchors = upload([r.tokens[r.context_len] for r in requests], table.device)
+        draft = self._policy.draft(groups, keys, anchors, context_rows)
+        draft.longest_context = max(r.context_len for r in requests)
+        for i, (slot, group) in enumerate(zip(group_slots, groups, strict=True)):
+            reason = draft.failures.get(i)
+            if reason is not None:
+                self._slots.mark_failed(slot, reason)
+            elif draft.is_drafted[group.rows[0]]:
+                mark_ingested([requests[row] for row in group.rows])
+        return draft, draft.model_s + self._catch_up_s, self._catch_up_s
+
+    def _group(self, batch: _Batch, slot: str, rows: list[int], table: torch.Tensor) -> DraftGroup | None:
+        """Inputs of one drafting pass; None when the drafter fails while it catches up."""
+        drafter = self._slots.drafter(slot)
+        assert drafter is not None
+        drafter = self._policy.mixed(drafter)
+        requests = [batch.requests[i] for i in rows]
+        temperatures = batch.temperatures
+        if len(rows) < len(batch.requests):
+            index = upload(rows, table.device)
+            table, temperatures = table[index], temperatures[index]
+        features = self._kv.features if drafter.caps.needs_features else None
+        if drafter.caps.needs_features and features is None:
+            self._slots.mark_failed(slot, "it needs tapped hidden states, which this engine does not keep")
+            return None
+        start = self._timer()
+        try:
+            num_rows = catch_up(drafter, requests, table, temperatures, features, self._chunk_rows)
+            if num_rows:
+                self._catch_up_s += self._timer() - start
+                self._num_catch_up_rows += num_rows
+        except Exception as e:  # a broken drafter costs speed, never a request
+            self._slots.mark_failed(slot, f"ingest raised {type(e).__name__}: {e}")
+            return None
+        inputs = draft_inputs(requests, table, temperatures, features)
+        return DraftGroup(drafter=drafter, inputs=inputs, rows=rows)
+
+    # ---- after the verify forward -------------------------------------------------------------------------------
+    def _finish_round(
+        self,
+        batch: _Batch,
+        draft: RoundDraft,
+        plan: AcceptPlan,
+        out: TargetOutput,
+        start: float,
+        model_s: float,
+        catch_up_s: float,
+        verify_s: float,
+    ) -> None:
+        requests, tree = batch.requests, draft.tree
+        paths = plan.on_host()
+        accepted_tokens = plan.accepted_tokens(tree)
+        rows: list[list[int]] = []
+        tokens: list[list[int]] = []
+        ends: list[tuple[str | None, str | None]] = []
+        accepted: list[int] = []
+        for r, (path, bonus), new in zip(requests, paths, accepted_tokens, strict=True):
+            new = [*new, bonus]
+            if r.row_capacity < r.token_limit:
+                # Pages ran out. The path may be cut anywhere: an accepted node's token is what the target would have
+                # drawn there, so the last one kept is the bonus token of a shorter path; the rest is drafted again.
+                del new[r.row_capacity - r.context_len :]
+            accepted.append(len(new) - 1)
+            new, reason, match = cut_tokens(r, new)
+            tokens.append(new)
+            rows.append(path[: len(new)])
+            ends.append((reason, match))
+        commit_start = self._timer()
+        self._rows.commit(requests, rows, out.features)
+        self._commit_s = self._timer() - commit_start
+        self.part_s["commit"] += self._commit_s
+        logprobs = round_logprobs(requests, out.logits, rows, tokens)
+        self._trace_logits(requests, rows, out.logits)
+
+        num_drafted = sum(draft.is_drafted)
+        draft_ms = model_s * 1e3 / num_drafted if num_drafted else 0.0
+        verify_ms = verify_s * 1e3 / len(requests)
+        stat_rows = []
+        share = 1e3 / len(requests)
+        emit_start = self._timer()
+        for i, r in enumerate(requests):
+            new, num_accepted_tokens = tokens[i], accepted[i]
+            r.append_output(new)
+            r.context_len += len(new)
+            r.num_rounds += 1
+            r.num_draft_tokens += draft.num_draft_tokens[i]
+            r.num_accepted_tokens += num_accepted_tokens
+            r.num_truncated_tokens += num_accepted_tokens + 1 - len(new)
+            if draft.is_drafted[i]:
+                r.draft_record.note(num_accepted_tokens)
+            own_draft_ms = draft_ms if draft.is_drafted[i] else 0.0
+            r.draft_ms += own_draft_ms
+            r.verify_ms += verify_ms
+            r.round_ms += (emit_start - start) * share
+            version = r.version if batch.slots[i] is not None else ""
+            stat_rows.append((r, version, draft.num_draft_tokens[i], num_accepted_tokens, len(new), own_draft_ms))
+        for i, r in enumerate(requests):
+            reason, match = ends[i]
+            num_kept = min(accepted[i], len(tokens[i]))
+            self._output.emit(r, tokens[i], num_kept, logprobs[i] if logprobs else None, reason, match)
+        self.num_rounds += 1
+        round_s = self._timer() - start
+        self._policy.observe(
+            draft, plan, verify_s=verify_s, round_s=round_s - catch_up_s, catch_up_s=catch_up_s,
+            num_catch_up_rows=self._num_catch_up_rows,
+        )  # fmt: skip
+        self._output.record_rounds(stat_rows, verify_ms, round_s * share)
+        end_ms = (self._timer() - emit_start) * share
+        for r in requests:
+            r.round_ms += end_ms  # reported with the next round
+
+    def _trace_logits(self, requests: list[RunningRequest], rows: list[list[int]], logits: torch.Tensor) -> None:
+        for r, own in zip(requests, rows, strict=True):
+            if r.trace is not None:
+                # A copy: a view would keep the logits of the whole round alive.
+                self._output.trace_logits(r, logits[upload(own, logits.device, torch.int64)])

@@ -1,0 +1,184 @@
+"""How likely does the target find the tokens of a prompt: which rows of a prefill yield it, and how many at once?
+
+Row i of a prompt scores token i + 1; nothing scores the first token, and the last row belongs to the first output token.
+
+How do prompts enter the KV pool: one packed causal forward over a bounded chunk of rows a round?
+
+Rows that complete a prompt yield the request's first output token. After a preemption the rows of prompt and output are
+recomputed and nothing is drawn: the anchor is already known. A request that wants its prompt's log-probabilities gets
+logits of its prompt rows too (prompt_scores.py).
+
+Shape legend: N packed rows, B requests in the chunk, M rows with logits, D requests whose prompt is complete, V vocab.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.serving.engine.output import RoundOutput, round_logprobs
+from paceline.serving.engine.running import RunningRequest, cut_tokens
+from paceline.serving.engine.scheduler import Scheduler
+from paceline.serving.sampling.draw import SamplingBatch, draw_tokens, token_logprobs
+from paceline.serving.sampling.request import TokenLogprob
+from paceline.serving.target_model.kv_cache import KVPool
+from paceline.serving.target_model.model import TargetBatch, TargetModel, TargetOutput
+
+MAX_ELEMENTS = 1 << 24
+"""Logits of prompt rows that one forward may hold: 64 MiB of float32."""
+
+
+def bound_chunks(
+    chunks: list[tuple[RunningRequest, int]], vocab_size: int, max_elements: int = MAX_ELEMENTS
+) -> list[tuple[RunningRequest, int]]:
+    """Cut or leave out requests whose prompt is scored where their logits would take too much memory.
+
+    Args:
+        chunks: (request, rows to prefill now).
+    Returns: the same for fewer rows, at least one.
+    """
+    if all(r.request.prompt_logprobs is None for r, _ in chunks):
+        return chunks
+    room = max(max_elements // vocab_size, 1)
+    bounded = []
+    for request, num_rows in chunks:
+        if num_scores(request, request.context_len + num_rows):
+            num_rows = min(num_rows, room)
+            room -= num_rows
+        if num_rows:
+            bounded.append((request, num_rows))
+    return bounded
+
+
+def num_scores(request: RunningRequest, stop: int) -> int:
+    """Rows before position `stop` that score prompt tokens; the first of them is at `first_score_position`.
+
+    Rows known from before a preemption are not scored again.
+    """
+    if request.request.prompt_logprobs is None:
+        return 0
+    return max(min(stop, request.prompt_len - 1) - first_score_position(request), 0)
+
+
+def first_score_position(request: RunningRequest) -> int:
+    """Position of the next row that scores a token; it must be among the rows computed now or later, never cached."""
+    return len(request.prompt_logprobs) - 1
+
+
+def score_prompt(request: RunningRequest, logits: torch.Tensor) -> None:
+    """Append the log-probabilities of the next prompt tokens, one for each row of logits (r, V).  Syncs: one."""
+    known, num_top = request.prompt_logprobs, request.request.prompt_logprobs or 0
+    scored = request.tokens[len(known) : len(known) + len(logits)]
+    own, top_ids, top_values = token_logprobs(logits, torch.tensor(scored, device=logits.device), num_top)
+    rows = zip(scored, own.tolist(), top_ids.tolist(), top_values.tolist(), strict=True)
+    known += [TokenLogprob(token_id=t, logprob=lp, top=tuple(zip(i, v, strict=True))) for t, lp, i, v in rows]
+
+
+@dataclass(kw_only=True, slots=True)
+class PromptRows:
+    """The prompt rows of one round, packed."""
+
+    chunks: list[tuple[RunningRequest, int]]
+    batch: TargetBatch
+    drawing: list[RunningRequest]  # whose prompt is complete after this forward
+    draw_at: list[int]  # (D,) their rows of logits
+    scoring: list[tuple[RunningRequest, int, int]]  # (request, its first row of logits, their number)
+
+
+class PrefillRunner:
+    """Runs prefill chunks. Engine thread only."""
+
+    def __init__(self, target: TargetModel, kv: KVPool, scheduler: Scheduler, output: RoundOutput) -> None:
+        self._target = target
+        self._kv = kv
+        self._scheduler = scheduler
+        self._output = output
+        self.num_rows = 0
+
+    def run(self, chunks: list[tuple[RunningRequest, int]]) -> None:
+        """Prefill the next rows of each request; requests whose rows are complete start running (or end)."""
+        rows = self.pack(chunks)
+        self.finish(rows, self._target.forward(rows.batch, self._kv))
+
+    def pack(self, chunks: list[tuple[RunningRequest, int]]) -> PromptRows:
+        """Lay out the next rows of each request for a forward. Mutates nothing."""
+        device = self._target.device
+        chunks = bound_chunks(chunks, self._target.vocab_size)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        offsets = [0]
+        out_rows: list[torch.Tensor] = []
+        logit_rows: list[int] = []
+        drawing: list[RunningRequest] = []
+        draw_at: list[int] = []
+        scoring: list[tuple[RunningRequest, int, int]] = []  # (request, its first row of logits, their number)
+        for request, num_rows in chunks:
+            start, stop = request.context_len, request.context_len + num_rows
+            assert request.rows is not None
+            token_ids += request.tokens[start:stop]
+            positions += range(start, stop)
+            out_rows.append(request.rows[start:stop])
+            offsets.append(len(token_ids))
+            if num := num_scores(request, stop):
+                first = offsets[-2] + first_score_position(request) - start
+                assert first >= offsets[-2], "a row that scores a prompt token was not computed"
+                scoring.append((request, len(logit_rows), num))
+                logit_rows += range(first, first + num)
+            if stop == len(request.tokens):  # no output yet, so the last row's logits are the first token's
+                draw_at.append(len(logit_rows))
+                logit_rows.append(len(token_ids) - 1)
+                drawing.append(request)
+        longest = max(r.context_len for r, _ in chunks)
+        table = torch.zeros(len(chunks), longest, dtype=torch.int64)
+        for i, (request, _) in enumerate(chunks):
+            table[i, : request.context_len] = request.rows[: request.context_len]  # type: ignore[index]
+        batch = TargetBatch(
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            cu_rows=torch.tensor(offsets, device=device),
+            context_lens=torch.tensor([r.context_len for r, _ in chunks], device=device),
+            slot_table=table.to(device),
+            out_rows=torch.cat(out_rows).to(device),
+            ancestors=None,
+            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        )
+        return PromptRows(chunks=chunks, batch=batch, drawing=drawing, draw_at=draw_at, scoring=scoring)
+
+    def finish(self, rows: PromptRows, out: TargetOutput) -> None:
+        """Take the forward's output; requests whose rows are complete start running (or end)."""
+        self.num_rows += rows.batch.token_ids.numel()
+        if out.features is not None and self._kv.features is not None:
+            self._kv.features.index_copy_(0, rows.batch.out_rows, out.features)
+        for request, num_rows in rows.chunks:
+            request.context_len += num_rows
+            self._scheduler.publish(request)
+            if request.context_len == request.prefill_len:
+                self._scheduler.start_running(request)
+        for request, at, num in rows.scoring:
+            score_prompt(request, out.logits[at : at + num])
+        if rows.drawing:
+            self._draw_first(rows.drawing, out.logits[rows.draw_at] if rows.scoring else out.logits)
+
+    def _draw_first(self, requests: list[RunningRequest], logits: torch.Tensor) -> None:
+        """Draw and emit the first output token of each request from logits (D, V)."""
+        device = logits.device
+        sampling = SamplingBatch.from_params(
+            [r.request.params for r in requests], [r.seed for r in requests], [r.counts for r in requests], device,
+            [r.grammar for r in requests],
+        )  # fmt: skip
+        positions = torch.tensor([len(r.tokens) for r in requests], device=device)
+        owner = torch.arange(len(requests), device=device)
+        sampling.rewind()
+        token_ids = draw_tokens(logits, owner, positions, sampling).tolist()
+        sampling.advance(range(len(requests)), token_ids)
+        rows = [[i] for i in range(len(requests))]
+        logprobs = round_logprobs(requests, logits, rows, [[t] for t in token_ids])
+        for i, request in enumerate(requests):
+            kept, reason, match = cut_tokens(request, [token_ids[i]])
+            request.append_output(kept)
+            if request.trace is not None:
+                self._output.trace_logits(request, logits[i : i + 1])
+            prompt = tuple(request.prompt_logprobs) if request.request.prompt_logprobs is not None else None
+            own = logprobs[i] if logprobs else None
+            self._output.emit(request, kept, 0, own[: len(kept)] if own else own, reason, match, prompt)

@@ -1,0 +1,236 @@
+"""What does the engine remember of one request between rounds?
+
+With n = context_len: tokens x_0..x_n are committed (prompt + output), rows 0..n-1 are in the target KV and x_n, the
+anchor, is not. The drafter has seen rows 0..drafted_len-1.
+
+Where does a request end: EOS or stop token, stop string, token limit?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.serving.budget.request_record import DraftRecord
+from paceline.serving.sampling.request import (
+    GenerationRequest,
+    RequestStats,
+    RequestStatus,
+    RoundEvent,
+    TokenLogprob,
+    advance_status,
+)
+from paceline.serving.sampling.text_stream import TextStream, TokenText
+from paceline.serving.target_model.prefix_cache import DraftWriter
+
+if TYPE_CHECKING:
+    from paceline.serving.sampling.draw import TokenCounts
+    from paceline.serving.sampling.grammar_state import GrammarState
+
+
+@dataclass(slots=True)
+class TraceRows:
+    """The growing trace of one request: parts in row order, concatenated when the request finishes."""
+
+    logits: list[torch.Tensor] = field(default_factory=list)  # (r, V) float32 each, not yet reduced to the top k
+    num_logits: int = 0
+    topk_ids: list[torch.Tensor] = field(default_factory=list)  # (r, k) int32 each
+    topk_logprobs: list[torch.Tensor] = field(default_factory=list)  # (r, k) float32 each
+
+
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """Mutable state of one request; touched by the engine thread only after submission."""
+
+    request: GenerationRequest
+    on_event: Callable[[RoundEvent], None]
+    arrival: int
+    seed: int
+    token_limit: int
+    """Prompt and output tokens at which the request ends with 'length'."""
+    stop_token_ids: frozenset[int]
+    stop_checker: StopStringChecker | None
+    counts: TokenCounts | None
+    """Tokens seen, for penalties; None without penalties."""
+    submitted_s: float
+    grammar: GrammarState | None = None
+    """Where the answer stands in its grammar; always that of the committed output tokens between rounds."""
+
+    status: RequestStatus = RequestStatus.WAITING
+    is_pinned: bool = False
+    slot: str | None = None
+    version: str = ""
+    tokens: list[int] = field(default_factory=list)
+    context_len: int = 0
+    drafted_len: int = 0
+    rows: torch.Tensor | None = None  # (row_capacity,) int64, pool row of each position
+    trace: TraceRows | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    """Of the prompt's first tokens, as far as they are known; empty unless the request asks for them."""
+    draft_writer: DraftWriter | None = None
+    """What drafter KV at shared rows is found by; None when the drafter's rows cannot be shared."""
+    rank: tuple[float, int] = (0.0, 0)
+    """Order of admission; the active request with the largest rank is preempted first. Set by the scheduler."""
+    draft_record: DraftRecord = field(default_factory=DraftRecord)
+    num_cached_tokens: int = 0
+    was_preempted: bool = False
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_truncated_tokens: int = 0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    round_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_token_ids)
+        if self.request.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)  # nothing predicts the first token
+        resumed = list(self.request.resumed_token_ids)
+        if resumed:  # from here on the request is like one that was preempted behind these tokens
+            if self.grammar is not None:
+                for token_id in resumed:
+                    self.grammar.advance(token_id)
+            self.append_output(resumed)
+            if self.stop_checker is not None:
+                self.stop_checker.first_match(resumed)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def prefill_len(self) -> int:
+        """Rows to compute before the request can decode: the prompt, or everything but the anchor after preemption."""
+        return max(self.prompt_len, len(self.tokens) - 1)
+
+    @property
+    def row_capacity(self) -> int:
+        return 0 if self.rows is None else self.rows.numel()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.request.params.temperature == 0.0
+
+    def advance(self, to: RequestStatus) -> None:
+        self.status = advance_status(self.status, to)
+
+    def append_output(self, token_ids: list[int]) -> None:
+        """Commit emitted tokens."""
+        self.tokens += token_ids
+        if self.counts is not None:
+            self.counts.add(token_ids)
+        if self.grammar is not None:
+            self.grammar.keep(len(token_ids))
+
+    def forget_rows(self) -> None:
+        """Drop everything that preemption loses; tokens, seed, pin, counters and trace stay."""
+        self.context_len = self.drafted_len = 0
+        self.rows = None
+
+    def stats(self, now_s: float) -> RequestStats:
+        return RequestStats(
+            drafter_version=self.version,
+            num_rounds=self.num_rounds,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+            num_emitted_tokens=self.num_output,
+            num_truncated_tokens=self.num_truncated_tokens,
+            bucket=self.request.bucket,
+            draft_ms=self.draft_ms,
+            verify_ms=self.verify_ms,
+            round_ms=self.round_ms,
+            total_ms=(now_s - self.submitted_s) * 1e3,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def event(self, now_s: float, token_ids: tuple[int, ...] = (), **fields: Any) -> RoundEvent:
+        """A RoundEvent of this request; everything not named is empty."""
+        values: dict[str, Any] = {
+            "num_accepted_tokens": 0,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_match": None,
+            **fields,
+        }
+        return RoundEvent(request_id=self.request_id, token_ids=token_ids, stats=self.stats(now_s), **values)
+
+
+class StopStringChecker:
+    """Incremental detokenisation of one request; made only when it has stop strings."""
+
+    def __init__(
+        self,
+        tokens: TokenText,
+        stop: Sequence[str],
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special: bool = True,
+    ) -> None:
+        self._stream = TextStream(tokens, prompt_token_ids=prompt_token_ids, skip_special=skip_special)
+        self._stop = tuple(stop)
+        self._keep = max(len(s) for s in stop) - 1
+        self._tail = ""  # text that a match may still begin in
+
+    def first_match(self, token_ids: Sequence[int]) -> tuple[int, str] | None:
+        """Append tokens; returns (number of them up to and including the one that completes a match, stop string).
+
+        Among matches completed by the same token the one that begins first in the text wins.
+        """
+        for i, token_id in enumerate(token_ids):
+            piece = self._stream.push((token_id,))
+            if not piece:
+                continue
+            text = self._tail + piece
+            found = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
+            if found:
+                return i + 1, min(found)[1]
+            self._tail = text[-self._keep :] if self._keep else ""
+        return None
+
+
+def cut_tokens(request: RunningRequest, token_ids: list[int]) -> tuple[list[int], str | None, str | None]:
+    """Cut one round's new tokens where the request ends.
+
+    Returns: (tokens to emit, finish reason or None, stop string or None). A stop token or the token that completes a
+    stop string is the last one emitted; at the token limit the reason is 'length' unless the last token stops anyway.
+    When the request's grammar cannot be followed behind one of these tokens, the reason is 'error' and that is the last
+    one emitted.
+    """
+    grammar = request.grammar
+    # Tokens that a shortage of pages has cut may end before the failure: then it is met again by a later round.
+    if grammar is not None and grammar.error is not None and len(token_ids) > grammar.num_ahead:
+        # What was drawn before the grammar failed counts, and may end the answer before the failure would.
+        token_ids, reason, match = _cut(request, token_ids[: grammar.num_ahead])
+        return token_ids, reason or "error", match
+    return _cut(request, token_ids)
+
+
+def _cut(request: RunningRequest, token_ids: list[int]) -> tuple[list[int], str | None, str | None]:
+    room = request.token_limit - len(request.tokens)
+    if len(token_ids) > room:
+        token_ids = token_ids[:room]
+    reason: str | None = "length" if len(token_ids) == room else None
+    stops = request.stop_token_ids
+    if stops:
+        for i, token_id in enumerate(token_ids):
+            if token_id in stops:
+                token_ids, reason = token_ids[: i + 1], "stop"
+                break
+    if request.stop_checker is not None:
+        found = request.stop_checker.first_match(token_ids)
+        if found is not None:
+            return token_ids[: found[0]], "stop", found[1]
+    return token_ids, reason, None

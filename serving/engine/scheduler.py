@@ -1,0 +1,310 @@
+"""Which requests run this round, and who gives pages back when they run out?
+
+Every request has a rank: its submission time plus its priority times `priority_aging_s`, then its arrival. Smaller ranks
+are admitted first, equal priorities therefore in order of arrival, and a waiting request overtakes later ones of the next
+better priority once it has waited `priority_aging_s` longer. A rank never changes, so the smallest one is never
+preempted and always advances, and no two requests can preempt each other in turn.
+
+A request is admitted when its prompt's pages are free; pages of a cached prefix are shared (prefix_cache.py). Prompts are
+prefilled in chunks between decode rounds. When a running request cannot get the page of its next row, the active request
+with the largest rank loses its pages and goes back to the queue. When the first of the queue finds no room, active
+requests of a worse priority make it, if their pages suffice. Lost rows are recomputed, or found in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from paceline.serving.engine.queues import RequestQueue
+from paceline.serving.engine.running import RunningRequest
+from paceline.serving.sampling.request import RequestStatus
+from paceline.serving.target_model.prefix_cache import DraftWriter
+
+
+class Pages(Protocol):
+    """The part of the page allocator that the scheduler uses."""
+
+    @property
+    def num_free_pages(self) -> int: ...
+    @property
+    def num_ever_cached(self) -> int: ...
+    def ensure(self, request_id: str, num_rows: int) -> bool: ...
+    def rows(self, request_id: str, start: int, stop: int) -> torch.Tensor: ...
+    def release(self, request_id: str) -> None: ...
+    def pages(self, request_id: str) -> tuple[int, ...]: ...
+    def share(self, request_id: str, tenant: str, token_ids: list[int], max_rows: int) -> int: ...
+    def num_shared_rows(self, request_id: str) -> int: ...
+    def note_drafted(self, request_id: str, draft_writer: DraftWriter, num_rows: int) -> None: ...
+    def next_page_key(self, request_id: str, tenant: str, token_ids: list[int]) -> tuple[int, bytes] | None: ...
+    def publish(
+        self,
+        request_id: str,
+        tenant: str,
+        token_ids: list[int],
+        num_rows: int,
+        *,
+        draft_writer: DraftWriter | None = None,
+        num_drafted_rows: int = 0,
+        is_last: bool = False,
+    ) -> None: ...
+
+
+class Scheduler:
+    """Queue, running requests and their pages. Not thread-safe: engine thread only."""
+
+    def __init__(
+        self,
+        pages: Pages,
+        *,
+        page_tokens: int,
+        max_running: int,
+        prefill_chunk_tokens: int,
+        min_prefill_tokens: int = 1,
+        priority_aging_s: float = math.inf,
+        on_preempt: Callable[[RunningRequest], None] = lambda r: None,
+        may_share: Callable[[RunningRequest], bool] = lambda r: False,
+        on_share: Callable[[RunningRequest], None] = lambda r: None,
+    ) -> None:
+        """Args:
+        min_prefill_tokens: rows of a chunk however many requests decode.
+        may_share: whether a request may use cached pages.
+        on_share: told when a request that was admitted before has found more cached rows.
+        """
+        self._pages = pages
+        self._page_tokens = page_tokens
+        self._max_running = max_running
+        self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._min_prefill_tokens = min(min_prefill_tokens, prefill_chunk_tokens)
+        self._priority_aging_s = priority_aging_s
+        self._on_preempt = on_preempt
+        self._may_share = may_share
+        self._on_share = on_share
+        self.waiting = RequestQueue()
+        self.active: list[RunningRequest] = []  # PREFILL and RUNNING, smallest rank first
+        self.num_preemptions = 0
+        self.num_lookups = 0
+        self.num_hits = 0
+        self.num_hit_rows = 0
+        self._blocked: tuple[RunningRequest, int, int, int] | None = None
+        """The first of the queue when it last found no room, with what it found: see `_is_still_blocked`."""
+        self.generation = 0
+        """Grows whenever the set of active requests, a status or a page table changes."""
+
+    def add(self, request: RunningRequest) -> None:
+        """Queue a request by its rank."""
+        priority = request.request.priority
+        delay_s = priority * self._priority_aging_s if priority else 0.0
+        request.rank = (request.submitted_s + delay_s, request.arrival)
+        self.waiting.push(request)
+
+    def admit(self) -> list[RunningRequest]:
+        """Move requests from the queue to prefill while they fit; returns the admitted ones."""
+        admitted: list[RunningRequest] = []
+        while (request := self.waiting.first()) is not None:
+            if len(self.active) >= self._max_running and not self._make_room(request, 0):
+                break
+            if self._is_still_blocked(request):
+                break
+            num_active = len(self.active)
+            # The first output row is part of the bill, and one page per active request stays free: otherwise
+            # the admission would be preempted at once.
+            num_rows = request.prefill_len + 1
+            num_shared = self._share(request) // self._page_tokens
+            num_pages = -(-num_rows // self._page_tokens) - num_shared
+            if not self._has_room(num_pages) and not self._make_room(request, num_pages):
+                self._pages.release(request.request_id)
+                # Preemptions that were not enough are followed by others in the next round.
+                self._blocked = (request, *self._room()) if len(self.active) == num_active else None
+                break
+            self._blocked = None
+            is_covered = self._grow(request, num_rows)
+            assert is_covered, "pages that are free can be taken"
+            self.waiting.remove(request)
+            self.num_lookups += self._may_share(request)
+            self._count_hit(request, 0, num_shared * self._page_tokens)
+            request.advance(RequestStatus.PREFILL)
+            bisect.insort(self.active, request, key=lambda r: r.rank)
+            self.generation += 1
+            admitted.append(request)
+        return admitted
+
+    def prefill_chunks(self, num_decode_rows: int = 0) -> list[tuple[RunningRequest, int]]:
+        """(request, rows) to prefill in this round, smallest rank first.
+
+        All rows of the round together stay within prefill_chunk_tokens, so that a decoding request waits no longer for its
+        next tokens when prompts come in; prompts get at least min_prefill_tokens of them. Of several prompts whose next
+        page is the same, one computes it and the others wait to share it.
+        """
+        budget = max(self._min_prefill_tokens, self._prefill_chunk_tokens - num_decode_rows)
+        chunks = []
+        in_work: set[tuple[int, bytes]] = set()
+        for request in self.active:
+            if budget <= 0:
+                break
+            if request.status is not RequestStatus.PREFILL or not self._find_more(request, in_work):
+                continue
+            num_rows = min(budget, request.prefill_len - request.context_len)
+            budget -= num_rows
+            chunks.append((request, num_rows))
+        return chunks
+
+    def note_drafted(self) -> None:
+        """Write down which shared pages have drafter KV by now; before new requests ask."""
+        for request in self.active:
+            if request.draft_writer is not None:
+                self._pages.note_drafted(request.request_id, request.draft_writer, request.drafted_len)
+
+    def publish(self, request: RunningRequest) -> None:
+        """Let others share the full pages that a request has computed."""
+        self._publish(request, is_last=False)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that decode."""
+        return sum(r.status is RequestStatus.RUNNING for r in self.active)
+
+    def start_running(self, request: RunningRequest) -> None:
+        """Prefill is complete: the request decodes from the next round on."""
+        request.advance(RequestStatus.RUNNING)
+        self.generation += 1
+
+    def reserve(self, num_lookahead_rows: int) -> list[RunningRequest]:
+        """Give every running request the page of its next row, and of the draft path's rows where they are free.
+
+        Preempts the active requests with the largest ranks when pages run out. Returns the running requests, smallest
+        rank first.
+        """
+        batch: list[RunningRequest] = []
+        for request in list(self.active):
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            need = request.context_len + 1
+            want = min(need + num_lookahead_rows, request.token_limit)
+            if request.row_capacity < want and not self._grow(request, want):
+                while request.row_capacity < need and not self._grow(request, need):
+                    victim = self.active[-1]
+                    self.preempt(victim)
+                    if victim is request:
+                        break
+            if request.status is RequestStatus.RUNNING:
+                batch.append(request)
+        return batch
+
+    def preempt(self, request: RunningRequest) -> None:
+        """Take a request's pages and queue it for recomputation."""
+        request.advance(RequestStatus.PREEMPTED)
+        request.was_preempted = True
+        self._drop(request)
+        self.num_preemptions += 1
+        self._on_preempt(request)
+        request.forget_rows()
+        self.add(request)
+
+    def remove(self, request: RunningRequest, status: RequestStatus) -> None:
+        """End a request (FINISHED or ABORTED) wherever it is; its pages are free or cached afterwards."""
+        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            self.waiting.remove(request)
+        else:
+            self._drop(request)
+        request.advance(status)
+        request.forget_rows()
+
+    # ---- room ---------------------------------------------------------------------------------------------------
+    def _room(self) -> tuple[int, int, int]:
+        """What decides whether the first of the queue fits: free pages, active requests, pages that were ever cached."""
+        return self._pages.num_free_pages, len(self.active), self._pages.num_ever_cached
+
+    def _is_still_blocked(self, request: RunningRequest) -> bool:
+        """Whether a request that found no room would find none again: looking for its prefix costs time with its length.
+
+        While it is first nobody else is admitted. Room for it can come only from pages that became free, from requests
+        that left, or from cached pages that may continue its prefix; what active requests take makes no room.
+        """
+        if self._blocked is None or self._blocked[0] is not request:
+            return False
+        _, num_free, num_active, num_cached = self._blocked
+        now_free, now_active, now_cached = self._room()
+        return now_free <= num_free and now_active >= max(num_active, 1) and now_cached == num_cached
+
+    def _has_room(self, num_pages: int) -> bool:
+        return self._pages.num_free_pages >= num_pages + len(self.active)
+
+    def _make_room(self, request: RunningRequest, num_pages: int) -> bool:
+        """Preempt active requests of a worse priority and rank until a request has a place and its pages.
+
+        Nobody is preempted when all their pages together would not be enough; pages that they share count in full.
+        """
+        num_free, num_left = self._pages.num_free_pages, len(self.active)
+        while num_left >= self._max_running or num_free < num_pages + num_left:
+            victim = self.active[num_left - 1] if num_left else None
+            if victim is None or victim.request.priority <= request.request.priority or victim.rank < request.rank:
+                return False
+            num_left -= 1
+            num_free += len(self._pages.pages(victim.request_id))
+        for victim in self.active[num_left:]:  # a copy
+            self.preempt(victim)
+        return self._has_room(num_pages)
+
+    def _drop(self, request: RunningRequest) -> None:
+        at = bisect.bisect_left(self.active, request.rank, key=lambda r: r.rank)
+        assert self.active[at] is request, "an active request stands where its rank says"
+        del self.active[at]
+        self._publish(request, is_last=True)
+        self._pages.release(request.request_id)
+        self.generation += 1
+
+    def _grow(self, request: RunningRequest, num_rows: int) -> bool:
+        """Cover at least num_rows positions; whole pages, so capacity is a multiple of the page."""
+        if not self._pages.ensure(request.request_id, num_rows):
+            return False
+        capacity = -(-num_rows // self._page_tokens) * self._page_tokens
+        if capacity > request.row_capacity:
+            request.rows = self._pages.rows(request.request_id, 0, capacity)
+            self.generation += 1
+        return True
+
+    # ---- shared prefixes ----------------------------------------------------------------------------------------
+    def _share(self, request: RunningRequest) -> int:
+        """Rows that a request can share; the last one to prefill is always computed, for its logits and features."""
+        if not self._may_share(request):
+            return 0
+        return self._pages.share(
+            request.request_id, request.request.tenant, request.tokens, max_rows=request.prefill_len - 1
+        )
+
+    def _find_more(self, request: RunningRequest, in_work: set[tuple[int, bytes]]) -> bool:
+        """Share what was cached since admission; False when another request of this chunk computes the next page."""
+        if not self._may_share(request):
+            return True
+        start = request.context_len
+        is_fresh = start == self._pages.num_shared_rows(request.request_id)  # no rows of its own behind the shared ones
+        if is_fresh and (num_shared := self._share(request)) > start:
+            request.rows = self._pages.rows(request.request_id, 0, request.row_capacity)
+            self.generation += 1
+            self._count_hit(request, start, num_shared)
+            self._on_share(request)
+        key = self._pages.next_page_key(request.request_id, request.request.tenant, request.tokens)
+        if key is not None:
+            if is_fresh and key in in_work:
+                return False
+            in_work.add(key)
+        return True
+
+    def _publish(self, request: RunningRequest, *, is_last: bool) -> None:
+        self._pages.publish(
+            request.request_id, request.request.tenant, request.tokens, request.context_len,
+            draft_writer=request.draft_writer, num_drafted_rows=request.drafted_len, is_last=is_last,
+        )  # fmt: skip
+
+    def _count_hit(self, request: RunningRequest, start: int, stop: int) -> None:
+        """The rows [start, stop) of a request were found in the cache."""
+        request.context_len = stop
+        self.num_hits += start == 0 < stop
+        self.num_hit_rows += stop - start
+        if not request.was_preempted:
+            request.num_cached_tokens += stop - start

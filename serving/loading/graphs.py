@@ -1,0 +1,104 @@
+"""Which graphs does an engine have, and what runs through them?
+
+Verify forwards and the acceptance of the target, and the two blocks of every drafter that an engine can hold: both
+adaptive slots and the hold-back's. New weights are copied into a slot in place, so its graphs outlive every version.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.config import EngineConfig
+from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.loading.graphed import GraphedTarget
+from paceline.serving.target_model.graph_capture import (
+    CaptureJob,
+    CudaGraphs,
+    EagerGraphs,
+    GraphBackend,
+    Progress,
+    capture_all,
+)
+from paceline.serving.target_model.kv_cache import KVPool
+from paceline.serving.target_model.model import TargetModel
+
+logger = logging.getLogger(__name__)
+
+_RANK_OF_LATER_SLOTS = 6
+"""Graphs of slots without traffic at the start come after the commonest ones of the target and the live drafter."""
+
+
+def default_backend(target: TargetModel, config: EngineConfig) -> GraphBackend | None:
+    """CUDA graphs where the target is on CUDA, its kernels can be captured and the configuration gives time for it."""
+    if target.device.type != "cuda" or config.capture_s <= 0:
+        return None
+    if target.num_ranks > 1:
+        logger.warning("graphs are made for one device; a target over %d runs without", target.num_ranks)
+        return None
+    if not target.kernels.is_capturable:
+        logger.warning("kernel backend %s cannot be captured; rounds run without graphs", target.kernels.backend)
+        return None
+    return CudaGraphs(target.device)
+
+
+class EngineGraphs:
+    """The static tensors and graphs of one engine."""
+
+    def __init__(
+        self,
+        backend: GraphBackend,
+        target: TargetModel,
+        kv: KVPool,
+        slots: DrafterSlots,
+        config: EngineConfig,
+        max_context: int,
+    ) -> None:
+        """Allocate the static tensors. The drafters' KV is allocated anew: no request may have been served yet."""
+        self._backend, self._budget_s = backend, config.capture_s
+        self.target = GraphedTarget(
+            target, kv, max_requests=config.max_running, max_width=config.tree.max_draft_tokens + 1,
+            max_context=max_context,
+        )  # fmt: skip
+        self._jobs: list[CaptureJob] = self.target.jobs()
+        self._drafters = []
+        for i, (name, drafter) in enumerate(slots.prepare_all().items()):
+            make = getattr(drafter, "make_graphs", None)
+            if make is None:  # table lookups and scripted drafters have nothing to capture
+                continue
+            graphs = make(
+                target.kernels, max_requests=config.max_running, max_leaves=config.tree.max_frontier,
+                max_context=max_context,
+            )  # fmt: skip
+            self._drafters.append(graphs)
+            self._jobs += graphs.jobs(f"drafter {name}", rank=_RANK_OF_LATER_SLOTS if i else 0)
+
+    @property
+    def num_graphs(self) -> int:
+        return self.target.num_graphs + sum(d.num_graphs for d in self._drafters)
+
+    def capture(
+        self,
+        timer: Callable[[], float] = time.perf_counter,
+        progress: Progress | None = None,
+        first: Sequence[CaptureJob] = (),
+    ) -> int:
+        """Do the jobs `first`, then make graphs, within the configured time; returns how many of both were done."""
+        jobs = [*first, *self._jobs]
+        self._jobs = []
+        return capture_all(jobs, self._backend, budget_s=self._budget_s, timer=timer, progress=progress)
+
+
+def prepare(
+    graphs: EngineGraphs | None,
+    first: Sequence[CaptureJob],
+    timer: Callable[[], float],
+    progress: Progress | None,
+) -> None:
+    """Do the jobs `first` and make the graphs; an engine without graphs does the jobs however long they take."""
+    if graphs is not None:
+        graphs.capture(timer, progress, first)
+    elif first:
+        capture_all(first, EagerGraphs(), budget_s=math.inf, timer=timer, progress=progress)

@@ -1,0 +1,101 @@
+"""How do events of a request cross from an engine's process to the one that holds the client's connection?
+
+One item a round, or several rounds in one where they are ready together: a second hop is paid per item. The first item
+says that the engine took the request, and an item without events is a sign of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Literal
+
+import msgspec
+
+from paceline.errors import CapacityError, EngineStoppedError, PacelineError, RequestError
+from paceline.serving.api.generation import EngineClient, EngineInfo, compile_in_thread
+from paceline.serving.sampling.request import GenerationRequest, RoundEvent
+
+SIGN_OF_LIFE_S = 3.0
+
+Refusal = Literal["request", "capacity", "stopped"]
+_ERRORS: dict[Refusal, type[PacelineError]] = {
+    "request": RequestError,
+    "capacity": CapacityError,
+    "stopped": EngineStoppedError,
+}
+
+
+class StreamItem(msgspec.Struct, array_like=True, frozen=True):
+    """What crosses at once."""
+
+    events: tuple[RoundEvent, ...] = ()
+    refusal: Refusal | None = None
+    """Why the engine did not take the request; nothing follows."""
+    message: str = ""
+
+    def raise_refusal(self) -> None:
+        """Raise what the engine raised when it was given the request."""
+        if self.refusal is not None:
+            raise _ERRORS[self.refusal](self.message)
+
+
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process in front must know of the engines."""
+
+    info: EngineInfo
+    holdback_percent: int
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decode_request = msgspec.msgpack.Decoder(GenerationRequest).decode
+decode_item = msgspec.msgpack.Decoder(StreamItem).decode
+decode_facts = msgspec.msgpack.Decoder(EngineFacts).decode
+
+
+async def stream_events(
+    client: EngineClient, raw: bytes, *, max_silence_s: float = 30.0, sign_of_life_s: float = SIGN_OF_LIFE_S
+) -> AsyncGenerator[bytes, None]:
+    """Submit an encoded GenerationRequest and yield encoded StreamItems; closing it early aborts the request.
+
+    Raises: EngineStoppedError when the engine's thread has shown no life for max_silence_s.
+    """
+    request = _decode_request(raw)
+    queue: asyncio.Queue[RoundEvent] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def on_event(event: RoundEvent) -> None:  # engine thread
+        try:
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            client.abort(request.request_id)
+
+    try:
+        held: object = None
+        if request.params.grammar is not None:  # compiling must not hold up the event loop, whatever others compile
+            held = await compile_in_thread(lambda: client.prepare(request))
+        client.submit(request, on_event)
+        del held
+    except (RequestError, CapacityError, EngineStoppedError) as e:
+        kind: Refusal = next(k for k, error in _ERRORS.items() if isinstance(e, error))
+        yield encode(StreamItem(refusal=kind, message=str(e)))
+        return
+    is_finished = False
+    try:
+        yield encode(StreamItem())
+        while not is_finished:
+            try:
+                events = [await asyncio.wait_for(queue.get(), sign_of_life_s)]
+            except TimeoutError:
+                age_s = client.heartbeat_age_s()
+                if age_s > max_silence_s:
+                    raise EngineStoppedError(f"the engine has been silent for {age_s:.0f} s") from None
+                yield encode(StreamItem())
+                continue
+            while not queue.empty():
+                events.append(queue.get_nowait())
+            is_finished = events[-1].finish_reason is not None
+            yield encode(StreamItem(tuple(events)))
+    finally:
+        if not is_finished:
+            client.abort(request.request_id)

@@ -1,0 +1,364 @@
+"""Which token does the target draw at a row?
+
+Shape legend: B requests, N rows (several per request), V vocabulary, E extra tokens of a row, R subset of rows.
+Processed distribution: logit bias -> grammar mask -> penalties -> temperature -> top-k -> top-p -> min-p. The filters so
+see only tokens that the grammar allows. Draws are inverse-CDF in token order with one uniform per (seed, position), so a
+seeded request draws the same tokens whatever the tree, batch or drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.serving.sampling.grammar_state import GrammarState
+from paceline.serving.sampling.request import SamplingParams
+
+_CHUNK = 64  # tokens per partial sum of the inverse CDF
+_PROBE = 256  # most likely tokens looked at first for top-p and min-p; a full sort only when they do not suffice
+_BELOW_ONE = 1.0 - 2.0**-50
+
+
+class TokenCounts:
+    """Tokens seen by one request, for its penalties; the engine keeps one per request with `has_penalties(params)`.
+
+    repetition_penalty looks at prompt and output, presence and frequency penalties at the output only.
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.is_in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # (V,)
+        self.is_in_prompt[torch.as_tensor(list(prompt_token_ids), dtype=torch.int64, device=device)] = True
+        self.num_in_output = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # (V,)
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Count emitted output tokens (call for every emitted token, the newest anchor included)."""
+        ids = torch.as_tensor(list(token_ids), dtype=torch.int64, device=self.num_in_output.device)
+        self.num_in_output.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether the request needs TokenCounts."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingBatch:
+    """Sampling settings of B requests as tensors; immutable, so cache it while the batch stays the same."""
+
+    temperatures: torch.Tensor  # (B,) float32, 0 = greedy
+    top_ks: torch.Tensor  # (B,) int64, V-or-more when off
+    top_ps: torch.Tensor  # (B,) float64
+    min_ps: torch.Tensor  # (B,) float32
+    repetition: torch.Tensor  # (B,) float32
+    presence: torch.Tensor  # (B,) float32
+    frequency: torch.Tensor  # (B,) float32
+    seeds: torch.Tensor  # (B,) int64, hashed
+    counts: list[TokenCounts | None]  # (B,)
+    is_greedy: list[bool]  # (B,)
+    is_filtered: list[bool]  # (B,) top-k, top-p or min-p in force
+    is_penalised: list[bool]  # (B,)
+    biases: list[tuple[torch.Tensor, torch.Tensor] | None]  # (B,) token ids (K,) int64 and what to add (K,) float32
+    grammars: list[GrammarState | None]  # (B,) draws follow their state; the caller moves it (`advance`)
+    has_grammars: bool
+    is_all_greedy: bool
+    """Every request greedy without biases, grammars and penalties: one argmax is enough."""
+
+    @staticmethod
+    def from_params(
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        counts: Sequence[TokenCounts | None] | None = None,
+        device: torch.device | str = "cpu",
+        grammars: Sequence[GrammarState | None] | None = None,
+    ) -> SamplingBatch:
+        """Collect settings; `seeds` are any ints (the engine draws one when params.seed is None).
+
+        `counts` must hold a TokenCounts for every request with penalties and `grammars` a state for every request with a
+        grammar; ValueError otherwise.
+        """
+        counts = [None] * len(params) if counts is None else list(counts)
+        is_penalised = [has_penalties(p) for p in params]
+        if len(counts) != len(params) or len(seeds) != len(params):
+            raise ValueError(f"seeds and counts must have one entry per request, got {len(seeds)} and {len(counts)}")
+        if any(p and c is None for p, c in zip(is_penalised, counts, strict=True)):
+            raise ValueError("counts must hold TokenCounts for every request with penalties, got None")
+        grammars = [None] * len(params) if grammars is None else list(grammars)
+        if any((p.grammar is None) != (g is None) for p, g in zip(params, grammars, strict=True)):
+            raise ValueError("grammars must hold a GrammarState for exactly the requests with a grammar")
+        is_greedy = [p.temperature == 0.0 for p in params]
+        has_grammars = any(g is not None for g in grammars)
+        is_plain = not (any(is_penalised) or has_grammars or any(p.logit_bias for p in params))
+
+        def f32(values: list[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        raw = torch.tensor([_to_int64(s) for s in seeds], dtype=torch.int64, device=device)
+        return SamplingBatch(
+            temperatures=f32([p.temperature for p in params]),
+            top_ks=torch.tensor([p.top_k or 2**40 for p in params], dtype=torch.int64, device=device),
+            top_ps=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+            min_ps=f32([p.min_p for p in params]),
+            repetition=f32([p.repetition_penalty for p in params]),
+            presence=f32([p.presence_penalty for p in params]),
+            frequency=f32([p.frequency_penalty for p in params]),
+            seeds=_mix(raw),
+            counts=counts,
+            is_greedy=is_greedy,
+            is_filtered=[p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params],
+            is_penalised=is_penalised,
+            biases=[
+                (torch.tensor([t for t, _ in p.logit_bias], device=device), f32([b for _, b in p.logit_bias]))
+                if p.logit_bias
+                else None
+                for p in params
+            ],
+            grammars=grammars,
+            has_grammars=has_grammars,
+            is_all_greedy=all(is_greedy) and is_plain,
+        )
+
+    def rewind(self) -> None:
+        """Take every grammar back to the committed tokens of its request."""
+        for grammar in self.grammars:
+            if grammar is not None:
+                grammar.rewind()
+
+    def advance(self, owners: Iterable[int], token_ids: Iterable[int]) -> None:
+        """Move the grammars of requests `owners` over the tokens just drawn for them."""
+        for owner, token_id in zip(owners, token_ids, strict=True):
+            grammar = self.grammars[owner]
+            if grammar is not None:
+                grammar.advance(token_id)
+
+    def uniforms(self, owner: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """One uniform in [0, 1) per (seed, position): float64, the shape of owner and positions broadcast.
+
+        Source: splitmix64 (Steele, Lea, Flood 2014) as a counter-based hash, applied to the hashed seed plus the position.
+        """
+        bits = _mix(self.seeds[owner] + positions * _GOLDEN)
+        return _shift(bits, 11).double() * 2.0**-53
+
+    def uniforms_of_one(self, first: int, offsets: Sequence[int]) -> torch.Tensor:
+        """`uniforms` of a lone request at positions first + offsets, which repeat: (N,) float64 on the CPU.
+
+        In Python numbers, because two dozen tensor operators take longer than a few dozen multiplications.
+        """
+        seed = int(self.seeds[0])
+        found = {offset: _uniform(seed + (first + offset) * _GOLDEN) for offset in set(offsets)}
+        return torch.tensor([found[offset] for offset in offsets], dtype=torch.float64)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # int64 tensors wrap, so the constants are the two's complement
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+_ALL_BITS = 2**64 - 1
+
+
+def _to_int64(value: int) -> int:
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = x + _GOLDEN
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def _uniform(x: int) -> float:
+    """`_mix` of any int and its uniform, in Python numbers."""
+    x = (x + _GOLDEN) & _ALL_BITS
+    x = ((x ^ (x >> 30)) * _MIX_1) & _ALL_BITS
+    x = ((x ^ (x >> 27)) * _MIX_2) & _ALL_BITS
+    return ((x ^ (x >> 31)) >> 11) * 2.0**-53
+
+
+def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Index of the largest logit of each row, first one on ties. (N, V) -> (N,) int64."""
+    if logits.device.type == "cpu" and not logits.requires_grad:
+        return torch.from_numpy(logits.numpy().argmax(-1))  # 25 times faster than torch's argmax on CPU
+    return logits.argmax(-1)
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    owner: torch.Tensor,
+    positions: torch.Tensor,
+    batch: SamplingBatch,
+    extra_token_ids: torch.Tensor | None = None,
+    uniforms: torch.Tensor | None = None,
+    owner_list: list[int] | None = None,
+) -> torch.Tensor:
+    """Draw one token per row from the request's processed distribution; greedy requests take the argmax.
+
+    A request with a grammar may have one row: the one behind the tokens that its grammar's state stands for.
+
+    Args:
+        logits: (N, V) float32; not modified.
+        owner: (N,) int64, request index of each row.
+        positions: (N,) int64, position of the token drawn.
+        extra_token_ids: (N, E) int64, -1 padded: uncommitted tree tokens above the row (root excluded), for penalties.
+        uniforms: (N,) float64, when the caller has computed batch.uniforms(owner, positions) already.
+        owner_list: `owner` on the host, where the caller knows it.
+    Returns: (N,) int64.  Syncs: reads owner unless owner_list is given.
+    """
+    if batch.is_all_greedy:
+        return argmax_rows(logits)
+    owner_list = owner.tolist() if owner_list is None else owner_list
+    logits = _bias(logits, owner_list, batch)
+    if batch.has_grammars:
+        logits = _mask(logits, owner_list, batch)
+    if any(batch.is_penalised):
+        logits = _penalise(logits, owner_list, batch, extra_token_ids)
+    sampled = [i for i, b in enumerate(owner_list) if not batch.is_greedy[b]]
+    if len(sampled) == len(owner_list):
+        return _draw(logits, owner, owner_list, positions, batch, uniforms)
+    token_ids = argmax_rows(logits)
+    if sampled:
+        rows = torch.tensor(sampled, device=logits.device)
+        part = None if uniforms is None else uniforms[rows]
+        of = [owner_list[i] for i in sampled]
+        token_ids[rows] = _draw(logits[rows], owner[rows], of, positions[rows], batch, part)
+    return token_ids
+
+
+def _draw(
+    logits: torch.Tensor,
+    owner: torch.Tensor,
+    owner_list: list[int],
+    positions: torch.Tensor,
+    batch: SamplingBatch,
+    uniforms: torch.Tensor | None,
+) -> torch.Tensor:
+    weights = logits - logits.amax(-1, keepdim=True)  # subtract first: a tiny temperature must not overflow
+    weights = weights.div_(batch.temperatures[owner][:, None]).exp_()
+    if any(batch.is_filtered):
+        filtered = [i for i, b in enumerate(owner_list) if batch.is_filtered[b]]
+        if filtered:
+            rows = torch.tensor(filtered, device=logits.device)
+            weights[rows] = _filter(weights[rows], owner[rows], batch)
+    if uniforms is None:
+        uniforms = batch.uniforms(owner, positions)
+    return _inverse_cdf(weights, uniforms)
+
+
+def _bias(logits: torch.Tensor, owner_list: list[int], batch: SamplingBatch) -> torch.Tensor:
+    """Logits with the numbers that requests add to tokens' logits (OpenAI's logit_bias)."""
+    found = [(i, bias) for i, b in enumerate(owner_list) if (bias := batch.biases[b]) is not None]
+    if not found:
+        return logits
+    rows = torch.tensor([i for i, (ids, _) in found for _ in range(ids.numel())], device=logits.device)
+    token_ids, values = (torch.cat(column) for column in zip(*(bias for _, bias in found), strict=True))
+    return logits.index_put((rows, token_ids), values, accumulate=True)
+
+
+def _mask(logits: torch.Tensor, owner_list: list[int], batch: SamplingBatch) -> torch.Tensor:
+    """Logits with -inf for the tokens that a request's grammar does not allow next."""
+    states = ((i, batch.grammars[b]) for i, b in enumerate(owner_list))
+    found = [(i, mask) for i, state in states if state is not None and (mask := state.allowed()) is not None]
+    if not found:
+        return logits
+    rows = torch.tensor([i for i, _ in found], device=logits.device)
+    is_allowed = torch.from_numpy(np.stack([mask for _, mask in found])).to(logits.device)  # (R, V)
+    return logits.index_put((rows,), logits[rows].masked_fill(~is_allowed, -torch.inf))
+
+
+def _penalise(
+    logits: torch.Tensor, owner_list: list[int], batch: SamplingBatch, extra_token_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Repetition (CTRL, arXiv 1909.05858 section 4.1), presence and frequency penalties on the rows that have them."""
+    picked = [i for i, b in enumerate(owner_list) if batch.is_penalised[b]]
+    if not picked:
+        return logits
+    counts = [c for c in (batch.counts[owner_list[i]] for i in picked) if c is not None]
+    rows = torch.tensor(picked, device=logits.device)
+    of = torch.tensor([owner_list[i] for i in picked], device=logits.device)
+    num = torch.stack([c.num_in_output for c in counts])  # (R, V)
+    if extra_token_ids is not None and extra_token_ids.shape[1] > 0:
+        extra = extra_token_ids[rows]
+        num = num.scatter_add(1, extra.clamp(min=0), (extra >= 0).float())
+    seen = num > 0
+    x = logits[rows]
+    factor = batch.repetition[of][:, None]
+    x = torch.where(torch.stack([c.is_in_prompt for c in counts]) | seen, torch.where(x > 0, x / factor, x * factor), x)
+    x = x - batch.presence[of][:, None] * seen - batch.frequency[of][:, None] * num
+    logits = logits.clone()
+    logits[rows] = x
+    return logits
+
+
+def _filter(weights: torch.Tensor, owner: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Zero what top-k, top-p and min-p drop; weights (R, V) with maximum 1.
+
+    Every rule keeps a prefix of the tokens sorted by falling weight (ties: lower token id first), so the kept prefix is
+    the shortest of the three.
+    """
+    vocab = weights.shape[1]
+    top_k = batch.top_ks[owner].clamp(max=vocab)
+    top_p = batch.top_ps[owner]
+    is_host = weights.device.type == "cpu"
+    width = vocab if is_host else min(vocab, max(_PROBE, int(torch.where(top_k < vocab, top_k, 0).max())))
+    total = weights.sum(-1, dtype=torch.float64)
+    while True:
+        if is_host:  # numpy's vectorised sort of everything is faster than torch's topk of 256
+            ordered = torch.from_numpy(np.sort(weights.numpy(), axis=-1)[:, ::-1].copy())
+        else:
+            ordered = weights.topk(width, dim=-1).values
+        cum = ordered.cumsum(-1, dtype=torch.float64)  # ordered: (R, width), falling
+        # top-p renormalises over what top-k kept
+        kept_total = torch.where(top_k <= width, cum.gather(1, (top_k.clamp(max=width) - 1)[:, None])[:, 0], total)
+        num_p = 1 + (cum < (top_p * kept_total)[:, None]).sum(-1)  # the token that crosses top_p is kept
+        num_p = torch.where(top_p >= 1.0, vocab, num_p)
+        num_min = (ordered >= batch.min_ps[owner][:, None]).sum(-1)
+        num_min = torch.where(batch.min_ps[owner] > 0, num_min, vocab)
+        num = torch.minimum(torch.minimum(num_p, num_min), top_k)
+        if width == vocab or bool(((num < width) | (num == top_k)).all()):
+            break
+        width = vocab
+    num = num.clamp(max=vocab)
+    threshold = ordered.gather(1, (num.clamp(max=width) - 1)[:, None])
+    kept = weights >= threshold
+    surplus = kept.sum(-1) - num
+    if bool((surplus > 0).any()):  # ties at the threshold: the lower token ids stay
+        tied = weights == threshold
+        num_tied = tied.sum(-1) - surplus
+        kept &= ~tied | (tied.cumsum(-1) <= num_tied[:, None])
+    return weights * kept
+
+
+def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """First token whose cumulative weight exceeds uniform x total, in float64, by chunk and then inside the chunk."""
+    num_rows, vocab = weights.shape
+    if vocab % _CHUNK:
+        weights = torch.nn.functional.pad(weights, (0, _CHUNK - vocab % _CHUNK))
+    chunks = weights.view(num_rows, -1, _CHUNK)
+    cum = chunks.sum(-1, dtype=torch.float64).cumsum(-1)  # (N, V / 64)
+    goal = torch.minimum(uniforms, uniforms.new_tensor(_BELOW_ONE)) * cum[:, -1]
+    index = (cum <= goal[:, None]).sum(-1)  # < number of chunks because goal < cum[-1]
+    before = torch.where(index > 0, cum.gather(1, (index - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    inside = chunks.gather(1, index[:, None, None].expand(-1, 1, _CHUNK))[:, 0].cumsum(-1, dtype=torch.float64)
+    # rounding must not step past the chunk's last possible token
+    goal = torch.minimum(goal - before, inside[:, -1] * _BELOW_ONE)
+    return index * _CHUNK + (inside <= goal[:, None]).sum(-1)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Unprocessed log-probabilities at temperature 1.
+
+    logits (N, V) float32, token_ids (N,) int64. Returns those of the given tokens (N,) float32, and the top k:
+    ids (N, k) int64 and values (N, k) float32, falling.
+    """
+    logprobs = logits.log_softmax(-1)
+    top = logprobs.topk(min(k, logits.shape[1]), dim=-1)
+    return logprobs.gather(1, token_ids[:, None])[:, 0], top.indices, top.values

@@ -1,0 +1,260 @@
+"""How does a request's grammar become token masks, without harm from grammars that are wrong, huge or hostile?
+
+Grammars are compiled by llguidance (https://github.com/guidance-ai/llguidance): an Earley parser over a lexer of regular
+expression derivatives, which gives the mask of a state in some tens of microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from concurrent.futures import Future
+from typing import Any
+from weakref import WeakValueDictionary
+
+import llguidance.hf
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from paceline.errors import CapacityError, RequestError
+from paceline.serving.sampling.grammar_state import GrammarState
+from paceline.serving.sampling.request import GrammarSpec
+
+MAX_TEXT_BYTES = {"json_schema": 65_536, "regex": 4_096, "lark": 16_384}
+"""Longest text by kind: some regular expressions cost time and memory with the square of their length."""
+MAX_PATTERN_BYTES = 4_096
+"""Longest `pattern` inside a JSON schema."""
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+# Between two parts of a JSON answer: a model that would go on with blanks for ever has to go on with the answer.
+_STACK_BYTES = 256 * 2**20  # virtual: the compiler recurses once per rule of a chain, far beyond a usual stack
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 5_000,
+    "step_max_items": 2_000,
+    "max_items_in_row": 1_000,
+    "max_lexer_states": 20_000,  # 1 to 2 kB each, per request
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+_stack_lock = threading.Lock()
+
+
+class CompiledGrammar:
+    """One grammar before the first token, shared by all of its answers; who holds it saves the next one a compilation."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        """Only copied, under the factory's lock."""
+
+
+class GrammarFactory:
+    """Compiles grammars for one target. Thread-safe; slow, so it is called by those who submit requests."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        *,
+        max_cached: int = 16,
+        max_compiling: int = 2,
+        timeout_s: float = 10.0,
+    ) -> None:
+        """Nothing is converted before the first grammar.
+
+        Args:
+            vocab_size: width of the target's logits; ids beyond the tokenizer's are never allowed.
+            max_cached: compiled grammars kept, the latest used ones.
+            max_compiling: grammars compiled at once.
+            timeout_s: longest compilation, and longest wait for another one's.
+        """
+        self._hf_tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._max_cached, self._timeout_s = max_cached, timeout_s
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(max_compiling)
+        self._tokenizer: LLTokenizer | None = None
+        self._refusal: str | None = None  # why this tokenizer cannot be used
+        self._compiled: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
+        # Also those beyond the limit that somebody still holds between `prepare` and `start`.
+        self._held: WeakValueDictionary[GrammarSpec, CompiledGrammar] = WeakValueDictionary()
+
+    def start(
+        self, spec: GrammarSpec, *, stop_token_ids: Collection[int] = (), ignores_eos: bool = False
+    ) -> GrammarState:
+        """The state of an answer that has no token yet.
+
+        Raises: RequestError (grammar wrong, unsatisfiable, too large or too slow; tokenizer without support),
+            CapacityError (others are compiling).
+        """
+        compiled = self._known(spec)
+        with self._lock:
+            matcher = compiled.matcher.deep_copy()
+        return GrammarState(
+            matcher,
+            self._vocab_size,
+            eos_token_ids=self._eos_token_ids,
+            stop_token_ids=stop_token_ids,
+            ignores_eos=ignores_eos,
+        )
+
+    def prepare(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Compile a grammar; a `start` takes no time while the caller holds the result. Raises like `start`."""
+        return self._known(spec)
+
+    def _known(self, spec: GrammarSpec) -> CompiledGrammar:
+        with self._lock:
+            compiled = self._held.get(spec)
+            if compiled is not None:
+                self._keep(spec, compiled)
+                return compiled
+        check_size(spec)
+        compiled = CompiledGrammar(self._compile(self._ready_tokenizer(), spec))
+        with self._lock:
+            self._keep(spec, compiled)
+        return compiled
+
+    def _keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
+        """It is the latest one used; the caller has the lock."""
+        self._held[spec] = self._compiled[spec] = compiled
+        self._compiled.move_to_end(spec)
+        while len(self._compiled) > self._max_cached:
+            self._compiled.popitem(last=False)
+
+    def _ready_tokenizer(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None and self._refusal is None:
+                try:
+                    self._tokenizer = convert_tokenizer(self._hf_tokenizer, self._vocab_size, self._eos_token_ids)
+                except RequestError as e:
+                    self._refusal = str(e)
+            if self._tokenizer is None:
+                raise RequestError(str(self._refusal))
+            return self._tokenizer
+
+    def _compile(self, tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
+        """Compile in a thread with a deep stack; the caller waits at most `timeout_s`."""
+        if not self._slots.acquire(timeout=self._timeout_s):
+            raise CapacityError("too many grammars are being compiled; try again later")
+        done: Future[LLMatcher] = Future()
+
+        def work() -> None:
+            try:
+                done.set_result(compile_grammar(tokenizer, spec))
+            except BaseException as e:  # belongs to the caller; a panic of the library is no Exception
+                done.set_exception(e)
+            finally:
+                self._slots.release()
+
+        thread = threading.Thread(target=work, name="grammar", daemon=True)
+        with _stack_lock:
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                thread.start()
+            except RuntimeError as e:
+                self._slots.release()
+                raise CapacityError(f"no thread to compile the grammar in ({e}); try again later") from e
+            finally:
+                threading.stack_size(usual)
+        try:
+            return done.result(self._timeout_s)
+        except TimeoutError:
+            raise RequestError(f"the grammar must compile within {self._timeout_s:g} s; simplify it") from None
+
+
+def check_size(spec: GrammarSpec) -> None:
+    """Raise RequestError when a grammar's text, or a pattern in a JSON schema, is too long."""
+    limit = MAX_TEXT_BYTES.get(spec.kind)
+    size = len(spec.text.encode(errors="surrogatepass"))
+    if limit is not None and size > limit:
+        raise RequestError(f"a grammar of kind {spec.kind} must have at most {limit} bytes, got {size}")
+    if spec.kind != "json_schema":
+        return
+    try:
+        schema = json.loads(spec.text)
+    except (ValueError, RecursionError) as e:
+        raise RequestError(f"the JSON schema must be JSON: {e}") from e
+    if not isinstance(schema, dict):
+        raise RequestError(f"the JSON schema must be an object, got {type(schema).__name__}")
+    stack: list[Any] = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, list):
+            stack += node
+        elif isinstance(node, dict):
+            properties = node.get("patternProperties")
+            patterns = [node.get("pattern"), *(properties if isinstance(properties, dict) else ())]
+            longest = max((len(p.encode(errors="surrogatepass")) for p in patterns if isinstance(p, str)), default=0)
+            if longest > MAX_PATTERN_BYTES:
+                raise RequestError(f"a pattern must have at most {MAX_PATTERN_BYTES} bytes, got {longest}")
+            stack += node.values()
+
+
+def compile_grammar(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
+    """A matcher before the first token; raises RequestError with the library's reason.
+
+    The first mask is computed here: some grammars turn out to be empty or too complex only then.
+    """
+    what = (
+        "JSON schema" if spec.kind.startswith("json") else "regular expression" if spec.kind == "regex" else "grammar"
+    )
+    try:
+        if spec.kind == "regex":
+            source = LLMatcher.grammar_from_regex(spec.text)
+        elif spec.kind == "lark":
+            source = LLMatcher.grammar_from_lark(spec.text)
+        else:
+            options = None if '"x-guidance"' in spec.text else _JSON_OPTIONS  # the schema's own settings of the library
+            source = LLMatcher.grammar_from_json_schema(spec.text or '{"type": "object"}', options)
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**_LIMITS))
+        if not matcher.is_error():
+            has_first = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).any()
+            if not matcher.is_error() and has_first:
+                return matcher
+        reason = matcher.get_error().strip()
+    except Exception as e:  # ValueError of the library's front ends
+        reason = str(e).strip()
+    raise RequestError(f"the {what} cannot be used: {reason[:500] or 'no answer satisfies it'}")
+
+
+def convert_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
+    """llguidance's view of a transformers tokenizer: the bytes of every token; takes up to a second.
+
+    Raises: RequestError when there is no fast backend, no end-of-text token, or a decoder that llguidance does not know.
+    """
+    if not eos_token_ids:
+        raise RequestError("answers in a grammar need a target with an end-of-text token, and this one has none")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise RequestError(
+            "answers in a grammar need a fast tokenizer (tokenizer.json), and this target has a slow one"
+        )
+    eos = sorted(eos_token_ids)
+    try:
+        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        if decoder.get("type") == "Fuse":
+            return LLTokenizer(_PlainTokens(tokenizer, vocab_size, eos), n_vocab=vocab_size, eos_token=eos)  # type: ignore[arg-type]
+        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
+    except Exception as e:  # the library has no class of its own for tokenizers that it cannot take
+        raise RequestError(f"answers in a grammar are not possible with this target's tokenizer: {e}") from e
+
+
+class _PlainTokens:
+    """A tokenizer whose tokens are their own text (decoder "Fuse"), in the form that LLTokenizer takes."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos: list[int]) -> None:
+        self._tokenizer = tokenizer
+        names = tokenizer.convert_ids_to_tokens(list(range(min(vocab_size, len(tokenizer)))))
+        self.eos_token_id = eos[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [(name or "").encode() for name in names] + [b""] * (vocab_size - len(names))
+        self.special_token_ids = sorted({*tokenizer.all_special_ids, *eos})
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text.decode(errors="replace") if isinstance(text, bytes) else text
+        # A text that the vocabulary cannot spell must not pass for <unk>.
+        return [t for t in self._tokenizer.encode(text, add_special_tokens=False) if t != self._tokenizer.unk_token_id]

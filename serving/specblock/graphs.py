@@ -1,0 +1,201 @@
+"""How do SpecBlock's drafting passes run as graphs: a round's inputs copied into static tensors, padded, replayed?
+
+Shape legend: B requests, R new rows, L columns of the slot table, K draft slots, C candidates per slot, F leaves, M leaves
+per request, H drafter hidden size; a bucket has at least as many of each as the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.kernels.dispatch import Kernels
+from paceline.serving.drafters.interface import DraftInputs, Frontier, Proposal
+from paceline.serving.specblock.forward import SlotForward
+from paceline.serving.specblock.static import StaticSpecBlock
+from paceline.serving.target_model.graph_capture import REFINING_RANK, CaptureJob, GraphBackend, GraphTable, size_ladder
+
+MAX_GRAPH_ROWS = 512
+"""New rows of a round beyond this are drafted eagerly: launches cost so many rows little."""
+
+
+def num_spare_rows(max_requests: int, max_depth: int) -> int:
+    """Pool rows that padding rows take beyond those of requests: all rows of the largest graph."""
+    return min(MAX_GRAPH_ROWS, max(32, max_requests * (max_depth + 1)))
+
+
+class GraphedSpecBlock:
+    """The graphs of one drafter. Its weights may change in place; its pool must not move."""
+
+    def __init__(
+        self,
+        forward: SlotForward,
+        pool: torch.Tensor,
+        kernels: Kernels,
+        *,
+        first_spare: int,
+        max_requests: int,
+        max_leaves: int,
+        max_context: int,
+        max_depth: int,
+    ) -> None:
+        """pool: (layers, pool rows, K, ..), the rows from `first_spare` on are `num_spare_rows(..)` spare ones.
+
+        max_leaves: M; 0 leaves block 2 out. max_depth: deepest draft token, which bounds the rows of a usual round.
+        """
+        c, device = forward.config, forward.device
+        self._max_leaves, self._max_depth = max_leaves, max_depth
+        rows = num_spare_rows(max_requests, max_depth)
+        self._ladders = (
+            size_ladder(rows, has_halves=True), size_ladder(max_requests), size_ladder(max_context, start=256, factor=4)
+        )  # fmt: skip
+        self._passes = StaticSpecBlock(forward, pool, kernels, max_leaves=max_leaves, max_context=max_context)
+        self._first, self._second = GraphTable(self._ladders), GraphTable(self._ladders[1:])
+        self._sizes: tuple[int, int] | None = None  # (B, L) of what the request tensors hold
+        self._inputs: DraftInputs | None = None  # of the latest `propose`
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        leaves, count, k = max_requests * max_leaves, forward.num_candidates, c.num_slots
+        self._features = zeros(rows, c.feature_size, dtype=forward.dtype)
+        self._token_ids, self._positions = zeros(rows), zeros(rows)
+        self._spare = first_spare + torch.arange(rows, device=device)
+        self._slots = self._spare.clone()
+        self._cu_new, self._context_lens = zeros(max_requests + 1), zeros(max_requests)
+        self._table = zeros(max_requests * max_context)  # taken as (B, L) of each bucket
+        self._temperatures = zeros(max_requests, dtype=torch.float32)
+        self._leaves = {name: zeros(leaves) for name in ("request", "slot", "token_ids")}
+
+        def outputs(num: int) -> Proposal:
+            return Proposal(
+                token_ids=zeros(num, k, count),
+                logprobs=zeros(num, k, count, dtype=torch.float32),
+                widths=zeros(num, k),
+                hidden=zeros(num, k, c.hidden_size, dtype=forward.dtype),
+            )
+
+        self._block1, self._block2 = outputs(max_requests), outputs(leaves)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._first) + len(self._second)
+
+    def jobs(self, name: str, rank: int = 0) -> list[CaptureJob]:
+        """Every graph worth having; those with most rows, which hold all others, come first. rank: added to all ranks."""
+        rows, requests, widths = self._ladders
+        jobs = []
+        for i, b in enumerate(requests):
+            most = max(32, b * (self._max_depth + 1))
+            steps = [n for n in rows if b <= n <= most or n == rows[-1] < b]
+            for k, width in enumerate(widths):
+                at = rank + i + k
+                if self._max_leaves:
+                    title = f"{name} block 2 requests={b} context={width}"
+                    run = self._second_job(b, width)
+                    jobs.append(CaptureJob(name=title, family=f"{name} block 2", rank=at, run=run))
+                for n in steps:
+                    title = f"{name} block 1 rows={n} requests={b} context={width}"
+                    own = at if n == steps[-1] else at + REFINING_RANK
+                    run = self._first_job(n, b, width)
+                    jobs.append(CaptureJob(name=title, family=f"{name} block 1", rank=own, run=run))
+        return jobs
+
+    def propose(self, inputs: DraftInputs) -> Proposal | None:
+        """Block 1, valid until the next call; None when no graph holds the round.  Syncs: none."""
+        n, b = inputs.new_token_ids.numel(), inputs.context_lens.numel()
+        columns = inputs.slot_table.shape[1]
+        sizes = self._first.fit(n, b, columns)
+        if sizes is None or (self._max_leaves and self._second.fit(b, columns) is None):
+            return None
+        assert inputs.new_features is not None
+        rows, requests, width = sizes
+        self._features[:n].copy_(inputs.new_features)
+        self._token_ids[:n].copy_(inputs.new_token_ids)
+        self._token_ids[n:rows].zero_()
+        self._positions[:n].copy_(inputs.new_positions)
+        self._positions[n:rows].zero_()
+        self._slots[:n].copy_(inputs.new_slots)
+        self._slots[n:rows].copy_(self._spare[n:rows])
+        self._cu_new[: b + 1].copy_(inputs.cu_new)
+        self._cu_new[b + 1 : requests + 1].fill_(n)
+        self._copy_requests(inputs, requests, width)
+        self._first.replay(sizes)
+        self._inputs = inputs
+        return _rows_of(self._block1, b)
+
+    def expand(self, inputs: DraftInputs, frontier: Frontier) -> Proposal:
+        """Block 2 at at most M leaves per request of the latest `propose`; valid until the next call.  Syncs: none."""
+        assert self._inputs is inputs, "expand follows propose on the same inputs"
+        f, b, columns = frontier.token_ids.numel(), inputs.context_lens.numel(), inputs.slot_table.shape[1]
+        sizes = self._second.fit(b, columns)
+        if sizes is None or f > b * self._max_leaves:
+            raise ValueError(f"a frontier must have at most {self._max_leaves} leaves per request, got {f} for {b}")
+        requests, width = sizes
+        if sizes != self._sizes:
+            self._copy_requests(inputs, requests, width)
+        padded = requests * self._max_leaves
+        for name, static in self._leaves.items():
+            static[:f].copy_(getattr(frontier, name))
+            static[f:padded].fill_(requests if name == "request" else 0)
+        self._second.replay((requests, width))
+        return _rows_of(self._block2, f)
+
+    def _copy_requests(self, inputs: DraftInputs, requests: int, width: int) -> None:
+        b, columns = inputs.context_lens.numel(), inputs.slot_table.shape[1]
+        self._context_lens[:b].copy_(inputs.context_lens)
+        self._context_lens[b:requests].zero_()
+        self._temperatures[:b].copy_(inputs.temperatures)
+        self._temperatures[b:requests].zero_()
+        self._table[: requests * width].view(requests, width)[:b, :columns].copy_(inputs.slot_table)
+        self._sizes = (requests, width)
+
+    def _first_job(self, rows: int, requests: int, width: int) -> Callable[[GraphBackend], None]:
+        def capture(backend: GraphBackend) -> None:
+            inputs = (
+                *(t[:rows] for t in (self._features, self._token_ids, self._positions, self._slots)),
+                self._cu_new[: requests + 1],
+                *self._request_tensors(requests, width),
+            )
+
+            def run() -> None:
+                _copy(self._block1, self._passes.propose(*inputs))
+
+            self._first.add((rows, requests, width), backend.capture(run))
+
+        return capture
+
+    def _second_job(self, requests: int, width: int) -> Callable[[GraphBackend], None]:
+        def capture(backend: GraphBackend) -> None:
+            num = requests * self._max_leaves
+            leaves = {name: static[:num] for name, static in self._leaves.items()}
+            assert self._block1.hidden is not None
+            hidden, tensors = self._block1.hidden[:requests], self._request_tensors(requests, width)
+
+            def run() -> None:
+                found = self._passes.expand(hidden, leaves["request"], leaves["slot"], leaves["token_ids"], *tensors)
+                _copy(self._block2, found)
+
+            self._second.add((requests, width), backend.capture(run))
+
+        return capture
+
+    def _request_tensors(self, requests: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        table = self._table[: requests * width].view(requests, width)
+        return self._context_lens[:requests], table, self._temperatures[:requests]
+
+
+def _parts(proposal: Proposal) -> tuple[torch.Tensor, ...]:
+    assert proposal.widths is not None and proposal.hidden is not None
+    return proposal.token_ids, proposal.logprobs, proposal.widths, proposal.hidden
+
+
+def _copy(static: Proposal, value: Proposal) -> None:
+    for to, tensor in zip(_parts(static), _parts(value), strict=True):
+        to[: tensor.shape[0]].copy_(tensor)
+
+
+def _rows_of(static: Proposal, num: int) -> Proposal:
+    token_ids, logprobs, widths, hidden = (t[:num] for t in _parts(static))
+    return Proposal(token_ids=token_ids, logprobs=logprobs, widths=widths, hidden=hidden)

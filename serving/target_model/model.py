@@ -1,0 +1,383 @@
+"""How does one packed ragged forward of the target run: transformers model, paged KV, tree mask, feature taps?
+
+Shape legend: B requests, N packed rows (all requests), W widest tree, L longest context, M rows whose logits are
+wanted, V vocab, m tapped layers, Dm hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from paceline.errors import ConfigError
+from paceline.kernels.dispatch import Kernels, select_kernels
+from paceline.serving.target_model.fused import KV_DTYPE, FusedForward, supports_fused
+from paceline.serving.target_model.kv_cache import KVPool
+from paceline.serving.target_model.paged_attention import (
+    ATTENTION,
+    PagedPass,
+    register_attention,
+    supports_rope_kernel,
+    use_rope_kernel,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_FUSED_ERROR_FP32 = 1e-4
+_MAX_FUSED_ERROR_BF16 = 5e-2
+"""Two correct bfloat16 forwards differ by their rounding, about 1e-2 after 32 layers."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TargetBatch:
+    """Packed rows of one forward, request after request."""
+
+    token_ids: torch.Tensor  # (N,) int64
+    positions: torch.Tensor  # (N,) int64, RoPE positions (context length + depth for tree rows)
+    cu_rows: torch.Tensor  # (B + 1,) int64
+    context_lens: torch.Tensor  # (B,) int64, committed rows visible to every row of the request
+    slot_table: torch.Tensor  # (B, L) int64, pool row of each position; entries >= context_len are not read
+    out_rows: torch.Tensor  # (N,) int64, pool row that takes each packed row's K/V
+    ancestors: torch.Tensor | None = None  # (N, W) bool; None = causal inside the request (prefill)
+    logit_rows: torch.Tensor | None = None  # (M,) int64 packed rows; None = all N
+
+
+@dataclass(kw_only=True, slots=True)
+class TargetOutput:
+    """What a forward yields."""
+
+    logits: torch.Tensor  # (M, V) float32
+    features: torch.Tensor | None  # (N, m * Dm) in the model's dtype; None when the target has no taps
+
+
+class RankLeader(Protocol):
+    """Tells the other tensor-parallel ranks what rank 0 is about to do."""
+
+    def send_pool(self, num_pages: int, page_tokens: int, num_scratch_rows: int) -> None: ...
+
+    def send_forward(self, batch: TargetBatch) -> None: ...
+
+    def send_commit(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None: ...
+
+
+def default_tap_layers(num_layers: int) -> tuple[int, ...]:
+    """SpecBlock's three taps 1, L/2 - 1, L - 4 (outputs of those layers); they may coincide in shallow targets."""
+    return tuple(min(max(i, 0), num_layers - 1) for i in (1, num_layers // 2 - 1, num_layers - 4))
+
+
+class TargetModel:
+    """A transformers causal LM, unmodified, with paged KV and feature taps; not thread-safe."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        tap_layers: tuple[int, ...] | None,
+        version: str,
+        fast_path: bool | None = None,
+        kernels: Kernels | None = None,
+        num_ranks: int = 1,
+    ) -> None:
+        """num_ranks: tensor-parallel ranks that the model is split over; heads below are this rank's."""
+        register_attention()
+        model.set_attn_implementation(ATTENTION)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.version = version
+        config = model.config.get_text_config()
+        self.config = config
+        self.num_layers: int = config.num_hidden_layers
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        heads: int = config.num_attention_heads
+        self.num_ranks = num_ranks
+        self.num_heads = heads // num_ranks
+        self.num_kv_heads: int = (getattr(config, "num_key_value_heads", None) or heads) // num_ranks
+        self.head_dim: int = getattr(config, "head_dim", None) or self.hidden_size // heads
+        self.leader: RankLeader | None = None
+        """Rank 0's line to the other ranks, which repeat every forward and commit."""
+        self.context_tokens = _context_tokens(config)
+        weight: Any = model.get_input_embeddings().weight
+        self.embed_weight: torch.Tensor = weight if num_ranks == 1 else weight.full_tensor()  # (V, Dm)
+        self.lm_head: torch.nn.Module = model.get_output_embeddings()
+        head: Any = self.lm_head.weight
+        self.head_weight: torch.Tensor = head if num_ranks == 1 else head.full_tensor()  # (V, Dm)
+        self.device: torch.device = self.embed_weight.device
+        self.dtype: torch.dtype = self.embed_weight.dtype
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        self.kernels = kernels or select_kernels(self.device)
+        decoder = model.get_decoder()
+        self.norm: torch.nn.Module = decoder.norm
+        taps = default_tap_layers(self.num_layers) if tap_layers is None else tuple(tap_layers)
+        if any(not 0 <= t < self.num_layers for t in taps):
+            raise ConfigError(f"tap_layers must lie in [0, {self.num_layers}), got {taps}")
+        self.tap_layers = taps
+        self.feature_size = len(taps) * self.hidden_size
+        self._tapped: dict[int, torch.Tensor] = {}
+        for tap in set(taps):
+            decoder.layers[tap].register_forward_hook(self._make_hook(tap), with_kwargs=True)
+        self.kv_dtype = self.dtype
+        self._fused: FusedForward | None = None
+        self.has_rope_kernel = False
+        """Whether head norm, RoPE and the K/V write of a layer are one kernel (paged_attention.py)."""
+        if fast_path is not False and num_ranks == 1:
+            self._choose_fast_path(is_required=fast_path is True)
+
+    @property
+    def is_fast_path(self) -> bool:
+        """Whether forwards run fused (fused_forward.py) instead of through the transformers modules."""
+        return self._fused is not None
+
+    @torch.inference_mode()
+    def _choose_fast_path(self, *, is_required: bool) -> None:
+        """Use the forward with the fewest operators that the family has here, if it reproduces the transformers forward."""
+        error, limit = None, _MAX_FUSED_ERROR_FP32 if self.dtype == torch.float32 else _MAX_FUSED_ERROR_BF16
+        if self.kernels.is_reference:
+            if supports_fused(self.model):  # it reads the reference's plans
+                self._fused = FusedForward(self.model, self.tap_layers, self.kernels)
+                self.kv_dtype = KV_DTYPE
+                error = self._fused_error()
+                if error > limit:
+                    self._fused, self.kv_dtype = None, self.dtype
+        elif supports_rope_kernel(self.model):
+            undo = use_rope_kernel(self.model)
+            try:
+                error = self._fused_error()
+            except Exception:  # a kernel that this GPU or compiler does not take: the modules need none
+                log.exception("the RoPE kernel could not be run; the target runs without it")
+                error = math.inf
+            self.has_rope_kernel = error <= limit
+            if not self.has_rope_kernel:
+                undo()
+        if is_required and self._fused is None and not self.has_rope_kernel:
+            raise ConfigError(f"fast_path must be None or False for this target, got True (relative error {error})")
+        log.info(
+            "target forward chosen fused=%s rope_kernel=%s relative_error=%s",
+            self.is_fast_path, self.has_rope_kernel, error,
+        )  # fmt: skip
+
+    def _fused_error(self) -> float:
+        """Root-mean-square difference of fused and transformers logits over the logits' own, on fixed tokens."""
+        count = min(32, self.context_tokens)
+        rows = torch.arange(count, device=self.device)
+        ids = (rows * 7919 + 13) % self.vocab_size
+        expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+        batch = TargetBatch(
+            token_ids=ids,
+            positions=rows,
+            cu_rows=torch.tensor([0, count], device=self.device),
+            context_lens=torch.zeros(1, dtype=torch.int64, device=self.device),
+            slot_table=rows[None],
+            out_rows=rows,
+        )
+        got = self.forward(batch, self.new_kv_pool(1, count, 0)).logits
+        error = float((got - expected).norm() / expected.norm().clamp_min(1e-12))
+        return error if math.isfinite(error) else math.inf
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        tap_layers: tuple[int, ...] | None = None,
+        fast_path: bool | None = None,
+        split: Callable[[Any], Any] | None = None,
+        num_ranks: int = 1,
+    ) -> TargetModel:
+        """Load a local transformers checkpoint (safetensors only).
+
+        Args:
+            path: folder with config.json, *.safetensors and tokenizer.json.
+            device: cpu | cuda | auto.
+            dtype: auto (the checkpoint's) | float32 | bfloat16 | float16.
+            tap_layers: None = SpecBlock's three; () = no taps.
+            fast_path: None = a forward with fewer operators where there is one that was checked equal; False = never; True = required.
+            split: keeps this rank's share of the model, on its device, of `num_ranks` (tensor_parallel.py).
+        Raises: ConfigError when the folder is not a usable checkpoint.
+        """
+        folder = Path(path)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model must be the folder of a transformers checkpoint with a config.json, got {folder}")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        register_attention()
+        transformers_logging.disable_progress_bar()  # it would write over the command line's own output
+        model: torch.nn.Module
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                attn_implementation=ATTENTION,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+            model, info = loaded  # a pair because of output_loading_info
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+            raise ConfigError(f"model folder {folder} must hold a readable transformers checkpoint: {e}") from e
+        if info["missing_keys"]:
+            # transformers would fill them with random numbers and serve nonsense
+            raise ConfigError(
+                f"model {folder} lacks weights, first {sorted(info['missing_keys'])[0]}; download it again"
+            )
+        bad = next((n for n, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None)
+        if bad is not None:
+            raise ConfigError(f"model {folder} has non-finite weights in {bad}; download it again")
+        version = checkpoint_version(folder)
+        model = model.to(device) if split is None else split(model)
+        return cls(model, tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path, num_ranks=num_ranks)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        *,
+        tap_layers: tuple[int, ...] | None = None,
+        version: str | None = None,
+        fast_path: bool | None = None,
+        kernels: Kernels | None = None,
+    ) -> TargetModel:
+        """Wrap a model that is in memory.
+
+        Args:
+            version: None = a hash of the config and the weights.
+            kernels: None = select_kernels of the model's device.
+        """
+        version = version or _model_version(model)
+        return cls(model, tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path, kernels=kernels)
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of one pool row over all layers, K and V."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
+
+    @property
+    def feature_row_bytes(self) -> int:
+        """Bytes of one row of tapped hidden states."""
+        return self.feature_size * self.dtype.itemsize
+
+    def new_kv_pool(
+        self, num_pages: int, page_tokens: int, num_scratch_rows: int, *, keeps_features: bool = False
+    ) -> KVPool:
+        """Allocate a pool of this model's shape; rank 0 of several keeps the tapped hidden states of every row on demand."""
+        if self.leader is not None:
+            self.leader.send_pool(num_pages, page_tokens, num_scratch_rows)
+        return KVPool(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            num_pages=num_pages,
+            page_tokens=page_tokens,
+            num_scratch_rows=num_scratch_rows,
+            dtype=self.kv_dtype,
+            device=self.device,
+            feature_size=self.feature_size if keeps_features else 0,
+            feature_dtype=self.dtype,
+            kernels=self.kernels,
+            on_commit=self.leader.send_commit if self.leader is not None else None,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: TargetBatch, kv: KVPool) -> TargetOutput:
+        """Run the packed rows, write their K/V to `out_rows`, return logits and tapped features.
+
+        Every row sees its request's committed rows and, of the request's own rows, its ancestors (or all earlier rows).
+        """
+        if self.leader is not None:
+            self.leader.send_forward(batch)
+        plan = self.kernels.plan_attention(
+            cu_rows=batch.cu_rows,
+            context_lens=batch.context_lens,
+            slot_table=batch.slot_table,
+            out_rows=batch.out_rows,
+            ancestors=batch.ancestors,
+            num_groups=self.num_heads // self.num_kv_heads,
+            dtype=self.kv_dtype,
+        )
+        if self._fused is not None:
+            logits, features = self._fused.run(
+                batch.token_ids, batch.positions, batch.out_rows, batch.logit_rows, plan, kv
+            )
+            return TargetOutput(logits=logits, features=features)
+        order = torch.arange(batch.token_ids.numel(), device=self.device)
+        state = PagedPass(kv=kv, plan=plan, out_rows=batch.out_rows, kernels=self.kernels, order=order)
+        try:
+            out = self.model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                # A 4-D mask makes transformers build none; the attention function reads the plan instead.
+                attention_mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.device),
+                use_cache=False,
+                logits_to_keep=0 if batch.logit_rows is None else batch.logit_rows,
+                paceline_pass=state,
+            )
+            features = torch.cat([self._tapped[t] for t in self.tap_layers], -1) if self.tap_layers else None
+        finally:
+            self._tapped.clear()
+        return TargetOutput(logits=out.logits[0].float(), features=features)
+
+    def _make_hook(self, tap: int) -> Any:
+        def hook(_module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if kwargs.get("paceline_pass") is not None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                self._tapped[tap] = hidden[0]
+
+        return hook
+
+
+def checkpoint_version(folder: str | Path) -> str:
+    """First 16 hex digits of sha256 over config.json, the weights and tokenizer.json."""
+    digest = hashlib.sha256()
+    root = Path(folder)
+    for path in (root / "config.json", *sorted(root.glob("*.safetensors")), root / "tokenizer.json"):
+        if path.is_file():
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+    return digest.hexdigest()[:16]
+
+
+def _model_version(model: Any) -> str:
+    digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _context_tokens(config: Any) -> int:
+    """Longest context that full attention reproduces: a sliding window must never cut."""
+    limit = int(config.max_position_embeddings)
+    layer_types = getattr(config, "layer_types", None) or ()
+    window = getattr(config, "sliding_window", None)
+    is_sliding = "sliding_attention" in layer_types or (not layer_types and getattr(config, "use_sliding_window", True))
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ConfigError(f"the target must use softmax attention in every layer, got {', '.join(sorted(unknown))}")
+    return min(limit, int(window)) if window and is_sliding else limit
+
+
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    found: set[int] = set()
+    for source in (generation, model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            found.update(ids if isinstance(ids, list | tuple) else [ids])
+    return frozenset(int(i) for i in found)

@@ -1,0 +1,351 @@
+"""How does rank 0 tell the other ranks of a tensor-parallel target what to run, and how do they obey?
+
+An order is a few integers in a store of the host, numbered; its tensors follow by broadcast over the ranks' devices.
+
+Shape legend: B requests, N packed rows, L columns of the slot table, W widest tree, M rows whose logits are wanted.
+
+How does one target run over several devices: who leads, what do the other ranks do, which targets can be split?
+
+Every rank holds its share of the weights by transformers' own tensor-parallel plan and, in its KV pool, its share of the
+KV heads. Rank 0 runs the engine and tells the others of every forward and commit before it does its own; they repeat it,
+and the plan's collectives meet. Logits and features are whole on every rank, so everything behind the forward (drafting,
+sampling, scheduling) exists on rank 0 only, and so do the whole embedding and output head that drafters read.
+
+A checkpoint is read whole into each rank's RAM and split from there: transformers' loader of shares needs a package that
+is not among the requirements.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import ConfigError
+from paceline.serving.target_model.kv_cache import KVPool
+from paceline.serving.target_model.model import TargetBatch, TargetModel
+
+_NUM_KEPT = 4096
+"""Orders kept in the store; the ranks meet in every forward, so none lags behind by so many."""
+
+
+class Order(IntEnum):
+    STOP = 0
+    POOL = 1
+    FORWARD = 2
+    COMMIT = 3
+
+
+class Orders:
+    """The numbered orders of rank 0 in a store of the host: a rank without work waits there and not on its device."""
+
+    def __init__(self, store: dist.TCPStore) -> None:
+        self._store, self._next = store, 0
+
+    def put(self, order: Order, sizes: Sequence[int]) -> None:
+        """Rank 0: publish the next order."""
+        self._store.set(f"order{self._next}", ",".join(map(str, (int(order), *sizes))))
+        if self._next >= _NUM_KEPT:
+            self._store.delete_key(f"order{self._next - _NUM_KEPT}")
+        self._next += 1
+
+    def take(self, wait_s: float = 60.0) -> tuple[Order, list[int]]:
+        """Other ranks: the next order, waited for as long as it takes.
+
+        Raises: RuntimeError when rank 0 is gone.
+        """
+        key = f"order{self._next}"
+        while True:
+            try:
+                self._store.wait([key], timedelta(seconds=wait_s))
+                break
+            except dist.DistStoreError:  # nothing was ordered in this time
+                continue
+        self._next += 1
+        order, *sizes = (int(n) for n in self._store.get(key).decode().split(","))
+        return Order(order), sizes
+
+
+class Leader:
+    """Rank 0's line to the other ranks: orders through the store, tensors by broadcast."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+
+    def send_pool(self, num_pages: int, page_tokens: int, num_scratch_rows: int) -> None:
+        """The others allocate a pool of this shape; it replaces the one before."""
+        self._send(Order.POOL, [num_pages, page_tokens, num_scratch_rows], [])
+
+    def send_forward(self, batch: TargetBatch) -> None:
+        """The others run this batch over their pool."""
+        ancestors, logit_rows = batch.ancestors, batch.logit_rows
+        columns = batch.slot_table.shape[1]
+        width = -1 if ancestors is None else ancestors.shape[1]
+        num_logits = -1 if logit_rows is None else logit_rows.numel()
+        parts = [batch.token_ids, batch.positions, batch.cu_rows, batch.context_lens, batch.slot_table, batch.out_rows]
+        parts += [t for t in (ancestors, logit_rows) if t is not None]
+        self._send(
+            Order.FORWARD, [batch.token_ids.numel(), batch.context_lens.numel(), columns, width, num_logits], parts
+        )
+
+    def send_commit(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None:
+        """The others copy these pool rows."""
+        self._send(Order.COMMIT, [src_rows.numel()], [src_rows, dst_rows])
+
+    def stop(self) -> None:
+        """The others leave their loops; nothing can be sent afterwards."""
+        self._send(Order.STOP, [], [])
+
+    def _send(self, order: Order, sizes: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
+        self._orders.put(order, sizes)
+        if parts:
+            dist.broadcast(torch.cat([p.reshape(-1).long() for p in parts]), 0)
+
+
+def follow(target: TargetModel, orders: Orders) -> None:
+    """Obey rank 0 until it says stop: what every other rank does."""
+    kv: KVPool | None = None
+    while True:
+        order, sizes = orders.take()
+        if order == Order.STOP:
+            return
+        if order == Order.POOL:
+            kv = target.new_kv_pool(*sizes)
+            continue
+        assert kv is not None, "a pool comes before its first use"
+        if order == Order.COMMIT:
+            kv.commit(*_receive([sizes[0], sizes[0]], target.device))
+        else:
+            target.forward(_receive_batch(sizes, target.device), kv)
+
+
+def _receive(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    flat = torch.empty(sum(sizes), dtype=torch.int64, device=device)
+    dist.broadcast(flat, 0)
+    return list(flat.split(list(sizes)))
+
+
+def _receive_batch(sizes: Sequence[int], device: torch.device) -> TargetBatch:
+    rows, requests, columns, width, num_logits = sizes
+    lengths = [rows, rows, requests + 1, requests, requests * columns, rows, rows * max(width, 0), max(num_logits, 0)]
+    parts = _receive(lengths, device)
+    return TargetBatch(
+        token_ids=parts[0],
+        positions=parts[1],
+        cu_rows=parts[2],
+        context_lens=parts[3],
+        slot_table=parts[4].view(requests, columns),
+        out_rows=parts[5],
+        ancestors=parts[6].view(rows, width).bool() if width >= 0 else None,
+        logit_rows=parts[7] if num_logits >= 0 else None,
+    )
+
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = timedelta(minutes=10)
+"""For joining and for one collective; between orders a rank may wait for ever."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSettings:
+    """What a rank is started with."""
+
+    path: str
+    size: int
+    port: int
+    device: str  # cpu | cuda
+    dtype: str = "auto"
+    tap_layers: tuple[int, ...] | None = None
+
+
+# ---- splitting ------------------------------------------------------------------------------------------------------
+
+
+def check_split(model: Any, size: int) -> None:
+    """Raise ConfigError unless a model can be split over `size` ranks with whole KV heads on each."""
+    config = model.config.get_text_config()
+    plan = getattr(model, "tp_plan", None) or {}
+    keys = [style for name, style in plan.items() if name.endswith(".k_proj")]
+    if not keys or set(keys) != {"colwise"}:
+        raise ConfigError(
+            f"engine.tensor_parallel must be 1 for {config.model_type}: transformers has no plan that splits its KV heads, "
+            f"got {size}"
+        )
+    heads = {
+        "attention heads": config.num_attention_heads,
+        "KV heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+    }
+    for name, number in heads.items():
+        if number % size:
+            raise ConfigError(f"engine.tensor_parallel must divide the target's {number} {name}, got {size}")
+
+
+def split_model(model: Any, size: int, device: torch.device) -> Any:
+    """Split a model that is whole in this rank's RAM; every rank calls it. Returns the model, on `device`.
+
+    The ranks must have joined (`join_ranks`).  Source: the model's own tp_plan, applied by transformers.
+    """
+    from torch.distributed.tensor import DTensor
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.utils import initialize_distributed_mesh
+
+    check_split(model, size)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is embedding.weight:  # the plan splits them differently
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    config = DistributedConfig(tp_size=size, tp_plan="auto")
+    _, mesh = initialize_distributed_mesh(config)
+    model.requires_grad_(False)  # integer and frozen weights take no gradient once they are split
+    model = type(model).maybe_distribute_model(model, config, mesh)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                module._parameters[name] = torch.nn.Parameter(parameter.to(device), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return model
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def join_ranks(rank: int, settings: RankSettings) -> tuple[torch.device, Orders]:
+    """Join the process group as `rank`; returns the rank's device and its line. Blocks until all ranks have joined.
+
+    Raises: ConfigError when the machine's accelerator is not the configured device, or there are fewer than ranks.
+    """
+    found = torch.accelerator.current_accelerator()
+    kind = "cpu" if found is None else found.type
+    if kind != settings.device:
+        raise ConfigError(f"engine.tensor_parallel > 1 must run on this machine's {kind}, got device {settings.device}")
+    if kind == "cuda":
+        if torch.cuda.device_count() < settings.size:
+            raise ConfigError(
+                f"engine.tensor_parallel must be at most the {torch.cuda.device_count()} visible GPUs, got {settings.size}"
+            )
+        torch.cuda.set_device(rank)
+    # What transformers looks its own rank up by.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(settings.size))
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    for library in ("GLOO", "NCCL"):  # all ranks are on this machine; by default they listen on an outer interface
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    store = _store(rank, settings)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=settings.size,
+        timeout=_TIMEOUT,
+        device_id=device if kind == "cuda" else None,
+    )
+    return device, Orders(store)
+
+
+def _store(rank: int, settings: RankSettings) -> dist.TCPStore:
+    """The ranks' store; rank 0 hands it a socket on loopback, because of itself it listens on all interfaces."""
+    listener = socket.create_server(("127.0.0.1", settings.port)).detach() if rank == 0 else None
+    return dist.TCPStore(
+        "127.0.0.1",
+        settings.port,
+        settings.size,
+        is_master=rank == 0,
+        timeout=_TIMEOUT,
+        master_listen_fd=listener,
+    )
+
+
+class Ranks:
+    """The processes of ranks 1 and up, and the leader of rank 0."""
+
+    def __init__(self, processes: list[Any], leader: Leader) -> None:
+        self._processes, self._leader = processes, leader
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End the other ranks; no forward may run any more."""
+        try:
+            self._leader.stop()
+            dist.destroy_process_group()
+        except RuntimeError:  # a rank is gone already; the others are ended below
+            logger.exception("the ranks did not part in order")
+        for process in self._processes:
+            process.join(timeout_s)
+            if process.is_alive():
+                process.terminate()
+
+
+def load_parallel(
+    path: str | Path,
+    *,
+    size: int,
+    device: str = "auto",
+    dtype: str = "auto",
+    tap_layers: tuple[int, ...] | None = None,
+) -> tuple[TargetModel, Ranks]:
+    """Load a checkpoint over `size` ranks of this machine; the calling process becomes rank 0.
+
+    Raises: ConfigError as TargetModel.load, and when the target or the machine cannot be split so.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = RankSettings(
+        path=str(path), size=size, port=_free_port(), device=device, dtype=dtype, tap_layers=tap_layers
+    )
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_run_rank, args=(rank, settings), daemon=True) for rank in range(1, size)]
+    for process in processes:
+        process.start()
+    try:
+        target, orders = _load_rank(0, settings)
+    except BaseException:
+        for process in processes:
+            process.terminate()
+        raise
+    leader = Leader(orders)
+    target.leader = leader
+    logger.info("target split ranks=%d device=%s kv_heads=%d", size, device, target.num_kv_heads)
+    return target, Ranks(processes, leader)
+
+
+def _load_rank(rank: int, settings: RankSettings) -> tuple[TargetModel, Orders]:
+    device, orders = join_ranks(rank, settings)
+    target = TargetModel.load(
+        settings.path,
+        device=settings.device,
+        dtype=settings.dtype,
+        tap_layers=settings.tap_layers,
+        split=lambda model: split_model(model, settings.size, device),
+        num_ranks=settings.size,
+    )
+    return target, orders
+
+
+def drop_tables(target: TargetModel) -> None:
+    """Give up the whole embedding and output head of a rank that does not draft; its forward reads its share of them."""
+    target.embed_weight = target.head_weight = target.embed_weight.new_empty(0, target.hidden_size)
+
+
+def _run_rank(rank: int, settings: RankSettings) -> None:
+    """Main of ranks 1 and up."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // settings.size))
+    target, orders = _load_rank(rank, settings)
+    drop_tables(target)
+    follow(target, orders)
+    dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

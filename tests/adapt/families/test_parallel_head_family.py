@@ -1,0 +1,147 @@
+"""JetSpec and DFlash drafters are trained by the recipe, updated by its arms, scored by replay and judged by the gate."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.families.recipe import DrafterRecipe
+from paceline.adapt.families.table import training_family
+from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.gate.replay_round import calibrated, whole_tree
+from paceline.adapt.gate.shadow import replay_rounds, shadow_scores
+from paceline.adapt.online.trainer import run_training_job
+from paceline.adapt.online.update import update_drafter
+from paceline.adapt.recipes.drafter import train_drafter
+from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.contracts import ArmSpec, TrainJob
+from paceline.errors import ConfigError
+from paceline.serving.loading.families import load_drafter
+from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
+from paceline.serving.parallel_head.model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel
+from paceline.serving.trees.policy import draft_fixed
+from tests.adapt.gate import test_shadow_engine as engine_case
+from tests.adapt.online.test_trainer import EMBED, FEATURES, TARGET, VOCAB, make_trace
+from tests.adapt.recipes.test_train_drafter import TEXT, prompts_dir, target_dir  # noqa: F401 - fixtures
+
+KINDS = pytest.mark.parametrize("name", sorted(DRAFTER_TYPES))
+CPU = torch.device("cpu")
+
+
+def make_model(name, seed=0, **changes):
+    torch.manual_seed(seed)
+    values = {
+        "is_causal": DRAFTER_TYPES[name], "hidden_size": EMBED, "intermediate_size": 32, "num_heads": 2,
+        "num_kv_heads": 1, "head_dim": 8, "vocab_size": VOCAB, "feature_size": FEATURES, "num_slots": 4, "edge_rank": 2,
+    }  # fmt: skip
+    return ParallelHeadModel(ParallelHeadConfig(**{**values, **changes}))
+
+
+def update(model, parameters, **changes):
+    arm = ArmSpec(name="a", parameters=parameters, num_rows=1000, learning_rate=2e-3, **changes)
+    seen = []
+    result = update_drafter(
+        model, training_family(model.drafter_type).frozen(TARGET, CPU), [make_trace(f"t{i}") for i in range(12)], [], arm,
+        seed=1, time_share=lambda: 0.0, should_stop=lambda: False, progress=lambda done, total, info: seen.append(info["nll"]),
+    )  # fmt: skip
+    return result, seen
+
+
+@pytest.mark.parametrize("parameters, trained", [
+    ("calibration", {"log_beta"}),
+    ("head", {"log_beta", "final_norm", "edge_in", "edge_out"}),
+    ("full", None),
+])  # fmt: skip
+@KINDS
+def test_an_arm_changes_its_own_parameters_only(name, parameters, trained):
+    model = make_model(name)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    _, nll = update(model, parameters, epochs=4)
+    changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed == ({n for n, _ in model.named_parameters()} if trained is None else trained)
+    if trained is None:
+        assert nll[-1] < nll[0] - 0.1
+
+
+@KINDS
+def test_a_training_order_improves_a_drafter_and_registers_it(tmp_path, name):
+    store, registry = TraceStore(tmp_path / "traces"), DrafterRegistry(tmp_path / "registry")
+    shards = [store.write_shard([make_trace(f"m{i}") for i in range(32)], "math")]
+    model = make_model(name)
+    first = registry.put(
+        model.state_dict(), drafter_type=name, config=model.config.to_dict(), target_version=TARGET.version
+    ).version
+    job = TrainJob(
+        job_id="j1", bucket="math", arm=ArmSpec(name="full-1k", parameters="full", num_rows=1000, epochs=6, learning_rate=2e-3),
+        base_version=first, first_version=first, shard_ids=shards, rehearsal_shard_ids=[], seed=3, time_limit_s=120.0,
+    )  # fmt: skip
+    result = run_training_job(job, store, registry, TARGET)
+    assert result.status == "accepted", result.reason
+    assert registry.get_manifest(result.version).drafter_type == name
+    assert result.candidate.acceptance_length > result.incumbent.acceptance_length + 0.1
+
+
+@pytest.mark.parametrize("edge_rank", [0, 3])
+@KINDS
+def test_replay_equals_served_rounds(monkeypatch, name, edge_rank):
+    def make(target, seed, overconfidence=0.0, family=name):
+        model = make_model(
+            name, seed, hidden_size=target.hidden_size, vocab_size=target.vocab_size, feature_size=target.feature_size,
+            edge_rank=edge_rank,
+        )  # fmt: skip
+        with torch.no_grad():
+            model.log_beta[:, 1:] += overconfidence
+            if edge_rank:
+                model.edge_out.normal_()
+        return ParallelHeadDrafter(model, target.embed_weight, target.head_weight)
+
+    monkeypatch.setattr(engine_case, "make_drafter", make)
+    target, sink = engine_case.serve(8)
+    nodes = engine_case.NODES
+    rounds = replay_rounds(make(target, 0), sink.traces, whole_tree(lambda d, i: draft_fixed(d, i, nodes)))
+    assert any(a > 0 for r in rounds for a in r)
+    for trace, replayed in zip(sink.traces, rounds, strict=True):
+        served = engine_case.engine_rounds(sink, trace.request_id)
+        assert [r["num_accepted_tokens"] for r in served][:-1] == replayed[:-1] and len(served) == len(replayed)
+    scores = shadow_scores({"a": make(target, 0), "b": make(target, 1)}, sink.traces, num_nodes=nodes)
+    assert [s.num_tokens for s in scores["a"]] == [s.num_tokens for s in scores["b"]] and scores["a"] != scores["b"]
+    assert len(replay_rounds(make(target, 0, 2.0), sink.traces, calibrated(nodes, 4))) == 8
+
+
+@pytest.mark.parametrize(
+    "name, edge_rank, autocast", [("jetspec", 3, None), ("dflash", None, None), ("jetspec", 3, True)]
+)
+def test_the_recipe_trains_a_drafter_that_loads(tmp_path, target_dir, prompts_dir, name, edge_rank, autocast):  # noqa: F811
+    recipe = DrafterRecipe(
+        drafter=name,
+        domains=(),
+        text=TEXT,
+        held_out_tokens=60,
+        epochs=2.5,
+        batch_rows=96,
+        num_slots=5,
+        edge_rank=edge_rank,
+    )
+    seen = []
+    (numbers,) = train_drafter(
+        target_dir, prompts_dir, tmp_path, recipe, progress=lambda done, total, info: seen.append(info.get("loss"))
+    ).values()
+    losses = [x for x in seen if x is not None]
+    assert sum(losses[-3:]) < sum(losses[:3])
+    assert numbers["nll"] > 0 and numbers["acceptance_length_sampled"] >= 1
+    shares = [numbers[f"block1_slot{s}"] for s in range(5)]
+    assert shares == sorted(shares, reverse=True)
+    drafter = load_drafter(tmp_path, load_target_handle(target_dir))
+    assert (drafter.caps.name, drafter.caps.num_slots, drafter.config.edge_rank) == (name, 5, edge_rank or 0)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert config["drafter_type"] == name and config["learned_rows"][prompts_dir.name] > 0
+    assert '"objective"' in (tmp_path / "PROVENANCE.md").read_text(encoding="utf-8")
+
+
+def test_what_a_family_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="draft_vocab_size must be left out for jetspec drafters"):
+        training_family("jetspec").complete(DrafterRecipe(drafter="jetspec", draft_vocab_size=30))
+    with pytest.raises(ConfigError, match="edge_rank must be left out for specblock drafters"):
+        training_family("specblock").complete(dataclasses.replace(DrafterRecipe(), edge_rank=8))

@@ -1,0 +1,108 @@
+"""The training task runs under its lease and hands back its result, in this process and in a Ray worker."""
+
+import pytest
+import torch
+
+from paceline.adapt.online.task import launch_training, run_leased_job, task_options
+from paceline.config import TrainerResources
+from paceline.contracts import ArmSpec, TrainJob
+
+JOB = TrainJob(
+    job_id="j", bucket="b", arm=ArmSpec(name="a", parameters="full", num_rows=10), base_version="0" * 12,
+    first_version="0" * 12, shard_ids=[], rehearsal_shard_ids=[], seed=0, time_limit_s=10.0,
+)  # fmt: skip
+
+
+class Lease:
+    """Picklable; keeps what happened to it."""
+
+    def __init__(self):
+        self.events = []
+
+    def __enter__(self):
+        self.events.append("enter")
+        return self
+
+    def __exit__(self, *exc):
+        self.events.append("exit")
+
+    def should_stop(self):
+        return False
+
+    def finish(self, result):
+        self.events.append(result)
+
+
+def places(tmp_path):
+    return {name: str(tmp_path / name) for name in ("trace_root", "registry_root", "target_dir")}
+
+
+def test_the_result_goes_to_the_lease_after_it_is_no_longer_renewed(tmp_path):
+    lease = Lease()
+    result = run_leased_job(JOB, lease=lease, niceness=0, **places(tmp_path))
+    assert lease.events == ["enter", "exit", result] and result.status == "failed"
+
+
+def test_no_lease_is_needed(tmp_path):
+    assert run_leased_job(JOB, niceness=0, **places(tmp_path)).job_id == "j"
+
+
+def test_the_default_asks_for_next_to_nothing():
+    asked = task_options(TrainerResources())
+    assert (asked["num_cpus"], asked["num_gpus"], asked["resources"]) == (0.1, 0.0, {})
+
+
+@pytest.fixture(scope="module")
+def train_node():
+    """A node like a cluster's train node; its GPU is a number in Ray's books."""
+    import ray
+
+    ray.init(
+        address="local", num_cpus=2, num_gpus=1, resources={"train_slot": 1}, include_dashboard=False, object_store_memory=80 * 2**20,
+        log_to_driver=False,
+    )  # fmt: skip
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_ray_worker_carries_out_the_order(train_node, tmp_path):
+    result = train_node.get(launch_training(JOB, threads=1, **places(tmp_path)), timeout=120)
+    assert result.status == "failed" and "config.json" in result.reason
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_ray_gives_the_task_what_the_configuration_asks_for(train_node):
+    def assigned():
+        import os
+
+        return train_node.get_runtime_context().get_assigned_resources(), os.environ["OMP_NUM_THREADS"]
+
+    asked = task_options(TrainerResources(num_cpus=1, num_gpus=1, resources={"train_slot": 1}), threads=2)
+    given, threads = train_node.get(train_node.remote(assigned).options(**asked).remote(), timeout=120)
+    assert given == {"CPU": 1.0, "GPU": 1.0, "train_slot": 1.0} and threads == "2"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_task_waits_where_no_node_has_what_it_asks_for(train_node):
+    def start(**resources):
+        asked = task_options(TrainerResources(resources=resources))
+        return train_node.remote(max_retries=0)(lambda: "ran").options(**asked).remote()
+
+    waiting = [start(train_slot=2), start(other_slot=1)]
+    assert train_node.get(start(train_slot=1), timeout=120) == "ran"
+    assert train_node.wait(waiting, num_returns=1, timeout=1.0) == ([], waiting)
+    for ref in waiting:
+        train_node.cancel(ref, force=True)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_torch_does_not_see_ends_the_job_with_the_fix(train_node, tmp_path):
+    wanted = TrainerResources(num_gpus=1, resources={"train_slot": 1})
+    result = train_node.get(launch_training(JOB, resources=wanted, **places(tmp_path)), timeout=120)
+    assert result.status == "failed" and "set trainer_resources.num_gpus to 0" in result.reason

@@ -1,0 +1,260 @@
+"""The recipe of a drafter: text from the target, resumable training, files that load."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.adapt.data import corpus
+from paceline.adapt.data.regenerate import (
+    RegenerateConfig,
+    Regenerator,
+    draw,
+    draw_prompt,
+    folder_documents,
+    loop_rows,
+    regenerate,
+)
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.families.recipe import target_shape
+from paceline.adapt.families.table import training_family
+from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.recipes.drafter import DrafterRecipe, plan_batches, rate_at, train_drafter
+from paceline.adapt.recipes.learning_curve import read_curve
+from paceline.errors import ConfigError
+from paceline.serving.loading.families import load_drafter
+from paceline.serving.target_model.model import TargetModel
+from tests.helpers.fakes import tiny_model, tiny_tokenizer
+
+TEXT = RegenerateConfig(num_tokens=300, max_new_tokens=24, batch_requests=6, max_prompt_tokens=20, topk=4)
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    tiny_model("qwen3", layers=6, width=32).save_pretrained(folder)
+    tiny_tokenizer(64).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prompts")
+    rows = [{"prompt": f"say the number {i} twice, then add {i * 3}"} for i in range(60)]
+    (folder / "p.jsonl").write_text("\n".join(json.dumps(r) for r in rows), encoding="utf-8")
+    return folder
+
+
+def run_batch(target_dir, temperatures, **options):
+    target = TargetModel.load(target_dir, fast_path=False)
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [20, 21, 22, 23, 24]]
+    settings = {"max_new_tokens": 20, "topk": 4, **options}
+    generator = torch.Generator().manual_seed(0)
+    return Regenerator(target).run(prompts, temperatures, generator=generator, bucket="b", name="n", **settings)
+
+
+def test_batched_greedy_text_equals_one_request_at_a_time(target_dir):
+    traces = run_batch(target_dir, [0.0, 0.0, 0.0])
+    model = tiny_model("qwen3", layers=6, width=32)
+    for t in traces:
+        with torch.no_grad():
+            out = model(torch.tensor([t.token_ids]), output_hidden_states=True)
+        logits = out.logits[0, t.prompt_len - 1 : -1]
+        assert logits.argmax(-1).tolist() == t.token_ids[t.prompt_len :]
+        expected = torch.cat([out.hidden_states[i + 1][0] for i in (1, 2, 2)], dim=-1)[:-1]
+        assert torch.allclose(t.features, expected, atol=1e-4)
+        top = logits.log_softmax(-1).topk(4)
+        assert torch.allclose(t.topk_logprobs, top.values, atol=1e-4)
+        assert t.finish_reason in ("length", "stop", "loop")
+
+
+def test_sampled_text_records_the_unscaled_target_distribution(target_dir):
+    traces = run_batch(target_dir, [0.8, 1.0, 0.8])
+    model = tiny_model("qwen3", layers=6, width=32)
+    for t in traces:
+        with torch.no_grad():
+            logits = model(torch.tensor([t.token_ids])).logits[0, t.prompt_len - 1 : -1]
+        assert torch.allclose(t.topk_logprobs, logits.log_softmax(-1).topk(4).values, atol=1e-4)
+
+
+def test_draws_follow_the_distribution_and_greedy_rows_take_the_argmax():
+    logits = torch.tensor([1.0, 0.0, 2.0, -1.0])
+    temperatures = torch.tensor([0.0] + [0.8] * 4000)
+    drawn = draw(logits.repeat(4001, 1), temperatures, torch.rand(4001, generator=torch.Generator().manual_seed(0)))
+    assert int(drawn[0]) == 2
+    share = torch.bincount(drawn[1:], minlength=4) / 4000
+    assert torch.allclose(share, (logits / 0.8).softmax(-1), atol=0.03)
+
+
+def test_exact_short_loops_are_found():
+    rows = np.array([[1, 2, 3] * 20 + [1, 2, 3, 1], list(range(64)), [5] * 64])
+    assert loop_rows(rows).tolist() == [True, False, True]
+
+
+def test_a_prompt_ends_where_an_answer_begins_or_is_cut(target_dir):
+    tokenizer = tiny_tokenizer(64)
+    document = "ab<|assistant|>cd<|assistant|>ef"
+    rng = np.random.default_rng(0)
+    whole = RegenerateConfig(truncation_share=0.0)
+    seen = {tokenizer.decode(draw_prompt(document, tokenizer, rng, whole)) for _ in range(30)}
+    assert len(seen) == 2 and all(s.endswith(tokenizer.decode(tokenizer("<|assistant|>")["input_ids"])) for s in seen)
+    cut = [len(draw_prompt(document, tokenizer, rng, RegenerateConfig(truncation_share=1.0))) for _ in range(50)]
+    assert min(cut) >= 4 and len(set(cut)) > 5
+
+
+def test_interrupted_text_goes_on_with_the_same_batches(tmp_path, target_dir, prompts_dir):
+    documents = {"prompts": folder_documents(prompts_dir, None)}
+
+    def run(folder, tokens):
+        target = TargetModel.load(target_dir, fast_path=False)
+        config = dataclasses.replace(TEXT, num_tokens=tokens)
+        store = TraceStore(folder / "text")
+        state = regenerate(target, store, documents, config, state_file=folder / "text.json")
+        ids = [t.token_ids for s in store.list_shards() for t in store.read_shard(s.shard_id)]
+        return state, sorted(ids)
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    run(tmp_path / "a", 10)
+    resumed, ids = run(tmp_path / "a", 300)
+    whole, expected = run(tmp_path / "b", 300)
+    assert ids == expected
+    assert resumed["tokens"] == whole["tokens"] >= 300
+
+
+def test_foreign_prompts_must_hold_text(tmp_path):
+    with pytest.raises(ConfigError, match=r"\.jsonl or \.txt"):
+        folder_documents(tmp_path, None)
+    (tmp_path / "a.jsonl").write_text('{"question": 1}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="must hold 'prompt'"):
+        folder_documents(tmp_path, None)
+
+
+def test_batches_hold_every_request_once_within_the_row_limit():
+    lengths = [int(x) for x in np.random.default_rng(0).integers(5, 90, size=200)]
+    batches = plan_batches(lengths, 256, torch.Generator().manual_seed(0))
+    assert sorted(i for b in batches for i in b) == list(range(200))
+    assert all(len(b) * max(lengths[i] for i in b) <= 256 for b in batches)
+
+
+def test_learning_rate_warms_up_and_settles():
+    recipe = DrafterRecipe(learning_rate=1.0, warmup_share=0.1, final_share=0.05)
+    rates = [rate_at(s, 100, recipe) for s in range(101)]
+    assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1.0)
+    assert rates[100] == pytest.approx(0.05)
+
+
+class StopHereError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", [{"drafter": "specblock"}, {"drafter": "eagle3", "draft_vocab_size": 24}])
+def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, target_dir, prompts_dir, kind):
+    recipe = DrafterRecipe(domains=(), text=TEXT, held_out_tokens=60, epochs=2.5, batch_rows=96, **kind)
+
+    def interrupt(done, total, info):
+        if info["phase"] == "train" and done == 5:
+            raise StopHereError
+
+    with pytest.raises(StopHereError):
+        train_drafter(target_dir, prompts_dir, tmp_path / "a", recipe, checkpoint_every=2, progress=interrupt)
+    seen = []
+    results = train_drafter(
+        target_dir, prompts_dir, tmp_path / "a", recipe, checkpoint_every=2,
+        progress=lambda done, total, info: seen.append((info["phase"], done)),
+    )  # fmt: skip
+    assert seen[0] == ("train", 5), "resumed after the checkpoint at step 4"
+    train_drafter(target_dir, prompts_dir, tmp_path / "b", recipe)
+    a, b = (load_file(tmp_path / name / "drafter.safetensors") for name in "ab")
+    assert all(torch.equal(a[k], b[k]) for k in b)
+    curves = [read_curve(tmp_path / name) for name in "ab"]
+    assert all(curves[0][k] == curves[1][k] for k in ("step", "rows", "loss", "nll")), (
+        "the curve has no gap and no knee"
+    )
+    assert curves[0]["step"][-1] == seen[-1][1] and sorted(curves[0]["seconds"]) == curves[0]["seconds"]
+    (numbers,) = results.values()
+    assert numbers["nll"] > 0 and numbers["acceptance_length_sampled"] >= 1
+    drafter = load_drafter(tmp_path / "a", load_target_handle(target_dir))
+    assert (drafter.caps.name, drafter.caps.max_depth) == (kind["drafter"], 8)
+    config = json.loads((tmp_path / "a" / "config.json").read_text(encoding="utf-8"))
+    assert config["draft_vocab_size"] == kind.get("draft_vocab_size")
+    assert config["domains"] == list(config["learned_rows"]) == [prompts_dir.name]
+    assert config["learned_rows"][prompts_dir.name] > 0
+    provenance = (tmp_path / "a" / "PROVENANCE.md").read_text(encoding="utf-8")
+    assert f"{curves[0]['rows'][-1]:,.0f} supervised rows" in provenance and "`learning_curve.json`" in provenance
+    assert "paceline train-drafter" in provenance
+    with pytest.raises(ConfigError, match="another recipe"):
+        other = dataclasses.replace(recipe, learning_rate=1e-4)
+        train_drafter(target_dir, prompts_dir, tmp_path / "a", other)
+    elsewhere = tmp_path / "target"
+    tiny_model("qwen3", layers=5, width=32).save_pretrained(elsewhere)
+    tiny_tokenizer(64).save_pretrained(elsewhere)
+    (tmp_path / "a" / "checkpoint.pt").unlink()
+    with pytest.raises(ConfigError, match="was written by target"):
+        train_drafter(elsewhere, prompts_dir, tmp_path / "a", recipe)
+
+
+def test_a_drafter_that_nobody_knows_or_cannot_be_is_refused(tmp_path, target_dir, prompts_dir):
+    recipe = DrafterRecipe(drafter="eagle9", domains=(), text=TEXT)
+    with pytest.raises(ConfigError, match=r"drafter must be one of specblock, eagle3.*got 'eagle9'"):
+        train_drafter(target_dir, prompts_dir, tmp_path / "a", recipe)
+    assert not (tmp_path / "a").exists()
+    family, target = training_family("eagle3"), load_target_handle(target_dir)
+    deep = family.complete(DrafterRecipe(num_layers=2))
+    with pytest.raises(ConfigError, match="must be 1, got 2"):
+        family.make_config(target, target_shape(target_dir), deep)
+    shaped = family.make_config(target, target_shape(target_dir), family.complete(DrafterRecipe(num_slots=2)))
+    assert (shaped.num_slots, shaped.hidden_size, shaped.feature_size) == (2, 32, 96)
+
+
+def test_each_part_of_specblock_is_left_out_by_its_name(target_dir):
+    family, target, shape = training_family("specblock"), load_target_handle(target_dir), target_shape(target_dir)
+    fields = ("has_shift", "inherits_hidden", "has_valid_prefix", "has_rank_head")
+
+    def switches(*without):
+        recipe = family.complete(DrafterRecipe(without=without))
+        config = family.make_config(target, shape, recipe)
+        assert family.held_out_loss(recipe.loss).has_valid_prefix, "held-out numbers mean the same for every ablation"
+        return [getattr(recipe.loss if name == "has_valid_prefix" else config, name) for name in fields]
+
+    names = ("shift", "inheritance", "valid-prefix", "rank-head")
+    assert switches() == [True] * 4 and switches(*names) == [False] * 4
+    for i, name in enumerate(names):
+        assert switches(name) == [j != i for j in range(4)]
+    with pytest.raises(
+        ConfigError, match=r"among shift, inheritance, valid-prefix, rank-head for specblock drafters.*'shifts'"
+    ):
+        family.complete(DrafterRecipe(without=("shift", "shifts")))
+
+
+@pytest.mark.parametrize("name", ["eagle3", "jetspec", "dflash"])
+def test_a_family_without_such_parts_leaves_none_out(name):
+    with pytest.raises(ConfigError, match=f"without must be left out for {name} drafters, got 'shift'"):
+        training_family(name).complete(DrafterRecipe(drafter=name, without=("shift",)))
+
+
+def test_an_ablation_on_the_projects_own_text_says_what_it_used_and_left_out(tmp_path, target_dir):
+    recipe = DrafterRecipe(
+        domains=("code",), text=TEXT, held_out_tokens=60, epochs=1.0, batch_rows=96, without=("shift", "valid-prefix"),
+        learning_rate=5e-4,
+    )  # fmt: skip
+    train_drafter(target_dir, None, tmp_path / "a", recipe)
+    drafter = load_drafter(tmp_path / "a", load_target_handle(target_dir))
+    assert (
+        drafter.caps.name == "specblock" and not json.loads((tmp_path / "a" / "config.json").read_text())["has_shift"]
+    )
+    provenance = (tmp_path / "a" / "PROVENANCE.md").read_text(encoding="utf-8")
+    assert "templates written by this project" in provenance and "Puzzles" not in provenance
+    assert '"has_valid_prefix": false' in provenance and '"learning_rate": 0.0005' in provenance
+    (tmp_path / "data").mkdir()
+    train_drafter(target_dir, tmp_path / "data", tmp_path / "a", recipe)
+    again = (tmp_path / "a" / "PROVENANCE.md").read_text(encoding="utf-8")
+    assert "Puzzles" not in again, "the text is the one of the first call"
+
+
+def test_puzzles_are_a_source_only_with_a_data_folder(tmp_path):
+    assert "Puzzles" in corpus.licence("code", tmp_path) and "Puzzles" not in corpus.licence("code", None)
+    assert corpus.licence("math", tmp_path).startswith("GSM8K")

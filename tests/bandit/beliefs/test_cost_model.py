@@ -1,0 +1,46 @@
+import pytest
+
+from paceline.bandit.beliefs.arms import default_arms, sized
+from paceline.bandit.beliefs.job_cost import CostModel
+
+CALIBRATION, HEAD, FULL = default_arms()
+
+
+def test_prior_costs_rise_with_arm_and_rows():
+    model = CostModel()
+    costs = [model.predict(sized(a, 2000), busy=1.0, num_replicas=1).total_s for a in default_arms()]
+    assert costs == sorted(costs)
+    assert (
+        model.predict(sized(FULL, 1000), busy=1, num_replicas=1).total_s
+        < model.predict(FULL, busy=1, num_replicas=1).total_s
+    )
+
+
+def test_predictions_follow_measured_jobs_and_other_arms_follow_weakly():
+    model = CostModel()
+    arm = sized(FULL, 4000)
+    before, head = (model.predict(a, busy=1, num_replicas=1).training_s for a in (arm, HEAD))
+    for _ in range(6):
+        model.update(arm, 3 * before, 2.0, 0.0, 1)
+    assert model.predict(arm, busy=1, num_replicas=1).training_s == pytest.approx(3 * before, rel=0.2)
+    assert model.predict(HEAD, busy=1, num_replicas=1).training_s > 1.5 * head
+
+
+def test_interference_scales_with_the_device_time_that_serving_uses():
+    model = CostModel()
+    idle, full = (model.predict(FULL, busy=b, num_replicas=1).interference_s for b in (0.0, 1.0))
+    assert idle == 0 and full > 0
+    model.observe_slowdown(0.5, 1.0)
+    assert model.predict(FULL, busy=1.0, num_replicas=1).interference_s > 5 * full
+
+
+def test_the_margin_falls_with_the_jobs_that_were_measured():
+    costs = CostModel()
+    margins = [costs.margin()]
+    for i in range(6):
+        if i % 2:
+            costs.update(FULL, 10.0, 2.0, 0.1, 1)
+        else:
+            costs.update_cut_short(FULL, 10.0)
+        margins.append(costs.margin())
+    assert margins[0] == 1.5 and margins == sorted(margins, reverse=True) and 1.0 < margins[-1] < 1.1

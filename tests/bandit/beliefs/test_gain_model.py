@@ -1,0 +1,121 @@
+import itertools
+
+import pytest
+
+from paceline.bandit.beliefs.arms import default_arms, row_counts, sized
+from paceline.bandit.beliefs.forgetting import forgetting
+from paceline.bandit.beliefs.gain_model import GainModel, further_share, learned_share, newness
+
+CALIBRATION, HEAD, FULL = default_arms()
+
+
+def test_the_curve_rises_and_saturates_below_one():
+    values = [learned_share(n) for n in (0, 100, 1000, 4000, 16_000, 10**6)]
+    assert values[0] == 0 and values == sorted(values) and values[-1] < 1.0 + 1e-12
+
+
+def test_shares_of_successive_jobs_compose_to_the_share_of_one_large_job():
+    left = (1 - further_share(0, 1000)) * (1 - further_share(1000, 4000))
+    assert 1 - left == pytest.approx(further_share(0, 4000))
+
+
+def test_the_prior_foresees_measured_gains_of_an_unseen_domain():
+    # a full fine-tune from acceptance length 1.39: 1.78 after 1k rows, 2.21 after 16k rows, best bucket 2.79
+    model = GainModel()
+    for rows, low, high in ((1000, 0.2, 0.6), (16_000, 0.5, 1.2)):
+        mean, sd = model.predict("math", FULL, 1.4, further_share(0, rows))
+        assert low < mean < high and sd > 0.1
+
+
+def test_arms_are_ordered_by_prior_gain():
+    model = GainModel()
+    means = [model.predict("a", arm, 1.0, 0.5)[0] for arm in default_arms()]
+    assert means == sorted(means)
+
+
+def test_refused_jobs_shrink_the_gain_of_their_bucket_most():
+    model = GainModel()
+    start = model.predict("a", FULL, 0.8, 0.5)[0]
+    for _ in range(3):
+        model.update("a", FULL, 0.8, 0.5, 0.0, 0.03)
+    here, elsewhere = model.predict("a", FULL, 0.8, 0.5)[0], model.predict("b", FULL, 0.8, 0.5)[0]
+    assert here < 0.2 * start < elsewhere < start
+
+
+def test_other_arms_learn_from_a_job():
+    model = GainModel()
+    before = model.predict("a", FULL, 0.8, 0.5)[0]
+    model.update("a", HEAD, 0.8, 0.5, 0.5, 0.03)
+    assert model.predict("a", FULL, 0.8, 0.5)[0] > before
+
+
+def test_a_good_job_raises_and_narrows_the_posterior():
+    model = GainModel()
+    mean, sd = model.predict("a", FULL, 1.0, 0.5)
+    model.update("a", FULL, 1.0, 0.5, 0.48, 0.02)
+    after, narrower = model.predict("a", FULL, 1.0, 0.5)
+    assert mean < after < 0.6 and narrower < sd
+
+
+def test_reset_restores_the_bucket_but_keeps_what_all_buckets_taught():
+    model = GainModel()
+    for _ in range(3):
+        model.update("a", FULL, 0.8, 0.5, 0.0, 0.03)
+    elsewhere = model.predict("new", FULL, 0.8, 0.5)
+    model.reset_bucket("a")
+    assert model.predict("a", FULL, 0.8, 0.5) == pytest.approx(elsewhere)
+
+
+def test_discounting_brings_old_evidence_back_to_the_prior():
+    model = GainModel()
+    prior = model.predict("a", FULL, 0.8, 0.5)[0]
+    for _ in range(3):
+        model.update("a", FULL, 0.8, 0.5, 0.0, 0.03)
+    low = model.predict("a", FULL, 0.8, 0.5)[0]
+    for _ in range(120):
+        model.update("z", CALIBRATION, 0.001, 0.001, 0.0, 1.0)  # says nothing, only ages
+    assert low < 0.8 * prior < model.predict("a", FULL, 0.8, 0.5)[0]
+
+
+def test_rehearsal_rows_forget_less_and_calibration_forgets_nothing():
+    bare = sized(FULL, 16_000)
+    assert forgetting(CALIBRATION) == 0
+    assert forgetting(FULL) < forgetting(
+        type(FULL)(name="bare", parameters="full", num_rows=16_384, rehearsal_share=0.0)
+    )
+    assert forgetting(sized(bare, 1000)) < forgetting(bare)
+
+
+def test_row_counts_rise_and_respect_minimum_and_arm():
+    assert row_counts(FULL, 700, 768) == []
+    for usable, arm in itertools.product((768, 1500, 9000, 50_000), default_arms()):
+        counts = row_counts(arm, usable, 768)
+        assert counts == sorted(set(counts)) and counts[0] >= 768 and counts[-1] == min(usable, arm.num_rows)
+
+
+def test_a_model_stored_before_rows_could_teach_again_gets_that_coefficients_prior():
+    import msgspec
+
+    new = GainModel()
+    for _ in range(3):
+        new.update("a", FULL, 0.8, 0.5, 0.1, 0.03)
+    old = msgspec.to_builtins(new)
+    assert old["names"].pop(1) == "again"
+    for values in (old["mean"], old["prior_sd"], old["cov"], *old["cov"][:1], *old["cov"][2:]):
+        values.pop(1)
+    read = msgspec.convert(old, GainModel)
+    assert read.names == new.names and len(read.cov) == len(read.cov[0]) == len(read.names)
+    for job in (("a", FULL, 0.8, 0.5), ("new", HEAD, 0.8, 0.5)):
+        assert read.predict(*job)[0] == pytest.approx(new.predict(*job)[0], abs=0.02)
+    assert read.predict("new", FULL, 0.8, 0.5, 0.0)[0] > 0
+
+
+def test_rows_learned_before_teach_less_until_jobs_show_that_they_teach_again():
+    model = GainModel()
+    fresh, known = (model.predict("a", FULL, 0.8, 0.5, new)[0] for new in (1.0, 0.0))
+    assert 0 < known < 0.6 * fresh
+    for _ in range(4):
+        model.update("b", FULL, 0.8, 0.5, 0.65 * 0.4, 0.02, 0.0)
+    assert model.predict("a", FULL, 0.8, 0.5, 0.0)[0] > 1.3 * known
+    assert newness(0, 1000, 1000) == pytest.approx(1.0)
+    assert newness(16_000, 16_500, 4000) < 0.3 and newness(10**6, 10**6, 4000) < 0.01

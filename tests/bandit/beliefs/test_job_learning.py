@@ -1,0 +1,126 @@
+"""Delayed, censored and outdated results."""
+
+import msgspec
+import pytest
+
+from paceline.bandit.beliefs.arms import default_arms, sized
+from paceline.bandit.beliefs.job_cost import CostModel
+from paceline.config import PolicyConfig
+from paceline.contracts import Decision, TrainResult
+from tests.helpers.world import FIRST, World
+
+FULL = default_arms()[2]
+
+
+def _world(**changes) -> World:
+    return World(
+        config=PolicyConfig(epoch_s=5.0, **changes), mix=lambda t: {"a": 1.0} if t < 30 else {"c": 1.0},
+        lengths={"a": 2.5, "c": 1.4}, ceilings={"a": 2.5, "c": 2.3}, round_s=0.05, batch_size=6,
+    )  # fmt: skip
+
+
+def _ordered(w: World) -> Decision:
+    for _ in range(300):
+        for d in w.step():
+            if d.action == "train":
+                w.job = None
+                return d
+    raise AssertionError("no job was ordered")
+
+
+def _end(w: World, d: Decision, result: TrainResult):
+    return w.controller.job_finished(result, decision_id=d.decision_id, now=w.clock.now())
+
+
+def _predicted(w: World) -> tuple[float, float]:
+    state = w.controller._state
+    gain = state.gains.predict("c", FULL, 0.8, 0.5)[0]
+    return gain, state.costs.predict(sized(FULL, 4000), busy=1.0, num_replicas=1).training_s
+
+
+def test_a_stopped_job_teaches_that_it_costs_at_least_that_and_nothing_of_its_gain():
+    w = _world()
+    d = _ordered(w)
+    gain, cost = _predicted(w)
+    stopped = TrainResult(job_id="j", status="stopped", version=None, reason="limit", train_s=60.0, shadow_s=0.0)
+    outcome = _end(w, d, stopped)
+    after = _predicted(w)
+    assert outcome.publish is None and outcome.decision.outcome == "stopped"
+    assert after[0] == gain and after[1] > 1.5 * cost
+    assert d.bucket not in w.controller._state.required_rows  # nobody knows that more rows are needed
+
+
+def test_a_short_stop_does_not_make_jobs_look_cheap():
+    model = CostModel()
+    arm = sized(FULL, 4000)
+    before = model.predict(arm, busy=1.0, num_replicas=1)
+    model.update_cut_short(arm, 0.1)
+    assert model.predict(arm, busy=1.0, num_replicas=1) == before
+
+
+def test_a_job_cut_by_its_limit_is_taken_to_have_learned_from_fewer_rows():
+    teach = {}
+    for name, limit in (("whole", 1000.0), ("cut", None)):
+        w = _world()
+        d = _ordered(w)
+        state = w.controller._state
+        result = msgspec.structs.replace(w.train(d), train_s=0.4 * d.context["cost"]["training_s"])
+        result = msgspec.structs.replace(
+            result, candidate=msgspec.structs.replace(result.candidate, gain_mean=0.15, gain_lower=0.1)
+        )
+        facts = {**d.context, "time_limit_s": limit or result.train_s}
+        state.actions[d.decision_id] = msgspec.structs.replace(d, context=facts)
+        before = _predicted(w)
+        _end(w, d, result)
+        teach[name] = (before, _predicted(w))
+    assert teach["whole"][0] == teach["cut"][0]
+    assert teach["cut"][1][0] > teach["whole"][1][0]  # the same gain from fewer rows is a better sign
+    assert teach["whole"][1][1] < teach["whole"][0][1] and teach["cut"][1][1] == teach["cut"][0][1]
+
+
+def test_a_refused_job_teaches_the_gain_that_was_measured_not_zero():
+    means = {}
+    for seen in (0.0, 0.04):
+        w = _world()
+        d = _ordered(w)
+        result = w.train(d)
+        candidate = msgspec.structs.replace(result.candidate, gain_mean=seen, gain_lower=-0.05)
+        _end(w, d, msgspec.structs.replace(result, status="rejected", version=None, candidate=candidate))
+        means[seen] = _predicted(w)[0]
+        assert w.controller._state.required_rows["c"] >= 2 * w.controller.arm_of(d).num_rows
+    assert means[0.0] < means[0.04]
+
+
+def test_scores_of_a_text_that_changed_while_the_job_ran_are_not_believed():
+    w = _world()
+    d = _ordered(w)
+    state = w.controller._state
+    gain, _ = _predicted(w)
+    state.buckets["c"].reset(w.clock.now() + 0.5, 0)  # the alarm, after the job had started
+    state.table.reset_bucket("c")
+    result = w.train(d)
+    outcome = _end(w, d, result)
+    assert _predicted(w)[0] == gain
+    assert state.table.estimate("c", result.candidate.version) is None
+    assert "c" not in state.learned.get(result.version, {"c": 0}) and outcome.decision.realised_cost_s > 0
+
+
+@pytest.mark.parametrize("policy", ["always", "payoff", "cara"])
+def test_a_version_trained_from_a_base_that_is_no_longer_live_goes_live_only_if_it_beats_the_live_one(policy):
+    for better in (True, False):
+        w = _world(policy=policy)
+        w.mix = lambda t: {"c": 1.0}
+        d = _ordered(w)
+        result = w.train(d)
+        if result.version is None:
+            result = msgspec.structs.replace(result, status="accepted", version="vx")
+        # while the job ran an operator made another version live; it is known on 'c'
+        w.true["other"] = {"a": 2.5, "c": 1.3 if better else 3.5}
+        w.versions.append("other")
+        w.controller.manual("rollback", "other", w.clock.now(), "Operator.")
+        w.live = "other"
+        for _ in range(12):
+            w.step()
+        outcome = _end(w, d, result)
+        assert d.context["base_version"] == FIRST
+        assert (outcome.publish is not None) == better, outcome.reason

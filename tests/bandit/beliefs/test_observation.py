@@ -1,0 +1,72 @@
+import numpy as np
+import pytest
+
+from paceline.bandit.beliefs.observation import Window, close, fold
+from tests.helpers.feedback import batch
+
+
+def _rows(n: int, seed: int) -> list[dict]:
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(n):
+        accepted = int(rng.integers(0, 4))
+        rows.append(
+            {
+                "request_id": f"q{rng.integers(7)}",
+                "bucket": str(rng.choice(["a", "b"])),
+                "group": str(rng.choice(["adaptive", "static", "plain"])),
+                "drafter_version": str(rng.choice(["v0", "v1"])),
+                "num_draft_tokens": int(rng.choice([0, 8])),
+                "num_accepted_tokens": accepted,
+                "num_emitted_tokens": accepted + 1,
+                "share_ms": float(rng.uniform(1, 20)),
+                "batch_size": int(rng.integers(1, 5)),
+            }
+        )
+    return rows
+
+
+def test_every_row_is_counted_once_in_its_bucket_group_and_version():
+    rows = _rows(300, 0)
+    windows: dict[str, Window] = {}
+    fold(windows, batch(rows))
+    for name, window in windows.items():
+        for stats in close(name, window, 0.0, 10.0).stats:
+            own = [
+                r for r in rows if (r["bucket"], r["group"], r["drafter_version"]) == (name, stats.group, stats.version)
+            ]
+            drafted = [r for r in own if r["num_draft_tokens"] > 0]
+            assert stats.num_rounds == len(own) and stats.drafted_rounds == len(drafted)
+            assert stats.num_tokens == sum(r["num_emitted_tokens"] for r in own)
+            assert stats.device_s == pytest.approx(sum(r["share_ms"] for r in own) / 1000)
+            assert stats.acceptance_length.y == sum(r["num_accepted_tokens"] + 1 for r in drafted)
+            assert stats.acceptance_length.x == len(drafted)
+            assert stats.time_per_token.n == len({r["request_id"] for r in own})
+
+
+def test_splitting_a_batch_changes_nothing():
+    rows = _rows(200, 1)
+    whole: dict[str, Window] = {}
+    parts: dict[str, Window] = {}
+    fold(whole, batch(rows))
+    for i in range(0, 200, 17):
+        fold(parts, batch(rows[i : i + 17], seq=i + 1))
+    for name in whole:
+        a, b = close(name, whole[name], 0, 5), close(name, parts[name], 0, 5)
+        assert a.batch_size == pytest.approx(b.batch_size)
+        for x, y in zip(a.stats, b.stats, strict=True):
+            assert (x.group, x.version, x.num_tokens) == (y.group, y.version, y.num_tokens)
+            assert x.time_per_token.yy == pytest.approx(y.time_per_token.yy)
+
+
+def test_load_is_tokens_per_second_of_a_group():
+    windows: dict[str, Window] = {}
+    fold(windows, batch([{"num_emitted_tokens": 30}, {"num_emitted_tokens": 10, "group": "static"}]))
+    seen = close("a", windows["a"], 5.0, 15.0)
+    assert seen.load("adaptive") == pytest.approx(3.0) and seen.load() == pytest.approx(4.0)
+
+
+def test_an_empty_batch_opens_no_window():
+    windows: dict[str, Window] = {}
+    fold(windows, batch([]))
+    assert windows == {}

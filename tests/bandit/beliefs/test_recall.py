@@ -1,0 +1,122 @@
+import pytest
+
+from paceline.bandit.beliefs.belief import BucketBelief
+from paceline.bandit.beliefs.observation import BucketObservation, VersionStats
+from paceline.bandit.beliefs.ratio import RatioSums
+from paceline.bandit.beliefs.recall import ScoreTable
+from paceline.bandit.policies.pricing import price_recalls
+from paceline.contracts import ShadowScore, TrainResult
+
+
+def _seen(bucket: str, version: str, length: float, group: str = "adaptive", start: float = 0.0) -> BucketObservation:
+    pool = RatioSums()
+    for i in range(10):
+        rounds = 20 + i
+        pool.add(rounds * (length + 0.05 * (-1) ** i), rounds)
+    stats = VersionStats(
+        group=group,
+        version=version,
+        num_tokens=round(pool.y),
+        device_s=1.0,
+        num_rounds=int(pool.x),
+        drafted_rounds=int(pool.x),
+        drafted_s=1.0,
+        plain_s=0.0,
+        plain_tokens=0,
+        time_per_token=pool,
+        acceptance_length=pool,
+    )
+    return BucketObservation(bucket=bucket, start=start, end=start + 10, batch_size=4.0, stats=(stats,))
+
+
+def _belief(bucket: str, load: float, length: float) -> BucketBelief:
+    return BucketBelief(
+        bucket=bucket,
+        load=load,
+        time_per_token_s=0.01 / length,
+        round_s=0.01,
+        plain_token_s=None,
+        length=length,
+        length_se=0.02,
+        usable_rows=0,
+        fresh_rows=0,
+        learned_rows=0,
+        required_rows=768,
+        is_active=load > 0,
+    )
+
+
+def _score(version: str, length: float) -> ShadowScore:
+    return ShadowScore(
+        version=version, acceptance_length=length, num_requests=30, num_tokens=3000, gain_mean=0.0, gain_lower=0.0
+    )
+
+
+def _result(status: str = "accepted") -> TrainResult:
+    return TrainResult(
+        job_id="j",
+        status=status,
+        version="v1",
+        reason="",
+        train_s=1.0,
+        shadow_s=1.0,
+        candidate=_score("v1", 1.8),
+        incumbent=_score("v0", 1.5),
+        first=_score("v0", 1.5),
+    )
+
+
+def _table() -> ScoreTable:
+    table = ScoreTable()
+    for bucket, version, length in (("a", "v0", 2.6), ("a", "v1", 2.1), ("c", "v0", 1.4), ("c", "v1", 2.0)):
+        table.observe(_seen(bucket, version, length))
+    return table
+
+
+def test_the_best_version_depends_on_the_mix_that_is_served():
+    table = _table()
+    back = {"a": _belief("a", 100, 2.1), "c": _belief("c", 0, 2.0)}
+    (priced,) = price_recalls(back, ["v0", "v1"], "v1", table=table, horizon_s=100, staging_s=0.1)
+    assert priced.version == "v0" and priced.gain == pytest.approx(1 - 2.1 / 2.6, abs=0.01)
+    mostly_c = {"a": _belief("a", 20, 2.1), "c": _belief("c", 200, 2.0)}
+    (priced,) = price_recalls(mostly_c, ["v0"], "v1", table=table, horizon_s=100, staging_s=0.1)
+    assert priced.gain < 0
+
+
+def test_a_version_unknown_where_the_load_is_is_not_priced():
+    beliefs = {"new": _belief("new", 100, 1.5), "a": _belief("a", 5, 2.6)}
+    assert price_recalls(beliefs, ["v1"], "v0", table=_table(), horizon_s=100, staging_s=0.1) == []
+
+
+def test_replay_scores_are_put_on_the_scale_of_serving():
+    table = ScoreTable()
+    table.observe(_seen("c", "v0", 1.2))
+    table.add_job("c", _result(), "v0", 0.05)
+    assert table.estimate("c", "v1")[0] == pytest.approx(1.8 * 1.2 / 1.5, rel=0.02)
+
+
+def test_a_new_version_is_guessed_from_its_base_on_other_buckets():
+    table = ScoreTable()
+    table.observe(_seen("a", "v0", 2.6))
+    table.observe(_seen("c", "v0", 1.5))
+    table.add_job("c", _result(), "v0", 0.10)
+    length, se = table.estimate("a", "v1")
+    assert length == pytest.approx(2.34, rel=0.01) and se > 0.05 * length
+    table.observe(_seen("a", "v1", 2.2))
+    assert table.estimate("a", "v1")[0] == pytest.approx(2.2, rel=0.01)
+
+
+def test_a_refused_candidate_never_enters_the_table():
+    table = ScoreTable()
+    table.observe(_seen("c", "v0", 1.5))
+    table.add_job("c", _result("rejected"), "v0", 0.05)
+    assert table.estimate("c", "v1") is None
+
+
+def test_scores_of_versions_that_do_not_serve_are_kept():
+    table = _table()
+    for i in range(50):
+        table.observe(_seen("a", "v0", 2.6, start=10.0 * i))
+    assert table.estimate("c", "v1")[0] == pytest.approx(2.0, rel=0.01)
+    table.reset_bucket("c")
+    assert table.estimate("c", "v1") is None

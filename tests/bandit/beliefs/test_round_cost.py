@@ -1,0 +1,119 @@
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.bandit.beliefs.belief import BatchCost
+from paceline.bandit.beliefs.observation import CellSums, FeedbackSums
+from paceline.bandit.beliefs.round_cost import RoundCosts, size_class
+from tests.helpers.feedback import batch
+from tests.helpers.views import make_belief
+
+
+def _rows(size: int, ms: float, count: int = 20, *, drafted: bool = True, emitted: int = 2, group: str = "adaptive"):
+    row = {
+        "batch_size": size, "share_ms": ms, "num_draft_tokens": 8 * drafted, "num_emitted_tokens": emitted, "group": group,
+    }  # fmt: skip
+    return [row] * count
+
+
+def test_batch_sizes_beyond_four_share_a_class_with_the_next_power_of_two():
+    assert [size_class(b) for b in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [1, 2, 3, 4, 8, 8, 16, 16, 32]
+
+
+def test_prices_are_kept_apart_by_batch_size_and_weighted_by_tokens():
+    costs = RoundCosts()
+    costs.fold(batch(_rows(1, 20.0) + _rows(8, 6.0, emitted=6)))
+    one, eight = costs.batches("a")
+    assert (one.round_s, eight.round_s) == (pytest.approx(0.020), pytest.approx(0.006))
+    assert (one.share, eight.share) == (pytest.approx(0.25), pytest.approx(0.75))
+    assert one.plain_token_s is None and costs.batches("b") == []
+
+
+def test_the_price_of_plain_decoding_is_known_where_a_good_part_of_rounds_went_without_a_draft():
+    costs = RoundCosts()
+    costs.fold(batch(_rows(8, 9.0) + _rows(8, 4.0, drafted=False, emitted=1) + _rows(1, 20.0)))
+    one, eight = costs.batches("a")
+    assert eight.plain_token_s == pytest.approx(0.004) and one.plain_token_s is None
+
+
+def test_requests_without_a_drafter_set_no_price():
+    costs = RoundCosts()
+    costs.fold(batch(_rows(1, 20.0, group="plain")))
+    assert costs.batches("a") == []
+
+
+def test_shares_follow_the_load_at_once_and_prices_are_remembered():
+    costs = RoundCosts()
+    costs.fold(batch(_rows(1, 20.0, count=200)))
+    for _ in range(6):
+        costs.fade(30.0)
+        costs.fold(batch(_rows(8, 6.0)))
+    shares = {round(b.round_s, 3): b.share for b in costs.batches("a")}
+    assert shares[0.006] > 0.95
+    costs.fade(30.0)
+    costs.fold(batch(_rows(1, 20.0, count=60)))
+    again = {round(b.round_s, 3): b.share for b in costs.batches("a")}
+    assert again[0.02] > 0.5
+
+
+def test_the_price_of_drafting_outlasts_a_time_without_drafts_but_a_few_rounds_set_none():
+    costs = RoundCosts()
+    costs.fold(batch(_rows(1, 20.0, count=7) + _rows(2, 6.0, count=9)))
+    for _ in range(40):
+        costs.fade(1e5)
+        costs.fold(batch([*_rows(1, 4.0, drafted=False, emitted=1), *_rows(2, 3.0, drafted=False, emitted=1)]))
+    one, two = costs.batches("a")
+    assert one.round_s is None and one.plain_token_s == pytest.approx(0.004)
+    assert two.round_s == pytest.approx(0.006) and two.plain_token_s == pytest.approx(0.003)
+    costs.fold(batch(_rows(2, 60.0, count=4)))  # a probe of few dear rounds is no price
+    assert costs.batches("a")[1].round_s == pytest.approx(0.006)
+    costs.fold(batch(_rows(2, 12.0, count=400)))
+    assert costs.batches("a")[1].round_s == pytest.approx(0.012, rel=0.05)
+
+
+def test_summed_feedback_counts_like_rows():
+    rows, sums = RoundCosts(), RoundCosts()
+    rows.fold(batch(_rows(4, 10.0) + _rows(4, 5.0, drafted=False)))
+    cell = CellSums(
+        bucket="a", group="adaptive", version="v0", num_rounds=40, drafted_rounds=20, drafted_s=0.2, plain_s=0.1,
+        plain_tokens=20, requests={"q": [0.3, 80.0, 20.0, 40.0]},
+    )  # fmt: skip
+    sums.fold(FeedbackSums(replica_id="r", boot_epoch=1, seq=1, batch_size=4, cells=[cell]))
+    (one,), (two,) = rows.batches("a"), sums.batches("a")
+    assert (one.round_s, one.plain_token_s) == pytest.approx((two.round_s, two.plain_token_s)) == (0.01, 0.005)
+    assert rows.sums["a"][4].tokens == sums.sums["a"][4].tokens == 80.0
+
+
+def test_a_better_drafter_gains_nothing_where_full_batches_are_served_plain():
+    single = BatchCost(share=0.5, round_s=0.010, plain_token_s=None)
+    full = BatchCost(share=0.5, round_s=0.010, plain_token_s=0.004)
+    alone, mixed, crowded = (
+        make_belief(length=1.5, batches=b)
+        for b in (
+            [msgspec.structs.replace(single, share=1.0)],
+            [single, full],
+            [msgspec.structs.replace(full, share=1.0)],
+        )
+    )
+    gains = [b.relative_gain(1.5, 2.2) for b in (alone, mixed, crowded)]
+    assert gains[0] == pytest.approx(1 - 1.5 / 2.2)
+    assert gains[0] > gains[1] > gains[2] == 0.0
+    assert crowded.relative_gain(1.5, 4.0) > 0.3  # until drafting beats plain decoding there as well
+
+
+@given(
+    a=st.floats(1, 6),
+    b=st.floats(1, 6),
+    plain=st.one_of(st.none(), st.floats(0.001, 0.02)),
+    share=st.floats(0.01, 0.99),
+)
+def test_a_longer_acceptance_never_costs_more(a, b, plain, share):
+    batches = [
+        BatchCost(share=share, round_s=0.01, plain_token_s=plain),
+        BatchCost(share=1 - share, round_s=0.004, plain_token_s=None),
+    ]
+    belief = make_belief(batches=batches)
+    low, high = sorted((a, b))
+    assert belief.token_s(high) <= belief.token_s(low) + 1e-12
+    assert 0.0 <= belief.relative_gain(low, high) < 1.0

@@ -1,0 +1,152 @@
+"""What a closed epoch makes of the load: quiet times, few requests, buckets that come and go, state of before."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.bandit.beliefs.belief import FAST, epoch_weight
+from paceline.bandit.beliefs.observation import CellSums, FeedbackSums
+from paceline.bandit.controller.controller import Controller, HostContext
+from paceline.bandit.controller.epoch import bucket_beliefs
+from paceline.bandit.controller.state import ControllerState
+from paceline.clock import ManualClock
+from paceline.config import PolicyConfig
+
+EPOCH_S = 10.0
+TOKENS = 40
+"""Of a request; it takes 20 rounds of 10 ms."""
+
+
+class _Service:
+    def __init__(self) -> None:
+        self.clock = ManualClock(0.0)
+        self.controller = Controller(
+            PolicyConfig(policy="never", epoch_s=EPOCH_S), clock=self.clock, rng=np.random.default_rng(0)
+        )
+        self.seq = 0
+        self.context = HostContext(live_version="v0", first_version="v0", rows={}, rows_written={}, versions=["v0"])
+        self.controller.tick(0.0, self.context)
+
+    def epoch(self, is_drafted: bool = True, **requests: int) -> dict[str, float]:
+        """Serve one epoch with so many requests a bucket; load by bucket as believed after it. Plain rounds take 4 ms."""
+        self.seq += 1
+        if not is_drafted:
+            return self._serve([_plain_cell(self.seq, b, n) for b, n in requests.items() if n])
+        cells = [
+            CellSums(
+                bucket=b, group="adaptive", version="v0", num_rounds=20 * n, drafted_rounds=20 * n, drafted_s=0.2 * n,
+                plain_s=0.0, plain_tokens=0,
+                requests={f"{self.seq}.{b}.{i}": [0.2, TOKENS, 20.0, TOKENS] for i in range(n)},
+            )
+            for b, n in requests.items()
+            if n
+        ]  # fmt: skip
+        return self._serve(cells)
+
+    def _serve(self, cells: list[CellSums]) -> dict[str, float]:
+        self.controller.observe(
+            FeedbackSums(replica_id="r", boot_epoch=1, seq=self.seq, batch_size=1, cells=cells, rounds=[])
+        )
+        self.clock.advance(EPOCH_S)
+        self.controller.tick(self.clock.now(), self.context)
+        return self.loads()
+
+    def loads(self) -> dict[str, float]:
+        return {b: m.load for b, m in self.controller._state.meters.items()}
+
+
+def _plain_cell(seq: int, bucket: str, num: int) -> CellSums:
+    return CellSums(
+        bucket=bucket, group="adaptive", version="v0", num_rounds=TOKENS * num, drafted_rounds=0, drafted_s=0.0,
+        plain_s=0.004 * TOKENS * num, plain_tokens=TOKENS * num,
+        requests={f"{seq}.{bucket}.{i}": [0.004 * TOKENS, TOKENS, float(TOKENS), TOKENS] for i in range(num)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_epochs", [1, 5, 100])
+def test_a_bucket_that_is_not_drafted_for_keeps_its_price_of_drafting(num_epochs):
+    """Where drafting does not pay, a better drafter may: the controller must still see what it would be worth."""
+    service = _Service()
+    service.epoch(a=20)
+    for _ in range(num_epochs):
+        service.epoch(is_drafted=False, a=20)
+    state = service.controller._state
+    belief = bucket_beliefs(state, PolicyConfig(), service.context)["a"]
+    assert belief.is_active and belief.round_s == pytest.approx(0.010)
+    assert belief.plain_token_s == pytest.approx(0.004, rel=0.2)
+    # Rounds of 10 ms: 2 tokens a round lose to plain decoding, 4 win.
+    assert belief.token_s(2.0) == pytest.approx(0.004, rel=0.2)
+    assert belief.token_s(4.0) == pytest.approx(0.0025, rel=0.01)
+
+
+@pytest.mark.parametrize("idle", [0, 1, 30])
+def test_a_quiet_start_does_not_hide_the_load_that_follows(idle):
+    service = _Service()
+    for _ in range(idle):
+        service.epoch()
+    assert service.epoch(a=20)["a"] == pytest.approx(80.0)
+
+
+def test_load_falls_when_traffic_stops_and_is_back_with_it():
+    service = _Service()
+    for _ in range(10):
+        service.epoch(a=20)
+    for _ in range(60):
+        service.epoch()
+    assert service.loads()["a"] < 8.0
+    for _ in range(8):
+        loads = service.epoch(a=20)
+    assert loads["a"] > 60.0
+
+
+@pytest.mark.parametrize("requests", [2, 4, 20, 100])
+def test_a_complete_change_of_the_mix_is_seen_whatever_the_load(requests):
+    service = _Service()
+    for _ in range(6):
+        service.epoch(b=requests)
+    seen = None
+    for i in range(40):
+        loads = service.epoch(a=requests)
+        if seen is None and loads["b"] == 0.0:
+            seen = i
+    assert seen is not None and seen <= 14
+    assert loads["a"] == pytest.approx(4.0 * requests, rel=0.1)
+
+
+def test_a_bucket_that_joins_does_not_double_the_load():
+    service = _Service()
+    for _ in range(45):
+        service.epoch(b=4)
+    totals = [sum(service.epoch(a=4).values()) for _ in range(10)]
+    assert max(totals) < 1.3 * 16.0
+
+
+def test_the_height_of_the_load_is_not_taken_from_one_noisy_epoch():
+    service, rng = _Service(), np.random.default_rng(0)
+    loads = []
+    for i in range(200):
+        name = "a" if (i // 50) % 2 == 0 else "b"
+        loads.append(service.epoch(**{name: int(rng.poisson(3))}).get(name, 0.0))
+    settled = [x for i, x in enumerate(loads) if i % 50 > 15]
+    assert np.mean(settled) == pytest.approx(12.0, rel=0.2) and max(settled) < 24.0
+
+
+def test_the_weight_of_an_epoch_grows_with_its_requests_and_length_up_to_a_limit():
+    assert epoch_weight(0, 0.0) == 0.0 and epoch_weight(1000, 1.0) == pytest.approx(FAST)
+    assert epoch_weight(0, 1e6) == pytest.approx(FAST)
+    assert epoch_weight(2, 10.0) < epoch_weight(8, 10.0) < epoch_weight(20, 10.0)
+    # two short epochs weigh as much as one of both together
+    assert (1 - epoch_weight(5, 1.0)) ** 2 == pytest.approx(1 - epoch_weight(10, 2.0))
+
+
+def test_state_without_a_total_load_goes_on_at_the_load_that_it_sees():
+    service = _Service()
+    for _ in range(5):
+        service.epoch(a=20)
+    old = msgspec.to_builtins(service.controller._state)
+    del old["total_load"]
+    service.controller._state = msgspec.convert(old, ControllerState)
+    assert service.epoch(b=20)["b"] == pytest.approx(80.0, rel=0.75)
+    for _ in range(3):
+        loads = service.epoch(b=20)
+    assert loads["b"] == pytest.approx(80.0, rel=0.05)

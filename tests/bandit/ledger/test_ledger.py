@@ -1,0 +1,57 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.bandit.ledger.bank import Bank
+from paceline.bandit.ledger.ledger import KINDS, MAX_ENTRIES, Ledger, entry_id
+from paceline.contracts import LedgerEntry
+
+
+def _entry(name: str, kind: str = "training", seconds: float = 1.0, ts: float = 1.0) -> LedgerEntry:
+    return LedgerEntry(entry_id=name, ts=ts, kind=kind, bucket="a", version=None, seconds=seconds)
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.sampled_from(KINDS), st.floats(0, 100)), max_size=40))
+def test_folding_the_same_entries_twice_changes_nothing(rows):
+    entries = [_entry(f"d{i}:{kind}", kind, seconds) for i, kind, seconds in rows]
+    once, twice = Ledger(), Ledger()
+    for e in entries:
+        once.add(e)
+    for e in entries + entries[::-1]:
+        twice.add(e)
+    assert once == twice
+    assert once.net_s() == pytest.approx(once.saved_s() - once.spent_s())
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="kind must be one of"):
+        Ledger().add(_entry("x", "bribes"))
+
+
+def test_compaction_keeps_totals_and_refuses_late_duplicates():
+    ledger = Ledger()
+    for i in range(MAX_ENTRIES + 1):
+        ledger.add(_entry(f"d{i}:training", ts=float(i)))
+    assert len(ledger.entries) < MAX_ENTRIES
+    assert ledger.spent_s() == MAX_ENTRIES + 1
+    assert not ledger.add(_entry("d0:training", ts=0.0))
+
+
+def test_entry_ids_name_their_decision():
+    assert entry_id(7, "training", "job") == "d7:training:job"
+    assert entry_id(None, "saving") == "d0:saving"
+
+
+def test_the_bank_counts_only_savings_beyond_their_error():
+    bank = Bank(start_s=20.0, saved_s=5.0, saved_error_s=8.0, spent_s=4.0)
+    assert bank.balance_s == 16.0
+    assert Bank(start_s=20.0, saved_s=30.0, saved_error_s=8.0, spent_s=4.0).balance_s == 38.0
+    assert Bank(start_s=20.0, saved_s=-5.0, saved_error_s=8.0, spent_s=4.0).balance_s == 11.0
+
+
+def test_the_time_limit_leaves_money_for_what_follows_the_training():
+    bank = Bank(start_s=20.0, saved_s=0.0, saved_error_s=0.0, spent_s=4.0)
+    limit = bank.time_limit_s(120.0, 0.1, 2.0)
+    assert limit * 1.1 + 2.0 == pytest.approx(16.0)
+    assert bank.time_limit_s(5.0, 0.1, 2.0) == 5.0
+    assert bank.covers(16.0) and not bank.covers(16.1)

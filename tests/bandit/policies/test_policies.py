@@ -1,0 +1,168 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.bandit.policies.payoff import waiting_s
+from paceline.bandit.policies.table import POLICIES, make_policy
+from paceline.config import PolicyConfig
+from paceline.errors import ConfigError
+from tests.helpers.views import FULL, HEAD, choose, make_belief, make_job, make_recall, make_view
+
+
+def test_never_holds_whatever_the_price():
+    assert choose("never", jobs=(make_job(saving=1e9),), recalls=(make_recall(),)).action == "hold"
+
+
+def test_always_trains_the_dearest_arm_even_at_a_loss():
+    choice = choose("always", jobs=(make_job(saving=-5.0), make_job(FULL, saving=-9.0, cost=50.0)), balance_s=0.0)
+    assert choice.action == "train" and choice.job.arm.name == "full"
+
+
+def test_interval_waits_for_its_period():
+    assert choose("interval", since_job_s=60.0).code == "interval"
+    assert choose("interval", since_job_s=121.0).action == "train"
+
+
+@pytest.mark.parametrize("name", ["always", "interval", "payoff", "dual_ema", "cara", "thompson"])
+def test_one_job_at_a_time(name):
+    assert choose(name, is_job_running=True, recalls=(make_recall(),)).code == "job_running"
+
+
+@pytest.mark.parametrize("name", ["always", "interval", "payoff", "cara", "thompson"])
+def test_too_few_rows_or_no_traffic_hold(name):
+    assert choose(name, beliefs={"c": make_belief(fresh=100)}, jobs=()).code == "rows"
+    assert choose(name, beliefs={}, jobs=()).code == "no_traffic"
+
+
+def test_payoff_trains_only_above_the_hysteresis():
+    assert choose("payoff", jobs=(make_job(saving=6.2),)).code == "payoff"
+    assert choose("payoff", jobs=(make_job(saving=6.3),)).action == "train"
+
+
+def test_payoff_takes_the_best_net_value_that_the_bank_covers():
+    jobs = (make_job(HEAD, 20.0, 5.0), make_job(FULL, 60.0, 30.0))
+    assert choose("payoff", jobs=jobs).job.arm.name == "head"
+    assert choose("payoff", jobs=jobs, balance_s=31.0).job.arm.name == "full"
+    assert choose("payoff", jobs=jobs, balance_s=1.0).code == "bank"
+
+
+def test_payoff_waits_for_more_rows_after_a_refused_job():
+    assert choose("payoff", beliefs={"c": make_belief(required=4000)}).code == "rows"
+
+
+def test_payoff_recalls_before_it_trains_when_the_gain_is_sure_and_the_dwell_over():
+    assert choose("payoff", recalls=(make_recall(),)).action == "recall"
+    for changes in (
+        {"recalls": (make_recall(gain=0.02),)},
+        {"recalls": (make_recall(se=0.3),)},
+        {"recalls": (make_recall(saving=0.05),)},
+        {"recalls": (make_recall(),), "since_swap_s": 3.0},
+    ):
+        assert choose("payoff", **changes).action != "recall"
+
+
+def test_a_job_that_would_end_within_the_dwell_waits():
+    assert choose("payoff", since_swap_s=1.0, jobs=(make_job(cost=3.0),)).code == "dwell"
+    assert choose("payoff", since_swap_s=1.0, jobs=(make_job(cost=9.0),)).action == "train"
+
+
+def test_near_ties_are_explored_at_the_logged_propensity():
+    policy, rng = make_policy("payoff"), np.random.default_rng(0)
+    view = make_view(jobs=(make_job(HEAD, 20.0), make_job(FULL, 19.9)))
+    picks = [policy.choose(view, rng) for _ in range(2000)]
+    share = np.mean([p.job.arm.name == "full" for p in picks])
+    assert share == pytest.approx(0.05, abs=0.02)
+    assert {(p.job.arm.name, round(p.propensity, 3)) for p in picks} == {("head", 0.95), ("full", 0.05)}
+
+
+def test_a_near_tie_that_would_end_within_the_dwell_is_a_hold_of_its_own_probability():
+    policy, rng = make_policy("payoff"), np.random.default_rng(0)
+    slow, quick = make_job(FULL, 28.0, 9.0), make_job(HEAD, 21.9, 3.0)
+    view = make_view(jobs=(slow, quick), since_swap_s=1.0)  # 5 s must pass: only the slow job ends late enough
+    picks = [policy.choose(view, rng) for _ in range(2000)]
+    assert np.mean([p.action == "hold" for p in picks]) == pytest.approx(0.05, abs=0.02)
+    expected = {"train:full:c:2000": pytest.approx(0.95), "hold": pytest.approx(0.05)}
+    assert all(p.probabilities == expected for p in picks)
+    assert {(p.action, round(p.propensity, 3)) for p in picks} == {("train", 0.95), ("hold", 0.05)}
+
+
+@pytest.mark.parametrize("name", list(POLICIES))
+@given(seed=st.integers(0, 50), savings=st.lists(st.floats(-5, 60), min_size=1, max_size=4), since=st.floats(0, 20))
+def test_probabilities_sum_to_one_and_hold_the_action_taken(name, seed, savings, since):
+    arms = (HEAD, FULL)
+    jobs = tuple(make_job(arms[i % 2], saving=s, cost=4.0 + i) for i, s in enumerate(savings))
+    choice = choose(name, seed=seed, jobs=jobs, recalls=(make_recall(gain=0.05),), since_swap_s=since)
+    assert sum(choice.probabilities.values()) == pytest.approx(1.0) and min(choice.probabilities.values()) > 0
+    assert choice.propensity == choice.probabilities[choice.key]
+    if name not in ("payoff", "thompson"):
+        assert choice.probabilities == {choice.key: 1.0}
+
+
+def test_an_unknown_policy_is_refused_with_the_known_names():
+    with pytest.raises(ConfigError, match="never, always, interval, payoff"):
+        make_policy("sometimes")
+    assert set(POLICIES) == {"never", "always", "interval", "payoff", "dual_ema", "cara", "thompson", "hedge"}
+    for name in POLICIES:
+        assert PolicyConfig(policy=name).policy == name
+
+
+def test_buckets_compete_for_the_trainer_by_what_the_other_one_loses_by_waiting():
+    beliefs = {"c": make_belief(), "d": make_belief(bucket="d")}
+    slow = make_job(FULL, saving=60.0, cost=40.0, rate=0.1)
+    quick = make_job(HEAD, saving=24.0, cost=5.0, bucket="d", rate=0.3)
+    assert slow.net_s > quick.net_s
+    assert waiting_s(slow, [slow, quick]) == pytest.approx(12.0) and waiting_s(quick, [slow, quick]) == pytest.approx(
+        0.5
+    )
+    view = {"beliefs": beliefs, "balance_s": 100.0}
+    assert choose("payoff", jobs=(slow, quick), **view).bucket == "d"
+    assert choose("payoff", jobs=(slow,), **view).bucket == "c"
+    # a rival that could not be started anyway delays nobody
+    assert (
+        choose("payoff", jobs=(slow, make_job(HEAD, saving=1.0, cost=5.0, bucket="d", rate=0.3)), **view).bucket == "c"
+    )
+
+
+def test_going_back_to_the_floor_needs_no_funds_and_less_proof():
+    jobs = {"jobs": (), "balance_s": -5.0}
+    assert choose("payoff", recalls=(make_recall(gain=0.02, se=0.01),), **jobs).action == "hold"
+    assert choose("payoff", recalls=(make_recall(gain=0.02, se=0.01, is_floor=True),), **jobs).action == "recall"
+    assert choose("payoff", recalls=(make_recall(gain=0.2),), **jobs).action == "hold"
+    assert choose("payoff", recalls=(make_recall(gain=0.02, se=0.03, is_floor=True),), **jobs).action == "hold"
+
+
+@given(
+    saving=st.floats(-50, 500),
+    cost=st.floats(0.5, 200),
+    balance=st.floats(-50, 300),
+    hysteresis=st.floats(1.0, 3.0),
+    since=st.floats(0, 100),
+)
+def test_payoff_trains_only_what_pays_by_the_hysteresis_and_is_funded(saving, cost, balance, hysteresis, since):
+    config = PolicyConfig(hysteresis=hysteresis)
+    choice = choose(
+        "payoff", jobs=(make_job(saving=saving, cost=cost),), balance_s=balance, config=config, since_swap_s=since
+    )
+    pays, late = saving > hysteresis * cost and cost <= balance, since + cost < config.min_dwell_s
+    assert (choice.action == "train") == (pays and not late)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ema_fast", 0.0), ("ema_slow", 0.5), ("ema_margin", 1.0), ("cara_factor", -1.0), ("thompson_draws", 1),
+        ("hedge_rate", 0.0), ("hedge_share", 1.0), ("horizon_s", 0.0), ("hysteresis", -1.0), ("bank_s", float("nan")),
+    ],
+)  # fmt: skip
+def test_settings_out_of_range_are_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match=f"policy.{field}"):
+        PolicyConfig(**{field: value})
+
+
+def test_a_first_job_that_may_outgrow_the_bank_is_not_begun():
+    jobs = (make_job(HEAD, 20.0, 5.0), make_job(FULL, 60.0, 20.0))
+    assert choose("payoff", jobs=jobs, balance_s=25.0).job.arm.name == "full"
+    assert choose("payoff", jobs=jobs, balance_s=25.0, cost_margin=1.5).job.arm.name == "head"
+    held = choose("payoff", jobs=jobs, balance_s=6.0, cost_margin=1.5)
+    assert held.code == "bank" and "1.50 times" in held.reason

@@ -1,0 +1,134 @@
+"""A log is read whole or refused in one sentence; replays of it agree with the service that wrote it."""
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.bandit.controller.decision_log import LoggedJob, read_log
+from paceline.bandit.replay.gain_fit import MIN_JOBS, fit_gains
+from paceline.bandit.replay.logged import prepare, replay_logged
+from paceline.bandit.replay.record import record
+from paceline.bandit.replay.scenario import Scenario
+from paceline.bandit.replay.simulate import draw_world, learned_rows, policy_config
+from paceline.bandit.replay.world import World
+from paceline.contracts import ArmSpec
+from paceline.errors import ConfigError
+
+FULL = ArmSpec(name="full", parameters="full", num_rows=4000, epochs=2)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """decisions.jsonl of a simulated service under the pay-off rule, and its true result."""
+    cell = Scenario(name="x", regime_s=600.0, duration_s=2400.0, recurrence="cycle", train_cost=0.3)
+    traffic, outcomes = draw_world(cell, 3)
+    world = World(
+        traffic, outcomes, policy_config("payoff", {"epoch_s": 30.0}, 3), seed=3, learned=learned_rows(cell, traffic)
+    )
+    path = tmp_path_factory.mktemp("log") / "decisions.jsonl"
+    path.write_bytes(record(world))
+    return path, world
+
+
+def test_everything_that_was_logged_is_read(served):
+    path, world = served
+    log = read_log(path)
+    assert len(log.epochs) == pytest.approx(2400 / 30, abs=2)
+    assert len(log.jobs) == world.num_jobs - (world.job is not None) >= 2
+    accepted = [j for j in log.jobs if j.status == "accepted"]
+    assert len(accepted) == world.num_accepted
+    assert all(j.arm.num_rows > 0 and j.bucket in log.shadow for j in accepted)
+
+
+def test_replaying_the_logged_policy_gives_about_what_the_service_got(served):
+    path, world = served
+    service = prepare(read_log(path), "log")
+    runs = [replay_logged(service, "payoff", {}, seed) for seed in range(4)]
+    assert np.mean([r.never_s for r in runs]) == pytest.approx(world.never_s, rel=0.05)
+    # the log's own gain model stands in for jobs at other moments
+    assert 100 * np.mean([r.net_share for r in runs]) == pytest.approx(100 * world.net_s / world.never_s, abs=6.0)
+    assert replay_logged(service, "never", {}, 0).net_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_job_that_the_log_holds_is_replayed_as_it_went(served):
+    path, _ = served
+    log = read_log(path)
+    run = replay_logged(prepare(log, "log"), "payoff", {}, 0)
+    first = next(e for e in run.events if e["action"] in ("accepted", "rejected"))
+    assert first["reason"].startswith("as logged")
+    logged = next(j for j in log.jobs if j.bucket == first["bucket"])
+    assert (logged.version or logged.status) in first["reason"]
+
+
+def test_replays_of_a_log_repeat_by_seed_and_stay_below_the_bound(served):
+    service = prepare(read_log(served[0]), "log")
+    one, two = (replay_logged(service, "payoff", {}, 7) for _ in range(2))
+    assert msgspec.to_builtins(one) == msgspec.to_builtins(two)
+    assert replay_logged(service, "oracle", {}, 7).net_s > 0
+
+
+def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(served, tmp_path):
+    data = served[0].read_bytes()
+    torn = tmp_path / "torn.jsonl"
+    torn.write_bytes(data + b'{"kind": "feedback", "sta')
+    assert len(read_log(torn).epochs) == len(read_log(served[0]).epochs)
+    lines = data.splitlines(keepends=True)
+    damaged = tmp_path / "damaged.jsonl"
+    damaged.write_bytes(b"".join([*lines[:2], b'{"kind": "feedback", "start": "soon"}\n', *lines[2:]]))
+    with pytest.raises(ConfigError, match="line 3 is damaged"):
+        read_log(damaged)
+
+
+def test_a_log_without_feedback_says_what_is_missing(tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    path.write_text('{"kind": "note", "text": "hello"}\n')
+    with pytest.raises(ConfigError, match="at least 4 lines of kind 'feedback'"):
+        read_log(path)
+    with pytest.raises(ConfigError, match="readable file"):
+        read_log(tmp_path / "absent.jsonl")
+
+
+def _jobs(count: int, share: float, noise: float = 0.0) -> list[LoggedJob]:
+    """Jobs whose gain is `share` of what the prior's curve says without limit."""
+    from paceline.bandit.beliefs.gain_model import learned_share
+    from paceline.bandit.replay.gain_fit import gap
+
+    rng = np.random.default_rng(0)
+    out = []
+    for i in range(count):
+        rows = int(rng.integers(1000, 12_000))
+        gain = share * gap(1.5, 2.5) * learned_share(rows) + noise * rng.standard_normal()
+        out.append(
+            LoggedJob(
+                ts=float(i), bucket="ab"[i % 2], arm=msgspec.structs.replace(FULL, num_rows=rows), base_version="v0",
+                status="accepted", version=f"v{i}", train_s=5.0, shadow_s=1.0, length_before=1.5, gain=float(gain), gain_se=0.02,
+            )
+        )  # fmt: skip
+    return out
+
+
+def test_the_fit_learns_what_the_jobs_say_and_reports_its_error():
+    fit = fit_gains(_jobs(12, share=1.0), best_length=2.5)
+    assert not fit.is_prior and fit.error < 0.5 * fit.prior_error
+    assert "fitted on 12 jobs" in fit.sentence()
+
+
+def test_too_few_jobs_leave_the_prior_and_say_so():
+    fit = fit_gains(_jobs(MIN_JOBS - 1, share=1.0), best_length=2.5)
+    assert fit.is_prior and f"holds {MIN_JOBS - 1} scored jobs (at least {MIN_JOBS}" in fit.sentence()
+    assert fit.model.num_jobs == 0
+    assert "0 scored jobs" in fit_gains([], best_length=2.0).sentence()
+
+
+def test_jobs_that_do_not_predict_each_other_leave_the_prior():
+    fit = fit_gains(_jobs(12, share=0.65, noise=0.6), best_length=2.5)
+    assert fit.is_prior and "does not predict them better" in fit.sentence()
+
+
+def test_an_export_of_decisions_alone_is_refused_with_what_to_replay_instead(tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    path.write_text(json.dumps({"decision_id": 1, "action": "hold"}) + "\n")
+    with pytest.raises(ConfigError, match=r"replay the export's replay\.jsonl or DATA_DIR/decisions\.jsonl"):
+        read_log(path)

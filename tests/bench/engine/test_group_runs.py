@@ -1,0 +1,36 @@
+"""Claims of bench/engine/groups.py."""
+
+from paceline.bench.engine.arms import GroupTiming
+from paceline.bench.engine.groups import make_groups, run_alternating
+
+
+class Recorder:
+    def __init__(self, name, log):
+        self.name, self._log = name, log
+
+    def supports(self, batch):
+        return True
+
+    def run(self, group):
+        self._log.append((group.tag, self.name))
+        return GroupTiming(token_ids=((1,),), seconds=1.0, ttft_s=(0.1,))
+
+
+def groups(count, **changed):
+    options = {"bucket": "b", "batch": 2, "group_size": 2, "temperature": 0.5, "max_tokens": 8, "seed": 7}
+    return make_groups([(i,) for i in range(count)], **{**options, **changed})
+
+
+def test_every_arm_runs_every_group_and_another_one_begins_each_time():
+    log, told = [], []
+    arms = [Recorder(n, log) for n in "abc"]
+    timings = run_alternating(arms, groups(8), num_warmup=1, on_group=lambda: told.append(1))
+    assert ["".join(n for tag, n in log if tag.endswith(f"-{i}")) for i in range(4)] == ["abc", "bca", "cab", "abc"]
+    assert {n: len(t) for n, t in timings.items()} == {"a": 3, "b": 3, "c": 3} and len(told) == 4
+
+
+def test_requests_draw_with_seeds_of_their_own_and_a_rest_is_left_out():
+    got = groups(5)
+    assert [g.prompts for g in got] == [((0,), (1,)), ((2,), (3,))]
+    assert [p.seed for g in got for p in g.params] == [7, 8, 9, 10]
+    assert len({g.tag for g in [*got, *groups(5, label="w")]}) == 4

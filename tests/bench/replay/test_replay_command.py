@@ -1,0 +1,142 @@
+"""`paceline replay` runs a small grid to its reports and answers bad input in one sentence."""
+
+import json
+import re
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from paceline.bench.replay.report import checks
+from paceline.bench.replay.stats import advice, cell_rows, mean_interval, regret
+from paceline.bench.replay.suggest import suggest
+from paceline.cli.main import app
+from paceline.config import load_config
+from paceline.errors import PacelineError
+
+RUN = CliRunner()
+
+
+def test_a_small_grid_end_to_end(tmp_path):
+    names = {n: tmp_path / n for n in ("r.json", "r.html", "s.yaml")}
+    result = RUN.invoke(app, ["replay", "small", "--policies", "all", "--seeds", "2", "--json", str(names["r.json"]), "--html", str(names["r.html"]), "--suggest", str(names["s.yaml"])])  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = json.loads(names["r.json"].read_text())
+    assert report["format"] == 1 and report["num_seeds"] == 2 and report["off_policy"] is None
+    cells = {(c["cell"], c["label"]): c for c in report["cells"]}
+    for (cell, label), c in cells.items():
+        net = c["net_percent"]
+        assert net["low"] <= net["mean"] <= net["high"] and net["worst"] <= net["mean"]
+        limit = "bound" if label == "bound" else "oracle"
+        assert net["mean"] <= cells[(cell, limit)]["net_percent"]["mean"] + 1e-3
+        if label == "never":
+            assert net["mean"] == 0.0
+    lines = report["over_time"]["medium-cheap-cycle"]["payoff"]
+    assert len(lines["times_s"]) == len(lines["regret_percent"]) and lines["regret_percent"][-1] >= 0
+    page = names["r.html"].read_text()
+    assert "Which policy to run" in page and not re.search(r"<script[^>]+src=", page)
+    suggested = load_config(names["s.yaml"]).policy
+    assert suggested.policy in {c["policy"] for c in report["cells"]} - {"oracle"}
+    assert names["s.yaml"].read_text().startswith("# ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "scenario must be"),
+        (["small", "--policies", "greedy"], "policies must be among"),
+        (["small", "--sweep", "nope=1"], "sweep must be"),
+        (["small", "--seeds", "0"], "seeds must be"),
+        (["absent.yaml"], "readable file"),
+        (["absent.jsonl"], "readable file"),
+        (["live-small", "--policies", "payoff,oracle"], "live replay"),
+        (["small", "--data", "/absent-folder"], "data must be a folder"),
+        (["small", "--data", "/"], "--data must be left out with small"),
+        *(
+            ([source, "--policies", "payoff", "--seeds", "2", *option], f"{option[0]} must be left out with {source}")
+            for source in ("live", "live-small", "off-policy-live")
+            for option in (["--workers", "2"], ["--ray", "auto"], ["--first-seed", "3"])
+        ),
+        (["live", "--workers", "2", "--first-seed", "1"], "--workers, --first-seed must be left out with live"),
+    ],
+)
+def test_bad_input_is_answered_in_one_sentence(arguments, message):
+    result = RUN.invoke(app, ["replay", *arguments])
+    assert isinstance(result.exception, PacelineError), result.output
+    assert message in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_a_damaged_log_is_answered_in_one_sentence(tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    path.write_text('{"kind": "decision"}\n')
+    result = RUN.invoke(app, ["replay", str(path)])
+    assert isinstance(result.exception, PacelineError) and "line 1 is damaged" in str(result.exception)
+
+
+def _row(cell, label, seed, net, *, policy=None, settings=None):
+    return {
+        "cell": cell, "family": "f", "label": label, "policy": policy or label, "settings": settings or {}, "seed": seed,
+        "never_s": 100.0, "serving_s": 100.0 - net - 1.0, "net_s": net, "spent": {"training": 1.0}, "ledger": {"saved_s": net + 1.0},
+        "curve": [0.0, net], "times": [0.0, 10.0], "num_jobs": 1, "num_swaps": 1, "events": [], "contradictions": [],
+    }  # fmt: skip
+
+
+def _report(rows):
+    from paceline.bench.replay.report import build_report
+
+    return build_report(rows, kind="synthetic", source="x", scenarios=[{"name": "a"}])
+
+
+def test_intervals_hold_the_mean_and_shrink_with_seeds():
+    mean, low, high = mean_interval([1.0, 2.0, 3.0, 4.0])
+    assert low < mean == 2.5 < high
+    assert mean_interval([2.0, 2.0]) == (2.0, 2.0, 2.0)
+
+
+def test_regret_is_the_bound_less_the_net():
+    rows = [_row("a", "oracle", 0, 8.0), _row("a", "payoff", 0, 5.0)]
+    assert regret(rows)["a"]["payoff"]["regret_percent"] == [0.0, 3.0]
+    assert regret(rows[1:])["a"]["payoff"]["regret_percent"] == []
+
+
+def test_checks_name_the_cells_that_fall_short():
+    rows = [_row("a", "oracle", 0, 10.0), _row("a", "payoff", 0, 6.0), _row("b", "oracle", 0, 1.0), _row("b", "payoff", 0, -2.0),
+            _row("a", "interval interval_s=60", 0, 4.0, policy="interval"), _row("b", "interval interval_s=60", 0, 0.5, policy="interval")]  # fmt: skip
+    found = checks(cell_rows(rows))
+    assert [c["holds"] for c in found] == [False, False, False]
+    assert found[0]["numbers"] == ["b (payoff): -2.00%"] and found[1]["numbers"] == ["a (payoff): 60%"]
+
+
+def test_advice_tells_apart_only_what_the_seeds_tell_apart():
+    rows = [_row("a", label, seed, net) for seed in range(6) for label, net in (("x", 5.0 + seed % 2), ("y", 5.1 - seed % 2), ("z", 1.0))]  # fmt: skip
+    (found,) = advice(rows)
+    assert found["best"] == "x" and "z" not in found["as_good"]
+
+
+def test_a_safe_setting_is_suggested_before_a_higher_but_risky_one():
+    rows = [_row("a", "risky", 0, 20.0, policy="always"), _row("b", "risky", 0, -5.0, policy="always"),
+            _row("a", "payoff bank_s=50", 0, 4.0, policy="payoff", settings={"bank_s": 50.0}), _row("b", "payoff bank_s=50", 0, 0.0, policy="payoff", settings={"bank_s": 50.0})]  # fmt: skip
+    values, why = suggest(_report(rows))
+    assert values == {"policy": {"policy": "payoff", "bank_s": 50.0}}
+    assert any("higher net, but a worse worst cell" in line for line in why)
+    assert yaml.safe_load(yaml.safe_dump(values)) == values
+
+
+def test_a_decision_log_is_valued_by_its_own_randomisation(tmp_path):
+    from paceline.bandit.replay.record import record
+    from paceline.bench.replay.off_policy import CELL, Variant, simulated_world
+
+    path, names = tmp_path / "replay.jsonl", {n: tmp_path / n for n in ("r.json", "r.html")}
+    world = simulated_world(CELL, Variant(policy="payoff"), 3)
+    path.write_bytes(record(world))
+    result = RUN.invoke(app, ["replay", str(path), "--policies", "never,payoff,always,oracle", "--seeds", "1", "--json", str(names["r.json"]), "--html", str(names["r.html"])])  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "What the log says" in result.output
+    found = {o["label"]: o for o in json.loads(names["r.json"].read_text())["off_policy"]}
+    assert set(found) == {"never", "payoff", "always"}
+    assert found["never"]["verdict"] == "exact" and found["always"]["verdict"] == "cannot tell"
+    payoff = found["payoff"]
+    assert payoff["low_s"] <= payoff["total_s"] <= payoff["high_s"]
+    assert payoff["mean_s"] * payoff["num_decisions"] == pytest.approx(payoff["total_s"], abs=0.01)
+    page = names["r.html"].read_text()
+    assert "What the log says" in page and "overlap is too thin" in page

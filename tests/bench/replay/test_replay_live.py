@@ -1,0 +1,44 @@
+"""A live replay really trains, prices versions by exact replay, and computes nothing twice."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from paceline.bench.replay import live as replay_live
+from paceline.bench.replay.live import run_live
+from paceline.bench.replay.live_text import LiveConfig
+from paceline.bench.replay.plan import variants
+from paceline.bench.replay.run import RUNS_FILE
+from paceline.errors import ConfigError
+
+TINY = LiveConfig(num_requests=40, max_new_tokens=24, num_scored=8, phase_s=40.0)
+QUIET = Console(quiet=True)
+
+
+@pytest.mark.slow
+def test_jobs_are_real_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(replay_live, "SMALL", TINY)
+    chosen = variants(("never", "always"), {"min_rows": [160], "job_time_limit_s": [600.0]})
+    rows, scenarios, notes = run_live(chosen, small=True, num_orders=1, data=None, cache=tmp_path, console=QUIET)
+    never, always = rows
+    assert never["net_s"] == pytest.approx(0.0, abs=1e-6) and always["num_jobs"] >= 1
+    assert scenarios[0]["orders"] == [["tools", "math", "tools", "facts"]]
+    assert any("acceptance length by exact replay" in n for n in notes)
+    jobs = [json.loads(p.read_text()) for p in (tmp_path / "jobs").iterdir()]
+    assert jobs and sum(j["train_s"] for j in jobs) > 0
+    if not any(j["status"] in ("stopped",) for j in jobs):  # the last job may outlast the replay
+        assert always["spent"]["training"] <= sum(j["train_s"] + j["shadow_s"] for j in jobs) + 1e-6
+    scores = [json.loads(p.read_text())["acceptance_length"] for p in (tmp_path / "scores").iterdir()]
+    assert len(scores) >= 3 and all(1.0 <= s < 10.0 for s in scores)
+    # a replay whose rows are lost takes texts, jobs and scores from the folder and gives the same figures
+    (tmp_path / RUNS_FILE).unlink()
+    written = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.json")}
+    again, _, _ = run_live(chosen, small=True, num_orders=1, data=None, cache=tmp_path, console=QUIET)
+    assert again == rows
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.json")} == written
+
+
+def test_the_number_of_orders_must_be_at_least_one():
+    with pytest.raises(ConfigError, match="seeds must be >= 1"):
+        run_live([], small=True, num_orders=0, data=None, cache=None, console=QUIET)

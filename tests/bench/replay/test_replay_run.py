@@ -1,0 +1,132 @@
+"""Runs are planned, spread over processes, resumed after a kill, and give the same rows whichever way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from paceline.bandit.replay.scenario import Scenario
+from paceline.bench.replay.plan import parse_sweep, plan, policy_names, read_scenarios, variants
+from paceline.bench.replay.run import RUNS_FILE, read_finished, run_all
+from paceline.errors import ConfigError
+
+QUIET = Console(quiet=True)
+CELLS = [Scenario(name=n, regime_s=200.0, duration_s=400.0, recurrence=r) for n, r in (("one", "cycle"), ("two", "fresh"))]  # fmt: skip
+
+
+def _tasks(seeds=2):
+    return plan(CELLS, variants(("never", "payoff", "oracle"), {}), seeds)
+
+
+def test_rows_come_in_the_order_of_the_tasks_and_hold_their_names():
+    rows = run_all(_tasks(), workers=1, resume=None, console=QUIET)
+    assert [(r["seed"], r["cell"], r["policy"]) for r in rows] == [
+        (s, c, p) for s in (0, 1) for c in ("one", "two") for p in ("never", "payoff", "oracle")
+    ]
+
+
+def test_two_processes_give_the_rows_of_one():
+    assert run_all(_tasks(1), workers=2, resume=None, console=QUIET) == run_all(_tasks(1), workers=1, resume=None, console=QUIET)  # fmt: skip
+
+
+def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_result(tmp_path):
+    scenario = tmp_path / "cells.yaml"
+    scenario.write_text("regime_s: 300\nduration_s: 1800\ncells:\n  - {name: a}\n  - {name: b, recurrence: fresh}\n")
+    command = [sys.executable, "-m", "paceline.cli.main", "replay", str(scenario), "--policies", "payoff,oracle", "--seeds", "6", "--resume"]  # fmt: skip
+    killed = tmp_path / "killed"
+    process = subprocess.Popen([*command, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (killed / RUNS_FILE).is_file():
+        time.sleep(0.05)
+    while time.monotonic() < deadline and len((killed / RUNS_FILE).read_bytes().splitlines()) < 2:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with (killed / RUNS_FILE).open("ab") as f:
+        f.write(b'{"key": "torn')  # what a kill within a write leaves
+    first = read_finished(killed)
+    assert 2 <= len(first) < 24
+    before = os.stat(killed / RUNS_FILE).st_size
+    tasks = plan(read_scenarios(str(scenario)), variants(("payoff", "oracle"), {}), 6)
+    resumed = run_all(tasks, workers=1, resume=killed, console=QUIET)
+    assert os.stat(killed / RUNS_FILE).st_size > before and set(first) <= {r["key"] for r in resumed}
+    assert json.dumps(resumed) == json.dumps(run_all(tasks, workers=1, resume=None, console=QUIET))
+
+
+def test_a_damaged_line_in_the_middle_is_refused(tmp_path):
+    (tmp_path / RUNS_FILE).write_text('{"key": "a"}\nnonsense\n{"key": "b"}\n')
+    with pytest.raises(ConfigError, match="line 2 is damaged"):
+        read_finished(tmp_path)
+
+
+def test_another_setting_is_another_run(tmp_path):
+    tasks = plan(CELLS[:1], variants(("payoff",), {"bank_s": [5.0, 50.0]}), 1)
+    assert len({t.key for t in tasks}) == 2
+    assert [t.variant.label for t in tasks] == ["payoff bank_s=5", "payoff bank_s=50"]
+
+
+def test_a_sweep_leaves_policies_alone_that_do_not_read_the_setting():
+    found = variants(("never", "interval", "payoff", "oracle"), {"interval_s": [60.0, 600.0], "min_rows": [500]})
+    assert [v.label for v in found] == [
+        "never", "interval interval_s=60 min_rows=500", "interval interval_s=600 min_rows=500", "payoff min_rows=500", "oracle",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["interval_s", "nope=1", "interval_s=soon", "policy=payoff", "seed=3", "epoch_s=-1"])
+def test_a_sweep_that_makes_no_sense_is_refused(text):
+    with pytest.raises(ConfigError):
+        parse_sweep([text])
+
+
+def test_policy_names_are_checked_and_all_names_every_one():
+    from paceline.bandit.policies.table import POLICIES
+
+    assert policy_names("all") == (*POLICIES, "oracle", "bound")
+    assert policy_names("payoff, never,payoff") == ("payoff", "never")
+    with pytest.raises(ConfigError, match=r"never, .*oracle.*'greedy'"):
+        policy_names("never,greedy")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("regime: 3\n", "scenario.regime is not a setting"),
+        ("cells:\n  - {train_costs: 3}\n", r"cells\[0\].train_costs is not a setting"),
+        ("cells: 3\n", "cells must be a list"),
+        ("- 3\n", "must be a mapping"),
+        ("a: [\n", "must be YAML"),
+        ("load: none\n", "scenario.load must be float"),
+        ("cells:\n  - {name: a}\n  - {name: a}\n", "names of their own"),
+    ],
+)
+def test_a_scenario_file_with_a_mistake_is_refused_in_one_sentence(tmp_path, text, message):
+    path = tmp_path / "scenario.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_scenarios(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_workers_and_seeds_must_be_at_least_one():
+    with pytest.raises(ConfigError, match="workers"):
+        run_all(_tasks(1), workers=0, resume=None, console=QUIET)
+    with pytest.raises(ConfigError, match="seeds"):
+        plan(CELLS, variants(("never",), {}), 0)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_ray_cluster_gives_the_rows_of_one_process():
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        rows = run_all(_tasks(1), workers=1, resume=None, console=QUIET, ray_address="auto")
+    finally:
+        ray.shutdown()
+    assert rows == run_all(_tasks(1), workers=1, resume=None, console=QUIET)

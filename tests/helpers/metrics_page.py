@@ -1,0 +1,72 @@
+"""Write docs/metrics.md from the metric tables: `python tests/helpers/metrics_page.py`."""
+
+from pathlib import Path
+
+from paceline.infra.service.ingress_metrics import INGRESS_METRICS
+from paceline.infra.web.engine_metrics import REPLICA_METRICS
+from paceline.infra.web.metrics import CONTROLLER_METRICS, MetricSpec
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
+HEAD = """# Metrics
+
+`GET /metrics` of a replica, in Prometheus' text format. Labels never hold request ids, users or drafter
+versions: a series of each would grow without end. The drafter version of an answer is in its `paceline` object; versions,
+decisions and ledger entries are in `GET /paceline/state`. A Grafana dashboard and Prometheus alert rules for these metrics are
+in `infra/grafana/`; the service's own page is [dashboard.md](dashboard.md).
+
+## Who may scrape
+
+| service | scraping |
+|---|---|
+| on 127.0.0.1, no API token | this computer (peer and Host header must be loopback), or the admin token |
+| `--api-token` | the API token or the admin token |
+| on another address, no API token | the admin token; without one `/metrics` is closed (403) |
+| `--metrics-public` (`metrics_public: true`) | anybody, without a token |
+
+Set an API token for Prometheus rather than giving it the admin token: the admin token also changes the service.
+
+```
+scrape_configs:
+  - job_name: paceline
+    authorization: {credentials_file: /etc/prometheus/paceline_token}   # the API token; not needed with metrics_public
+    static_configs: [{targets: ["paceline.internal:8000"]}]
+```
+"""
+REPLICA = """
+## Of the replica that was asked
+
+Scrape every replica by itself for sums: the proxy's address reaches one of them. Feedback and trace metrics exist where
+the service has a Redis and a trainable drafter, the swap pause from the first swap on.
+"""
+INGRESS = """
+## Of the ingress that was asked
+
+With `resume: true` ([resume.md](resume.md)) the ingress appends counters of its own to those of some engine. They belong to
+the one ingress process that answered; with several (`ingress.num_replicas`) a scrape reaches one of them.
+"""
+CONTROLLER = """
+## Of the controller
+
+Every replica appends the same values, from a snapshot less than a second old; they are absent while the controller is
+away (a scrape waits at most 0.8 s for it). Take them from one replica, or with `max`. `group` is `adaptive` (the live
+version), `canary` (adaptive requests that the version on trial serves), `static` (hold-back) or `plain` (no drafter).
+"""
+
+
+def _table(specs: tuple[MetricSpec, ...]) -> str:
+    rows = "".join(
+        f"| `{s.name}{'_total' if s.kind == 'counter' else ''}` | {s.kind} | {s.unit} | "
+        f"{', '.join(f'`{label}`' for label in s.labels) or '-'} | {s.text} |\n"
+        for s in specs
+    )
+    return f"\n| name | kind | unit | labels | meaning |\n|---|---|---|---|---|\n{rows}"
+
+
+def page() -> str:
+    """The whole page."""
+    own = REPLICA + _table(REPLICA_METRICS) + INGRESS + _table(tuple(spec for _, spec in INGRESS_METRICS))
+    return HEAD + own + CONTROLLER + _table(CONTROLLER_METRICS)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,297 @@
+"""Claims of infra/controller/host.py against a real server, with a scripted policy: feedback, fencing, restarts, repair."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.clock import ManualClock
+from paceline.config import PolicyConfig
+from paceline.contracts import LedgerEntry, decode, encode
+from paceline.errors import ConfigError, FencedError, ManifestError, PacelineError
+from paceline.infra.controller.feedback import GROUP
+from paceline.infra.controller.host import ControllerHost, HostConfig
+from paceline.infra.controller.store import HostState
+from paceline.infra.controller.traffic import MAX_BUCKETS
+from paceline.infra.replica.feedback import make_batch
+from paceline.infra.state.desired import ensure_desired, read_desired
+from paceline.infra.state.log import recent_log
+from paceline.infra.state.redis_clients import patient_client
+from tests.helpers.hosts import make_host, send, settle
+from tests.helpers.scripted import (
+    MemoryRegistry,
+    MemoryStore,
+    ProcessLauncher,
+    row,
+)
+
+
+def pending_entries(client, keys) -> int:
+    return int(client.xpending(keys.feedback, GROUP)["pending"])
+
+
+def test_feedback_is_folded_once_and_acknowledged(host, client, keys):
+    for seq in (1, 2, 2, 1, 3):
+        send(client, keys, seq)
+    settle(host)
+    assert (host.state.num_rows, host.state.num_duplicates) == (9, 2)
+    assert pending_entries(client, keys) == 0
+    stored = decode(client.get(keys.state), HostState)
+    assert stored.num_rows == 9
+    assert len(client.hgetall(keys.ledger)) == 3
+
+
+def test_the_policy_sees_a_bounded_number_of_buckets(host, client, keys):
+    seen = []
+    observe = host.controller.observe
+    host.controller.observe = lambda batch: (seen.extend(batch.bucket), observe(batch))
+    for seq in (1, 2, 3):
+        rows = [row(i, bucket=f"b{seq}-{i}") for i in range(100)]
+        batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=seq, target_version="t", num_dropped=0)
+        client.xadd(keys.feedback, {"v": encode(batch)})
+    settle(host)
+    assert host.state.num_rows == len(seen) == 300
+    assert len(set(seen)) == MAX_BUCKETS + 1 and "other" in seen
+    assert set(host.state.traffic.totals) == set(seen)
+
+
+def test_gaps_and_producer_drops_are_counted(host, client, keys):
+    send(client, keys, 1)
+    send(client, keys, 4, dropped=7)
+    send(client, keys, 1, boot=2)
+    settle(host)
+    assert (host.state.num_missing_batches, host.state.num_dropped, host.state.num_rows) == (2, 7, 9)
+
+
+def test_entries_read_but_not_committed_are_read_again_by_the_next_controller(
+    shared_redis, host, client, keys, tmp_path
+):
+    send(client, keys, 1)
+    settle(host)
+    send(client, keys, 2)
+    host._read(1)  # folded in memory, then the process dies
+    second = make_host(shared_redis.url, keys, tmp_path)
+    second.connect()
+    assert second.state.num_rows == 3
+    settle(second)
+    assert (second.state.num_rows, second.controller.s.rows, second.state.num_duplicates) == (6, 6, 0)
+    assert pending_entries(client, keys) == 0
+
+
+def test_older_controller_is_fenced(shared_redis, host, client, keys, tmp_path):
+    second = make_host(shared_redis.url, keys, tmp_path)
+    second.connect()
+    send(client, keys, 1)
+    host._read(1)
+    with pytest.raises(FencedError, match="another controller took over"):
+        host._flush()
+    settle(second)
+    assert second.state.num_rows == 3
+    assert len(client.hgetall(keys.ledger)) == 1
+
+
+def test_commit_whose_reply_was_lost_is_not_repeated(host, client, keys, monkeypatch):
+    send(client, keys, 1)
+    host._read(1)
+    execute = type(host._store)._execute
+
+    def lost_reply(store, pipe, state, commit):
+        execute(store, pipe, msgspec.structs.replace(state), commit)
+        raise ConnectionError("reply lost")
+
+    monkeypatch.setattr(type(host._store), "_execute", lost_reply)
+    with pytest.raises(ConnectionError):
+        host._flush()
+    monkeypatch.undo()
+    log_before = len(recent_log(client, keys))
+    settle(host)
+    assert decode(client.get(keys.state), HostState).num_rows == 3
+    assert len([e for e in recent_log(client, keys)[log_before:] if e["kind"] == "ledger"]) == 0
+    assert len(host._store.ledger) == 1
+
+
+def test_policy_is_told_what_manifests_say_of_every_version(host, monkeypatch):
+    made = MemoryRegistry().get_manifest("v1")
+    first = msgspec.structs.replace(made, config={"learned_rows": {"code": 900}})
+    second = msgspec.structs.replace(
+        made, version="v2", parent="v1", bucket="math", metrics={"num_fresh_rows": 300, "acceptance_length": 2.5}
+    )
+    monkeypatch.setattr(host._registry, "list", lambda: [first, second])
+    contexts = []
+    monkeypatch.setattr(host.controller, "tick", lambda now, context: contexts.append(context) or [])
+    settle(host)
+    assert contexts[-1].learned_rows == {"v1": {"code": 900}, "v2": {"code": 900, "math": 300}}
+    assert contexts[-1].shadow == {"math": {"v2": 2.5}}
+
+
+def test_trimmed_but_pending_entries_are_counted_and_acknowledged(shared_redis, host, client, keys, tmp_path):
+    for seq in (1, 2):
+        send(client, keys, seq)
+    host._read(1)
+    assert pending_entries(client, keys) == 2
+    client.xtrim(keys.feedback, maxlen=0, approximate=False)
+    second = make_host(shared_redis.url, keys, tmp_path)
+    second.connect()
+    settle(second)
+    assert second.state.num_lost_entries == 2
+    assert pending_entries(client, keys) == 0
+
+
+def test_unreadable_entry_does_not_stop_the_stream(host, client, keys):
+    client.xadd(keys.feedback, {"v": b"junk"})
+    client.xadd(keys.feedback, {"w": b"1"})
+    send(client, keys, 1)
+    settle(host)
+    assert (host.state.num_lost_entries, host.state.num_rows) == (2, 3)
+
+
+def test_policy_that_raises_does_not_stop_the_feedback(host, client, keys, monkeypatch):
+    monkeypatch.setattr(host.controller, "tick", lambda now, context: 1 / 0)
+    send(client, keys, 1)
+    settle(host)
+    assert host.state.num_rows == 3
+    assert "failed to decide" in host.snapshot()["errors"]["last"]
+
+
+def test_policy_set_at_run_time_survives_a_restart(shared_redis, host, keys, tmp_path):
+    host.set_policy("never")
+    settle(host)
+    second = make_host(shared_redis.url, keys, tmp_path)
+    second.connect()
+    assert second.controller.s.policy == "never"
+    third = make_host(shared_redis.url, keys, tmp_path, policy=PolicyConfig(policy="always"))
+    third.connect()
+    assert third.controller.s.policy == "always"
+
+
+def test_flush_is_repaired_from_memory(own_redis, keys, tmp_path, wait_until):
+    client = patient_client(own_redis.url)
+    ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    host = make_host(own_redis.url, keys, tmp_path)
+    host.connect()
+    send(client, keys, 1)
+    host.pin("v2")
+    settle(host)
+    epoch = host._store.epoch
+    client.flushall()
+    send(client, keys, 1)
+    send(client, keys, 2)
+    settle(host, 5)
+    assert (host.state.num_rows, host.state.num_duplicates) == (6, 1)
+    assert read_desired(client, keys).version == "v2"
+    assert len(client.hgetall(keys.ledger)) == 2
+    assert len(client.hgetall(keys.decisions)) == 1
+    assert host._store.epoch > epoch
+
+
+def test_lost_data_is_restored_from_the_snapshot_file(own_redis, keys, tmp_path):
+    client = patient_client(own_redis.url)
+    ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    host = make_host(own_redis.url, keys, tmp_path)
+    host.connect()
+    send(client, keys, 1)
+    host.pin("v2")
+    settle(host)
+    host.stop()
+    client.flushall()
+    second = make_host(own_redis.url, keys, tmp_path)
+    second.connect()
+    settle(second)
+    assert (second.state.num_rows, second.state.desired.gen) == (3, 2)
+    assert read_desired(client, keys).version == "v2"
+    assert second._store.epoch > host._store.epoch
+    assert len(client.hgetall(keys.ledger)) == 1
+
+
+def test_commands_run_in_the_loop_and_return_errors(shared_redis, keys, tmp_path, seeded, wait_until):
+    host = make_host(shared_redis.url, keys, tmp_path).start()
+    wait_until(lambda: host.snapshot().get("gen") == 1)
+    host.call(lambda: host.pin("v2")).result(10)
+    assert host.snapshot()["version"] in ("v1", "v2")
+    wait_until(lambda: host.snapshot()["version"] == "v2")
+    with pytest.raises(ManifestError):
+        host.call(lambda: host.pin("nope")).result(10)
+    host.stop()
+    with pytest.raises(PacelineError, match="has stopped"):
+        host.call(host.pause).result(1)
+
+
+def test_controller_starts_without_redis_and_connects_later(tmp_path, keys, wait_until):
+    from paceline.infra.state.redis_server import EmbeddedRedis
+
+    server = EmbeddedRedis(tmp_path)
+    host = make_host(server.url, keys, tmp_path).start()
+    wait_until(lambda: host._breaker.is_up is False)
+    assert host.snapshot()["redis_up"] is False
+    server.start()
+    ensure_desired(patient_client(server.url), keys, version="v1", holdback_percent=10, now=1.0)
+    wait_until(lambda: host.snapshot().get("gen") == 1)
+    host.stop()
+    server.stop()
+
+
+def test_snapshot_is_plain_and_agrees_with_the_ledger(host, client, keys):
+    send(client, keys, 1)
+    host.controller.ledger.append(
+        LedgerEntry(entry_id="x", ts=1.0, kind="training", bucket="math", version=None, seconds=2.0)
+    )
+    settle(host)
+    snapshot = host.snapshot()
+    assert msgspec.json.decode(msgspec.json.encode(snapshot)) is not None
+    assert snapshot["ledger"] == {
+        "spent_s": 2.0, "saved_s": 3.0, "net_s": 1.0, "by_kind": {"saving": 3.0, "training": 2.0},
+    }  # fmt: skip
+    adaptive = snapshot["buckets"]["math"]["adaptive"]
+    assert (adaptive["rounds"], adaptive["acceptance_length"]) == (3, 3.0)
+    assert adaptive["tokens_per_s"] == pytest.approx(300.0)
+    assert np.isclose(snapshot["buckets"]["math"]["recent"]["adaptive"]["acceptance_rate"], 0.5)
+    assert snapshot["feedback"]["delivered"] == 3 and snapshot["feedback"]["lag"] == 0
+    assert snapshot["redis_up"] is True
+
+
+def test_unknown_policy_is_refused(shared_redis, keys, tmp_path, seeded):
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+
+    def refuse(name: str) -> None:
+        raise ConfigError("policy.policy must be one of never, always, interval, payoff")
+
+    host.controller.set_policy = refuse  # type: ignore[method-assign]
+    with pytest.raises(ConfigError):
+        host.set_policy("x")
+
+
+def test_real_policy_orders_a_job_and_learns_its_outcome(shared_redis, client, keys, tmp_path, seeded, wait_until):
+    clock = ManualClock(1000.0)
+    launcher = ProcessLauncher(shared_redis.url, str(tmp_path / "journal"), status="rejected")
+    host = ControllerHost(
+        HostConfig(
+            redis_url=shared_redis.url, model=keys.model, context_every_s=0.0, target_version="t",
+            policy=PolicyConfig(policy="always", epoch_s=5.0, min_rows=100),
+        ),
+        store=MemoryStore(), registry=MemoryRegistry(), launcher=launcher, clock=clock,
+    )  # fmt: skip
+    host.connect()
+    seq = 0
+
+    def decided() -> bool:
+        nonlocal seq
+        clock.advance(2.0)
+        seq += 1
+        rows = [row(i, group=g, ts=clock.now()) for i in range(20) for g in ("adaptive", "static")]
+        batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=seq, target_version="t", num_dropped=0)
+        client.xadd(keys.feedback, {"v": encode(batch)})
+        settle(host, 1)
+        return any(d["outcome"] == "rejected" for d in host.snapshot()["decisions"])
+
+    wait_until(decided, timeout_s=60.0, what="a training decision with its outcome")
+    host.set_policy("never")
+    settle(host)
+    wait_until(lambda: host.state.pending is None or settle(host) is not None, timeout_s=30.0)
+    assert host.controller.check() == []
+    assert host.snapshot()["ledger"]["by_kind"]["training"] > 0
+    bandit = host.snapshot()["bandit"]["ledger"]
+    assert bandit["spent_s"] == pytest.approx(host.snapshot()["ledger"]["spent_s"])
+    second = make_host(shared_redis.url, keys, tmp_path, make=None, policy=PolicyConfig(policy="always", min_rows=100))
+    second.connect()
+    assert second.controller.snapshot()["ledger"]["spent_s"] == pytest.approx(bandit["spent_s"])
+    assert second.state.policy == "never"

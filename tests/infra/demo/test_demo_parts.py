@@ -1,0 +1,89 @@
+"""The demo's scenario, sums and report, without a service."""
+
+import json
+
+from rich.console import Console
+
+from paceline.contracts import Group
+from paceline.infra.demo import report as demo_report
+from paceline.infra.demo import view as demo_view
+from paceline.infra.demo.scenario import GROUP_PATTERN, Traffic, shifting_scenario, steady_scenario
+from paceline.infra.demo.stats import Answer, DemoStats, gross_saving_s, totals
+
+
+def _answer(group, *, tokens=100, rounds=50, device_s=1.0, temperature=0.0, phase="B", ended=1.0):
+    return Answer(
+        phase=phase, bucket="math", group=group, temperature=temperature, num_tokens=tokens, num_rounds=rounds,
+        num_accepted_tokens=tokens - rounds, device_s=device_s, latency_s=device_s, ended=ended, drafter_version="v",
+        prompt_token_ids=(1,), output_token_ids=(2,),
+    )  # fmt: skip
+
+
+def test_groups_of_a_pattern_share_bucket_and_temperature():
+    phase = shifting_scenario(("tools", "code"), ("math",))[0]
+    traffic = Traffic(("tools", "code", "math"), None, seed=0)
+    plans = [traffic.next(phase) for _ in range(96)]
+    for i in range(0, 96, len(GROUP_PATTERN)):
+        block = plans[i : i + len(GROUP_PATTERN)]
+        assert [p.group for p in block] == list(GROUP_PATTERN)
+        assert len({(p.prompt.bucket, p.temperature) for p in block}) == 1
+    for bucket in ("tools", "code"):  # every bucket sees both temperatures
+        assert {p.temperature for p in plans if p.prompt.bucket == bucket} == {0.0, 0.8}
+
+
+def test_same_seed_sends_the_same_traffic():
+    phase = steady_scenario(("code",))[0]
+    one, two = Traffic(("code",), None, seed=5), Traffic(("code",), None, seed=5)
+    assert [one.next(phase) for _ in range(20)] == [two.next(phase) for _ in range(20)]
+
+
+def test_phase_shares_fill_the_demo():
+    assert abs(sum(p.share for p in shifting_scenario(("tools",), ("math",))) - 1) < 1e-9
+
+
+def test_saving_is_the_static_time_of_the_adaptive_tokens_minus_the_time_taken():
+    answers = [_answer(Group.ADAPTIVE, device_s=0.5), _answer(Group.STATIC, tokens=50, device_s=1.0)]
+    assert gross_saving_s(answers) == 100 * 1.0 / 50 - 0.5
+    assert gross_saving_s(answers[:1]) is None
+
+
+def test_net_saving_of_a_phase_charges_what_the_ledger_spent():
+    stats = DemoStats(answers=[_answer(Group.ADAPTIVE, device_s=0.5), _answer(Group.STATIC), _answer(Group.PLAIN)])
+    phase = stats.phase_dict("B", "math", spent_s=0.4)
+    assert phase["gross_saved_s"] == 0.5 and phase["net_saved_s"] == 0.1
+    assert phase["by_temperature"]["0"]["net_saved_s"] == 0.1
+    assert phase["adaptive"]["acceptance_length"] == 2.0
+    assert totals(stats.answers, Group.PLAIN).tokens_per_s == 100
+
+
+def _result(answers):
+    stats = DemoStats(answers=answers)
+    return {
+        "target": {"name": "bundled", "version": "t"}, "drafter": {"name": "bundled"}, "policy": "payoff",
+        "hardware": {"cpu": "<cpu>", "cores": 2}, "phases": [stats.phase_dict("B", "math", 0.0) | {"started_s": 0.0}],
+        "decisions": [{"t_s": 3.0, "action": "train", "bucket": "math", "arm": "full", "reason": "a < b & c", "expected_saving_s": 2.0, "expected_cost_s": 1.0}],
+        "ledger": {"spent_s": 1.0, "saved_s": 2.0, "net_s": 1.0},
+        "swaps": {"count": 1, "pause_ms_p50": 0.1, "pause_ms_p99": 0.1, "requests_dropped": 0, "times_s": [4.0]},
+        "lossless": {"checked": 10, "near_ties": 0, "mismatches": 0}, "feedback": {"produced": 5, "delivered": 5, "dropped": 0},
+    }  # fmt: skip
+
+
+def test_html_report_is_self_contained_and_escapes_reasons(tmp_path):
+    answers = [_answer(g, ended=float(i)) for i, g in enumerate(GROUP_PATTERN * 3)]
+    demo_report.write_html(_result(answers), answers, tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    assert "a &lt; b &amp; c" in text and "&lt;cpu&gt;" in text
+    assert 'src="http' not in text and "Plotly.newPlot" in text
+
+
+def test_json_report_reads_back(tmp_path):
+    result = _result([_answer(g) for g in GROUP_PATTERN])
+    demo_report.write_json(result, tmp_path / "deep" / "r.json")
+    assert json.loads((tmp_path / "deep" / "r.json").read_text()) == result
+
+
+def test_view_and_table_render_without_any_data():
+    console = Console(record=True, width=150)
+    console.print(demo_view.render(phase="A", bucket="tools", elapsed_s=0, total_s=10, answers=[], state={}, decisions=[]))  # fmt: skip
+    console.print(demo_report.result_table(_result([_answer(Group.ADAPTIVE)])))
+    assert "none yet" in console.export_text()

@@ -1,0 +1,141 @@
+"""Claims of infra/replica/feedback.py against a real server."""
+
+import os
+import signal
+import time
+
+import pytest
+import redis
+
+from paceline.config import FeedbackConfig
+from paceline.contracts import FeedbackBatch, decode
+from paceline.infra.replica.feedback import BATCH_ROWS, FeedbackPublisher
+from paceline.infra.state.redis_clients import patient_client
+from paceline.infra.state.redis_server import EmbeddedRedis
+from tests.helpers.scripted import row
+
+
+def batches(client, keys) -> list[FeedbackBatch]:
+    return [decode(fields[b"v"], FeedbackBatch) for _, fields in client.xrange(keys.feedback)]
+
+
+def publisher(url, keys, **config) -> FeedbackPublisher:
+    return FeedbackPublisher(
+        url, keys, replica_id="a", target_version="t", config=FeedbackConfig(**config), boot_epoch=1
+    )
+
+
+def test_rows_arrive_in_order_and_in_batches(shared_redis, client, keys):
+    pub = publisher(shared_redis.url, keys)
+    for i in range(2 * BATCH_ROWS + 1):
+        pub.record_round(row(i))
+    assert pub.flush()
+    got = batches(client, keys)
+    assert [b.seq for b in got] == [1, 2, 3]
+    assert [i for b in got for i in b.round_index] == list(range(2 * BATCH_ROWS + 1))
+    assert got[0].num_accepted_tokens[0] == 2 and got[0].share_ms[0] == 10.0
+    assert pub.counters() == {
+        "produced": 401, "delivered": 401, "dropped": 0, "pending": 0, "redis_up": True, "outages": 0,
+    }  # fmt: skip
+
+
+def test_thread_publishes_within_the_interval(shared_redis, client, keys, wait_until):
+    pub = publisher(shared_redis.url, keys, flush_interval_s=0.02).start()
+    pub.record_round(row(0))
+    wait_until(lambda: client.xlen(keys.feedback) == 1)
+    pub.close()
+
+
+def test_stream_is_bounded(shared_redis, client, keys):
+    pub = publisher(shared_redis.url, keys, max_stream_entries=100)
+    for i in range(1500):
+        pub.record_round(row(i))
+        pub.flush()
+    assert client.xlen(keys.feedback) < 400  # '~' trims whole nodes of 100 entries
+
+
+def test_outage_keeps_the_newest_rows_and_counts_the_rest(tmp_path, keys):
+    server = EmbeddedRedis(tmp_path)
+    server.start()
+    pub = publisher(server.url, keys, max_rows=50)
+    pub.record_round(row(0))
+    assert pub.flush()
+    server.stop()
+    for i in range(1, 101):
+        pub.record_round(row(i))
+    assert not pub.flush()
+    assert not pub.is_redis_up
+    for i in range(101, 201):
+        pub.record_round(row(i))
+    server.start()
+    assert pub.flush()
+    assert pub.is_redis_up
+    got = batches(patient_client(server.url), keys)
+    assert pub.num_produced == pub.num_delivered + pub.num_dropped == 201
+    assert sum(len(b.request_id) for b in got) == pub.num_delivered
+    assert sum(b.num_dropped for b in got) == pub.num_dropped > 0
+    assert got[-1].round_index[-1] == 200
+    pub.close()
+    server.stop()
+
+
+def test_recording_stays_fast_while_redis_hangs(own_redis, keys):
+    pub = publisher(own_redis.url, keys, flush_interval_s=0.02).start()
+    os.kill(own_redis.pid, signal.SIGSTOP)
+    try:
+        slowest = 0.0
+        for i in range(2000):
+            started = time.perf_counter()
+            pub.record_round(row(i))
+            slowest = max(slowest, time.perf_counter() - started)
+        assert slowest < 0.1
+    finally:
+        os.kill(own_redis.pid, signal.SIGCONT)
+    pub.close(timeout_s=10.0)
+    assert pub.num_delivered == 2000
+
+
+def test_batch_is_sent_again_under_its_seq_when_the_reply_was_lost(own_redis, keys):
+    pub = publisher(own_redis.url, keys)
+    pub.record_round(row(0))
+    os.kill(own_redis.pid, signal.SIGSTOP)  # the command waits in the socket: executed, but not acknowledged
+    assert not pub.flush()
+    os.kill(own_redis.pid, signal.SIGCONT)
+    assert pub.flush()
+    got = batches(patient_client(own_redis.url), keys)
+    assert {b.seq for b in got} == {1}
+    assert pub.num_delivered == 1
+
+
+def test_refusal_for_lack_of_memory_is_a_counted_drop(tmp_path, keys):
+    with EmbeddedRedis(tmp_path, max_memory_mb=2) as server:
+        client = patient_client(server.url)
+        with pytest.raises(redis.exceptions.ResponseError):
+            for i in range(1000):
+                client.set(f"fill{i}", b"x" * 100_000)
+        with pytest.raises(redis.exceptions.ResponseError):
+            for _ in range(1000):
+                client.append("fill0", b"x" * 1000)
+        pub = publisher(server.url, keys)
+        pub.record_round(row(0))
+        assert pub.flush()
+        assert (pub.num_delivered, pub.num_dropped) == (0, 1)
+        client.delete(*[f"fill{i}" for i in range(100)])
+        pub.record_round(row(1))
+        assert pub.flush()
+        assert batches(client, keys)[-1].num_dropped == 1
+
+
+def test_close_counts_what_could_not_be_delivered(keys):
+    pub = publisher("redis://127.0.0.1:1/0", keys)
+    pub.record_round(row(0))
+    pub.close(timeout_s=0.5)
+    assert (pub.num_pending, pub.num_dropped) == (0, 1)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_counters_add_up_under_a_small_ring(shared_redis, keys, num_rows):
+    pub = publisher(shared_redis.url, keys, max_rows=16)
+    for i in range(num_rows):
+        pub.record_round(row(i))
+    assert pub.num_produced == pub.num_dropped + pub.num_pending

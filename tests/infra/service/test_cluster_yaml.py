@@ -1,0 +1,190 @@
+"""The shipped cluster and Serve files pass Ray's own schemas and hold no key that Ray would silently ignore."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import sys
+import typing
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from ray._private.authentication import authentication_token_setup
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.serve.schema import ServeDeploySchema
+
+from paceline.adapt.online.task import task_options
+from paceline.config import ServiceConfig, TrainerResources, build_config
+from paceline.errors import ConfigError
+from paceline.infra.app import build
+from paceline.infra.controller.actor import RayLauncher, build_host
+from paceline.infra.service.parts import controller_spec
+
+ROOT = Path(__file__).resolve().parents[3]
+SERVICE = ROOT / "infra" / "service.yaml"
+CLUSTER = ROOT / "ray_cluster.yaml"
+
+
+def load(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def models_in(hint: Any) -> list[type[BaseModel]]:
+    """pydantic models inside a type hint, through unions and lists."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return [hint]
+    return [m for arg in typing.get_args(hint) for m in models_in(arg)]
+
+
+def unknown_keys(values: Any, kind: type[BaseModel], path: str = "") -> list[str]:
+    """Paths of keys that the schema does not know; free-form dictionaries (args, env_vars) are not walked."""
+    out = []
+    for key, value in values.items():
+        field = kind.model_fields.get(key)
+        if field is None:
+            out.append(path + key)
+            continue
+        nested = models_in(field.annotation)
+        for item in value if isinstance(value, list) else [value]:
+            if nested and isinstance(item, dict):
+                complaints = [unknown_keys(item, model, f"{path}{key}.") for model in nested]
+                out += min(complaints, key=len)
+    return out
+
+
+def test_serve_config_is_valid_and_has_no_unknown_key() -> None:
+    values = load(SERVICE)
+    ServeDeploySchema.model_validate(values)
+    assert unknown_keys(values, ServeDeploySchema) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [(), ("http_options",), ("applications", 0), ("applications", 0, "deployments", 0),
+     ("applications", 0, "deployments", 0, "ray_actor_options")],
+)  # fmt: skip
+def test_a_misspelt_key_is_found_at_every_level(path: tuple) -> None:
+    values = load(SERVICE)
+    place = values
+    for step in path:
+        place = place[step]
+    place["max_ongoing_request"] = 5
+    assert [k.rpartition(".")[2] for k in unknown_keys(values, ServeDeploySchema)] == ["max_ongoing_request"]
+
+
+def test_serve_config_args_are_a_service_config() -> None:
+    values = load(SERVICE)
+    app = values["applications"][0]
+    config = build_config(ServiceConfig, app["args"])
+    assert app["import_path"] == "paceline.infra.app:build"
+    assert config.num_replicas == app["deployments"][0]["num_replicas"]
+    limit = app["deployments"][0]["max_ongoing_requests"]
+    assert limit >= config.engine.max_running + config.engine.max_waiting
+    with pytest.raises(ConfigError, match="modle"):
+        build({**app["args"], "modle": "x"})
+
+
+def test_serve_config_names_the_deployment_that_is_built() -> None:
+    app = load(SERVICE)["applications"][0]
+    built = build(app["args"])
+    assert [d["name"] for d in app["deployments"]] == [built._bound_deployment.name]
+
+
+def test_cluster_config_passes_rays_schema() -> None:
+    validate_config(prepare_config(copy.deepcopy(load(CLUSTER))))
+
+
+def test_cluster_config_with_an_unknown_key_is_refused_by_rays_schema() -> None:
+    values = load(CLUSTER)
+    values["available_node_types"]["serve_gpu"]["max_worker"] = 3
+    with pytest.raises(Exception, match="max_worker"):
+        validate_config(prepare_config(values))
+
+
+def test_cluster_has_head_replicas_and_trainers_and_its_own_setup() -> None:
+    values = load(CLUSTER)
+    types = values["available_node_types"]
+    assert types[values["head_node_type"]]["resources"]["CPU"] == 0
+    assert {t.get("labels", {}).get("paceline/role") for t in types.values()} == {None, "serve", "train"}
+    assert values["setup_commands"], "without it Ray installs a nightly build of itself"
+    assert values["setup_commands"] == [
+        'pip install -c ~/paceline-source/constraints.txt ~/paceline-source "ray[default,serve]==2.60.0"'
+    ]
+    slot = load(SERVICE)["applications"][0]["deployments"][0]["ray_actor_options"]["resources"]
+    assert set(slot) <= set(types["serve_gpu"]["resources"])
+
+
+def test_every_node_wants_rays_token_and_gets_it() -> None:
+    values = load(CLUSTER)
+    starts = [
+        c for k in ("head_start_ray_commands", "worker_start_ray_commands") for c in values[k] if "ray start" in c
+    ]
+    assert len(starts) == 2 and all("RAY_AUTH_MODE=token ray start" in c for c in starts)
+    assert values["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert authentication_token_setup._get_default_token_path() == Path("~/.ray/auth_token").expanduser()
+
+
+def service_config() -> ServiceConfig:
+    return build_config(ServiceConfig, load(SERVICE)["applications"][0]["args"])
+
+
+def test_a_node_type_and_only_the_trainers_has_what_a_training_task_asks_for() -> None:
+    asked = task_options(service_config().trainer_resources)
+    wanted = {"CPU": asked["num_cpus"], "GPU": asked["num_gpus"], **asked["resources"]}
+    assert wanted["GPU"] == 1 and asked["resources"], "a training task must not land on a node that serves"
+    types = load(CLUSTER)["available_node_types"]
+    fitting = [n for n, t in types.items() if all(t["resources"].get(k, 0) >= v for k, v in wanted.items())]
+    assert [types[n]["labels"]["paceline/role"] for n in fitting] == ["train"]
+    assert all(types[n]["max_workers"] >= 1 for n in fitting)
+
+
+def test_controller_hands_the_configured_resources_to_its_launcher(tmp_path: Path, monkeypatch) -> None:
+    config = replace(service_config(), data_dir=str(tmp_path))
+    spec = controller_spec(config, "t")
+    host = build_host(spec)
+    assert host.config.start_s == config.trainer_resources.start_timeout_s == 900.0
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr("paceline.adapt.online.task.launch_training", lambda job, **options: seen.update(options))
+    RayLauncher(spec).launch(type("Job", (), {"job_id": "j"})(), None)  # type: ignore[arg-type]
+    assert seen["resources"] == config.trainer_resources == TrainerResources(
+        num_cpus=4, num_gpus=1, resources={"train_slot": 1}, start_timeout_s=900
+    )  # fmt: skip
+
+
+def test_every_node_mounts_the_shared_data_folder_and_redis_is_not_rays() -> None:
+    values, config = load(CLUSTER), service_config()
+    assert f"-v {config.data_dir}:{config.data_dir}" in values["docker"]["run_options"]
+    assert any("mount" in c and c.endswith(config.data_dir) for c in values["initialization_commands"])
+    assert config.redis_url is not None and ":6379" not in config.redis_url
+
+
+@pytest.mark.slow
+def test_the_mounted_files_are_enough_to_install_the_package(tmp_path: Path) -> None:
+    prefix = "~/paceline-source/"
+    for there, here in load(CLUSTER)["file_mounts"].items():
+        if here.startswith("~"):  # of whoever starts the cluster, not of the checkout
+            continue
+        source = ROOT / here
+        assert source.exists(), here
+        if there.startswith(prefix):
+            target = tmp_path / "source" / there.removeprefix(prefix)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, target)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tmp_path / "source")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder in ("paceline", "kernels", "serving", "bandit", "adapt", "infra", "bench"):
+        package = "paceline" if folder == "paceline" else f"paceline/{folder}"
+        assert {f"{package}/{p.name}" for p in (ROOT / folder).glob("*.py")} <= names
+    assert "paceline/infra/service.yaml" in names

@@ -1,0 +1,79 @@
+"""Claims of infra/state/desired.py."""
+
+import threading
+
+import msgspec
+import pytest
+
+from paceline.contracts import DesiredState, ReplicaReport
+from paceline.errors import PacelineError
+from paceline.infra.state.desired import commit_desired, ensure_desired, read_desired, read_reports, write_report
+from paceline.infra.state.log import LogFile, recent_log
+from paceline.infra.state.redis_clients import patient_client
+
+
+def test_first_record_is_made_once(client, keys):
+    first = ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    again = ensure_desired(client, keys, version="v9", holdback_percent=10, now=2.0)
+    assert first == again == read_desired(client, keys)
+    assert (first.gen, first.version, first.first_version) == (1, "v1", "v1")
+
+
+def test_generations_only_grow(client, keys):
+    ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    with pytest.raises(PacelineError, match=r"desired\.gen must be above 1"):
+        commit_desired(client, keys, lambda d: d)
+
+
+def test_concurrent_commits_lose_no_generation(shared_redis, client, keys):
+    ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+
+    def bump(current: DesiredState | None) -> DesiredState:
+        assert current is not None
+        return msgspec.structs.replace(current, gen=current.gen + 1)
+
+    def work() -> None:
+        mine = patient_client(shared_redis.url)
+        for _ in range(10):
+            commit_desired(mine, keys, bump)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert read_desired(client, keys).gen == 31
+    assert sum(e["kind"] == "desired" for e in recent_log(client, keys)) == 31
+
+
+def test_damaged_record_says_what_to_do(client, keys):
+    client.set(keys.desired, b"\x00junk")
+    with pytest.raises(PacelineError, match="pin a version"):
+        read_desired(client, keys)
+
+
+def test_reports_of_dead_replicas_expire(client, keys, wait_until):
+    def report(name: str) -> ReplicaReport:
+        return ReplicaReport(
+            replica_id=name, gen=1, version="v1", slots={"A": "v1"}, failed_gen=None, failed_reason="", swap_pause_ms=[], ts=1.0
+        )  # fmt: skip
+
+    write_report(client, keys, report("a"), ttl_s=1)
+    write_report(client, keys, report("b"), ttl_s=60)
+    assert [r.replica_id for r in read_reports(client, keys)] == ["a", "b"]
+    wait_until(lambda: [r.replica_id for r in read_reports(client, keys)] == ["b"])
+    assert client.zrange(keys.replicas, 0, -1) == [b"b"]
+
+
+def test_log_file_repeats_the_stream_exactly_once(client, keys, tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    assert LogFile(path).sync(client, keys) == 1
+    with path.open("a") as f:
+        f.write('{"log_id": "torn')
+    commit_desired(client, keys, lambda d: msgspec.structs.replace(d, gen=2, version="v2"))
+    again = LogFile(path)
+    assert again.sync(client, keys) == 1
+    assert again.sync(client, keys) == 0
+    lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    assert [(x["kind"], x["gen"]) for x in lines] == [("desired", 1), ("desired", 2)]

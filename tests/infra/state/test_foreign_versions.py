@@ -1,0 +1,126 @@
+"""Two models share a data directory and a model name: drafters of the other target are never used or shown."""
+
+import re
+
+import msgspec
+import pytest
+import torch
+
+from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.clock import ManualClock
+from paceline.contracts import ReplicaReport
+from paceline.errors import DrafterMismatchError, PacelineError
+from paceline.infra.state.desired import commit_desired, ensure_desired, read_desired, write_report
+from tests.helpers.hosts import make_host, settle
+from tests.helpers.scripted import ProcessLauncher, decision
+
+
+class Versions:
+    """A real registry with two versions of target "t" (the service's own) and two of another."""
+
+    def __init__(self, root) -> None:
+        clock = ManualClock(1.0)
+        self.registry = DrafterRegistry(root, clock=clock)
+
+        def put(seed: int, target: str, parent: str | None = None) -> str:
+            clock.advance(1.0)
+            weights = {"w": torch.full((2, 2), float(seed))}
+            fields = {"drafter_type": "specblock", "config": {}, "target_version": target}
+            return self.registry.put(weights, **fields, parent=parent).version
+
+        self.theirs = put(0, "other")
+        self.theirs_later = put(1, "other", self.theirs)
+        self.first = put(2, "t")
+        self.trained = put(3, "t", self.first)
+
+
+@pytest.fixture
+def versions(tmp_path):
+    return Versions(tmp_path / "registry")
+
+
+@pytest.fixture
+def host(shared_redis, client, keys, tmp_path, versions):
+    """The service served the other target before: its versions were live and are in the stored history."""
+    ensure_desired(client, keys, version=versions.theirs, holdback_percent=10, now=1.0)
+    before = make_host(shared_redis.url, keys, tmp_path, registry=versions.registry, target_version="other")
+    before.connect()
+    before.pin(versions.theirs_later)
+    settle(before)
+    assert before.state.history == [versions.theirs, versions.theirs_later]
+    made = make_host(
+        shared_redis.url, keys, tmp_path, registry=versions.registry, first_version=versions.first,
+        launcher=ProcessLauncher(shared_redis.url, str(tmp_path / "journal"), version=versions.theirs),
+    )  # fmt: skip
+    made.connect()
+    settle(made)
+    yield made
+    if made.state.pending is not None:
+        made._coordinator.kill()
+
+
+def test_only_own_versions_are_listed_and_live_history_holds_no_other(host, versions):
+    view = host.snapshot()
+    assert [m["version"] for m in view["versions"]] == [versions.first, versions.trained]
+    assert view["history"] == [versions.first] and view["version"] == versions.first
+
+
+def test_policy_is_offered_only_own_versions(host, versions, monkeypatch):
+    seen = []
+    monkeypatch.setattr(host.controller, "tick", lambda now, context: seen.append(context) or [])
+    settle(host)
+    assert sorted(seen[-1].versions) == sorted([versions.first, versions.trained])
+
+
+def test_pin_and_rollback_refuse_another_target_with_the_reason(host, client, keys, versions):
+    reason = f"drafter {versions.theirs} was trained for target other, this target is t; use a drafter of this target"
+    for refuse in (host.pin, host.rollback):
+        with pytest.raises(DrafterMismatchError, match=re.escape(reason)):
+            refuse(versions.theirs)
+    settle(host)
+    assert read_desired(client, keys).version == versions.first
+
+
+def test_rollback_leads_to_no_other_target(host, client, keys, versions):
+    with pytest.raises(PacelineError, match="only version that was ever live"):
+        host.rollback()
+    host.pin(versions.trained)
+    settle(host)
+    assert host.rollback() == versions.first
+
+
+def test_recall_and_accepted_job_of_another_target_are_not_published(host, client, keys, versions, wait_until):
+    host.controller.queue.append(decision(1, "recall", version=versions.theirs))
+    settle(host)
+    assert read_desired(client, keys).version == versions.first
+    host.controller.queue.append(decision(2, "train", arm="full"))
+    wait_until(lambda: settle(host) is None and bool(host.controller.outcomes), timeout_s=60.0)
+    settle(host)
+    assert host.controller.outcomes[0].version == versions.theirs, "the job was to return the other target's version"
+    assert read_desired(client, keys).version == versions.first
+
+
+def test_a_refused_version_gives_way_to_an_own_one(host, client, keys, versions):
+    host.state.history = [versions.theirs, versions.first]  # as a host of the other target left it
+    host.pin(versions.trained)
+    settle(host)
+    host.state.history.insert(-1, versions.theirs)
+    gen = read_desired(client, keys).gen
+    report = ReplicaReport(
+        replica_id="a", gen=gen - 1, version=versions.first, slots={}, failed_gen=gen, failed_reason="NaN in w",
+        swap_pause_ms=[], ts=1.0,
+    )  # fmt: skip
+    write_report(client, keys, report)
+    settle(host)
+    assert read_desired(client, keys).version == versions.first
+
+
+def test_nothing_is_decided_while_a_version_of_another_target_is_live(host, client, keys, versions):
+    commit_desired(client, keys, lambda d: msgspec.structs.replace(d, gen=d.gen + 1, version=versions.theirs))
+    host.pause()
+    settle(host)
+    host.pause(False)
+    host.controller.queue.append(decision(1, "train", arm="full"))
+    settle(host)
+    assert host.state.desired.version == versions.theirs
+    assert host.state.pending is None and host.controller.queue

@@ -1,0 +1,44 @@
+"""Claims of infra/state/purge.py."""
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.cli.main import app
+from paceline.errors import ConfigError
+from paceline.infra.state.purge import purge
+from tests.adapt.data.test_trace_writer import make_trace
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = TraceStore(tmp_path / "traces")
+    for tenant in ("acme", "acme", "other"):
+        trace = make_trace("r")
+        trace.extra = {"tenant": tenant}
+        made.write_shard([trace], "math")
+    return made
+
+
+def test_one_tenant_or_everything_goes(store, tmp_path):
+    assert purge(tmp_path, tenant="acme", everything=False) == 2
+    assert len(store.list_shards()) == 1
+    assert purge(tmp_path, tenant=None, everything=True) == 1
+    assert store.list_shards() == []
+
+
+@pytest.mark.parametrize(("tenant", "everything"), [(None, False), ("acme", True)])
+def test_half_an_order_deletes_nothing(store, tmp_path, tenant, everything):
+    with pytest.raises(ConfigError, match="either --tenant NAME or --all"):
+        purge(tmp_path, tenant=tenant, everything=everything)
+    assert len(store.list_shards()) == 3
+
+
+def test_a_folder_without_traces_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        purge(tmp_path, tenant="acme", everything=False)
+
+
+def test_the_command_says_what_it_deleted(store, tmp_path):
+    done = CliRunner().invoke(app, ["purge-traces", "--data-dir", str(tmp_path), "--tenant", "acme"])
+    assert done.exit_code == 0 and "deleted 2 shards" in done.stdout

@@ -1,0 +1,175 @@
+"""kill -9 of the controller in every state of the life cycle: nothing is lost, doubled or stuck."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from paceline.adapt.versions.lifecycle import END_STATUSES, NEXT_STATUS, DrafterStatus
+from paceline.contracts import Decision, LedgerEntry, decode
+from paceline.infra.controller.store import HostState
+from paceline.infra.state.desired import ensure_desired, read_desired
+from paceline.infra.state.log import recent_log
+from paceline.infra.state.redis_clients import patient_client
+from tests.helpers.fake_replicas import FakeReplicas
+
+PROGRAM = Path(__file__).resolve().parents[2] / "helpers" / "rollout_process.py"
+NUM_KILLS = 50
+
+
+class Controllers:
+    """The forking process and the controller it started last."""
+
+    def __init__(self, url: str, keys, folder: Path) -> None:
+        args = [sys.executable, str(PROGRAM), url, keys.model, str(folder)]
+        self.parent = subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.start()
+
+    def start(self) -> None:
+        assert self.parent.stdin is not None and self.parent.stdout is not None
+        self.parent.stdin.write("start\n")
+        self.parent.stdin.flush()
+        self.pid = int(self.parent.stdout.readline())
+
+    def kill(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+        self.pid = 0
+
+    def close(self) -> None:
+        self.kill()
+        self.parent.kill()
+        self.parent.wait()
+
+
+def stored(client, keys) -> HostState:
+    data = client.get(keys.state)
+    return HostState() if data is None else decode(data, HostState)
+
+
+def is_poisoned(version: str) -> bool:
+    return version.startswith("v-") and int(version[2], 16) % 2 == 0
+
+
+def is_unloadable(version: str) -> bool:
+    return version.startswith("v-") and int(version[2], 16) % 8 == 7
+
+
+def speed(version: str) -> float:
+    """Every second version of a job is three times slower than what was there first, the others are a third faster."""
+    return 300.0 if version == "v1" else 100.0 if is_poisoned(version) else 400.0
+
+
+STATES = {
+    "training": lambda s, c, k: s.pending is not None and c.exists(k.train),
+    "trained, not folded": lambda s, c, k: s.pending is not None and c.exists(k.train_result(s.pending.job.job_id)),
+    "canary begun": lambda s, c, k: s.rollout.canary is not None and not s.rollout.canary.open,
+    "canary served": lambda s, c, k: s.rollout.canary is not None and len(s.rollout.canary.open) > 0,
+    "canary judged half": lambda s, c, k: s.rollout.canary is not None and sum(s.rollout.canary.test.num_requests) > 8,
+    "promoted": lambda s, c, k: s.rollout.canary is None and s.rollout.last.get("outcome") == "promoted",
+    "rolled back": lambda s, c, k: s.rollout.canary is None and s.rollout.last.get("outcome") == "rolled_back",
+    "frozen": lambda s, c, k: bool(s.rollout.frozen_buckets(time.time())),
+}
+
+
+def check(client, keys, num_rows: int, folder: Path) -> Counter:
+    """Everything agrees: rows, ledger, decisions, jobs, lives, the desired record. Returns the outcomes of canaries."""
+    state = stored(client, keys)
+    assert (state.num_rows, state.num_missing_batches, state.num_lost_entries) == (num_rows, 0, 0)
+    ledger = [decode(v, LedgerEntry) for v in client.hgetall(keys.ledger).values()]
+    assert sum(e.seconds for e in ledger if e.kind == "saving") == num_rows
+    totals: Counter = Counter()
+    for e in ledger:
+        totals[e.kind] += e.seconds
+    assert state.ledger_totals.by_kind() == pytest.approx(dict(totals))
+    orders = [d for v in client.hgetall(keys.decisions).values() if (d := decode(v, Decision)).action == "train"]
+    finished = [d for d in orders if d.outcome is not None]
+    assert len([e for e in ledger if e.kind == "training"]) == len(finished) >= len(orders) - 1
+    jobs = Counter(line.split()[0] for line in (folder / "journal").read_text().splitlines())
+    assert max(jobs.values()) == 1, "a job ran twice"
+    log = recent_log(client, keys, 20_000)
+    entries = Counter(e["entry_id"] for e in log if e["kind"] == "ledger" or "entry_id" in e)
+    assert not entries or max(entries.values()) == 1, "a ledger entry was logged twice"
+    at: dict[str, str | None] = {}
+    for e in log:
+        if "after" in e:  # a life-cycle line: follows the one before it, by the table
+            before = at.get(e["version"])
+            if e["before"] is None:
+                assert before is None or before in END_STATUSES
+            elif before is not None:
+                assert before == e["before"]
+            if e["before"] is not None:
+                assert DrafterStatus(e["after"]) in NEXT_STATUS[DrafterStatus(e["before"])]
+            at[e["version"]] = e["after"]
+    lives = state.lifecycle
+    assert lives.with_status(DrafterStatus.LIVE) == {state.desired.version}
+    canary = state.rollout.canary
+    assert lives.with_status(DrafterStatus.CANARY) == ({canary.version} if canary is not None else set())
+    desired = read_desired(client, keys)
+    assert desired == state.desired and desired.canary_version == (canary.version if canary is not None else "")
+    assert not is_poisoned(desired.version) and not is_unloadable(desired.version)
+    for version in lives.versions:
+        ends = {t.after for t in lives.versions[version].transitions}
+        if is_poisoned(version) or is_unloadable(version):
+            assert DrafterStatus.LIVE not in ends
+    return Counter(e["after"] for e in log if "after" in e and e["before"] == "canary")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fifty_kills_in_all_states_lose_double_and_block_nothing(own_redis, keys, tmp_path, wait_until):
+    client = patient_client(own_redis.url)
+    ensure_desired(client, keys, version="v1", holdback_percent=0, now=time.time())
+    rng = random.Random(0)
+    controllers = Controllers(own_redis.url, keys, tmp_path)
+    fleet = FakeReplicas(own_redis.url, keys, speed=speed, refuses=is_unloadable, spread=0.4)
+    fleet.start(every_s=0.1, batch=3)
+    killed: Counter = Counter()
+    epochs = set()
+    try:
+        for k in range(NUM_KILLS):
+            due = [s for s in STATES if killed[s] <= k // len(STATES)]  # in turns, in the order in which they come up
+
+            def met(due: list[str] = due) -> str | None:
+                state = stored(client, keys)
+                if state.epoch in epochs:
+                    return None
+                return next((s for s in due if STATES[s](state, client, keys)), None)
+
+            deadline = time.monotonic() + 4.0  # a state may not come up for a while: then any other is killed
+            while (name := met()) is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+            killed[name or "any"] += 1
+            time.sleep(rng.uniform(0.0, 0.05))  # and any point of a pass
+            controllers.kill()
+            epochs.add(stored(client, keys).epoch)
+            controllers.start()
+        for name in [s for s in STATES if not killed[s]]:  # on a slow machine some states were not met in time
+            wait_until(lambda name=name: STATES[name](stored(client, keys), client, keys), timeout_s=90.0, what=name)
+            killed[name] += 1
+            controllers.kill()
+            controllers.start()
+        fleet.stop()
+        wait_until(lambda: stored(client, keys).num_rows >= fleet.num_rows, timeout_s=60.0, what="all rows")
+        fleet.start(every_s=0.1, batch=3)
+        before = client.xlen(keys.log)
+        wait_until(lambda: client.xlen(keys.log) > before + 20, timeout_s=60.0, what="life after the kills")
+        wait_until(lambda: stored(client, keys).rollout.canary is None, timeout_s=60.0, what="the end of the canary")
+        fleet.stop()
+        wait_until(lambda: stored(client, keys).num_rows >= fleet.num_rows, timeout_s=60.0, what="all rows")
+        controllers.kill()
+        time.sleep(0.2)
+        outcomes = check(client, keys, fleet.num_rows, tmp_path)
+        assert outcomes["live"] > 0 and outcomes["rolled_back"] > 0
+        assert len([s for s in STATES if killed[s] > 0]) == len(STATES), killed
+        assert sum(killed.values()) >= NUM_KILLS
+        print("killed in", dict(killed), "canaries", dict(outcomes), "epoch", stored(client, keys).epoch)
+    finally:
+        fleet.stop()
+        controllers.close()

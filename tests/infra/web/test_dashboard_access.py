@@ -1,0 +1,133 @@
+"""Who may read and change a service by /paceline/...: operators, the API's clients, or this computer, and no foreign web page."""
+
+import asyncio
+import io
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Request
+from rich.console import Console
+from starlette.exceptions import HTTPException
+
+from paceline.errors import PacelineError
+from paceline.infra.serve import dashboard_words
+from paceline.infra.service.versions import print_versions
+from paceline.infra.web.access import Access
+from paceline.infra.web.state_routes import service_router
+from paceline.serving.api.app import build_api
+from paceline.serving.api.generation import ApiParts
+from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app
+
+
+def request(*, host: str = "127.0.0.1:8000", peer: str = "127.0.0.1", token: str = "", kind: str = "application/json") -> Request:  # fmt: skip
+    headers = {"host": host, "content-type": kind} | ({"authorization": f"Bearer {token}"} if token else {})
+    raw = [(k.encode(), v.encode()) for k, v in headers.items()]
+    return Request({"type": "http", "method": "POST", "path": "/paceline/pin", "headers": raw, "client": (peer, 4711)})
+
+
+def refusal(access: Access, made: Request) -> int | None:
+    try:
+        access.check_command(made)
+    except HTTPException as e:
+        return e.status_code
+    return None
+
+
+def test_without_tokens_only_this_computer_may_command():
+    open_here = Access()
+    assert refusal(open_here, request()) is None
+    assert refusal(open_here, request(host="[::1]:8000", peer="::1")) is None
+    assert refusal(open_here, request(host="rebound.example:8000")) == 403  # a name that was pointed at 127.0.0.1
+    assert (
+        refusal(open_here, request(peer="10.0.0.7")) == 403
+    )  # the proxy listens elsewhere than the configuration says
+    assert refusal(Access(host="0.0.0.0"), request()) == 403
+
+
+def test_the_api_token_commands_from_anywhere_unless_there_are_operators():
+    clients = Access(api_token="api")
+    assert refusal(clients, request()) == 401
+    assert refusal(clients, request(token="api", host="paceline.example", peer="10.0.0.7")) is None
+    operators = Access(api_token="api", admin_token="adm")
+    assert refusal(operators, request(token="api")) == 401
+    assert refusal(operators, request(token="adm", host="paceline.example", peer="10.0.0.7")) is None
+
+
+@pytest.mark.parametrize("access", [Access(), Access(api_token="t"), Access(admin_token="t")])
+def test_what_a_foreign_page_can_send_unasked_is_refused(access):
+    assert refusal(access, request(token="t", kind="text/plain")) == 415
+
+
+class OneVersion:
+    """A service whose registry holds one version."""
+
+    def state(self) -> dict[str, Any]:
+        made = {"version": "a0c1d2e3f4b5", "parent": None, "arm": "initial", "bucket": None, "num_train_rows": 0, "created": 1.0}  # fmt: skip
+        return {
+            "gen": 1,
+            "version": made["version"],
+            "first_version": made["version"],
+            "versions": [made],
+            "ledger": {},
+        }
+
+    def command(self, name: str, *args: Any) -> dict[str, Any]:
+        raise AssertionError("nothing is changed here")
+
+
+def app(access: Access):
+    router = service_router(OneVersion(), access, asyncio.to_thread)
+    return build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(router,)))
+
+
+def read_versions(access: Access, *, peer: str = "127.0.0.1", base: str = "http://127.0.0.1:8000", token: str = "") -> httpx.Response:  # fmt: skip
+    async def main() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app(access), client=(peer, 5000))
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        async with httpx.AsyncClient(transport=transport, base_url=base, headers=headers) as client:
+            return await client.get("/paceline/versions")
+
+    return asyncio.run(main())
+
+
+def test_versions_are_read_by_the_dashboards_rule():
+    free, elsewhere = Access(), Access(host="0.0.0.0")
+    found = read_versions(free)
+    assert found.status_code == 200 and set(found.json()) == {"gen", "version", "first_version", "versions"}
+    assert read_versions(free, base="http://rebound.example:8000").status_code == 403, "a name pointed at 127.0.0.1"
+    assert read_versions(free, peer="10.0.0.7").status_code == 403
+    assert read_versions(elsewhere, peer="10.0.0.7", base="http://paceline.example").status_code == 403
+    assert read_versions(elsewhere).status_code == 403
+    tokens = Access(host="0.0.0.0", api_token="api", admin_token="adm")
+    assert read_versions(tokens).status_code == read_versions(tokens, token="x").status_code == 401
+    assert read_versions(tokens, token="api").status_code == read_versions(tokens, token="adm").status_code == 200
+
+
+def test_the_command_line_lists_versions_of_a_service_on_loopback_and_is_told_what_a_closed_one_wants():
+    with serve_app(app(Access())) as url:
+        for address in (url, url.replace("127.0.0.1", "localhost")):
+            shown = io.StringIO()
+            print_versions(address, None, Console(file=shown), as_json=True)
+            assert json.loads(shown.getvalue())["version"] == "a0c1d2e3f4b5"
+    with serve_app(app(Access(host="0.0.0.0"))) as url, pytest.raises(PacelineError, match=r"403.*--api-token"):
+        print_versions(url, None, Console(file=io.StringIO()), as_json=True)
+
+
+def test_a_service_that_listens_elsewhere_without_a_token_says_that_it_is_closed_and_what_opens_it():
+    want = (
+        "closed: the service listens on 0.0.0.0 without a token; set api_token (--api-token) or admin_token "
+        "(--admin-token), or bind it to 127.0.0.1"
+    )
+    access = Access(host="0.0.0.0")
+    assert want in read_versions(access).text
+    url = "http://127.0.0.1:8000"
+    assert dashboard_words(url, access) == f"dashboard {want}", "no address that answers 403"
+    rebound = read_versions(Access(), base="http://rebound.example:8000").text
+    assert "only this computer" in rebound and "listens on" not in rebound
+    assert dashboard_words(url, Access()).startswith(f"dashboard {url}/dashboard (read-only, this computer only")
+    assert "with the API token" in dashboard_words(url, Access(host="0.0.0.0", api_token="api"))
+    assert (
+        dashboard_words(url, Access(host="0.0.0.0", admin_token="adm")) == f"dashboard {url}/dashboard (with controls)"
+    )

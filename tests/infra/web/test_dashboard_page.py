@@ -1,0 +1,266 @@
+"""The dashboard's page in a real browser, over a controller with a rich and partly hostile past; see dashboard_host.py."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from paceline.infra.state.redis_clients import Keys
+from paceline.infra.web.access import Access
+from paceline.infra.web.dashboard_routes import dashboard_router
+from paceline.infra.web.feed import DashboardFeed
+from paceline.serving.api.app import build_api
+from paceline.serving.api.generation import ApiParts
+from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app
+from tests.helpers.browser_page import Watch, open_browser, watched_page
+from tests.helpers.dashboard_host import FIRST, HOSTILE, Scene, make_scene
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(900)]
+CHARTS = ("timeline", "expected", "ledger", "ledger-by", "lineage", "posterior", "swaps")
+
+
+@dataclass
+class Place:
+    scene: Scene
+    url: str
+    browser: Any
+
+
+@contextlib.contextmanager
+def serve(scene: Scene, access: Access) -> Iterator[str]:
+    feed = DashboardFeed(scene.state, scene.traffic)
+    router = dashboard_router(scene, access, feed)
+    try:
+        with serve_app(
+            build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(router,)))
+        ) as url:
+            yield url
+    finally:
+        feed.close()
+
+
+@pytest.fixture(scope="module")
+def place(shared_redis) -> Iterator[Place]:
+    scene = make_scene(shared_redis.url, Keys(uuid.uuid4().hex[:8]))
+    scene.run(100, ["code", HOSTILE])
+    scene.run(300, ["code", HOSTILE, "math"])
+    with open_browser() as browser, serve(scene, Access(admin_token="adm")) as url:
+        yield Place(scene, url, browser)
+
+
+def load(watch: Watch, url: str) -> None:
+    watch.page.goto(f"{url}/dashboard")
+    for name in CHARTS:
+        watch.wait("(id) => !!document.getElementById(id).data", name)
+    watch.wait("document.querySelectorAll('#buckets .chart .main-svg').length > 0")
+
+
+def test_hostile_names_are_shown_as_text_and_nothing_of_them_runs(place: Place) -> None:
+    with watched_page(place.browser) as watch:
+        watch.page.on("dialog", lambda d: watch.errors.append(f"dialog {d.message}"))
+        load(watch, place.url)
+        watch.page.locator("#show-holds").check()
+        watch.page.locator("details summary").first.click()
+        watch.wait("(name) => document.querySelector('#bucket-table').textContent.includes(name)", HOSTILE)
+        watch.page.locator("#split").select_option("bucket")
+        watch.page.locator("#bucket").select_option(HOSTILE)
+        watch.wait("(name) => document.querySelector('#buckets h3').textContent === name", HOSTILE)
+        watch.page.locator("#posterior-bucket").select_option(HOSTILE)
+        watch.wait("document.getElementById('ledger-by').data[0].y.some((y) => y.includes('&lt;img'))")
+        assert (
+            watch.page.evaluate("document.querySelectorAll('img, svg a, a[href^=\"javascript\"], [onerror]').length")
+            == 0
+        )
+        trained = next(d for d in place.scene.state()["decisions"] if d["action"] == "train")
+        assert trained["bucket"] == HOSTILE, "the scene must have a decision on the hostile bucket"
+        watch.page.goto(f"{place.url}/dashboard/decisions/{trained['decision_id']}")
+        watch.wait("document.getElementById('found')?.hidden === false")
+        assert HOSTILE in watch.page.locator("#words").text_content()
+        assert watch.page.evaluate("document.querySelectorAll('img, a[href^=\"javascript\"], [onerror]').length") == 0
+        watch.check_clean(place.url)
+
+
+def test_charts_show_the_controllers_numbers(place: Place) -> None:
+    state = place.scene.state()
+    with watched_page(place.browser) as watch:
+        load(watch, place.url)
+        lines = {t["name"]: t for t in watch.traces("#ledger")}
+        assert lines["net"]["y"][-1] == pytest.approx(state["ledger"]["net_s"], abs=1e-3)
+        assert lines["saved"]["y"][-1] == pytest.approx(state["ledger"]["saved_s"], abs=1e-3)
+        kinds = {t["name"]: dict(zip(t["y"], t["x"], strict=True)) for t in watch.traces("#ledger-by")}
+        for kind, seconds in state["ledger"]["by_kind"].items():
+            assert abs(kinds["saved" if kind == "saving" else "spent"][kind]) == pytest.approx(abs(seconds), abs=1e-3)
+        (points,) = watch.traces("#timeline")
+        assert points["meta"]["ids"] == [d["decision_id"] for d in state["decisions"]]
+        assert points["y"] == [d["action"] for d in state["decisions"]]
+        assert points["x"] == pytest.approx([d["ts"] for d in state["decisions"]], abs=2e-3)
+        nodes = watch.traces("#lineage")[1]
+        assert set(nodes["meta"]["versions"]) == {v["version"] for v in state["versions"]}
+        now = {r["arm"]: r for r in state["bandit"]["posterior"] if r["bucket"] is None}
+        shown = watch.traces("#posterior")[1]
+        assert dict(zip(shown["y"], shown["x"], strict=True)) == pytest.approx(
+            {a: 100 * r["mean"] for a, r in now.items()}
+        )
+        assert "Yes: net" in watch.page.locator("#answer-paying").text_content()
+        assert state["version"][:12] in watch.page.locator("#answer-serves").text_content()
+        watch.check_clean(place.url)
+
+
+def test_a_version_on_trial_has_a_line_of_its_own_as_long_as_it_is_on_trial(place: Place, shared_redis) -> None:
+    scene = make_scene(shared_redis.url, Keys(uuid.uuid4().hex[:8]), policy="never")
+    scene.run(60, ["math"])
+    tried = "c0a1b2c3d4e5"
+    scene.launcher.registry.add(tried, parent=FIRST, arm="head", bucket="math", created=scene.clock.now())
+    groups = (
+        "() => [...document.querySelectorAll('#buckets .chart')].map((c) => (c.data ?? []).map((t) => t.meta.group))"
+    )
+    legend = "document.getElementById('legend').textContent.includes('version on trial')"
+    with serve(scene, Access()) as url, watched_page(place.browser) as watch:
+        scene.command("canary", tried)
+        since = scene.clock.now()
+        scene.run(60, ["math"])
+        assert scene.state()["rollout"]["status"] == "canary", "the trial must go on while it is looked at"
+        watch.page.goto(f"{url}/dashboard")
+        for chart in ("1", "2"):
+            watch.wait(
+                "(s) => document.querySelector(s)?.data?.some((t) => t.meta.group === 'canary')", f"#buckets .chart:nth-child({chart})"
+            )  # fmt: skip
+        assert watch.page.evaluate(legend)
+        lines = {t["meta"]["group"]: t for t in watch.traces("#buckets .chart:nth-child(2)")}
+        assert set(lines) == {"adaptive", "static", "plain", "canary"}
+        drawn = [(x, y) for x, y in zip(lines["canary"]["x"], lines["canary"]["y"], strict=True) if y is not None]
+        assert drawn and drawn[0][0] > since
+        ts, speed = drawn[-1]
+        bins = [b["buckets"]["math"].get("canary") for b in scene.traffic(0.0) if ts - 30.0 < b["ts"] + 5.0 <= ts]
+        known = [c for c in bins if c]
+        want = sum(c["tokens"] for c in known) / sum(c["tokens"] / c["tokens_per_s"] for c in known)
+        assert speed == pytest.approx(want, rel=1e-3)
+        watch.page.locator("details summary").first.click()
+        watch.wait("document.querySelector('#bucket-table').textContent.includes('canary tok/s')")
+        watch.check_contrast()
+        scene.command("pin", FIRST)
+        watch.wait(f"!({legend})")
+        watch.wait(f"({groups})().every((g) => g.length > 0 && !g.includes('canary'))")
+        assert "canary" in scene.state()["buckets"]["math"], "its past stays in the numbers"
+        watch.check_clean(url)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_enough_contrast_in_both_schemes(place: Place, scheme: str) -> None:
+    with watched_page(place.browser, scheme=scheme) as watch:
+        load(watch, place.url)
+        background = watch.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert watch.check_contrast() > 100
+        other = {"light": "dark", "dark": "light"}[scheme]
+        watch.page.locator("#theme").select_option(other)
+        watch.wait("(old) => getComputedStyle(document.body).backgroundColor !== old", background)
+        watch.wait(
+            "document.getElementById('ledger').layout.font.color === getComputedStyle(document.documentElement).getPropertyValue('--text').trim()"
+        )
+        assert watch.check_contrast() > 100
+        watch.page.goto(f"{place.url}/dashboard/decisions/1")
+        watch.wait("document.getElementById('found')?.hidden === false")
+        assert watch.check_contrast() > 10
+        watch.check_clean(place.url)
+
+
+@pytest.mark.parametrize("width", [320, 390, 820])
+def test_narrow_screens_have_no_horizontal_scroll(place: Place, width: int) -> None:
+    with watched_page(place.browser, width=width, height=800) as watch:
+        load(watch, place.url)
+        assert watch.page.evaluate("document.documentElement.scrollWidth") <= width
+        inside = watch.page.evaluate(
+            "[...document.querySelectorAll('.chart')].every((c) => c.getBoundingClientRect().right <= innerWidth + 1)"
+        )
+        assert inside, "charts fit the screen"
+        watch.page.goto(f"{place.url}/dashboard/decisions/1")
+        watch.wait("document.getElementById('found')?.hidden === false")
+        assert watch.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_everything_can_be_reached_and_used_with_the_keyboard(place: Place) -> None:
+    with watched_page(place.browser) as watch:
+        load(watch, place.url)
+        watch.page.evaluate("document.body.focus()")
+        reached: list[str] = []
+        for _ in range(120):
+            watch.page.keyboard.press("Tab")
+            found = watch.page.evaluate(
+                "(() => { const a = document.activeElement; const s = getComputedStyle(a); return a === document.body ? null : [a.id || a.textContent.trim().slice(0, 30), s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) > 0]; })()"
+            )
+            if found is None:
+                break
+            assert found[1], f"{found[0]} shows no focus"
+            reached.append(found[0])
+        assert {"theme", "export", "bucket", "split", "show-holds", "posterior-bucket", "admin-token"} <= set(reached)
+        assert reached[0] == "Skip to the answers"
+        labels = watch.page.evaluate(
+            "[...document.querySelectorAll('input, select')].filter((n) => !n.labels?.length && !n.ariaLabel).map((n) => n.id)"
+        )
+        assert labels == [], "every field has a label"
+        watch.page.locator("#admin-token").focus()
+        watch.page.keyboard.type("adm")
+        watch.page.keyboard.press("Enter")
+        watch.wait("!document.getElementById('commands').hidden")
+        watch.page.locator("#pause").focus()
+        watch.page.keyboard.press("Enter")
+        watch.wait("document.getElementById('pause').dataset.command === 'resume'")
+        assert place.scene.state()["is_paused"] is True
+        watch.page.keyboard.press("Enter")
+        watch.wait("document.getElementById('pause').dataset.command === 'pause'")
+        assert place.scene.state()["is_paused"] is False
+        watch.check_clean(place.url)
+
+
+def test_closed_dashboard_asks_for_a_token_and_forgets_it_with_the_tab(place: Place) -> None:
+    access = Access(api_token="api", admin_token="adm", host="0.0.0.0")
+    with serve(place.scene, access) as url, watched_page(place.browser) as watch:
+        watch.page.goto(f"{url}/dashboard")
+        watch.page.locator("#login").wait_for()
+        assert FIRST not in watch.page.content()
+        watch.errors.clear()  # the browser logs every 401 itself
+        watch.page.locator("#login-token").fill("api")
+        watch.page.keyboard.press("Enter")
+        watch.page.locator("#answer-serves").wait_for()
+        assert watch.page.locator("#commands").is_hidden()
+        assert watch.page.context.cookies() == []
+        assert watch.page.evaluate("JSON.stringify(localStorage).includes('api')") is False
+        watch.check_clean(url)
+
+
+def test_exports_are_saved_by_the_page(place: Place) -> None:
+    with watched_page(place.browser) as watch:
+        load(watch, place.url)
+        with watch.page.expect_download() as waiting:
+            watch.page.locator("#export").select_option("decisions.csv")
+        path = waiting.value.path()
+        assert waiting.value.suggested_filename == "paceline-decisions.csv"
+        assert len(path.read_text(encoding="utf-8").splitlines()) > 2
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_a_stream_that_ends_without_renew_is_followed_by_a_wait(place: Place, is_renewed: bool) -> None:
+    body = "event: renew\ndata: {}\n\n" if is_renewed else ""
+    asked: list[float] = []
+
+    def answer(route: Any) -> None:
+        asked.append(time.monotonic())
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    with watched_page(place.browser) as watch:
+        watch.page.route("**/dashboard/api/events*", answer)
+        watch.page.goto(f"{place.url}/dashboard")
+        deadline = time.monotonic() + 60.0
+        while len(asked) < 4 and time.monotonic() < deadline:
+            watch.page.wait_for_timeout(50)
+        assert len(asked) >= 4
+        gaps = [b - a for a, b in itertools.pairwise(asked)]
+        assert is_renewed or min(gaps) > 0.9, "it waits one second, then longer"
+        assert not is_renewed or min(gaps) < 0.9, "the next stream is opened at once"

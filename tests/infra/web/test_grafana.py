@@ -1,0 +1,97 @@
+"""Every metric and label that the Grafana dashboard and the alert rules name exists in the code's registry."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from paceline.infra.web.engine_metrics import REPLICA_METRICS
+from paceline.infra.web.metrics import CONTROLLER_METRICS
+
+FOLDER = Path(__file__).resolve().parents[3] / "infra" / "grafana"
+DASHBOARD = FOLDER / "paceline_dashboard.json"
+ALERTS = FOLDER / "paceline_alerts.yaml"
+REGISTRY = {
+    f"{s.name}_total" if s.kind == "counter" else s.name: set(s.labels) for s in (*REPLICA_METRICS, *CONTROLLER_METRICS)
+}
+FUNCTIONS = {"max", "min", "sum", "avg", "count", "rate", "increase", "delta", "min_over_time", "label_values"}
+WORDS = FUNCTIONS | {"by", "unless", "and", "or"}
+TARGET_LABELS = {"instance", "job"}
+
+
+def expressions() -> list[tuple[str, str]]:
+    """(query, legend) of every panel, variable, annotation and rule."""
+    board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    found = [(t["expr"], t["legendFormat"]) for p in board["panels"] for t in p.get("targets", [])]
+    found += [(v["query"]["query"], "") for v in board["templating"]["list"] if v["type"] == "query"]
+    found += [(a["expr"], a["titleFormat"]) for a in board["annotations"]["list"]]
+    rules = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))
+    return found + [(r["expr"], "") for g in rules["groups"] for r in g["rules"]]
+
+
+def problems(query: str, legend: str = "") -> list[str]:
+    """What a query names that the registry does not have, or that is no PromQL of the kind used here."""
+    out = [f"unbalanced {a}{b}" for a, b in ("()", "{}", "[]") if query.count(a) != query.count(b)]
+    variable = re.fullmatch(r"label_values\((\w+), (\w+)\)", query)
+    if variable:
+        return [] if variable[2] in REGISTRY.get(variable[1], set()) else [f"{query} asks for what is not there"]
+    bare = re.sub(r'"[^"]*"', '""', query)
+    labels_of: set[str] = set()
+    for name, matchers in re.findall(r"\b(paceline_\w+)(?:\{([^}]*)\})?", bare):
+        if name not in REGISTRY:
+            out.append(f"{name} is not a metric")
+            continue
+        labels_of |= REGISTRY[name]
+        used = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
+        out += [f"{name} has no label {label}" for label in used - REGISTRY[name] - TARGET_LABELS]
+    if not re.search(r"\bpaceline_", bare):
+        out.append("no metric in it")
+    grouped = {label.strip() for group in re.findall(r"\bby \(([^)]*)\)", bare) for label in group.split(",")}
+    shown = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", legend))
+    out += [f"no metric of the query has the label {label}" for label in (grouped | shown) - labels_of - TARGET_LABELS]
+    if grouped:
+        out += [f"the query drops the label {label} of its legend" for label in shown - grouped]
+    rest = re.sub(r"\{[^}]*\}|\[[0-9]+[smhd]\]|\bby \([^)]*\)|paceline_\w+", " ", bare)
+    out += [f"{word} is not known here" for word in re.findall(r"[A-Za-z_]\w*", rest) if word not in WORDS]
+    counters = re.findall(r"\b(?:rate|increase)\((\w+)", bare)
+    return out + [f"rate of {name}, which is no counter" for name in counters if not name.endswith("_total")]
+
+
+@pytest.mark.parametrize(("query", "legend"), expressions())
+def test_query_names_only_what_the_code_exposes(query: str, legend: str) -> None:
+    assert problems(query, legend) == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["max(paceline_nothing)", 'max(paceline_tokens_total{colour="x"})', "max by (version) (paceline_ledger_seconds)", "rate(paceline_kv_pages[1m])", "max(paceline_kv_pages", "foo(paceline_kv_pages)", "paceline_rounds", "1 + 1", "label_values(paceline_kv_pages, bucket)"],
+)  # fmt: skip
+def test_check_finds_planted_mistakes(query: str) -> None:
+    assert problems(query)
+
+
+def test_dashboard_shows_the_metrics_that_operators_need() -> None:
+    text = DASHBOARD.read_text(encoding="utf-8")
+    for name in ("ledger_net_seconds", "ledger_seconds", "acceptance_length", "tokens_per_second", "speculation_on", "canary_percent", "stream_lag_entries", "feedback_rows_dropped_total", "redis_up", "controller_epoch", "controller_snapshot_age_seconds"):  # fmt: skip
+        assert f"paceline_{name}" in text, name
+
+
+def test_panels_have_their_own_place_and_number() -> None:
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    assert len({p["id"] for p in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for p in panels:
+        at = p["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24 and not cells & taken, p["title"]
+        taken |= cells
+
+
+def test_alerts_say_what_to_do() -> None:
+    rules = [r for g in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"] for r in g["rules"]]
+    assert len({r["alert"] for r in rules}) == len(rules)
+    for r in rules:
+        assert r["labels"]["severity"] in ("info", "warning", "critical")
+        assert r["annotations"]["summary"] and len(r["annotations"]["description"]) > 40

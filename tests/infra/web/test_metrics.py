@@ -1,0 +1,243 @@
+"""Claims of infra/web/metrics.py, infra/controller/traffic.py, infra/state/log.py and infra/state/redis_clients.py."""
+
+import json
+import logging
+import random
+import re
+import threading
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.contracts import is_canary
+from paceline.errors import ConfigError
+from paceline.infra.controller.snapshot import SnapshotCache
+from paceline.infra.controller.traffic import MAX_BUCKETS, TrafficStats
+from paceline.infra.replica.feedback import make_batch
+from paceline.infra.state.log import configure_logging
+from paceline.infra.state.redis_clients import Breaker, Keys, redact, stream_entries
+from paceline.infra.web.engine_metrics import REPLICA_METRICS, render_metrics, speculation_rows
+from paceline.infra.web.metrics import CONTROLLER_METRICS, controller_metrics
+from tests.helpers import metrics_page
+from tests.helpers.scripted import row
+
+
+def sample(rows) -> TrafficStats:
+    stats = TrafficStats()
+    stats.observe(make_batch(rows, replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0))
+    return stats
+
+
+def test_every_metric_of_the_table_is_exposed():
+    stats = sample([row(0, ts=100.0), row(1, group="static", ts=100.0)])
+    snapshot = {
+        "redis_up": True, "is_fenced": False, "epoch": 3, "gen": 2, "errors": {"count": 1}, "replicas": [{"gen": 2}, {"gen": 1}],
+        "job": None, "ledger": {"net_s": 1.5, "by_kind": {"training": 2.0}}, "decisions": [{"action": "hold"}], "ts": 90.0, "is_paused": True,
+        "bandit": {"bank_s": 7.0, "regime_age_s": 3.0, "pinned": None, "drift_alarms": {"math": 2}},
+        "rollout": {"status": "canary", "version": "v2", "share_percent": 10, "num_requests": 9, "num_canary_requests": 2, "ratio": 1.1},
+        "buckets": stats.buckets(101.0),
+        "feedback": {"delivered": 2, "dropped": 0, "duplicates": 0, "missing_batches": 0, "lost_entries": 0, "lag": 0},
+    }  # fmt: skip
+    text = controller_metrics(snapshot)[0].decode()
+    for spec in CONTROLLER_METRICS:
+        suffix = "_total" if spec.kind == "counter" else ""
+        assert f"\n{spec.name}{suffix}" in text, spec.name
+    assert 'paceline_acceptance_length{bucket="math",group="adaptive"} 3.0' in text
+    assert "paceline_replicas_converged 1.0" in text
+    assert "paceline_controller_paused 1.0" in text and "paceline_controller_pinned 0.0" in text
+    assert 'paceline_canary_requests{role="incumbent"} 7.0' in text
+    assert 'paceline_drift_alarms_total{bucket="math"} 2.0' in text
+
+
+def test_age_of_the_controllers_values_grows():
+    text = controller_metrics({"ts": time.time() - 40.0})[0].decode()
+    (age,) = [
+        float(line.split()[1]) for line in text.splitlines() if line.startswith("paceline_controller_snapshot_age")
+    ]
+    assert 40.0 <= age < 60.0
+
+
+def test_speculation_is_told_by_role_and_never_by_version():
+    states = [
+        (("v2", "math", True), "on"),
+        (("v2", "math", False), "off"),
+        (("v1", "math", True), "probe"),
+        (("gone", "math", True), "on"),
+    ]
+    rows = speculation_rows(states, {"live": "v2", "canary": "", "first": "v1"})
+    text = render_metrics({"engine": {}, "speculation": rows})[0].decode()
+    assert 'paceline_speculation_on{bucket="math",mode="greedy",role="live"} 1.0' in text
+    assert 'paceline_speculation_on{bucket="math",mode="sampled",role="live"} 0.0' in text
+    assert 'paceline_speculation_on{bucket="math",mode="greedy",role="first"} 0.0' in text
+    assert len(rows) == 3 and "gone" not in text
+
+
+def test_buckets_are_bounded_and_later_names_count_under_other():
+    stats = TrafficStats()
+    for start in range(0, 3 * MAX_BUCKETS, 50):
+        rows = [row(i, bucket=f"b{start + i}", ts=100.0) for i in range(50)]
+        stats.observe(make_batch(rows, replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0))
+    num_rows = stats.num_rows()
+    assert set(stats.totals) == {*(f"b{i}" for i in range(MAX_BUCKETS)), "other"}
+    assert all(set(cells) <= set(stats.totals) for _, cells in stats.bins)
+    assert num_rows % 50 == 0 and stats.totals["other"]["adaptive"].rounds == num_rows - MAX_BUCKETS
+    again = make_batch([row(0, bucket="b0"), row(1, bucket="new")], replica_id="a", boot_epoch=1, seq=2, target_version="t", num_dropped=0)  # fmt: skip
+    assert stats.bounded(again).bucket == ["b0", "other"] and again.bucket == ["b0", "new"]
+
+
+def test_page_agrees_with_the_tables():
+    assert metrics_page.PAGE.read_text(encoding="utf-8") == metrics_page.page(), (
+        "run `python tests/helpers/metrics_page.py`"
+    )
+
+
+def test_every_metric_is_in_the_docs():
+    page = metrics_page.page()
+    names = [
+        n
+        for path in (metrics_page.PAGE.parent.parent / "infra").glob("*.py")
+        for n in re.findall(r"metric_spec\(\s*\"(\w+)\"", path.read_text())
+    ]
+    assert len(names) > 50 and [n for n in names if not re.search(rf"`paceline_{n}(_total)?`", page)] == []
+
+
+def test_names_are_unique_over_replica_and_controller():
+    names = [spec.name for spec in (*REPLICA_METRICS, *CONTROLLER_METRICS)]
+    assert len(set(names)) == len(names)
+
+
+def test_scrape_holds_the_replica_and_the_controller():
+    speculation = [{"bucket": "b", "role": "live", "mode": "greedy", "is_on": True}]
+    counters = {
+        "speculation": speculation,
+        "engine": {"num_rounds": 7},
+        "feedback": {"redis_up": True},
+        "traces": {},
+        "training": True,
+    }
+    text = render_metrics(counters, [1.5], {"gen": 4})[0].decode()
+    for spec in REPLICA_METRICS:
+        suffix = "_total" if spec.kind == "counter" else ""
+        assert re.search(rf"\n{spec.name}{suffix}[ {{]", text), spec.name
+    assert "paceline_rounds_total 7.0" in text and "paceline_desired_generation 4.0" in text
+    families = list(text_string_to_metric_families(text))
+    assert len({f.name for f in families}) == len(families), "one family, one place"
+    alone = render_metrics({"engine": {}})[0].decode()
+    assert "paceline_desired_generation" not in alone and "paceline_redis_up" not in alone
+
+
+def test_scrape_does_not_wait_for_a_controller_that_hangs():
+    gate, calls = threading.Event(), []
+
+    def fetch():
+        calls.append(1)
+        gate.wait(30)
+        return {"gen": 1}
+
+    cache = SnapshotCache(fetch)
+    assert cache.recent(0.01) is None and cache.recent(0.01) is None
+    assert len(calls) == 1, "one fetch at a time"
+    gate.set()
+    assert cache.recent(30) == {"gen": 1}
+
+
+def test_controller_that_is_away_is_absent_from_the_scrape():
+    def fetch():
+        raise RuntimeError("no actor")
+
+    assert SnapshotCache(fetch).recent(30) is None
+
+
+def test_empty_snapshot_is_no_error():
+    assert b"paceline_replicas_alive 0.0" in controller_metrics({})[0]
+
+
+def test_no_label_can_hold_a_version_or_request():
+    labels = {label for spec in (*CONTROLLER_METRICS, *REPLICA_METRICS) for label in spec.labels}
+    assert labels <= {"action", "kind", "bucket", "group", "bound", "role", "mode"}
+
+
+def test_traffic_is_summed_per_bucket_and_group_and_recent_is_recent():
+    stats = sample([row(i, ts=100.0) for i in range(4)] + [row(9, bucket="code", ts=200.0)])
+    view = stats.buckets(205.0)
+    assert view["math"]["adaptive"]["rounds"] == 4
+    assert view["math"]["recent"] == {}
+    assert view["code"]["recent"]["adaptive"]["tokens_per_s"] == pytest.approx(300.0)
+    assert [b["ts"] for b in stats.series()] == [100.0, 200.0]
+    assert stats.num_rows() == 5
+
+
+def test_adaptive_rows_of_the_version_on_trial_are_a_group_of_their_own():
+    rows = [row(0, version="v1"), row(1, version="v2"), row(2, version="v2", group="static"), row(3, version="v3")]
+    own = next(i for i in range(1000) if is_canary(f"r{i}", "v2", 30))
+    other = next(i for i in range(1000) if not is_canary(f"r{i}", "v2", 30))
+    rows += [row(own, version=""), row(other, version="")]  # their drafters were switched off
+    rows += [row(own, version="", group="plain")]
+    batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
+    stats = TrafficStats()
+    stats.observe(batch, "v2", 30)
+    assert {group: sums.rounds for group, sums in stats.totals["math"].items()} == {
+        "adaptive": 3,
+        "canary": 2,
+        "static": 1,
+        "plain": 1,
+    }
+    stats.observe(batch, "v2")  # its trial is over: whose an unnamed row was is not known
+    assert stats.totals["math"]["adaptive"].rounds == 3 + 4 and stats.totals["math"]["canary"].rounds == 2 + 1
+    stats.observe(batch)
+    assert stats.totals["math"]["adaptive"].rounds == 7 + 5
+
+
+def test_late_rows_land_in_their_own_bin():
+    stats = sample([row(0, ts=200.0), row(1, ts=100.0), row(2, ts=200.0)])
+    assert [n for n, _ in stats.bins] == [20, 40]
+
+
+def test_key_prefix_has_literal_braces_and_refuses_others():
+    assert Keys("m").feedback == "paceline:{m}:fb"
+    with pytest.raises(ConfigError, match="model id"):
+        Keys("a{b}")
+
+
+def test_url_is_redacted():
+    assert redact("rediss://user:secret@host:6380/0?ssl_ca_certs=x") == "rediss://***@host:6380/0"
+    assert redact("redis://host/0") == "redis://host/0"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        [[b"s", [(b"1-0", {b"v": b"x"}), (b"2-0", None)]]],
+        {b"s": [[(b"1-0", {b"v": b"x"}), (b"2-0", None)]]},
+        {b"s": [(b"1-0", {b"v": b"x"}), (b"2-0", None)]},
+    ],
+)
+def test_both_reply_shapes_are_read(reply):
+    assert stream_entries(reply) == [(b"1-0", {b"v": b"x"}), (b"2-0", None)]
+
+
+@pytest.mark.parametrize("reply", [None, [], {}])
+def test_empty_replies_are_read(reply):
+    assert stream_entries(reply) == []
+
+
+def test_breaker_backs_off_to_its_cap_and_recovers():
+    breaker = Breaker(rng=random.Random(0))
+    waits = [breaker.failed() for _ in range(8)]
+    assert 0.1 <= waits[0] <= 0.2 and 2.5 <= waits[-1] <= 5.0
+    assert breaker.succeeded() is True
+    assert breaker.succeeded() is False
+    assert breaker.failed() <= 0.2
+
+
+def test_log_file_holds_json_lines_and_a_second_call_replaces_the_first(tmp_path):
+    for _ in range(2):
+        configure_logging(file=tmp_path / "x.log", to_stderr=False)
+    logging.getLogger("paceline.test").info("drafter promoted version=%s", "v2")
+    lines = [json.loads(line) for line in (tmp_path / "x.log").read_text().splitlines()]
+    assert [x["message"] for x in lines] == ["drafter promoted version=v2"]
+    logger = logging.getLogger("paceline")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,143 @@
+"""Every field of a request body is honoured or refused with a reason."""
+
+import json
+
+import pytest
+
+from paceline.errors import RequestError
+from paceline.serving.api.bodies import REFUSED, ChatBody, CompletionBody, FieldError, parse_body
+
+
+def completion(**fields: object) -> CompletionBody:
+    return parse_body(json.dumps({"prompt": "x", **fields}).encode(), CompletionBody)
+
+
+def chat(**fields: object) -> ChatBody:
+    return parse_body(json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode(), ChatBody)
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    body = completion(
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.3,
+        frequency_penalty=-0.4, seed=-5, stop=["a", "b"], stop_token_ids=[3], ignore_eos=True, logprobs=2, max_tokens=9,
+    )  # fmt: skip
+    params = body.sampling(max_tokens=9)
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.2, 0.3, -0.4)
+    assert (params.seed, params.stop, params.stop_token_ids) == (-5, ("a", "b"), (3,))
+    assert (params.ignore_eos, params.logprobs, params.max_tokens) == (True, 2, 9)
+
+
+def test_defaults_are_openais() -> None:
+    assert completion().num_wanted() == 16
+    assert chat().num_wanted() is None
+    assert completion().sampling(max_tokens=1).temperature == 1.0
+
+
+@pytest.mark.parametrize("field", sorted(REFUSED))
+def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(field: str) -> None:
+    neutral, reason = REFUSED[field]
+    completion(**{field: neutral[0]})
+    with pytest.raises(FieldError, match=reason[:20]) as e:
+        completion(**{field: {"something": "else"}})
+    assert e.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temprature": 1}, "temprature"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"stop": [""]}, "stop"),
+        ({"seed": 2**63}, "seed"),
+        ({"metadata": {"color": "red"}}, "metadata.color"),
+        ({"metadata": {"paceline_group": "x"}}, "metadata.paceline_group"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ],
+)
+def test_malformed_completions_name_the_field(fields: dict, param: str | None) -> None:
+    with pytest.raises(FieldError) as e:
+        completion(**fields)
+    assert e.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": []},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"role": "user", "content": "x", "name": "Bob"}]},
+        {"top_logprobs": 2},
+        {"logprobs": 3},
+        {"max_tokens": 3, "max_completion_tokens": 4},
+        {"tools": [{"type": "function"}]},
+    ],
+)
+def test_malformed_chats_are_refused(fields: dict) -> None:
+    with pytest.raises(FieldError):
+        chat(**fields)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b"3", b"\xff", b"[" * 200_000, b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": -Infinity}', b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800"}', b'{"prompt": "a", "model": "\\uDC00x"}', b'{"prompt": "a", "\\udc00": 1}',
+    ],
+)  # fmt: skip
+def test_bodies_that_are_no_json_object_are_refused(raw: bytes) -> None:
+    with pytest.raises(FieldError):
+        parse_body(raw, CompletionBody)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"presence_penalty": 3.0}])
+def test_values_out_of_range_are_refused_with_the_rule(fields: dict) -> None:
+    with pytest.raises(RequestError, match="must be in"):
+        completion(**fields).sampling(max_tokens=1)
+
+
+def test_chat_logprobs_and_limits() -> None:
+    assert chat().num_logprobs() is None
+    assert chat(logprobs=True).num_logprobs() == 0
+    assert chat(logprobs=True, top_logprobs=3).num_logprobs() == 3
+    assert chat(max_completion_tokens=4).num_wanted() == 4
+
+
+def test_messages_reach_the_template_as_plain_dicts() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    body = chat(
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "7", "tool_call_id": "c1"},
+        ]
+    )
+    developer, assistant, tool = (m.for_template() for m in body.messages)
+    assert developer == {"role": "system", "content": "ab"}
+    assert assistant == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert tool == {"role": "tool", "content": "7", "tool_call_id": "c1"}
+
+
+def test_escaped_characters_outside_the_first_plane_are_text() -> None:
+    assert parse_body(b'{"prompt": "\\ud83d\\ude00"}', CompletionBody).prompt == "\U0001f600"
+
+
+def test_one_prompt_in_a_list_is_one_prompt() -> None:
+    assert completion(prompt=["hey"]).prompt == "hey"
+    assert completion(prompt=[[1, 2]]).prompt == [1, 2]
+    assert completion(prompt=[1, 2]).prompt == [1, 2]

@@ -1,0 +1,123 @@
+"""POST /tokenize and /detokenize: the tokens that a request would have, and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.serving.api.app import build_api
+from paceline.serving.api.generation import ApiParts
+from paceline.serving.engine.engine import Engine
+from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_engine
+from tests.helpers.fakes import tiny_target
+
+TEXT = "Hello, wörld! 日本"
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": TEXT}]
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[tuple[str, Engine]]:
+    with serve_engine(tiny_target(vocab=300, layers=2), api_token="sesame") as served:
+        yield served
+
+
+def post(base: str, path: str, body: Any, token: str = "sesame") -> httpx.Response:
+    return httpx.post(f"{base}{path}", json=body, headers={"Authorization": f"Bearer {token}"})
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_text_becomes_tokens_and_text_again(real: tuple, prefix: str) -> None:
+    base, engine = real
+    out = post(base, f"{prefix}/tokenize", {"model": "tiny", "prompt": TEXT}).json()
+    ids = TOKENIZER.encode(TEXT)
+    wanted = {"count": len(ids), "max_model_len": engine.max_context_tokens, "tokens": ids, "token_strs": None}
+    assert out == wanted
+    assert post(base, f"{prefix}/detokenize", {"tokens": ids}).json() == {"prompt": TEXT}
+
+
+def test_token_strings(real: tuple) -> None:
+    out = post(real[0], "/tokenize", {"prompt": "aö", "return_token_strs": True}).json()
+    assert out["token_strs"] == ["a", "�", "�"]
+
+
+@pytest.mark.parametrize("extra", [{}, {"add_generation_prompt": False}])
+def test_a_conversation_has_the_tokens_that_a_chat_request_would_have(real: tuple, extra: dict) -> None:
+    base, _ = real
+    out = post(base, "/tokenize", {"messages": MESSAGES, **extra}).json()
+    body = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True, **extra}
+    answer = post(base, "/v1/chat/completions", body).json()
+    assert out["tokens"] == answer["choices"][0]["prompt_token_ids"]
+    assert out["count"] == answer["usage"]["prompt_tokens"]
+
+
+def test_special_tokens_are_optional_and_written_out(real: tuple) -> None:
+    base, _ = real
+    assert post(base, "/detokenize", {"tokens": [70, 1]}).json()["prompt"].endswith("<|end|>")
+    assert post(base, "/tokenize", {"prompt": "a", "add_special_tokens": False}).json()["count"] == 1
+    assert post(base, "/tokenize", {"prompt": ""}).json()["tokens"] == []
+    assert post(base, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+def test_a_long_text_is_counted(real: tuple) -> None:
+    base, _ = real
+    text = "ab " * 20_000
+    out = post(base, "/tokenize", {"prompt": text}).json()
+    assert out["count"] == 60_000
+    assert post(base, "/detokenize", {"tokens": out["tokens"]}).json()["prompt"] == text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": None}, 400, "prompt"),
+        ("/tokenize", {"prompt": [1]}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"messages": "a"}, 400, "messages"),
+        ("/tokenize", {"prompt": "a", "color": 1}, 400, "color"),
+        ("/tokenize", {"prompt": "a", "model": "gpt"}, 404, None),
+        ("/tokenize", [], 400, None),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": "a"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1.5]}, 400, "tokens.0"),
+        ("/detokenize", {"tokens": [True]}, 400, "tokens.0"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [300]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [2**70]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1], "model": "gpt"}, 404, None),
+    ],
+)
+def test_wrong_bodies_are_refused(real: tuple, path: str, body: Any, status: int, param: str | None) -> None:
+    answer = post(real[0], path, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"])
+def test_the_token_is_asked_for(real: tuple, path: str) -> None:
+    body = {"prompt": "a"} if path.endswith("/tokenize") else {"tokens": [70]}
+    assert post(real[0], path, body, token="guess").status_code == 401
+    assert post(real[0], path, body).status_code == 200
+
+
+def test_a_model_without_a_template_has_no_conversations() -> None:
+    class Bare:
+        """A tokenizer as it comes without a chat template."""
+
+        chat_template = None
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(TOKENIZER, name)
+
+    async def ask() -> httpx.Response:
+        app = build_api(ApiParts(client=ScriptedEngine(), tokenizer=Bare()))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as c:
+            return await c.post("/tokenize", json={"messages": MESSAGES})
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 400
+    assert "no chat template" in answer.json()["error"]["message"]

@@ -1,0 +1,70 @@
+"""What padding costs a round is known beforehand, told apart from what rows cost, and part of what drafting costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.serving.budget.cost_model import CostModel
+from paceline.serving.budget.round_costs import RoundCosts
+from paceline.serving.budget.stats import RoundObservation
+
+KEY = ("v", "b", True)
+PAIR_S, UNEVEN_S = 2e-7, 1e-4
+
+
+def seconds(rows):
+    return 5e-3 + 5e-5 * rows
+
+
+def observe(costs, nodes, *, longest=200, context_rows=400, padding_s=0.0):
+    verify_s = seconds(len(nodes) + sum(nodes)) + padding_s
+    costs.observe(
+        RoundObservation(
+            keys=[KEY] * len(nodes), is_drafted=[n > 0 for n in nodes], num_nodes=nodes,
+            num_accepted_tokens=[0] * len(nodes), context_rows=context_rows, longest_context=longest,
+            draft_s=2e-3 if any(nodes) else 0.0, verify_s=verify_s, round_s=verify_s + 2.1e-3,
+        )
+    )  # fmt: skip
+
+
+def padded_costs():
+    costs = RoundCosts(CostModel(seconds))
+    costs.pair_s, costs.uneven_s = PAIR_S, UNEVEN_S
+    return costs
+
+
+def test_padding_follows_the_widest_request_and_the_longest_context():
+    costs = padded_costs()
+    for _ in range(200):
+        observe(costs, [3, 3, 3, 3])
+    padding = costs.padding(400, 4)
+    assert padding is not None
+    # 4 requests of 100 rows on average, the longest of 200: 4 * 9 - 18 padded rows of 200 + 9 keys
+    assert padding.seconds(4, 9, 18) == pytest.approx((UNEVEN_S + 18 * 209 * PAIR_S) * costs.speed, rel=0.01)
+    assert padding.seconds(4, 5, 20) == 0.0
+    apart = (UNEVEN_S + 2 * 16_384 * PAIR_S) * costs.speed  # requests that differ so much are split
+    assert padding.seconds(64, 60, 100) == pytest.approx(apart)
+
+
+def test_nothing_is_padded_for_one_request_or_where_padding_costs_nothing():
+    assert padded_costs().padding(100, 1) is None
+    assert RoundCosts(CostModel(seconds)).padding(400, 4) is None
+
+
+def test_rows_are_not_blamed_for_what_padding_takes():
+    costs = padded_costs()
+    for _ in range(400):
+        extra = costs.padding(400, 4).seconds(4, 13, 22)
+        observe(costs, [12, 2, 2, 2], padding_s=extra)
+    assert costs.verify.seconds(22, 400, 4) == pytest.approx(seconds(22), rel=0.03)
+    assert costs.speed == pytest.approx(1.0, rel=0.05)
+
+
+def test_whether_to_draft_counts_the_padding_that_drafted_rounds_had():
+    even, uneven = padded_costs(), padded_costs()
+    for _ in range(200):
+        observe(even, [4, 4, 4, 4])
+        observe(uneven, [13, 1, 1, 1], padding_s=uneven.padding(400, 4).seconds(4, 14, 20))
+    more = uneven.round_s(20, 4, 400, 4) - even.round_s(20, 4, 400, 4)
+    assert more == pytest.approx(UNEVEN_S + 36 * 214 * PAIR_S, rel=0.15)
+    assert uneven.round_s(4, 0, 400, 4) == pytest.approx(even.round_s(4, 0, 400, 4), rel=0.02)

@@ -1,0 +1,151 @@
+"""The suffix drafter proposes what followed most often, from bounded memory."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.errors import ConfigError
+from paceline.paths import TEXT_DRAFTERS, resolve_drafter
+from paceline.serving.drafters.interface import Frontier
+from paceline.serving.drafters.text import MAX_CONTEXT, RecentTexts, SuffixDrafter, make_text_drafter
+from paceline.serving.trees.policy import draft_fixed
+from tests.serving.drafters.test_lookup_drafter import inputs_for, present
+
+
+def test_the_most_frequent_continuation_leads_and_the_newest_wins_ties():
+    often = [1, 2, 5] * 5 + [1, 2, 6, 1, 2]
+    p = SuffixDrafter().propose(inputs_for([often]))
+    assert present(p, 0, 0) == [5, 6]
+    mass = p.logprobs[0, 0, :2].exp()
+    assert float(mass[0]) == pytest.approx(5 / 3 * float(mass[1]), rel=1e-5), "the newest counts for two more"
+    assert present(p, 0, 1) == [1] and present(p, 0, 2) == [2]
+    p = SuffixDrafter().propose(inputs_for([[1, 2, 5, 1, 2, 6, 1, 2]]))
+    assert present(p, 0, 0) == [6, 5]
+
+
+def test_a_longer_match_outweighs_a_more_frequent_shorter_one():
+    history = [3, 4, 7, 3, 4, 7, 3, 4, 7, 9, 3, 4, 8, 2, 9, 3, 4]
+    p = SuffixDrafter().propose(inputs_for([history]))
+    assert present(p, 0, 0)[:2] == [8, 7], "9 3 4 was followed by 8 once, 3 4 by 7 three times"
+    assert present(p, 0, 1)[0] == 2
+
+
+def test_scores_are_valid_log_masses_and_equal_in_a_batch():
+    rng = np.random.default_rng(0)
+    histories = [rng.integers(0, 4, n).tolist() for n in (2, 30, 200, 90)]
+    drafter = SuffixDrafter()
+    p = drafter.propose(inputs_for(histories))
+    assert (p.logprobs.exp().sum(2) <= 1 + 1e-6).all() and (p.logprobs <= 0).all()
+    assert (p.logprobs[:, :, :-1] >= p.logprobs[:, :, 1:]).all(), "best first, absent last"
+    for i, history in enumerate(histories):
+        alone = SuffixDrafter().propose(inputs_for([history]))
+        assert torch.equal(alone.token_ids[0], p.token_ids[i]) and torch.equal(alone.logprobs[0], p.logprobs[i])
+
+
+def test_no_match_proposes_nothing():
+    drafter = SuffixDrafter()
+    p = drafter.propose(inputs_for([[1, 2, 3], [5]]))
+    assert not (p.logprobs > -torch.inf).any()
+    assert draft_fixed(drafter, inputs_for([[1, 2, 3]]), 8).token_ids.tolist() == [3]
+
+
+def test_text_grows_between_calls_and_is_forgotten():
+    grown, text = SuffixDrafter(), np.random.default_rng(1).integers(0, 5, 120).tolist()
+    history = text[:3]
+    for end in (4, 5, 9, 40, 41, 120):
+        history += text[len(history) : end]
+        p, fresh = grown.propose(inputs_for([history])), SuffixDrafter().propose(inputs_for([history]))
+        assert torch.equal(p.token_ids, fresh.token_ids) and torch.equal(p.logprobs, fresh.logprobs)
+    grown.release("r0")
+    assert present(grown.propose(inputs_for([[7, 8, 9, 7, 8]])), 0, 0) == [9]
+
+
+def test_reentry_continues_an_alternative():
+    history = [3, 4, 10, 11, 12, 7, 3, 4, 20, 21, 8, 3, 4, 20, 21, 9, 3, 4]
+    drafter = SuffixDrafter()
+    inputs = inputs_for([history])
+    p = drafter.propose(inputs)
+    assert present(p, 0, 0) == [20, 10]
+    frontier = Frontier(request=torch.tensor([0]), slot=torch.tensor([0]), token_ids=torch.tensor([10]))
+    block = drafter.expand(inputs, p, frontier)
+    assert [present(block, 0, s)[0] for s in range(2)] == [11, 12]
+    assert {10, 11, 12, 20, 21} <= set(draft_fixed(drafter, inputs, 12).token_ids.tolist())
+
+
+def test_what_is_counted_of_a_long_text_is_bounded_and_is_its_newest_part():
+    drafter = SuffixDrafter(max_text=64)
+    history = [1, 2, 3, *range(100, 400)]
+    drafter.propose(inputs_for([history]))
+    for token in range(400, 900):
+        history.append(token)
+        drafter.follow("r0", history)
+        assert drafter._texts["r0"].automaton.num_tokens <= 64
+    assert present(drafter.propose(inputs_for([[*history, 880, 881]])), 0, 0) == [882]
+    history += [880, 881, 1, 2]
+    assert present(drafter.propose(inputs_for([history])), 0, 0) == []
+
+
+def test_a_long_prompt_is_counted_in_steps_so_that_no_round_waits_long():
+    drafter, history = SuffixDrafter(), list(range(20000, 23000)) + [7, 20500, 20501]
+    counted = []
+    for _ in range(4):
+        p = drafter.propose(inputs_for([history]))
+        counted.append(drafter._texts["r0"].automaton.num_tokens)
+        assert present(p, 0, 0) == [20502], "what is counted already serves"
+    assert counted == [1024, 2048, 3003, 3003]
+
+
+def test_recent_answers_help_other_requests_but_prompts_are_not_kept():
+    drafter = SuffixDrafter(recent_tokens=1000)
+    prompt, answer = [50, 51, 52, 53], [10, 11, 12, 13, 14]
+    history = list(prompt)
+    drafter.propose(inputs_for([history]))
+    history += answer
+    drafter.release("r0")
+    p = drafter.propose(inputs_for([[7, 10, 11], [7, 50, 51]]))
+    assert [present(p, 0, s) for s in range(3)] == [[12], [13], [14]]
+    assert present(p, 0, 3) == [] and present(p, 1, 0) == []
+    alone = SuffixDrafter()
+    alone.propose(inputs_for([[*prompt, *answer]]))
+    alone.release("r0")
+    assert present(alone.propose(inputs_for([[7, 10, 11]])), 0, 0) == []
+
+
+def test_recent_texts_are_bounded_and_the_oldest_go_first():
+    texts = RecentTexts(200)
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        texts.add([1000 + i, 2000 + i, 3000 + i, *rng.integers(0, 50, 30).tolist()])
+        assert texts.num_tokens <= 200
+    found = [[a.match([1000 + i, 2000 + i])[1] for a in texts.automata] for i in range(60)]
+    assert max(found[59]) == 2 and max(found[0]) == 0
+    texts.add(list(range(5000)))
+    assert texts.num_tokens <= 200
+
+
+def test_trust_grows_with_the_match_and_with_the_number_of_occurrences():
+    text = list(range(40))
+    by_length = []
+    for length in range(2, MAX_CONTEXT + 1):
+        p = SuffixDrafter().propose(inputs_for([[*text, 99, *text[20 - length : 20]]]))
+        by_length.append(math.exp(float(p.logprobs[0, 0, 0])))
+    assert by_length == sorted(by_length) and by_length[0] == pytest.approx(0.45)
+    by_count = []
+    for count in range(1, 5):
+        history = [t for i in range(count) for t in (50 + i, 1, 2, 3)] + [1, 2]
+        by_count.append(math.exp(float(SuffixDrafter().propose(inputs_for([history])).logprobs[0, 0, 0])))
+    assert by_count == sorted(by_count) and by_count[-1] == pytest.approx(1 - 0.55 / 2)
+
+
+@pytest.mark.parametrize("name", TEXT_DRAFTERS)
+def test_every_name_makes_a_drafter_of_that_name_without_weights(name):
+    assert make_text_drafter(name).caps.name == name and resolve_drafter(name) is None
+
+
+def test_another_name_is_refused():
+    with pytest.raises(ConfigError, match="lookup, suffix, suffix-recent"):
+        make_text_drafter("none")

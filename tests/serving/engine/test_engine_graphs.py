@@ -1,0 +1,162 @@
+"""An engine whose rounds run by padded graphs emits the tokens of an engine without graphs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from paceline.bench.engine.scripted_drafters import OracleDrafter
+from paceline.config import EngineConfig, TreeConfig
+from paceline.contracts import Group
+from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.engine.engine import Engine
+from paceline.serving.loading.families import build_drafter
+from paceline.serving.sampling.request import GenerationRequest, SamplingParams
+from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from paceline.serving.target_model.model import TargetModel
+from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
+from tests.helpers.static_kernels import STATIC_KERNELS
+from tests.serving.trees.test_device_draft import DevicePolicy
+
+CONTEXT, NUM_TOKENS = 96, 14
+TREE = TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8), max_frontier=3, is_adaptive=False)
+
+
+@functools.cache
+def make_target(kernels=None):
+    model = tiny_model("qwen3", layers=4, context=CONTEXT)
+    target = TargetModel.from_model(model, tiny_tokenizer(), fast_path=False, version="tiny")
+    if kernels is not None:
+        target.kernels = kernels
+    return target
+
+
+def specblock(target, seed=0):
+    """A function that makes equal drafters, and their weights."""
+    torch.manual_seed(seed)
+    model = SpecBlockModel(
+        SpecBlockConfig(
+            hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, rank_hidden=8,
+            vocab_size=target.vocab_size, feature_size=target.feature_size, embed_size=target.hidden_size,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    settings, state = {**model.config.to_dict(), "drafter_type": "specblock"}, model.state_dict()
+    return lambda: build_drafter(settings, state, target, target_version=target.version), state
+
+
+class CountingGraphs:
+    """EagerGraphs that count replays; nothing runs at capture, which test_graphed_target and others show to work."""
+
+    def __init__(self):
+        self.num_replays = 0
+
+    def capture(self, run):
+        return _Counted(self, run)
+
+
+class _Counted:
+    def __init__(self, backend, run):
+        self.backend, self.run = backend, run
+
+    def replay(self):
+        self.backend.num_replays += 1
+        self.run()
+
+
+def make_engine(target, slots, backend=None, policy=None, **changes):
+    settings = {"max_running": 8, "kv_bytes": 64 * 2**20, "page_tokens": 4, "max_context_tokens": CONTEXT, "tree": TREE}
+    engine = Engine(target, slots, EngineConfig(**{**settings, **changes}), graph_backend=backend, policy=policy)
+    if backend is not None:
+        engine.graphs.capture()
+    return engine
+
+
+def generate(engine, prompts, on_round=None, **params):
+    tokens = {f"r{i}": [] for i in range(len(prompts))}
+    for i, (prompt, temperature) in enumerate(prompts):
+        values = {"temperature": temperature, "max_tokens": NUM_TOKENS - i, "ignore_eos": True, "seed": i, **params}
+        request = GenerationRequest(
+            request_id=f"r{i}", prompt_token_ids=tuple(prompt), params=SamplingParams(**values), group=Group.ADAPTIVE
+        )
+        engine.submit(request, lambda e: tokens[e.request_id].extend(e.token_ids))
+    count = 0
+    while engine.step():
+        count += 1
+        if on_round is not None:
+            on_round(count)
+        if engine.is_idle:
+            break
+    engine.check_integrity()
+    return tokens
+
+
+def make_prompts(count, temperatures):
+    rng = torch.Generator().manual_seed(count)
+    lengths = torch.randint(2, 30, (count,), generator=rng).tolist()
+    prompts = [torch.randint(3, 64, (n,), generator=rng).tolist() for n in lengths]
+    return [(p, temperatures[i % len(temperatures)]) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.9, 0.0, 0.7)], ids=["greedy", "sampled"])
+def test_tokens_are_those_of_an_engine_without_graphs(count, temperatures):
+    prompts, plain, target = make_prompts(count, temperatures), make_target(), make_target(STATIC_KERNELS)
+    build, _ = specblock(target)
+    backend = CountingGraphs()
+    graphed = make_engine(target, DrafterSlots(build(), "v1", first=build(), spawn=build), backend)
+    assert graphed.stats()["num_graphs"] == graphed.graphs.num_graphs > 100
+    expected = generate(make_engine(plain, DrafterSlots(specblock(plain)[0](), "v1")), prompts)
+    assert generate(graphed, prompts) == expected
+    assert [len(t) for t in expected.values()] == [NUM_TOKENS - i for i in range(count)]
+    rounds = graphed.stats()["num_rounds"]
+    assert backend.num_replays >= 2 * rounds, "block 1 and verify of every round were replayed"
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_graphs_and_drafting_with_one_read_work_together(count):
+    prompts, target = make_prompts(count, (0.0, 0.8)), make_target(STATIC_KERNELS)
+    build, _ = specblock(target)
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    engine = make_engine(target, DrafterSlots(build(), "v1"), CountingGraphs(), policy)
+    assert generate(engine, prompts) == generate(make_engine(make_target(), DrafterSlots()), prompts)
+    assert engine.stats()["num_drafter_failures"] == 0
+
+
+def test_accepted_drafts_come_through_the_graphs():
+    target, plain = make_target(STATIC_KERNELS), make_target()
+    prompts = make_prompts(3, (0.0,))
+    texts = {f"r{i}": [*p, *greedy_continuation(plain, list(p), NUM_TOKENS + 8)] for i, (p, _) in enumerate(prompts)}
+    engine = make_engine(target, DrafterSlots(OracleDrafter(texts, num_slots=4), "oracle"), CountingGraphs())
+    got = generate(engine, prompts)
+    assert all(texts[name][len(p) :][: len(got[name])] == got[name] for name, (p, _) in zip(got, prompts, strict=True))
+    assert engine.stats()["num_rounds"] <= 6, "drafts were accepted"
+
+
+def test_a_swap_to_the_prepared_twin_drafts_by_its_own_graphs():
+    target = make_target(STATIC_KERNELS)
+    (build, _), (other, state) = specblock(target), specblock(target, seed=1)
+    backend = CountingGraphs()
+    slots = DrafterSlots(build(), "v1", spawn=build)
+    engine = make_engine(target, slots, backend)
+    assert slots.versions() == {"A": "v1"}, "a twin without weights of a version is no version"
+    prompts = make_prompts(2, (0.0,))
+    before = generate(engine, prompts)
+    assert slots.stage("v2", state)
+    slots.publish("v2")
+    backend.num_replays = 0
+    assert generate(engine, prompts) == before, "drafters never change greedy tokens"
+    assert slots.versions() == {"A": "v1", "B": "v2"} and backend.num_replays >= 2 * NUM_TOKENS // 9
+    drafter = slots.drafter("B")
+    fresh = other()
+    assert all(torch.equal(drafter._p[k], t) for k, t in fresh._p.items())
+    assert drafter._graphs is not None and drafter._is_graphed
+
+
+def test_no_graphs_are_made_on_the_cpu_by_default():
+    engine = make_engine(make_target(), DrafterSlots())
+    assert engine.graphs is None and engine.stats()["num_graphs"] == 0

@@ -1,0 +1,336 @@
+"""Released EAGLE-3, DFlash, JetSpec and SpecBlock files draft what their networks compute, or are refused by name."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.errors import DrafterMismatchError
+from paceline.serving.drafters.interface import Frontier
+from paceline.serving.loading.families import build_model, load_drafter, read_drafter_files, save_drafter
+from paceline.serving.loading.released import wanted_tap_layers
+from tests.helpers import released
+from tests.helpers.drafter_requests import Request, make_inputs
+from tests.helpers.released import BLOCK, DRAFT_VOCAB, HIDDEN, TAPS, VOCAB, make_target, write
+
+TOLERANCE = 1e-4  # fp32, other reduction orders
+SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+}  # fmt: skip
+MAKERS = {
+    "eagle3": released.eagle3_files,
+    "speculators": released.speculators_files,
+    "dflash": released.parallel_head_files,
+    "jetspec": lambda seed=0: released.parallel_head_files(seed, is_causal=True),
+    "specblock": released.specblock_files,
+}
+ALL = pytest.mark.parametrize("kind", sorted(MAKERS))
+
+
+def load(folder, target=None, **options):
+    return load_drafter(folder, target or make_target(), dtype=torch.float32, num_candidates=VOCAB, **options)
+
+
+def request_of(drafter, seed=1, context=9):
+    drafter.alloc(40)
+    request = Request("r", np.random.default_rng(seed), 40, context, list(range(40)))
+    return request, make_inputs([request], [(0, context)])
+
+
+def assert_slot(token_ids, logprobs, logits, ids):
+    """One slot's candidates (K,) are the best of the reference logits, (V,) or (Vd,) with target ids `ids`."""
+    wanted = torch.full((VOCAB,), float("-inf")).index_put_((ids,), logits.log_softmax(-1))
+    assert token_ids.unique().numel() == token_ids.numel()
+    assert torch.allclose(logprobs, wanted[token_ids], atol=TOLERANCE)
+    assert torch.allclose(logprobs, wanted.topk(len(logprobs)).values, atol=TOLERANCE)
+
+
+def target_ids(tensors):
+    return tensors["d2t"] + torch.arange(DRAFT_VOCAB)
+
+
+@pytest.mark.parametrize(("kind", "scaling"), [("eagle3", None), ("speculators", None), ("eagle3", SCALING)])
+def test_eagle3_drafts_what_the_released_network_computes(tmp_path, kind, scaling):
+    values, tensors = MAKERS[kind]()
+    values["rope_scaling"] = scaling
+    drafter = load(write(tmp_path, values, tensors))
+    request, inputs = request_of(drafter)
+    assert drafter.caps.name == "eagle3" and drafter.caps.num_candidates == DRAFT_VOCAB
+    reference = released.Eagle3Forward(tensors, make_target().embed_weight, kind == "speculators", scaling)
+    path, proposal = [], drafter.propose(inputs)
+    for level in range(4):
+        logits = reference.logits(request.features[:9], torch.tensor(request.tokens[:10]), path)
+        assert_slot(proposal.token_ids[0, 0], proposal.logprobs[0, 0], logits[-1], target_ids(tensors))
+        path.append(int(proposal.token_ids[0, 0, level]))
+        front = Frontier(request=torch.tensor([0]), slot=torch.tensor([0]), token_ids=torch.tensor(path[-1:]))
+        proposal = drafter.expand(inputs, proposal, front)
+
+
+@pytest.mark.parametrize(("is_causal", "scaling"), [(True, None), (False, None), (False, SCALING)])
+def test_a_parallel_head_drafts_what_the_released_network_computes(tmp_path, is_causal, scaling):
+    values, tensors = released.parallel_head_files(is_causal=is_causal)
+    if scaling is not None:
+        values["rope_parameters"] = {**scaling, "rope_theta": values.pop("rope_theta")}
+    drafter = load(write(tmp_path, values, tensors))
+    request, inputs = request_of(drafter)
+    assert drafter.caps.name == ("jetspec" if is_causal else "dflash") and drafter.caps.num_slots == BLOCK - 1
+    proposal = drafter.propose(inputs)
+    features, anchor = request.features[:9], request.tokens[9]
+    logits = released.parallel_head_logits(tensors, make_target(), features, anchor, is_causal, scaling)
+    for slot in range(BLOCK - 1):
+        assert_slot(proposal.token_ids[0, slot], proposal.logprobs[0, slot], logits[slot], torch.arange(VOCAB))
+
+
+def test_specblock_drafts_both_blocks_and_widths_as_the_released_network(tmp_path):
+    values, tensors = released.specblock_files()
+    drafter = load_drafter(write(tmp_path, values, tensors), make_target(), dtype=torch.float32)
+    request, inputs = request_of(drafter)
+    ids, branching = target_ids(tensors), torch.tensor([2, 4, 6, 4])
+    first = drafter.propose(inputs)
+    leaves = [(0, 3), (1, 11), (2, 4), (3, 40)]
+    front = Frontier(
+        request=torch.zeros(4, dtype=torch.int64), slot=torch.tensor([s for s, _ in leaves]), token_ids=torch.tensor([t for _, t in leaves]),
+    )  # fmt: skip
+    second = drafter.expand(inputs, first, front)
+    reference = released.SpecBlockForward(tensors, make_target().embed_weight)
+    runs = reference.run(request.features[:9], torch.tensor(request.tokens[:10]), leaves)
+    seen = set()
+    for node, (logits, classes) in enumerate(runs):
+        proposal, at = (first, 0) if node == 0 else (second, node - 1)
+        for slot in range(4):
+            assert_slot(proposal.token_ids[at, slot], proposal.logprobs[at, slot], logits[slot], ids)
+        assert torch.equal(proposal.widths.view(-1, 4)[at, 1:].long(), branching[classes][1:])
+        seen |= set(classes.tolist())
+    assert len(seen) > 1  # the rank head decides something here
+
+
+@ALL
+def test_shards_and_bfloat16_files_load_as_the_same_numbers(tmp_path, kind):
+    values, tensors = MAKERS[kind]()
+    narrow = {k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors.items()}
+    wide = {k: v.float() if v.is_floating_point() else v for k, v in narrow.items()}
+    if kind == "speculators":
+        wide["embed_tokens.weight"] = tensors["embed_tokens.weight"]  # a copy is compared in its own number type
+    config, state = read_drafter_files(write(tmp_path / "a", values, wide), make_target())
+    again, other = read_drafter_files(write(tmp_path / "b", values, narrow, shards=3), make_target())
+    assert config == again and config["tap_layers"] == list(TAPS)
+    assert set(state) == set(other) and all(torch.equal(state[k], other[k]) for k in state)
+
+
+@ALL
+def test_imported_weights_are_saved_in_our_layout_and_draft_the_same(tmp_path, kind):
+    folder = write(tmp_path / "released", *MAKERS[kind]())
+    target = make_target()
+    config, state = read_drafter_files(folder, target)
+    save_drafter(tmp_path / "ours", build_model(config, state), target.version, tap_layers=config["tap_layers"])
+    proposals = []
+    for path in (folder, tmp_path / "ours"):
+        drafter = load(path)
+        proposals.append(drafter.propose(request_of(drafter)[1]))
+    assert wanted_tap_layers(tmp_path / "ours") == TAPS
+    assert all(torch.equal(getattr(proposals[0], n), getattr(proposals[1], n)) for n in ("token_ids", "logprobs"))
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 60}, "vocabulary 50, this target has 60"),
+        ({"embed_weight": torch.zeros(VOCAB, 16), "feature_size": 48}, "target's hidden size 16, got 8"),
+        ({"tap_layers": (0, 2, 4)}, r"load it with tap_layers=\(1, 5, 8\)"),
+    ],
+)
+def test_another_target_is_refused_and_the_message_says_what_to_do(tmp_path, kind, change, message):
+    folder = write(tmp_path, *MAKERS[kind]())
+    with pytest.raises(DrafterMismatchError, match=message):
+        load(folder, make_target(**change))
+
+
+@ALL
+@pytest.mark.parametrize("fault", ["missing", "bias", "shape", "nan"])
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, kind, fault):
+    values, tensors = MAKERS[kind]()
+    name = next(n for n in tensors if n.endswith("mlp.up_proj.weight"))
+    ours = name.replace("midlayer.", "layers.0.")
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "bias":
+        tensors[name.replace("weight", "bias")] = torch.zeros(3)
+    elif fault == "shape":
+        tensors[name] = torch.zeros(3, HIDDEN)
+    else:
+        tensors[name][0, 0] = float("nan")
+    message = {
+        "missing": f"must hold {ours}", "bias": "biases in projections cannot be served", "shape": rf"{ours} must be \(12, 8\), got \(3, 8\)",
+        "nan": f"{ours} must be finite",
+    }[fault]  # fmt: skip
+    with pytest.raises(DrafterMismatchError, match=message):
+        load(write(tmp_path, values, tensors))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        *((k, {"attention_bias": True}, "biases in attention") for k in ("eagle3", "dflash", "specblock")),
+        *((k, {"hidden_act": "gelu"}, "another activation") for k in ("eagle3", "dflash", "specblock")),
+        *((k, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "'linear'.*scaled rotary") for k in ("eagle3", "dflash", "specblock")),
+        *((k, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must hold factor, low_freq_factor") for k in ("eagle3", "dflash")),
+        ("specblock", {"rope_scaling": SCALING}, "'llama3'.*scaled rotary"),
+        ("eagle3", {"rope_scaling": {**SCALING, "high_freq_factor": 0.5}}, "low before high"),
+        *((k, {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'.*scaled rotary") for k in ("eagle3", "dflash")),
+        *((k, {"quantization_config": {"bits": 4}}, "quantised") for k in ("eagle3", "dflash")),
+        *((k, {"hidden_size": None}, "hidden_size in config.json must be a whole number") for k in ("eagle3", "dflash", "specblock")),
+        ("eagle3", {"num_hidden_layers": 2}, "more than one layer"),
+        ("eagle3", {"sliding_window": 512}, "layers with a sliding window"),
+        ("eagle3", {"partial_rotary_factor": 0.5}, "a part of a head"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}}, r"fuses 3 target layers, tap_layers are \(1, 5\)"),
+        ("eagle3", {"target_hidden_size": 16}, "target_hidden_size must be the target's hidden size 8, got 16"),
+        ("eagle3", {"norm_before_fc": True}, "norms before the fusion"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 12]}}, "the target has layers 0..11"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5, 8]}}, r"load it with tap_layers=\(0, 5, 8\)"),
+        ("eagle3", {"rms_norm_eps": "x"}, "rms_norm_eps in config.json must be a number"),
+        ("eagle3", {"num_attention_heads": 3, "num_key_value_heads": 2}, "num_heads must be a multiple"),
+        ("speculators", {"norm_before_residual": None}, "norm_before_residual must be true or false"),
+        ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ("dflash", {"transformer_layer_config": {}}, "layout of speculators"),
+        ("dflash", {"draft_vocab_size": 30}, "a reduced draft vocabulary"),
+        ("dflash", {"block_size": 64}, r"num_slots must be in \[1, 31\]"),
+        *(("dflash", {"dflash_config": {"mask_token_id": 49, "target_layer_ids": list(TAPS), **c}}, m) for c, m in (
+            ({"mask_token_id": None}, "mask_token_id in config.json must be an id"),
+            ({"mask_token_id": 50}, r"must be an id in \[0, 50\), got 50"),
+            ({"projector_type": "domino"}, "a correction head"),
+            ({"shift_label": True}, "the token after their own"),
+            ({"attention_mode": "mla"}, "only gqa and mha"),
+            ({"target_hidden_size": 16}, "target_hidden_size must be"),
+        )),
+        ("specblock", {"rank_classes": 5}, "another number of rank classes"),
+        ("specblock", {"diffspec_draft_token_num": 17}, r"num_slots must be in \[1, 16\]"),
+    ],
+)  # fmt: skip
+def test_settings_that_our_networks_lack_are_refused_by_the_name_of_the_feature(tmp_path, kind, changes, message):
+    values, tensors = MAKERS[kind]()
+    with pytest.raises(DrafterMismatchError, match=message):
+        load(write(tmp_path, {**values, **changes}, tensors))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "specblock"])
+@pytest.mark.parametrize("fault", ["no d2t", "beyond", "twice", "t2d", "float"])
+def test_a_reduced_vocabulary_that_contradicts_itself_is_refused(tmp_path, kind, fault):
+    values, tensors = MAKERS[kind]()
+    if fault == "no d2t":
+        del tensors["d2t"]
+    elif fault == "beyond":
+        tensors["d2t"][-1] = VOCAB
+    elif fault == "twice":
+        tensors["d2t"][1] = tensors["d2t"][0] - 1
+    elif fault == "t2d":
+        tensors["t2d"] = ~tensors["t2d"]
+    else:
+        tensors["d2t"] = tensors["d2t"].float()
+    message = {"no d2t": "must hold d2t", "t2d": "t2d must mark", "float": "whole numbers"}.get(fault, "different ids")
+    with pytest.raises(DrafterMismatchError, match=message):
+        load(write(tmp_path, values, tensors))
+
+
+def test_a_full_draft_vocabulary_needs_no_map(tmp_path):
+    values, tensors = released.eagle3_files()
+    tensors["lm_head.weight"] = torch.randn(VOCAB, HIDDEN)
+    tensors["d2t"], tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.int64), torch.ones(VOCAB, dtype=torch.bool)
+    config, _ = read_drafter_files(write(tmp_path, {**values, "draft_vocab_size": VOCAB}, tensors), make_target())
+    assert config["draft_vocab_size"] is None
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "specblock"])
+def test_a_copy_of_the_targets_embedding_is_dropped_and_another_one_refused(tmp_path, kind):
+    values, tensors = MAKERS[kind]()
+    name = "input_layer.embed_tokens.weight" if kind == "specblock" else "embed_tokens.weight"
+    load(write(tmp_path / "same", values, {**tensors, name: make_target().embed_weight.clone()}))
+    with pytest.raises(DrafterMismatchError, match="a token embedding of its own cannot be served"):
+        load(write(tmp_path / "other", values, {**tensors, name: torch.zeros(VOCAB, HIDDEN)}))
+
+
+def test_an_output_head_of_its_own_is_refused_for_a_parallel_head(tmp_path):
+    values, tensors = released.parallel_head_files()
+    head = make_target().head_weight
+    load(write(tmp_path / "same", values, {**tensors, "lm_head.weight": head.clone()}))
+    with pytest.raises(DrafterMismatchError, match="an output head of its own cannot be served"):
+        load(write(tmp_path / "other", values, {**tensors, "lm_head.weight": head + 1}))
+
+
+def test_unknown_layouts_and_eagle1_are_refused(tmp_path):
+    values, tensors = released.eagle3_files()
+    old = {k: v for k, v in tensors.items() if "hidden_norm" not in k}
+    with pytest.raises(DrafterMismatchError, match="EAGLE-1 or EAGLE-2"):
+        load(write(tmp_path / "old", values, old))
+    with pytest.raises(DrafterMismatchError, match="layout of SpecBlock, EAGLE-3, DFlash or JetSpec"):
+        load(write(tmp_path / "none", values, {"x": torch.zeros(1)}))
+
+
+def test_pickled_weights_are_refused_with_the_way_to_convert_them(tmp_path):
+    values, tensors = released.eagle3_files()
+    folder = write(tmp_path, values, tensors)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(DrafterMismatchError, match=r"must hold model.safetensors or"):
+        load(folder)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(DrafterMismatchError, match=r"must be safetensors, got pytorch_model.bin.*save_file"):
+        load(folder)
+
+
+def test_damaged_and_missing_files_are_refused(tmp_path):
+    values, tensors = released.eagle3_files()
+    folder = write(tmp_path / "a", values, tensors)
+    (folder / "model.safetensors").write_bytes(b"123456789")
+    with pytest.raises(DrafterMismatchError, match="readable safetensors"):
+        load(folder)
+    folder = write(tmp_path / "b", values, tensors, shards=2)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(DrafterMismatchError, match=r"missing .*00002-of-00002"):
+        load(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x.safetensors"}}')
+    with pytest.raises(DrafterMismatchError, match=r"missing .*\.\./x"):
+        load(folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(DrafterMismatchError, match="weight_map"):
+        load(folder)
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(DrafterMismatchError, match=r"must hold|JSON object"):
+        load(folder)
+
+
+def test_a_release_without_its_target_is_to_be_imported_first(tmp_path):
+    folder = write(tmp_path, *released.eagle3_files())
+    with pytest.raises(DrafterMismatchError, match="paceline import-drafter"):
+        read_drafter_files(folder)
+
+
+def test_taps_are_read_from_every_way_in_which_releases_write_them(tmp_path):
+    values, tensors = released.parallel_head_files()
+    assert wanted_tap_layers(write(tmp_path, values, tensors)) == TAPS
+    for config, taps in (
+        ({"block_size": 8, "num_hidden_layers": 5, "num_target_layers": 36}, (1, 9, 17, 25, 33)),
+        ({"block_size": 8, "num_hidden_layers": 1, "num_target_layers": 36}, (18,)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 46, 90]}}, (1, 46, 90)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}, (1, 17, 32)),
+        ({"draft_vocab_size": 8}, None),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert wanted_tap_layers(tmp_path) == taps
+
+
+def test_windows_that_are_switched_off_are_no_obstacle(tmp_path):
+    values, tensors = released.eagle3_files()
+    load(write(tmp_path / "e", {**values, "sliding_window": 4096, "use_sliding_window": False}, tensors))
+    values, tensors = released.parallel_head_files()
+    load(write(tmp_path / "d", {**values, "sliding_window": 4096}, tensors))
+
+
+def test_eagle3_may_fuse_more_than_three_layers(tmp_path):
+    values, tensors = released.eagle3_files()
+    tensors["fc.weight"] = torch.randn(HIDDEN, 5 * HIDDEN)
+    with pytest.raises(DrafterMismatchError, match=r"fuses 5 target layers.*--taps"):
+        load(write(tmp_path, values, tensors))
+    values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5, 7, 9]}
+    target = make_target(tap_layers=(1, 3, 5, 7, 9), feature_size=5 * HIDDEN)
+    assert load(write(tmp_path, values, tensors), target).config.feature_size == 5 * HIDDEN

@@ -1,0 +1,193 @@
+"""Grammars that are wrong, huge or hostile are refused in bounded time; tokenizers fit or are refused with a reason."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from paceline.errors import CapacityError, RequestError
+from paceline.serving.sampling.grammar import MAX_TEXT_BYTES, GrammarFactory
+from paceline.serving.sampling.request import GrammarSpec
+from tests.helpers.constrained import PERSON, REGEX, VOCAB, Answers, allowed_text, factory, make_engine, submit
+from tests.helpers.fakes import EOS_ID, tiny_tokenizer
+
+MODEL = Path(__file__).parents[3] / "paceline" / "models" / "target"
+
+
+def nested(depth: int) -> str:
+    return '{"properties":{"a":' * depth + "{}" + "}}" * depth
+
+
+def chain(num: int) -> str:
+    """A schema of `num` definitions, each inside the one before."""
+    parts = [f'"{i}":{{"items":{{"$ref":"#/$defs/{i + 1}"}}}}' for i in range(num)]
+    return f'{{"$ref":"#/$defs/0","$defs":{{{",".join(parts)},"{num}":{{"type":"string"}}}}}}'
+
+
+HOSTILE = {
+    "no JSON": ("json_schema", '{"type":'),
+    "no object": ("json_schema", "[1]"),
+    "unknown type": ("json_schema", '{"type":"banana"}'),
+    "not implemented": ("json_schema", '{"not":{"type":"string"}}'),
+    "unsatisfiable": ("json_schema", '{"type":"string","minLength":5,"maxLength":2}'),
+    "endless recursion": ("json_schema", '{"$ref":"#"}'),
+    "endless nesting": ("json_schema", nested(2000)),
+    "remote": ("json_schema", '{"$ref":"http://127.0.0.1:9/x"}'),
+    "file": ("json_schema", '{"$ref":"file:///etc/passwd"}'),
+    "a megabyte": ("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(40_000)}})),
+    "long pattern": ("json_schema", json.dumps({"items": [{"patternProperties": {"a?" * 5000: {}}}]})),
+    "too many combinations": (
+        "json_schema",
+        json.dumps({"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}, "required": [f"a{i}{j}"]} for j in range(6)]}
+                              for i in range(12)]}),
+    ),
+    "bad regex": ("regex", "(["),
+    "look-around": ("regex", "(?=a)b"),
+    "empty regex": ("regex", r"[^\s\S]"),
+    "long regex": ("regex", "a?" * 30_000),
+    "deep regex": ("regex", "(" * 2000 + "a" + ")" * 2000),
+    "bad lark": ("lark", "start start"),
+    "no start": ("lark", 'foo: "a"'),
+    "left recursion": ("lark", "start: e\ne: e"),
+    "deep lark": ("lark", "start: " + "(" * 8000 + '"a"' + ")" * 8000),
+    "unknown characters": ("regex", "Q+"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_are_refused_in_bounded_time(name) -> None:
+    kind, text = HOSTILE[name]
+    start = time.monotonic()
+    with pytest.raises(RequestError):
+        submit(make_engine(), Answers(), "r", grammar=GrammarSpec(kind=kind, text=text))
+    assert time.monotonic() - start < 20  # thousandths of that on an idle machine
+
+
+def test_long_chains_of_rules_do_not_exhaust_the_stack() -> None:
+    rules = "\n".join(f"a{i:x}:a{i + 1:x}" for i in range(1680))
+    for spec in (
+        GrammarSpec(kind="json_schema", text=chain(1500)),
+        GrammarSpec(kind="lark", text=f'start:a0\n{rules}\na{1680:x}:"b"'),
+    ):
+        assert len(spec.text) > 0.6 * MAX_TEXT_BYTES[spec.kind]
+        state = factory().start(spec)
+        allowed = state.allowed()
+        assert allowed is not None
+        state.advance(int(allowed.nonzero()[0][0]))
+        assert state.error is None
+
+
+def test_a_slow_compilation_is_given_up_and_bounded_in_number(monkeypatch) -> None:
+    go, done = threading.Event(), threading.Event()
+
+    def slow(tokenizer, spec):
+        go.wait(30)
+        done.set()
+        raise RequestError("late")
+
+    monkeypatch.setattr("paceline.serving.sampling.grammar.compile_grammar", slow)
+    compiler = GrammarFactory(tiny_tokenizer(VOCAB), VOCAB, [EOS_ID], max_compiling=1, timeout_s=0.05)
+    with pytest.raises(RequestError, match=r"within 0\.05 s"):
+        compiler.start(REGEX)
+    with pytest.raises(CapacityError, match="try again"):
+        compiler.start(REGEX)
+    go.set()
+    assert done.wait(10)
+    assert threading.stack_size() == 0
+
+
+def test_compiled_grammars_are_kept_up_to_a_limit(monkeypatch) -> None:
+    from paceline.serving.sampling import grammar
+
+    compiled = []
+    real = grammar.compile_grammar
+    monkeypatch.setattr(grammar, "compile_grammar", lambda t, s: compiled.append(s.text) or real(t, s))
+    compiler = GrammarFactory(tiny_tokenizer(VOCAB), VOCAB, [EOS_ID], max_cached=2)
+    for text in ("a", "b", "a", "c", "a", "b"):
+        compiler.start(GrammarSpec(kind="regex", text=text))
+    assert compiled == ["a", "b", "c", "b"]
+
+
+def test_a_prepared_grammar_outlives_the_limit_while_it_is_held(monkeypatch) -> None:
+    from paceline.serving.sampling import grammar
+
+    compiled = []
+    real = grammar.compile_grammar
+    monkeypatch.setattr(grammar, "compile_grammar", lambda t, s: compiled.append(s.text) or real(t, s))
+    compiler = GrammarFactory(tiny_tokenizer(VOCAB), VOCAB, [EOS_ID], max_cached=1)
+    spec = GrammarSpec(kind="regex", text="a")
+    held = compiler.prepare(spec)
+    for text in ("b", "c"):
+        compiler.start(GrammarSpec(kind="regex", text=text))
+    compiler.start(spec)
+    assert compiled == ["a", "b", "c"] and held is compiler.prepare(spec)
+    del held
+    compiler.start(GrammarSpec(kind="regex", text="b"))
+    compiler.start(spec)
+    assert compiled == ["a", "b", "c", "b", "a"], "nobody held it any more"
+
+
+def test_many_threads_get_states_of_their_own() -> None:
+    compiler = GrammarFactory(tiny_tokenizer(VOCAB), VOCAB, [EOS_ID], timeout_s=60.0)
+    specs = [GrammarSpec(kind="regex", text=t) for t in ("a+b", "c+d", "ef")]
+    states: list = []
+    threads = [threading.Thread(target=lambda s=s: states.append((s, compiler.start(s)))) for s in specs * 6]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(states) == 18
+    assert all(allowed_text(state) == {spec.text[0]} for spec, state in states)
+
+
+# ---- tokenizers -------------------------------------------------------------------------------------------------
+def test_tokenizers_without_support_are_refused_with_a_reason() -> None:
+    class Slow:
+        pass
+
+    for tokenizer, eos, reason in (
+        (Slow(), [1], "fast tokenizer"),
+        (tiny_tokenizer(VOCAB), [], "end-of-text"),
+        (Slow(), [1], "fast tokenizer"),
+    ):
+        compiler = GrammarFactory(tokenizer, VOCAB, eos)
+        for _ in range(2):
+            with pytest.raises(RequestError, match=reason):
+                compiler.start(REGEX)
+    from tokenizers import decoders
+
+    strange = tiny_tokenizer(VOCAB)
+    strange.backend_tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(RequestError, match="tokenizer"):
+        GrammarFactory(strange, VOCAB, [EOS_ID]).start(REGEX)
+
+
+@pytest.mark.skipif(not (MODEL / "tokenizer.json").is_file(), reason="no bundled model")
+def test_the_bundled_targets_tokenizer_walks_through_json() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
+    compiler = GrammarFactory(tokenizer, 4100, [tokenizer.eos_token_id])  # logits may be wider than the vocabulary
+    text = json.dumps({"n": 42, "k": "yy", "l": [True, False]})
+    state = compiler.start(GrammarSpec(kind="json_schema", text=json.dumps(PERSON)))
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        allowed = state.allowed()
+        assert allowed is not None and allowed.shape == (4100,) and allowed[token] and not allowed[4096:].any()
+        state.advance(token)
+    allowed = state.allowed()
+    assert allowed is not None and allowed.nonzero()[0].tolist() == [tokenizer.eos_token_id]
+
+
+def test_byte_level_tokens_may_split_characters() -> None:
+    """With 300 ids every byte is a token of its own: a character of three bytes takes three draws."""
+    tokenizer = tiny_tokenizer(300)
+    state = GrammarFactory(tokenizer, 300, [EOS_ID]).start(GrammarSpec(kind="regex", text="[日月]"))
+    for token, fork in itertools.zip_longest(tokenizer.encode("日", add_special_tokens=False), [1, 2, 1]):
+        allowed = state.allowed()
+        assert allowed is not None and allowed[token] and allowed.sum() == fork
+        state.advance(token)
+    assert state.error is None

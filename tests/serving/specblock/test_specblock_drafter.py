@@ -1,0 +1,259 @@
+"""Incremental SpecBlock drafting equals the training forward, round after round."""
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.adapt.families.specblock_rows import block1_forward, next_block_forward
+from paceline.errors import DrafterMismatchError
+from paceline.serving.drafters.interface import Frontier
+from paceline.serving.loading.families import load_drafter, save_drafter
+from paceline.serving.specblock.drafter import SpecBlockDrafter
+from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from tests.helpers.drafter_requests import (
+    EMBED,
+    FEATURES,
+    TOLERANCE,
+    FakeTarget,
+    Request,
+    V,
+    assert_proposal_matches,
+    make_inputs,
+    new_requests,
+    perturb,
+    prefill_chunked,
+    text_batch,
+)
+
+
+def tiny_config(**changes):
+    values = {
+        "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": V,
+        "feature_size": FEATURES, "embed_size": EMBED, "rank_hidden": 8,
+    }  # fmt: skip
+    return SpecBlockConfig(**{**values, **changes})
+
+
+def tiny_model(seed=0, **changes):
+    torch.manual_seed(seed)
+    model = SpecBlockModel(tiny_config(**changes))
+    perturb(model)
+    return model, torch.randn(V, EMBED)
+
+
+@torch.no_grad()
+def reference_logits(model, embed, request, leaves):
+    """Training forward of the committed rows: block 1 at the newest row, and block 2 at (slot, token) leaves."""
+    n = request.context
+    batch = text_batch(request.features[:n], request.tokens[: n + 1])
+    first = block1_forward(model, batch, embed)
+    out = [model.lm_head(model.normed(first.hidden[0, -1]))]
+    for slot, token in leaves:
+        one = torch.tensor([[1]])
+        state = next_block_forward(
+            model, embed, first, [], rows=one * (n - 1), starts=one * (slot + 1), offsets=one * (slot + 1),
+            cond=first.hidden[:, -1, slot][:, None] if model.config.inherits_hidden else first.cond[:, -1:],
+            token_ids=one * token,
+        )  # fmt: skip
+        out.append(model.lm_head(model.normed(state.hidden[0, 0])))
+    return out
+
+
+def check_round(drafter, model, embed, requests, spans, rng):
+    inputs = make_inputs(requests, spans)
+    proposal = drafter.propose(inputs)
+    leaves = [
+        [(int(rng.integers(model.config.num_slots)), int(rng.integers(V))) for _ in range(int(rng.integers(1, 4)))]
+        for _ in requests
+    ]
+    flat = [(i, *leaf) for i, per in enumerate(leaves) for leaf in per]
+    rng.shuffle(flat)
+    frontier = Frontier(
+        request=torch.tensor([f[0] for f in flat]),
+        slot=torch.tensor([f[1] for f in flat]),
+        token_ids=torch.tensor([f[2] for f in flat]),
+    )
+    second = drafter.expand(inputs, proposal, frontier)
+    for i, request in enumerate(requests):
+        first, *rest = reference_logits(model, embed, request, leaves[i])
+        assert_proposal_matches(proposal, i, first)
+        wanted = dict(zip(leaves[i], rest, strict=True))
+        for at, (owner, slot, token) in enumerate(flat):
+            if owner == i:
+                assert_proposal_matches(second, at, wanted[(int(slot), int(token))])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"num_layers": 1}, {"num_layers": 3, "num_kv_heads": 1}, {"compat_rope": True}, {"has_shift": False},
+        {"inherits_hidden": False},
+    ],
+)  # fmt: skip
+def test_incremental_drafting_equals_the_training_forward_over_rounds(count, scattered, changes):
+    rng = np.random.default_rng(3)
+    model, embed = tiny_model(**changes)
+    drafter = SpecBlockDrafter(model, embed, num_candidates=6)
+    requests = new_requests(drafter, count, rng, scattered)
+    prefill_chunked(drafter, requests)
+    for round_index in range(6):
+        spans = [(r.done, r.context) for r in requests]
+        check_round(drafter, model, embed, requests, spans, rng)
+        for r in requests:
+            r.done = r.context
+            r.context += int(rng.integers(1, 6))  # a + 1 tokens: rejects and accepts
+        if round_index == 3:  # preemption: the newest request loses its rows and is ingested again elsewhere
+            r = requests[-1]
+            drafter.release(r.name)
+            drafter._pool[:, r.slots] = float("nan")
+            r.slots = r.slots.flip(0)
+            drafter._pool[:, r.slots] = 0
+            drafter.ingest(make_inputs([r], [(0, r.context - 1)]))
+            r.done = r.context - 1
+
+
+def test_a_batch_of_prompts_is_ingested_together():
+    rng = np.random.default_rng(5)
+    model, embed = tiny_model()
+    drafter = SpecBlockDrafter(model, embed, num_candidates=6)
+    drafter.alloc(200)
+    requests = [Request(f"r{i}", rng, 40, 12 + 7 * i, list(range(50 * i, 50 * i + 40))) for i in range(3)]
+    drafter.ingest(make_inputs(requests, [(0, r.context - 1) for r in requests]))
+    check_round(drafter, model, embed, requests, [(r.context - 1, r.context) for r in requests], rng)
+
+
+def test_logprobs_are_calibrated_by_temperature_class_block_and_slot():
+    rng = np.random.default_rng(0)
+    model, embed = tiny_model()
+    with torch.no_grad():
+        model.log_beta.copy_(torch.randn_like(model.log_beta) * 0.5)
+    drafter = SpecBlockDrafter(model, embed, num_candidates=6)
+    drafter.alloc(40)
+    request = Request("r", rng, 40, 9, list(range(40)))
+    logits, second = reference_logits(model, embed, request, [(2, 7)])
+    for temperature, kind, divisor in ((0.0, 0, 1.0), (0.7, 1, 0.7)):
+        inputs = make_inputs([request], [(0, 9)], temperature)
+        proposal = drafter.propose(inputs)
+        frontier = Frontier(request=torch.tensor([0]), slot=torch.tensor([2]), token_ids=torch.tensor([7]))
+        leaf = drafter.expand(inputs, proposal, frontier)
+        assert_proposal_matches(proposal, 0, logits * model.log_beta[kind, 0].exp()[:, None] / divisor)
+        assert_proposal_matches(leaf, 0, second * model.log_beta[kind, 1].exp()[:, None] / divisor)
+
+
+def test_widths_follow_the_rank_head_of_the_training_model():
+    rng = np.random.default_rng(1)
+    model, embed = tiny_model(num_slots=4)
+    with torch.no_grad():
+        model.log_beta.copy_(torch.randn_like(model.log_beta) * 0.3)
+        model.rank_out.weight.mul_(20)
+    drafter = SpecBlockDrafter(model, embed, num_candidates=8)
+    drafter.alloc(40)
+    for n in range(4, 20):
+        request = Request("r", rng, 40, n, list(range(40)))
+        proposal = drafter.propose(make_inputs([request], [(0, n)], 0.8))
+        z = model.normed(proposal.hidden[0])
+        classes = model.rank_logits(z, model.lm_head(z).topk(model.config.rank_topk).values).argmax(-1)
+        expected = torch.tensor(model.config.branching)[classes]
+        assert proposal.widths[0, 1:].tolist() == expected[1:].tolist()
+        assert int(proposal.widths[0, 0]) == 8
+
+
+def test_without_a_rank_head_path_scores_alone_decide():
+    model, embed = tiny_model(has_rank_head=False)
+    rng = np.random.default_rng(2)
+    drafter = SpecBlockDrafter(model, embed, num_candidates=6)
+    drafter.alloc(40)
+    request = Request("r", rng, 40, 9, list(range(40)))
+    assert drafter.propose(make_inputs([request], [(0, 9)])).widths.tolist() == [[6] * 4]
+
+
+def test_bfloat16_drafting_stays_close_to_float32():
+    rng = np.random.default_rng(2)
+    model, embed = tiny_model()
+    request = Request("r", rng, 40, 20, list(range(40)))
+    out = []
+    for dtype in (torch.float32, torch.bfloat16):
+        drafter = SpecBlockDrafter(model, embed, dtype=dtype, num_candidates=1)
+        drafter.alloc(40)
+        out.append(drafter.propose(make_inputs([request], [(0, 20)])).logprobs)
+    assert torch.allclose(out[0], out[1], atol=0.3)
+
+
+def test_a_reduced_draft_vocabulary_proposes_target_ids_and_pays_for_coverage():
+    rng = np.random.default_rng(2)
+    model, embed = tiny_model(draft_vocab_size=30)
+    with torch.no_grad():
+        model.draft_token_ids.copy_(torch.arange(30) + 15)
+        model.log_coverage.fill_(-0.25)
+    drafter = SpecBlockDrafter(model, embed, num_candidates=5)
+    drafter.alloc(40)
+    request = Request("r", rng, 40, 9, list(range(40)))
+    proposal = drafter.propose(make_inputs([request], [(0, 9)]))
+    expected = torch.log_softmax(reference_logits(model, embed, request, [])[0], -1).topk(5)
+    assert proposal.token_ids[0].tolist() == (expected.indices + 15).tolist()
+    assert torch.allclose(proposal.logprobs[0], expected.values - 0.25, atol=TOLERANCE)
+
+
+def test_new_weights_replace_the_old_in_place():
+    rng = np.random.default_rng(4)
+    (model, embed), (other, _) = tiny_model(0), tiny_model(1)
+    request = Request("r", rng, 40, 20, list(range(40)))
+    drafter = SpecBlockDrafter(model, embed)
+    storage = {k: t.data_ptr() for k, t in drafter._p.items()}
+    drafter.load_state(other.state_dict())
+    assert storage == {k: t.data_ptr() for k, t in drafter._p.items()}
+    drafter.alloc(40)
+    assert_proposal_matches(
+        drafter.propose(make_inputs([request], [(0, 20)])), 0, reference_logits(other, embed, request, [])[0]
+    )
+
+
+def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path):
+    model, embed = tiny_model()
+    save_drafter(tmp_path, model, "abc")
+    drafter = load_drafter(tmp_path, FakeTarget(embed), version="v1")
+    assert drafter.version == "v1"
+    with pytest.raises(DrafterMismatchError, match="trained for target"):
+        load_drafter(tmp_path, FakeTarget(embed, version="other"))
+    with pytest.raises(DrafterMismatchError, match="vocabulary"):
+        load_drafter(tmp_path, FakeTarget(embed, vocab_size=V + 1))
+    with pytest.raises(DrafterMismatchError, match="must hold"):
+        load_drafter(tmp_path / "nowhere", FakeTarget(embed))
+    (tmp_path / "drafter.safetensors").write_bytes(b"damaged")
+    with pytest.raises(DrafterMismatchError, match="must hold"):
+        load_drafter(tmp_path, FakeTarget(embed))
+
+
+def test_wrong_weights_are_refused_before_anything_changes():
+    model, embed = tiny_model()
+    drafter = SpecBlockDrafter(model, embed)
+    before = {k: t.clone() for k, t in drafter._p.items()}
+    good = {k: t.clone() for k, t in model.state_dict().items()}
+    for name, value in (
+        ("final_norm", torch.full((16,), float("nan"))),
+        ("final_norm", torch.ones(17)),
+        ("surplus", torch.ones(1)),
+    ):
+        with pytest.raises(DrafterMismatchError):
+            drafter.load_state({**good, name: value})
+    good.pop("final_norm")
+    with pytest.raises(DrafterMismatchError):
+        drafter.load_state(good)
+    assert all(torch.equal(before[k], t) for k, t in drafter._p.items())
+
+
+def test_a_bfloat16_output_head_stays_close_and_takes_new_weights():
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this CPU has no bfloat16 products")
+    rng = np.random.default_rng(6)
+    (model, embed), (other, _) = tiny_model(0), tiny_model(1)
+    request = Request("r", rng, 40, 20, list(range(40)))
+    drafter = SpecBlockDrafter(model, embed, num_candidates=1, head_dtype=torch.bfloat16)
+    drafter.alloc(40)
+    for m in (model, other):
+        drafter.load_state(m.state_dict())
+        got = drafter.propose(make_inputs([request], [(0, 20)]))
+        expected = torch.log_softmax(reference_logits(m, embed, request, [])[0], -1).gather(-1, got.token_ids[0])
+        assert torch.allclose(got.logprobs[0], expected, atol=0.1)

@@ -1,0 +1,229 @@
+"""Packed ragged forwards over paged KV equal ordinary forwards of the transformers model."""
+
+import os
+
+import pytest
+import torch
+
+from paceline.errors import ConfigError
+from paceline.kernels.dispatch import select_kernels
+from paceline.serving.target_model.kv_cache import PageAllocator
+from paceline.serving.target_model.model import TargetBatch, TargetModel, checkpoint_version, default_tap_layers
+from tests.helpers.fakes import plain_logits, prefill, tiny_model, tiny_target, tiny_tokenizer
+
+# float32 sums in another order: about 1e-6 on logits of size 5.
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
+TARGETS = {
+    "llama-fused": ("llama", None, "reference"),
+    "qwen3-fused": ("qwen3", None, "reference"),
+    "llama-modules": ("llama", False, "reference"),
+    "qwen3-modules": ("qwen3", False, "reference"),
+    "qwen3_moe-modules": ("qwen3_moe", None, "reference"),
+    "qwen3-triton": ("qwen3", None, "triton"),
+    "llama-triton": ("llama", None, "triton"),
+}
+TREE = [-1, 0, 0, 1, 1, 2, 3]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request):
+    kind, fast_path, backend = TARGETS[request.param]
+    if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1")
+    kernels = select_kernels("cpu", backend)
+    model = tiny_model(kind, layers=3 if backend == "triton" else 6)  # the interpreter is slow
+    made = TargetModel.from_model(model, tiny_tokenizer(), fast_path=fast_path, kernels=kernels)
+    assert made.is_fast_path == request.param.endswith("fused")
+    assert made.has_rope_kernel == (backend == "triton")
+    return made
+
+
+def _tokens(count, seed=0):
+    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _path(parents, node):
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def _ancestors(trees):
+    out = torch.zeros(sum(map(len, trees)), max(map(len, trees)), dtype=torch.bool)
+    at = 0
+    for parents in trees:
+        for i in range(len(parents)):
+            out[at + i, _path(parents, i)] = True
+        at += len(parents)
+    return out
+
+
+def _tree_batch(pages, kv, names, contexts, trees, tokens, **extra):
+    depths = [len(_path(parents, i)) - 1 for parents in trees for i in range(len(parents))]
+    counts = torch.tensor([len(t) for t in trees])
+    starts = torch.tensor(contexts).repeat_interleave(counts)
+    return TargetBatch(
+        token_ids=torch.tensor(tokens),
+        positions=starts + torch.tensor(depths),
+        cu_rows=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
+        context_lens=torch.tensor(contexts),
+        slot_table=pages.table(names, max(contexts)),
+        out_rows=kv.scratch_rows(len(tokens)),
+        ancestors=_ancestors(trees),
+        **extra,
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 23])
+def test_chunked_prefill_equals_one_ordinary_forward(target, chunk):
+    kv, pages = target.new_kv_pool(8, 4, 0), PageAllocator(8, 4)
+    tokens = _tokens(23)
+    parts = [prefill(target, kv, pages, "a", tokens[i : i + chunk], i) for i in range(0, 23, chunk)]
+    torch.testing.assert_close(torch.cat([p.logits for p in parts]), plain_logits(target, tokens), **TOLERANCE)
+
+
+def test_tree_rows_equal_sequential_decoding_of_their_paths(target):
+    kv, pages = target.new_kv_pool(16, 4, 32), PageAllocator(16, 4)
+    kv.data.fill_(float("nan"))  # rows that nobody wrote must not matter
+    names, contexts, trees = ["a", "b", "c"], [7, 19, 1], [TREE, [-1], [-1, 0, 1]]
+    prompts = [_tokens(n, seed=n) for n in contexts]
+    for name, prompt in zip(names, prompts, strict=True):
+        prefill(target, kv, pages, name, prompt)
+    tokens = _tokens(11, seed=3)
+    got = target.forward(_tree_batch(pages, kv, names, contexts, trees, tokens), kv).logits
+    at = 0
+    for prompt, parents in zip(prompts, trees, strict=True):
+        for i in range(len(parents)):
+            path = [tokens[at + j] for j in _path(parents, i)]
+            torch.testing.assert_close(got[at + i], plain_logits(target, prompt + path)[-1], **TOLERANCE)
+        at += len(parents)
+
+
+def test_accepted_rows_are_committed_and_rejected_rows_leave_no_trace(target):
+    kv, pages = target.new_kv_pool(8, 4, 16), PageAllocator(8, 4)
+    prompt, tokens = _tokens(9), _tokens(len(TREE), seed=5)
+    prefill(target, kv, pages, "a", prompt)
+    target.forward(_tree_batch(pages, kv, ["a"], [9], [TREE], tokens), kv)
+    path = _path(TREE, 4)
+    pages.ensure("a", 9 + len(path) + 1)
+    kv.commit(kv.scratch_rows(len(TREE))[path], pages.rows("a", 9, 9 + len(path)))
+    kv.data[:, kv.scratch_start :] = float("nan")
+    committed = prompt + [tokens[i] for i in path]
+    got = prefill(target, kv, pages, "a", [11], len(committed)).logits
+    torch.testing.assert_close(got[0], plain_logits(target, [*committed, 11])[-1], **TOLERANCE)
+
+
+def test_rows_behind_the_context_need_no_scratch(target):
+    kv, pages = target.new_kv_pool(8, 4, 16), PageAllocator(8, 4)
+    prompt, tokens = _tokens(9), _tokens(len(TREE), seed=5)
+    prefill(target, kv, pages, "a", prompt)
+    batch = _tree_batch(pages, kv, ["a"], [9], [TREE], tokens)
+    expected = target.forward(batch, kv).logits
+    pages.ensure("a", 9 + len(TREE))
+    batch.out_rows = pages.rows("a", 9, 9 + len(TREE))
+    torch.testing.assert_close(target.forward(batch, kv).logits, expected, **TOLERANCE)
+
+
+def test_only_wanted_rows_get_logits_and_features_are_layer_outputs(target):
+    kv, pages = target.new_kv_pool(8, 4, 16), PageAllocator(8, 4)
+    prompt, tokens = _tokens(6), _tokens(len(TREE), seed=1)
+    prefill(target, kv, pages, "a", prompt)
+    full = target.forward(_tree_batch(pages, kv, ["a"], [6], [TREE], tokens), kv)
+    some = target.forward(_tree_batch(pages, kv, ["a"], [6], [TREE], tokens, logit_rows=torch.tensor([4, 0])), kv)
+    torch.testing.assert_close(some.logits, full.logits[[4, 0]], **TOLERANCE)
+    assert some.features.shape == (len(TREE), target.feature_size)
+    path = _path(TREE, 6)
+    ids = torch.tensor([prompt + [tokens[i] for i in path]])
+    with torch.inference_mode():
+        states = target.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    expected = torch.cat([states[t + 1][0, -1] for t in target.tap_layers])
+    torch.testing.assert_close(full.features[6], expected, **TOLERANCE)
+
+
+def test_one_request_alone_equals_the_same_request_in_a_batch(target):
+    kv, pages = target.new_kv_pool(16, 4, 32), PageAllocator(16, 4)
+    for name, count in (("a", 5), ("b", 12)):
+        prefill(target, kv, pages, name, _tokens(count, seed=count))
+    tokens = _tokens(len(TREE) + 2, seed=8)
+    both = target.forward(_tree_batch(pages, kv, ["a", "b"], [5, 12], [TREE, [-1, 0]], tokens), kv).logits
+    alone = target.forward(_tree_batch(pages, kv, ["b"], [12], [[-1, 0]], tokens[-2:]), kv).logits
+    torch.testing.assert_close(both[-2:], alone, **TOLERANCE)
+
+
+def test_generate_of_the_wrapped_model_is_undisturbed(target):
+    ids = torch.tensor([_tokens(8)])
+    made = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
+    tokens = ids[0].tolist()
+    for _ in range(6):
+        tokens.append(int(plain_logits(target, tokens)[-1].argmax()))
+    assert made[0].tolist() == tokens
+
+
+def test_bfloat16_fused_forward_stays_near_the_modules():
+    target = tiny_target("qwen3", dtype=torch.bfloat16)
+    assert target.is_fast_path
+    kv, pages = target.new_kv_pool(8, 4, 0), PageAllocator(8, 4)
+    tokens = _tokens(20)
+    got, expected = prefill(target, kv, pages, "a", tokens), plain_logits(target, tokens)
+    assert got.features.dtype == torch.bfloat16
+    assert (got.logits - expected).norm() < 0.05 * expected.norm()
+
+
+def test_odd_kv_heads_and_single_heads_run_fused():
+    for heads, kv_heads in ((3, 3), (4, 1), (1, 1)):
+        target = tiny_target("qwen3", heads=heads, kv_heads=kv_heads, layers=3)
+        assert target.is_fast_path
+        kv, pages = target.new_kv_pool(8, 4, 0), PageAllocator(8, 4)
+        tokens = _tokens(9)
+        torch.testing.assert_close(
+            prefill(target, kv, pages, "a", tokens).logits, plain_logits(target, tokens), **TOLERANCE
+        )
+
+
+def test_saved_checkpoint_loads_with_its_version(tmp_path):
+    made = tiny_target("llama")
+    made.model.save_pretrained(tmp_path)
+    made.tokenizer.save_pretrained(tmp_path)
+    loaded = TargetModel.load(tmp_path)
+    assert loaded.version == checkpoint_version(tmp_path)
+    assert len(loaded.version) == 16
+    assert loaded.eos_token_ids == {1}
+    assert loaded.kv_row_bytes == loaded.new_kv_pool(1, 1, 0).row_bytes
+    tokens = _tokens(7)
+    torch.testing.assert_close(plain_logits(loaded, tokens), plain_logits(made, tokens), **TOLERANCE)
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text() + "\n")
+    assert checkpoint_version(tmp_path) != loaded.version
+
+
+def test_versions_follow_the_weights():
+    assert tiny_target(seed=0).version == tiny_target(seed=0).version
+    assert tiny_target(seed=0).version != tiny_target(seed=1).version
+
+
+def test_wrong_arguments_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        TargetModel.load(tmp_path)
+    with pytest.raises(ConfigError, match="tap_layers"):
+        tiny_target(layers=4, tap_layers=(4,))
+    with pytest.raises(ConfigError, match="fast_path"):
+        TargetModel.from_model(tiny_model("qwen3_moe"), tiny_tokenizer(), fast_path=True)
+
+
+def test_taps_may_be_off_and_default_to_three():
+    target = tiny_target(tap_layers=())
+    assert target.feature_size == 0
+    assert prefill(target, target.new_kv_pool(1, 8, 0), PageAllocator(1, 8), "a", [3, 4]).features is None
+    assert default_tap_layers(32) == (1, 15, 28)
+    assert len(default_tap_layers(2)) == 3
+
+
+def test_a_sliding_window_limits_the_context():
+    model = tiny_model("qwen3")
+    model.config.sliding_window = 40
+    model.config.layer_types = ["sliding_attention"] * model.config.num_hidden_layers
+    target = TargetModel.from_model(model, tiny_tokenizer())
+    assert target.context_tokens == 40
+    assert not target.is_fast_path
