@@ -19,7 +19,7 @@ from paceline.bandit.controller.history import learn_history
 from paceline.bandit.controller.jobs import finish_job
 from paceline.bandit.controller.policy_update import remember_epoch
 from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRecord, pack_rng, unpack_rng
-from paceline.bandit.controller.view import policy_view
+from paceline.bandit.controller.view import PolicyView, policy_view
 from paceline.bandit.controller.view_builder import build_view
 from paceline.bandit.ledger.bank import Bank
 from paceline.bandit.ledger.ledger import entry_id
@@ -446,8 +446,8 @@ class Controller(OperatorOrders):
         state.told_epoch = state.epoch
         return feedback_line(state.latest, state.context, state.rows_written)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Plain values for dashboards; see bandit/controller/view.py."""
+    def snapshot(self) -> PolicyView:
+        """For dashboards; see bandit/controller/view.py."""
         return policy_view(self._state, self._config, self._clock.now(), balance_s=self.bank().balance_s)
 
     def check(self) -> list[str]:

@@ -1,53 +1,125 @@
-"""What does the policy believe right now, as plain values for dashboards?"""
+"""Policy view: what the policy believes, has booked and is doing, as one typed record for dashboards."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from paceline.bandit.beliefs.belief import BucketBelief
 from paceline.bandit.beliefs.gain_model import arm_posteriors, regime_starts
 from paceline.bandit.controller.epoch import bucket_beliefs
-from paceline.bandit.controller.state import ControllerState
+from paceline.bandit.controller.state import ControllerState, JobRecord
 from paceline.config import PolicyConfig
 
 
-def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, balance_s: float) -> dict[str, Any]:
-    """Beliefs and scores per bucket, regime, ledger totals, bank, pending job."""
-    context = state.context
-    beliefs: dict[str, BucketBelief] = {}
-    if context is not None:
-        beliefs = bucket_beliefs(state, config, context)
-    scores: dict[str, dict[str, float]] = {}
-    for bucket, versions in state.table.scores.items():
-        known = {version: state.table.estimate(bucket, version) for version in versions}
-        scores[bucket] = {version: found[0] for version, found in known.items() if found is not None}
-    regime = state.regime
-    return {
-        "policy": state.policy,
-        "epoch": state.epoch,
-        "pinned": state.pinned,
-        "barred": list(state.barred),
-        "beliefs": {name: msgspec.to_builtins(b) for name, b in beliefs.items()},
-        "scores": scores,
-        "regime_age_s": now - regime.start if regime is not None else 0.0,
-        "horizon_s": regime.horizon_s(now, config.horizon_s) if regime is not None else config.horizon_s,
-        "regime_starts": regime_starts(regime.start, regime.lengths) if regime is not None else [],
-        "posterior": arm_posteriors(state.gains),
-        "drift_alarms": {name: bucket.num_alarms for name, bucket in state.buckets.items()},
-        "ledger": {
-            **state.ledger.totals,
-            "spent_s": state.ledger.spent_s(),
-            "saved_s": state.ledger.saved_s(),
-            "saved_error_s": state.savings.standard_error_s(),
-            "net_s": state.ledger.net_s(),
-            "saved_interval_s": list(state.ledger.sums.saved_interval_s()),
-            "cells": state.ledger.sums.rows(),
-        },
-        "bank_s": balance_s,
-        "job": msgspec.to_builtins(state.job) if state.job is not None else None,
-        "slowdown": state.costs.slowdown,
-        "num_jobs_learned": state.gains.num_jobs,
-        "num_rows_dropped": state.num_rows_dropped,
-    }
+class LedgerCell(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything booked under one (bucket, arm, version), device-seconds; see bandit/ledger/totals.py."""
+
+    bucket: str
+    arm: str | None
+    version: str | None
+    training_s: float = 0.0
+    shadow_s: float = 0.0
+    interference_s: float = 0.0
+    staging_s: float = 0.0
+    saving_s: float = 0.0
+    spent_s: float
+    saved_s: float
+    saved_low_s: float
+    """Ends of the 95% interval of saved_s."""
+    saved_high_s: float
+    net_s: float
+    num_entries: int
+
+
+class PolicyLedger(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy's own ledger, device-seconds; kinds without an entry are left out."""
+
+    training: float | UnsetType = UNSET
+    shadow: float | UnsetType = UNSET
+    interference: float | UnsetType = UNSET
+    staging: float | UnsetType = UNSET
+    saving: float | UnsetType = UNSET
+    spent_s: float
+    saved_s: float
+    saved_error_s: float
+    """Standard error of the saving, of the policy's estimate."""
+    net_s: float
+    saved_interval_s: tuple[float, float]
+    """95%."""
+    cells: list[LedgerCell]
+
+
+class ArmPosterior(msgspec.Struct, frozen=True, kw_only=True):
+    """What is believed of an arm, in one bucket or (None) over all; see `arm_posteriors`."""
+
+    arm: str
+    bucket: str | None
+    mean: float
+    low: float
+    high: float
+    prior_mean: float
+    prior_low: float
+    prior_high: float
+
+
+class PolicyView(msgspec.Struct, frozen=True, kw_only=True):
+    """Beliefs and scores per bucket, regime, ledger, bank and the job in flight."""
+
+    policy: str
+    epoch: int
+    pinned: str | None
+    barred: list[str]
+    beliefs: dict[str, BucketBelief]
+    scores: dict[str, dict[str, float]]
+    """Bucket -> version -> acceptance length."""
+    regime_age_s: float
+    horizon_s: float
+    """Expected remaining life of the traffic mix."""
+    regime_starts: list[float]
+    posterior: list[ArmPosterior]
+    drift_alarms: dict[str, int]
+    """Bucket -> alarms that its text changed."""
+    ledger: PolicyLedger
+    bank_s: float
+    job: JobRecord | None
+    slowdown: float
+    num_jobs_learned: int
+    num_rows_dropped: int
+
+
+def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, balance_s: float) -> PolicyView:
+    """The view at `now`; `balance_s` is what the bank holds."""
+    regime, ledger = state.regime, state.ledger
+    return PolicyView(
+        policy=state.policy,
+        epoch=state.epoch,
+        pinned=state.pinned,
+        barred=list(state.barred),
+        beliefs={} if state.context is None else bucket_beliefs(state, config, state.context),
+        scores={bucket: _lengths(state, bucket) for bucket in state.table.scores},
+        regime_age_s=now - regime.start if regime is not None else 0.0,
+        horizon_s=regime.horizon_s(now, config.horizon_s) if regime is not None else config.horizon_s,
+        regime_starts=regime_starts(regime.start, regime.lengths) if regime is not None else [],
+        posterior=msgspec.convert(arm_posteriors(state.gains), list[ArmPosterior]),
+        drift_alarms={name: bucket.num_alarms for name, bucket in state.buckets.items()},
+        ledger=PolicyLedger(
+            **ledger.totals,
+            spent_s=ledger.spent_s(),
+            saved_s=ledger.saved_s(),
+            saved_error_s=state.savings.standard_error_s(),
+            net_s=ledger.net_s(),
+            saved_interval_s=ledger.sums.saved_interval_s(),
+            cells=msgspec.convert(ledger.sums.rows(), list[LedgerCell]),
+        ),
+        bank_s=balance_s,
+        job=state.job,
+        slowdown=state.costs.slowdown,
+        num_jobs_learned=state.gains.num_jobs,
+        num_rows_dropped=state.num_rows_dropped,
+    )
+
+
+def _lengths(state: ControllerState, bucket: str) -> dict[str, float]:
+    known = {version: state.table.estimate(bucket, version) for version in state.table.scores[bucket]}
+    return {version: found[0] for version, found in known.items() if found is not None}

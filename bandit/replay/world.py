@@ -101,7 +101,7 @@ class World:
             never_s=self.never_s,
             serving_s=self.serving_s,
             spent=dict(self.spent),
-            ledger=dict(self.controller.snapshot()["ledger"]),
+            ledger=msgspec.to_builtins(self.controller.snapshot().ledger),
             net_s=self.net_s,
             curve=[round(v, 4) for v in curve],
             times=times,

@@ -22,6 +22,7 @@ from paceline.contracts import TrainJob, TrainResult
 from paceline.errors import PacelineError
 from paceline.infra.controller.host import ControllerHost, HostConfig
 from paceline.infra.controller.jobs import JobHandle, WorkerLease, failed
+from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
 
 logger = logging.getLogger(__name__)
 
@@ -155,13 +156,13 @@ class ControllerActor:
                 time.sleep(delay_s)
                 delay_s = min(5.0, 2 * delay_s)
 
-    async def snapshot(self) -> dict:
-        """See ControllerHost.snapshot; while it is being built only redis_up and errors."""
+    async def snapshot(self) -> Snapshot:
+        """See ControllerHost.snapshot; while it is being built only the errors."""
         if self._host is None:
-            return {"redis_up": False, "errors": {"count": int(bool(self._error)), "last": self._error}}
+            return Snapshot(errors=ControllerErrors(count=int(bool(self._error)), last=self._error))
         return self._host.snapshot()
 
-    async def traffic(self, since: float) -> list[dict]:
+    async def traffic(self, since: float) -> list[TrafficBin]:
         """See ControllerHost.traffic; [] while it is being built."""
         return [] if self._host is None else self._host.traffic(since)
 

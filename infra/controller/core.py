@@ -29,6 +29,7 @@ from paceline.contracts import (
 )
 from paceline.infra.controller.feedback import FeedbackConsumer
 from paceline.infra.controller.jobs import START_S, Launcher, TrainCoordinator
+from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.controller.store import Commit, ControllerStore
 from paceline.infra.state.desired import with_holdback
 from paceline.infra.state.log import LogFile
@@ -120,7 +121,7 @@ class ControllerCore:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._snapshot: dict = {}
+        self._snapshot = Snapshot()
         self.is_fenced = False
         self.num_errors = 0
         self.last_error = ""

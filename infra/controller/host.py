@@ -6,7 +6,6 @@ to the loop's thread.
 
 from __future__ import annotations
 
-import copy
 import logging
 import queue
 import threading
@@ -15,10 +14,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 from redis.exceptions import RedisError
 
+from paceline.bandit.controller.view import PolicyView
 from paceline.errors import ConfigError, FencedError, PacelineError
 from paceline.infra.controller.core import HostConfig, Shards, Versions
+from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
 from paceline.infra.controller.step import ControllerPass
 from paceline.infra.controller.view import snapshot_view
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS
@@ -152,16 +154,18 @@ class ControllerHost(ControllerPass):
                 future.set_exception(PacelineError(text))
 
     # ---- view ---------------------------------------------------------------------------------------------------
-    def snapshot(self) -> dict:
-        """Plain values: what is live, decisions, ledger, traffic, job, stream and Redis. Thread-safe, never blocks."""
+    def snapshot(self) -> Snapshot:
+        """What is live, decisions, ledger, traffic, job, stream and Redis. Thread-safe, never blocks."""
         with self._lock:
-            out = copy.copy(self._snapshot)
-        out["redis_up"] = self._breaker.is_up is not False and self._is_connected
-        out["is_fenced"] = self.is_fenced
-        out["errors"] = {"count": self.num_errors, "last": self.last_error}
-        return out
+            latest = self._snapshot
+        return msgspec.structs.replace(
+            latest,
+            redis_up=self._breaker.is_up is not False and self._is_connected,
+            is_fenced=self.is_fenced,
+            errors=ControllerErrors(count=self.num_errors, last=self.last_error),
+        )
 
-    def traffic(self, since: float = 0.0) -> list[dict]:
+    def traffic(self, since: float = 0.0) -> list[TrafficBin]:
         """Time bins of traffic that end after `since`, oldest first; see TrafficStats.series. Thread-safe, never blocks."""
         for _ in range(20):
             try:
@@ -178,22 +182,22 @@ class ControllerHost(ControllerPass):
             model=self.config.model,
             target_version=self.config.target_version,
             now=self._clock.now(),
-            decisions=list(self._store.decisions.values()),
-            ledger=list(self._store.ledger.values()),
+            decisions=self._store.decisions.values(),
+            ledger=self._store.ledger.values(),
             manifests=self._versions,
             reports=self._reports,
             rows=self._rows,
-            counters=list(self._counters_seen.values()),
+            counters=self._counters_seen.values(),
             lag=self._lag,
             rollout=self.config.rollout,
+            bandit=self._bandit_view(),
         )
-        view["bandit"] = self._bandit_view()
         with self._lock:
             self._snapshot = view
 
-    def _bandit_view(self) -> dict:
+    def _bandit_view(self) -> PolicyView | None:
         try:
             return self.controller.snapshot()
         except Exception as e:
             self._note_error("the policy could not be shown", e)
-            return {}
+            return None

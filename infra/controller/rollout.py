@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
@@ -270,49 +269,3 @@ def judge(canary: Canary, config: RolloutConfig, now: float) -> Verdict | None:
 
 def _odds(log_evidence: float) -> str:
     return f"{math.exp(min(log_evidence, 50.0)):.3g} to 1"
-
-
-def rollout_view(state: RolloutState, config: RolloutConfig, now: float) -> dict:
-    """Plain values for dashboards: status (canary | idle), the trial's numbers, what is frozen, how the last one ended."""
-    canary = state.canary
-    frozen = {b: t for b, t in state.frozen.items() if t > now}
-    base = {"frozen_until": frozen, "last": dict(state.last), "alpha": config.alpha, "margin": config.margin}
-    if canary is None:
-        idle: dict[str, Any] = {
-            "version": None,
-            "incumbent": None,
-            "share_percent": 0,
-            "since": None,
-            "num_requests": 0,
-            "strata": {},
-        }
-        return {**base, **idle, "status": "idle", "reason": str(state.last.get("reason", ""))}
-    test = canary.test
-    incumbent, own = test.num_requests
-    return {
-        **base,
-        "status": "canary",
-        "version": canary.version,
-        "incumbent": canary.incumbent,
-        "share_percent": canary.percent,
-        "since": canary.since,
-        "bucket": canary.bucket,
-        "arm": canary.arm,
-        "decision_id": canary.decision_id,
-        "num_requests": incumbent + own,
-        "num_canary_requests": own,
-        "num_drafted_rounds": canary.num_drafted_rounds,
-        "min_drafted_rounds": config.min_drafted_rounds,
-        "num_open": len(canary.open),
-        "num_excluded": canary.num_excluded,
-        "num_errors": list(test.errors),
-        "ratio": test.ratio(),
-        "log_evidence": {"slower": test.evidence_worse(), "fast_enough": test.evidence_fast_enough()},
-        "evidence_against": test.evidence_against(),
-        "thresholds": {"slower": math.log(1 / config.alpha), "fast_enough": math.log(1 / config.alpha_promote)},
-        "strata": {
-            name: {"num_incumbent": s.requests[0], "num_canary": s.requests[1], "ratio": s.ratio()}
-            for name, s in test.strata.items()
-        },
-        "reason": "on trial",
-    }

@@ -1,50 +1,333 @@
-"""What did the controller show lately, without ever making the caller wait for a controller that is away?"""
+"""Snapshot: the one record of what a service knows about itself, for pages, metrics, exports and clients.
+
+The controller fills everything but the fields of the replica; a replica adds its own (infra/web/state_routes.py) and
+answers `GET /paceline/state` with `state_json`. Whoever reads that over HTTP decodes it with `parse_state`.
+"""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
-log = logging.getLogger(__name__)
+import msgspec
+from msgspec import UNSET, UnsetType
 
-WAIT_S = 0.8
-FRESH_S = 0.3
-STALE_S = 30.0
+from paceline.adapt.versions.lifecycle import DrafterStatus, Transition
+from paceline.bandit.controller.view import LedgerCell, PolicyView
+from paceline.contracts import Decision, LedgerEntry, ReplicaReport
 
 
-class SnapshotCache:
-    """The latest snapshot; one background fetch at a time. Thread-safe."""
+class ControllerErrors(msgspec.Struct, frozen=True, kw_only=True):
+    """Passes or policy calls of the controller that failed."""
 
-    def __init__(self, fetch: Callable[[], dict[str, Any] | None]) -> None:
-        """`fetch` may block or raise; None = the controller is away."""
-        self._fetch = fetch
-        self._lock = threading.Lock()
-        self._done: threading.Event | None = None  # of the fetch under way
-        self._value: dict[str, Any] | None = None
-        self._at = float("-inf")
+    count: int = 0
+    last: str = ""
 
-    def recent(self, wait_s: float = WAIT_S) -> dict[str, Any] | None:
-        """A snapshot at most STALE_S old, waiting at most `wait_s` for a fresh one; None when there is none."""
-        with self._lock:
-            if time.monotonic() - self._at <= FRESH_S:
-                return self._value
-            if self._done is None:
-                self._done = threading.Event()
-                threading.Thread(target=self._refresh, args=(self._done,), name="snapshot", daemon=True).start()
-            done = self._done
-        done.wait(wait_s)
-        with self._lock:
-            return self._value if time.monotonic() - self._at <= STALE_S else None
 
-    def _refresh(self, done: threading.Event) -> None:
-        value = None
-        try:
-            value = self._fetch()
-        except Exception as e:  # Ray raises many kinds while a cluster fails over; a scrape shows what is left
-            log.debug("controller snapshot is not available: %s", e)
-        with self._lock:
-            self._value, self._at, self._done = value, time.monotonic(), None
-        done.set()
+class VersionInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A drafter version of the registry: its manifest (contracts.DrafterManifest) without the model's configuration."""
+
+    version: str
+    sha256: str
+    num_bytes: int
+    drafter_type: str
+    shapes_hash: str
+    target_version: str
+    parent: str | None
+    arm: str
+    bucket: str | None
+    num_train_rows: int
+    metrics: dict[str, Any]
+    created: float
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """An order of the operator or a start of the controller."""
+
+    ts: float
+    text: str
+
+
+class LedgerSums(msgspec.Struct, frozen=True, kw_only=True):
+    """Device-seconds of everything ever booked."""
+
+    spent_s: float = 0.0
+    saved_s: float = 0.0
+    net_s: float = 0.0
+    by_kind: dict[str, float] = {}
+
+
+class GroupSums(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of one bucket and group. acceptance_length counts the bonus token; tokens_per_s is of device time."""
+
+    rounds: int
+    tokens: int
+    acceptance_length: float | None
+    acceptance_rate: float | None
+    tokens_per_s: float | None
+
+
+class BucketTraffic(msgspec.Struct, frozen=True, kw_only=True):
+    """Traffic of one bucket: sums of each group since the beginning, and of the latest 30 s."""
+
+    adaptive: GroupSums | UnsetType = UNSET
+    static: GroupSums | UnsetType = UNSET
+    plain: GroupSums | UnsetType = UNSET
+    canary: GroupSums | UnsetType = UNSET
+    """Adaptive requests that a version on trial served."""
+    recent: dict[str, GroupSums]
+    """Group -> sums of the latest 30 s."""
+
+    def groups(self) -> dict[str, GroupSums]:
+        """Group -> sums since the beginning, of the groups that had traffic."""
+        found = {"adaptive": self.adaptive, "static": self.static, "plain": self.plain, "canary": self.canary}
+        return {group: sums for group, sums in found.items() if sums is not UNSET}
+
+
+class TrafficBin(msgspec.Struct, frozen=True, kw_only=True):
+    """A few seconds of traffic that begin at `ts`: bucket -> group -> sums."""
+
+    ts: float
+    buckets: dict[str, dict[str, GroupSums]]
+
+
+class RunningJob(msgspec.Struct, frozen=True, kw_only=True):
+    """The training job in flight."""
+
+    job_id: str
+    bucket: str
+    arm: str
+    since: float
+    decision_id: int
+
+
+class Swaps(msgspec.Struct, frozen=True, kw_only=True):
+    """Versions that replicas have swapped in: how many, how long engines stood still, when."""
+
+    count: int = 0
+    pause_ms: list[float] = []
+    times: list[float] = []
+
+
+class TrialEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a canary ended; nothing but defaults: none ended yet."""
+
+    version: str = ""
+    outcome: str = ""
+    reason: str = ""
+    ts: float = 0.0
+    num_requests: int | None = None
+
+
+class Stratum(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of one stratum of a canary test and the ratio of their speeds."""
+
+    num_incumbent: int
+    num_canary: int
+    ratio: float | None
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Logarithms of evidence, or of the evidence that a verdict needs."""
+
+    slower: float
+    fast_enough: float
+
+
+class IdleRollout(msgspec.Struct, frozen=True, kw_only=True, tag_field="status", tag="idle"):
+    """No version is on trial."""
+
+    frozen_until: dict[str, float]
+    """Bucket -> no training before this time."""
+    last: TrialEnd
+    alpha: float
+    margin: float
+    version: None = None
+    incumbent: None = None
+    share_percent: int = 0
+    since: None = None
+    num_requests: int = 0
+    strata: dict[str, Stratum] = {}
+    reason: str = ""
+
+
+class CanaryRollout(msgspec.Struct, frozen=True, kw_only=True, tag_field="status", tag="canary"):
+    """A version is on trial: its share, its requests and the evidence so far; see infra/controller/rollout.py."""
+
+    frozen_until: dict[str, float] = {}
+    last: TrialEnd = TrialEnd()
+    alpha: float = 0.0
+    margin: float = 0.0
+    version: str
+    incumbent: str = ""
+    share_percent: int
+    """Of adaptive requests."""
+    since: float = 0.0
+    bucket: str = ""
+    arm: str = ""
+    decision_id: int = 0
+    num_requests: int = 0
+    """Finished ones of both sides."""
+    num_canary_requests: int = 0
+    num_drafted_rounds: int = 0
+    min_drafted_rounds: int = 0
+    num_open: int = 0
+    num_excluded: int = 0
+    num_errors: list[int] = []
+    """Incumbent's, canary's."""
+    ratio: float | None = None
+    """Tokens per second over the incumbent's."""
+    log_evidence: Evidence = Evidence(slower=0.0, fast_enough=0.0)
+    evidence_against: dict[str, float] = {}
+    thresholds: Evidence = Evidence(slower=0.0, fast_enough=0.0)
+    strata: dict[str, Stratum] = {}
+    reason: str = "on trial"
+
+
+class VersionStage(msgspec.Struct, frozen=True, kw_only=True):
+    """A version's life-cycle state and how it got there, oldest first."""
+
+    state: DrafterStatus
+    since: float
+    bucket: str
+    arm: str
+    was_live: bool
+    transitions: list[Transition]
+
+
+class FeedbackCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows on their way from replicas to the controller; what only a controller knows is unset without one."""
+
+    produced: int = 0
+    delivered: int = 0
+    dropped: int = 0
+    duplicates: int | UnsetType = UNSET
+    missing_batches: int | UnsetType = UNSET
+    lost_entries: int | UnsetType = UNSET
+    lag: int | UnsetType | None = UNSET
+    """Entries not read yet."""
+
+
+class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the tree policy drafts for a bucket; see engine_metrics.speculation_rows."""
+
+    bucket: str
+    role: str
+    mode: str
+    is_on: bool
+
+
+class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
+    """The replica that was asked: drafter slots, swaps and counters."""
+
+    replica_id: str | None = None
+    pid: int = 0
+    gen: int = 0
+    version: str = ""
+    first_version: str = ""
+    slots: dict[str, str] = {}
+    pins: dict[str, int] = {}
+    waiting: str | None = None
+    failures: dict[str, str] = {}
+    failed_gen: int | None = None
+    failed_reason: str = ""
+    num_swaps: int = 0
+    pause_ms: list[float] = []
+    engine: dict[str, Any] = {}
+    """Engine.stats()."""
+    training: bool = False
+    speculation: list[SpeculationState] = []
+    feedback: dict[str, Any] | UnsetType = UNSET
+    """Counters of what it produced; unset where it sends none."""
+    traces: dict[str, Any] | UnsetType = UNSET
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a service knows about itself. Defaults say what is known of a service whose controller is away."""
+
+    ts: float | None = None
+    """When the controller made it; None: no controller, or one that has restored nothing yet."""
+    model: str = ""
+    target_version: str = ""
+    epoch: int | None = None
+    commit: int = 0
+    gen: int = 0
+    version: str = ""
+    """The drafter version that is live, or is to be."""
+    first_version: str = ""
+    holdback_percent: int = 0
+    history: list[str] = []
+    """Versions that were live, oldest first."""
+    versions: list[VersionInfo] = []
+    policy: str | None = None
+    is_paused: bool = False
+    notes: list[Note] = []
+    decisions: list[Decision] = []
+    ledger: LedgerSums = LedgerSums()
+    ledger_cells: list[LedgerCell] = []
+    saved_interval_s: tuple[float, float] = (0.0, 0.0)
+    """95% interval of ledger.saved_s."""
+    ledger_entries: list[LedgerEntry] = []
+    """The newest ones."""
+    buckets: dict[str, BucketTraffic] = {}
+    rows: dict[str, int] = {}
+    """Bucket -> rows in the trace store."""
+    job: RunningJob | None = None
+    swaps: Swaps = Swaps()
+    rollout: IdleRollout | CanaryRollout | None = None
+    lifecycle: dict[str, VersionStage] = {}
+    evicted: list[str] = []
+    """Versions whose weights were given up."""
+    replicas: list[ReplicaReport] = []
+    feedback: FeedbackCounts = FeedbackCounts()
+    bandit: PolicyView | None = None
+    """None: the policy could not be shown."""
+    redis_up: bool = False
+    is_fenced: bool = False
+    """A newer controller took over."""
+    errors: ControllerErrors = ControllerErrors()
+    replica: ReplicaState | None = None
+    """Of the replica that was asked, like `target` and `has_controller`; a controller by itself sets none of them."""
+    target: str = ""
+    has_controller: bool = False
+
+    @property
+    def canary(self) -> CanaryRollout | None:
+        """The version on trial with its numbers, None when there is none."""
+        return self.rollout if isinstance(self.rollout, CanaryRollout) else None
+
+
+_WITHOUT_CONTROLLER = (
+    "gen", "version", "first_version", "replica", "target", "target_version", "model", "has_controller", "redis_up", "feedback",
+)  # fmt: skip
+
+
+def state_json(snapshot: Snapshot) -> dict[str, Any]:
+    """Plain values for `GET /paceline/state`; without a controller only what a replica knows by itself."""
+    values = msgspec.to_builtins(snapshot)
+    return values if snapshot.has_controller else {name: values[name] for name in _WITHOUT_CONTROLLER}
+
+
+_DECODER = msgspec.json.Decoder(Snapshot)
+
+
+def parse_state(body: bytes) -> Snapshot:
+    """The record behind a body of `GET /paceline/state`; raises msgspec.DecodeError."""
+    return _DECODER.decode(body)
+
+
+class VersionList(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `GET /paceline/versions`."""
+
+    gen: int
+    version: str
+    first_version: str
+    versions: list[VersionInfo]
+
+
+class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of an answer to `POST /paceline/<command>`."""
+
+    gen: int
+    version: str
+    policy: str | None
+    is_paused: bool

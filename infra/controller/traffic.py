@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from paceline.contracts import FeedbackBatch, Group, is_canary
+from paceline.infra.controller.snapshot import GroupSums, TrafficBin
 from paceline.serving.engine.buckets import OTHER_BUCKET
 
 MAX_BUCKETS = 128
@@ -39,15 +40,15 @@ class GroupTotals(msgspec.Struct, kw_only=True):
         self.emitted += other.emitted
         self.device_ms += other.device_ms
 
-    def to_dict(self) -> dict:
+    def view(self) -> GroupSums:
         """acceptance_length = accepted / rounds + 1; tokens_per_s = emitted tokens per second of device time."""
-        return {
-            "rounds": self.rounds,
-            "tokens": self.emitted,
-            "acceptance_length": self.accepted / self.rounds + 1.0 if self.rounds else None,
-            "acceptance_rate": self.accepted / self.drafted if self.drafted else None,
-            "tokens_per_s": self.emitted / (self.device_ms / 1e3) if self.device_ms > 0 else None,
-        }
+        return GroupSums(
+            rounds=self.rounds,
+            tokens=self.emitted,
+            acceptance_length=self.accepted / self.rounds + 1.0 if self.rounds else None,
+            acceptance_rate=self.accepted / self.drafted if self.drafted else None,
+            tokens_per_s=self.emitted / (self.device_ms / 1e3) if self.device_ms > 0 else None,
+        )
 
 
 class TrafficStats(msgspec.Struct, kw_only=True):
@@ -107,8 +108,8 @@ class TrafficStats(msgspec.Struct, kw_only=True):
         self.bins = sorted([*self.bins, (number, cells)], key=lambda b: b[0])[-NUM_BINS:]
         return cells
 
-    def buckets(self, now: float) -> dict[str, dict]:
-        """bucket -> {group: totals, recent: {group: sums of the last RECENT_S}}."""
+    def recent(self, now: float) -> dict[str, dict[str, GroupTotals]]:
+        """bucket -> group -> sums of the last RECENT_S."""
         first = int((now - RECENT_S) // BIN_S)
         recent: dict[str, dict[str, GroupTotals]] = {}
         for number, cells in self.bins:
@@ -116,18 +117,12 @@ class TrafficStats(msgspec.Struct, kw_only=True):
                 for bucket, groups in cells.items():
                     for group, sums in groups.items():
                         _cell(recent, bucket, group).plus(sums)
-        return {
-            bucket: {
-                **{group: sums.to_dict() for group, sums in groups.items()},
-                "recent": {group: sums.to_dict() for group, sums in recent.get(bucket, {}).items()},
-            }
-            for bucket, groups in self.totals.items()
-        }
+        return recent
 
-    def series(self, since: float = 0.0) -> list[dict]:
-        """One dict a bin that ends after `since`: ts (its begin) and, per bucket and group, GroupTotals.to_dict."""
+    def series(self, since: float = 0.0) -> list[TrafficBin]:
+        """The bins that end after `since`, oldest first."""
         return [
-            {"ts": n * BIN_S, "buckets": {b: {g: s.to_dict() for g, s in gs.items()} for b, gs in cells.items()}}
+            TrafficBin(ts=n * BIN_S, buckets={b: {g: s.view() for g, s in gs.items()} for b, gs in cells.items()})
             for n, cells in list(self.bins)
             if (n + 1) * BIN_S > since
         ]

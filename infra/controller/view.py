@@ -1,14 +1,35 @@
-"""What does the controller show: one dict of plain values for the live view, the state route and the metrics."""
+"""Snapshot builder: makes the record of infra/controller/snapshot.py from what the controller holds."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
 
 import msgspec
 
 from paceline.adapt.versions.lifecycle import VersionLife
+from paceline.bandit.controller.view import LedgerCell, PolicyView
 from paceline.config import RolloutConfig
 from paceline.contracts import Decision, DrafterManifest, LedgerEntry, ReplicaReport
-from paceline.infra.controller.rollout import rollout_view
+from paceline.infra.controller.rollout import RolloutState
+from paceline.infra.controller.snapshot import (
+    BucketTraffic,
+    CanaryRollout,
+    Evidence,
+    FeedbackCounts,
+    IdleRollout,
+    LedgerSums,
+    Note,
+    RunningJob,
+    Snapshot,
+    Stratum,
+    Swaps,
+    TrialEnd,
+    VersionInfo,
+    VersionStage,
+)
 from paceline.infra.controller.store import HostState
+from paceline.infra.controller.traffic import TrafficStats
 
 NUM_DECISIONS = 500
 NUM_LEDGER = 5_000
@@ -20,78 +41,126 @@ def snapshot_view(
     model: str,
     target_version: str,
     now: float,
-    decisions: list[Decision],
-    ledger: list[LedgerEntry],
-    manifests: list[DrafterManifest],
-    reports: list[ReplicaReport],
+    decisions: Iterable[Decision],
+    ledger: Iterable[LedgerEntry],
+    manifests: Iterable[DrafterManifest],
+    reports: Iterable[ReplicaReport],
     rows: dict[str, int],
-    counters: list[dict[str, int]],
+    counters: Iterable[dict[str, int]],
     lag: int | None,
     rollout: RolloutConfig,
-) -> dict:
-    """Assemble the view; `counters` are the feedback counters that replicas reported last, also of those gone since."""
-    desired, pending = state.desired, state.pending
-    dropped = max(state.num_dropped, sum(c.get("dropped", 0) for c in counters))
-    return {
-        "ts": now,
-        "model": model,
-        "target_version": target_version,
-        "epoch": state.epoch,
-        "commit": state.commit,
-        "gen": desired.gen if desired else 0,
-        "version": desired.version if desired else "",
-        "first_version": desired.first_version if desired else "",
-        "holdback_percent": desired.holdback_percent if desired else 0,
-        "history": list(state.history),
-        "versions": [{k: v for k, v in msgspec.to_builtins(m).items() if k != "config"} for m in manifests],
-        "policy": state.policy,
-        "is_paused": state.is_paused,
-        "notes": [{"ts": ts, "text": text} for ts, text in state.notes],
-        "decisions": [msgspec.to_builtins(d) for d in decisions[-NUM_DECISIONS:]],
-        "ledger": ledger_totals(state.ledger_totals.by_kind()),
-        "ledger_cells": state.ledger_totals.rows(),
-        "saved_interval_s": list(state.ledger_totals.saved_interval_s()),
-        "ledger_entries": [msgspec.to_builtins(e) for e in ledger[-NUM_LEDGER:]],
-        "buckets": state.traffic.buckets(now),
-        "rows": dict(rows),
-        "job": None
-        if pending is None
-        else {
-            "job_id": pending.job.job_id,
-            "bucket": pending.job.bucket,
-            "arm": pending.job.arm.name,
-            "since": pending.since,
-            "decision_id": pending.decision_id,
-        },
-        "swaps": {
-            "count": len(state.swap_times),
-            "pause_ms": list(state.swap_pauses_ms),
-            "times": list(state.swap_times),
-        },
-        "rollout": rollout_view(state.rollout, rollout, now),
-        "lifecycle": {version: _life(life) for version, life in state.lifecycle.versions.items()},
-        "evicted": list(state.evicted),
-        "replicas": [msgspec.to_builtins(r) for r in reports],
-        "feedback": {
-            "produced": max(sum(c.get("produced", 0) for c in counters), state.num_rows + dropped),
-            "delivered": state.num_rows,
-            "dropped": dropped,
-            "duplicates": state.num_duplicates,
-            "missing_batches": state.num_missing_batches,
-            "lost_entries": state.num_lost_entries,
-            "lag": lag,
-        },
-    }
+    bandit: PolicyView | None,
+) -> Snapshot:
+    """Assemble the record; `counters` are the feedback counters that replicas reported last, also of those gone since."""
+    desired, pending, totals = state.desired, state.pending, state.ledger_totals
+    return Snapshot(
+        ts=now,
+        model=model,
+        target_version=target_version,
+        epoch=state.epoch,
+        commit=state.commit,
+        gen=desired.gen if desired else 0,
+        version=desired.version if desired else "",
+        first_version=desired.first_version if desired else "",
+        holdback_percent=desired.holdback_percent if desired else 0,
+        history=list(state.history),
+        versions=[msgspec.convert(m, VersionInfo, from_attributes=True) for m in manifests],
+        policy=state.policy,
+        is_paused=state.is_paused,
+        notes=[Note(ts=ts, text=text) for ts, text in state.notes],
+        decisions=list(decisions)[-NUM_DECISIONS:],
+        ledger=ledger_sums(totals.by_kind()),
+        ledger_cells=msgspec.convert(totals.rows(), list[LedgerCell]),
+        saved_interval_s=totals.saved_interval_s(),
+        ledger_entries=list(ledger)[-NUM_LEDGER:],
+        buckets=bucket_traffic(state.traffic, now),
+        rows=dict(rows),
+        job=None if pending is None else RunningJob(
+            job_id=pending.job.job_id, bucket=pending.job.bucket, arm=pending.job.arm.name, since=pending.since,
+            decision_id=pending.decision_id,
+        ),
+        swaps=Swaps(count=len(state.swap_times), pause_ms=list(state.swap_pauses_ms), times=list(state.swap_times)),
+        rollout=rollout_view(state.rollout, rollout, now),
+        lifecycle={version: _stage(life) for version, life in state.lifecycle.versions.items()},
+        evicted=list(state.evicted),
+        replicas=list(reports),
+        feedback=_feedback(state, list(counters), lag),
+        bandit=bandit,
+    )  # fmt: skip
 
 
-def _life(life: VersionLife) -> dict:
-    """A version's state and its transitions, oldest first."""
-    values = msgspec.to_builtins(life)
-    return {"state": values.pop("status"), **values}
-
-
-def ledger_totals(by_kind: dict[str, float]) -> dict:
+def ledger_sums(by_kind: dict[str, float]) -> LedgerSums:
     """Device-seconds spent, saved, net and by kind."""
     saved = by_kind.get("saving", 0.0)
     spent = sum(s for kind, s in by_kind.items() if kind != "saving")
-    return {"spent_s": spent, "saved_s": saved, "net_s": saved - spent, "by_kind": dict(by_kind)}
+    return LedgerSums(spent_s=spent, saved_s=saved, net_s=saved - spent, by_kind=dict(by_kind))
+
+
+def bucket_traffic(stats: TrafficStats, now: float) -> dict[str, BucketTraffic]:
+    """Bucket -> sums by group; a group of a name that is none of ours shows in the recent window only."""
+    recent, known = stats.recent(now), BucketTraffic.__struct_fields__
+    return {
+        bucket: BucketTraffic(
+            **{group: sums.view() for group, sums in groups.items() if group in known and group != "recent"},
+            recent={group: sums.view() for group, sums in recent.get(bucket, {}).items()},
+        )
+        for bucket, groups in stats.totals.items()
+    }
+
+
+def rollout_view(state: RolloutState, config: RolloutConfig, now: float) -> IdleRollout | CanaryRollout:
+    """The trial's numbers, what is frozen, how the last trial ended."""
+    canary, last = state.canary, msgspec.convert(state.last, TrialEnd)
+    frozen = {bucket: until for bucket, until in state.frozen.items() if until > now}
+    if canary is None:
+        return IdleRollout(frozen_until=frozen, last=last, alpha=config.alpha, margin=config.margin, reason=last.reason)
+    test = canary.test
+    incumbent, own = test.num_requests
+    return CanaryRollout(
+        frozen_until=frozen,
+        last=last,
+        alpha=config.alpha,
+        margin=config.margin,
+        version=canary.version,
+        incumbent=canary.incumbent,
+        share_percent=canary.percent,
+        since=canary.since,
+        bucket=canary.bucket,
+        arm=canary.arm,
+        decision_id=canary.decision_id,
+        num_requests=incumbent + own,
+        num_canary_requests=own,
+        num_drafted_rounds=canary.num_drafted_rounds,
+        min_drafted_rounds=config.min_drafted_rounds,
+        num_open=len(canary.open),
+        num_excluded=canary.num_excluded,
+        num_errors=list(test.errors),
+        ratio=test.ratio(),
+        log_evidence=Evidence(slower=test.evidence_worse(), fast_enough=test.evidence_fast_enough()),
+        evidence_against=test.evidence_against(),
+        thresholds=Evidence(slower=math.log(1 / config.alpha), fast_enough=math.log(1 / config.alpha_promote)),
+        strata={
+            name: Stratum(num_incumbent=s.requests[0], num_canary=s.requests[1], ratio=s.ratio())
+            for name, s in test.strata.items()
+        },
+    )
+
+
+def _stage(life: VersionLife) -> VersionStage:
+    return VersionStage(
+        state=life.status, since=life.since, bucket=life.bucket, arm=life.arm, was_live=life.was_live,
+        transitions=list(life.transitions),
+    )  # fmt: skip
+
+
+def _feedback(state: HostState, counters: list[dict[str, int]], lag: int | None) -> FeedbackCounts:
+    dropped = max(state.num_dropped, sum(c.get("dropped", 0) for c in counters))
+    return FeedbackCounts(
+        produced=max(sum(c.get("produced", 0) for c in counters), state.num_rows + dropped),
+        delivered=state.num_rows,
+        dropped=dropped,
+        duplicates=state.num_duplicates,
+        missing_batches=state.num_missing_batches,
+        lost_entries=state.num_lost_entries,
+        lag=lag,
+    )

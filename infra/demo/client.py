@@ -1,4 +1,4 @@
-"""The demo's HTTP client: sends one planned request, reads the service's state."""
+"""Demo client: sends one planned request over HTTP, reads the service's state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import httpx
 
 from paceline.errors import PacelineError
+from paceline.infra.controller.snapshot import Snapshot, parse_state
 from paceline.infra.demo.scenario import PlannedRequest
 from paceline.infra.demo.stats import Answer
 
@@ -62,10 +63,10 @@ class DemoClient:
             output_token_ids=tuple(choice["token_ids"]),
         )
 
-    def state(self) -> dict:
-        """Return the service's state, {} while it cannot be had."""
+    def state(self) -> Snapshot | None:
+        """What the service knows about itself, None while it cannot be had."""
         try:
             response = self._http.get("/paceline/state", timeout=5.0)
-            return response.json() if response.status_code == 200 else {}
+            return parse_state(response.content) if response.status_code == 200 else None
         except httpx.HTTPError:
-            return {}
+            return None

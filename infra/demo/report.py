@@ -1,43 +1,72 @@
-"""The demo's results: closing table, JSON document, self-contained HTML page with plots."""
+"""Demo report: closing table, JSON document and self-contained HTML page with plots of the demo's results."""
 
 from __future__ import annotations
 
-import html
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment
 from rich.table import Table
 
+from paceline.bench.common.html_page import write_page
 from paceline.contracts import Group
 from paceline.infra.demo.stats import Answer
 
 _COLORS = {Group.ADAPTIVE: "#0b7285", Group.STATIC: "#c2410c", Group.PLAIN: "#6b7280"}
+_PHASE_COLUMNS = ("phase", "traffic", "T", "static accept.", "adaptive accept.", "plain tok/s", "static tok/s", "adaptive tok/s", "saved s", "net s")  # fmt: skip
+_TEMPLATES = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+_PAGE = _TEMPLATES.from_string("""
+<h1>Paceline demo report</h1>
+<p>Target {{ result.target.name }}, drafter {{ result.drafter.name }}, policy {{ result.policy }},
+{{ result.hardware.cpu }}, {{ result.hardware.cores }} cores. Dotted lines: phases. Purple: decisions acted on. Green: swaps.</p>
+{{ plots | safe }}
+{% macro table(columns, rows) %}
+<table><tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in rows %}
+<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+{% endmacro %}
+<h2>Phases</h2>
+{{ table(phase_columns, phases) }}
+<h2>Figures</h2>
+{% for line in summary %}
+<p style="white-space:pre-line">{{ line }}</p>
+{% endfor %}
+<h2>Decisions</h2>
+{{ table(decision_columns, decisions) }}
+""")
 
 
 def _cell(value: float | None, form: str = ".2f") -> str:
     return "-" if value is None else format(value, form)
 
 
+def _phase_rows(result: dict) -> Iterator[list[str]]:
+    """Cells of _PHASE_COLUMNS: every phase by temperature, then all of it."""
+    for phase in result["phases"]:
+        for t, row in [*phase["by_temperature"].items(), ("all", phase)]:
+            lengths = [_cell(row[group]["acceptance_length"]) for group in ("static", "adaptive")]
+            speeds = [_cell(row[group]["tokens_per_s"], ".0f") for group in ("plain", "static", "adaptive")]
+            money = [_cell(row[key], "+.2f") for key in ("gross_saved_s", "net_saved_s")]
+            yield [phase["name"], phase["bucket"], t, *lengths, *speeds, *money]
+
+
 def result_table(result: dict) -> Table:
     """Phases by temperature: acceptance length and tokens/s of the three groups, what adaptation gained net."""
     table = Table(title="What adaptation did, by phase and temperature (device time, one run, groups alternating)")
-    columns = ("phase", "traffic", "T", "static\naccept.", "adaptive\naccept.", "plain\ntok/s", "static\ntok/s", "adaptive\ntok/s", "saved\ns", "net\ns")  # fmt: skip
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < 2 else "right")
-    for phase in result["phases"]:
-        for t, row in [*phase["by_temperature"].items(), ("all", phase)]:
-            table.add_row(
-                phase["name"], phase["bucket"], t,
-                _cell(row["static"]["acceptance_length"]), _cell(row["adaptive"]["acceptance_length"]),
-                _cell(row["plain"]["tokens_per_s"], ".0f"), _cell(row["static"]["tokens_per_s"], ".0f"),
-                _cell(row["adaptive"]["tokens_per_s"], ".0f"), _cell(row["gross_saved_s"], "+.2f"), _cell(row["net_saved_s"], "+.2f"),
-                end_section=t == "all", style="bold" if t == "all" else "",
-            )  # fmt: skip
+    for i, name in enumerate(_PHASE_COLUMNS):
+        table.add_column(name if i < 2 else name.replace(" ", "\n"), justify="left" if i < 2 else "right")
+    for row in _phase_rows(result):
+        is_sum = row[2] == "all"
+        table.add_row(*row, end_section=is_sum, style="bold" if is_sum else "")
     return table
 
 
-def _within(bounds: list[float] | None) -> str:
-    return f" (95%: {bounds[0]:.1f} to {bounds[1]:.1f})" if bounds and bounds[1] > bounds[0] else ""
+def _within(bounds: list[float]) -> str:
+    return f" (95%: {bounds[0]:.1f} to {bounds[1]:.1f})" if bounds[1] > bounds[0] else ""
 
 
 def _cell_line(row: dict) -> str:
@@ -51,18 +80,22 @@ def _cell_line(row: dict) -> str:
 def summary_lines(result: dict) -> list[str]:
     """The figures below the table."""
     ledger, swaps, lossless, feedback = (result[k] for k in ("ledger", "swaps", "lossless", "feedback"))
-    acted = [d for d in result["decisions"] if d.get("action") != "hold"]
+    acted = [d for d in result["decisions"] if d["action"] != "hold"]
+    done = [
+        f"\n  t={d['t_s']:.0f} s  {d['action']} {d.get('arm') or d.get('version') or ''} ({d.get('outcome') or 'done'}): {d['reason']}"
+        for d in acted
+    ]
+    cells = [_cell_line(row) for row in result["ledger_cells"] if row["version"] is not None]
     return [
-        f"decisions: {len(result['decisions'])} logged, {len(acted)} acted on"
-        + "".join(f"\n  t={d['t_s']:.0f} s  {d['action']} {d.get('arm') or d.get('version') or ''} ({d.get('outcome') or 'done'}): {d['reason']}" for d in acted),
-        f"ledger: spent {ledger['spent_s']:.1f} s, saved {ledger['saved_s']:.1f} s{_within(result.get('saved_interval_s'))}, net {ledger['net_s']:+.1f} s of device time"
-        + "".join(_cell_line(row) for row in result.get("ledger_cells") or [] if row["version"] is not None),
+        f"decisions: {len(result['decisions'])} logged, {len(acted)} acted on{''.join(done)}",
+        f"ledger: spent {ledger['spent_s']:.1f} s, saved {ledger['saved_s']:.1f} s{_within(result['saved_interval_s'])}, "
+        f"net {ledger['net_s']:+.1f} s of device time{''.join(cells)}",
         f"swaps: {swaps['count']}, pause p50 {_cell(swaps['pause_ms_p50'])} ms, p99 {_cell(swaps['pause_ms_p99'])} ms, "
         f"requests dropped {swaps['requests_dropped']}",
         f"lossless: {lossless['checked']} greedy tokens checked in fp32, {lossless['near_ties']} near ties within the bf16 "
         f"rounding bound, {lossless['mismatches']} mismatches",
         f"feedback: {feedback['produced']} rows produced, {feedback['delivered']} delivered, {feedback['dropped']} dropped",
-    ]  # fmt: skip
+    ]
 
 
 def write_json(result: dict, path: Path) -> None:
@@ -86,48 +119,51 @@ def _rolling(answers: list[Answer], group: Group, width: int = 10) -> tuple[list
 
 def write_html(result: dict, answers: list[Answer], path: Path) -> None:
     """Write a page that needs no network: time lines of acceptance length and speed, decisions, ledger, the table."""
+    body = _PAGE.render(
+        result=result,
+        plots=_time_lines(result, answers).to_html(full_html=False, include_plotlyjs=True),
+        phase_columns=_PHASE_COLUMNS,
+        phases=_phase_rows(result),
+        summary=summary_lines(result),
+        decision_columns=("t", "action", "bucket", "what", "expected saving s", "expected cost s", "realised cost s", "outcome", "reason"),
+        decisions=map(_decision_row, result["decisions"]),
+    )  # fmt: skip
+    write_page(path, title="Paceline demo report", body=body)
+
+
+def _decision_row(d: dict) -> list[str]:
+    money = [_cell(d.get(key)) for key in ("expected_saving_s", "expected_cost_s", "realised_cost_s")]
+    what = d.get("arm") or d.get("version") or ""
+    return [f"{d['t_s']:.0f}", d["action"], d["bucket"], what, *money, d.get("outcome") or "", d["reason"]]
+
+
+def _time_lines(result: dict, answers: list[Answer]) -> Any:
+    """The plotly figure: acceptance length and speed over time; phases, decisions acted on and swaps marked."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08, subplot_titles=("Acceptance length (10 requests)", "Tokens per second of device time (10 requests)"))  # fmt: skip
+    titles = ("Acceptance length (10 requests)", "Tokens per second of device time (10 requests)")
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08, subplot_titles=titles)
     for group in Group:
         x, length, speed = _rolling(answers, group)
-        line = {"color": _COLORS[group], "width": 2}
-        if group != Group.PLAIN:
-            figure.add_trace(
-                go.Scatter(x=x, y=length, name=group.value, line=line, legendgroup=group.value), row=1, col=1
-            )
-        figure.add_trace(go.Scatter(x=x, y=speed, name=group.value, line=line, legendgroup=group.value, showlegend=group == Group.PLAIN), row=2, col=1)  # fmt: skip
+        common = {
+            "x": x,
+            "name": group.value,
+            "legendgroup": group.value,
+            "line": {"color": _COLORS[group], "width": 2},
+        }
+        is_plain = group == Group.PLAIN  # it drafts nothing: its only line is its speed
+        if not is_plain:
+            figure.add_trace(go.Scatter(y=length, **common), row=1, col=1)
+        figure.add_trace(go.Scatter(y=speed, showlegend=is_plain, **common), row=2, col=1)
     for phase in result["phases"]:
-        figure.add_vline(x=phase["started_s"], line={"dash": "dot", "color": "#9ca3af"}, annotation_text=f"{phase['name']}: {phase['bucket']}", annotation_position="top left")  # fmt: skip
+        mark, text = {"dash": "dot", "color": "#9ca3af"}, f"{phase['name']}: {phase['bucket']}"
+        figure.add_vline(x=phase["started_s"], line=mark, annotation_text=text, annotation_position="top left")
     for d in result["decisions"]:
-        if d.get("action") != "hold":
+        if d["action"] != "hold":
             figure.add_vline(x=d["t_s"], line={"color": "#7c3aed", "width": 1})
     for s in result["swaps"]["times_s"]:
         figure.add_vline(x=s, line={"color": "#16a34a", "width": 2})
     figure.update_layout(height=760, template="plotly_white", legend={"orientation": "h"}, margin={"t": 60})
     figure.update_xaxes(title_text="seconds", row=2, col=1)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in (f"{d['t_s']:.0f}", d["action"], d.get("bucket", ""), d.get("arm") or d.get("version") or "", _cell(d.get("expected_saving_s")), _cell(d.get("expected_cost_s")), _cell(d.get("realised_cost_s")), d.get("outcome") or "", d["reason"])) + "</tr>"
-        for d in result["decisions"]
-    )  # fmt: skip
-    phases = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in (p["name"], p["bucket"], t, _cell(r["static"]["acceptance_length"]), _cell(r["adaptive"]["acceptance_length"]), _cell(r["plain"]["tokens_per_s"], ".0f"), _cell(r["static"]["tokens_per_s"], ".0f"), _cell(r["adaptive"]["tokens_per_s"], ".0f"), _cell(r["gross_saved_s"], "+.2f"), _cell(r["net_saved_s"], "+.2f"))) + "</tr>"
-        for p in result["phases"]
-        for t, r in [*p["by_temperature"].items(), ("all", p)]
-    )  # fmt: skip
-    summary = "".join(f"<p>{html.escape(line)}</p>" for line in summary_lines(result))
-    page = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Paceline demo report</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#111}}
-table{{border-collapse:collapse;width:100%;font-size:13px}}td,th{{border-bottom:1px solid #e5e7eb;padding:4px 8px;text-align:left}}
-p{{white-space:pre-line}}</style></head><body>
-<h1>Paceline demo report</h1><p>Target {html.escape(str(result["target"]["name"]))}, drafter {html.escape(str(result["drafter"]["name"]))}, policy {html.escape(str(result["policy"]))},
-{html.escape(str(result["hardware"]["cpu"]))}, {result["hardware"]["cores"]} cores. Dotted lines: phases. Purple: decisions acted on. Green: swaps.</p>
-{figure.to_html(full_html=False, include_plotlyjs=True)}
-<h2>Phases</h2><table><tr><th>phase<th>traffic<th>T<th>acceptance static<th>acceptance adaptive<th>plain tok/s<th>static tok/s<th>adaptive tok/s<th>saved s<th>net s</tr>{phases}</table>
-<h2>Figures</h2>{summary}
-<h2>Decisions</h2><table><tr><th>t<th>action<th>bucket<th>what<th>expected saving s<th>expected cost s<th>realised cost s<th>outcome<th>reason</tr>{rows}</table>
-</body></html>"""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    return figure

@@ -1,7 +1,9 @@
-"""The main job: the whole loop on this computer under drifting traffic, with a live view and a report."""
+"""Demo run: the whole loop on this computer under drifting traffic, with a live view and a report."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
 import platform
@@ -13,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.live import Live
@@ -20,10 +23,11 @@ from rich.live import Live
 from paceline.bench.common.lossless import LosslessChecker, LosslessReport
 from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig
 from paceline.errors import ConfigError, PacelineError
+from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.client import DemoClient
-from paceline.infra.demo.scenario import Phase, Traffic, shifting_scenario, steady_scenario
+from paceline.infra.demo.scenario import Phase, PlannedRequest, Traffic, shifting_scenario, steady_scenario
 from paceline.infra.demo.stats import DemoStats
 from paceline.infra.service.stop_signals import StopSignals
 
@@ -104,18 +108,48 @@ def hardware() -> dict:
     return {"cpu": name, "cores": len(os.sched_getaffinity(0)), "platform": f"{platform.system()} {platform.machine()}"}
 
 
+class _Schedule:
+    """The phases and what is sent in each, by the time since the demo began. Thread-safe."""
+
+    def __init__(self, options: DemoOptions) -> None:
+        known, shifted = options.known, options.shifted
+        self.phases = shifting_scenario(known, shifted) if options.scenario == "shift" else steady_scenario(known)
+        self.total_s = options.minutes * 60
+        self.ends = list(itertools.accumulate(p.share * self.total_s for p in self.phases))
+        self.began, self.began_epoch = time.monotonic(), time.time()
+        buckets = tuple(dict.fromkeys(b for p in self.phases for b in p.buckets))
+        self._traffic, self._lock = Traffic(buckets, options.data, options.seed), threading.Lock()
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began
+
+    def current(self) -> Phase | None:
+        """The phase of now, None after the last one."""
+        now = self.elapsed_s()
+        return next((p for p, end in zip(self.phases, self.ends, strict=True) if now < end), None)
+
+    def take(self) -> tuple[Phase, PlannedRequest] | None:
+        """The next request, None at the end."""
+        with self._lock:
+            phase = self.current()
+            return None if phase is None else (phase, self._traffic.next(phase))
+
+    def spans(self) -> list[tuple[Phase, float, float]]:
+        """(phase, its begin, its end) in seconds since the demo began; the last one ends never."""
+        starts, ends = [0.0, *self.ends[:-1]], [*self.ends[:-1], float("inf")]
+        return list(zip(self.phases, starts, ends, strict=True))
+
+
 class _Sender(threading.Thread):
     """One closed-loop client: takes the next request when the last one has ended."""
 
-    def __init__(self, client: DemoClient, take, out: queue.Queue, stop: threading.Event) -> None:
+    def __init__(self, client: DemoClient, schedule: _Schedule, out: queue.Queue, stop: threading.Event) -> None:
         super().__init__(daemon=True)
-        self._client, self._take, self._out, self._stop_event = client, take, out, stop
+        self._client, self._schedule, self._out, self._stop_event = client, schedule, out, stop
 
     def run(self) -> None:
-        while not self._stop_event.is_set():
-            phase, plan = self._take()
-            if plan is None:
-                return
+        while not self._stop_event.is_set() and (taken := self._schedule.take()) is not None:
+            phase, plan = taken
             try:
                 self._out.put(self._client.send(plan, phase.name))
             except Exception as e:  # the report counts every failure, whatever it was
@@ -124,83 +158,37 @@ class _Sender(threading.Thread):
                     return
 
 
-@dataclass(slots=True)
-class _PhaseClock:
-    phase: Phase
-    started_s: float
-    ended_s: float
-
-
 def _drive(
     url: str, config: ServiceConfig, options: DemoOptions, console: Console, stats: DemoStats, signals: StopSignals
-) -> tuple[list[_PhaseClock], float]:
-    """Send the scenario's traffic; returns phase times and the start in epoch seconds."""
-    phases = shifting_scenario(options.known, options.shifted) if options.scenario == "shift" else steady_scenario(options.known)  # fmt: skip
-    total_s = options.minutes * 60
-    traffic = Traffic(tuple(dict.fromkeys(b for p in phases for b in p.buckets)), options.data, options.seed)
-    began, began_epoch = time.monotonic(), time.time()
-    ends, at = [], 0.0
-    for p in phases:
-        at += p.share * total_s
-        ends.append(at)
-    clocks = [_PhaseClock(p, 0.0, 0.0) for p in phases]
-    lock, stop = threading.Lock(), threading.Event()
+) -> _Schedule:
+    """Send the scenario's traffic; returns the schedule that was followed."""
+    schedule, stop = _Schedule(options), threading.Event()
     out: queue.Queue = queue.Queue()
-
-    def current() -> int:
-        now = time.monotonic() - began
-        return next((i for i, end in enumerate(ends) if now < end), len(ends))
-
-    def take():
-        with lock:
-            i = current()
-            if i >= len(phases):
-                return None, None
-            return phases[i], traffic.next(phases[i])
-
-    senders = [_Sender(DemoClient(url, config.model_name, began), take, out, stop) for _ in range(options.concurrency)]
-    monitor = DemoClient(url, config.model_name, began)
-    state: dict = {}
+    monitor, *clients = [DemoClient(url, config.model_name, schedule.began) for _ in range(options.concurrency + 1)]
+    senders = [_Sender(client, schedule, out, stop) for client in clients]
     for s in senders:
         s.start()
+    state, polled = Snapshot(), 0.0
     try:
         with Live(console=console, refresh_per_second=2, transient=False, redirect_stderr=False) as live:
-            polled = 0.0
             while any(s.is_alive() for s in senders) or not out.empty():
                 signals.check()
-                try:
-                    item = out.get(timeout=0.25)
-                    if isinstance(item, Exception):
-                        stats.failures.append(str(item))
-                    else:
-                        stats.answers.append(item)
-                except queue.Empty:
-                    pass
-                now = time.monotonic() - began
+                with contextlib.suppress(queue.Empty):
+                    stats.take(out.get(timeout=0.25))
+                now = schedule.elapsed_s()
                 if now - polled >= 1.0:
-                    polled = now
-                    fresh = monitor.state()
-                    if fresh:
-                        state = fresh
-                    i = min(current(), len(phases) - 1)
+                    polled, state = now, monitor.state() or state
+                    phase = schedule.current() or schedule.phases[-1]
                     live.update(
                         demo_view.render(
-                            phase=phases[i].name,
-                            bucket=phases[i].bucket,
-                            elapsed_s=now,
-                            total_s=total_s,
-                            answers=stats.of_phase(phases[i].name),
-                            state=state,
-                            decisions=[d for d in state.get("decisions") or [] if d.get("action") != "hold"],
+                            phase=phase.name, bucket=phase.bucket, elapsed_s=now, total_s=schedule.total_s,
+                            answers=stats.of_phase(phase.name), state=state,
                         )
-                    )
+                    )  # fmt: skip
     finally:
         stop.set()
         monitor.close()
-    starts = [0.0, *ends[:-1]]
-    for c, start, end in zip(clocks, starts, ends, strict=True):
-        c.started_s, c.ended_s = start, end
-    return clocks, began_epoch
+    return schedule
 
 
 def _check_lossless(stats: DemoStats, target_dir: Path, console: Console) -> LosslessReport:
@@ -210,47 +198,35 @@ def _check_lossless(stats: DemoStats, target_dir: Path, console: Console) -> Los
 
 
 def _result(
-    options: DemoOptions,
-    stats: DemoStats,
-    clocks: list[_PhaseClock],
-    state: dict,
-    began_epoch: float,
-    lossless: LosslessReport,
+    options: DemoOptions, stats: DemoStats, schedule: _Schedule, state: Snapshot, lossless: LosslessReport
 ) -> dict:
-    entries = state.get("ledger_entries") or []
-    decisions = []
-    for d in state.get("decisions") or []:
-        decisions.append(d | {"t_s": round(float(d["ts"]) - began_epoch, 2)})
+    """The JSON document."""
+    began = schedule.began_epoch
     phases = []
-    for c in clocks:
-        spent = sum(
-            e["seconds"]
-            for e in entries
-            if e["kind"] != "saving"
-            and c.started_s <= e["ts"] - began_epoch < (c.ended_s if c is not clocks[-1] else 1e12)
-        )
-        phases.append(stats.phase_dict(c.phase.name, c.phase.bucket, spent) | {"started_s": round(c.started_s, 1)})
-    swaps = state.get("swaps") or {}
-    pauses = [float(p) for p in swaps.get("pause_ms") or []]
+    for phase, start, end in schedule.spans():
+        spent = [e.seconds for e in state.ledger_entries if e.kind != "saving" and start <= e.ts - began < end]
+        phases.append(stats.phase_dict(phase.name, phase.bucket, sum(spent)) | {"started_s": round(start, 1)})
+    pauses = state.swaps.pause_ms
+    plain = msgspec.to_builtins
     return {
-        "target": {"name": state.get("target") or "bundled", "version": state.get("target_version")},
-        "drafter": {"name": options.drafter, "first_version": state.get("first_version"), "final_version": state.get("version")},
+        "target": {"name": state.target or "bundled", "version": state.target_version},
+        "drafter": {"name": options.drafter, "first_version": state.first_version, "final_version": state.version},
         "policy": options.policy,
         "scenario": options.scenario,
         "seed": options.seed,
         "hardware": hardware(),
         "phases": phases,
-        "decisions": decisions,
-        "ledger": state.get("ledger") or {"spent_s": 0.0, "saved_s": 0.0, "net_s": 0.0},
-        "ledger_cells": state.get("ledger_cells") or [],
-        "saved_interval_s": state.get("saved_interval_s") or [0.0, 0.0],
-        "ledger_entries": entries,
+        "decisions": [plain(d) | {"t_s": round(d.ts - began, 2)} for d in state.decisions],
+        "ledger": plain(state.ledger),
+        "ledger_cells": plain(state.ledger_cells),
+        "saved_interval_s": list(state.saved_interval_s),
+        "ledger_entries": plain(state.ledger_entries),
         "swaps": {
-            "count": int(swaps.get("count") or 0),
+            "count": state.swaps.count,
             "pause_ms_p50": float(np.percentile(pauses, 50)) if pauses else None,
             "pause_ms_p99": float(np.percentile(pauses, 99)) if pauses else None,
             "requests_dropped": len(stats.failures),
-            "times_s": [round(float(t) - began_epoch, 2) for t in swaps.get("times") or []],
+            "times_s": [round(t - began, 2) for t in state.swaps.times],
         },
         "lossless": {
             "checked": lossless.checked,
@@ -258,9 +234,9 @@ def _result(
             "mismatches": lossless.mismatches,
             "largest_gap_share": round(lossless.largest_gap, 5),
         },
-        "feedback": state.get("feedback") or {"produced": 0, "delivered": 0, "dropped": 0},
+        "feedback": plain(state.feedback),
         "failures": stats.failures[:20],
-    }  # fmt: skip
+    }
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict:
@@ -283,7 +259,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
             with console.status("starting Ray, Redis, the replica and the controller (about 30 s)"):
                 service = run_service(config)
             signals.check()
-            clocks, began_epoch = _drive(service.url, config, options, console, stats, signals)
+            schedule = _drive(service.url, config, options, console, stats, signals)
             client = DemoClient(service.url, config.model_name, time.monotonic())
             with console.status("waiting for the last statistics"):
                 state = _final_state(client, signals)
@@ -297,7 +273,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
                 if own_dir:
                     shutil.rmtree(data_dir, ignore_errors=True)
     lossless = _check_lossless(stats, resolve_model(config.model), console)
-    result = _result(options, stats, clocks, state, began_epoch, lossless)
+    result = _result(options, stats, schedule, state, lossless)
     console.print(demo_report.result_table(result))
     for line in demo_report.summary_lines(result):
         console.print(line, highlight=False)
@@ -310,17 +286,14 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     return result
 
 
-def _final_state(client: DemoClient, signals: StopSignals, timeout_s: float = 20.0) -> dict:
+def _final_state(client: DemoClient, signals: StopSignals, timeout_s: float = 20.0) -> Snapshot:
     """Wait until produced feedback has been folded and no job runs, or the time is up."""
-    deadline = time.monotonic() + timeout_s
-    state: dict = {}
+    deadline, state = time.monotonic() + timeout_s, Snapshot()
     while time.monotonic() < deadline:
         signals.check()
         state = client.state() or state
-        feedback = state.get("feedback") or {}
-        if not state.get("job") and feedback.get("produced", 0) <= feedback.get("delivered", 0) + feedback.get(
-            "dropped", 0
-        ):
+        sent = state.feedback
+        if state.job is None and sent.produced <= sent.delivered + sent.dropped:
             break
         time.sleep(0.5)
     return state

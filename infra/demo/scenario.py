@@ -1,4 +1,4 @@
-"""Which traffic the demo sends: phases that shift between buckets, temperatures and groups by a fixed pattern."""
+"""Demo scenario: the traffic that the demo sends, phases that shift between buckets, temperatures and groups by a fixed pattern."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo measured: totals per phase, temperature and group, and the tail of each phase."""
+"""Demo statistics: totals per phase, temperature and group, and the tail of each phase."""
 
 from __future__ import annotations
 
@@ -95,6 +95,13 @@ class DemoStats:
 
     answers: list[Answer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+
+    def take(self, item: Answer | Exception) -> None:
+        """Add what a client got."""
+        if isinstance(item, Exception):
+            self.failures.append(str(item))
+        else:
+            self.answers.append(item)
 
     def of_phase(self, phase: str) -> list[Answer]:
         return [a for a in self.answers if a.phase == phase]

@@ -1,4 +1,4 @@
-"""The demo's live terminal view: phase, the three groups, decisions, ledger."""
+"""Demo view: the live terminal, phase, the three groups, decisions, ledger."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.contracts import Group
+from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo.stats import Answer, totals
 
 
@@ -36,49 +37,38 @@ def groups_table(answers: list[Answer], title: str) -> Table:
     return table
 
 
-def _interval(bounds: list[float] | None) -> list[tuple[str, str]]:
-    return [(f" (95%: {bounds[0]:.1f} to {bounds[1]:.1f})", "dim")] if bounds and bounds[1] > bounds[0] else []
-
-
 def render(
-    *,
-    phase: str,
-    bucket: str,
-    elapsed_s: float,
-    total_s: float,
-    answers: list[Answer],
-    state: dict,
-    decisions: list[dict],
+    *, phase: str, bucket: str, elapsed_s: float, total_s: float, answers: list[Answer], state: Snapshot
 ) -> Panel:
-    """Build one frame; `answers` are those of the current phase, `state` the controller's snapshot."""
-    recent = answers[-48:]
-    ledger = state.get("ledger") or {}
-    head = Text.assemble(
-        ("phase ", "dim"), (phase, "bold"), ("  traffic ", "dim"), (bucket, "bold"),
-        ("  live drafter ", "dim"), (str(state.get("version") or "-"), "bold cyan"),
-        ("  generation ", "dim"), str(state.get("gen") or "-"),
-        ("  trainer ", "dim"), ("busy" if state.get("job") else "idle", "yellow" if state.get("job") else "green"),
-    )  # fmt: skip
-    lines = [
-        Text(
-            f"{d.get('action', '?'):8} {d.get('bucket', ''):8} {d.get('reason', '')}", no_wrap=True, overflow="ellipsis"
-        )
-        for d in decisions[-6:]
-    ]
-    money = Text.assemble(
-        ("ledger  spent ", "dim"), f"{ledger.get('spent_s', 0.0):.1f} s", ("  saved ", "dim"), f"{ledger.get('saved_s', 0.0):.1f} s",
-        *_interval(state.get("saved_interval_s")),
-        ("  net ", "dim"), (f"{ledger.get('net_s', 0.0):+.1f} s", "bold"),
-    )  # fmt: skip
+    """Build one frame; `answers` are those of the current phase."""
+    acted = [d for d in state.decisions if d.action != "hold"]
+    lines = [Text(f"{d.action:8} {d.bucket:8} {d.reason}", no_wrap=True, overflow="ellipsis") for d in acted[-6:]]
     return Panel(
         Rows(
-            head,
+            _head(phase, bucket, state),
             ProgressBar(total=max(total_s, 1e-9), completed=min(elapsed_s, total_s)),
-            groups_table(recent, "this phase, latest 48 requests"),
+            groups_table(answers[-48:], "this phase, latest 48 requests"),
             Text("decisions", style="dim"),
             *(lines or [Text("  none yet")]),
-            money,
+            _money(state),
         ),
         title="Paceline demo",
         subtitle=f"{elapsed_s:.0f} of {total_s:.0f} s",
     )
+
+
+def _head(phase: str, bucket: str, state: Snapshot) -> Text:
+    return Text.assemble(
+        ("phase ", "dim"), (phase, "bold"), ("  traffic ", "dim"), (bucket, "bold"),
+        ("  live drafter ", "dim"), (state.version or "-", "bold cyan"), ("  generation ", "dim"), str(state.gen or "-"),
+        ("  trainer ", "dim"), ("busy", "yellow") if state.job is not None else ("idle", "green"),
+    )  # fmt: skip
+
+
+def _money(state: Snapshot) -> Text:
+    ledger, (low, high) = state.ledger, state.saved_interval_s
+    interval = [(f" (95%: {low:.1f} to {high:.1f})", "dim")] if high > low else []
+    return Text.assemble(
+        ("ledger  spent ", "dim"), f"{ledger.spent_s:.1f} s", ("  saved ", "dim"), f"{ledger.saved_s:.1f} s", *interval,
+        ("  net ", "dim"), (f"{ledger.net_s:+.1f} s", "bold"),
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-// How does the page talk to the service? With the token in a header (never a cookie), and one stream of updates.
+// Service client: talks to the service with the token in a header (never a cookie), and one stream of updates.
 
 const KEY = "paceline-token";
 export const token = {

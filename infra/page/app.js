@@ -1,11 +1,9 @@
-// The dashboard's page: takes updates, keeps the parts, redraws what changed.
+// Dashboard: takes updates, keeps the parts, redraws what changed.
 
 import { Feed, download, token } from "./api.js";
 import { Controls } from "./controls.js";
-import { drawDecisions, showNotes } from "./decisions.js";
-import { ago, byId, clock, el, facts, number, show, whole } from "./dom.js";
-import { drawLedger, drawPosterior } from "./money.js";
-import { themeSwitch } from "./theme.js";
+import { drawDecisions, drawLedger, drawPosterior, showNotes } from "./decisions.js";
+import { ago, byId, clock, el, facts, number, show, themeSwitch, whole } from "./dom.js";
 import { Traffic } from "./traffic.js";
 import { drawSwaps, drawVersions, shareBar, showJobs, showReplicas, showRollout } from "./versions.js";
 

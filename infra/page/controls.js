@@ -1,4 +1,4 @@
-// What may an operator change? Commands go with the admin token; without it every control is off.
+// Controls: what an operator may change. Commands go with the admin token; without it every control is off.
 
 import { command, getJson, token } from "./api.js";
 import { byId, options, short } from "./dom.js";

@@ -1,8 +1,7 @@
-// One decision: words first, then every number.
+// Page of one decision: words first, then every number.
 
 import { getJson } from "./api.js";
-import { byId, clock, el, facts, number, short, show, table, whole } from "./dom.js";
-import { applyTheme } from "./theme.js";
+import { applyTheme, byId, clock, el, facts, number, short, show, table, whole } from "./dom.js";
 
 applyTheme();
 const id = location.pathname.split("/").filter(Boolean).at(-1);

@@ -1,4 +1,4 @@
-// How is text put on the page? Only as text: nothing that a client or a policy wrote is ever parsed as HTML.
+// Elements and colours: text is put on the page only as text, nothing that a client or a policy wrote is parsed as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -59,4 +59,26 @@ export function ago(ts, now) {
   if (!ts) return "";
   const s = Math.max(0, Math.round(now - ts));
   return s < 90 ? `${s} s ago` : s < 5400 ? `${Math.round(s / 60)} min ago` : `${Math.round(s / 3600)} h ago`;
+}
+
+// Light or dark: as the system says, unless the switch says otherwise.
+const KEY = "paceline-theme";
+const system = matchMedia("(prefers-color-scheme: dark)");
+
+export function applyTheme() {
+  const chosen = localStorage.getItem(KEY) || "auto";
+  if (chosen === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = chosen;
+  return chosen;
+}
+
+/** Wire the switch; `changed` runs whenever colours change. */
+export function themeSwitch(select, changed) {
+  select.value = applyTheme();
+  select.addEventListener("change", () => { localStorage.setItem(KEY, select.value); applyTheme(); changed(); });
+  system.addEventListener("change", changed);
+}
+
+export function color(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }

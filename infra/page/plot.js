@@ -1,6 +1,6 @@
-// How is a chart drawn? Plotly from this origin, colours from the style sheet, every label escaped.
+// Charts: Plotly from this origin, colours from the style sheet, every label escaped.
 
-import { color } from "./theme.js";
+import { color } from "./dom.js";
 
 let loading = null;
 

@@ -1,7 +1,6 @@
-// Acceptance length and speed per bucket: adaptive, hold-back, plain and the version on trial side by side, regimes and swaps marked.
+// Traffic: acceptance length and speed per bucket, adaptive, hold-back, plain and the version on trial side by side, regimes and swaps marked.
 
-import { byId, el, number, options, show, table, whole } from "./dom.js";
-import { color } from "./theme.js";
+import { byId, color, el, number, options, show, table, whole } from "./dom.js";
 import { date, draw, mark, plain } from "./plot.js";
 
 const GROUPS = ["adaptive", "static", "plain"];

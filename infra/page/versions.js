@@ -1,8 +1,7 @@
-// The family tree of drafter versions with their scores, shares of requests, swaps, replicas and training jobs.
+// Versions: the family tree of drafter versions with their scores, shares of requests, swaps, replicas and training jobs.
 
-import { ago, byId, clock, el, facts, number, short, show, table, whole } from "./dom.js";
-import { link, realisedNet } from "./decisions.js";
-import { color } from "./theme.js";
+import { ago, byId, clock, color, el, facts, number, short, show, table, whole } from "./dom.js";
+import { link } from "./decisions.js";
 import { date, draw, plain } from "./plot.js";
 
 const best = (scores) => Object.entries(scores).sort((a, b) => b[1] - a[1]);
@@ -86,4 +85,3 @@ export function showJobs(part, now) {
     { name: "expected cost s", number: true, value: (d) => number(d.expected_cost_s, 1) }, { name: "cost s", number: true, value: (d) => number(d.realised_cost_s, 1) }, { name: "fall of time per token", number: true, value: (d) => (d.realised_gain ? `${number(100 * d.realised_gain, 0)}%` : "-") }, { name: "outcome", value: (d) => d.outcome ?? "-" },
   ], part.past.slice().reverse(), "No training job has ended yet.");
 }
-export { realisedNet };

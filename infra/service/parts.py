@@ -16,6 +16,7 @@ from paceline.config import ServiceConfig, build_config, to_dict
 from paceline.contracts import DesiredState
 from paceline.errors import PacelineError
 from paceline.infra.controller.actor import ControllerSpec, ensure_controller
+from paceline.infra.controller.snapshot import state_json
 from paceline.infra.replica.capture_progress import capture_progress
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.replica.watcher import ReplicaWatcher
@@ -238,7 +239,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             api_token=config.api_token,
             holdback_percent=lambda: holdback.percent,
             opt_out_tenants=frozenset(config.trace.opt_out_tenants),
-            state=view.state,
+            state=lambda: state_json(view.state()),
             run_state=dashboard.run,
             swap=view.swap,
             check_state=access.check_read,

@@ -1,4 +1,4 @@
-"""Who may look at a service and who may change it: bearer tokens, and nobody else's web page.
+"""Access: who may look at a service and who may change it, by bearer tokens, and nobody else's web page.
 
 Tokens travel in the Authorization header only, never in a cookie or an address, so that a foreign page cannot send them;
 commands must be JSON, which a foreign page cannot send unasked either. Without tokens a service on a loopback address

@@ -1,4 +1,4 @@
-"""Which orders does a running service take, with which fields, and which of the controller's methods carries each out?"""
+"""Commands: the orders that a running service takes, their fields, and the controller's method behind each."""
 
 from __future__ import annotations
 

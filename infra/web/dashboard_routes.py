@@ -1,4 +1,4 @@
-"""Which routes make the dashboard: the page's files, its data, its stream, exports and the operators' commands?
+"""Dashboard routes: the page's files, its data, its stream, exports and the operators' commands.
 
 The page itself holds no data and needs no token: it asks for one where the data routes do. Nothing is loaded from anywhere
 else; plotly's JavaScript is the file in the installed wheel.
@@ -15,7 +15,7 @@ import importlib.resources
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import plotly
@@ -27,7 +27,7 @@ from paceline.infra.web.access import Access
 from paceline.infra.web.decision import decision_page
 from paceline.infra.web.export import TABLES, as_csv, as_json
 from paceline.infra.web.feed import MAX_PAGES, DashboardFeed, events, parse_have, update
-from paceline.infra.web.state_routes import run_command
+from paceline.infra.web.state_routes import Commands, run_command
 
 FOLDER = Path(__file__).resolve().parents[1] / "page"
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
@@ -43,12 +43,6 @@ HEADERS = {
 }
 """Of every answer: scripts and styles only from files of this origin, none inline; no framing, no other origin."""
 _DAY = "public, max-age=86400"
-
-
-class View(Protocol):
-    """What the routes need of a ServiceView besides its feed."""
-
-    def command(self, name: str, *args: Any) -> dict[str, Any]: ...
 
 
 def plotly_file() -> Path:
@@ -100,7 +94,7 @@ async def _joined(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncItera
             yield event
 
 
-def dashboard_router(view: View, access: Access, feed: DashboardFeed) -> APIRouter:
+def dashboard_router(view: Commands, access: Access, feed: DashboardFeed) -> APIRouter:
     """Everything below /dashboard; checks tokens itself.
 
     Args:

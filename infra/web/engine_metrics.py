@@ -1,4 +1,4 @@
-"""What does GET /metrics show? The replica's counters and the controller's values, in Prometheus' text format.
+"""Replica metrics: GET /metrics shows a replica's counters and the controller's values in Prometheus' text format.
 
 All of it is read when scraped. docs/metrics.md is the table in words: `python tests/helpers/metrics_page.py`.
 """
@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.web.metrics import MetricSpec, controller_metrics, metric_spec
 
 _Table = tuple[tuple[str, MetricSpec], ...]
@@ -65,7 +66,7 @@ REPLICA_METRICS: tuple[MetricSpec, ...] = (
 """Everything that one replica exposes about itself; the middle parts only where it has feedback and traces."""
 
 
-class _Snapshot:
+class _Counters:
     """A collector over one reading of the counters."""
 
     def __init__(self, counters: dict[str, Any], swap_pause_ms: Sequence[float]) -> None:
@@ -112,7 +113,7 @@ def _metric(spec: MetricSpec, value: float) -> Metric:
 
 
 def render_metrics(
-    counters: dict[str, Any], swap_pause_ms: Sequence[float] = (), controller: dict[str, Any] | None = None
+    counters: dict[str, Any], swap_pause_ms: Sequence[float] = (), controller: Snapshot | None = None
 ) -> tuple[bytes, str]:
     """Body and content type.
 
@@ -122,7 +123,7 @@ def render_metrics(
         controller: the controller's snapshot, whose metrics are appended; None = it is away.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(counters, swap_pause_ms))  # type: ignore[arg-type]
+    registry.register(_Counters(counters, swap_pause_ms))  # type: ignore[arg-type]
     body = generate_latest(registry)
     if controller is not None:
         body += controller_metrics(controller)[0]

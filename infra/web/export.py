@@ -1,4 +1,4 @@
-"""How does what the dashboard shows leave it: one JSON document, or one CSV table per part?"""
+"""Export: what the dashboard shows as one JSON document, or as one CSV table per part."""
 
 from __future__ import annotations
 
@@ -31,22 +31,19 @@ def _traffic(document: Document) -> Rows:
                 }  # fmt: skip
 
 
-def _decisions(document: Document) -> Rows:
-    for d in document.state.get("decisions") or []:
-        yield {k: v for k, v in d.items() if k != "context"} | {"context": json.dumps(d.get("context") or {})}
-
-
-def _versions(document: Document) -> Rows:
-    for v in document.state.get("versions") or []:
-        yield {k: x for k, x in v.items() if k != "metrics"} | {"metrics": json.dumps(v.get("metrics") or {})}
+def _rows(records: Iterable[msgspec.Struct], nested: str = "") -> Rows:
+    """Plain rows of records, the field `nested` last and as JSON."""
+    for record in records:
+        row = msgspec.to_builtins(record)
+        yield row | {nested: json.dumps(row.pop(nested))} if nested else row
 
 
 TABLES: dict[str, Callable[[Document], Rows]] = {
     "traffic": _traffic,
-    "decisions": _decisions,
-    "ledger": lambda document: document.state.get("ledger_entries") or [],
-    "versions": _versions,
-    "replicas": lambda document: document.state.get("replicas") or [],
+    "decisions": lambda document: _rows(document.state.decisions, "context"),
+    "ledger": lambda document: _rows(document.state.ledger_entries),
+    "versions": lambda document: _rows(document.state.versions, "metrics"),
+    "replicas": lambda document: _rows(document.state.replicas),
 }
 """Name of a CSV table -> its rows."""
 

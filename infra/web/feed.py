@@ -1,4 +1,4 @@
-"""How does a page stay current at one read of the controller a second, however many pages are open?
+"""Dashboard feed: keeps pages current at one read of the controller a second, however many are open.
 
 One document is shared by all pages of a replica; a page is sent the parts whose digest it does not have, and the time
 bins of traffic that are new. The bins are the controller's own ring of the past 20 minutes (it survives restarts), so
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from paceline.errors import EngineStoppedError
+from paceline.infra.controller.snapshot import GroupSums, Snapshot, TrafficBin
 from paceline.infra.controller.traffic import BIN_S, NUM_BINS
 from paceline.infra.web.sections import sections
 
@@ -44,7 +45,7 @@ class Document:
     """Everything that a page can show, encoded once."""
 
     ts: float
-    state: dict[str, Any]
+    state: Snapshot
     """What the parts were made from."""
     parts: dict[str, bytes] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
@@ -56,8 +57,8 @@ class DashboardFeed:
 
     def __init__(
         self,
-        read_state: Callable[[], dict[str, Any]],
-        read_traffic: Callable[[float], list[dict[str, Any]] | None],
+        read_state: Callable[[], Snapshot],
+        read_traffic: Callable[[float], list[TrafficBin] | None],
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -67,7 +68,7 @@ class DashboardFeed:
         self._document: Document | None = None
         self._read_at = float("-inf")
         self._bins: dict[float, dict[str, Any]] = {}
-        self._last_full: dict[str, Any] = {}
+        self._last_full: Snapshot | None = None
         self.num_pages = 0
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dashboard")
         self._is_closed = False
@@ -97,14 +98,12 @@ class DashboardFeed:
 
     def _read(self) -> Document:
         state = self._read_state()
-        if state.get("has_controller"):
+        if state.has_controller:
             self._last_full = state
-        elif self._last_full:  # the controller is away: the past stays visible, marked as such
-            state = {
-                **self._last_full,
-                **{k: state[k] for k in ("replica", "redis_up") if k in state},
-                "has_controller": False,
-            }
+        elif self._last_full is not None:  # the controller is away: the past stays visible, marked as such
+            state = msgspec.structs.replace(
+                self._last_full, replica=state.replica, redis_up=state.redis_up, has_controller=False
+            )
         self._take_bins()
         document = Document(ts=self._clock(), state=state, bins=[self._bins[t] for t in sorted(self._bins)])
         for name, value in sections(state).items():
@@ -117,18 +116,18 @@ class DashboardFeed:
         newest = max(self._bins, default=0.0)
         found = self._read_traffic(newest - LATE_S if newest else 0.0)
         for row in found or []:
-            self._bins[row["ts"]] = {"ts": row["ts"], "buckets": _compact(row["buckets"])}
+            self._bins[row.ts] = {"ts": row.ts, "buckets": _compact(row.buckets)}
         for old in sorted(self._bins)[:-NUM_BINS]:
             del self._bins[old]
 
 
-def _compact(buckets: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, list]]:
+def _compact(buckets: dict[str, dict[str, GroupSums]]) -> dict[str, dict[str, list]]:
     """bucket -> group -> [acceptance_length, tokens_per_s, tokens, rounds]; the largest NUM_BUCKETS of the bin."""
-    by_tokens = sorted(buckets, key=lambda b: (-sum(g["tokens"] for g in buckets[b].values()), b))
+    by_tokens = sorted(buckets, key=lambda b: (-sum(g.tokens for g in buckets[b].values()), b))
     return {
-        b: {g: [_round(s["acceptance_length"]), _round(s["tokens_per_s"]), s["tokens"], s["rounds"]] for g, s in buckets[b].items()}
+        b: {g: [_round(s.acceptance_length), _round(s.tokens_per_s), s.tokens, s.rounds] for g, s in buckets[b].items()}
         for b in by_tokens[:NUM_BUCKETS]
-    }  # fmt: skip
+    }
 
 
 def _round(value: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Which metrics exist, in what unit, with which labels; and the controller's values in Prometheus' text format.
+"""Controller metrics: names, units, labels and where in the snapshot each value is, in Prometheus' text format.
 
 Labels never hold request ids, users or version hashes: they would make a series of each.
 """
@@ -6,15 +6,16 @@ Labels never hold request ids, users or version hashes: they would make a series
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from paceline.infra.web.words import canary_of, net_interval
+from paceline.infra.controller.snapshot import Snapshot
+from paceline.infra.web.words import net_interval
 
 
 class MetricSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,116 +34,93 @@ def metric_spec(name: str, kind: str, unit: str, text: str, *labels: str) -> Met
     return MetricSpec(name=f"paceline_{name}", kind=kind, unit=unit, text=text, labels=labels)
 
 
-CONTROLLER_METRICS: tuple[MetricSpec, ...] = (
-    metric_spec("controller_redis_up", "gauge", "1", "1 while the controller reaches Redis"),
-    metric_spec("controller_fenced", "gauge", "1", "1 when a newer controller took over from this one"),
-    metric_spec("controller_epoch", "gauge", "1", "Starts of controllers of this service"),
-    metric_spec("controller_errors", "counter", "1", "Passes or policy calls that failed"),
-    metric_spec("controller_snapshot_age_seconds", "gauge", "s", "Age of the controller's values on this page; it grows while the controller hangs"),
-    metric_spec("controller_paused", "gauge", "1", "1 while an operator has paused decisions"),
-    metric_spec("controller_pinned", "gauge", "1", "1 while an operator has pinned a version"),
-    metric_spec("desired_generation", "gauge", "1", "Generation of the desired state"),
-    metric_spec("replicas_alive", "gauge", "1", "Replicas with a fresh report"),
-    metric_spec("replicas_converged", "gauge", "1", "Replicas that run the desired generation"),
-    metric_spec("training_jobs_running", "gauge", "1", "Training jobs in flight"),
-    metric_spec("decisions", "counter", "1", "Decisions kept in the log, by action", "action"),
-    metric_spec("ledger_seconds", "gauge", "s", "Device-seconds spent or saved, by kind", "kind"),
-    metric_spec("ledger_net_seconds", "gauge", "s", "Device-seconds saved minus spent"),
-    metric_spec("ledger_net_bound_seconds", "gauge", "s", "95% interval of the net; bound is lower or upper", "bound"),
-    metric_spec("bank_seconds", "gauge", "s", "Device-seconds that the policy may still spend"),
-    metric_spec("canary_active", "gauge", "1", "1 while a version is on trial"),
-    metric_spec("canary_percent", "gauge", "%", "Share of adaptive requests that the version on trial serves"),
-    metric_spec("canary_requests", "gauge", "1", "Finished requests of the trial, by version: incumbent or canary", "role"),
-    metric_spec("canary_speed_ratio", "gauge", "1", "Tokens per second of the version on trial over the incumbent's"),
-    metric_spec("regime_age_seconds", "gauge", "s", "Time since the traffic mix last changed"),
-    metric_spec("drift_alarms", "counter", "1", "Alarms that a bucket's text changed", "bucket"),
-    metric_spec("stream_lag_entries", "gauge", "1", "Feedback entries not read yet"),
-    metric_spec("feedback_rows_folded", "counter", "1", "Rows folded into the controller's state"),
-    metric_spec("feedback_rows_lost", "counter", "1", "Rows that producers dropped"),
-    metric_spec("feedback_duplicates", "counter", "1", "Batches delivered twice and folded once"),
-    metric_spec("feedback_missing_batches", "counter", "1", "Batches that never arrived (gaps in their numbers)"),
-    metric_spec("feedback_lost_entries", "counter", "1", "Entries trimmed before they were read, or unreadable"),
-    metric_spec("tokens", "counter", "1", "Emitted tokens", "bucket", "group"),
-    metric_spec("acceptance_length", "gauge", "tokens", "Tokens per round of the latest 30 s, bonus included", "bucket", "group"),
-    metric_spec("tokens_per_second", "gauge", "1/s", "Tokens per device-second of the latest 30 s", "bucket", "group"),
+_Value = float | None | msgspec.UnsetType | Mapping[tuple[str, ...], float]
+"""A value, or values by their labels; None and UNSET: not known, the metric has no sample."""
+
+
+def _age_s(s: Snapshot) -> float | None:
+    return None if s.ts is None else max(0.0, time.time() - s.ts)
+
+
+def _canary_requests(s: Snapshot) -> _Value:
+    if s.canary is None:
+        return {}
+    own = s.canary.num_canary_requests
+    return {("canary",): own, ("incumbent",): s.canary.num_requests - own}
+
+
+def _recent(field: str) -> Callable[[Snapshot], _Value]:
+    """Values of a field of the sums of the latest 30 s, by bucket and group, where they are known."""
+
+    def read(s: Snapshot) -> _Value:
+        found = {(b, g): getattr(sums, field) for b, t in s.buckets.items() for g, sums in t.recent.items()}
+        return {labels: value for labels, value in found.items() if value is not None}
+
+    return read
+
+
+_TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], _Value]], ...] = (
+    (metric_spec("controller_redis_up", "gauge", "1", "1 while the controller reaches Redis"), lambda s: s.redis_up),
+    (metric_spec("controller_fenced", "gauge", "1", "1 when a newer controller took over from this one"), lambda s: s.is_fenced),
+    (metric_spec("controller_epoch", "gauge", "1", "Starts of controllers of this service"), lambda s: s.epoch),
+    (metric_spec("controller_errors", "counter", "1", "Passes or policy calls that failed"), lambda s: s.errors.count),
+    (metric_spec("controller_snapshot_age_seconds", "gauge", "s", "Age of the controller's values on this page; it grows while the controller hangs"), _age_s),
+    (metric_spec("controller_paused", "gauge", "1", "1 while an operator has paused decisions"), lambda s: s.is_paused),
+    (metric_spec("controller_pinned", "gauge", "1", "1 while an operator has pinned a version"), lambda s: None if s.bandit is None else s.bandit.pinned is not None),
+    (metric_spec("desired_generation", "gauge", "1", "Generation of the desired state"), lambda s: s.gen),
+    (metric_spec("replicas_alive", "gauge", "1", "Replicas with a fresh report"), lambda s: len(s.replicas)),
+    (metric_spec("replicas_converged", "gauge", "1", "Replicas that run the desired generation"), lambda s: sum(r.gen == s.gen for r in s.replicas)),
+    (metric_spec("training_jobs_running", "gauge", "1", "Training jobs in flight"), lambda s: s.job is not None),
+    (metric_spec("decisions", "counter", "1", "Decisions kept in the log, by action", "action"), lambda s: {(action,): n for action, n in Counter(d.action for d in s.decisions).items()}),
+    (metric_spec("ledger_seconds", "gauge", "s", "Device-seconds spent or saved, by kind", "kind"), lambda s: {(kind,): seconds for kind, seconds in s.ledger.by_kind.items()}),
+    (metric_spec("ledger_net_seconds", "gauge", "s", "Device-seconds saved minus spent"), lambda s: s.ledger.net_s),
+    (metric_spec("ledger_net_bound_seconds", "gauge", "s", "95% interval of the net; bound is lower or upper", "bound"), lambda s: dict(zip((("lower",), ("upper",)), net_interval(s)[1:], strict=True))),
+    (metric_spec("bank_seconds", "gauge", "s", "Device-seconds that the policy may still spend"), lambda s: None if s.bandit is None else s.bandit.bank_s),
+    (metric_spec("canary_active", "gauge", "1", "1 while a version is on trial"), lambda s: s.canary is not None),
+    (metric_spec("canary_percent", "gauge", "%", "Share of adaptive requests that the version on trial serves"), lambda s: 0 if s.canary is None else s.canary.share_percent),
+    (metric_spec("canary_requests", "gauge", "1", "Finished requests of the trial, by version: incumbent or canary", "role"), _canary_requests),
+    (metric_spec("canary_speed_ratio", "gauge", "1", "Tokens per second of the version on trial over the incumbent's"), lambda s: None if s.canary is None else s.canary.ratio),
+    (metric_spec("regime_age_seconds", "gauge", "s", "Time since the traffic mix last changed"), lambda s: None if s.bandit is None else s.bandit.regime_age_s),
+    (metric_spec("drift_alarms", "counter", "1", "Alarms that a bucket's text changed", "bucket"), lambda s: {} if s.bandit is None else {(bucket,): n for bucket, n in s.bandit.drift_alarms.items()}),
+    (metric_spec("stream_lag_entries", "gauge", "1", "Feedback entries not read yet"), lambda s: s.feedback.lag),
+    (metric_spec("feedback_rows_folded", "counter", "1", "Rows folded into the controller's state"), lambda s: s.feedback.delivered),
+    (metric_spec("feedback_rows_lost", "counter", "1", "Rows that producers dropped"), lambda s: s.feedback.dropped),
+    (metric_spec("feedback_duplicates", "counter", "1", "Batches delivered twice and folded once"), lambda s: s.feedback.duplicates),
+    (metric_spec("feedback_missing_batches", "counter", "1", "Batches that never arrived (gaps in their numbers)"), lambda s: s.feedback.missing_batches),
+    (metric_spec("feedback_lost_entries", "counter", "1", "Entries trimmed before they were read, or unreadable"), lambda s: s.feedback.lost_entries),
+    (metric_spec("tokens", "counter", "1", "Emitted tokens", "bucket", "group"), lambda s: {(bucket, g): sums.tokens for bucket, t in s.buckets.items() for g, sums in t.groups().items()}),
+    (metric_spec("acceptance_length", "gauge", "tokens", "Tokens per round of the latest 30 s, bonus included", "bucket", "group"), _recent("acceptance_length")),
+    (metric_spec("tokens_per_second", "gauge", "1/s", "Tokens per device-second of the latest 30 s", "bucket", "group"), _recent("tokens_per_s")),
 )  # fmt: skip
+"""Metric -> where the snapshot has it."""
+CONTROLLER_METRICS = tuple(spec for spec, _ in _TABLE)
+_BEFORE_RESTORE = {
+    f"paceline_{name}"
+    for name in ("controller_redis_up", "controller_fenced", "controller_errors", "replicas_alive", "replicas_converged", "training_jobs_running")
+}  # fmt: skip
+"""What a controller can tell that has restored nothing yet."""
 
 
 class ControllerCollector:
-    """Collector over the controller's snapshot, read when scraped."""
+    """Collector over one snapshot."""
 
-    def __init__(self, read_snapshot: Callable[[], dict[str, Any]]) -> None:
-        self._read = read_snapshot
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
-        values = _values(self._read())
-        for spec in CONTROLLER_METRICS:
+        for spec, read in _TABLE:
             family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
             metric = family(spec.name, f"{spec.text} (unit {spec.unit})", labels=spec.labels)
-            for labels, value in values.get(spec.name.removeprefix("paceline_"), {}).items():
-                metric.add_metric(labels, float(value))
+            is_known = self._snapshot.ts is not None or spec.name in _BEFORE_RESTORE
+            value = read(self._snapshot) if is_known else None
+            if value is not None and value is not msgspec.UNSET:
+                for labels, number in value.items() if isinstance(value, Mapping) else [((), value)]:
+                    metric.add_metric(labels, float(number))
             yield metric
 
 
-def controller_metrics(snapshot: dict[str, Any]) -> tuple[bytes, str]:
+def controller_metrics(snapshot: Snapshot) -> tuple[bytes, str]:
     """Body and content type for one snapshot of the controller."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ControllerCollector(lambda: snapshot))  # type: ignore[arg-type]
+    registry.register(ControllerCollector(snapshot))  # type: ignore[arg-type]
     return generate_latest(registry), CONTENT_TYPE_LATEST
-
-
-def _values(s: dict[str, Any]) -> dict[str, dict[tuple[str, ...], float]]:
-    """Metric name -> label values -> value; parts that the snapshot lacks are left out."""
-    feedback, replicas = s.get("feedback") or {}, s.get("replicas") or []
-    bandit, canary = s.get("bandit") or {}, canary_of(s)
-    plain: dict[str, Any] = {
-        "controller_redis_up": s.get("redis_up"),
-        "controller_fenced": s.get("is_fenced"),
-        "controller_epoch": s.get("epoch"),
-        "controller_errors": (s.get("errors") or {}).get("count"),
-        "controller_snapshot_age_seconds": None if s.get("ts") is None else max(0.0, time.time() - s["ts"]),
-        "controller_paused": s.get("is_paused"),
-        "controller_pinned": None if not bandit else bandit.get("pinned") is not None,
-        "bank_seconds": bandit.get("bank_s"),
-        "regime_age_seconds": bandit.get("regime_age_s"),
-        "canary_active": None if not s.get("rollout") else canary is not None,
-        "canary_percent": None if not s.get("rollout") else (canary or {}).get("share_percent", 0),
-        "canary_speed_ratio": (canary or {}).get("ratio"),
-        "desired_generation": s.get("gen"),
-        "replicas_alive": len(replicas),
-        "replicas_converged": sum(r["gen"] == s.get("gen") for r in replicas),
-        "training_jobs_running": int(bool(s.get("job"))),
-        "ledger_net_seconds": (s.get("ledger") or {}).get("net_s"),
-        "stream_lag_entries": feedback.get("lag"),
-        "feedback_rows_folded": feedback.get("delivered"),
-        "feedback_rows_lost": feedback.get("dropped"),
-        "feedback_duplicates": feedback.get("duplicates"),
-        "feedback_missing_batches": feedback.get("missing_batches"),
-        "feedback_lost_entries": feedback.get("lost_entries"),
-    }
-    out: dict[str, dict[tuple[str, ...], float]] = {
-        name: {(): float(value)} for name, value in plain.items() if value is not None
-    }
-    actions: dict[tuple[str, ...], float] = {}
-    for d in s.get("decisions") or []:
-        actions[(d["action"],)] = actions.get((d["action"],), 0.0) + 1
-    out["decisions"] = actions
-    out["ledger_seconds"] = {(kind,): v for kind, v in ((s.get("ledger") or {}).get("by_kind") or {}).items()}
-    if s.get("ledger"):
-        _, low, high = net_interval(s)
-        out["ledger_net_bound_seconds"] = {("lower",): low, ("upper",): high}
-    if canary is not None:
-        own, both = canary.get("num_canary_requests") or 0, canary.get("num_requests") or 0
-        out["canary_requests"] = {("canary",): own, ("incumbent",): both - own}
-    out["drift_alarms"] = {(bucket,): n for bucket, n in (bandit.get("drift_alarms") or {}).items()}
-    for name in ("tokens", "acceptance_length", "tokens_per_second"):
-        out[name] = {}
-    for bucket, groups in (s.get("buckets") or {}).items():
-        for group, sums in groups.items():
-            if group != "recent":
-                out["tokens"][(bucket, group)] = sums["tokens"]
-        for group, sums in groups["recent"].items():
-            for name, key in (("acceptance_length", "acceptance_length"), ("tokens_per_second", "tokens_per_s")):
-                if sums[key] is not None:
-                    out[name][(bucket, group)] = sums[key]
-    return out

@@ -1,14 +1,17 @@
-"""What does a service tell and take beyond OpenAI's routes: state, versions, pin, rollback?"""
+"""State routes: what a service tells and takes beyond OpenAI's routes, namely state, versions and commands."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import ray
 from fastapi import APIRouter, Request
 from ray.exceptions import RayError
@@ -16,16 +19,78 @@ from starlette.exceptions import HTTPException
 
 from paceline.errors import PacelineError, RequestError
 from paceline.infra.controller.actor import get_controller
-from paceline.infra.controller.snapshot import SnapshotCache
+from paceline.infra.controller.snapshot import (
+    CommandResult,
+    FeedbackCounts,
+    ReplicaState,
+    Snapshot,
+    TrafficBin,
+    VersionList,
+)
 from paceline.infra.replica.watcher import ReplicaWatcher
 from paceline.infra.web.access import Access
 from paceline.infra.web.commands import FIELDS, parse_command
 from paceline.serving.drafters.slots import DrafterSlots
 
-_CACHE_S = 0.3
+log = logging.getLogger(__name__)
+
+FETCH_TIMEOUT_S = 3.0
+SCRAPE_WAIT_S = 0.8
+FRESH_S = 0.3
+STALE_S = 30.0
+"""A scrape shows a snapshot of up to this age while the controller is away."""
 MAX_COMMAND_BYTES = 64 * 1024
-RunState = Callable[[Callable[[], dict[str, Any]]], Awaitable[dict[str, Any]]]
-"""Awaits what tells the state, for instance DashboardFeed.run."""
+T = TypeVar("T")
+
+
+class RunState(Protocol):
+    """Awaits what may block, for instance DashboardFeed.run."""
+
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
+
+
+class SnapshotCache:
+    """The latest snapshot; one background fetch at a time, so that nobody waits long for a controller that is away.
+
+    Thread-safe.
+    """
+
+    def __init__(self, fetch: Callable[[], Snapshot | None]) -> None:
+        """`fetch` may block or raise; None = the controller is away."""
+        self._fetch = fetch
+        self._lock = threading.Lock()
+        self._done: threading.Event | None = None  # of the fetch under way
+        self._value: Snapshot | None = None
+        self._at = float("-inf")
+
+    def recent(self, wait_s: float, max_age_s: float = STALE_S) -> Snapshot | None:
+        """A snapshot at most `max_age_s` old, waiting at most `wait_s` for a fresh one; None when there is none."""
+        with self._lock:
+            if time.monotonic() - self._at <= FRESH_S:
+                return self._value
+            if self._done is None:
+                self._done = threading.Event()
+                threading.Thread(target=self._refresh, args=(self._done,), name="snapshot", daemon=True).start()
+            done = self._done
+        done.wait(wait_s)
+        with self._lock:
+            return self._value if time.monotonic() - self._at <= max_age_s else None
+
+    def forget(self) -> None:
+        """Something was changed: the next reader gets a snapshot that is fetched after this."""
+        with self._lock:
+            self._at, self._done = float("-inf"), None
+
+    def _refresh(self, done: threading.Event) -> None:
+        value = None
+        try:
+            value = self._fetch()
+        except Exception as e:  # Ray raises many kinds while a cluster fails over; a scrape shows what is left
+            log.debug("controller snapshot is not available: %s", e)
+        with self._lock:
+            if self._done is done:  # else it was asked for before a change
+                self._value, self._at, self._done = value, time.monotonic(), None
+        done.set()
 
 
 @dataclass(slots=True)
@@ -38,18 +103,19 @@ class ServiceView:
     target_version: str
     slots: DrafterSlots
     counters: Callable[[], dict[str, Any]]
+    """Of the engine, feedback and traces; fields of ReplicaState."""
     watcher: ReplicaWatcher | None
     is_adaptive: bool
-    _cached: dict[str, Any] | None = None
-    _cached_at: float = 0.0
-    _scraped: SnapshotCache = field(init=False)
+    _snapshots: SnapshotCache = field(init=False)
 
     def __post_init__(self) -> None:
-        self._scraped = SnapshotCache(self._snapshot)
+        self._snapshots = SnapshotCache(
+            lambda: ray.get(get_controller(self.model).snapshot.remote(), timeout=FETCH_TIMEOUT_S)
+        )
 
-    def controller(self) -> dict[str, Any] | None:
+    def controller(self) -> Snapshot | None:
         """The controller's latest snapshot for a scrape, None while it is away; takes less than a second."""
-        return self._scraped.recent() if self.is_adaptive else None
+        return self._snapshots.recent(SCRAPE_WAIT_S) if self.is_adaptive else None
 
     def swap(self) -> dict[str, Any]:
         """This replica's drafter slots."""
@@ -70,29 +136,35 @@ class ServiceView:
             "pause_ms": list(self.slots.swap_pause_ms),
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Snapshot:
         """The controller's snapshot plus this replica; only this replica while the controller is away."""
-        swap: dict[str, Any] = {**self.swap(), **self.counters()}
-        local: dict[str, Any] = {"replica": swap, "target": self.target}
-        snapshot = self._snapshot() if self.is_adaptive else None
-        if snapshot and "gen" in snapshot:
-            return {**snapshot, **local, "has_controller": True}
-        base = {k: swap[k] for k in ("gen", "version", "first_version")}
-        return {
-            **base, **local, "target_version": self.target_version, "model": self.model, "has_controller": False,
-            "redis_up": (snapshot or {}).get("redis_up", False), "feedback": _feedback(swap.get("feedback")),
-        }  # fmt: skip
+        replica = msgspec.convert({**self.swap(), **self.counters()}, ReplicaState)
+        snapshot = self._snapshots.recent(FETCH_TIMEOUT_S, FETCH_TIMEOUT_S) if self.is_adaptive else None
+        if snapshot is not None and snapshot.ts is not None:
+            return msgspec.structs.replace(snapshot, replica=replica, target=self.target, has_controller=True)
+        sent = {} if replica.feedback is msgspec.UNSET else replica.feedback
+        return Snapshot(
+            model=self.model,
+            target=self.target,
+            target_version=self.target_version,
+            gen=replica.gen,
+            version=replica.version,
+            first_version=replica.first_version,
+            redis_up=snapshot is not None and snapshot.redis_up,
+            feedback=FeedbackCounts(**{k: sent[k] for k in ("produced", "delivered", "dropped") if k in sent}),
+            replica=replica,
+        )
 
-    def traffic(self, since: float) -> list[dict[str, Any]] | None:
-        """Time bins of traffic that end after `since` (TrafficStats.series); None while the controller is away."""
+    def traffic(self, since: float) -> list[TrafficBin] | None:
+        """Time bins of traffic that end after `since`; None while the controller is away."""
         if not self.is_adaptive:
             return None
         try:
-            return ray.get(get_controller(self.model).traffic.remote(since), timeout=3)
-        except (ValueError, RayError, AttributeError):  # away, or of a release before it had this
+            return ray.get(get_controller(self.model).traffic.remote(since), timeout=FETCH_TIMEOUT_S)
+        except (ValueError, RayError):
             return None
 
-    def command(self, name: str, *args: Any) -> dict[str, Any]:
+    def command(self, name: str, *args: Any) -> Snapshot:
         """Have the controller carry out a command; raises PacelineError with its reason."""
         if not self.is_adaptive:
             raise RequestError("this service has no controller: its drafter cannot be trained or it has no Redis")
@@ -108,22 +180,8 @@ class ServiceView:
             raise (RequestError(message) if isinstance(cause, ValueError) else PacelineError(message)) from e
         except RayError as e:
             raise PacelineError(f"the controller does not answer: {e}") from e
-        self._cached = None
+        self._snapshots.forget()
         return self.state()
-
-    def _snapshot(self) -> dict[str, Any] | None:
-        now = time.monotonic()
-        if self._cached is None or now - self._cached_at > _CACHE_S:
-            try:
-                self._cached = ray.get(get_controller(self.model).snapshot.remote(), timeout=3)
-            except (ValueError, RayError):
-                self._cached = None
-            self._cached_at = time.monotonic()
-        return self._cached
-
-
-def _feedback(counters: dict[str, Any] | None) -> dict[str, int]:
-    return {k: int((counters or {}).get(k, 0)) for k in ("produced", "delivered", "dropped")}
 
 
 def service_router(view: States, access: Access, run: RunState) -> APIRouter:
@@ -136,14 +194,11 @@ def service_router(view: States, access: Access, run: RunState) -> APIRouter:
 
     async def versions(request: Request) -> dict[str, Any]:
         access.check_read(request)
-        state = await run(view.state)
-        return {k: state.get(k) for k in ("gen", "version", "first_version")} | {
-            "versions": state.get("versions") or []
-        }
+        return msgspec.to_builtins(msgspec.convert(await run(view.state), VersionList, from_attributes=True))
 
     async def command(name: str, request: Request) -> dict[str, Any]:
         access.check_command(request)
-        return await run_command(view, name, request)
+        return msgspec.to_builtins(await run_command(view, name, request))
 
     router.add_api_route("/paceline/versions", versions, methods=["GET"])
     router.add_api_route("/paceline/{name}", command, methods=["POST"])
@@ -153,16 +208,16 @@ def service_router(view: States, access: Access, run: RunState) -> APIRouter:
 class Commands(Protocol):
     """What carries out commands; see ServiceView.command."""
 
-    def command(self, name: str, *args: Any) -> dict[str, Any]: ...
+    def command(self, name: str, *args: Any) -> Snapshot: ...
 
 
 class States(Commands, Protocol):
     """What also tells the service's state; see ServiceView.state."""
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> Snapshot: ...
 
 
-async def run_command(view: Commands, name: str, request: Request) -> dict[str, Any]:
+async def run_command(view: Commands, name: str, request: Request) -> CommandResult:
     """Carry out a command that was allowed: the new generation, version and policy.
 
     Raises: HTTPException 404 (no such command), 413, 503 (the controller is away); RequestError for wrong values.
@@ -181,4 +236,4 @@ async def run_command(view: Commands, name: str, request: Request) -> dict[str, 
         raise
     except PacelineError as e:
         raise HTTPException(503, str(e)) from e
-    return {k: state.get(k) for k in ("gen", "version", "policy", "is_paused")}
+    return msgspec.convert(state, CommandResult, from_attributes=True)

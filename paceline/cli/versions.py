@@ -1,4 +1,4 @@
-"""The options of `paceline versions`: parsed here, carried out in infra/service/versions.py."""
+"""Options of `paceline versions`; infra/service/versions.py carries them out."""
 
 from __future__ import annotations
 

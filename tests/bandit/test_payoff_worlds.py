@@ -19,11 +19,11 @@ def _world(
 
 
 def _spent(w: World) -> float:
-    return w.controller.snapshot()["ledger"]["spent_s"]
+    return w.controller.snapshot().ledger.spent_s
 
 
 def _net(w: World) -> float:
-    return w.controller.snapshot()["ledger"]["net_s"]
+    return w.controller.snapshot().ledger.net_s
 
 
 @pytest.mark.parametrize(("seed", "bank_s"), [(0, 20.0), (1, 200.0), (2, 20.0)])
@@ -31,7 +31,7 @@ def test_an_hour_without_a_shift_costs_at_most_one_percent(seed, bank_s):
     w = _world(lambda t: {"a": 0.5, "b": 0.5}, seed=seed, bank_s=bank_s, round_s=0.1, step_s=5.0)
     w.run(3600)
     assert _spent(w) <= 0.01 * 3600
-    assert w.controller.snapshot()["drift_alarms"] == {"a": 0, "b": 0}
+    assert w.controller.snapshot().drift_alarms == {"a": 0, "b": 0}
 
 
 def test_known_training_rows_of_the_first_drafter_spare_even_the_first_try():
@@ -113,7 +113,7 @@ def test_a_changed_text_inside_one_bucket_is_noticed_and_trained_for():
         lengths["a"] = 1.4
     w.ceilings["a"] = 2.3
     w.run(120)
-    assert w.controller.snapshot()["drift_alarms"]["a"] == 1
+    assert w.controller.snapshot().drift_alarms["a"] == 1
     assert w.of("train") and w.true[w.live]["a"] > 1.6
 
 

@@ -30,6 +30,7 @@ from paceline.contracts import (
 )
 from paceline.errors import ManifestError, PacelineError, RequestError
 from paceline.infra.controller.host import ControllerHost, HostConfig
+from paceline.infra.controller.snapshot import ReplicaState, Snapshot, TrafficBin
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_desired, write_report
 from paceline.infra.state.redis_clients import Keys, patient_client
@@ -114,7 +115,7 @@ class _Done:
 
 @dataclass
 class Scene:
-    """The host and its surroundings; also a `View` for dashboard_router."""
+    """The host and its surroundings; also what dashboard_router asks."""
 
     host: ControllerHost
     client: redis.Redis
@@ -179,17 +180,17 @@ class Scene:
         )  # fmt: skip
 
     # ---- what the routes ask ------------------------------------------------------------------------------------
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Snapshot:
         engine = {"num_running": 2, "num_waiting": 0, "num_pages": 64, "num_free_pages": 40, "num_tokens": 9, "num_finished": 1, "num_aborted": 0}  # fmt: skip
-        local = {"replica": {"replica_id": "r1", "engine": engine, "training": False}, "target": "tiny"}
+        replica = ReplicaState(replica_id="r1", engine=engine)
         if self.is_away:
-            return {**local, "has_controller": False, "redis_up": False, "gen": 1, "version": FIRST, "first_version": FIRST, "model": "tiny"}  # fmt: skip
-        return {**self.host.snapshot(), **local, "has_controller": True}
+            return Snapshot(gen=1, version=FIRST, first_version=FIRST, model="tiny", target="tiny", replica=replica)
+        return msgspec.structs.replace(self.host.snapshot(), replica=replica, target="tiny", has_controller=True)
 
-    def traffic(self, since: float) -> list[dict[str, Any]] | None:
+    def traffic(self, since: float) -> list[TrafficBin] | None:
         return None if self.is_away else self.host.traffic(since)
 
-    def command(self, name: str, *args: Any) -> dict[str, Any]:
+    def command(self, name: str, *args: Any) -> Snapshot:
         future = self.host.call(lambda: getattr(self.host, name)(*args))
         self.host.step(block_ms=1)
         try:
@@ -216,11 +217,3 @@ def make_scene(redis_url: str, keys: Keys, **policy: Any) -> Scene:
     )  # fmt: skip
     host.connect()
     return Scene(host=host, client=client, keys=keys, clock=clock, launcher=launcher, store=store)
-
-
-def play(scene: Scene) -> Scene:
-    """Twenty minutes: known traffic, then math joins it."""
-    scene.run(400, ["code", "tools"])
-    scene.run(600, ["code", "tools", "math"])
-    scene.run(200, ["math", "tools"])
-    return scene

@@ -125,7 +125,7 @@ def test_a_failed_job_costs_changes_no_version_and_frees_the_slot():
     outcome = w.controller.job_finished(_failed(d), decision_id=d.decision_id, now=w.clock.now())
     assert outcome.publish is None and outcome.decision.realised_cost_s == pytest.approx(3.0, abs=0.5)
     assert outcome.decision.outcome == "failed" and outcome.decision.realised_gain == 0.0
-    assert w.controller.snapshot()["job"] is None
+    assert w.controller.snapshot().job is None
     w.run(60)
     assert len(w.of("train")) >= 2
 

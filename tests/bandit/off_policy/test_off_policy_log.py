@@ -35,7 +35,7 @@ def served():
 
 def test_the_realised_net_is_what_the_ledger_booked(served):
     service, world = served
-    booked = world.controller.snapshot()["ledger"]
+    booked = msgspec.to_builtins(world.controller.snapshot().ledger)
     spent = sum(booked.get(k, 0.0) for k in ("training", "shadow", "interference", "staging"))
     assert sum(realised_steps(service)) == pytest.approx(booked["saved_s"] - spent, abs=1e-6)
     assert world.num_jobs >= 1

@@ -21,6 +21,7 @@ from paceline.infra.controller.actor import (
     stop_controller,
 )
 from paceline.infra.controller.jobs import WorkerLease
+from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_desired
 from tests.helpers.scripted import ARM, row
@@ -56,11 +57,11 @@ def spec(cluster, shared_redis, keys, tmp_path):
     stop_controller(keys.model)
 
 
-def snapshot(model: str) -> dict:
+def snapshot(model: str) -> Snapshot:
     try:
         return ray.get(get_controller(model).snapshot.remote(), timeout=10)
     except (RayError, ValueError):
-        return {}
+        return Snapshot()
 
 
 def test_actor_survives_kill_9_with_its_state(spec, client, keys, wait_until):
@@ -74,19 +75,19 @@ def test_actor_survives_kill_9_with_its_state(spec, client, keys, wait_until):
         client.xadd(keys.feedback, {"v": encode(batch)})
 
     send(1)
-    wait_until(lambda: snapshot(keys.model).get("feedback", {}).get("delivered") == 1, timeout_s=90.0)
+    wait_until(lambda: snapshot(keys.model).feedback.delivered == 1, timeout_s=90.0)
     pid = ray.get(handle.pid.remote())
     os.kill(pid, signal.SIGKILL)
     send(1)
     send(2)
-    wait_until(lambda: snapshot(keys.model).get("feedback", {}).get("delivered") == 2, timeout_s=120.0)
+    wait_until(lambda: snapshot(keys.model).feedback.delivered == 2, timeout_s=120.0)
     view = snapshot(keys.model)
-    assert (view["epoch"], view["feedback"]["duplicates"]) == (2, 1)
+    assert (view.epoch, view.feedback.duplicates) == (2, 1)
     assert ray.get(get_controller(keys.model).pid.remote()) != pid
     with pytest.raises(Exception, match=r"not in the registry|12 hexadecimal"):
         ray.get(get_controller(keys.model).command.remote("pin", "nope"), timeout=20)
     ray.get(get_controller(keys.model).command.remote("set_policy", "payoff"), timeout=20)
-    assert snapshot(keys.model)["policy"] == "payoff"
+    assert snapshot(keys.model).policy == "payoff"
     stop_controller(keys.model)
     with pytest.raises(ValueError, match=actor_name(keys.model)):
         get_controller(keys.model)
@@ -104,14 +105,14 @@ def test_redeployment_with_another_configuration_replaces_the_controller(spec, c
     old = ensure_controller(spec)
     batch = make_batch([row(1)], replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
     client.xadd(keys.feedback, {"v": encode(batch)})
-    wait_until(lambda: snapshot(keys.model).get("feedback", {}).get("delivered") == 1, timeout_s=90.0)
+    wait_until(lambda: snapshot(keys.model).feedback.delivered == 1, timeout_s=90.0)
     new = ensure_controller(replace(spec, deployed_at=1.0, **change))
     assert new._actor_id != old._actor_id
-    wait_until(lambda: snapshot(keys.model).get("epoch") == 2, timeout_s=90.0)
+    wait_until(lambda: snapshot(keys.model).epoch == 2, timeout_s=90.0)
     view = snapshot(keys.model)
-    assert view[shown[0]] == shown[1]
-    assert view["feedback"]["delivered"] == 1, "the state of the one before it was restored"
-    assert view["holdback_percent"] == change.get("policy", {}).get("holdback_percent", 10)
+    assert getattr(view, shown[0]) == shown[1]
+    assert view.feedback.delivered == 1, "the state of the one before it was restored"
+    assert view.holdback_percent == change.get("policy", {}).get("holdback_percent", 10)
     with pytest.raises(RayError):
         ray.get(old.pid.remote(), timeout=20)
 

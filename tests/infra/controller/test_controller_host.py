@@ -10,6 +10,7 @@ from paceline.contracts import LedgerEntry, decode, encode
 from paceline.errors import ConfigError, FencedError, ManifestError, PacelineError
 from paceline.infra.controller.feedback import GROUP
 from paceline.infra.controller.host import ControllerHost, HostConfig
+from paceline.infra.controller.snapshot import LedgerSums
 from paceline.infra.controller.store import HostState
 from paceline.infra.controller.traffic import MAX_BUCKETS
 from paceline.infra.replica.feedback import make_batch
@@ -149,7 +150,7 @@ def test_policy_that_raises_does_not_stop_the_feedback(host, client, keys, monke
     send(client, keys, 1)
     settle(host)
     assert host.state.num_rows == 3
-    assert "failed to decide" in host.snapshot()["errors"]["last"]
+    assert "failed to decide" in host.snapshot().errors.last
 
 
 def test_policy_set_at_run_time_survives_a_restart(shared_redis, host, keys, tmp_path):
@@ -204,10 +205,10 @@ def test_lost_data_is_restored_from_the_snapshot_file(own_redis, keys, tmp_path)
 
 def test_commands_run_in_the_loop_and_return_errors(shared_redis, keys, tmp_path, seeded, wait_until):
     host = make_host(shared_redis.url, keys, tmp_path).start()
-    wait_until(lambda: host.snapshot().get("gen") == 1)
+    wait_until(lambda: host.snapshot().gen == 1)
     host.call(lambda: host.pin("v2")).result(10)
-    assert host.snapshot()["version"] in ("v1", "v2")
-    wait_until(lambda: host.snapshot()["version"] == "v2")
+    assert host.snapshot().version in ("v1", "v2")
+    wait_until(lambda: host.snapshot().version == "v2")
     with pytest.raises(ManifestError):
         host.call(lambda: host.pin("nope")).result(10)
     host.stop()
@@ -221,31 +222,29 @@ def test_controller_starts_without_redis_and_connects_later(tmp_path, keys, wait
     server = EmbeddedRedis(tmp_path)
     host = make_host(server.url, keys, tmp_path).start()
     wait_until(lambda: host._breaker.is_up is False)
-    assert host.snapshot()["redis_up"] is False
+    assert host.snapshot().redis_up is False
     server.start()
     ensure_desired(patient_client(server.url), keys, version="v1", holdback_percent=10, now=1.0)
-    wait_until(lambda: host.snapshot().get("gen") == 1)
+    wait_until(lambda: host.snapshot().gen == 1)
     host.stop()
     server.stop()
 
 
-def test_snapshot_is_plain_and_agrees_with_the_ledger(host, client, keys):
+def test_snapshot_agrees_with_the_ledger(host, client, keys):
     send(client, keys, 1)
     host.controller.ledger.append(
         LedgerEntry(entry_id="x", ts=1.0, kind="training", bucket="math", version=None, seconds=2.0)
     )
     settle(host)
     snapshot = host.snapshot()
-    assert msgspec.json.decode(msgspec.json.encode(snapshot)) is not None
-    assert snapshot["ledger"] == {
-        "spent_s": 2.0, "saved_s": 3.0, "net_s": 1.0, "by_kind": {"saving": 3.0, "training": 2.0},
-    }  # fmt: skip
-    adaptive = snapshot["buckets"]["math"]["adaptive"]
-    assert (adaptive["rounds"], adaptive["acceptance_length"]) == (3, 3.0)
-    assert adaptive["tokens_per_s"] == pytest.approx(300.0)
-    assert np.isclose(snapshot["buckets"]["math"]["recent"]["adaptive"]["acceptance_rate"], 0.5)
-    assert snapshot["feedback"]["delivered"] == 3 and snapshot["feedback"]["lag"] == 0
-    assert snapshot["redis_up"] is True
+    sums = LedgerSums(spent_s=2.0, saved_s=3.0, net_s=1.0, by_kind={"saving": 3.0, "training": 2.0})
+    assert snapshot.ledger == sums
+    adaptive = snapshot.buckets["math"].groups()["adaptive"]
+    assert (adaptive.rounds, adaptive.acceptance_length) == (3, 3.0)
+    assert adaptive.tokens_per_s == pytest.approx(300.0)
+    assert np.isclose(snapshot.buckets["math"].recent["adaptive"].acceptance_rate, 0.5)
+    assert snapshot.feedback.delivered == 3 and snapshot.feedback.lag == 0
+    assert snapshot.redis_up is True
 
 
 def test_unknown_policy_is_refused(shared_redis, keys, tmp_path, seeded):
@@ -281,17 +280,17 @@ def test_real_policy_orders_a_job_and_learns_its_outcome(shared_redis, client, k
         batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=seq, target_version="t", num_dropped=0)
         client.xadd(keys.feedback, {"v": encode(batch)})
         settle(host, 1)
-        return any(d["outcome"] == "rejected" for d in host.snapshot()["decisions"])
+        return any(d.outcome == "rejected" for d in host.snapshot().decisions)
 
     wait_until(decided, timeout_s=60.0, what="a training decision with its outcome")
     host.set_policy("never")
     settle(host)
     wait_until(lambda: host.state.pending is None or settle(host) is not None, timeout_s=30.0)
     assert host.controller.check() == []
-    assert host.snapshot()["ledger"]["by_kind"]["training"] > 0
-    bandit = host.snapshot()["bandit"]["ledger"]
-    assert bandit["spent_s"] == pytest.approx(host.snapshot()["ledger"]["spent_s"])
+    assert host.snapshot().ledger.by_kind["training"] > 0
+    bandit = host.snapshot().bandit.ledger
+    assert bandit.spent_s == pytest.approx(host.snapshot().ledger.spent_s)
     second = make_host(shared_redis.url, keys, tmp_path, make=None, policy=PolicyConfig(policy="always", min_rows=100))
     second.connect()
-    assert second.controller.snapshot()["ledger"]["spent_s"] == pytest.approx(bandit["spent_s"])
+    assert second.controller.snapshot().ledger.spent_s == pytest.approx(bandit.spent_s)
     assert second.state.policy == "never"

@@ -17,9 +17,10 @@ from paceline.infra.controller.rollout import (
     close_quiet,
     fold,
     judge,
-    rollout_view,
     take_reports,
 )
+from paceline.infra.controller.snapshot import CanaryRollout, IdleRollout
+from paceline.infra.controller.view import rollout_view
 from paceline.infra.replica.feedback import make_batch
 
 CONFIG = RolloutConfig(canary_percent=50, quiet_s=1.0, max_requests=60, max_s=500.0, freeze_s=100.0)
@@ -294,19 +295,18 @@ def test_one_canary_at_a_time():
         begin().begin("v3", "v1", CONFIG, now=0.0, decision_id=1, bucket="", arm="")
 
 
-def test_the_view_is_plain_and_tells_both_sides_of_the_evidence():
+def test_the_view_tells_both_sides_of_the_evidence():
     state = begin()
     serve(state, SPEED, most=40)
     view = rollout_view(state, CONFIG, now=5.0)
-    assert msgspec.json.decode(msgspec.json.encode(view)) == view
-    assert (view["status"], view["version"], view["incumbent"], view["share_percent"]) == ("canary", "v2", "v1", 50)
-    assert view["num_requests"] == sum(s["num_incumbent"] + s["num_canary"] for s in view["strata"].values())
-    assert set(view["log_evidence"]) == set(view["thresholds"]) == {"slower", "fast_enough"}
+    assert isinstance(view, CanaryRollout)
+    assert (view.version, view.incumbent, view.share_percent) == ("v2", "v1", 50)
+    assert view.num_requests == sum(s.num_incumbent + s.num_canary for s in view.strata.values())
     state.end(Verdict(outcome=Outcome.ROLLED_BACK, reason="slow"), CONFIG, now=5.0)
     idle = rollout_view(state, CONFIG, now=6.0)
-    assert (idle["status"], idle["version"], idle["reason"]) == ("idle", None, "slow")
-    assert idle["frozen_until"] == {"math": 105.0} and idle["last"]["outcome"] == "rolled_back"
-    assert rollout_view(state, CONFIG, now=200.0)["frozen_until"] == {}
+    assert isinstance(idle, IdleRollout) and idle.reason == "slow"
+    assert idle.frozen_until == {"math": 105.0} and idle.last.outcome == "rolled_back"
+    assert rollout_view(state, CONFIG, now=200.0).frozen_until == {}
 
 
 @pytest.mark.parametrize(

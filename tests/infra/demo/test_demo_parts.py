@@ -5,6 +5,7 @@ import json
 from rich.console import Console
 
 from paceline.contracts import Group
+from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.scenario import GROUP_PATTERN, Traffic, shifting_scenario, steady_scenario
@@ -62,7 +63,7 @@ def _result(answers):
         "target": {"name": "bundled", "version": "t"}, "drafter": {"name": "bundled"}, "policy": "payoff",
         "hardware": {"cpu": "<cpu>", "cores": 2}, "phases": [stats.phase_dict("B", "math", 0.0) | {"started_s": 0.0}],
         "decisions": [{"t_s": 3.0, "action": "train", "bucket": "math", "arm": "full", "reason": "a < b & c", "expected_saving_s": 2.0, "expected_cost_s": 1.0}],
-        "ledger": {"spent_s": 1.0, "saved_s": 2.0, "net_s": 1.0},
+        "ledger": {"spent_s": 1.0, "saved_s": 2.0, "net_s": 1.0}, "ledger_cells": [], "saved_interval_s": [0.0, 0.0],
         "swaps": {"count": 1, "pause_ms_p50": 0.1, "pause_ms_p99": 0.1, "requests_dropped": 0, "times_s": [4.0]},
         "lossless": {"checked": 10, "near_ties": 0, "mismatches": 0}, "feedback": {"produced": 5, "delivered": 5, "dropped": 0},
     }  # fmt: skip
@@ -72,7 +73,7 @@ def test_html_report_is_self_contained_and_escapes_reasons(tmp_path):
     answers = [_answer(g, ended=float(i)) for i, g in enumerate(GROUP_PATTERN * 3)]
     demo_report.write_html(_result(answers), answers, tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text()
-    assert "a &lt; b &amp; c" in text and "&lt;cpu&gt;" in text
+    assert "a &lt; b &amp; c" in text and "&lt;cpu&gt;" in text and "<cpu>" not in text
     assert 'src="http' not in text and "Plotly.newPlot" in text
 
 
@@ -84,6 +85,6 @@ def test_json_report_reads_back(tmp_path):
 
 def test_view_and_table_render_without_any_data():
     console = Console(record=True, width=150)
-    console.print(demo_view.render(phase="A", bucket="tools", elapsed_s=0, total_s=10, answers=[], state={}, decisions=[]))  # fmt: skip
+    console.print(demo_view.render(phase="A", bucket="tools", elapsed_s=0, total_s=10, answers=[], state=Snapshot()))
     console.print(demo_report.result_table(_result([_answer(Group.ADAPTIVE)])))
     assert "none yet" in console.export_text()

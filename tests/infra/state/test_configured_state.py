@@ -43,7 +43,7 @@ def test_controller_puts_its_holdback_into_force_at_start_and_keeps_it_at_swaps(
     host.connect()
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version, desired.first_version, desired.holdback_percent) == (3, "v2", "v1", 30)
-    assert host.snapshot()["holdback_percent"] == 30
+    assert host.snapshot().holdback_percent == 30
     host.rollback()
     settle(host)
     desired = read_desired(client, keys)
@@ -63,20 +63,20 @@ def test_controller_writes_the_first_record_where_no_set_up_ran(shared_redis, cl
 
 @pytest.mark.parametrize("has_set_up", [True, False])
 def test_another_first_drafter_goes_live_and_ends_the_old_pin(shared_redis, client, keys, tmp_path, pinned, has_set_up):
-    assert pinned.controller.snapshot()["pinned"] == "v2"
+    assert pinned.controller.snapshot().pinned == "v2"
     if has_set_up:
         ensure_first_version(shared_redis.url, keys, "v3", 10, 2.0)
     host = make_host(shared_redis.url, keys, tmp_path, make=None, first_version="v3")
     host.connect()
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version, desired.first_version) == (3, "v3", "v3")
-    assert host.controller.snapshot()["pinned"] is None
+    assert host.controller.snapshot().pinned is None
 
 
 def test_pin_outlives_a_restart_with_the_same_drafter(shared_redis, keys, tmp_path, pinned):
     host = make_host(shared_redis.url, keys, tmp_path, make=None, policy=PolicyConfig(holdback_percent=30))
     host.connect()
-    assert host.controller.snapshot()["pinned"] == "v2"
+    assert host.controller.snapshot().pinned == "v2"
 
 
 def test_restored_snapshot_wins_over_a_record_made_after_redis_lost_its_data(own_redis, keys, tmp_path):

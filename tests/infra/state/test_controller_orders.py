@@ -5,6 +5,7 @@ import pytest
 
 from paceline.contracts import ReplicaReport
 from paceline.errors import ManifestError, PacelineError
+from paceline.infra.controller.snapshot import Swaps
 from paceline.infra.state.desired import commit_desired, read_desired, write_report
 from paceline.infra.state.log import recent_log
 from tests.helpers.hosts import make_host, send, settle
@@ -26,7 +27,7 @@ def test_accepted_training_makes_a_new_generation(host, client, keys, wait_until
     wait_until(done, timeout_s=60.0)
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version, desired.first_version) == (2, "v2", "v1")
-    assert host.snapshot()["decisions"][0]["outcome"] == "accepted"
+    assert host.snapshot().decisions[0].outcome == "accepted"
     assert len(host._launcher.handles) == 1
     kinds = [e["kind"] for e in recent_log(client, keys)]
     assert kinds.count("job") == 1 and kinds.count("decision") == 2
@@ -45,7 +46,7 @@ def test_other_outcomes_reach_the_policy_and_change_nothing(host, client, keys, 
     wait_until(done, timeout_s=60.0)
     settle(host)
     assert read_desired(client, keys).gen == 1
-    assert host.snapshot()["job"] is None
+    assert host.snapshot().job is None
 
 
 def test_restart_while_training_waits_for_the_same_job(shared_redis, host, client, keys, tmp_path, wait_until):
@@ -88,7 +89,7 @@ def test_operator_pins_rolls_back_and_is_refused_with_a_reason(host, client, key
     settle(host)
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version) == (3, "v1")
-    assert host.snapshot()["history"] == ["v1", "v3", "v1"]
+    assert host.snapshot().history == ["v1", "v3", "v1"]
     with pytest.raises(ManifestError, match="not in the registry"):
         host.pin("nope")
     with pytest.raises(ManifestError, match="not in the registry"):
@@ -115,7 +116,7 @@ def test_refused_version_is_rolled_back(host, client, keys):
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version) == (3, "v1")
     assert "NaN in w" in desired.reason
-    assert host.snapshot()["history"] == ["v1"]  # a later rollback does not lead back to what was refused
+    assert host.snapshot().history == ["v1"]  # a later rollback does not lead back to what was refused
 
 
 def test_staging_is_booked_once_when_all_replicas_run_the_version(host, client, keys):
@@ -132,13 +133,13 @@ def test_staging_is_booked_once_when_all_replicas_run_the_version(host, client, 
     host.pin("v2")
     settle(host)
     report("a", 2)
-    assert "staging" not in host.snapshot()["ledger"]["by_kind"]
+    assert "staging" not in host.snapshot().ledger.by_kind
     for _ in range(3):
         report("b", 2)
     snapshot = host.snapshot()
-    assert snapshot["ledger"]["by_kind"]["staging"] == pytest.approx(1.04)
-    assert snapshot["swaps"] == {"count": 2, "pause_ms": [20.0, 20.0], "times": [5.0, 5.0]}
-    assert snapshot["feedback"]["dropped"] == 2
+    assert snapshot.ledger.by_kind["staging"] == pytest.approx(1.04)
+    assert snapshot.swaps == Swaps(count=2, pause_ms=[20.0, 20.0], times=[5.0, 5.0])
+    assert snapshot.feedback.dropped == 2
 
 
 def test_desired_record_of_the_command_line_is_adopted(host, client, keys):

@@ -53,7 +53,7 @@ def run_canary(host, fleet, wait_until) -> None:
 def test_the_first_drafter_is_live_and_nothing_is_on_trial(host):
     settle(host)
     assert ways(host, "v1") == [S.LIVE]
-    assert host.snapshot()["rollout"]["status"] == "idle"
+    assert host.snapshot().canary is None
 
 
 def test_accepted_training_goes_through_a_canary_to_live(host, client, keys, replicas, wait_until):
@@ -66,8 +66,8 @@ def test_accepted_training_goes_through_a_canary_to_live(host, client, keys, rep
     desired = read_desired(client, keys)
     assert (desired.version, desired.canary_version, desired.canary_percent, desired.gen) == ("v1", "v2", 50, 2)
     snapshot = host.snapshot()
-    assert snapshot["rollout"]["version"] == "v2" and snapshot["history"] == ["v1"]
-    assert snapshot["lifecycle"]["v2"]["state"] == "canary" and snapshot["lifecycle"]["v2"]["bucket"] == "math"
+    assert snapshot.canary.version == "v2" and snapshot.history == ["v1"]
+    assert snapshot.lifecycle["v2"].state == "canary" and snapshot.lifecycle["v2"].bucket == "math"
     run_canary(host, replicas(v2=420.0), wait_until)
     desired = read_desired(client, keys)
     assert (desired.version, desired.canary_version, desired.canary_percent, desired.gen) == ("v2", "", 0, 3)
@@ -103,7 +103,7 @@ def test_a_slow_canary_is_rolled_back_barred_and_frozen(host, client, keys, repl
 def test_an_ordered_canary_is_among_the_notes_and_in_the_log(host, client, keys):
     host.canary("v2")
     settle(host)
-    assert host.snapshot()["notes"][-1]["text"] == "canary of v2 ordered by the operator"
+    assert host.snapshot().notes[-1].text == "canary of v2 ordered by the operator"
     assert [e["text"] for e in recent_log(client, keys) if e["kind"] == "note"][-1].startswith("canary of v2")
 
 
@@ -117,8 +117,8 @@ def test_requests_of_the_version_on_trial_are_counted_apart(host, client, keys, 
     wait_until(lambda: settle(host, 1) or host.state.num_rows == fleet.num_rows, what="the rows of both versions")
     assert host.state.rollout.canary is not None
     assert set(fleet.num_rounds) == {"v1", "v2"}
-    (groups,) = host.snapshot()["buckets"].values()
-    counted = {name: sums["rounds"] for name, sums in groups.items() if name != "recent"}
+    (traffic,) = host.snapshot().buckets.values()
+    counted = {name: sums.rounds for name, sums in traffic.groups().items()}
     assert counted == {"adaptive": fleet.num_rounds["v1"], "canary": fleet.num_rounds["v2"]}
     own = next(i for i in range(1000) if is_canary(f"r{i}", "v2", ROLLOUT.canary_percent))
     rows = [row(own, bucket="code", version="")]
@@ -330,11 +330,11 @@ def test_staging_of_a_canary_is_charged_to_its_decision_once(host, client, keys,
     settle(host)
     write_report(client, keys, loading("a", 2, "v1", "v2", swap_gen=0, staging_s=0.5, swap_pause_ms=[40.0]))
     settle(host)
-    assert host.snapshot()["ledger"]["by_kind"]["staging"] == pytest.approx(0.5)  # staged without a flip
-    assert host.snapshot()["swaps"]["count"] == 0
+    assert host.snapshot().ledger.by_kind["staging"] == pytest.approx(0.5)  # staged without a flip
+    assert host.snapshot().swaps.count == 0
     run_canary(host, replicas(v2=600.0), wait_until)
     settle(host)
-    assert host.snapshot()["ledger"]["by_kind"]["staging"] == pytest.approx(0.5)
+    assert host.snapshot().ledger.by_kind["staging"] == pytest.approx(0.5)
 
 
 def test_the_pool_deletes_weights_that_nobody_needs_after_the_commit(shared_redis, client, keys, tmp_path, seeded):
@@ -355,7 +355,7 @@ def test_the_pool_deletes_weights_that_nobody_needs_after_the_commit(shared_redi
     # first and live version, the one that a replica still holds: three of one byte each
     assert set(host.state.evicted) == {"v3", "v4", "v5", "v7"} == registry.without_weights
     assert all(was_committed for _, was_committed in deleted_at)
-    assert sorted(host.snapshot()["evicted"]) == ["v3", "v4", "v5", "v7"]
+    assert sorted(host.snapshot().evicted) == ["v3", "v4", "v5", "v7"]
     contexts = []
     host.controller.tick = lambda now, context: contexts.append(context) or []
     settle(host)

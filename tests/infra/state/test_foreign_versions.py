@@ -61,8 +61,8 @@ def host(shared_redis, client, keys, tmp_path, versions):
 
 def test_only_own_versions_are_listed_and_live_history_holds_no_other(host, versions):
     view = host.snapshot()
-    assert [m["version"] for m in view["versions"]] == [versions.first, versions.trained]
-    assert view["history"] == [versions.first] and view["version"] == versions.first
+    assert [v.version for v in view.versions] == [versions.first, versions.trained]
+    assert view.history == [versions.first] and view.version == versions.first
 
 
 def test_policy_is_offered_only_own_versions(host, versions, monkeypatch):

@@ -12,6 +12,7 @@ from rich.console import Console
 from starlette.exceptions import HTTPException
 
 from paceline.errors import PacelineError
+from paceline.infra.controller.snapshot import Snapshot, VersionInfo
 from paceline.infra.serve import dashboard_words
 from paceline.infra.service.versions import print_versions
 from paceline.infra.web.access import Access
@@ -60,20 +61,19 @@ def test_what_a_foreign_page_can_send_unasked_is_refused(access):
     assert refusal(access, request(token="t", kind="text/plain")) == 415
 
 
+ONE = VersionInfo(
+    version="a0c1d2e3f4b5", sha256="", num_bytes=1, drafter_type="specblock", shapes_hash="", target_version="t", parent=None,
+    arm="initial", bucket=None, num_train_rows=0, metrics={}, created=1.0,
+)  # fmt: skip
+
+
 class OneVersion:
     """A service whose registry holds one version."""
 
-    def state(self) -> dict[str, Any]:
-        made = {"version": "a0c1d2e3f4b5", "parent": None, "arm": "initial", "bucket": None, "num_train_rows": 0, "created": 1.0}  # fmt: skip
-        return {
-            "gen": 1,
-            "version": made["version"],
-            "first_version": made["version"],
-            "versions": [made],
-            "ledger": {},
-        }
+    def state(self) -> Snapshot:
+        return Snapshot(gen=1, version=ONE.version, first_version=ONE.version, versions=[ONE])
 
-    def command(self, name: str, *args: Any) -> dict[str, Any]:
+    def command(self, name: str, *args: Any) -> Snapshot:
         raise AssertionError("nothing is changed here")
 
 

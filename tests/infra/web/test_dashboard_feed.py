@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.infra.controller.snapshot import Snapshot, state_json
 from paceline.infra.web import feed as dashboard_feed
 from paceline.infra.web.access import Access
 from paceline.infra.web.dashboard_routes import dashboard_router
@@ -22,10 +23,10 @@ from tests.helpers.api_server import TOKENIZER, ScriptedEngine
 def slow_feed(gate: threading.Event, is_reading: threading.Event) -> DashboardFeed:
     """A feed whose controller answers when the gate opens."""
 
-    def read() -> dict:
+    def read() -> Snapshot:
         is_reading.set()
         gate.wait(60)
-        return {}
+        return Snapshot()
 
     return DashboardFeed(read, lambda since: None)
 
@@ -77,7 +78,7 @@ def test_a_closed_feed_refuses_pages_and_lets_what_waits_go() -> None:
 
 def test_a_stream_in_progress_ends_without_renew_when_its_feed_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dashboard_feed, "PERIOD_S", 0.0)
-    feed = DashboardFeed(dict, lambda since: None)
+    feed = DashboardFeed(Snapshot, lambda since: None)
 
     async def main() -> list[bytes]:
         stream = events(feed, {}, 0.0)
@@ -97,12 +98,12 @@ class Blocked:
         self.gate = threading.Event()
         self.threads: set[str] = set()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Snapshot:
         self.threads.add(threading.current_thread().name)
         self.gate.wait(60)
-        return {"gen": 1}
+        return Snapshot(gen=1)
 
-    def command(self, name: str, *args: Any) -> dict[str, Any]:
+    def command(self, name: str, *args: Any) -> Snapshot:
         raise AssertionError("nothing is changed here")
 
 
@@ -112,7 +113,7 @@ def test_readers_of_versions_and_state_wait_in_the_dashboards_threads(path: str)
     feed = DashboardFeed(view.state, lambda since: None)
     router = service_router(view, Access(), feed.run)
     parts = ApiParts(
-        client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(router,), state=view.state, run_state=feed.run,
+        client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(router,), state=lambda: state_json(view.state()), run_state=feed.run,
         swap=lambda: {"slots": {}},
     )  # fmt: skip
 

@@ -78,9 +78,9 @@ def test_hostile_names_are_shown_as_text_and_nothing_of_them_runs(place: Place) 
             watch.page.evaluate("document.querySelectorAll('img, svg a, a[href^=\"javascript\"], [onerror]').length")
             == 0
         )
-        trained = next(d for d in place.scene.state()["decisions"] if d["action"] == "train")
-        assert trained["bucket"] == HOSTILE, "the scene must have a decision on the hostile bucket"
-        watch.page.goto(f"{place.url}/dashboard/decisions/{trained['decision_id']}")
+        trained = next(d for d in place.scene.state().decisions if d.action == "train")
+        assert trained.bucket == HOSTILE, "the scene must have a decision on the hostile bucket"
+        watch.page.goto(f"{place.url}/dashboard/decisions/{trained.decision_id}")
         watch.wait("document.getElementById('found')?.hidden === false")
         assert HOSTILE in watch.page.locator("#words").text_content()
         assert watch.page.evaluate("document.querySelectorAll('img, a[href^=\"javascript\"], [onerror]').length") == 0
@@ -92,24 +92,24 @@ def test_charts_show_the_controllers_numbers(place: Place) -> None:
     with watched_page(place.browser) as watch:
         load(watch, place.url)
         lines = {t["name"]: t for t in watch.traces("#ledger")}
-        assert lines["net"]["y"][-1] == pytest.approx(state["ledger"]["net_s"], abs=1e-3)
-        assert lines["saved"]["y"][-1] == pytest.approx(state["ledger"]["saved_s"], abs=1e-3)
+        assert lines["net"]["y"][-1] == pytest.approx(state.ledger.net_s, abs=1e-3)
+        assert lines["saved"]["y"][-1] == pytest.approx(state.ledger.saved_s, abs=1e-3)
         kinds = {t["name"]: dict(zip(t["y"], t["x"], strict=True)) for t in watch.traces("#ledger-by")}
-        for kind, seconds in state["ledger"]["by_kind"].items():
+        for kind, seconds in state.ledger.by_kind.items():
             assert abs(kinds["saved" if kind == "saving" else "spent"][kind]) == pytest.approx(abs(seconds), abs=1e-3)
         (points,) = watch.traces("#timeline")
-        assert points["meta"]["ids"] == [d["decision_id"] for d in state["decisions"]]
-        assert points["y"] == [d["action"] for d in state["decisions"]]
-        assert points["x"] == pytest.approx([d["ts"] for d in state["decisions"]], abs=2e-3)
+        assert points["meta"]["ids"] == [d.decision_id for d in state.decisions]
+        assert points["y"] == [d.action for d in state.decisions]
+        assert points["x"] == pytest.approx([d.ts for d in state.decisions], abs=2e-3)
         nodes = watch.traces("#lineage")[1]
-        assert set(nodes["meta"]["versions"]) == {v["version"] for v in state["versions"]}
-        now = {r["arm"]: r for r in state["bandit"]["posterior"] if r["bucket"] is None}
+        assert set(nodes["meta"]["versions"]) == {v.version for v in state.versions}
+        now = {r.arm: r for r in state.bandit.posterior if r.bucket is None}
         shown = watch.traces("#posterior")[1]
         assert dict(zip(shown["y"], shown["x"], strict=True)) == pytest.approx(
-            {a: 100 * r["mean"] for a, r in now.items()}
+            {a: 100 * r.mean for a, r in now.items()}
         )
         assert "Yes: net" in watch.page.locator("#answer-paying").text_content()
-        assert state["version"][:12] in watch.page.locator("#answer-serves").text_content()
+        assert state.version[:12] in watch.page.locator("#answer-serves").text_content()
         watch.check_clean(place.url)
 
 
@@ -126,7 +126,7 @@ def test_a_version_on_trial_has_a_line_of_its_own_as_long_as_it_is_on_trial(plac
         scene.command("canary", tried)
         since = scene.clock.now()
         scene.run(60, ["math"])
-        assert scene.state()["rollout"]["status"] == "canary", "the trial must go on while it is looked at"
+        assert scene.state().canary is not None, "the trial must go on while it is looked at"
         watch.page.goto(f"{url}/dashboard")
         for chart in ("1", "2"):
             watch.wait(
@@ -138,9 +138,9 @@ def test_a_version_on_trial_has_a_line_of_its_own_as_long_as_it_is_on_trial(plac
         drawn = [(x, y) for x, y in zip(lines["canary"]["x"], lines["canary"]["y"], strict=True) if y is not None]
         assert drawn and drawn[0][0] > since
         ts, speed = drawn[-1]
-        bins = [b["buckets"]["math"].get("canary") for b in scene.traffic(0.0) if ts - 30.0 < b["ts"] + 5.0 <= ts]
+        bins = [b.buckets["math"].get("canary") for b in scene.traffic(0.0) if ts - 30.0 < b.ts + 5.0 <= ts]
         known = [c for c in bins if c]
-        want = sum(c["tokens"] for c in known) / sum(c["tokens"] / c["tokens_per_s"] for c in known)
+        want = sum(c.tokens for c in known) / sum(c.tokens / c.tokens_per_s for c in known)
         assert speed == pytest.approx(want, rel=1e-3)
         watch.page.locator("details summary").first.click()
         watch.wait("document.querySelector('#bucket-table').textContent.includes('canary tok/s')")
@@ -148,7 +148,7 @@ def test_a_version_on_trial_has_a_line_of_its_own_as_long_as_it_is_on_trial(plac
         scene.command("pin", FIRST)
         watch.wait(f"!({legend})")
         watch.wait(f"({groups})().every((g) => g.length > 0 && !g.includes('canary'))")
-        assert "canary" in scene.state()["buckets"]["math"], "its past stays in the numbers"
+        assert "canary" in scene.state().buckets["math"].groups(), "its past stays in the numbers"
         watch.check_clean(url)
 
 
@@ -212,10 +212,10 @@ def test_everything_can_be_reached_and_used_with_the_keyboard(place: Place) -> N
         watch.page.locator("#pause").focus()
         watch.page.keyboard.press("Enter")
         watch.wait("document.getElementById('pause').dataset.command === 'resume'")
-        assert place.scene.state()["is_paused"] is True
+        assert place.scene.state().is_paused is True
         watch.page.keyboard.press("Enter")
         watch.wait("document.getElementById('pause').dataset.command === 'pause'")
-        assert place.scene.state()["is_paused"] is False
+        assert place.scene.state().is_paused is False
         watch.check_clean(place.url)
 
 

@@ -1,4 +1,4 @@
-"""Claims of infra/web/dashboard_routes.py, dashboard_access.py, dashboard_feed.py and service_commands.py, over ASGI.
+"""Claims of infra/web/dashboard_routes.py, access.py, feed.py and commands.py, over ASGI.
 
 Behind the routes is a real controller host with a real Redis; see dashboard_host.py.
 """
@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, RequestError
+from paceline.infra.controller.snapshot import state_json
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.web import feed as dashboard_feed
 from paceline.infra.web.access import Access
@@ -79,7 +80,7 @@ def app(scene: Scene, access: Access) -> FastAPI:
     feed = DashboardFeed(scene.state, scene.traffic)
     parts = ApiParts(
         client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(dashboard_router(scene, access, feed),),
-        state=scene.state, check_state=access.check_read, check_metrics=access.check_metrics,
+        state=lambda: state_json(scene.state()), check_state=access.check_read, check_metrics=access.check_metrics,
     )  # fmt: skip
     return _apps.setdefault((id(scene), access), (build_api(parts), feed))[0]
 
@@ -183,7 +184,7 @@ def order(scene: Scene, name: str, **body) -> httpx.Response:
 
 
 def notes(scene: Scene) -> list[str]:
-    return [n["text"] for n in scene.state()["notes"]]
+    return [n.text for n in scene.state().notes]
 
 
 def test_pause_policy_and_bank_are_carried_out_and_noted(scene: Scene) -> None:
@@ -208,9 +209,9 @@ def test_training_now_pinning_and_rolling_back(shared_redis) -> None:
     assert order(scene, "train", bucket="math").status_code == 400
     done = order(scene, "train", bucket="math", arm="head")
     assert done.status_code == 200, done.text
-    ordered = next(d for d in reversed(scene.state()["decisions"]) if d["action"] == "train")
-    assert (ordered["policy"], ordered["arm"], ordered["bucket"]) == ("operator", "head", "math")
-    assert ordered["expected_cost_s"] > 0 and "Ordered by the operator" in ordered["reason"]
+    ordered = next(d for d in reversed(scene.state().decisions) if d.action == "train")
+    assert (ordered.policy, ordered.arm, ordered.bucket) == ("operator", "head", "math")
+    assert ordered.expected_cost_s > 0 and "Ordered by the operator" in ordered.reason
     assert order(scene, "train", bucket="math", arm="head").status_code == 400, "one job at a time"
     scene.run(30, ["math", "code"])
     assert scene.launcher.jobs[-1].arm.name == "head" and scene.launcher.jobs[-1].bucket == "math"
@@ -251,13 +252,13 @@ def test_state_holds_every_part_and_the_traffic_of_the_past(scene: Scene) -> Non
     assert set(body["parts"]) == set(body["digests"])
     assert len(body["bins"]) >= 20
     bin_ = body["bins"][5]
-    rows = next(r for r in scene.host.traffic() if r["ts"] == bin_["ts"])
-    for bucket, groups in rows["buckets"].items():
+    rows = next(r for r in scene.host.traffic() if r.ts == bin_["ts"])
+    for bucket, groups in rows.buckets.items():
         for group, sums in groups.items():
             length, speed, tokens, rounds = bin_["buckets"][bucket][group]
-            assert (tokens, rounds) == (sums["tokens"], sums["rounds"])
-            assert length == pytest.approx(sums["acceptance_length"], abs=1e-3)
-            assert speed == pytest.approx(sums["tokens_per_s"], abs=1e-3)
+            assert (tokens, rounds) == (sums.tokens, sums.rounds)
+            assert length == pytest.approx(sums.acceptance_length, abs=1e-3)
+            assert speed == pytest.approx(sums.tokens_per_s, abs=1e-3)
     arms = {r["arm"] for r in body["parts"]["posterior"]}
     assert arms <= {"calibration", "head", "full"} and arms
     assert all(r["low"] < r["mean"] < r["high"] for r in body["parts"]["posterior"])
@@ -334,20 +335,20 @@ def test_what_a_page_claims_to_have_cannot_break_the_stream() -> None:
 def test_exports_agree_with_the_controller(scene: Scene) -> None:
     state = scene.state()
     for name, rows in (
-        ("decisions", state["decisions"]),
-        ("ledger", state["ledger_entries"]),
-        ("versions", state["versions"]),
+        ("decisions", state.decisions),
+        ("ledger", state.ledger_entries),
+        ("versions", state.versions),
     ):
         answer = call(scene, "GET", f"/api/export/{name}.csv")
         assert "attachment" in answer.headers["content-disposition"]
         assert len(list(csv.DictReader(io.StringIO(answer.content.decode(), newline="")))) == len(rows)
     whole = call(scene, "GET", "/api/export/dashboard.json").json()
-    assert whole["ledger"]["totals"]["net_s"] == pytest.approx(state["ledger"]["net_s"])
+    assert whole["ledger"]["totals"]["net_s"] == pytest.approx(state.ledger.net_s)
     assert call(scene, "GET", "/api/export/secrets.csv").status_code == 404
 
 
 def test_decision_page_and_its_data(scene: Scene) -> None:
-    wanted = scene.state()["decisions"][0]["decision_id"]
+    wanted = scene.state().decisions[0].decision_id
     assert "<title>Decision" in call(scene, "GET", f"/decisions/{wanted}").text
     assert call(scene, "GET", f"/api/decisions/{wanted}").json()["decision_id"] == wanted
     assert call(scene, "GET", "/api/decisions/987654").status_code == 404

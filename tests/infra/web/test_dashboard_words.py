@@ -1,26 +1,58 @@
-"""Claims of infra/web/words.py, dashboard_ledger.py, dashboard_decision.py and dashboard_export.py."""
+"""Claims of infra/web/words.py, ledger.py, decision.py and export.py."""
 
 import csv
 import io
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from paceline.bandit.controller.view import LedgerCell
+from paceline.bandit.ledger.totals import fold_entries
+from paceline.contracts import Decision, LedgerEntry, ReplicaReport
+from paceline.infra.controller.snapshot import CanaryRollout, IdleRollout, LedgerSums, Snapshot, TrialEnd, VersionInfo
 from paceline.infra.web.decision import compare, decision_page, words
 from paceline.infra.web.export import as_csv
-from paceline.infra.web.ledger import breakdown, of_cells, over_time
+from paceline.infra.web.ledger import breakdown, over_time
 from paceline.infra.web.words import answers, decision_title, net_interval, rollout_words, shares
 
 
-def state(**values):
-    base = {"has_controller": True, "version": "v2", "first_version": "v1", "holdback_percent": 10, "decisions": []}
-    return {**base, **values}
+def state(**values) -> Snapshot:
+    base = {"ts": 1.0, "has_controller": True, "version": "v2", "first_version": "v1", "holdback_percent": 10}
+    return Snapshot(**{**base, **values})
+
+
+def decision(decision_id: int, action: str, **values) -> Decision:
+    base = {
+        "ts": 1.0, "bucket": "math", "arm": None, "version": None, "policy": "payoff", "context": {}, "reason": "pays",
+        "expected_gain": 0.0, "expected_saving_s": 0.0, "expected_cost_s": 0.0, "propensity": 1.0,
+    }  # fmt: skip
+    return Decision(decision_id=decision_id, action=action, **{**base, **values})
+
+
+def train(**values) -> Decision:
+    return decision(4, "train", arm="head", **values)
+
+
+HOLD = decision(5, "hold", reason="no rows", ts=30.0)
+
+
+def idle(**last) -> IdleRollout:
+    return IdleRollout(frozen_until={}, last=TrialEnd(**last), alpha=0.05, margin=0.05)
+
+
+def version(name: str) -> VersionInfo:
+    return VersionInfo(
+        version=name, sha256="", num_bytes=1, drafter_type="specblock", shapes_hash="", target_version="t", parent=None,
+        arm="head", bucket=None, num_train_rows=1, metrics={}, created=0.0,
+    )  # fmt: skip
 
 
 def ledger(spent: float, saved: float, half: float):
-    totals = {"spent_s": spent, "saved_s": saved, "net_s": saved - spent}
-    return {"ledger": totals, "saved_interval_s": [saved - half, saved + half]}
+    totals = LedgerSums(spent_s=spent, saved_s=saved, net_s=saved - spent)
+    return {"ledger": totals, "saved_interval_s": (saved - half, saved + half)}
 
 
 @pytest.mark.parametrize(
@@ -55,14 +87,14 @@ def test_without_a_holdback_share_the_answer_says_that_savings_are_not_measured(
 
 
 def test_service_without_controller_says_that_it_does_not_adapt():
-    found = answers({"has_controller": False, "version": "lookup", "first_version": "lookup"})
+    found = answers(Snapshot(version="lookup", first_version="lookup"))
     assert found[0]["verdict"] == "No adaptation"
     assert "first drafter" in found[2]["verdict"]
 
 
 @given(held=st.integers(0, 100), percent=st.integers(0, 90), has_canary=st.booleans())
 def test_shares_sum_to_all_requests(held, percent, has_canary):
-    rollout = {"status": "canary", "version": "v3", "share_percent": percent} if has_canary else {"status": "idle"}
+    rollout = CanaryRollout(version="v3", share_percent=percent) if has_canary else idle()
     rows = shares(state(holdback_percent=held, rollout=rollout))
     assert sum(r["percent"] for r in rows) == pytest.approx(100.0)
     assert all(r["percent"] >= 0 for r in rows)
@@ -71,60 +103,53 @@ def test_shares_sum_to_all_requests(held, percent, has_canary):
 
 
 def test_canary_is_told_with_its_evidence_and_its_end():
-    trial = {"status": "canary", "version": "v3", "incumbent": "v2", "share_percent": 10, "ratio": 1.12, "num_requests": 60, "num_canary_requests": 8}  # fmt: skip
+    trial = CanaryRollout(version="v3", incumbent="v2", share_percent=10, ratio=1.12, num_requests=60, num_canary_requests=8)  # fmt: skip
     text = rollout_words(state(rollout=trial))
     assert "+12.0% tokens per second on 8 requests against 52" in text and "drafted" not in text
-    waiting = {**trial, "num_drafted_rounds": 3, "min_drafted_rounds": 16}
+    waiting = replace(trial, num_drafted_rounds=3, min_drafted_rounds=16)
     assert "drafted in 3 rounds so far, and is not promoted before 16" in rollout_words(state(rollout=waiting))
-    assert rollout_words(state(rollout={**waiting, "num_drafted_rounds": 16})) == text
-    ended = {
-        "status": "idle",
-        "version": None,
-        "last": {"version": "v3", "outcome": "rolled_back", "reason": "it is slower"},
-    }
+    assert rollout_words(state(rollout=replace(waiting, num_drafted_rounds=16))) == text
+    ended = idle(version="v3", outcome="rolled_back", reason="it is slower")
     assert "rolled back: it is slower" in rollout_words(state(rollout=ended))
     assert "v3" in answers(state(rollout=trial))[2]["text"]
 
 
 def test_last_decision_is_shown_with_its_reason_and_a_hold_names_the_action_before():
-    train = {"decision_id": 4, "action": "train", "arm": "head", "bucket": "math", "reason": "pays", "ts": 1.0, "outcome": "accepted", "realised_saving_s": 9.0, "realised_cost_s": 3.0}  # fmt: skip
-    hold = {"decision_id": 5, "action": "hold", "bucket": "math", "reason": "no rows", "ts": 2.0}
-    found = answers(state(decisions=[train, hold]))[1]
+    ended = train(outcome="accepted", realised_saving_s=9.0, realised_cost_s=3.0)
+    found = answers(state(decisions=[ended, HOLD]))[1]
     assert (found["verdict"], found["text"], found["decision_id"]) == ("Hold", "no rows", 5)
     assert "train head on math (accepted, so far saved 9.0 s for 3.0 s)" in found["before"]["text"]
     assert found["before"]["decision_id"] == 4
-    assert decision_title(train) == "Train head on math"
-    named = answers(state(decisions=[{**train, "bucket": "SQL", "arm": "LoRA"}, hold]))[1]
+    assert decision_title(ended) == "Train head on math"
+    named = answers(state(decisions=[replace(ended, bucket="SQL", arm="LoRA"), HOLD]))[1]
     assert "Before that: train LoRA on SQL (" in named["before"]["text"], "names keep their capitals"
 
 
 def test_an_action_that_is_the_last_decision_is_shown_with_its_outcome():
-    train = {"decision_id": 4, "action": "train", "arm": "head", "bucket": "math", "reason": "It pays.", "ts": 1.0}
-    assert answers(state(decisions=[train]))[1]["text"] == "It pays."
-    ended = {**train, "outcome": "rolled_back", "realised_cost_s": 3.0}
-    found = answers(state(decisions=[ended]))[1]
+    assert answers(state(decisions=[train(reason="It pays.")]))[1]["text"] == "It pays."
+    found = answers(state(decisions=[train(reason="It pays.", outcome="rolled_back", realised_cost_s=3.0)]))[1]
     assert found["text"] == "It pays (rolled back, so far saved 0.0 s for 3.0 s)." and "before" not in found
 
 
 @pytest.mark.parametrize("has_hold", [False, True])
 def test_a_trial_that_ended_after_the_last_action_is_told(has_hold):
-    train = {"decision_id": 4, "action": "train", "arm": "head", "bucket": "math", "reason": "pays", "ts": 10.0}
-    hold = {"decision_id": 5, "action": "hold", "bucket": "math", "reason": "no rows", "ts": 30.0}
-    decisions = [train, hold] if has_hold else [train]
+    decisions = [train(ts=10.0), HOLD] if has_hold else [train(ts=10.0)]
     last = {"version": "v3", "outcome": "rolled_back", "reason": "it is slower", "ts": 20.0}
-    found = answers(state(decisions=decisions, rollout={"status": "idle", "last": last}))[1]
+    found = answers(state(decisions=decisions, rollout=idle(**last)))[1]
     assert found["trial"] == {"text": "The last trial, of v3, was rolled back: it is slower", "ts": 20.0}
     for stale in ({**last, "ts": 9.0}, {}):
-        assert "trial" not in answers(state(decisions=decisions, rollout={"status": "idle", "last": stale}))[1]
+        assert "trial" not in answers(state(decisions=decisions, rollout=idle(**stale)))[1]
 
 
-def replica(name: str, gen: int, version: str, failed_gen: int | None = None, reason: str = ""):
-    return {"replica_id": name, "gen": gen, "version": version, "failed_gen": failed_gen, "failed_reason": reason}
+def replica(name: str, gen: int, version: str, failed_gen: int | None = None, reason: str = "") -> ReplicaReport:
+    return ReplicaReport(
+        replica_id=name, gen=gen, version=version, slots={}, failed_gen=failed_gen, failed_reason=reason, swap_pause_ms=[], ts=1.0,
+    )  # fmt: skip
 
 
 def test_who_serves_counts_the_replicas_that_run_what_is_wanted():
     done, late = replica("a", 3, "v2"), replica("b", 2, "v1")
-    whole = answers(state(gen=3, replicas=[done, {**done, "replica_id": "b"}]))[2]
+    whole = answers(state(gen=3, replicas=[done, replace(done, replica_id="b")]))[2]
     assert whole["verdict"] == "v2 serves 90%" and whole["tone"] == "flat" and "replicas" not in whole["text"]
     staging = answers(state(gen=3, replicas=[done, late]))[2]
     assert (staging["verdict"], staging["tone"]) == ("v2 runs on 1 of 2 replicas", "busy")
@@ -145,7 +170,7 @@ def test_who_serves_names_the_replica_that_refused_and_its_reason():
     nan = replica("a", 3, "v2", failed_gen=3, reason="failed while serving: NaN")
     broken = answers(state(gen=3, replicas=[nan]))[2]
     assert broken["tone"] == "bad" and "0 of 1 replicas" in broken["verdict"]
-    trial = {"status": "canary", "version": "v3", "share_percent": 10}
+    trial = CanaryRollout(version="v3", share_percent=10)
     both = answers(state(gen=3, rollout=trial, replicas=[replica("b", 2, "v2", failed_gen=3, reason="NaN.")]))[2]
     assert both["verdict"] == "The trial runs on 0 of 1 replicas"
     assert "v2 serves 81%" in both["text"] and both["text"].endswith("run the trial; replica b refused it: NaN.")
@@ -160,45 +185,37 @@ ENTRIES = st.lists(
 @given(ENTRIES, st.floats(0, 100), st.floats(0, 100), st.integers(1, 20))
 def test_ledger_lines_end_at_the_totals_whatever_was_trimmed(rows, spent_before, saved_before, num_points):
     entries = [
-        {"entry_id": str(i), "ts": ts, "kind": k, "seconds": s, "bucket": b} for i, (ts, k, s, b) in enumerate(rows)
+        LedgerEntry(entry_id=str(i), ts=ts, kind=k, seconds=s, bucket=b, version=None)
+        for i, (ts, k, s, b) in enumerate(rows)
     ]
-    spent = spent_before + sum(e["seconds"] for e in entries if e["kind"] != "saving")
-    saved = saved_before + sum(e["seconds"] for e in entries if e["kind"] == "saving")
-    lines = over_time(entries, {"spent_s": spent, "saved_s": saved}, num_points)
+    spent = spent_before + sum(e.seconds for e in entries if e.kind != "saving")
+    saved = saved_before + sum(e.seconds for e in entries if e.kind == "saving")
+    lines = over_time(entries, LedgerSums(spent_s=spent, saved_s=saved), num_points)
     assert len(lines["ts"]) <= num_points + 1
     assert lines["ts"] == sorted(lines["ts"])
     if entries:
         assert lines["spent_s"][-1] == pytest.approx(spent, abs=1e-3)
         assert lines["net_s"][-1] == pytest.approx(saved - spent, abs=1e-3)
-    split = breakdown(entries, "bucket")
-    assert sum(r["saved_s"] for r in split) == pytest.approx(
-        sum(e["seconds"] for e in entries if e["kind"] == "saving")
-    )
-    cells = [{"bucket": r["name"], "spent_s": r["spent_s"], "saved_s": r["saved_s"]} for r in split]
-    assert of_cells(cells, "bucket") == split
+    split = {r["name"]: r for r in breakdown(msgspec.convert(fold_entries(entries).rows(), list[LedgerCell]), "bucket")}
+    assert set(split) == {e.bucket for e in entries}
+    for bucket, r in split.items():
+        own = sum(e.seconds for e in entries if e.kind == "saving" and e.bucket == bucket)
+        assert r["saved_s"] == pytest.approx(own, abs=1e-6)
 
 
 def test_decision_page_knows_its_entries_and_neighbours_and_nothing_of_unknown_ids():
-    d = {
-        "decision_id": 7, "ts": 100.0, "action": "train", "arm": "head", "bucket": "math", "policy": "payoff", "version": "v2", "reason": "pays",
-        "expected_saving_s": 10.0, "expected_cost_s": 4.0, "expected_gain": 0.2, "realised_saving_s": 1.0, "realised_cost_s": 3.5, "realised_gain": 0.1,
-        "outcome": "accepted", "context": {"horizon_s": 60.0, "base_version": "v1"},
-    }  # fmt: skip
-    mine = {
-        "entry_id": "d7:training:x",
-        "ts": 1.0,
-        "kind": "training",
-        "seconds": 3.5,
-        "bucket": "math",
-        "version": None,
-    }
-    other = {**mine, "entry_id": "d70:training:x"}
-    versions = [{"version": v} for v in ("v1", "v2", "v3")]
-    full = state(decisions=[{**d, "decision_id": 6}, d], ledger_entries=[mine, other], versions=versions)
+    d = decision(
+        7, "train", ts=100.0, arm="head", version="v2", expected_saving_s=10.0, expected_cost_s=4.0, expected_gain=0.2,
+        realised_saving_s=1.0, realised_cost_s=3.5, realised_gain=0.1, outcome="accepted", context={"horizon_s": 60.0, "base_version": "v1"},
+    )  # fmt: skip
+    mine = LedgerEntry(entry_id="d7:training:x", ts=1.0, kind="training", seconds=3.5, bucket="math", version=None)
+    entries = [mine, replace(mine, entry_id="d70:training:x")]
+    versions = [version(v) for v in ("v1", "v2", "v3")]
+    full = state(decisions=[replace(d, decision_id=6), d], ledger_entries=entries, versions=versions)
     page = decision_page(full, 7)
     assert page is not None
     assert page["entries"] == [mine] and (page["previous"], page["next"]) == (6, None)
-    assert [v["version"] for v in page["versions"]] == ["v1", "v2"]
+    assert [v.version for v in page["versions"]] == ["v1", "v2"]
     text = " ".join(page["words"])
     assert "pays" in text and "net +6.0 s" in text and "over the next 60 s" in text
     assert "has not paid for itself (net -2.5 s)" in text
@@ -206,9 +223,9 @@ def test_decision_page_knows_its_entries_and_neighbours_and_nothing_of_unknown_i
     assert compare(d)[2] == {"what": "net, device-seconds", "expected": 6.0, "realised": -2.5}
 
 
-@pytest.mark.parametrize("outcome", [None, "accepted", "kept", "rejected", "failed", "stopped", "something new"])
+@pytest.mark.parametrize("outcome", [None, "accepted", "kept", "rejected", "failed", "stopped", "something {new}"])
 def test_every_outcome_of_a_job_has_a_sentence(outcome):
-    said = words({"decision_id": 1, "ts": 0.0, "action": "train", "arm": "head", "bucket": "b", "outcome": outcome}, [])
+    said = words(train(outcome=outcome), [])
     assert said[-1].endswith(".") and ("None" not in said[-1])
 
 

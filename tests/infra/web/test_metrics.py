@@ -7,20 +7,27 @@ import re
 import threading
 import time
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.contracts import is_canary
+from paceline.bandit.controller.controller import Controller
+from paceline.clock import ManualClock
+from paceline.config import PolicyConfig
+from paceline.contracts import ReplicaReport, is_canary
 from paceline.errors import ConfigError
-from paceline.infra.controller.snapshot import SnapshotCache
+from paceline.infra.controller.snapshot import CanaryRollout, ControllerErrors, FeedbackCounts, LedgerSums, Snapshot
 from paceline.infra.controller.traffic import MAX_BUCKETS, TrafficStats
+from paceline.infra.controller.view import bucket_traffic
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.log import configure_logging
 from paceline.infra.state.redis_clients import Breaker, Keys, redact, stream_entries
 from paceline.infra.web.engine_metrics import REPLICA_METRICS, render_metrics, speculation_rows
 from paceline.infra.web.metrics import CONTROLLER_METRICS, controller_metrics
+from paceline.infra.web.state_routes import SnapshotCache
 from tests.helpers import metrics_page
-from tests.helpers.scripted import row
+from tests.helpers.scripted import decision, row
 
 
 def sample(rows) -> TrafficStats:
@@ -30,15 +37,19 @@ def sample(rows) -> TrafficStats:
 
 
 def test_every_metric_of_the_table_is_exposed():
-    stats = sample([row(0, ts=100.0), row(1, group="static", ts=100.0)])
-    snapshot = {
-        "redis_up": True, "is_fenced": False, "epoch": 3, "gen": 2, "errors": {"count": 1}, "replicas": [{"gen": 2}, {"gen": 1}],
-        "job": None, "ledger": {"net_s": 1.5, "by_kind": {"training": 2.0}}, "decisions": [{"action": "hold"}], "ts": 90.0, "is_paused": True,
-        "bandit": {"bank_s": 7.0, "regime_age_s": 3.0, "pinned": None, "drift_alarms": {"math": 2}},
-        "rollout": {"status": "canary", "version": "v2", "share_percent": 10, "num_requests": 9, "num_canary_requests": 2, "ratio": 1.1},
-        "buckets": stats.buckets(101.0),
-        "feedback": {"delivered": 2, "dropped": 0, "duplicates": 0, "missing_batches": 0, "lost_entries": 0, "lag": 0},
-    }  # fmt: skip
+    controller = Controller(PolicyConfig(), clock=ManualClock(100.0), rng=np.random.default_rng(0))
+    replicas = [
+        ReplicaReport(replica_id=str(gen), gen=gen, version="v", slots={}, failed_gen=None, failed_reason="", swap_pause_ms=[], ts=1.0)
+        for gen in (2, 1)
+    ]  # fmt: skip
+    snapshot = Snapshot(
+        redis_up=True, epoch=3, gen=2, errors=ControllerErrors(count=1), replicas=replicas, ts=90.0, is_paused=True,
+        ledger=LedgerSums(net_s=1.5, by_kind={"training": 2.0}), decisions=[decision(1, "hold")],
+        bandit=replace(controller.snapshot(), bank_s=7.0, drift_alarms={"math": 2}),
+        rollout=CanaryRollout(version="v2", share_percent=10, num_requests=9, num_canary_requests=2, ratio=1.1),
+        buckets=bucket_traffic(sample([row(0, ts=100.0), row(1, group="static", ts=100.0)]), 101.0),
+        feedback=FeedbackCounts(delivered=2, duplicates=0, missing_batches=0, lost_entries=0, lag=0),
+    )  # fmt: skip
     text = controller_metrics(snapshot)[0].decode()
     for spec in CONTROLLER_METRICS:
         suffix = "_total" if spec.kind == "counter" else ""
@@ -51,7 +62,7 @@ def test_every_metric_of_the_table_is_exposed():
 
 
 def test_age_of_the_controllers_values_grows():
-    text = controller_metrics({"ts": time.time() - 40.0})[0].decode()
+    text = controller_metrics(Snapshot(ts=time.time() - 40.0))[0].decode()
     (age,) = [
         float(line.split()[1]) for line in text.splitlines() if line.startswith("paceline_controller_snapshot_age")
     ]
@@ -96,7 +107,7 @@ def test_every_metric_is_in_the_docs():
     page = metrics_page.page()
     names = [
         n
-        for path in (metrics_page.PAGE.parent.parent / "infra").glob("*.py")
+        for path in (metrics_page.PAGE.parent.parent / "infra").rglob("*.py")
         for n in re.findall(r"metric_spec\(\s*\"(\w+)\"", path.read_text())
     ]
     assert len(names) > 50 and [n for n in names if not re.search(rf"`paceline_{n}(_total)?`", page)] == []
@@ -116,7 +127,7 @@ def test_scrape_holds_the_replica_and_the_controller():
         "traces": {},
         "training": True,
     }
-    text = render_metrics(counters, [1.5], {"gen": 4})[0].decode()
+    text = render_metrics(counters, [1.5], Snapshot(ts=1.0, gen=4))[0].decode()
     for spec in REPLICA_METRICS:
         suffix = "_total" if spec.kind == "counter" else ""
         assert re.search(rf"\n{spec.name}{suffix}[ {{]", text), spec.name
@@ -133,13 +144,13 @@ def test_scrape_does_not_wait_for_a_controller_that_hangs():
     def fetch():
         calls.append(1)
         gate.wait(30)
-        return {"gen": 1}
+        return Snapshot(gen=1)
 
     cache = SnapshotCache(fetch)
     assert cache.recent(0.01) is None and cache.recent(0.01) is None
     assert len(calls) == 1, "one fetch at a time"
     gate.set()
-    assert cache.recent(30) == {"gen": 1}
+    assert cache.recent(30) == Snapshot(gen=1)
 
 
 def test_controller_that_is_away_is_absent_from_the_scrape():
@@ -149,8 +160,28 @@ def test_controller_that_is_away_is_absent_from_the_scrape():
     assert SnapshotCache(fetch).recent(30) is None
 
 
-def test_empty_snapshot_is_no_error():
-    assert b"paceline_replicas_alive 0.0" in controller_metrics({})[0]
+def test_a_controller_that_has_restored_nothing_tells_only_that_it_is_there():
+    text = controller_metrics(Snapshot(errors=ControllerErrors(count=2)))[0]
+    assert b"paceline_replicas_alive 0.0" in text and b"paceline_controller_errors_total 2.0" in text
+    assert b"\npaceline_ledger_net_seconds" not in text and b"\npaceline_controller_epoch" not in text
+
+
+def test_a_snapshot_asked_for_before_a_change_is_not_shown_after_it():
+    gate, answers = threading.Event(), iter([Snapshot(gen=1), Snapshot(gen=2)])
+
+    def fetch():
+        value = next(answers)
+        if value.gen == 1:
+            gate.wait(30)
+        return value
+
+    cache = SnapshotCache(fetch)
+    assert cache.recent(0.01) is None
+    cache.forget()
+    assert cache.recent(30) == Snapshot(gen=2)
+    gate.set()
+    time.sleep(0.05)
+    assert cache.recent(30) != Snapshot(gen=1)
 
 
 def test_no_label_can_hold_a_version_or_request():
@@ -160,11 +191,11 @@ def test_no_label_can_hold_a_version_or_request():
 
 def test_traffic_is_summed_per_bucket_and_group_and_recent_is_recent():
     stats = sample([row(i, ts=100.0) for i in range(4)] + [row(9, bucket="code", ts=200.0)])
-    view = stats.buckets(205.0)
-    assert view["math"]["adaptive"]["rounds"] == 4
-    assert view["math"]["recent"] == {}
-    assert view["code"]["recent"]["adaptive"]["tokens_per_s"] == pytest.approx(300.0)
-    assert [b["ts"] for b in stats.series()] == [100.0, 200.0]
+    view = bucket_traffic(stats, 205.0)
+    assert view["math"].groups()["adaptive"].rounds == 4
+    assert view["math"].recent == {}
+    assert view["code"].recent["adaptive"].tokens_per_s == pytest.approx(300.0)
+    assert [b.ts for b in stats.series()] == [100.0, 200.0]
     assert stats.num_rows() == 5
 
 
