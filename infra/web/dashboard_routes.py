@@ -13,7 +13,8 @@ import gzip
 import hashlib
 import importlib.resources
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,9 @@ async def _send_file(path: Path, request: Request, cache: str = "no-cache") -> R
     return Response(body, media_type=_TYPES[path.suffix], headers=headers)
 
 
-def _json(body: bytes, **headers: str) -> Response:
-    return Response(body, media_type="application/json", headers={**HEADERS, "Cache-Control": "no-store", **headers})
+def _json(body: bytes, headers: Mapping[str, str] | None = None) -> Response:
+    sent = {**HEADERS, "Cache-Control": "no-store", **(headers or {})}
+    return Response(body, media_type="application/json", headers=sent)
 
 
 async def _joined(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
@@ -94,51 +96,52 @@ async def _joined(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncItera
             yield event
 
 
-def dashboard_router(view: Commands, access: Access, feed: DashboardFeed) -> APIRouter:
-    """Everything below /dashboard; checks tokens itself.
+@dataclass(frozen=True, slots=True)
+class DashboardRoutes:
+    """The handlers below /dashboard; each checks tokens itself."""
 
-    Args:
-        feed: of the same view; whoever made it closes it.
-    """
-    router = APIRouter(prefix="/dashboard")
-    names = {p.name: p for p in sorted(FOLDER.iterdir()) if p.suffix in _TYPES}
+    view: Commands
+    access: Access
+    feed: DashboardFeed
+    files: Mapping[str, Path]
+    """Name -> file of the page."""
 
-    async def page(request: Request) -> Response:
-        return await _send_file(names["index.html"], request)
+    async def page(self, request: Request) -> Response:
+        return await _send_file(self.files["index.html"], request)
 
-    async def decision_shell(decision_id: str, request: Request) -> Response:
-        return await _send_file(names["decision.html"], request)
+    async def decision_shell(self, decision_id: str, request: Request) -> Response:
+        return await _send_file(self.files["decision.html"], request)
 
-    async def static(name: str, request: Request) -> Response:
+    async def static(self, name: str, request: Request) -> Response:
         if name == "plotly.min.js":
             return await _send_file(plotly_file(), request, _DAY)
         if name == "plotly.json":
             return _json(msgspec.json.encode(await asyncio.to_thread(plotly_facts)))
-        if name not in names or name.endswith(".html"):
+        if name not in self.files or name.endswith(".html"):
             raise HTTPException(404, f"the dashboard has no file {name!r}")
-        return await _send_file(names[name], request)
+        return await _send_file(self.files[name], request)
 
-    async def session(request: Request) -> Response:
-        access.check_read(request)
-        found = {"is_admin": access.is_admin(request), "has_admin_token": access.admin_token is not None}
+    async def session(self, request: Request) -> Response:
+        self.access.check_read(request)
+        found = {"is_admin": self.access.is_admin(request), "has_admin_token": self.access.admin_token is not None}
         return _json(msgspec.json.encode(found))
 
-    async def state(request: Request) -> Response:
-        access.check_read(request)
-        return _json(update(await feed.run(feed.document), {}, 0.0))
+    async def state(self, request: Request) -> Response:
+        self.access.check_read(request)
+        return _json(update(await self.feed.run(self.feed.document), {}, 0.0))
 
-    async def stream(request: Request, have: str = "", since: float = 0.0) -> Response:
-        access.check_read(request)
-        if feed.num_pages >= MAX_PAGES:
+    async def stream(self, request: Request, have: str = "", since: float = 0.0) -> Response:
+        self.access.check_read(request)
+        if self.feed.num_pages >= MAX_PAGES:
             raise HTTPException(503, f"{MAX_PAGES} pages watch this replica already; close one", {"Retry-After": "10"})
         headers = {**HEADERS, "X-Accel-Buffering": "no", "Cache-Control": "no-store"}
-        stream = events(feed, parse_have(have), since)
+        stream = events(self.feed, parse_have(have), since)
         first = await anext(stream)  # a feed that is closed is refused while there is a status to say it with
         return StreamingResponse(_joined(first, stream), media_type="text/event-stream", headers=headers)
 
-    async def decision(decision_id: int, request: Request) -> Response:
-        access.check_read(request)
-        document = await feed.run(feed.document)
+    async def decision(self, decision_id: int, request: Request) -> Response:
+        self.access.check_read(request)
+        document = await self.feed.run(self.feed.document)
         found = decision_page(document.state, decision_id)
         if found is None:
             raise HTTPException(
@@ -146,31 +149,40 @@ def dashboard_router(view: Commands, access: Access, feed: DashboardFeed) -> API
             )
         return _json(msgspec.json.encode(found))
 
-    async def export(name: str, request: Request) -> Response:
-        access.check_read(request)
-        document = await feed.run(feed.document)
+    async def export(self, name: str, request: Request) -> Response:
+        self.access.check_read(request)
+        document = await self.feed.run(self.feed.document)
         stem, _, kind = name.rpartition(".")
-        headers = {
-            **HEADERS,
-            "Cache-Control": "no-store",
-            "Content-Disposition": f'attachment; filename="paceline-{stem}.{kind}"',
-        }
+        saved_as = {"Content-Disposition": f'attachment; filename="paceline-{stem}.{kind}"'}
         if name == "dashboard.json":
-            return Response(as_json(document), media_type="application/json", headers=headers)
+            return _json(as_json(document), saved_as)
         if kind != "csv" or stem not in TABLES:
             raise HTTPException(404, f"export must be dashboard.json or one of {', '.join(f'{t}.csv' for t in TABLES)}")
-        body = await feed.run(lambda: as_csv(TABLES[stem](document)))
+        body = await self.feed.run(lambda: as_csv(TABLES[stem](document)))
+        headers = {**HEADERS, "Cache-Control": "no-store", **saved_as}
         return Response(body, media_type="text/csv; charset=utf-8", headers=headers)
 
-    async def command(name: str, request: Request) -> Response:
-        access.check_change(request)
-        return _json(msgspec.json.encode(await run_command(view, name, request)))
+    async def command(self, name: str, request: Request) -> Response:
+        self.access.check_change(request)
+        return _json(msgspec.json.encode(await run_command(self.view, name, request)))
 
-    get: dict[str, Any] = {
-        "": page, "/": page, "/decisions/{decision_id}": decision_shell, "/static/{name}": static, "/api/session": session,
-        "/api/state": state, "/api/events": stream, "/api/decisions/{decision_id}": decision, "/api/export/{name}": export,
-    }  # fmt: skip
+
+def dashboard_router(view: Commands, access: Access, feed: DashboardFeed) -> APIRouter:
+    """Everything below /dashboard; `feed` is of the same view, and whoever made it closes it."""
+    routes = DashboardRoutes(view, access, feed, {p.name: p for p in FOLDER.iterdir() if p.suffix in _TYPES})
+    router = APIRouter(prefix="/dashboard")
+    get: dict[str, Callable[..., Any]] = {
+        "": routes.page,
+        "/": routes.page,
+        "/decisions/{decision_id}": routes.decision_shell,
+        "/static/{name}": routes.static,
+        "/api/session": routes.session,
+        "/api/state": routes.state,
+        "/api/events": routes.stream,
+        "/api/decisions/{decision_id}": routes.decision,
+        "/api/export/{name}": routes.export,
+    }
     for path, handler in get.items():
         router.add_api_route(path, handler, methods=["GET"])
-    router.add_api_route("/api/commands/{name}", command, methods=["POST"])
+    router.add_api_route("/api/commands/{name}", routes.command, methods=["POST"])
     return router
