@@ -343,6 +343,30 @@ def override(config: C, changes: Mapping[str, Any]) -> C:
     return dataclasses.replace(config, **own)  # type: ignore[type-var]
 
 
+@record()
+class ServeOptions:
+    """Settings of a file (--config) and options; options win. A service needs neither: `paceline serve` serves the
+    bundled model.
+
+    Examples: paceline serve --model ~/models/qwen3 --drafter suffix. paceline serve --config service.yaml --port 8080.
+    """
+
+    config: A[Path | None, Setting("YAML file with any setting of ServiceConfig; options given here win.")] = None
+    changes: A[dict[str, Any], Setting(changes=ServiceConfig)] = field(default_factory=dict)
+    """Dotted names of settings and their values."""
+    verbose: A[bool, Setting("Show the processes' logs.", short="-v")] = False
+
+    def service(self) -> ServiceConfig:
+        """What is to be served. Raises: ConfigError."""
+        base = load_config(self.config) if self.config else ServiceConfig()
+        changes = dict(self.changes)
+        if changes.get("model", "bundled") != "bundled" and "drafter" not in changes and base.drafter == "bundled":
+            changes["drafter"] = "lookup"
+        if (most := changes.get("engine.tree.max_draft_tokens")) is not None:
+            changes["engine.tree.node_buckets"] = node_buckets(base.engine.tree.node_buckets, most)
+        return override(base, changes)
+
+
 def to_dict(config: Any) -> dict:
     """Plain values of a configuration, the inverse of build_config."""
     return dataclasses.asdict(config)

@@ -57,6 +57,8 @@ class Setting(GroupedMetadata):
     """A file that the command writes: refused before the work begins where that is impossible."""
     is_folder: bool = False
     """A folder that must exist."""
+    changes: type | None = None
+    """Of a mapping: the configuration whose dotted names are its keys; its settings with help are the options."""
     parser: Callable[[str], Any] | None = None
     """How the command line reads the value, where the type does not say."""
     ge: float | None = None

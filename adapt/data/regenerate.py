@@ -12,8 +12,8 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from paceline.adapt.data import corpus
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.errors import ConfigError
+from paceline.records import Setting, count, record
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.target_model.model import TargetModel
 
@@ -35,12 +36,17 @@ _CANDIDATES = 4
 """Prompts drawn per prompt used: a batch takes neighbours in length, so that it pads little."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class RegenerateConfig:
     """What text is drawn and how."""
 
-    num_tokens: int = 400_000
-    """Output tokens over all domains."""
+    num_tokens: A[
+        int,
+        Setting(
+            "Tokens that the target writes as training text, at least, over all domains; 128 requests at a time.",
+            flag="tokens", parser=count, ge=1,
+        ),
+    ] = 400_000  # fmt: skip
     max_new_tokens: int = 160
     max_prompt_tokens: int = 256
     temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)

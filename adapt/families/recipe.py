@@ -4,32 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from paceline.adapt.data.regenerate import RegenerateConfig
+from paceline.records import Setting, record
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class DrafterRecipe:
     """Text, shape and schedule of one drafter; what is None, its family decides."""
 
-    drafter: str = "specblock"
-    """The family: `drafter_type` of the result."""
-    domains: tuple[str, ...] = ("tools", "code")
-    """Empty: prompts come from the .jsonl and .txt files of the data folder."""
+    drafter: A[
+        str, Setting("Kind of drafter (`drafter_type` of the result): specblock | eagle3 | jetspec | dflash.")
+    ] = "specblock"
+    domains: A[
+        tuple[str, ...],
+        Setting(
+            "Comma list of domains whose prompts are continued; '' = the .jsonl and .txt files of the data folder."
+        ),
+    ] = ("tools", "code")
     text: RegenerateConfig = field(default_factory=RegenerateConfig)
+    epochs: A[float, Setting("Passes over that text.", ge=0.01)] = 3.0
     held_out_tokens: int = 8_000
     """Output tokens per domain, continued from held-out documents, for the report."""
-    epochs: float = 3.0
     batch_rows: int = 1536
     """Rows of a batch, padding included."""
     max_rows: int = 1024
     """Longer requests are cut."""
-    learning_rate: float | None = None
-    """Peak."""
+    learning_rate: A[
+        float | None, Setting("Peak of the learning rate; default: the kind's own.", ge=1e-8, le=1.0)
+    ] = None  # fmt: skip
     warmup_share: float = 0.05
     final_share: float = 0.02
     """Learning rate at the end over its peak."""
@@ -37,17 +45,28 @@ class DrafterRecipe:
     num_layers: int | None = None
     num_slots: int | None = None
     """Draft tokens of a call."""
-    draft_vocab_size: int | None = None
-    """The tokens that the target writes most often; None: its whole vocabulary."""
-    edge_rank: int | None = None
-    """Rank of the previous-token correction of a parallel head; None: no correction."""
-    without: tuple[str, ...] = ()
-    """Parts of the family that are left out (ablations), by the names that its TrainingFamily gives them."""
+    draft_vocab_size: A[
+        int | None,
+        Setting(
+            "Draft only the tokens that the target writes most often, so many of them; default: all.",
+            flag="draft-vocab",
+        ),
+    ] = None
+    edge_rank: A[
+        int | None,
+        Setting("Rank of the previous-token correction of jetspec and dflash scores; default: no correction."),
+    ] = None
+    without: A[
+        tuple[str, ...],
+        Setting(
+            "Comma list of SpecBlock's parts to leave out (ablations): shift, inheritance, valid-prefix, rank-head."
+        ),
+    ] = ()
     loss: Any = None
     """The family's loss settings, a dataclass."""
     autocast: bool | None = None
     """bfloat16 autocast; None: when the hardware computes it natively and the drafter is wide enough to gain."""
-    seed: int = 1
+    seed: A[int, Setting("Seed of prompts, sampling and weights.", ge=0)] = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

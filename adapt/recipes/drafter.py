@@ -10,8 +10,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, field
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.recipes.learning_curve import LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
 from paceline.errors import ConfigError
+from paceline.records import Setting, Threads, record
 from paceline.serving.drafters.family import DrafterModel
 from paceline.serving.loading.families import drafter_family, save_drafter
 from paceline.serving.sampling.request import RequestTrace
@@ -40,6 +42,24 @@ _BETA_FACTOR = 10.0
 _SORT_WINDOW = 16
 """Batches whose requests are sorted by length together, so that a batch pads little."""
 _EVAL_NODES = 8
+
+
+@record()
+class TrainDrafterOptions:
+    """Writes weights, config, learning curve, PROVENANCE.md, shards and the checkpoint.
+
+    Example: paceline train-drafter --target ~/models/qwen3 --out runs/mine --drafter eagle3 --domains '' --data texts
+    """
+
+    target: A[str, Setting("'bundled' or the folder of a local transformers checkpoint.")]
+    out: A[Path, Setting("Folder for weights, config, PROVENANCE.md, shards and the checkpoint.")]
+    recipe: DrafterRecipe = field(default_factory=DrafterRecipe)
+    data: A[
+        Path | None,
+        Setting("Folder of text data (docs/data_folder.md); needed by every domain but code.", is_folder=True),
+    ] = None
+    num_threads: Threads = None
+    device: A[str, Setting("cpu | cuda.", choices=("cpu", "cuda"))] = "cpu"
 
 
 def plan_batches(lengths: Sequence[int], batch_rows: int, generator: torch.Generator) -> list[list[int]]:

@@ -8,8 +8,9 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, field
 from pathlib import Path
+from typing import Annotated as A
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.adapt.data import corpus
 from paceline.errors import ConfigError
+from paceline.records import Setting, Threads, count, record, require
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +32,21 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class TargetRecipe:
-    hidden_size: int = 128
-    num_layers: int = 32
+    """Sizes, tokens and schedule of a target."""
+
+    num_tokens: A[
+        int,
+        Setting(
+            "Training tokens in all; the last of them run with a falling learning rate.",
+            flag="tokens",
+            parser=count,
+            ge=1,
+        ),
+    ] = 5_400_000
+    hidden_size: A[int, Setting("Hidden size.", flag="width", ge=1)] = 128
+    num_layers: A[int, Setting("Layers.", flag="layers", ge=1)] = 32
     intermediate_size: int = 384
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -42,21 +55,32 @@ class TargetRecipe:
     context_tokens: int = 512
     """Length of a training window and of the served context."""
     batch_windows: int = 8
-    num_tokens: int = 12_000_000
-    """Training tokens in all; the last `decay_share` of them run with a falling learning rate."""
     learning_rate: float = 3e-3
     decay_share: float = 0.3
+    """Share of the tokens, the last ones, that run with a falling learning rate."""
     warmup_steps: int = 60
     weight_decay: float = 0.05
-    seed: int = 1
-    domains: tuple[str, ...] = corpus.DOMAINS
+    domains: A[tuple[str, ...], Setting("Comma list of domains.", choices=corpus.DOMAINS)] = corpus.DOMAINS
+    seed: A[int, Setting("Seed of weights and windows.", ge=0)] = 1
 
     def __post_init__(self) -> None:
-        unknown = set(self.domains) - set(corpus.DOMAINS)
-        if unknown:
-            raise ConfigError(f"domains must be among {', '.join(corpus.DOMAINS)}, got {', '.join(sorted(unknown))}")
-        if self.num_tokens < self.batch_windows * self.context_tokens:
-            raise ConfigError(f"num_tokens must be at least one batch, got {self.num_tokens}")
+        batch = self.batch_windows * self.context_tokens
+        require(self.num_tokens >= batch, f"tokens must be at least one batch, {batch}", self.num_tokens)
+
+
+@record()
+class TrainTargetOptions:
+    """Writes weights, tokenizer, PROVENANCE.md and the checkpoint.
+
+    Example, the bundled target: paceline train-target --data DIR --out DIR --compile
+    """
+
+    data: A[Path, Setting("Folder of text data (docs/data_folder.md).", is_folder=True)]
+    out: A[Path, Setting("Folder for weights, tokenizer, PROVENANCE.md and the checkpoint.")]
+    recipe: TargetRecipe = field(default_factory=TargetRecipe)
+    num_threads: Threads = None
+    device: A[str, Setting("cpu | cuda.", choices=("cpu", "cuda"))] = "cpu"
+    compile: A[bool, Setting("Compile the layers: faster on a CPU.")] = False
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:

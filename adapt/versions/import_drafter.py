@@ -7,12 +7,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.errors import ConfigError
+from paceline.records import Setting, record
 from paceline.serving.loading.families import build_model, save_drafter
 from paceline.serving.loading.released import read_released
+
+
+@record()
+class ImportOptions:
+    """Of the EAGLE-3, DFlash, JetSpec or SpecBlock layout. A released folder also works as --drafter directly."""
+
+    folder: A[Path, Setting("Folder with config.json and model.safetensors or its shards.", is_argument=True)]
+    target: A[str, Setting("'bundled' or the folder of the target it was trained for.")]
+    out: A[Path, Setting("New folder for drafter.safetensors, config.json and PROVENANCE.md.")]
+    taps: A[
+        tuple[int, ...] | None,
+        Setting("Comma list of target layers that it reads (0 = the first); default: as its config.json says.", ge=0),
+    ] = None
 
 
 def import_drafter(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated as A
 
 import numpy as np
 
-from paceline.errors import ConfigError
+from paceline.records import Setting, record, require
 
 RECURRENCES = ("steady", "cycle", "fresh", "drift")
 TARGET_PASS_S = 0.020
@@ -26,56 +27,41 @@ PREVIOUS_SHARE = 0.15
 """Share of the traffic that stays with the domain of the regime before."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record("scenario.")
 class Scenario:
     """One cell of a replay: a service whose traffic changes in regimes. Times in seconds."""
 
     name: str
     family: str = "custom"
     """Cells of one family form one line of the advice table."""
-    duration_s: float = 7200.0
-    step_s: float = 10.0
+    duration_s: A[float, Setting(le=2e6)] = 7200.0
+    step_s: A[float, Setting(gt=0)] = 10.0
     """Length of a simulation step."""
     regime_s: float = 1800.0
     """Mean length of a traffic regime; the lengths are gamma distributed with shape 4."""
-    recurrence: str = "cycle"
+    recurrence: A[str, Setting(choices=RECURRENCES)] = "cycle"
     """steady: known traffic only; cycle: A B A C A B ..., known, unseen, known, ...; fresh: every regime is a new domain;
     drift: as fresh, but all in one bucket."""
-    train_cost: float = 1.0
+    train_cost: A[float, Setting(gt=0)] = 1.0
     """Factor on the seconds that training takes."""
-    load: float = 1.0
+    load: A[float, Setting(gt=0)] = 1.0
     """Devices that serving with the first drafter would keep busy, on average over domains."""
-    batch_size: int = 4
+    batch_size: A[int, Setting(ge=1)] = 4
     """Requests in a round: the larger, the less a longer acceptance saves."""
-    diurnal: float = 0.0
-    """Amplitude of the load's daily wave, 0 to 1; the simulated day has 4 hours."""
-    bad_jobs: float = 0.0
+    diurnal: A[float, Setting(ge=0, le=1)] = 0.0
+    """Amplitude of the load's daily wave; the simulated day has 4 hours."""
+    bad_jobs: A[float, Setting(ge=0, le=1)] = 0.0
     """Share of jobs that go wrong: half of these fail, half pass the gate although they made the drafter worse."""
-    forgetting: float = 0.1
+    forgetting: A[float, Setting(ge=0, le=1)] = 0.1
     """Share of the acceptance length above 1 that endless training on one domain costs on the others."""
-    headroom: float = 1.0
+    headroom: A[float, Setting(ge=0, le=3)] = 1.0
     """Factor on the acceptance length that training can add on unseen domains; 0 = none."""
-    slowdown: float = 0.05
+    slowdown: A[float, Setting(ge=0, le=3)] = 0.05
     """Relative slow-down of rounds while a job runs."""
 
     def __post_init__(self) -> None:
-        rules = (
-            (self.recurrence in RECURRENCES, f"recurrence must be one of {', '.join(RECURRENCES)}", self.recurrence),
-            (self.step_s > 0, "step_s must be > 0", self.step_s),
-            (self.step_s <= self.duration_s <= 2e6, "duration_s must be in [step_s, 2e6]", self.duration_s),
-            (self.regime_s >= self.step_s, "regime_s must be at least step_s", self.regime_s),
-            (self.train_cost > 0, "train_cost must be > 0", self.train_cost),
-            (self.load > 0, "load must be > 0", self.load),
-            (self.batch_size >= 1, "batch_size must be >= 1", self.batch_size),
-            (0 <= self.diurnal <= 1, "diurnal must be in [0, 1]", self.diurnal),
-            (0 <= self.bad_jobs <= 1, "bad_jobs must be in [0, 1]", self.bad_jobs),
-            (0 <= self.forgetting <= 1, "forgetting must be in [0, 1]", self.forgetting),
-            (0 <= self.headroom <= 3, "headroom must be in [0, 3]", self.headroom),
-            (0 <= self.slowdown <= 3, "slowdown must be in [0, 3]", self.slowdown),
-        )
-        for is_fine, rule, value in rules:
-            if not is_fine:
-                raise ConfigError(f"scenario.{rule}, got {value!r}")
+        require(self.duration_s >= self.step_s, "scenario.duration_s must be at least step_s", self.duration_s)
+        require(self.regime_s >= self.step_s, "scenario.regime_s must be at least step_s", self.regime_s)
 
     @property
     def num_steps(self) -> int:

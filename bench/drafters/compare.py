@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from paceline.bench.common.result_file import FORMAT
 from paceline.bench.engine.cells import PLAIN
 from paceline.bench.engine.table import interval_text, new_table
 from paceline.errors import ConfigError
+from paceline.records import JsonFile, Setting, record, require
 
 METRICS = ("speedup", "tokens_per_s", "acceptance_length")
 COMMANDS = ("bench drafters", "bench engine")
@@ -36,26 +37,36 @@ _OWN = ("json", "html", "batches", "temperatures", "buckets", "drafters", "polic
 """Options that only say which cells there are, or where results go."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class CompareOptions:
-    """Two result files; see `paceline bench compare --help`."""
+    """Cell by cell with 95% intervals. Runs of different configurations are refused.
 
-    first: Path
-    second: Path
-    metric: str = "speedup"
-    """What `fail_below` is held against."""
-    fail_below: float | None = None
-    is_forced: bool = False
-    """Compare runs of different configurations with warnings instead of refusing."""
-    json: Path | None = None
+    Exit code 1 where --fail-below finds a regression. With --over instead of a second result: the arms of one result over
+    one of them, such as paceline bench compare d.json --over eagle3/fixed8.
+    """
+
+    first: A[Path, Setting("Result to compare with.", is_argument=True)]
+    second: A[Path | None, Setting("Result that may be better or worse.", is_argument=True)] = None
+    over: A[
+        str | None,
+        Setting("Without a second result: an arm of the first, such as eagle3/fixed8, to hold its other arms against."),
+    ] = None
+    fail_below: A[float | None, Setting("Exit code 1 where a ratio is surely below this, such as 0.95.", gt=0)] = None
+    metric: A[
+        str,
+        Setting("What --fail-below is held against: speedup, tokens_per_s or acceptance_length.", choices=METRICS),
+    ] = "speedup"
+    is_forced: A[bool, Setting("Compare runs of different configurations, with warnings.", flag="force")] = False
+    json: JsonFile = None
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise ConfigError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
-        if self.fail_below is not None and not 0 < self.fail_below < math.inf:
-            raise ConfigError(f"fail-below must be above 0, got {self.fail_below}")
-        if self.json is not None and self.json.resolve() in (self.first.resolve(), self.second.resolve()):
-            raise ConfigError(f"json must be another file than the two results, got {self.json}")
+        if (self.second is None) == (self.over is None):
+            raise ConfigError("compare takes a second result or --over ARM, one of them")
+        if self.over is not None and (self.fail_below is not None or self.is_forced or self.metric != "speedup"):
+            raise ConfigError("--fail-below, --metric and --force need a second result, got --over")
+        taken = {p.resolve() for p in (self.first, self.second) if p is not None}
+        is_free = self.json is None or self.json.resolve() not in taken
+        require(is_free, "json must be another file than the two results", str(self.json))
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -188,10 +199,13 @@ def regressions(rows: list[dict[str, Any]], metric: str, fail_below: float) -> l
 
 
 def run_compare(options: CompareOptions, console: Console) -> dict[str, Any]:
-    """Print and return the comparison; `failed` lists the rows below the threshold.
+    """Print and return the comparison, of arms where there is no second result; `failed` lists rows below the threshold.
 
     Raises: ConfigError when a file is no result, the runs cannot be compared, or have no cell in common.
     """
+    if options.second is None:
+        assert options.over is not None
+        return run_compare_arms(options.first, options.over, console, options.json)
     a, b = read_result(options.first), read_result(options.second)
     grave, mild = differences(a, b)
     if grave and not options.is_forced:
@@ -256,7 +270,7 @@ def run_compare_arms(path: Path, over: str, console: Console, json_path: Path | 
     if json_path is not None and json_path.resolve() == path.resolve():
         raise ConfigError(f"json must be another file than the result, got {json_path}")
     rows = arms_over(read_result(path), over)
-    result = {"first": str(path), "over": over, "rows": rows}
+    result = {"first": str(path), "over": over, "rows": rows, "failed": []}
     table = new_table(f"Arms over {over}, same prompts in turn", COLUMNS, 1)
     for row in rows:
         speed, length = row["tokens_per_s"], row["acceptance_length"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 from rich.console import Console
@@ -13,11 +14,26 @@ from paceline.bench.common.html_page import COLORS, html_table, plots, write_pag
 from paceline.bench.engine.table import new_table, number_text
 from paceline.errors import ConfigError
 from paceline.paths import resolve_drafter
+from paceline.records import HtmlFile, Setting, record
 
 _HEAD = ("drafter", "steps", "rows", "seconds", "nll at half the seconds", "nll at the end")
 _AXES = {"seconds": "seconds of training", "rows": "supervised rows"}
 Curves = Mapping[str, Mapping[str, Sequence[float]]]
 """Drafter -> column -> one value a point (adapt/recipes/learning_curve.py)."""
+
+
+@record()
+class CurvesOptions:
+    """Nats per row over training seconds and rows.
+
+    Example: paceline bench curves eagle3 jetspec runs/mine --html curves.html.
+    """
+
+    drafters: A[
+        tuple[str, ...],
+        Setting("Bundled drafters by name, or folders of drafters.", is_argument=True, is_repeated=True),
+    ]
+    html: HtmlFile = None
 
 
 def run_bench_curves(drafters: Sequence[str], html: Path | None, console: Console) -> None:

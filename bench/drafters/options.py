@@ -3,78 +3,109 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 from paceline.bench.drafters.arms import check_policies
 from paceline.bench.drafters.workload_split import EMBEDDINGS
-from paceline.bench.engine.run import RANDOM
-from paceline.errors import ConfigError
+from paceline.bench.engine.run import CELLS, RANDOM, SIZE
+from paceline.records import (
+    DRAFTER_NAMES,
+    DataFolder,
+    Device,
+    Dtype,
+    HtmlFile,
+    JsonFile,
+    Model,
+    Setting,
+    Threads,
+    record,
+    require,
+)
 
 ALL = "all"
 """Stands for every bucket of the data, and random."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class BenchOptions:
-    """What to compare; see `paceline bench drafters --help`."""
+    """What to compare."""
 
-    drafters: tuple[str, ...] = ("lookup", "specblock")
-    policies: tuple[str, ...] = ("adaptive", "fixed")
-    nodes: tuple[int, ...] = (8,)
-    """Budgets of policies with a fixed one: draft nodes per request and round, the same for every drafter."""
-    batches: tuple[int, ...] = (1, 8)
-    temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
-    buckets: tuple[str, ...] = (ALL,)
-    input_tokens: tuple[int, ...] = ()
-    """Input lengths of the load buckets; () = no load buckets."""
-    num_prompts: int = 24
-    """Least counted requests of a cell."""
-    min_groups: int = 4
-    waves: int = 2
-    warmup_groups: int = 3
-    max_tokens: int = 128
-    ignore_eos: bool = False
-    num_check: int = 4
-    """Answers of a cell and arm that are checked against the fp32 target, besides those that differ from plain."""
-    embedding: str = "tfidf"
-    model: str = "bundled"
-    dtype: str = "auto"
-    device: str = "auto"
-    num_threads: int | None = None
-    baseline: str | None = None
-    """'transformers' adds generate() and its prompt lookup decoding."""
-    seed: int = 0
-    data: Path | None = None
-    json: Path | None = None
-    html: Path | None = None
+    drafters: A[
+        tuple[str, ...],
+        Setting(f"Comma list of {', '.join(DRAFTER_NAMES)}, or folders.", panel=CELLS, non_empty=True),
+    ] = ("lookup", "specblock")
+    policies: A[
+        tuple[str, ...],
+        Setting(
+            "Comma list: adaptive, bastion (each drafter at its own best), fixed, ddtree, bundle (equal budgets, see "
+            "--nodes). docs/drafting.md.",
+            panel=CELLS,
+        ),
+    ] = ("adaptive", "fixed")  # fmt: skip
+    nodes: A[
+        tuple[int, ...],
+        Setting("Comma list: draft nodes of policies with a fixed budget, equal for every drafter.", panel=CELLS),
+    ] = (8,)
+    batches: A[
+        tuple[int, ...],
+        Setting("Comma list: requests that run together.", flag="batch", panel=CELLS, ge=1, le=1024, non_empty=True),
+    ] = (1, 8)
+    temperatures: A[
+        tuple[float, ...], Setting("Comma list; 0 = greedy.", flag="temperature", panel=CELLS, ge=0, non_empty=True)
+    ] = (0.0, 0.8, 1.0)
+    buckets: A[
+        tuple[str, ...],
+        Setting(
+            "Comma list of domains (tools, code, math, facts, or those found in --data), random, all, or ''.",
+            panel=CELLS,
+        ),
+    ] = (ALL,)
+    input_tokens: A[
+        tuple[int, ...],
+        Setting(
+            "Comma list of input lengths: adds load buckets low-N, mixed-N, high-N, random-N.",
+            flag="isl", panel=CELLS, ge=2,
+        ),
+    ] = ()  # fmt: skip
+    num_prompts: A[int, Setting("Counted requests of a cell, at least.", panel=SIZE, ge=1)] = 24
+    min_groups: A[int, Setting("Counted groups of a cell, at least.", flag="groups", panel=SIZE, ge=1)] = 4
+    waves: A[int, Setting("Requests of a group over the batch; alone, a request is a group.", panel=SIZE, ge=1)] = 2
+    warmup_groups: A[
+        int, Setting("First groups of a cell that are not counted.", flag="warmup", panel=SIZE, ge=0)
+    ] = 3  # fmt: skip
+    max_tokens: A[int, Setting("New tokens per request at most.", panel=SIZE, ge=2)] = 128
+    ignore_eos: A[bool, Setting("Always generate max-tokens.", panel=SIZE)] = False
+    num_check: A[
+        int,
+        Setting(
+            "Answers a cell and arm checked in fp32, besides those unlike plain's; 0 = compare only.",
+            flag="check", panel=SIZE, ge=0,
+        ),
+    ] = 4  # fmt: skip
+    embedding: A[
+        str,
+        Setting(
+            "What unlike prompts are chosen by: tfidf, or hidden (states of the target).", choices=tuple(EMBEDDINGS)
+        ),
+    ] = "tfidf"
+    baseline: A[
+        str | None, Setting("'transformers' adds generate() and prompt lookup.", panel=CELLS, choices=("transformers",))
+    ] = None
+    model: Model = "bundled"
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    num_threads: Threads = None
+    seed: A[int, Setting("Seed of prompts and sampling.", ge=0)] = 0
+    data: DataFolder = None
+    json: JsonFile = None
+    html: HtmlFile = None
 
     def __post_init__(self) -> None:
-        if not self.drafters or "none" in self.drafters:
-            raise ConfigError(f"drafters must be drafters (plain always runs), got {','.join(self.drafters)!r}")
+        require("none" not in self.drafters, "drafters must be drafters (plain always runs)", ",".join(self.drafters))
         check_policies(self.policies, self.nodes)
-        if not self.batches or min(self.batches) < 1 or max(self.batches) > 1024:
-            raise ConfigError(f"batch must be a comma list of sizes in [1, 1024], got {self.batches}")
-        if not self.temperatures or not all(0 <= t < math.inf for t in self.temperatures):
-            raise ConfigError(f"temperature must be a comma list of numbers >= 0, got {self.temperatures}")
-        if not self.buckets and not self.input_tokens:
-            raise ConfigError("buckets must name at least one bucket where there is no --isl, got none")
-        if any(n < 2 for n in self.input_tokens):
-            raise ConfigError(f"isl must be a comma list of lengths >= 2, got {self.input_tokens}")
-        if self.embedding not in EMBEDDINGS:
-            raise ConfigError(f"embedding must be one of {', '.join(EMBEDDINGS)}, got {self.embedding!r}")
-        if self.baseline not in (None, "transformers"):
-            raise ConfigError(f"baseline must be 'transformers', got {self.baseline!r}")
-        least = {
-            "num-prompts": (self.num_prompts, 1), "groups": (self.min_groups, 1), "waves": (self.waves, 1),
-            "warmup": (self.warmup_groups, 0), "max-tokens": (self.max_tokens, 2), "check": (self.num_check, 0),
-            "seed": (self.seed, 0),
-        }  # fmt: skip
-        for name, (value, limit) in least.items():
-            if value < limit:
-                raise ConfigError(f"{name} must be >= {limit}, got {value}")
+        has_cells = bool(self.buckets or self.input_tokens)
+        require(has_cells, "buckets must name at least one bucket where there is no --isl", "")
 
     def group_size(self, batch: int) -> int:
         """Requests of a group; alone, a request is a group."""
@@ -96,3 +127,22 @@ def quick(options: BenchOptions) -> BenchOptions:
     return dataclasses.replace(
         options, **{k: v for k, v in small.items() if getattr(options, k) == getattr(default, k)}
     )
+
+
+@record()
+class DraftersCommand:
+    """Every drafter under every policy and plain decoding run the same prompts in turn, group by group: acceptance length,
+    speedup over plain and drafting cost with 95% intervals. Exit code 1 where an answer is not the target's own. How to
+    read it: docs/benchmarks.md.
+
+    Example: paceline bench drafters --quick --drafters specblock,eagle3 --html drafters.html.
+    """
+
+    options: BenchOptions = dataclasses.field(default_factory=BenchOptions)
+    is_quick: A[
+        bool, Setting("About a minute: defaults become few prompts, greedy, tools and random.", flag="quick")
+    ] = False
+
+    def chosen(self) -> BenchOptions:
+        """What is compared."""
+        return quick(self.options) if self.is_quick else self.options

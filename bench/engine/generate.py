@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated as A
+
 from rich.console import Console
 from rich.text import Text
 
@@ -17,28 +19,36 @@ from paceline.bench.common.engine_run import (  # fmt: skip
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import RequestError
+from paceline.records import DTYPES, Drafter, Model, Setting, record
 
 
-def run_generate(
-    prompt: str,
-    *,
-    model: str,
-    drafter: str,
-    compare: bool,
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    dtype: str,
-    console: Console,
-) -> None:
-    """Print the answer with accepted draft tokens in green, the acceptance length and the speed; `compare` repeats it plain.
+@record()
+class GenerateOptions:
+    """Accepted draft tokens are green.
+
+    Example: paceline generate "def fibonacci(n):" --compare.
+    """
+
+    prompt: A[str, Setting("Text; without chat markers it is sent as a user's turn.", is_argument=True)]
+    model: Model = "bundled"
+    drafter: Drafter = "bundled"
+    is_comparing: A[bool, Setting("Run without the drafter too and print the ratio.", flag="compare")] = False
+    max_tokens: A[int, Setting("New tokens at most.", ge=1)] = 128
+    temperature: A[float, Setting("0 = greedy.", ge=0)] = 0.0
+    seed: A[int, Setting("Seed of sampling.", ge=0)] = 0
+    dtype: A[str, Setting("auto | float32 | bfloat16 | float16.", choices=DTYPES)] = "auto"
+
+
+def run_generate(options: GenerateOptions, console: Console) -> None:
+    """Print the answer with accepted draft tokens in green, the acceptance length and the speed; a comparison repeats it.
 
     The two sides alternate three times after a warm-up, so that the ratio is not one side's cold start.
     """
+    prompt, drafter, compare = options.prompt, options.drafter, options.is_comparing
     if not prompt.strip():
         raise RequestError("prompt must not be empty")
-    params = [greedy_or_sampled(temperature, max_tokens, seed)]
-    target = load_target(model, dtype, drafters=[drafter])
+    params = [greedy_or_sampled(options.temperature, options.max_tokens, options.seed)]
+    target = load_target(options.model, options.dtype, drafters=[drafter])
     text = prompt
     if target.tokenizer.chat_template and "<|" not in prompt:
         text = target.tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)  # fmt: skip

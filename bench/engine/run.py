@@ -6,8 +6,8 @@ import dataclasses
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import field
+from typing import Annotated as A
 from typing import Any
 
 import psutil
@@ -23,11 +23,13 @@ from paceline.bench.engine.arms import Arm, EngineArm, TransformersArm, new_engi
 from paceline.bench.engine.cells import PLAIN, SPECULATIVE, cell_row, crossovers, overall_verdict
 from paceline.bench.engine.groups import make_groups, random_prompts, run_alternating
 from paceline.bench.engine.lossless_row import lossless_row
+from paceline.bench.engine.shapes import SHAPES, ShapesOptions
 from paceline.bench.engine.table import cells_table, print_summary, rounds_table
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
 from paceline.paths import resolve_model
+from paceline.records import DRAFTERS, DataFolder, Device, Dtype, JsonFile, Model, Setting, Threads, record, require
 from paceline.serving.target_model.model import TargetModel
 
 GENERATE, LOOKUP = "transformers", "transformers_lookup"
@@ -35,65 +37,91 @@ ARMS = (PLAIN, SPECULATIVE, GENERATE, LOOKUP)
 RANDOM = "random"
 """Bucket of random token ids: an upper or lower bound that real text never reaches, shown next to real text."""
 RANDOM_PROMPT_TOKENS = 24
-_OPTION_NAMES = {"num_prompts": "prompts", "min_groups": "groups", "warmup_groups": "warmup", "num_check": "check", "prefill_chunk_tokens": "prefill_chunk"}  # fmt: skip
+CELLS, SIZE = "Cells", "Size of a cell"
+"""Headings of options in --help."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class EngineBenchOptions:
-    """What to measure; see `paceline bench engine --help`."""
+    """What to measure."""
 
-    batches: tuple[int, ...] = (1, 4, 16, 64)
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    buckets: tuple[str, ...] = ("tools", "code")
-    arms: tuple[str, ...] = ARMS
-    num_prompts: int = 24
-    """Least counted requests of a cell."""
-    min_groups: int = 6
-    """Least counted groups of a cell: they are what the interval rests on."""
-    waves: int = 3
-    """Requests of a group over the batch: while some are left, one that ends is followed by the next one."""
-    warmup_groups: int = 3
-    """Groups before them that are not counted: the budget controller learns, caches and pages are touched."""
-    max_tokens: int = 128
-    ignore_eos: bool = False
-    num_check: int = 8
-    """Greedy answers of a cell and arm that are checked against the fp32 target."""
-    prefill_chunk_tokens: int = 256
-    model: str = "bundled"
-    drafter: str = "specblock"
-    dtype: str = "auto"
-    device: str = "auto"
-    num_threads: int | None = None
-    seed: int = 0
-    data: Path | None = None
-    json: Path | None = None
+    batches: A[
+        tuple[int, ...],
+        Setting("Comma list: requests that run together.", flag="batch", panel=CELLS, ge=1, le=1024, non_empty=True),
+    ] = (1, 4, 16, 64)
+    temperatures: A[
+        tuple[float, ...],
+        Setting(
+            "Comma list; 0 = greedy, and is checked to be lossless.",
+            flag="temperature",
+            panel=CELLS,
+            ge=0,
+            non_empty=True,
+        ),
+    ] = (0.0, 0.8)
+    buckets: A[
+        tuple[str, ...],
+        Setting(
+            "Comma list of tools, code (the drafter knows them), math, facts (it does not), random (token ids).",
+            panel=CELLS, non_empty=True,
+        ),
+    ] = ("tools", "code")  # fmt: skip
+    arms: A[
+        tuple[str, ...],
+        Setting(
+            "plain and any of speculative, transformers, transformers_lookup (only at batch 1).",
+            panel=CELLS,
+            choices=ARMS,
+        ),
+    ] = ARMS
+    num_prompts: A[
+        int, Setting("Counted requests of a cell, at least.", flag="prompts", panel=SIZE, ge=1)
+    ] = 24  # fmt: skip
+    min_groups: A[
+        int,
+        Setting(
+            "Counted groups of a cell, at least: more of them, narrower intervals.", flag="groups", panel=SIZE, ge=1
+        ),
+    ] = 6
+    warmup_groups: A[
+        int,
+        Setting(
+            "First groups of a cell that are not counted: the budget controller learns, caches and pages are touched.",
+            flag="warmup", panel=SIZE, ge=0,
+        ),
+    ] = 3  # fmt: skip
+    waves: A[
+        int,
+        Setting(
+            "Requests of a group over the batch: one that ends is followed by the next, so long as any.",
+            panel=SIZE,
+            ge=1,
+        ),
+    ] = 3
+    max_tokens: A[int, Setting("New tokens per request at most.", panel=SIZE, ge=2)] = 128
+    ignore_eos: A[
+        bool, Setting("Always generate max-tokens: more rounds at full batch, less real text.", panel=SIZE)
+    ] = False
+    num_check: A[
+        int, Setting("Greedy answers a cell checked in fp32; 0 = only compare engines.", flag="check", panel=SIZE, ge=0)
+    ] = 8
+    prefill_chunk_tokens: A[int, Setting("Prompt rows that a round may prefill.", flag="prefill-chunk", ge=1)] = 256
+    model: Model = "bundled"
+    drafter: A[str, Setting(f"{DRAFTERS}.")] = "specblock"
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    num_threads: Threads = None
+    seed: A[int, Setting("Seed of prompts and sampling.", ge=0)] = 0
+    data: DataFolder = None
+    json: JsonFile = None
 
     def __post_init__(self) -> None:
-        unknown = [a for a in self.arms if a not in ARMS]
-        if unknown or PLAIN not in self.arms or len(set(self.arms)) < 2:
-            raise ConfigError(
-                f"arms must be 'plain' and at least one more of {', '.join(ARMS[1:])}, got {','.join(self.arms)!r}"
-            )
-        if not self.batches or min(self.batches) < 1 or max(self.batches) > 1024:
-            raise ConfigError(f"batch must be a comma list of sizes in [1, 1024], got {self.batches}")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ConfigError(f"temperature must be a comma list of numbers >= 0, got {self.temperatures}")
+        given = ",".join(self.arms)
+        is_comparing = PLAIN in self.arms and len(set(self.arms)) > 1
+        require(is_comparing, f"arms must be 'plain' and at least one more of {', '.join(ARMS[1:])}", given)
         known = (*BUNDLED_BUCKETS, RANDOM)
-        strange = [b for b in self.buckets if b not in known and self.data is None]
-        if not self.buckets or strange:
-            raise ConfigError(f"buckets must be among {', '.join(known)}, or domains of --data, got {self.buckets}")
-        least = {
-            "num_prompts": 1,
-            "min_groups": 1,
-            "waves": 1,
-            "warmup_groups": 0,
-            "max_tokens": 2,
-            "num_check": 0,
-            "prefill_chunk_tokens": 1,
-        }
-        for name, limit in least.items():
-            if getattr(self, name) < limit:
-                raise ConfigError(f"{_OPTION_NAMES.get(name, name)} must be >= {limit}, got {getattr(self, name)}")
+        are_known = self.data is not None or all(b in known for b in self.buckets)
+        require(are_known, f"buckets must be among {', '.join(known)}, or domains of --data", ",".join(self.buckets))
 
     def num_groups(self, batch: int) -> int:
         """Counted groups of a cell."""
@@ -117,6 +145,45 @@ def quick(options: EngineBenchOptions) -> EngineBenchOptions:
     return dataclasses.replace(
         options, **{k: v for k, v in small.items() if getattr(options, k) == getattr(default, k)}
     )
+
+
+@record()
+class EngineCommand:
+    """Plain engine, speculative engine and transformers run the same prompts in turn, group by group; every ratio has a 95%
+    interval. Exit code 1 where speculation is surely slower than 0.98x plain, or a greedy answer is not the target's own.
+    How to read it: docs/benchmarks.md.
+
+    Example: paceline bench engine --quick --json engine.json.
+    """
+
+    options: EngineBenchOptions = field(default_factory=EngineBenchOptions)
+    is_quick: A[
+        bool, Setting("About a minute: defaults become batch 1 and 8, greedy, few prompts.", flag="quick")
+    ] = False  # fmt: skip
+    shapes: A[
+        tuple[str, ...] | None,
+        Setting(
+            f"Instead: rounds of random-weight models, comma list of {', '.join(SHAPES)}, against the memory floor. Needs a "
+            "GPU.",
+            choices=tuple(SHAPES), non_empty=True,
+        ),
+    ] = None  # fmt: skip
+    is_scaled_down: A[
+        bool, Setting("With --shapes: small layers, so that a CPU can run it; labelled so.", flag="scale-down")
+    ] = False
+
+    def chosen(self) -> EngineBenchOptions:
+        """What is measured without --shapes."""
+        return quick(self.options) if self.is_quick else self.options
+
+    def shapes_options(self) -> ShapesOptions:
+        """What is measured with --shapes."""
+        assert self.shapes is not None
+        given = self.options
+        return ShapesOptions(
+            shapes=self.shapes, batches=given.batches, is_scaled_down=self.is_scaled_down, is_quick=self.is_quick,
+            device=given.device, num_threads=given.num_threads, seed=given.seed, json=given.json,
+        )  # fmt: skip
 
 
 def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str, Any]:

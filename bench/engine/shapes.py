@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
 from paceline.paths import resolve_model
+from paceline.records import DEVICES, Setting, record, require
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
@@ -60,34 +61,28 @@ def qwen3_8b() -> PretrainedConfig:
 SHAPES: dict[str, Callable[[], PretrainedConfig]] = {"llama-3.1-8b": llama_8b, "qwen3-8b": qwen3_8b}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class ShapesOptions:
-    """What to measure; see `paceline bench engine --help`."""
+    """What to measure; see EngineCommand."""
 
-    shapes: tuple[str, ...]
-    batches: tuple[int, ...] = (1, 4, 16, 64)
+    shapes: A[tuple[str, ...], Setting(choices=tuple(SHAPES), non_empty=True)]
+    batches: A[tuple[int, ...], Setting(ge=1, non_empty=True)] = (1, 4, 16, 64)
     prompt_tokens: int = 512
     max_tokens: int = 64
     num_groups: int = 3
     is_scaled_down: bool = False
     """True: width / 16, 4 layers, small vocabulary: exercises the path on a CPU; rows are labelled."""
     is_quick: bool = False
-    device: str = "auto"
+    device: A[str, Setting(choices=DEVICES)] = "auto"
     num_threads: int | None = None
     seed: int = 0
     json: Path | None = None
 
     def __post_init__(self) -> None:
-        unknown = [s for s in self.shapes if s not in SHAPES]
-        if unknown or not self.shapes:
-            raise ConfigError(f"shapes must be among {', '.join(SHAPES)}, got {','.join(self.shapes)!r}")
-        if not self.batches or min(self.batches) < 1:
-            raise ConfigError(f"batch must be a comma list of sizes >= 1, got {self.batches}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ConfigError(f"device must be auto, cpu or cuda, got {self.device!r}")
         has_cuda = torch.cuda.is_available()
-        if self.device == "cuda" and not has_cuda:
-            raise ConfigError("device cuda needs a GPU that torch can use")
+        require(
+            self.device != "cuda" or has_cuda, "device must be auto or cpu without a GPU that torch can use", "cuda"
+        )
         if not self.is_scaled_down and (self.device == "cpu" or not has_cuda):
             raise ConfigError(
                 "--shapes needs a GPU: 8B random weights take 16 GB and seconds a round on a CPU; give --scale-down to run "

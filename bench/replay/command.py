@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from paceline.bench.replay.report import FORMAT, build_report, print_report, wri
 from paceline.bench.replay.run import Row, run_all
 from paceline.bench.replay.suggest import write_suggestion
 from paceline.errors import ConfigError
+from paceline.records import HtmlFile, JsonFile, Setting, record
 
 LIVE = ("live", "live-small")
 """Names of replays that really train."""
@@ -23,27 +24,62 @@ CHECKS = ("off-policy", "off-policy-live")
 """Names of the comparison of off-policy estimates with the truth; the second really trains."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class ReplayOptions:
-    """See `paceline replay --help`."""
+    """On simulated regimes, on a service's decision log, or live with real training. Nothing is served. Cells, log format
+    and report: docs/replay.md.
 
-    source: str
-    policies: str = "never,always,interval,payoff,oracle"
-    seeds: int = 10
-    first_seed: int = 0
-    sweep: tuple[str, ...] = ()
-    workers: int = 1
-    ray: str | None = None
-    resume: Path | None = None
-    data: Path | None = None
-    load: float | None = None
-    json: Path | None = None
-    html: Path | None = None
-    suggest: Path | None = None
+    Examples: paceline replay small. paceline replay decisions.jsonl --policies payoff,never --suggest policy.yaml.
+    """
+
+    source: A[
+        str,
+        Setting(
+            "synthetic | core | small | a cell's name | FILE.yaml (scenario) | FILE.jsonl (decision log) | live | live-small "
+            "| off-policy | off-policy-live (checks of the estimates from logs).",
+            is_argument=True,
+        ),
+    ]  # fmt: skip
+    policies: A[
+        str,
+        Setting(
+            "Comma list of payoff, never, always, interval, dual_ema, cara, thompson, hedge, 'oracle' (the best plan that "
+            "knows the future) and 'bound' (more than any plan saves; neither in live replays), or 'all'."
+        ),
+    ] = "never,always,interval,payoff,oracle"
+    seeds: A[
+        int,
+        Setting("Seeds of each cell and policy; for live: orders of the traffic, at most 3; for off-policy: logs."),
+    ] = 10
+    first_seed: A[int, Setting("First seed, to extend an earlier replay; not for live.")] = 0
+    sweep: A[
+        tuple[str, ...],
+        Setting("KEY=V1,V2,... of a policy setting; repeat the option for combinations.", is_repeated=True),
+    ] = ()
+    workers: A[int, Setting("Processes on this computer; not for live.")] = 1
+    ray: A[
+        str | None, Setting("Address of a Ray cluster to run on instead ('auto' = local one); not for live.")
+    ] = None  # fmt: skip
+    resume: A[
+        Path | None, Setting("Folder with one line for each finished run; a killed replay goes on from there.")
+    ] = None
+    data: A[
+        Path | None,
+        Setting(
+            "Folder of text data for live replays (docs/data_folder.md); default: the bundled prompts.", is_folder=True
+        ),
+    ] = None
+    load: A[
+        float | None, Setting("Devices that the traffic of a live replay keeps busy: a fleet shares one update.")
+    ] = None
+    json: JsonFile = None
+    html: HtmlFile = None
+    suggest: A[
+        Path | None,
+        Setting("Write the best policy settings as YAML for 'paceline serve --config'.", is_output=True),
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.data is not None and not self.data.is_dir():
-            raise ConfigError(f"data must be a folder, got {str(self.data)!r}")
         if self.load is not None and self.source not in LIVE:
             raise ConfigError(
                 f"load is set by the scenario, except in {' and '.join(LIVE)}; got source {self.source!r}"

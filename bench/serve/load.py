@@ -7,8 +7,7 @@ import contextlib
 import dataclasses
 import random
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 import httpx
@@ -22,7 +21,7 @@ from paceline.bench.common.workloads import load_prompts
 from paceline.bench.serve.client import REFUSED, StreamClient, StreamRequest, StreamResult, find_features
 from paceline.bench.serve.local_service import local_service, watch_lag
 from paceline.bench.serve.stream_stats import StreamTotals, explain_difference, first_difference, percentiles_ms
-from paceline.errors import ConfigError
+from paceline.records import DataFolder, JsonFile, Setting, record, require
 
 _SAVE_EVERY_S = 10.0
 _REFUSED_WAIT_S = 0.25
@@ -32,43 +31,43 @@ _GIVE_UP_S = 10.0
 _GONE = "the server at {} does not answer any more"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class StreamLoadOptions:
-    """Which server, how many clients, how long; see `paceline bench streams --help`."""
+    """Errors, answers without [DONE], lost tokens, time to the first token, gaps between chunks, tokens per second over
+    time; with --check, greedy answers are asked again one at a time and compared.
 
-    url: str | None = "http://127.0.0.1:8000"
-    """None: a local service is started and stopped."""
-    clients: int = 32
-    minutes: float = 10.0
-    max_tokens: int = 128
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    buckets: tuple[str, ...] = ("tools", "code", "math", "facts")
-    is_chat: bool = False
-    is_checking: bool = False
-    num_check: int = 32
-    """Greedy answers that are asked again, one at a time, after the load."""
-    timeout_s: float = 120.0
-    """Longest silence of a stream; also how long answers may run on after the end."""
-    api_token: str | None = None
-    seed: int = 0
-    data: Path | None = None
-    json: Path | None = None
+    Exit code 1 on any error or changed answer. docs/benchmarks.md.
+    """
+
+    url: A[str, Setting("Address of the server, without /v1.")] = "http://127.0.0.1:8000"
+    is_local: A[
+        bool, Setting("Start `paceline serve` for this run, on a free port, and stop it afterwards.", flag="serve")
+    ] = False
+    clients: A[int, Setting("Clients; each sends its next request when its answer is complete.", ge=1, le=4096)] = 32
+    minutes: A[float, Setting("Minutes of load; answers then under way may finish.", gt=0)] = 10.0
+    max_tokens: A[int, Setting("Longest answer; each asks for a quarter of it to all of it.", ge=1)] = 128
+    temperatures: A[
+        tuple[float, ...],
+        Setting("Comma list; each request draws one.", flag="temperature", ge=0, non_empty=True),
+    ] = (0.0, 0.8)
+    buckets: A[tuple[str, ...], Setting("Comma list of traffic classes.", non_empty=True)] = (
+        "tools", "code", "math", "facts",
+    )  # fmt: skip
+    is_chat: A[bool, Setting("Use /v1/chat/completions.", flag="chat")] = False
+    is_checking: A[bool, Setting("Ask greedy answers again at the end and compare.", flag="check")] = False
+    num_check: A[int, Setting("With --check: how many.", ge=1)] = 32
+    timeout_s: A[float, Setting("Seconds of silence after which a stream counts as dead.", flag="timeout", gt=0)] = (
+        120.0
+    )
+    api_token: A[str | None, Setting("Bearer token of the server.", env="PACELINE_API_TOKEN")] = None
+    seed: A[int, Setting("Seed of prompts, lengths and sampling.", ge=0)] = 0
+    data: DataFolder = None
+    json: JsonFile = None
 
     def __post_init__(self) -> None:
-        checks = (
-            (self.url is None or self.url.startswith(("http://", "https://")), "url must begin with http:// or https://", self.url),
-            (1 <= self.clients <= 4096, "clients must be in [1, 4096]", self.clients),
-            (self.minutes > 0, "minutes must be > 0", self.minutes),
-            (self.max_tokens >= 1, "max_tokens must be >= 1", self.max_tokens),
-            (bool(self.temperatures) and min(self.temperatures) >= 0, "temperature must be a comma list of numbers >= 0", self.temperatures),
-            (not self.is_checking or 0.0 in self.temperatures, "--check compares greedy answers, so temperature must include 0", self.temperatures),
-            (bool(self.buckets), "buckets must not be empty", self.buckets),
-            (self.num_check >= 1, "num_check must be >= 1", self.num_check),
-            (self.timeout_s > 0, "timeout must be > 0", self.timeout_s),
-        )  # fmt: skip
-        for ok, rule, value in checks:
-            if not ok:
-                raise ConfigError(f"{rule}, got {value}")
+        require(self.url.startswith(("http://", "https://")), "url must begin with http:// or https://", self.url)
+        has_greedy = not self.is_checking or 0.0 in self.temperatures
+        require(has_greedy, "temperature must include 0 with --check, which compares greedy answers", self.temperatures)
 
 
 def run_stream_load(options: StreamLoadOptions, console: Console) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def run_stream_load(options: StreamLoadOptions, console: Console) -> dict[str, A
     prompts = {b: [p.text for p in load_prompts(b, options.data, 64, options.seed)] for b in options.buckets}
     with contextlib.ExitStack() as stack:
         url = options.url
-        if url is None:
+        if options.is_local:
             with console.status("starting a local service (about 30 s)"):
                 url = stack.enter_context(local_service())
             console.print(f"local service at {url}", highlight=False)

@@ -3,81 +3,111 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 from paceline.bench.common.workloads import load_prompts
 from paceline.bench.serve.cell import Load
 from paceline.bench.serve.client import StreamRequest
-from paceline.errors import ConfigError
+from paceline.records import DataFolder, JsonFile, Setting, record, require
 
 ROUTES = ("completions", "chat")
+SERVER, LOAD, REQUESTS = "Server", "Load", "Requests"
+"""Headings of options in --help."""
 MIN_WAVES = 4
 """Requests of a closed loop are at least so many times its clients: fewer leave no time at full load."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class ServeBenchOptions:
-    """See `paceline bench serve --help`."""
+    """Closed loops (--concurrency) and open ones (--rate) of streaming requests against any OpenAI-compatible server: time
+    to the first token, gaps between chunks, output and user tokens per second with 95% intervals, ramp-up and drain left
+    out; acceptance where the server tells it.
 
-    url: str | None = "http://127.0.0.1:8000"
-    """None: a local service is started and stopped."""
-    model: str | None = None
-    """None: the first model that /v1/models names."""
-    route: str = "completions"
-    concurrencies: tuple[int, ...] = (1, 4, 16)
-    rates_per_s: tuple[float, ...] = ()
-    """Open-loop loads, after the closed ones."""
-    num_requests: int = 64
-    """Of a load, at least; a closed loop sends MIN_WAVES times its clients if that is more."""
-    warmup: int = 8
-    """Requests before each load that are not counted (at its concurrency, an open loop's four at a time)."""
-    max_s: float = 120.0
-    """A load sends nothing later than this."""
-    max_tokens: int = 128
-    temperature: float = 0.0
-    buckets: tuple[str, ...] = ("tools", "code", "math", "facts")
-    names_buckets: bool = False
-    """Tell the server each prompt's bucket (x-paceline-bucket)."""
-    timeout_s: float = 120.0
-    """Longest silence of a stream; also how long answers may run on after the last request."""
-    num_tries: int = 8
-    """How often a request is sent while the server answers 429."""
-    extra_body: str = "{}"
-    """JSON object of fields added to every request body; null leaves a field out."""
-    api_key: str | None = None
-    note: str = ""
-    """Kept in the document: what the server is, and what else ran."""
-    seed: int = 0
-    data: Path | None = None
-    json: Path | None = None
+    Exit code 1 on any error. docs/benchmarks.md.
+
+    Example: paceline bench serve --url http://127.0.0.1:8000 --concurrency 1,8,32 --json serve.json.
+    """
+
+    url: A[str, Setting("Address of the server, with or without /v1.", panel=SERVER)] = "http://127.0.0.1:8000"
+    is_local: A[
+        bool,
+        Setting(
+            "Start `paceline serve` for this run, on a free port, and stop it afterwards.", flag="serve", panel=SERVER
+        ),
+    ] = False
+    model: A[str | None, Setting("Default: the first that /v1/models names.", panel=SERVER)] = None
+    route: A[str, Setting("completions | chat.", panel=SERVER, choices=ROUTES)] = "completions"
+    concurrencies: A[
+        tuple[int, ...],
+        Setting(
+            "Comma list of closed loops: clients that send again when answered; '' for none.",
+            flag="concurrency", panel=LOAD, ge=1, le=4096,
+        ),
+    ] = (1, 4, 16)  # fmt: skip
+    rates_per_s: A[
+        tuple[float, ...],
+        Setting(
+            "Comma list of open loops, after the closed ones: requests per second, arriving at random (Poisson).",
+            flag="rate", panel=LOAD, gt=0,
+        ),
+    ] = ()  # fmt: skip
+    num_requests: A[
+        int,
+        Setting(
+            f"Requests of a load, at least; a closed loop sends {MIN_WAVES} times its clients if that is more.",
+            flag="requests", panel=LOAD, ge=1,
+        ),
+    ] = 64  # fmt: skip
+    warmup: A[int, Setting("Requests before each load that are not counted.", panel=LOAD, ge=0)] = 8
+    max_s: A[float, Setting("A load sends no request later than this.", flag="seconds", panel=LOAD, gt=0)] = 120.0
+    max_tokens: A[int, Setting("Longest answer.", panel=REQUESTS, ge=1)] = 128
+    temperature: A[float, Setting("0 = greedy.", panel=REQUESTS, ge=0)] = 0.0
+    buckets: A[
+        tuple[str, ...], Setting("Comma list of traffic classes, taken in turn.", panel=REQUESTS, non_empty=True)
+    ] = ("tools", "code", "math", "facts")
+    names_buckets: A[
+        bool,
+        Setting(
+            "Send each prompt's traffic class as x-paceline-bucket, as clients of Paceline do.",
+            flag="name-buckets", panel=REQUESTS,
+        ),
+    ] = False  # fmt: skip
+    timeout_s: A[
+        float, Setting("Seconds of silence after which a stream counts as dead.", flag="timeout", panel=REQUESTS, gt=0)
+    ] = 120.0
+    num_tries: A[
+        int,
+        Setting(
+            "How often a request is sent while the answer is 429 (Retry-After is kept).",
+            flag="tries",
+            panel=REQUESTS,
+            ge=1,
+        ),
+    ] = 8
+    extra_body: A[
+        str,
+        Setting(
+            "JSON object added to every request, such as '{\"ignore_eos\": true}'; null drops a field.", panel=REQUESTS
+        ),
+    ] = "{}"
+    api_key: A[
+        str | None,
+        Setting("Bearer token; better given as the environment variable.", panel=SERVER, env="PACELINE_API_TOKEN"),
+    ] = None
+    note: A[str, Setting("Words kept in the JSON: which server, started how, what else ran.")] = ""
+    seed: A[int, Setting("Seed of prompts, arrivals and sampling.", ge=0)] = 0
+    data: DataFolder = None
+    json: JsonFile = None
 
     def __post_init__(self) -> None:
-        checks = (
-            (self.url is None or self.url.startswith(("http://", "https://")), "url must begin with http:// or https://", self.url),
-            (self.route in ROUTES, f"route must be {' or '.join(ROUTES)}", self.route),
-            (bool(self.concurrencies or self.rates_per_s), "concurrency and rate must not both be empty", ""),
-            (all(1 <= c <= 4096 for c in self.concurrencies), "concurrency must be a comma list of numbers in [1, 4096]", self.concurrencies),
-            (all(r > 0 for r in self.rates_per_s), "rate must be a comma list of numbers > 0", self.rates_per_s),
-            (self.num_requests >= 1, "requests must be >= 1", self.num_requests),
-            (self.warmup >= 0, "warmup must be >= 0", self.warmup),
-            (self.max_s > 0, "seconds must be > 0", self.max_s),
-            (self.max_tokens >= 1, "max_tokens must be >= 1", self.max_tokens),
-            (self.temperature >= 0, "temperature must be >= 0", self.temperature),
-            (bool(self.buckets), "buckets must not be empty", self.buckets),
-            (self.timeout_s > 0, "timeout must be > 0", self.timeout_s),
-            (self.num_tries >= 1, "tries must be >= 1", self.num_tries),
-        )  # fmt: skip
-        for ok, rule, value in checks:
-            if not ok:
-                raise ConfigError(f"{rule}, got {value}")
+        require(self.url.startswith(("http://", "https://")), "url must begin with http:// or https://", self.url)
+        require(bool(self.concurrencies or self.rates_per_s), "concurrency and rate must not both be empty", "")
         try:
             is_object = isinstance(json.loads(self.extra_body), dict)
         except ValueError:
             is_object = False
-        if not is_object:
-            raise ConfigError(f"extra_body must be a JSON object, got {self.extra_body!r}")
+        require(is_object, "extra-body must be a JSON object", self.extra_body)
 
     @property
     def extra(self) -> dict[str, Any]:

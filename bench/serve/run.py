@@ -36,7 +36,7 @@ def run_serve_bench(options: ServeBenchOptions, console: Console) -> dict[str, A
     plan, num_repeated = plan_requests(options)
     with contextlib.ExitStack() as stack:
         url = options.url
-        if url is None:
+        if options.is_local:
             with console.status("starting a local service (about 30 s)"):
                 url = stack.enter_context(local_service())
             console.print(f"local service at {url}", highlight=False)

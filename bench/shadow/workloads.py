@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 from paceline.adapt.online.trainer import ShadowConfig
@@ -14,44 +14,62 @@ from paceline.bench.common.workloads import load_prompts
 from paceline.bench.shadow.decode import Workload
 from paceline.config import TreeConfig
 from paceline.errors import ConfigError
+from paceline.records import DTYPES, DataFolder, JsonFile, Model, Setting, Threads, record, require
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
 TRAIN_TEMPERATURES = (0.0, 0.8)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class ShadowCheckOptions:
-    """What to compare; see `paceline bench shadow --help`."""
+    """Replay on logged texts, which decides what may serve, against real decoding, for several drafter versions: error of
+    acceptance length with intervals.
 
-    num_versions: int = 6
-    buckets: tuple[str, ...] = ("tools", "code", "math", "facts")
-    temperatures: tuple[float, ...] = (0.0, 0.8)
-    num_prompts: int = 24
-    max_tokens: int = 96
-    num_train_prompts: int = 48
-    num_adaptive_prompts: int = 4
-    """Requests per row that are decoded with the adaptive budget too; 0 = none."""
-    batch: int = 8
-    model: str = "bundled"
-    drafter: str = "bundled"
-    dtype: str = "auto"
-    num_threads: int | None = 1
-    seed: int = 0
-    data: Path | None = None
-    work: Path | None = None
-    json: Path | None = None
+    Exit code 1 if a paired error exceeds 2%.
+    """
+
+    num_versions: A[
+        int, Setting("Drafter versions: the bundled one and trained ones.", flag="versions", ge=1)
+    ] = 6  # fmt: skip
+    buckets: A[tuple[str, ...], Setting("Comma list of traffic classes.", non_empty=True)] = (
+        "tools", "code", "math", "facts",
+    )  # fmt: skip
+    temperatures: A[
+        tuple[float, ...], Setting("Comma list of temperatures.", flag="temperature", ge=0, non_empty=True)
+    ] = (0.0, 0.8)
+    num_prompts: A[int, Setting("Requests per row.", ge=2)] = 24
+    max_tokens: A[int, Setting("New tokens per request at most.", ge=3)] = 96
+    num_train_prompts: A[
+        int, Setting("Requests per bucket whose traces the versions learn from.", flag="train-prompts", ge=8)
+    ] = 48
+    num_adaptive_prompts: A[
+        int,
+        Setting(
+            "Requests per row that are also decoded with the adaptive budget, for information; 0 = none.",
+            flag="adaptive-prompts", ge=0,
+        ),
+    ] = 4  # fmt: skip
+    batch: A[int, Setting("Requests decoded together.", ge=1)] = 8
+    model: Model = "bundled"
+    drafter: A[str, Setting("The first version: a bundled drafter's name, or a folder.")] = "bundled"
+    dtype: A[
+        str,
+        Setting(
+            "auto (as the service) | float32 (text does not depend on rounding) | bfloat16 | float16.", choices=DTYPES
+        ),
+    ] = "auto"
+    num_threads: Threads = 1
+    seed: A[int, Setting("Seed of prompts, sampling and training.", ge=0)] = 0
+    data: DataFolder = None
+    json: JsonFile = None
+    work: A[
+        Path | None, Setting("Folder that keeps traces, versions and rows; a second run goes on there.")
+    ] = None  # fmt: skip
 
     def __post_init__(self) -> None:
-        if not self.buckets or not self.temperatures or min(self.temperatures) < 0:
-            raise ConfigError("buckets and temperatures must not be empty, temperatures must be >= 0")
-        if self.num_prompts < 2 or self.max_tokens < 3 or self.num_train_prompts < 8 or self.batch < 1:
-            raise ConfigError(
-                "num_prompts must be >= 2, max_tokens >= 3, train_prompts >= 8 and batch >= 1, got "
-                f"{self.num_prompts}, {self.max_tokens}, {self.num_train_prompts}, {self.batch}"
-            )
-        if not 0 <= self.num_adaptive_prompts <= self.num_prompts:
-            raise ConfigError(f"adaptive_prompts must be in [0, {self.num_prompts}], got {self.num_adaptive_prompts}")
+        fits = self.num_adaptive_prompts <= self.num_prompts
+        require(fits, f"adaptive-prompts must be in [0, num-prompts={self.num_prompts}]", self.num_adaptive_prompts)
 
     def settings(self, target: TargetModel) -> dict[str, Any]:
         """What the kept results of a work folder depend on, beyond version, bucket and temperature."""

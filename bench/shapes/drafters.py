@@ -13,11 +13,11 @@ published, the layers are Llama's. K draft slots, H hidden size, r newly accepte
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Annotated as A
 
 from paceline.bench.shapes.costs import Forward, LayersCost, LinearCost, Part
 from paceline.bench.shapes.kernel_shapes import ACCEPTED_TOKENS, DRAFT_LAYERS, NUM_LEAVES, NUM_SLOTS, Shape
-from paceline.errors import ConfigError
+from paceline.records import Setting, record
 from paceline.serving.specblock.model import NUM_RANK_CLASSES, NUM_RANK_FEATURES, SpecBlockConfig
 
 DRAFT_VOCAB = 32_000
@@ -31,25 +31,19 @@ DRAFT_BLOCK = 16
 """Rows of a DFlash or JetSpec block."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class DraftPlan:
     """What is drafted each round."""
 
-    depth: int = 8
-    """Deepest draft token of SpecBlock and EAGLE-3 (equal depth); a DFlash block always has 15."""
-    topk: int = 10
-    """Nodes that EAGLE-3 continues at each depth."""
-    leaves: int = NUM_LEAVES
-    """Leaves that SpecBlock's second block continues."""
-    accepted: int = ACCEPTED_TOKENS
-    """Accepted tokens of the round before, which the first call takes in together with the bonus token."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.depth <= MAX_DEPTH:
-            raise ConfigError(f"depth must be in [1, {MAX_DEPTH}] (SpecBlock has two blocks of {NUM_SLOTS}), got {self.depth}")  # fmt: skip
-        for name, value, least in (("topk", self.topk, 1), ("leaves", self.leaves, 1), ("accepted", self.accepted, 0)):
-            if value < least:
-                raise ConfigError(f"{name} must be >= {least}, got {value}")
+    depth: A[
+        int,
+        Setting(f"Deepest token of SpecBlock (two blocks of {NUM_SLOTS}) and EAGLE-3, equal; a DFlash block always has 15.", ge=1, le=MAX_DEPTH),
+    ] = 8  # fmt: skip
+    topk: A[int, Setting("Nodes that EAGLE-3 continues at each depth.", ge=1)] = 10
+    leaves: A[int, Setting("Leaves that SpecBlock's second block continues.", ge=1)] = NUM_LEAVES
+    accepted: A[
+        int, Setting("Accepted tokens of the round before, which the first call takes in with the bonus token.", ge=0)
+    ] = ACCEPTED_TOKENS
 
     @property
     def num_new(self) -> int:

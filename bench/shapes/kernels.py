@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from rich.table import Table
 
 from paceline.bench.shapes.kernel_cases import CASES, Bench, Case
 from paceline.bench.shapes.kernel_shapes import MODELS, Shape, floor_bytes, kv_bytes, weight_bytes
-from paceline.errors import ConfigError
 from paceline.kernels.dispatch import select_kernels
+from paceline.records import DEVICES, DTYPES, JsonFile, Setting, record, require
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LIMITS = {"context": 131072, "requests": 256, "nodes": 256}
@@ -34,42 +34,52 @@ _FLUSH_BYTES = 2**28
 """More than any GPU's last-level cache."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class KernelBenchOptions:
-    """What to measure; see `paceline bench kernels --help`."""
+    """Time of every kernel per shape of an 8B target, its bytes, and its share of the bandwidth that a plain copy reaches on
+    the same device; then the floor of a round: weights and K/V read once. With a CUDA device the kernels that serve there
+    are timed by CUDA events; without one the CPU references run on scaled-down shapes (a check of the command, not of a
+    GPU). Shapes are the product of --contexts, --requests and --nodes.
 
-    kernels: tuple[str, ...] = ("all",)
-    models: tuple[str, ...] = tuple(MODELS)
-    contexts: tuple[int, ...] = (1024, 8192, 32768)
-    requests: tuple[int, ...] = (1, 8, 64)
-    nodes: tuple[int, ...] = (1, 16, 64)
-    repeats: int = 20
-    device: str = "auto"
-    dtype: str = "auto"
-    seed: int = 0
-    json: Path | None = None
+    Example: paceline bench kernels --kernels tree_attention --contexts 1024,32768 --requests 1,16 --json k.json
+    """
+
+    kernels: A[
+        tuple[str, ...],
+        Setting(f"Comma list of all, {', '.join(CASES)}.", choices=("all", *CASES), non_empty=True),
+    ] = ("all",)
+    models: A[
+        tuple[str, ...],
+        Setting(
+            f"Comma list of the targets whose sizes are used: {', '.join(MODELS)}.",
+            choices=tuple(MODELS),
+            non_empty=True,
+        ),
+    ] = tuple(MODELS)
+    contexts: A[
+        tuple[int, ...],
+        Setting("Comma list of committed tokens per request.", ge=1, le=131072, non_empty=True),
+    ] = (1024, 8192, 32768)
+    requests: A[
+        tuple[int, ...], Setting("Comma list of requests in a round.", ge=1, le=256, non_empty=True)
+    ] = (1, 8, 64)  # fmt: skip
+    nodes: A[
+        tuple[int, ...],
+        Setting(
+            "Comma list of draft nodes per request; each request verifies one row more.", ge=1, le=256, non_empty=True
+        ),
+    ] = (1, 16, 64)
+    repeats: A[int, Setting("Timed calls per cell, of which the median counts.", ge=1, le=10_000)] = 20
+    device: A[str, Setting("auto (cuda if there is one) | cpu | cuda.", choices=DEVICES)] = "auto"
+    dtype: A[
+        str, Setting("auto (bfloat16 on cuda, float32 on cpu) | float32 | bfloat16 | float16.", choices=DTYPES)
+    ] = "auto"
+    seed: A[int, Setting("Seed of inputs.", ge=0)] = 0
+    json: JsonFile = None
 
     def __post_init__(self) -> None:
-        for name, given, known in (("kernels", self.kernels, ("all", *CASES)), ("models", self.models, tuple(MODELS))):
-            unknown = [n for n in given if n not in known]
-            if unknown or not given:
-                raise ConfigError(f"{name} must be a comma list of {', '.join(known)}, got {', '.join(given)!r}")
-        for name, limit, values in (
-            ("contexts", _LIMITS["context"], self.contexts),
-            ("requests", _LIMITS["requests"], self.requests),
-            ("nodes", _LIMITS["nodes"], self.nodes),
-        ):
-            if not values or any(not 1 <= v <= limit for v in values):
-                got = ", ".join(str(v) for v in values)
-                raise ConfigError(f"{name} must be a comma list of numbers from 1 to {limit}, got {got!r}")
-        if not 1 <= self.repeats <= 10_000:
-            raise ConfigError(f"repeats must be from 1 to 10000, got {self.repeats}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ConfigError(f"device must be auto, cpu or cuda, got {self.device!r}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device cuda must be a GPU that torch sees, but torch sees none; use --device cpu")
-        if self.dtype not in ("auto", *_DTYPES):
-            raise ConfigError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {self.dtype!r}")
+        usable = self.device != "cuda" or torch.cuda.is_available()
+        require(usable, "device must be auto or cpu where torch sees no GPU; use --device cpu", self.device)
 
     @property
     def kernel_names(self) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, field, replace
+from typing import Annotated as A
 from typing import Any
 
 import torch
@@ -18,45 +18,44 @@ from paceline.bench.shapes.drafters import DRAFTERS, MAX_DEPTH, DraftPlan, num_p
 from paceline.bench.shapes.kernel_shapes import MODELS, Shape
 from paceline.bench.shapes.table import print_shapes
 from paceline.bench.shapes.timing import estimate_on_cpu, time_on_gpu
-from paceline.errors import ConfigError
+from paceline.records import DEVICES, JsonFile, Setting, Threads, record, require
 
 LIMIT = 0.52
 """Upper end of what the SpecBlock paper claims: 44 to 52% of EAGLE-3's drafting cost."""
 OURS, THEIRS = "specblock", "eagle3"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class DrafterShapesOptions:
-    """See `paceline bench shapes --help`."""
+    """Bytes and operations counted from the published layouts of SpecBlock, EAGLE-3, JetSpec and DFlash, against verifying,
+    at equal depth and node budget; times with random weights: whole rounds as CUDA graphs where there is a GPU, otherwise
+    one layer on the CPU multiplied, which is an estimate.
 
-    models: tuple[str, ...] = tuple(MODELS)
-    contexts: tuple[int, ...] = (1024, 8192, 32768)
-    """Committed rows of a request; times are taken at the first one."""
-    batches: tuple[int, ...] = (1, 8)
-    """Times are taken at the first one."""
-    nodes: int = 60
-    """Draft nodes verified per request, the same for every drafter."""
+    Example: paceline bench shapes --contexts 1024,8192 --json shapes.json. docs/benchmarks.md.
+    """
+
+    models: A[
+        tuple[str, ...], Setting(f"Comma list of {', '.join(MODELS)}.", choices=tuple(MODELS), non_empty=True)
+    ] = tuple(MODELS)
+    contexts: A[
+        tuple[int, ...],
+        Setting("Comma list of committed tokens per request; times are taken at the first.", ge=1, non_empty=True),
+    ] = (1024, 8192, 32768)
+    batches: A[
+        tuple[int, ...],
+        Setting("Comma list of requests in a round; times are taken at the first.", flag="batch", ge=1, non_empty=True),
+    ] = (1, 8)
+    nodes: A[int, Setting("Draft nodes verified per request, the same for every drafter.", ge=1)] = 60
     plan: DraftPlan = field(default_factory=DraftPlan)
-    is_timing: bool = True
-    repeats: int = 5
-    device: str = "auto"
-    num_threads: int | None = None
-    json: Path | None = None
+    is_timing: A[bool, Setting("Count only.", flag="/--no-time")] = True
+    repeats: A[int, Setting("Timed runs, of which the best (CPU) or the median (GPU) counts.", ge=1)] = 5
+    device: A[str, Setting("auto (cuda if there is one) | cpu | cuda.", choices=DEVICES)] = "auto"
+    num_threads: Threads = None
+    json: JsonFile = None
 
     def __post_init__(self) -> None:
-        unknown = [m for m in self.models if m not in MODELS]
-        checks = (
-            (bool(self.models) and not unknown, f"models must be among {', '.join(MODELS)}", ",".join(self.models)),
-            (bool(self.contexts) and min(self.contexts) >= 1, "contexts must be a comma list of numbers >= 1", self.contexts),
-            (bool(self.batches) and min(self.batches) >= 1, "batch must be a comma list of sizes >= 1", self.batches),
-            (self.nodes >= 1, "nodes must be >= 1", self.nodes),
-            (self.repeats >= 1, "repeats must be >= 1", self.repeats),
-            (self.device in ("auto", "cpu", "cuda"), "device must be auto, cpu or cuda", self.device),
-            (self.device != "cuda" or torch.cuda.is_available(), "device cuda needs a GPU that torch can use", self.device),
-        )  # fmt: skip
-        for ok, rule, value in checks:
-            if not ok:
-                raise ConfigError(f"{rule}, got {value}")
+        usable = self.device != "cuda" or torch.cuda.is_available()
+        require(usable, "device must be auto or cpu without a GPU that torch can use", self.device)
 
     @property
     def is_cuda(self) -> bool:

@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated as A
 
 import msgspec
 import numpy as np
@@ -21,8 +22,8 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.bench.common.lossless import LosslessChecker, LosslessReport
-from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig
-from paceline.errors import ConfigError, PacelineError
+from paceline.config import POLICIES, POLICY_HELP, EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig
+from paceline.errors import PacelineError
 from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
@@ -30,40 +31,36 @@ from paceline.infra.demo.client import DemoClient
 from paceline.infra.demo.scenario import Phase, PlannedRequest, Traffic, shifting_scenario, steady_scenario
 from paceline.infra.demo.stats import DemoStats
 from paceline.infra.service.stop_signals import StopSignals
+from paceline.records import DataFolder, Drafter, HtmlFile, JsonFile, Setting, record
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class DemoOptions:
-    """What the command line can set."""
+    """Ends with a table; exit code 1 if an answer was not the target's own or a request was lost."""
 
-    minutes: float = 5.2
-    """Minutes of traffic; starting, checking and reporting come on top (about one minute)."""
-    replicas: int = 1
-    policy: str = "payoff"
-    drafter: str = "bundled"
-    scenario: str = "shift"
-    """shift: A -> B -> A -> B; steady: A only."""
-    concurrency: int = 1
-    """Requests in flight."""
-    seed: int = 0
-    data: Path | None = None
-    json: Path | None = None
-    html: Path | None = None
+    minutes: A[
+        float, Setting("Minutes of traffic; start and closing checks add about one.", ge=0.2, le=600)
+    ] = 5.2  # fmt: skip
+    replicas: A[int, Setting("Serving replicas.", ge=1)] = 1
+    policy: A[str, Setting(POLICY_HELP, choices=POLICIES)] = "payoff"
+    drafter: Drafter = "bundled"
+    scenario: A[
+        str,
+        Setting("shift: known -> unseen -> known -> unseen traffic; steady: known only.", choices=("shift", "steady")),
+    ] = "shift"
+    concurrency: A[int, Setting("Requests in flight.", ge=1, le=64)] = 1
+    seed: A[int, Setting("Seed of traffic and sampling.", ge=0)] = 0
+    data: DataFolder = None
+    json: JsonFile = None
+    html: HtmlFile = None
+    verbose: A[bool, Setting("Show the processes' logs.", short="-v")] = False
     known: tuple[str, ...] = ("tools", "code")
     """Buckets that the first drafter was trained on."""
     shifted: tuple[str, ...] = ("math",)
     data_dir: Path | None = None
     """Where stores and logs go; None: a temporary folder that is removed at the end."""
-
-    def __post_init__(self) -> None:
-        if not 0.2 <= self.minutes <= 600:
-            raise ConfigError(f"minutes must be in [0.2, 600], got {self.minutes}")
-        if self.scenario not in ("shift", "steady"):
-            raise ConfigError(f"scenario must be shift or steady, got {self.scenario!r}")
-        if not 1 <= self.concurrency <= 64:
-            raise ConfigError(f"concurrency must be in [1, 64], got {self.concurrency}")
 
 
 def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:

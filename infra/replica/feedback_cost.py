@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated as A
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,10 +29,10 @@ from paceline.bench.common.intervals import ratio_of_rates
 from paceline.bench.common.workloads import load_prompts
 from paceline.config import EngineConfig, TraceConfig, TreeConfig
 from paceline.contracts import Group
-from paceline.errors import ConfigError
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.state.redis_server import EmbeddedRedis
+from paceline.records import DRAFTERS, DataFolder, JsonFile, Model, Setting, record, require
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import RequestTrace
@@ -43,28 +44,31 @@ NUM_DRAFT_TOKENS = 8
 """Fixed size of the draft trees: every arm runs the same rounds, so that the ratio holds nothing but the difference."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class FeedbackCostOptions:
-    """What to serve; see `paceline bench feedback --help`."""
+    """Feedback goes to an embedded Redis. The same engine runs with and without both, prompt by prompt."""
 
-    num_prompts: int = 32
-    max_tokens: int = 96
-    batch: int = 1
-    """Requests in flight."""
-    temperature: float = 0.0
-    buckets: tuple[str, ...] = ("tools", "code", "math", "facts")
-    drafter: str = "specblock"
-    share: float = 1.0
-    """Share of requests traced."""
-    num_threads: int | None = 1
-    model: str = "bundled"
-    seed: int = 0
-    data: Path | None = None
-    json: Path | None = None
+    num_prompts: A[int, Setting("Prompts in all, the buckets in turn.", ge=1)] = 32
+    max_tokens: A[int, Setting("New tokens per prompt at most.", ge=1)] = 96
+    batch: A[int, Setting("Requests in flight.", ge=1)] = 1
+    temperature: A[float, Setting("0 = greedy.", ge=0)] = 0.0
+    buckets: A[tuple[str, ...], Setting("Comma list of traffic classes.", non_empty=True)] = (
+        "tools", "code", "math", "facts",
+    )  # fmt: skip
+    drafter: A[
+        str, Setting(f"none | {DRAFTERS}; those without weights have no traces: feedback only.")
+    ] = "specblock"  # fmt: skip
+    share: A[float, Setting("Share of requests traced (trace.share).", ge=0, le=1)] = 1.0
+    num_threads: A[
+        int | None, Setting("torch threads; with 1 the engine's CPU time is one thread's.", flag="threads", ge=1)
+    ] = 1
+    model: Model = "bundled"
+    seed: A[int, Setting("Seed of prompts and sampling.", ge=0)] = 0
+    data: DataFolder = None
+    json: JsonFile = None
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or self.num_prompts < self.batch or self.max_tokens < 1 or not self.buckets:
-            raise ConfigError("batch and max_tokens must be >= 1, num_prompts >= batch, buckets not empty")
+        require(self.num_prompts >= self.batch, f"num-prompts must be >= batch={self.batch}", self.num_prompts)
 
 
 class SwitchableTraces:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import field
+from typing import Annotated as A
+
 import httpx
 import msgspec
 from rich.console import Console
@@ -9,9 +12,41 @@ from rich.table import Table
 
 from paceline.errors import PacelineError
 from paceline.infra.controller.snapshot import CommandResult, VersionList
+from paceline.records import Setting, record
 
 
-def _call(method: str, url: str, token: str | None, path: str, body: dict | None = None) -> bytes:
+@record()
+class ServiceAddress:
+    """Where a service is and who asks."""
+
+    url: A[str, Setting("Address of the running service.", env="PACELINE_URL")] = "http://127.0.0.1:8000"
+    token: A[
+        str | None,
+        Setting(
+            "Bearer token of the service; to change something the admin token, where the service has one.",
+            env=("PACELINE_ADMIN_TOKEN", "PACELINE_API_TOKEN"),
+        ),
+    ] = None  # fmt: skip
+
+
+@record()
+class ListOptions:
+    """The table says which version is live and which one came first."""
+
+    service: ServiceAddress = field(default_factory=ServiceAddress)
+    json: A[bool, Setting("Print JSON.")] = False
+
+
+@record()
+class VersionOptions:
+    """`paceline versions list` has the names."""
+
+    version: A[str, Setting("Name of the version.", is_argument=True)]
+    service: ServiceAddress = field(default_factory=ServiceAddress)
+
+
+def _call(method: str, service: ServiceAddress, path: str, body: dict | None = None) -> bytes:
+    url, token = service.url, service.token
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         response = httpx.request(method, url.rstrip("/") + path, json=body, headers=headers, timeout=30.0)
@@ -22,9 +57,9 @@ def _call(method: str, url: str, token: str | None, path: str, body: dict | None
     return response.content
 
 
-def print_versions(url: str, token: str | None, console: Console, *, as_json: bool) -> None:
+def print_versions(service: ServiceAddress, console: Console, *, as_json: bool) -> None:
     """Print the registry's versions and which one serves."""
-    body = _call("GET", url, token, "/paceline/versions")
+    body = _call("GET", service, "/paceline/versions")
     if as_json:
         console.print_json(body.decode())
         return
@@ -41,8 +76,8 @@ def print_versions(url: str, token: str | None, console: Console, *, as_json: bo
     console.print(table)
 
 
-def change_version(url: str, token: str | None, action: str, console: Console, *, version: str | None = None) -> None:
+def change_version(service: ServiceAddress, action: str, console: Console, *, version: str | None = None) -> None:
     """Pin, unpin or roll back; prints the new generation."""
     body = {"version": version} if version else {}
-    answer = msgspec.json.decode(_call("POST", url, token, f"/paceline/{action}", body), type=CommandResult)
+    answer = msgspec.json.decode(_call("POST", service, f"/paceline/{action}", body), type=CommandResult)
     console.print(f"{action}: generation {answer.gen}, live {answer.version}")

@@ -13,8 +13,9 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,9 +26,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from paceline.bandit.ledger.totals import fold_entries
 from paceline.clock import Clock, SystemClock
 from paceline.contracts import Decision, FeedbackBatch, LedgerEntry, decode
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import PacelineError
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
+from paceline.records import Setting, record, require
 
 T = TypeVar("T")
 WHAT = ("decisions", "ledger", "traces", "feedback")
@@ -39,29 +41,28 @@ Report = Callable[[int, int], None]
 """(done, total) of the part that is being exported."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class ExportOptions:
-    """What to export, from where, to where."""
+    """JSON lines and safetensors in a folder (docs/exports.md). Nothing is changed; requests that opted out were never
+    stored."""
 
-    data_dir: Path
-    out: Path
-    """A folder that does not exist yet, or is empty."""
-    what: tuple[str, ...] = WHAT
-    redis_url: str | None = field(default=None, repr=False)
-    """Redis of the service, for feedback; None = the embedded one of `data_dir`, which must not be running."""
-    model_name: str = "paceline"
-    """Name of the service whose feedback is read."""
+    data_dir: A[Path, Setting("Data folder of the service (paceline serve --data-dir).", is_folder=True)]
+    out: A[Path, Setting("New or empty folder.")]
+    what: A[
+        tuple[str, ...], Setting(f"Comma list of {', '.join(WHAT)}.", choices=WHAT, non_empty=True)
+    ] = WHAT  # fmt: skip
+    redis_url: A[
+        str | None,
+        Setting(
+            "Redis of the service, for feedback; default: the embedded one, once the service has stopped.",
+            env="PACELINE_REDIS_URL",
+        ),
+    ] = field(default=None, repr=False)  # fmt: skip
+    model_name: A[str, Setting("Name of the service in /v1/models, for feedback.")] = "paceline"
 
     def __post_init__(self) -> None:
-        unknown = [w for w in self.what if w not in WHAT]
-        if unknown or not self.what:
-            raise ConfigError(f"what must be a comma list of {', '.join(WHAT)}, got {','.join(self.what)!r}")
-        if not self.data_dir.is_dir():
-            raise ConfigError(
-                f"data_dir must be the folder of a service (paceline serve --data-dir), got {self.data_dir}"
-            )
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise ConfigError(f"out must be a new or empty folder, got {self.out}")
+        is_new = not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir()))
+        require(is_new, "out must be a new or empty folder", str(self.out))
 
 
 def run_export(options: ExportOptions, console: Console, *, clock: Clock | None = None) -> dict[str, Any]:

@@ -35,18 +35,15 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=190)
 
 
-def command(app: typer.Typer, name: str, record: str, *, changes: str | None = None) -> Callable[[Run], Run]:
+def command(app: typer.Typer, name: str, record: str) -> Callable[[Run], Run]:
     """Make the decorated function a command of `app`.
 
-    Args:
-        record: 'module:Class', whose fields are the options and whose docstring follows the function's in --help.
-        changes: name of the field of the record that is a configuration: its options have no defaults, and the field
-            gets a mapping of dotted names to what was given.
+    record: 'module:Class', whose fields are the options and whose docstring follows the function's in --help.
     """
 
     def register(run: Run) -> Run:
         summary = inspect.cleandoc(run.__doc__ or "")
-        kind = functools.partial(_Lazy, built=lambda: _build(name, record, run, summary, changes))
+        kind = functools.partial(_Lazy, built=lambda: _build(name, record, run, summary))
         app.command(name, cls=typing.cast(type[TyperCommand], kind), help=summary)(lambda: None)
         return run
 
@@ -72,6 +69,8 @@ class _Option:
     hint: Any
     default: Any
     setting: Any
+    is_change: bool
+    """Of a configuration: without a default, and left out where nothing was given."""
 
     @property
     def name(self) -> str:
@@ -81,29 +80,29 @@ class _Option:
     def is_list(self) -> bool:
         return typing.get_origin(self.hint) is tuple
 
-    def parameter(self, *, is_change: bool) -> inspect.Parameter:
+    def parameter(self) -> inspect.Parameter:
         """What typer makes the option of."""
-        setting, default = self.setting, self.default
-        hint = next((a for a in typing.get_args(self.hint) if a is not type(None)), self.hint) if _is_optional(self.hint) else self.hint  # fmt: skip
-        if default is dataclasses.MISSING:
-            default = ...
+        hint, setting, default = self.hint, self.setting, ... if self.default is _MISSING else self.default
         words: dict[str, Any] = {"help": setting.help}
         if self.is_list and setting.is_repeated:
             hint, default = list[typing.get_args(hint)[0]], default if default is ... else list(default)  # type: ignore[misc]
         elif self.is_list:
-            hint, default = str, default if default is ... else ",".join(map(_text, default))
+            hint, default = str, default if default in (..., None) else ",".join(map(_text, default))
         elif setting.parser is not None:
             words |= {"parser": setting.parser, "metavar": "NUMBER"}
-        if is_change:
+        if self.is_change:
             words["show_default"] = False if default is None else _text(default)
-        if default is None or is_change:
+        if default is None or self.is_change:
             hint, default = typing.Optional[hint], None
         if setting.is_argument:
             info: Any = typer.Argument(**words)
         else:
             flag = setting.flag or self.path[-1].replace("_", "-")
             yes, _, no = flag.partition("/")
-            names = (f"--{yes}{f'/{no}' if no else ''}" if yes else f" /{no}", *([setting.short] if setting.short else []))
+            names = (
+                f"--{yes}{f'/{no}' if no else ''}" if yes else f" /{no}",
+                *([setting.short] if setting.short else []),
+            )
             info = typer.Option(*names, envvar=_envvar(setting.env), rich_help_panel=setting.panel, **words)
         kind = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter("__".join(self.path), kind, default=default, annotation=Annotated[hint, info])
@@ -115,10 +114,16 @@ class _Option:
         if self.setting.is_output:
             from paceline.paths import check_output
 
-            return check_output(given, self.name)
-        if self.is_list and self.setting.is_repeated:
-            return tuple(given)
-        return items(given, typing.get_args(self.hint)[0], self.name) if self.is_list else given
+            return check_output(given.expanduser(), self.name)
+        if self.is_list:
+            kind = typing.get_args(self.hint)[0]
+            given = tuple(given) if self.setting.is_repeated else items(given, kind, self.name)
+        if self.is_change:
+            try:
+                self.setting.check(given)
+            except ValueError as e:  # under the name that was typed, not that of the setting
+                raise ConfigError(f"{self.name} {e}, got {given!r}") from None
+        return given
 
 
 def items(text: str, kind: type, option: str) -> tuple[Any, ...]:
@@ -146,67 +151,54 @@ def given_words(options: Any, *, hidden: tuple[str, ...] = ()) -> str:
     return " ".join(words)
 
 
-def _build(name: str, record: str, run: Run, summary: str, changes: str | None) -> click.Command:
+def _build(name: str, record: str, run: Run, summary: str) -> click.Command:
     """The real command."""
     module, _, attribute = record.partition(":")
     kind = getattr(importlib.import_module(module), attribute)
     options = {"__".join(option.path): option for option in _options(kind)}
 
     def body(**given: Any) -> None:
-        values: dict[tuple[str, ...], Any] = {}
-        changed: dict[str, Any] = {}
-        for parameter, option in options.items():
-            value = option.value(given[parameter])
-            if changes is None or option.path[0] != changes:
-                values[option.path] = value
-            elif value is not None:
-                changed[".".join(option.path[1:])] = _checked(option, value)
-        if changes is not None:
-            values[(changes,)] = changed
+        values = {option.path: option.value(given[parameter]) for parameter, option in options.items()}
         if run(_nested(kind, values), console()):
             raise typer.Exit(1)
 
-    body.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [o.parameter(is_change=changes is not None and o.path[0] == changes) for o in options.values()]
-    )
+    body.__signature__ = inspect.Signature([o.parameter() for o in options.values()])  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(name, help=f"{summary}\n\n{inspect.cleandoc(kind.__doc__ or '')}")(body)
     return typer.main.get_command(app)
 
 
-def _options(kind: type, path: tuple[str, ...] = ()) -> Iterator[_Option]:
-    """The options of a record; a field that is a record gives its own."""
+def _options(kind: type, path: tuple[str, ...] = (), *, is_change: bool = False) -> Iterator[_Option]:
+    """The options of a record; a field that is a record, or changes one, gives that one's."""
     from paceline.records import settings
 
     found = settings(kind)
     for field in dataclasses.fields(kind):
         hint, setting = found[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from _options(typing.cast(type, hint), (*path, field.name))
+        here = (*path, field.name)
+        if setting.changes is not None:
+            yield from _options(setting.changes, here, is_change=True)
+        elif dataclasses.is_dataclass(hint):
+            yield from _options(typing.cast(type, hint), here, is_change=is_change)
         elif setting.help:
             default = field.default_factory() if field.default_factory is not _MISSING else field.default
-            yield _Option((*path, field.name), hint, default, setting)
+            if typing.get_origin(hint) in (types.UnionType, typing.Union):
+                hint = next(a for a in typing.get_args(hint) if a is not type(None))
+            yield _Option(here, hint, default, setting, is_change)
 
 
 def _nested(kind: type, values: dict[tuple[str, ...], Any]) -> Any:
-    """A record and the records in it; keys are the ways to the fields."""
+    """A record, the records in it and its changes of a configuration; keys are the ways to the fields."""
+    from paceline.records import settings
+
     own = {path[0]: value for path, value in values.items() if len(path) == 1}
-    for field in dataclasses.fields(kind):
-        if below := {path[1:]: v for path, v in values.items() if path[0] == field.name and len(path) > 1}:
-            own[field.name] = _nested(typing.get_type_hints(kind)[field.name], below)
+    for name, (hint, setting) in settings(kind).items():
+        below = {path[1:]: v for path, v in values.items() if path[0] == name and len(path) > 1}
+        if setting.changes is not None:
+            own[name] = {".".join(path): v for path, v in below.items() if v is not None}
+        elif below:
+            own[name] = _nested(hint, below)
     return kind(**own)
-
-
-def _checked(option: _Option, value: Any) -> Any:
-    """The value of a changed setting, refused under the name that was typed."""
-    try:
-        return option.setting.check(value)
-    except ValueError as e:
-        raise ConfigError(f"{option.name} {e}, got {value!r}") from None
-
-
-def _is_optional(hint: Any) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
 def _text(value: Any) -> str:

@@ -1,54 +1,56 @@
-"""Options of `paceline versions`; infra/service/versions.py carries them out."""
+"""Versions commands: `paceline versions ...`, which list and set the drafter versions of a running service."""
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
+from paceline.cli.options import command
+
+if TYPE_CHECKING:
+    from paceline.infra.service.versions import ListOptions, ServiceAddress, VersionOptions
+
 versions_app = typer.Typer(
     help="List, pin, try and roll back drafter versions of a running service.", no_args_is_help=True
 )
-
-_Url = Annotated[str, typer.Option(help="Address of the running service.", envvar="PACELINE_URL")]
-_Token = Annotated[
-    Optional[str],
-    typer.Option(
-        help="Bearer token of the service; to change something the admin token, where the service has one.",
-        envvar=["PACELINE_ADMIN_TOKEN", "PACELINE_API_TOKEN"],
-    ),
-]
+_MODULE = "paceline.infra.service.versions"
 
 
-@versions_app.command("list", help="Drafter versions with parent, arm, bucket, rows learned and what serves now.")
-def versions_list(url: _Url = "http://127.0.0.1:8000", token: _Token = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:  # fmt: skip
+@command(versions_app, "list", f"{_MODULE}:ListOptions")
+def versions_list(options: ListOptions, console: Console) -> None:
+    """Drafter versions with parent, arm, bucket, rows learned and what serves now."""
     from paceline.infra.service.versions import print_versions
 
-    print_versions(url, token, Console(), as_json=json)
+    print_versions(options.service, console, as_json=options.json)
 
 
-def _change(url: str, token: str | None, action: str, version: str | None = None) -> None:
+def _change(service: ServiceAddress, action: str, console: Console, version: str | None = None) -> None:
     from paceline.infra.service.versions import change_version
 
-    change_version(url, token, action, Console(), version=version)
+    change_version(service, action, console, version=version)
 
 
-@versions_app.command("pin", help="Serve this version to new requests until 'versions unpin'; the policy pauses.")
-def versions_pin(version: str, url: _Url = "http://127.0.0.1:8000", token: _Token = None) -> None:
-    _change(url, token, "pin", version=version)
+@command(versions_app, "pin", f"{_MODULE}:VersionOptions")
+def versions_pin(options: VersionOptions, console: Console) -> None:
+    """Serve this version to new requests until 'versions unpin'; the policy pauses."""
+    _change(options.service, "pin", console, options.version)
 
 
-@versions_app.command("unpin", help="Let the policy decide again.")
-def versions_unpin(url: _Url = "http://127.0.0.1:8000", token: _Token = None) -> None:
-    _change(url, token, "unpin")
+@command(versions_app, "unpin", f"{_MODULE}:ServiceAddress")
+def versions_unpin(service: ServiceAddress, console: Console) -> None:
+    """Let the policy decide again."""
+    _change(service, "unpin", console)
 
 
-@versions_app.command("rollback", help="Go back to the version before the one that serves now (as a new generation).")
-def versions_rollback(url: _Url = "http://127.0.0.1:8000", token: _Token = None) -> None:
-    _change(url, token, "rollback")
+@command(versions_app, "rollback", f"{_MODULE}:ServiceAddress")
+def versions_rollback(service: ServiceAddress, console: Console) -> None:
+    """Go back to the version before the one that serves now (as a new generation)."""
+    _change(service, "rollback", console)
 
 
-@versions_app.command("canary", help="Try this version on a share of requests until its verdict.")
-def versions_canary(version: str, url: _Url = "http://127.0.0.1:8000", token: _Token = None) -> None:
-    _change(url, token, "canary", version=version)
+@command(versions_app, "canary", f"{_MODULE}:VersionOptions")
+def versions_canary(options: VersionOptions, console: Console) -> None:
+    """Try this version on a share of requests until its verdict."""
+    _change(options.service, "canary", console, options.version)
