@@ -92,6 +92,8 @@ class _Option:
             words |= {"parser": setting.parser, "metavar": "NUMBER"}
         if self.is_change:
             words["show_default"] = False if default is None else _text(default)
+        if setting.flag.startswith("/"):
+            words["show_default"] = False
         if default is None or self.is_change:
             hint, default = typing.Optional[hint], None
         if setting.is_argument:

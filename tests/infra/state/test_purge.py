@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.cli.main import app
 from paceline.errors import ConfigError
-from paceline.infra.state.purge import purge
+from paceline.infra.state.purge import PurgeOptions, purge
 from tests.adapt.data.test_trace_writer import make_trace
 
 
@@ -21,22 +21,22 @@ def store(tmp_path):
 
 
 def test_one_tenant_or_everything_goes(store, tmp_path):
-    assert purge(tmp_path, tenant="acme", everything=False) == 2
+    assert purge(PurgeOptions(data_dir=tmp_path, tenant="acme")) == 2
     assert len(store.list_shards()) == 1
-    assert purge(tmp_path, tenant=None, everything=True) == 1
+    assert purge(PurgeOptions(data_dir=tmp_path, is_all=True)) == 1
     assert store.list_shards() == []
 
 
-@pytest.mark.parametrize(("tenant", "everything"), [(None, False), ("acme", True)])
-def test_half_an_order_deletes_nothing(store, tmp_path, tenant, everything):
+@pytest.mark.parametrize(("tenant", "is_all"), [(None, False), ("acme", True)])
+def test_half_an_order_deletes_nothing(store, tmp_path, tenant, is_all):
     with pytest.raises(ConfigError, match="either --tenant NAME or --all"):
-        purge(tmp_path, tenant=tenant, everything=everything)
+        purge(PurgeOptions(data_dir=tmp_path, tenant=tenant, is_all=is_all))
     assert len(store.list_shards()) == 3
 
 
 def test_a_folder_without_traces_says_so(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
-        purge(tmp_path, tenant="acme", everything=False)
+        purge(PurgeOptions(data_dir=tmp_path, tenant="acme"))
 
 
 def test_the_command_says_what_it_deleted(store, tmp_path):

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from paceline.errors import PacelineError
 from paceline.infra.controller.snapshot import Snapshot, VersionInfo
 from paceline.infra.serve import dashboard_words
-from paceline.infra.service.versions import print_versions
+from paceline.infra.service.versions import ServiceAddress, print_versions
 from paceline.infra.web.access import Access
 from paceline.infra.web.state_routes import service_router
 from paceline.serving.api.app import build_api
@@ -109,10 +109,10 @@ def test_the_command_line_lists_versions_of_a_service_on_loopback_and_is_told_wh
     with serve_app(app(Access())) as url:
         for address in (url, url.replace("127.0.0.1", "localhost")):
             shown = io.StringIO()
-            print_versions(address, None, Console(file=shown), as_json=True)
+            print_versions(ServiceAddress(url=address), Console(file=shown), as_json=True)
             assert json.loads(shown.getvalue())["version"] == "a0c1d2e3f4b5"
     with serve_app(app(Access(host="0.0.0.0"))) as url, pytest.raises(PacelineError, match=r"403.*--api-token"):
-        print_versions(url, None, Console(file=io.StringIO()), as_json=True)
+        print_versions(ServiceAddress(url=url), Console(file=io.StringIO()), as_json=True)
 
 
 def test_a_service_that_listens_elsewhere_without_a_token_says_that_it_is_closed_and_what_opens_it():
