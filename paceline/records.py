@@ -33,7 +33,7 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 def require(ok: bool, rule: str, value: object) -> None:
     """Raise ConfigError unless ok; for rules over several fields. rule: 'name must ...'."""
     if not ok:
-        raise ConfigError(f"{rule}, got {value!r}")
+        raise ConfigError(f"{rule}, got {shown(value)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,8 @@ class Setting(GroupedMetadata):
             raise ValueError("must be a folder")
         for item in value if isinstance(value, tuple) else (value,):
             if self.choices and item not in self.choices:
-                raise ValueError(f"must be one of {', '.join(self.choices)}")
+                words = "among" if isinstance(value, tuple) else "one of"
+                raise ValueError(f"must be {words} {', '.join(self.choices)}")
             if not self._is_within(item):
                 raise ValueError(f"must be {self._range()}")
         return value
@@ -183,7 +184,12 @@ def _words(kind: type, error: ValidationError, path: str | None) -> str:
         rule = "must be a finite number"
     else:
         rule = f"must be {_TYPES.get(what.split('_')[0], first['msg'])}"
-    return f"{name} {rule}, got {first['input']!r}"
+    return f"{name} {rule}, got {shown(first['input'])}"
+
+
+def shown(value: object) -> str:
+    """A value in an error; a tuple as the comma list that a user types."""
+    return repr(",".join(map(str, value)) if isinstance(value, tuple) else value)
 
 
 def _owner(kind: type, loc: tuple[int | str, ...]) -> type:

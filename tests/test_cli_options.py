@@ -1,15 +1,155 @@
 """What the command line refuses before any command begins to work."""
 
+import dataclasses
 import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated as A
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+import paceline.infra.serve as serve_command
 from paceline.cli.main import app
+from paceline.cli.options import command, given_words
 from paceline.errors import ConfigError
 from paceline.paths import check_output
+from paceline.records import Setting, Threads, count, record
 
 RUN = CliRunner()
+PROMISED = Path(__file__).parent / "commands.txt"
+
+
+@record()
+class Inner:
+    """Part of a record."""
+
+    depth: A[int, Setting("Depth.", ge=1, le=8)] = 8
+
+
+@record()
+class Options:
+    """Long words.
+
+    Example: play --kv-share 1.
+    """
+
+    name: A[str, Setting("Who.", is_argument=True)]
+    kv_share: A[float, Setting("Share.", gt=0, le=4)] = 0.2
+    temperatures: A[tuple[float, ...], Setting("Comma list.", flag="temperature", ge=0)] = (0.0, 0.8)
+    sweep: A[tuple[str, ...], Setting("Again and again.", is_repeated=True)] = ()
+    tokens: A[int, Setting("How many.", parser=count)] = 400_000
+    is_timing: A[bool, Setting("Take times.", flag="time/--no-time")] = True
+    folder: A[Path | None, Setting("Where.", is_folder=True)] = None
+    num_threads: Threads = None
+    inner: Inner = dataclasses.field(default_factory=Inner)
+    hidden: int = 3
+
+
+def play(*words: str) -> Options:
+    """The record of a command line."""
+    seen: list[Options] = []
+    small = typer.Typer()
+
+    @command(small, "play", f"{__name__}:Options")
+    def run(options, console) -> None:
+        """Short words."""
+        seen.append(options)
+
+    sys.modules[__name__].Options = Options  # importlib mode names this module after its path
+    result = RUN.invoke(small, list(words), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return seen[0]
+
+
+def test_a_command_line_becomes_the_record_that_declares_it():
+    assert play("me") == Options(name="me")
+    given = play("me", "--kv-share", "1", "--temperature", "0, 1", "--sweep", "a=1", "--sweep", "b=2", "--tokens", "4e5", "--no-time", "--depth", "3", "--threads", "2")  # fmt: skip
+    assert given == Options(
+        name="me", kv_share=1.0, temperatures=(0.0, 1.0), sweep=("a=1", "b=2"), is_timing=False, num_threads=2,
+        inner=Inner(depth=3),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--kv-share", "5"), r"^kv-share must be in \(0, 4\], got 5\.0$"),
+        (("--temperature", "0,-1"), r"^temperature must be >= 0, got '0\.0,-1\.0'$"),
+        (("--temperature", "warm"), "^temperature must be a comma list of numbers, got 'warm'$"),
+        (("--depth", "9"), r"^depth must be in \[1, 8\], got 9$"),
+        (("--threads", "0"), "^threads must be >= 1, got 0$"),
+        (("--folder", "/nowhere"), "^folder must be a folder"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_in_the_words_that_were_typed(words, message):
+    with pytest.raises(ConfigError, match=message):
+        play("me", *words)
+
+
+def test_the_words_of_a_record_name_what_was_given_and_no_path():
+    options = Options(name="me", folder=Path("/tmp"), sweep=("a=1",), num_threads=2)
+    words = given_words(options, hidden=("num_threads", "name"))
+    assert words == "--kv-share 0.2 --temperature 0,0.8 --sweep 'a=1' --tokens 400000 --time --folder DIR --depth 8"
+
+
+def leaves(group=None, path: str = ""):
+    """(words of a command, the command)."""
+    group = group or typer.main.get_command(app)
+    for name, found in group.commands.items():
+        if hasattr(found, "commands"):
+            yield from leaves(found, f"{path}{name} ")
+        else:
+            yield path + name, found.built()
+
+
+def interface() -> list[str]:
+    """One line a command: its options, their environment variables and defaults."""
+    lines = []
+    for name, found in sorted(leaves()):
+        words = []
+        for p in found.params:
+            env = ",".join(p.envvar if isinstance(p.envvar, list) else [p.envvar] if p.envvar else [])
+            default = "!" if p.required else "" if p.default in (None, []) else f"={p.default}"
+            words.append(
+                "/".join([*p.opts, *p.secondary_opts]) + (f"${env}" if env else "") + default.replace(" ", "_")
+            )
+        lines.append(f"{name}: {' '.join(sorted(words))}")
+    return lines
+
+
+def test_commands_options_and_defaults_are_those_that_were_promised():
+    assert interface() == PROMISED.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_command_has_a_line_in_the_list_and_an_explanation_with_each_option():
+    for name, found in leaves():
+        assert found.help and "\n\n" in found.help, name
+        assert all(getattr(p, "help", None) for p in found.params), name
+
+
+def test_the_list_of_commands_loads_neither_torch_nor_ray():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom paceline.cli.main import app\n"
+        "assert CliRunner().invoke(app, ['bench', '--help']).exit_code == 0\n"
+        "print({'torch', 'ray', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_serve_hands_what_was_typed_to_the_service(monkeypatch):
+    found = []
+    monkeypatch.setattr(serve_command, "serve_forever", lambda config, console: found.append(config))
+    words = ["serve", "--tree-policy", "bastion", "--max-draft-tokens", "32", "--mix", "suffix", "--drafter", "suffix-recent", "--replicas", "2", "--no-resume"]  # fmt: skip
+    assert RUN.invoke(app, words, catch_exceptions=False).exit_code == 0
+    tree = found[0].engine.tree
+    assert (tree.policy, tree.max_draft_tokens, tree.mix) == ("bastion", 32, "suffix")
+    assert (found[0].drafter, found[0].num_replicas) == ("suffix-recent", 2)
+    with pytest.raises(ConfigError, match=r"^replicas must be in \[1, 1024\], got 0$"):
+        RUN.invoke(app, ["serve", "--replicas", "0"], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,20 @@
 """Configuration: unknown keys and wrong types are refused with the key's full name."""
 
 import dataclasses
+import pickle
 
 import pytest
 
-from paceline.config import ServiceConfig, build_config, load_config, to_dict
+from paceline.config import (
+    PolicyConfig,
+    ServeOptions,
+    ServiceConfig,
+    TreeConfig,
+    build_config,
+    load_config,
+    override,
+    to_dict,
+)
 from paceline.errors import ConfigError
 
 
@@ -56,3 +66,61 @@ def test_yaml_file_is_read_and_bad_yaml_is_refused(tmp_path):
 def test_configuration_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ServiceConfig().host = "x"  # type: ignore[misc]
+
+
+def test_a_section_made_in_python_names_the_whole_setting_and_refuses_what_a_file_may_not_say():
+    with pytest.raises(ConfigError, match=r"^engine\.tree\.bundle_width must be >= 1, got 0$"):
+        TreeConfig(bundle_width=0)
+    with pytest.raises(ConfigError, match=r"^policy\.bank_s must be a finite number, got inf$"):
+        PolicyConfig(bank_s=float("inf"))
+    with pytest.raises(ConfigError, match=r"^num_replicas must be int, got '2'$"):
+        ServiceConfig(num_replicas="2")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"ema_slow must be in \(0, ema_fast=0\.5\), got 0\.6$"):
+        PolicyConfig(ema_slow=0.6)
+
+
+def test_every_default_is_within_its_bounds_and_a_copy_is_checked_too():
+    config = ServiceConfig()
+    assert pickle.loads(pickle.dumps(config)) == config and hash(config.engine) == hash(config.engine)
+    with pytest.raises(ConfigError, match="port must be in"):
+        dataclasses.replace(config, port=-1)
+
+
+def test_a_changed_setting_leaves_its_neighbours_alone():
+    config = override(ServiceConfig(), {"engine.tree.mix": "suffix", "engine.max_running": 3, "policy.seed": 5})
+    assert (config.engine.tree.mix, config.engine.max_running, config.policy.seed) == ("suffix", 3, 5)
+    assert override(config, {"engine.tree.mix": "none"}).engine.max_running == 3
+
+
+def test_no_token_is_shown_where_a_token_is_refused():
+    with pytest.raises(ConfigError, match="api_token must be ASCII") as error:
+        ServiceConfig(api_token=" secret")
+    assert "secret" not in str(error.value) and "secret" not in repr(ServiceConfig(api_token="secret"))
+
+
+def test_options_of_serve_change_a_file_only_where_given(tmp_path):
+    assert ServeOptions().service() == ServiceConfig()
+    path = tmp_path / "c.yaml"
+    path.write_text("engine: {tree: {policy: bundle, bundle_width: 3, max_frontier: 2}}\n", encoding="utf-8")
+    tree = ServeOptions(config=path, changes={"engine.tree.max_draft_tokens": 8}).service().engine.tree
+    assert (tree.policy, tree.bundle_width, tree.max_frontier, tree.max_draft_tokens) == ("bundle", 3, 2, 8)
+
+
+def test_more_draft_tokens_continue_the_budgets_and_reach_replicas_as_plain_values():
+    config = ServeOptions(changes={"engine.tree.max_draft_tokens": 32, "engine.tree.policy": "bastion"}).service()
+    assert config.engine.tree.node_buckets[-1] == 32
+    assert build_config(ServiceConfig, to_dict(config)) == config
+
+
+def test_a_model_of_ones_own_gets_a_drafter_that_fits_every_target(tmp_path):
+    assert ServeOptions(changes={"model": "m"}).service().drafter == "lookup"
+    assert ServeOptions(changes={"model": "m", "drafter": "suffix"}).service().drafter == "suffix"
+    (tmp_path / "c.yaml").write_text("drafter: none\n")
+    assert ServeOptions(config=tmp_path / "c.yaml", changes={"model": "m"}).service().drafter == "none"
+
+
+@pytest.mark.parametrize("mix", ["lookup", "suffix"])
+def test_a_mix_without_a_drafter_to_mix_with_is_refused_with_what_to_give_instead(mix):
+    assert ServeOptions(changes={"drafter": mix}).service().drafter == mix
+    with pytest.raises(ConfigError, match=f"mix must be none with drafter none .*give drafter {mix}.*, got '{mix}'"):
+        ServeOptions(changes={"drafter": "none", "engine.tree.mix": mix}).service()

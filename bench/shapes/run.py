@@ -47,7 +47,7 @@ class DrafterShapesOptions:
     ] = (1, 8)
     nodes: A[int, Setting("Draft nodes verified per request, the same for every drafter.", ge=1)] = 60
     plan: DraftPlan = field(default_factory=DraftPlan)
-    is_timing: A[bool, Setting("Count only.", flag="/--no-time")] = True
+    is_timing: A[bool, Setting("Take times; otherwise only count.", flag="time/--no-time")] = True
     repeats: A[int, Setting("Timed runs, of which the best (CPU) or the median (GPU) counts.", ge=1)] = 5
     device: A[str, Setting("auto (cuda if there is one) | cpu | cuda.", choices=DEVICES)] = "auto"
     num_threads: Threads = None

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
@@ -53,12 +52,15 @@ def command(app: typer.Typer, name: str, record: str) -> Callable[[Run], Run]:
 class _Lazy(TyperCommand):
     """Stands for a command until it is invoked."""
 
-    def __init__(self, *args: Any, built: Callable[[], click.Command], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, built: Callable[[], TyperCommand], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.built = functools.cache(built)
 
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
         return self.built().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: Any) -> Any:
+        return self.built().invoke(ctx)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,8 +94,6 @@ class _Option:
             words |= {"parser": setting.parser, "metavar": "NUMBER"}
         if self.is_change:
             words["show_default"] = False if default is None else _text(default)
-        if setting.flag.startswith("/"):
-            words["show_default"] = False
         if default is None or self.is_change:
             hint, default = typing.Optional[hint], None
         if setting.is_argument:
@@ -102,7 +102,7 @@ class _Option:
             flag = setting.flag or self.path[-1].replace("_", "-")
             yes, _, no = flag.partition("/")
             names = (
-                f"--{yes}{f'/{no}' if no else ''}" if yes else f" /{no}",
+                f"--{yes}{f'/{no}' if no else ''}",
                 *([setting.short] if setting.short else []),
             )
             info = typer.Option(*names, envvar=_envvar(setting.env), rich_help_panel=setting.panel, **words)
@@ -121,10 +121,12 @@ class _Option:
             kind = typing.get_args(self.hint)[0]
             given = tuple(given) if self.setting.is_repeated else items(given, kind, self.name)
         if self.is_change:
+            from paceline.records import shown
+
             try:
                 self.setting.check(given)
             except ValueError as e:  # under the name that was typed, not that of the setting
-                raise ConfigError(f"{self.name} {e}, got {given!r}") from None
+                raise ConfigError(f"{self.name} {e}, got {shown(given)}") from None
         return given
 
 
@@ -148,12 +150,12 @@ def given_words(options: Any, *, hidden: tuple[str, ...] = ()) -> str:
         if option.path[-1] in hidden or value in (None, (), False, ""):
             continue
         quoted = ",".join(map(_text, value)) if isinstance(value, tuple) else _text(value)
-        word = "DIR" if isinstance(value, Path) else f"'{quoted}'" if re.search(r"[^\w.+-]", quoted) else quoted
+        word = "DIR" if isinstance(value, Path) else f"'{quoted}'" if re.search(r"[^\w.,+-]", quoted) else quoted
         words.append(f"--{option.name}" + ("" if value is True else f" {word}"))
     return " ".join(words)
 
 
-def _build(name: str, record: str, run: Run, summary: str) -> click.Command:
+def _build(name: str, record: str, run: Run, summary: str) -> TyperCommand:
     """The real command."""
     module, _, attribute = record.partition(":")
     kind = getattr(importlib.import_module(module), attribute)
@@ -167,7 +169,7 @@ def _build(name: str, record: str, run: Run, summary: str) -> click.Command:
     body.__signature__ = inspect.Signature([o.parameter() for o in options.values()])  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(name, help=f"{summary}\n\n{inspect.cleandoc(kind.__doc__ or '')}")(body)
-    return typer.main.get_command(app)
+    return typing.cast(TyperCommand, typer.main.get_command(app))
 
 
 def _options(kind: type, path: tuple[str, ...] = (), *, is_change: bool = False) -> Iterator[_Option]:

@@ -217,7 +217,7 @@ def test_the_same_folder_is_not_written_twice(served, tmp_path):
     run_export(options, quiet())
     with pytest.raises(ConfigError, match="new or empty folder"):
         ExportOptions(data_dir=served[0], out=tmp_path / "out")
-    with pytest.raises(ConfigError, match="what must be one of decisions, ledger, traces, feedback"):
+    with pytest.raises(ConfigError, match="what must be among decisions, ledger, traces, feedback"):
         ExportOptions(data_dir=served[0], out=tmp_path / "new", what=("weights",))
     with pytest.raises(ConfigError, match="data-dir must be a folder"):
         ExportOptions(data_dir=tmp_path / "nowhere", out=tmp_path / "new")
