@@ -1,4 +1,4 @@
-"""Every error that Paceline raises on purpose; each message says what to do."""
+"""Errors that Paceline raises on purpose; each message says what to do."""
 
 
 class PacelineError(Exception):

@@ -1,4 +1,4 @@
-"""Where do bundled and local models lie, and can a result be written where it shall?"""
+"""Paths: folders of bundled and local models, and the check that a result can be written."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def _arms(options: EngineBenchOptions, target: TargetModel, device: str, *, long
     context = longest + options.max_tokens
     if context > target.context_tokens:
         raise ConfigError(
-            f"max_tokens must be at most {target.context_tokens - longest} for prompts of up to {longest} tokens in this "
+            f"max-tokens must be at most {target.context_tokens - longest} for prompts of up to {longest} tokens in this "
             f"model's context of {target.context_tokens}, got {options.max_tokens}"
         )
     # Every engine holds all requests of the largest batch at once; the prefix cache is off, or a prompt's second run,

@@ -166,7 +166,7 @@ def run_soak(options: SoakOptions, console: Console, timer: Callable[[], float] 
     target = load_target(options.model, device=options.device, drafters=[options.drafter])
     room = target.context_tokens - options.max_tokens - 1
     if room < 8:
-        raise ConfigError(f"max_tokens must leave at least 8 prompt tokens in the context of {target.context_tokens}, got {options.max_tokens}")  # fmt: skip
+        raise ConfigError(f"max-tokens must leave at least 8 prompt tokens in the context of {target.context_tokens}, got {options.max_tokens}")  # fmt: skip
     num_tokens = max(target.context_tokens * 2, int(options.kv_share * options.concurrency * target.context_tokens))
     engine = new_engine(
         target, load_named_drafter(options.drafter, target), version=options.drafter, num_tokens=num_tokens,

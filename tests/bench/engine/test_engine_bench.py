@@ -66,7 +66,7 @@ def test_every_arm_of_every_cell_is_measured(tmp_path):
         (["--buckets", "poems"], "buckets must be among tools, code, math, facts, random"),
         (["--groups", "0"], "groups must be >= 1"),
         (["--drafter", "none", "--arms", "plain,speculative", *TINY], "drafter must be"),
-        (["--max-tokens", "4000"], "max_tokens must be at most"),
+        (["--max-tokens", "4000"], "max-tokens must be at most"),
         (["--device", "tpu"], "device must be"),
         (["--shapes", "gpt-2"], "shapes must be among llama-3.1-8b, qwen3-8b"),
     ],

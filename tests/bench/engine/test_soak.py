@@ -96,7 +96,7 @@ def test_the_command_runs_the_bundled_model(tmp_path):
         (["--minutes", "0"], "minutes must be > 0"),
         (["--concurrency", "0"], "concurrency must be >= 1"),
         (["--kv-share", "0"], "kv-share must be in"),
-        (["--max-tokens", "5000", "--minutes", "0.01"], "max_tokens must leave"),
+        (["--max-tokens", "5000", "--minutes", "0.01"], "max-tokens must leave"),
         (["--model", "/absent"], "model must be"),
     ],
 )

@@ -99,7 +99,7 @@ def test_less_than_two_pages_are_refused():
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_senseless_bytes_are_refused_by_the_configuration(value):
-    with pytest.raises(ConfigError, match=r"engine\.kv_bytes must be >= 1 or null"):
+    with pytest.raises(ConfigError, match=r"engine\.kv_bytes must be >= 1"):
         build_config(ServiceConfig, {"engine": {"kv_bytes": value}})
     assert build_config(ServiceConfig, {"engine": {"kv_bytes": None}}).engine.kv_bytes is None
 
