@@ -125,7 +125,7 @@ def record(path: str | None = None) -> Callable[[type[C]], type[C]]:
                 raise ConfigError(_words(kind, e, path)) from None
 
         init.__wrapped__ = check  # type: ignore[attr-defined]
-        kind.__init__ = init  # type: ignore[misc]
+        kind.__init__ = init  # type: ignore[method-assign]
         return typing.cast(type[C], kind)
 
     return make
