@@ -23,7 +23,7 @@ from rich.console import Console
 from scipy import stats
 
 from paceline.bench.common.intervals import percentile_interval, resampled
-from paceline.bench.common.result_file import FORMAT
+from paceline.bench.common.result_file import FORMAT, write_json
 from paceline.bench.engine.cells import PLAIN
 from paceline.bench.engine.table import interval_text, new_table
 from paceline.errors import ConfigError
@@ -212,8 +212,7 @@ def run_compare(options: CompareOptions, console: Console) -> dict[str, Any]:
     if options.fail_below is not None:
         console.print(f"{len(failed)} of {len(rows)} rows have a {options.metric} surely below {options.fail_below:g} of the first run's")  # fmt: skip
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, result)
     return result
 
 
@@ -267,6 +266,5 @@ def run_compare_arms(path: Path, over: str, console: Console, json_path: Path | 
         table.add_row(*where, row["arm"], *texts, style="bold" if is_all else None)
     console.print(table)
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(json_path, result)
     return result

@@ -10,9 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE
+from paceline.bench.common.result_file import write_json
 from paceline.bench.replay.html import write_html
 from paceline.bench.replay.plan import Variant, parse_sweep, plan, policy_names, read_scenarios, variants
-from paceline.bench.replay.report import FORMAT, build_report, print_report, write_json
+from paceline.bench.replay.report import FORMAT, build_report, print_report
 from paceline.bench.replay.run import Row, run_all
 from paceline.bench.replay.suggest import write_suggestion
 from paceline.errors import ConfigError
@@ -80,7 +81,7 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
         report = _synthetic(options, chosen, console)
     print_report(report, console)
     if options.json is not None:
-        write_json(report, options.json)
+        write_json(options.json, report)
     if options.html is not None:
         write_html(report, options.html)
     if options.suggest is not None:
@@ -112,7 +113,7 @@ def _check(options: ReplayOptions, chosen: list[Variant], console: Console) -> d
     print_check(found, console)
     report = {"format": FORMAT, "kind": options.source, "num_logs": options.seeds, "keep": KEEP, "policies": found}
     if options.json is not None:
-        write_json(report, options.json)
+        write_json(options.json, report)
     return report
 
 

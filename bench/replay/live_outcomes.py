@@ -18,6 +18,7 @@ from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bandit.replay.outcomes import FIRST, TrainOrder, TrainTruth
 from paceline.bench.replay.live_text import Say
 from paceline.contracts import TrainJob, TrainResult
+from paceline.paths import write_atomic
 from paceline.serving.loading.families import build_drafter
 
 NUM_NODES = 8
@@ -77,7 +78,7 @@ class LiveOutcomes:
         traces = [t for s in self.score_shards[bucket] for t in self.stores[bucket].read_shard(s.shard_id)]
         scores = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.handle.device)[version]
         length = sum(s.num_tokens for s in scores) / max(sum(s.num_rounds for s in scores), 1)
-        _write(path, {"acceptance_length": length, "num_requests": len(scores)})
+        write_atomic(path, json.dumps({"acceptance_length": length, "num_requests": len(scores)}))
         return length
 
     def _seen(self, bucket: str, step: int) -> list[str]:
@@ -128,12 +129,5 @@ class LiveOutcomes:
         result = run_training_job(
             job, MergedStore(self.stores), self.registry, self.handle, shadow=ShadowConfig(num_nodes=NUM_NODES)
         )
-        _write(path, msgspec.to_builtins(result))
+        write_atomic(path, msgspec.json.encode(result))
         return result
-
-
-def _write(path: Path, value: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(value), encoding="utf-8")
-    tmp.replace(path)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -169,9 +167,3 @@ def _off_policy_table(rows: Sequence[dict[str, Any]]) -> Table:
     for o in rows:
         table.add_row(*off_policy_cells(o))
     return table
-
-
-def write_json(report: dict[str, Any], path: Path) -> None:
-    """Write the document; folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ from typing import Any
 from paceline.bandit.replay.simulate import HINDSIGHT
 from paceline.config import ServiceConfig, build_config
 from paceline.errors import ConfigError
+from paceline.paths import write_atomic
 
 MAX_LOSS_PERCENT = 1.0
 """A setting that loses more than this in any cell is suggested only when all of them do."""
@@ -44,7 +45,6 @@ def write_suggestion(report: dict[str, Any], path: Path) -> list[str]:
     import yaml
 
     values, why = suggest(report)
-    path.parent.mkdir(parents=True, exist_ok=True)
     comments = "".join(f"# {line}\n" for line in why)
-    path.write_text(comments + yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+    write_atomic(path, comments + yaml.safe_dump(values, sort_keys=False))
     return why

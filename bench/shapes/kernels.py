@@ -8,7 +8,6 @@ nothing about a GPU.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from paceline.bench.common.result_file import write_json
 from paceline.bench.shapes.kernel_cases import CASES, Bench, Case
 from paceline.bench.shapes.kernel_shapes import MODELS, Shape, floor_bytes, kv_bytes, weight_bytes
 from paceline.errors import ConfigError
@@ -220,8 +220,7 @@ def run_bench_kernels(options: KernelBenchOptions, console: Console) -> dict[str
     }
     print_result(result, console)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, result)
         console.print(f"JSON: {options.json}")
     return result
 
