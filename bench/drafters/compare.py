@@ -22,10 +22,10 @@ import numpy as np
 from rich.console import Console
 from scipy import stats
 
-from paceline.bench.common.intervals import percentile_interval, resampled
 from paceline.bench.common.result_file import FORMAT, write_json
 from paceline.bench.engine.cells import PLAIN
 from paceline.bench.engine.table import interval_text, new_table
+from paceline.bootstrap import interval, resampled
 from paceline.errors import ConfigError
 
 METRICS = ("speedup", "tokens_per_s", "acceptance_length")
@@ -141,7 +141,10 @@ def log_ratio(own: list[dict[str, Any]], signs: list[int], seed: int) -> tuple[f
 
 def ratio_of_logs(value: float, values: np.ndarray, num_groups: int) -> dict[str, Any]:
     """A ratio and its interval from its logarithm, over all groups and over resamples."""
-    return {"ratio": math.exp(value), "interval": percentile_interval(np.exp(values), num_groups)}
+    return {
+        "ratio": math.exp(value),
+        "interval": interval(math.exp(value), np.exp(values), num_groups, is_positive=True),
+    }
 
 
 def _ratio(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:

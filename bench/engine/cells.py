@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from paceline.bench.common.intervals import expanded_level, ratio_of_rates
 from paceline.bench.engine.arms import GroupTiming, Stretch
+from paceline.bootstrap import rate_ratio
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 FLOOR = 0.98
 """Least speed of speculative over plain decoding that counts as 'costs nothing'."""
 MODEL_PARTS = ("draft", "verify")
 """Parts of a round spent inside a model."""
-_NUM_RESAMPLES = 10_000
 
 
 def paired_ratio(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
@@ -29,12 +28,8 @@ def paired_ratio(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, floa
     """
     if not a:
         return None
-    columns = [list(c) for c in (*zip(*a, strict=True), *zip(*b, strict=True))]
-    if len(a) == 1:
-        ratio, _ = ratio_of_rates(*columns, num_resamples=1)
-        return {"ratio": round(ratio, 4), "interval": None, "num_groups": 1}
-    ratio, interval = ratio_of_rates(*columns, level=expanded_level(len(a)), num_resamples=_NUM_RESAMPLES)
-    return {"ratio": round(ratio, 4), "interval": [round(v, 4) for v in interval], "num_groups": len(a)}
+    ratio, ends = rate_ratio(np.transpose(a), np.transpose(b))
+    return {"ratio": round(ratio, 4), "interval": ends, "num_groups": len(a)}
 
 
 def whole_rates(groups: Iterable[GroupTiming]) -> list[tuple[float, float]]:
