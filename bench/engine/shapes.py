@@ -1,5 +1,5 @@
-"""How close to the memory floor are the rounds of models of real size? Random weights, because a round's time does not
-depend on their values.
+"""Shape benchmark: rounds of models of real size against the memory floor, with random weights, because a round's time
+does not depend on their values.
 
 A decode round must read every weight once and the KV rows of all running requests. The floor is those bytes over the
 copy bandwidth measured in the same process; a round's distance from it is what kernels and host code could still win.
@@ -25,11 +25,11 @@ from paceline.bench.common.engine_run import set_threads
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine
 from paceline.bench.engine.cells import PLAIN, SPECULATIVE, split_of_rounds
-from paceline.bench.engine.scripted_drafters import RejectedDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
 from paceline.paths import resolve_model
+from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
@@ -98,6 +98,34 @@ class ShapesOptions:
     def torch_device(self) -> torch.device:
         use_cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
         return torch.device("cuda" if use_cuda else "cpu")
+
+
+class RejectedDrafter:
+    """Confident and hardly ever right: a chain of the token 0 in every round; keeps no state."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.caps = DrafterCaps(
+            name="rejected", num_slots=num_slots, num_candidates=1, max_depth=num_slots, is_reentrant=False,
+            needs_features=False, is_product=False,
+        )  # fmt: skip
+
+    def alloc(self, num_pool_rows: int) -> None:
+        """Nothing to allocate."""
+
+    def ingest(self, inputs: DraftInputs) -> None:
+        """Nothing to do."""
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        """The chain below each anchor."""
+        ids = torch.zeros(len(inputs.request_ids), self.caps.num_slots, 1, dtype=torch.int64)
+        return Proposal(token_ids=ids, logprobs=torch.full(ids.shape, -0.05), widths=None)
+
+    def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
+        """Raises: AssertionError; the drafter is not re-entrant."""
+        raise AssertionError("a drafter that is not re-entrant must not be asked to expand")
+
+    def release(self, request_id: str) -> None:
+        """Nothing to forget."""
 
 
 def run_shapes(options: ShapesOptions, console: Console) -> dict[str, Any]:

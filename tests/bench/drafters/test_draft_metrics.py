@@ -16,11 +16,11 @@ from paceline.bench.drafters.metrics import (
     stream_metrics,
 )
 from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine
-from paceline.bench.engine.scripted_drafters import OracleDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.serving.sampling.request import SamplingParams
 from tests.helpers.fakes import EOS_ID, greedy_continuation, tiny_target
+from tests.helpers.scripted_drafters import OracleDrafter
 
 
 def rounds(*accepted, drafted=3, ms=20.0, room=1000):
