@@ -1,4 +1,4 @@
-"""What does a cell say about a drafter: acceptance, drafting cost, predicted and measured speedup; and all cells together?
+"""Drafter cells: acceptance, drafting cost, predicted and measured speedup of a drafter, and all cells together.
 
 A cell is one (bucket, batch, temperature); an arm is a drafter with a policy. Everything here is arithmetic.
 """

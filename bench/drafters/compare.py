@@ -1,9 +1,7 @@
-"""Is a second run of a benchmark faster or slower than a first one? Cell by cell, as ratios with intervals.
+"""Comparisons of benchmark results, cell by cell, as ratios with intervals: a second run over a first one.
 
 Speeds and speedups resample groups, both runs' measurements of a group together where both ran the same prompts. The
 ratio of acceptance lengths comes from the two runs' own intervals, as of independent runs, which is cautious.
-
-Which arm of one result is faster than another arm of it? Cell by cell and over all cells, as ratios with intervals.
 
 Arms of one result ran the same groups in turn, so a group's measurements of both are resampled together. The mean over cells
 is geometric. Cells of one bucket ran the same prompts at other temperatures or batches: their groups are drawn with one seed, so
@@ -23,8 +21,8 @@ from rich.console import Console
 from scipy import stats
 
 from paceline.bench.common.result_file import FORMAT, write_json
+from paceline.bench.common.terminal import interval_text, new_table
 from paceline.bench.engine.cells import PLAIN
-from paceline.bench.engine.table import interval_text, new_table
 from paceline.bootstrap import interval, resampled
 from paceline.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""How good are a drafter's rounds: acceptance per depth, acceptance length, rates and gaps, with intervals over prompts?
+"""Drafter metrics: acceptance per depth, acceptance length, rates and gaps of a drafter's rounds.
 
 Shape legend: K depths, P prompts, R bootstrap resamples.
 A round that the end of the request cuts is censored: the draft tokens inside the answer count as accepted, deeper ones
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.bench.common.round_log import Round
+from paceline.bench.common.recorders import Round
 from paceline.bench.engine.arms import GroupTiming
 from paceline.bench.serve.stream_stats import percentiles_ms
 from paceline.bootstrap import interval, ratio_interval, resampled

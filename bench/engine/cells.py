@@ -1,6 +1,6 @@
-"""What do the groups of a cell say: rates, ratios with intervals, time per round, and a verdict over all cells?
+"""Cells: what the groups of one (bucket, batch, temperature) say: rates, ratios with intervals, time per round, verdicts.
 
-A cell is one (bucket, batch, temperature). Everything here is arithmetic on GroupTiming.
+Everything here is arithmetic on GroupTiming, but the lossless row, which has answers checked.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.bench.engine.arms import GroupTiming, Stretch
+from paceline.bench.common.lossless import LosslessChecker, check_sampled
+from paceline.bench.engine.arms import BenchGroup, GroupTiming, Stretch
 from paceline.bootstrap import rate_ratio
+from paceline.serving.sampling.request import SamplingParams
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 FLOOR = 0.98
@@ -205,4 +207,42 @@ def overall_verdict(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "unclear": unclear,
         "num_mismatches": sum(r["num_mismatches"] for r in lossless),
         "num_checked_tokens": sum(r["num_checked_tokens"] for r in lossless),
+    }
+
+
+def lossless_row(
+    groups: Sequence[BenchGroup],
+    timings: dict[str, list[GroupTiming]],
+    checker: LosslessChecker | None,
+    num_check: int,
+    arm: str = SPECULATIVE,
+) -> dict[str, float]:
+    """Every answer that differs between `arm` and the plain engine is checked against the fp32 target (a near tie may go
+    either way), and the first `num_check` of each engine besides.
+
+    Greedy and sampled answers: with equal seeds both engines draw the same tokens.
+    """
+    answers: dict[tuple[tuple[int, ...], tuple[int, ...], SamplingParams], None] = {}
+    num_differing = num_compared = 0
+    for g, group in enumerate(groups):
+        for i, (prompt, params) in enumerate(zip(group.prompts, group.params, strict=True)):
+            texts = [timings[name][g].token_ids[i] for name in (PLAIN, arm) if name in timings]
+            is_same = len(set(texts)) == 1
+            num_compared += 1
+            num_differing += not is_same
+            if not is_same or num_compared <= num_check:
+                answers.update(dict.fromkeys((prompt, text, params) for text in texts))
+    out = {"num_compared": num_compared, "num_differing": num_differing}
+    if checker is None:
+        return {**out, "num_checked_tokens": 0, "num_near_ties": 0, "num_mismatches": 0, "largest_gap": 0.0}
+    reports = (
+        checker.check([(prompt, text) for prompt, text, p in answers if p.temperature == 0]),
+        check_sampled(checker, [a for a in answers if a[2].temperature > 0]),
+    )
+    return {
+        **out,
+        "num_checked_tokens": sum(r.checked for r in reports),
+        "num_near_ties": sum(r.near_ties for r in reports),
+        "num_mismatches": sum(r.mismatches for r in reports),
+        "largest_gap": round(max(r.largest_gap for r in reports), 5),
     }

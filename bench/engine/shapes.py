@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from paceline.bench.common.engine_run import set_threads
 from paceline.bench.common.result_file import ResultFile
+from paceline.bench.common.terminal import new_table, progress, say_file
 from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine
 from paceline.bench.engine.cells import PLAIN, SPECULATIVE, split_of_rounds
 from paceline.config import EngineConfig, TreeConfig
@@ -143,21 +143,19 @@ def run_shapes(options: ShapesOptions, console: Console) -> dict[str, Any]:
         extra={"device": device.type, "copy_bytes_per_s": round(bandwidth), "rows": []},
     )  # fmt: skip
     rows: list[dict[str, Any]] = []
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:  # fmt: skip
-        task = bar.add_task("shapes", total=len(options.shapes) * len(options.batches))
+    with progress(console, "shapes", len(options.shapes) * len(options.batches)) as bar:
         for name in options.shapes:
-            bar.update(task, description=f"{name}: random weights")
+            bar.name(f"{name}: random weights")
             target = random_target(name, device, is_scaled_down=options.is_scaled_down)
             for batch in options.batches:
-                bar.update(task, description=f"{name} batch {batch}")
+                bar.name(f"{name} batch {batch}")
                 rows.append(_row(name, target, batch, options, bandwidth))
                 result.update(rows=rows)
-                bar.advance(task)
+                bar.step()
             del target
     document = result.close()
     console.print(_table(rows, bandwidth))
-    if options.json:
-        console.print(f"JSON: {options.json}", soft_wrap=True)
+    say_file(console, "JSON", options.json)
     return document
 
 
@@ -250,9 +248,10 @@ def _wait(device: torch.device) -> None:
 
 
 def _table(rows: list[dict[str, Any]], bandwidth: float) -> Table:
-    table = Table(title=f"Random-weight models: round time over the memory floor (copy {bandwidth / 1e9:.0f} GB/s)")
-    for i, name in enumerate(("shape", "batch", "weights GB", "KV GB", "floor ms", "plain ms", "/ floor", f"{NUM_DRAFT_TOKENS} drafts ms", "/ floor", "outside models")):  # fmt: skip
-        table.add_column(name, justify="left" if i == 0 else "right")
+    columns = ("shape", "batch", "weights GB", "KV GB", "floor ms", "plain ms", "/ floor", f"{NUM_DRAFT_TOKENS} drafts ms", "/ floor", "outside models")  # fmt: skip
+    table = new_table(
+        f"Random-weight models: round time over the memory floor (copy {bandwidth / 1e9:.0f} GB/s)", columns
+    )
     for r in rows:
         plain, spec = r["arms"][PLAIN], r["arms"][SPECULATIVE]
         label = f"{r['shape']} (scaled down)" if r["is_scaled_down"] else r["shape"]

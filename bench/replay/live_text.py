@@ -1,4 +1,4 @@
-"""Which texts does a live replay serve, and what does a round cost on this machine? Captured once, kept on disk."""
+"""Texts of a live replay and the cost of a round on this machine, captured once and kept on disk."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from paceline.bandit.controller.controller import Controller
 from paceline.bandit.controller.decision_log import parse_log
@@ -30,6 +29,7 @@ from paceline.bandit.replay.record import record
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import draw_world, learned_rows, policy_config
 from paceline.bandit.replay.world import World
+from paceline.bench.common.terminal import new_table
 from paceline.bench.replay.live import ORDERS, LiveService
 from paceline.bench.replay.live_text import SMALL, LiveConfig
 from paceline.bench.replay.plan import Task, Variant
@@ -136,9 +136,9 @@ def summarise(label: str, rows: Sequence[Row], study: int = STUDY) -> dict[str, 
 
 def print_check(found: Sequence[dict[str, Any]], console: Console) -> None:
     """One line for every policy and method."""
-    table = Table(title=f"Off-policy estimates against the truth ({found[0]['num_logs']} logs of {BASE} kept with {KEEP:g}; % of serving cost)")  # fmt: skip
-    for i, name in enumerate(("policy", "truth", "method", "bias", "rmse", "pooled 95% covers", "one log's 95% covers\n(told / all)")):  # fmt: skip
-        table.add_column(name, justify="left" if i in (0, 2) else "right")
+    title = f"Off-policy estimates against the truth ({found[0]['num_logs']} logs of {BASE} kept with {KEEP:g}; % of serving cost)"
+    columns = ("policy", "truth", "method", "bias", "rmse", "pooled 95% covers", "one log's 95% covers\n(told / all)")
+    table = new_table(title, columns, ("policy", "method"))
     for f in found:
         for name in METHODS:
             m, is_dr = f[name], name == "doubly robust"

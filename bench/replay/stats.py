@@ -1,4 +1,4 @@
-"""What do the runs of a replay add up to: means with intervals, against the hindsight bound, worst cases?"""
+"""Replay statistics: means with intervals, against the hindsight bound, and worst cases."""
 
 from __future__ import annotations
 

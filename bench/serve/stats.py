@@ -1,4 +1,4 @@
-"""What do the answers of one load come to: latencies, user and output tokens per second, acceptance, with intervals?
+"""Load statistics: latencies, user and output tokens per second and acceptance of one load, with intervals.
 
 Everything but acceptance counts inside the **steady window** only: ramp-up, in which the server is not yet full, and
 drain, in which it no longer is, would understate throughput and flatter latency.

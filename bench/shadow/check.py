@@ -1,4 +1,4 @@
-"""How far is a version's shadow score from what real decoding with that version gives?
+"""Shadow check: a version's shadow score beside what real decoding with that version gives.
 
 Every version decodes every bucket with the engine at the tree budget that the gate replays; the engine's round
 statistics give the real acceptance length. The same version is then scored by the gate's function on three sets of texts:
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.gate.gate import RequestScore
@@ -28,6 +27,7 @@ from paceline.adapt.gate.shadow import shadow_scores, usable_traces
 from paceline.adapt.online.trainer import ShadowConfig
 from paceline.bench.common.engine_run import load_target, set_threads
 from paceline.bench.common.result_file import write_json
+from paceline.bench.common.terminal import progress, say_file
 from paceline.bench.shadow.decode import Decoded, RealRounds, Workload, decode
 from paceline.bench.shadow.report import compare, judge, print_report
 from paceline.bench.shadow.versions import VersionPlan, VersionShop, plan_versions
@@ -201,10 +201,8 @@ def run_shadow_check(options: ShadowCheckOptions, console: Console) -> dict[str,
     set_threads(options.num_threads)
     with tempfile.TemporaryDirectory(prefix="paceline-shadow-") as spare:
         check = ShadowCheck(options, options.work or Path(spare))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("shadow check", total=check.num_jobs)
-            rows = check.run(lambda text: bar.update(task, description=text), lambda: bar.advance(task))
+        with progress(console, "shadow check", check.num_jobs) as bar:
+            rows = check.run(bar.name, bar.step)
     result = {
         "options": {
             k: str(v) if isinstance(v, Path) else v
@@ -219,5 +217,5 @@ def run_shadow_check(options: ShadowCheckOptions, console: Console) -> dict[str,
     print_report(result, console)
     if options.json:
         write_json(options.json, result)
-        console.print(f"JSON: {options.json}")
+    say_file(console, "JSON", options.json)
     return result

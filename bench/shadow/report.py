@@ -1,4 +1,4 @@
-"""How large is the error of a shadow score, with which interval, and is it small enough?"""
+"""Shadow report: the error of a shadow score with its interval, and the verdict."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from paceline.adapt.gate.gate import RequestScore, pooled_acceptance_length
+from paceline.bench.common.terminal import new_table
 from paceline.bench.shadow.decode import RealRounds
 from paceline.bootstrap import rate_ratio
 
@@ -89,11 +89,9 @@ def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def print_report(result: dict[str, Any], console: Console) -> None:
     """A line per version, bucket and temperature, then the summary and the verdict."""
-    table = Table(title="Shadow score against real decoding: error of acceptance length, 95% interval over requests")
-    for i, name in enumerate(
-        ("version", "bucket", "T", "real", "own text", "same text", "other text", "adaptive real")
-    ):
-        table.add_column(name, justify="left" if i < 2 else "right")
+    title = "Shadow score against real decoding: error of acceptance length, 95% interval over requests"
+    columns = ("version", "bucket", "T", "real", "own text", "same text", "other text", "adaptive real")
+    table = new_table(title, columns, 2)
     cells: dict[tuple, dict[str, dict[str, Any]]] = {}
     for r in result["rows"]:
         key = (_name(r), r["bucket"], r["temperature"])
@@ -110,9 +108,8 @@ def print_report(result: dict[str, Any], console: Console) -> None:
         "drafted rounds, at that many draft nodes a round"
     )
     console.print(table)
-    total = Table(title="Error in percent of the real acceptance length")
-    for i, name in enumerate(("budget", "text", "T", "rows", "mean", "mean |error|", "largest |error|")):
-        total.add_column(name, justify="left" if i < 2 else "right")
+    columns = ("budget", "text", "T", "rows", "mean", "mean |error|", "largest |error|")
+    total = new_table("Error in percent of the real acceptance length", columns, 2)
     for s in result["summary"]:
         total.add_row(
             s["budget"], s["text"], f"{s['temperature']:g}", str(s["num_rows"]), f"{s['mean_error_percent']:+.2f}",

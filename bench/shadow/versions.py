@@ -1,4 +1,4 @@
-"""Which drafter versions does the shadow check compare, and how are they made?
+"""Versions of the shadow check, and how they are made.
 
 The first version is the bundled drafter; the others are trained from it by the functions of a training job, each on
 captured traces of one bucket. Traces, weights and plans lie in a work folder, so that a second run trains nothing.

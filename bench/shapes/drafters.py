@@ -1,4 +1,4 @@
-"""Which forwards does each drafter of the papers run in a round, at the size that was published for an 8B target?
+"""Drafter forwards: what each drafter of the papers runs in a round, at the size that was published for an 8B target.
 
 | drafter | layout | calls a round |
 |---|---|---|

@@ -1,10 +1,9 @@
-"""Claims of bench/common/lossless_sampled.py, on answers that the engine drew."""
+"""Claims of bench/common/lossless.py, on answers that the engine drew."""
 
 import pytest
 import torch
 
-from paceline.bench.common.lossless import NEAR_TIE_SHARE
-from paceline.bench.common.lossless_sampled import draw_gaps
+from paceline.bench.common.lossless import NEAR_TIE_SHARE, draw_gaps
 from paceline.bench.engine.arms import BenchGroup, EngineArm, new_engine
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from paceline.bench.common.counted_drafter import CountedDrafter
-from paceline.bench.common.round_log import Round, RoundRecorder
+from paceline.bench.common.recorders import CountedDrafter, Round, RoundRecorder
 from paceline.bench.drafters.metrics import (
     acceptance,
     depth_counts,

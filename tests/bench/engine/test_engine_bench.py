@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine
-from paceline.bench.engine.lossless_row import lossless_row
+from paceline.bench.engine.cells import lossless_row
 from paceline.bench.engine.run import EngineBenchOptions, quick
 from paceline.cli.main import app
 from paceline.config import EngineConfig, TreeConfig

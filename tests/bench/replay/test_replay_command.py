@@ -7,9 +7,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from paceline.bench.replay.report import checks
+from paceline.bench.replay.report import checks, suggest
 from paceline.bench.replay.stats import advice, cell_rows, regret
-from paceline.bench.replay.suggest import suggest
 from paceline.cli.main import app
 from paceline.config import load_config
 from paceline.errors import PacelineError
