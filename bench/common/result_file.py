@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from paceline.errors import ConfigError
 from paceline.paths import write_atomic
@@ -78,6 +77,8 @@ def utc_now() -> str:
 
 def machine_facts() -> dict[str, Any]:
     """What a reader must know to compare figures; nothing that names the computer or its user."""
+    import torch  # a replay writes results without it
+
     device = None
     if torch.cuda.is_available():
         device = {

@@ -44,7 +44,9 @@ class Bar:
 
     def step(self, count: float = 1, info: str | None = None) -> None:
         """`count` more are done; info: words behind the bar, None leaves them."""
-        self._display.update(self._task, advance=count, **({} if info is None else {"info": info}))
+        self._display.advance(self._task, count)
+        if info is not None:
+            self.say(info)
 
     def at(self, completed: float, info: str) -> None:
         """So many are done."""

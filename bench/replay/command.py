@@ -18,7 +18,6 @@ from paceline.bandit.replay.logged import LoggedService, prepare, replay_logged
 from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE
 from paceline.bench.common.result_file import write_json
 from paceline.bench.replay.html import write_html
-from paceline.bench.replay.live_text import SMALL, LiveConfig
 from paceline.bench.replay.plan import Task, Variant, parse_sweep, plan, policy_names, read_scenarios, variants
 from paceline.bench.replay.report import FORMAT, build_report, print_report, write_suggestion
 from paceline.bench.replay.run import Row, RunOne, row_of, run_all
@@ -168,6 +167,7 @@ def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> di
     if any(v.policy in HINDSIGHT for v in chosen):
         raise ConfigError("policies must not name 'oracle' or 'bound' in a live replay: what training would bring is not known there")  # fmt: skip
     from paceline.bench.replay.live import run_live
+    from paceline.bench.replay.live_text import SMALL, LiveConfig
 
     rows, scenarios, notes = run_live(
         chosen, config=SMALL if options.source == "live-small" else LiveConfig(), num_orders=options.seeds, data=options.data,
