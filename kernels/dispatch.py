@@ -1,4 +1,4 @@
-"""Which implementation of the kernels runs on a device? Chosen once, when the target is loaded."""
+"""Dispatch table: the implementation of every kernel on a device, chosen once, when the target is loaded."""
 
 from __future__ import annotations
 

@@ -7,15 +7,13 @@ acceptance_length per request, whose mean is bootstrapped over requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
+from paceline.bootstrap import interval, resampled
 from paceline.contracts import ShadowScore
 from paceline.errors import ConfigError
-
-_CHUNK = 4_000_000  # resampled values held at once
 
 
 class RequestScore(NamedTuple):
@@ -51,26 +49,14 @@ class GateResult(NamedTuple):
 def paired_lower_bound(
     differences: Sequence[float], rng: np.random.Generator, *, confidence: float = 0.9, num_resamples: int = 2000
 ) -> float:
-    """Lower end of the two-sided bootstrap interval of the mean of paired differences.
-
-    Percentile bootstrap whose width is stretched for few values: sqrt(n / (n - 1)) for the spread that resampling
-    loses, and Student's t over the normal quantile in its second-order expansion. -inf for a single value.
-    Source: Hesterberg 2015, "What Teachers Should Know About the Bootstrap" (narrowness of the percentile interval).
-    """
+    """Lower end of the two-sided bootstrap interval of the mean of paired differences; -inf for a single value."""
     d = np.asarray(differences, dtype=np.float64)
     if d.size == 0 or not np.isfinite(d).all():
         raise ConfigError(f"differences must be finite and at least one, got {d.size}")
-    if d.size == 1:
-        return float("-inf")
-    rows = max(1, _CHUNK // d.size)
-    means: list[np.ndarray] = []
-    while sum(m.size for m in means) < num_resamples:
-        take = min(rows, num_resamples - sum(m.size for m in means))
-        means.append(d[rng.integers(d.size, size=(take, d.size))].mean(axis=1))
-    mean, low = d.mean(), np.quantile(np.concatenate(means), (1 - confidence) / 2)
-    z, nu = NormalDist().inv_cdf((1 + confidence) / 2), d.size - 1
-    t_over_z = 1 + (z**2 + 1) / (4 * nu) + (5 * z**4 + 16 * z**2 + 3) / (96 * nu**2)
-    return float(mean - (mean - low) * np.sqrt(d.size / nu) * t_over_z)
+    columns = np.array([d, np.ones(d.size)])
+    mean, means = resampled(columns, lambda sums: sums[0] / sums[1], num_resamples=num_resamples, seed=rng)
+    ends = interval(mean, means, d.size, level=confidence, digits=9)
+    return float("-inf") if ends is None else ends[0]
 
 
 def score_version(

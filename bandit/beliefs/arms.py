@@ -1,4 +1,4 @@
-"""Which ways to train are there, and how many rows may each use?"""
+"""Training arms: the ways to train, and how many rows each may use."""
 
 from __future__ import annotations
 

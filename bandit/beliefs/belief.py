@@ -1,4 +1,4 @@
-"""What do we believe about a bucket now: load, device time per token, acceptance length, rows?"""
+"""Beliefs about buckets: load, device time per token, acceptance length and rows, as exponential means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much do buckets lose that a job does not train on, and what did earlier jobs teach about it?"""
+"""Forgetting model: what a job costs the buckets that it does not train on, learned from earlier jobs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""By how much would a training job raise the acceptance length?
-
-What does the gain model believe about every training arm: posterior mean and interval against its prior?
-"""
+"""Gain model: by how much a training job raises the acceptance length, with its posterior for every arm."""
 
 from __future__ import annotations
 
@@ -69,16 +66,6 @@ class GainModel(msgspec.Struct):
     cov: list[list[float]] = msgspec.field(default_factory=lambda: [[K_SD**2, 0.0], [0.0, AGAIN_SD**2]])
     prior_sd: list[float] = msgspec.field(default_factory=lambda: [K_SD, AGAIN_SD])
     num_jobs: int = 0
-
-    def __post_init__(self) -> None:
-        """Give a model that was stored without the coefficient `again` its prior."""
-        if self.names[1:2] != ["again"]:
-            self.names.insert(1, "again")
-            self.mean.insert(1, AGAIN_MEAN)
-            self.prior_sd.insert(1, AGAIN_SD)
-            for row in self.cov:
-                row.insert(1, 0.0)
-            self.cov.insert(1, [0.0, AGAIN_SD**2, *[0.0] * (len(self.names) - 2)])
 
     def _index(self, name: str, prior_sd: float) -> int:
         if name not in self.names:

@@ -1,4 +1,4 @@
-"""How many device-seconds did serving lose because a training job ran beside it?"""
+"""Interference: device-seconds that serving lost because a training job ran beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many device-seconds will a training job cost?"""
+"""Cost model: the device-seconds that a training job takes."""
 
 from __future__ import annotations
 

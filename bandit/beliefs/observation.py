@@ -1,6 +1,6 @@
-"""How is feedback handed over when its rows are summed already: by a log, or by a simulated service?
+"""Observations: feedback folded into open epochs, and what each bucket cost per group and drafter version in a closed one.
 
-What did each bucket's traffic cost in the last epoch, per group and drafter version?
+Feedback arrives row by row (FeedbackBatch), or summed already (FeedbackSums: from a log or a simulated service).
 """
 
 from __future__ import annotations
@@ -145,14 +145,6 @@ class BucketObservation(msgspec.Struct, frozen=True, kw_only=True):
     def load(self, group: str | None = None) -> float:
         """Emitted tokens per second of the epoch."""
         return self.num_tokens(group) / max(self.end - self.start, 1e-9)
-
-    def pooled_time_per_token(self, group: str) -> RatioSums:
-        """Seconds over tokens of a group, all versions."""
-        pool = RatioSums()
-        for s in self.stats:
-            if s.group == group:
-                pool.merge(s.time_per_token)
-        return pool
 
 
 def _codes(values: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What is a pooled ratio of sums, and how sure is it?"""
+"""Ratios of sums over requests, with standard errors."""
 
 from __future__ import annotations
 

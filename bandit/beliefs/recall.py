@@ -1,4 +1,4 @@
-"""How well does every existing version serve every bucket?"""
+"""Recall table: how well every existing version serves every bucket."""
 
 from __future__ import annotations
 

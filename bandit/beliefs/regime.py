@@ -1,11 +1,11 @@
-"""How long has the traffic been like this, how long will it last, and did a bucket's text change?"""
+"""Regimes: spans of like traffic, how long the present one will last, and drift of a bucket's text."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
-from river.drift import PageHinkley
 
 from paceline.bandit.beliefs.belief import FAST
 from paceline.bandit.beliefs.ratio import RatioSums
@@ -32,14 +32,26 @@ MEAN_LAG = 8.0
 MAX_RESIDUALS = 96
 CLIP = 6.0
 """Largest standardised residual, so that one odd epoch is no drift."""
+SLACK, ALARM, LEAST_RESIDUALS = 0.5, 10.0, 3
+"""Shift of the mean that is tolerated, cumulated excess that raises the alarm, residuals before the first one."""
 
 
-def has_drifted(residuals: list[float]) -> bool:
-    """Page-Hinkley test (Page 1954) on standardised residuals; True when the last one raises the alarm."""
-    detector = PageHinkley(min_instances=3, delta=0.5, threshold=10.0, alpha=1.0, mode="both")
+def has_drifted(residuals: Sequence[float]) -> bool:
+    """Page-Hinkley test for a shift of the mean, up or down; True when the last residual raises the alarm.
+
+    The test begins anew behind an alarm. Source: Page 1954, "Continuous Inspection Schemes", Biometrika 41.
+    """
+    num, is_alarm = 0, False
+    mean = up = down = lowest = highest = 0.0
     for value in residuals:
-        detector.update(value)
-    return bool(detector.drift_detected)
+        if is_alarm or num == 0:
+            num, mean, up, down, lowest, highest = 0, 0.0, 0.0, 0.0, math.inf, -math.inf
+        num += 1
+        mean += (value - mean) / num
+        up, down = up + value - mean - SLACK, down + value - mean + SLACK
+        lowest, highest = min(lowest, up), max(highest, down)
+        is_alarm = num >= LEAST_RESIDUALS and max(up - lowest, highest - down) > ALARM
+    return is_alarm
 
 
 class BucketRegime(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""What does a round cost at each batch size, and at which batch sizes is a bucket served?"""
+"""Round costs: the price of a round at each batch size, and the batch sizes at which a bucket is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would another policy have netted on the decisions that were logged?
+"""Estimators: what another policy would have netted on the decisions that were logged.
 
 Estimates from logged decisions with propensities (Dudik, Langford, Li 2011, arXiv 1103.4601):
 

@@ -1,4 +1,4 @@
-"""In which situations did a log's decisions arise, and what would another policy have done in each, and after it?
+"""Forced replay: the situations of a log's decisions, and what another policy would have done in each, and after it.
 
 A replay of the log that is made to do what the log did: traffic, measured feedback, training jobs with their results and
 swaps are those of the log, while the asked policy says at every decision what it would have done. At any step the replay

@@ -1,4 +1,4 @@
-"""What would a policy have netted on a logged service, by the log's own randomisation and a replay as reward model?
+"""Log value: what a policy would have netted on a logged service, by the log's own randomisation and a replay as reward model.
 
 The replay follows the log (bandit/off_policy/forced.py) and asks the policy at every decision; where its probabilities differ
 from the logged ones, the replay is run on from there under the policy. bandit/off_policy/sequence.py puts both together.

@@ -1,4 +1,4 @@
-"""What would another policy have netted over a whole log, when its decisions change what comes after them?
+"""Sequence estimate: what another policy would have netted over a whole log, when its decisions change what comes after them.
 
 Doubly robust estimate for sequences (Jiang and Li 2016, arXiv 1511.03722). Along the logged decisions k = 1, 2, ...
 

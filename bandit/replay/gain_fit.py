@@ -1,4 +1,4 @@
-"""How much would a job that nobody ran have gained? The gain model, fitted on logged jobs and checked on each left out."""
+"""Gain of jobs that nobody ran: the gain model fitted on logged jobs, and checked on each one left out."""
 
 from __future__ import annotations
 

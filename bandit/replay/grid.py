@@ -1,4 +1,4 @@
-"""Which simulated cells are there by name?"""
+"""Grids: the named sets of simulated cells."""
 
 from __future__ import annotations
 

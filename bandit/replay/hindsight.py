@@ -1,4 +1,4 @@
-"""How much does a plan save that knows the future and is really carried out?
+"""Hindsight plan: what a plan that knows the future saves when it is really carried out.
 
 The plan of the bound (bandit/replay/oracle.py) is carried out as a service would: one job at a time, one live version,
 forgetting, staging, a refusal where the gate would refuse; versions are brought back by dynamic programming over the

@@ -1,4 +1,4 @@
-"""What would another policy have done on a logged service?
+"""Logged service: a replay of a decision log under another policy.
 
 Traffic, round times and the first drafter's acceptance are those of the log. A job that the log holds (same bucket,
 parameters and base, rows within a quarter) gives exactly the version that was trained then, scored by replay; any other

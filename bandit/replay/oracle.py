@@ -1,4 +1,4 @@
-"""How much could a policy that knows the future have saved at most?
+"""Oracle bound: the most that a policy which knows the future could have saved.
 
 Dynamic programming with the world's true outcomes, domain by domain. Relaxations make it a bound from above: training on
 one domain costs the others nothing (no forgetting, recalls are free and instant), jobs on different domains may overlap,

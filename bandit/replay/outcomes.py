@@ -1,4 +1,4 @@
-"""What would training really do in a simulated service? The truth that policies do not see."""
+"""Outcomes: what training really does in a simulated service, the truth that policies do not see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would the decision log of a simulated service look like?"""
+"""Recorder: the decision log of a simulated service."""
 
 from __future__ import annotations
 

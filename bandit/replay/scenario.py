@@ -1,4 +1,4 @@
-"""What does a simulated service look like: its traffic over time, its costs, its drafters' room to improve?"""
+"""Scenarios: a simulated service's traffic over time, its costs, and its drafters' room to improve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does one policy bring on one simulated cell with one seed?"""
+"""Simulated runs: one policy on one cell with one seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a policy fare in a simulated service? The real Controller decides, the world knows what is true."""
+"""World: a simulated service in which the real Controller decides and the truth is known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run prompts through one engine in this process and time each request group."""
+"""Engine runs: targets, drafters and engines in this process, and prompts run through one, timed by request group."""
 
 from __future__ import annotations
 

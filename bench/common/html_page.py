@@ -1,37 +1,46 @@
-"""How does a report become one HTML page that needs no network: style, tables, plots with a menu?"""
+"""HTML pages of reports: one file that needs no network, by jinja2 templates that escape every value."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import DictLoader, Environment, StrictUndefined
+from markupsafe import Markup
+
+from paceline.paths import write_atomic
+
 COLORS = ("#0b7285", "#c2410c", "#6b7280", "#7c3aed", "#16a34a", "#be185d", "#ca8a04", "#1d4ed8", "#0f766e", "#9f1239")
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:#111}
+_BASE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:#111}
 table{border-collapse:collapse;width:100%;font-size:13px}td,th{border-bottom:1px solid #e5e7eb;padding:4px 8px;text-align:left}
-td.n{text-align:right;font-variant-numeric:tabular-nums}.no{color:#b91c1c}.yes{color:#15803d}"""
-
-
-def write_page(path: Path, *, title: str, body: str) -> None:
-    """Write the page; `body` is HTML."""
-    page = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head><body>
-{body}
+.no{color:#b91c1c}.yes{color:#15803d}</style></head><body>
+{% block body %}{% endblock %}
 </body></html>"""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+_MACROS = """{% macro table(head, rows) %}
+<table><tr>{% for name in head %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</table>
+{% endmacro %}"""
+_PAGES = Environment(
+    autoescape=True,
+    trim_blocks=True,
+    undefined=StrictUndefined,
+    loader=DictLoader({"base": _BASE, "macros": _MACROS}),
+)
 
 
-def html_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table of plain texts, escaped."""
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(str(c))}</td>" for c in row) + "</tr>" for row in rows)
-    return "<table><tr>" + "".join(f"<th>{html.escape(h)}</th>" for h in head) + f"</tr>{body}</table>"
+def write_page(path: Path, title: str, body: str, **values: Any) -> None:
+    """Write the page. body: a template, which has the macro `table(head, rows)` and the values, all escaped."""
+    text = '{% extends "base" %}{% from "macros" import table %}{% block body %}' + body + "{% endblock %}"
+    write_atomic(path, _PAGES.from_string(text).render(title=title, **values))
 
 
-def plots(figures: Sequence[Any]) -> str:
+def plots(figures: Sequence[Any]) -> Markup:
     """plotly figures as HTML; the first one carries the library."""
-    return "".join(f.to_html(full_html=False, include_plotlyjs=i == 0) for i, f in enumerate(figures))
+    return Markup("".join(f.to_html(full_html=False, include_plotlyjs=i == 0) for i, f in enumerate(figures)))
 
 
 def trace_menu(per_name: Mapping[str, int], total: int) -> list[dict[str, Any]]:

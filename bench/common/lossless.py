@@ -1,4 +1,10 @@
-"""Is greedy output the target's own? Teacher-forces answers through the target in fp32."""
+"""Lossless check: answers are the target's own, greedy ones teacher-forced through it in fp32, sampled ones drawn again.
+
+Shape legend: T output tokens, V vocabulary.
+A draw is a function of (seed, position): the engine draws the first token whose cumulative probability exceeds a uniform u.
+In fp32 the drawn token's share of the unit interval, [a, b), holds u, or rounding has moved one of its ends over u: if no
+logit is off by more than d, the odds a / (1 - a) are off by a factor of at most exp(2 d / temperature).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,10 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from paceline.errors import ConfigError
+from paceline.serving.sampling.draw import SamplingBatch, has_penalties
+from paceline.serving.sampling.request import SamplingParams
 
 # bf16 keeps 8 significant bits, so one rounding moves a value by at most 2^-9 of its size. A logit passes through the
 # rounded residual stream, the final norm and the head: four such roundings of the largest logit bound the error that
@@ -51,16 +61,51 @@ class LosslessChecker:
 
     def check(self, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> LosslessReport:
         """Check (prompt ids, output ids) pairs of greedy requests without penalties."""
-        checked = near = wrong = 0
-        largest = 0.0
-        for prompt, output in answers:
-            if not output:
-                continue
-            gap, scale = self.gaps(prompt, output)
-            share = gap / scale
-            off = ~(gap <= 0)  # NaN counts as off
-            checked += len(output)
-            near += int((off & (share <= NEAR_TIE_SHARE)).sum())
-            wrong += int((off & ~(share <= NEAR_TIE_SHARE)).sum())
-            largest = max(largest, float(share.max()))
-        return LosslessReport(checked=checked, near_ties=near, mismatches=wrong, largest_gap=largest)
+        found = [self.gaps(prompt, output) for prompt, output in answers if output]
+        return _report([gap / scale for gap, scale in found])
+
+
+def _report(shares: Sequence[torch.Tensor]) -> LosslessReport:
+    """shares: (T,) of each answer, distances as shares of max |logit|; NaN counts as off."""
+    if not shares:
+        return LosslessReport(checked=0, near_ties=0, mismatches=0, largest_gap=0.0)
+    share = torch.cat(list(shares))
+    off, is_near = ~(share <= 0), share <= NEAR_TIE_SHARE
+    return LosslessReport(
+        checked=len(share),
+        near_ties=int((off & is_near).sum()),
+        mismatches=int((off & ~is_near).sum()),
+        largest_gap=float(share.max()),
+    )
+
+
+Answer = tuple[Sequence[int], Sequence[int], SamplingParams]
+"""Prompt ids, output ids, settings with a seed."""
+
+
+def check_sampled(checker: LosslessChecker, answers: Sequence[Answer]) -> LosslessReport:
+    """Check answers drawn at a temperature above 0 without filters; near ties and gaps as shares of max |logit|.
+
+    Raises: ConfigError for settings other than temperature and seed, which change the distribution.
+    """
+    return _report([draw_gaps(checker.logits(p, out), len(p), out, params) for p, out, params in answers if out])
+
+
+def draw_gaps(logits: torch.Tensor, first_position: int, output: Sequence[int], params: SamplingParams) -> torch.Tensor:
+    """(T,) float64: by what share of max |logit| the logits must be off for each draw to be the target's; 0 = not at all.
+
+    logits: (T, V) float32. first_position: of the first output token.
+    """
+    has_filter = params.top_k or params.top_p < 1 or params.min_p or params.logit_bias or params.grammar is not None
+    if has_filter or has_penalties(params) or params.temperature == 0 or params.seed is None:
+        raise ConfigError("sampling must have a temperature above 0, a seed and nothing else to be checked")
+    batch = SamplingBatch.from_params([params], [params.seed], [None], "cpu", [None])
+    positions = torch.arange(first_position, first_position + len(output))
+    u = batch.uniforms(torch.zeros_like(positions), positions)
+    cumulative = (logits.double() / params.temperature).softmax(-1).cumsum(-1)
+    drawn = torch.tensor(output)[:, None]
+    high = cumulative.gather(1, drawn)[:, 0]
+    low = torch.where(drawn[:, 0] > 0, cumulative.gather(1, (drawn - 1).clamp(min=0))[:, 0], 0.0)
+    below = (low.logit() - u.logit()).where(u < low, torch.zeros_like(u))
+    above = (u.logit() - high.logit()).where(u >= high, torch.zeros_like(u))
+    return (below + above) * params.temperature / logits.abs().amax(1).double()

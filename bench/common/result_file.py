@@ -1,4 +1,4 @@
-"""How does a benchmark keep what it has measured when it is killed half-way?
+"""Result files: JSON documents of measurements that survive a run that is killed half-way.
 
 The document is on disk before the first measurement (options and machine) and is replaced whole after every part, so
 that a reader always finds valid JSON: `is_complete` says whether the run came to its end.
@@ -6,7 +6,6 @@ that a reader always finds valid JSON: `is_complete` says whether the run came t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -17,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from paceline.errors import ConfigError
+from paceline.paths import write_atomic
 
 FORMAT = 1
 _PACKAGES = ("paceline", "torch", "transformers", "triton", "numpy")
@@ -56,19 +55,15 @@ class ResultFile:
         """Replace the file in one step; a crash leaves the one before."""
         if self.path is None:
             return
-        part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("w", encoding="utf-8") as file:
-                json.dump(self.document, file, indent=1, allow_nan=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, self.path)
-        except OSError as e:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise ConfigError(f"json must name a file that can be written, got {self.path}: {e.strerror}") from e
+        write_json(self.path, self.document)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Replace the file by the values in one step; a crash leaves the one before. Raises: ConfigError."""
+    try:
+        write_atomic(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+    except OSError as e:
+        raise ConfigError(f"json must name a file that can be written, got {path}: {e.strerror}") from e
 
 
 def plain_values(options: Any) -> dict[str, Any]:
@@ -82,6 +77,8 @@ def utc_now() -> str:
 
 def machine_facts() -> dict[str, Any]:
     """What a reader must know to compare figures; nothing that names the computer or its user."""
+    import torch  # a replay writes results without it
+
     device = None
     if torch.cuda.is_available():
         device = {

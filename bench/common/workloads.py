@@ -1,12 +1,20 @@
-"""Where benchmark and demo prompts come from: the prompts bundled with the package, or a data folder."""
+"""Prompts of benchmarks and demos: those bundled with the package, or those of a data folder.
+
+Formats of a data folder are told by the keys of a file's first line: Spec-Bench and SPEED-Bench questions, HumanEval, GSM8K's
+test split, dialogues with user and system turns, lines with `prompt` or `messages`, and books (.md, .txt), of which the last
+tenth is used. Training text of the project's own recipes (GSM8K's train split, puzzles) is passed over; of Taskmaster and the
+factbook only held-out documents count.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import ConfigError
 
@@ -55,3 +63,171 @@ def load_prompts(bucket: str, data: Path | None, count: int, seed: int = 0) -> l
     while len(out) < count:
         out += rng.sample(pool, len(pool))
     return out[:count]
+
+
+HELD_OUT = {"tools": "dialogue/taskmaster4/dialogs.jsonl", "facts": "facts/factbook/sections.jsonl"}
+"""Domains whose documents the bundled weights were trained on, except the held-out ones."""
+_BOOK_SHARE = 0.1
+_PASSAGE_CHARS = (400, 1200)
+_NOT_BOOKS = ("notice", "license", "licence", "readme", "index", "provenance")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One prompt of a category, as SPEED-Bench's files have them."""
+
+    question_id: str
+    category: str
+    turns: tuple[str, ...]
+    """User turns; only the first one is asked."""
+    source: str
+    """File below the data folder; 'bundled' for the package's own."""
+    messages: tuple[tuple[str, str], ...] = ()
+    """(role, text) of a conversation to go on with, instead of the first turn."""
+    is_completion: bool = False
+    """The text goes to the model as it is, without its chat template."""
+
+
+def bundled_questions(bucket: str) -> list[Question]:
+    """The package's own prompts of one bucket; raises ConfigError on an unknown one."""
+    return [
+        Question(question_id=p.prompt_id, category=bucket, turns=(p.text,), source="bundled", is_completion=True)
+        for p in bundled_prompts(bucket)
+    ]
+
+
+def read_questions(data: Path | None) -> dict[str, list[Question]]:
+    """All prompts by category, in the order of files and lines; the bundled ones without a folder.
+
+    Raises: ConfigError when the folder holds no file of a known format, or one breaks its format.
+    """
+    if data is None:
+        return {b: bundled_questions(b) for b in BUNDLED_BUCKETS}
+    out: dict[str, list[Question]] = {}
+    num_others = 0
+    for path in sorted(p for p in data.rglob("*") if p.is_file()):
+        if path.suffix == ".jsonl":
+            found = list(_read_lines(path, str(path.relative_to(data))))
+        elif path.suffix in (".md", ".txt") and not path.stem.lower().startswith(_NOT_BOOKS):
+            found = list(_read_book(path, str(path.relative_to(data))))
+        else:
+            found = []
+        num_others += not found
+        for question in found:
+            out.setdefault(question.category, []).append(question)
+    for domain, name in HELD_OUT.items():
+        if (data / name).is_file():
+            out[domain] = [
+                Question(question_id=p.prompt_id, category=domain, turns=(p.text,), source=name, is_completion=True)
+                for p in data_prompts(domain, data)
+            ]
+    out = {category: questions for category, questions in out.items() if questions}
+    if not out:
+        raise ConfigError(
+            f"data must hold prompts in a known format (lines with question_id, category, turns | task_id, prompt | "
+            f"question, answer | turns of U and S | prompt | messages; books as .md or .txt), got none in {str(data)!r}, "
+            f"which has {num_others} other files"
+        )
+    return out
+
+
+# ---- formats: (keys of a line, reader of a line); the first that fits counts ------------------------------------------
+def _spec_bench(row: Mapping[str, Any], source: str, at: int) -> Question:
+    turns = tuple(row["turns"])
+    if not turns or not all(isinstance(t, str) for t in turns):
+        raise ValueError("turns must be texts, at least one")
+    return Question(question_id=str(row["question_id"]), category=str(row["category"]), turns=turns, source=source)
+
+
+def _humaneval(row: Mapping[str, Any], source: str, at: int) -> Question:
+    return Question(
+        question_id=str(row["task_id"]), category="humaneval", turns=(row["prompt"],), source=source, is_completion=True
+    )
+
+
+def _gsm8k(row: Mapping[str, Any], source: str, at: int) -> Question:
+    return Question(question_id=f"gsm8k-{at}", category="gsm8k", turns=(row["question"],), source=source)
+
+
+def _dialogue(row: Mapping[str, Any], source: str, at: int) -> Question | None:
+    """The conversation up to the user turn in its middle."""
+    if any(who not in ("U", "S") for who, _ in row["turns"]):
+        raise ValueError("turns must be pairs of U or S and a text")
+    users = [i for i, (who, _) in enumerate(row["turns"]) if who == "U"]
+    if not users:
+        return None
+    own = row["turns"][: users[len(users) // 2] + 1]
+    messages = tuple(("user" if who == "U" else "assistant", str(text)) for who, text in own)
+    turns = tuple(text for role, text in messages if role == "user")
+    return Question(question_id=str(row["id"]), category="dialogue", turns=turns, source=source, messages=messages)
+
+
+def _messages(row: Mapping[str, Any], source: str, at: int) -> Question | None:
+    """The conversation up to its last user message."""
+    pairs = [(str(m["role"]), str(m["content"])) for m in row["messages"]]
+    while pairs and pairs[-1][0] != "user":
+        pairs.pop()
+    if not pairs:
+        return None
+    turns = tuple(text for role, text in pairs if role == "user")
+    name = f"{Path(source).stem}-{at}"
+    return Question(
+        question_id=name, category=_category(row, source), turns=turns, source=source, messages=tuple(pairs)
+    )
+
+
+def _prompt(row: Mapping[str, Any], source: str, at: int) -> Question:
+    name = str(row.get("id", f"{Path(source).stem}-{at}"))
+    if not isinstance(row["prompt"], str):
+        raise ValueError("prompt must be a text")
+    return Question(question_id=name, category=_category(row, source), turns=(row["prompt"],), source=source)
+
+
+def _category(row: Mapping[str, Any], source: str) -> str:
+    return str(row.get("category") or row.get("bucket") or Path(source).stem)
+
+
+_FORMATS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any], str, int], Question | None]], ...] = (
+    (frozenset({"question_id", "category", "turns"}), _spec_bench),
+    (frozenset({"task_id", "prompt"}), _humaneval),
+    (frozenset({"question", "answer"}), _gsm8k),
+    (frozenset({"id", "turns"}), _dialogue),
+    (frozenset({"messages"}), _messages),
+    (frozenset({"prompt"}), _prompt),
+)
+
+
+def _read_lines(path: Path, source: str) -> Iterator[Question]:
+    read: Callable[[Mapping[str, Any], str, int], Question | None] | None = None
+    with path.open(encoding="utf-8") as file:
+        for at, line in enumerate(file):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ValueError("a line must be a JSON object")
+                if read is None:
+                    read = next((r for keys, r in _FORMATS if keys <= row.keys()), None)
+                    if read is None or (read is _gsm8k and "train" in path.stem):
+                        return
+                question = read(row, source, at)
+            except (ValueError, KeyError, TypeError) as e:
+                raise ConfigError(f"{path} line {at + 1} must have the format of the first line: {e}") from e
+            if question is not None:
+                yield question
+
+
+def _read_book(path: Path, source: str) -> Iterator[Question]:
+    """Passages of the last tenth to go on with, between 400 and 1200 characters, cut at paragraphs where it can be."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    least, most = _PASSAGE_CHARS
+    passage, count = "", 0
+    for paragraph in text[int(len(text) * (1 - _BOOK_SHARE)) :].split("\n\n")[1:]:  # the first one begins half-way
+        passage += paragraph.strip() + "\n\n"
+        if len(passage) >= least:
+            cut = passage[:most].rsplit(" ", 1)[0] if len(passage) > most else passage.rstrip()
+            yield Question(
+                question_id=f"{path.stem}-{count}", category="books", turns=(cut,), source=source, is_completion=True
+            )
+            passage, count = "", count + 1

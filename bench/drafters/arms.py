@@ -1,4 +1,4 @@
-"""Which arms does the drafter benchmark compare, and what does each one weigh?"""
+"""Arms of the drafter benchmark: drafters with policies, and what each one weighs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from safetensors import safe_open
 
-from paceline.bench.common.counted_drafter import CountedDrafter
 from paceline.bench.common.engine_run import load_named_drafter, trained_domains
-from paceline.bench.common.round_log import RoundRecorder
+from paceline.bench.common.recorders import CountedDrafter, RoundRecorder
 from paceline.bench.engine.arms import EngineArm, new_engine
 from paceline.bench.engine.cells import PLAIN
 from paceline.config import EngineConfig, TreeConfig, with_tree_options

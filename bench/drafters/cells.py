@@ -1,4 +1,4 @@
-"""What does a cell say about a drafter: acceptance, drafting cost, predicted and measured speedup; and all cells together?
+"""Drafter cells: acceptance, drafting cost, predicted and measured speedup of a drafter, and all cells together.
 
 A cell is one (bucket, batch, temperature); an arm is a drafter with a policy. Everything here is arithmetic.
 """
@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from paceline.bench.common.intervals import percentile_interval, resampled
 from paceline.bench.drafters.arms import ArmSpec
 from paceline.bench.drafters.metrics import acceptance, round_times, share_of_time, stream_metrics
 from paceline.bench.engine.arms import BenchGroup, GroupTiming
 from paceline.bench.engine.cells import PLAIN
+from paceline.bootstrap import interval, resampled
 
 
 def drafting_row(spec: ArmSpec | None, groups: Sequence[BenchGroup], timings: Sequence[GroupTiming]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def summarise(cells: Sequence[dict[str, Any]], specs: Sequence[ArmSpec], kinds: 
                 {
                     "kind": kind, "batch": batch, "temperature": temperature, "arm": spec.name, "drafter": spec.drafter,
                     "policy": spec.policy, "num_buckets": len(own), "speedup": mean,
-                    "speedup_interval": percentile_interval(spread, least_groups),
+                    "speedup_interval": interval(mean, spread, least_groups, is_positive=True),
                     "least_speedup": worst["ratios"][spec.name]["whole"]["ratio"], "least_bucket": worst["bucket"],
                     "acceptance_length_macro": float(np.mean([v for v, _ in known])) if known else None,
                     "acceptance_length_pooled": sum(v * n for v, n in known) / sum(n for _, n in known) if known else None,

@@ -1,9 +1,7 @@
-"""Is a second run of a benchmark faster or slower than a first one? Cell by cell, as ratios with intervals.
+"""Comparisons of benchmark results, cell by cell, as ratios with intervals: a second run over a first one.
 
 Speeds and speedups resample groups, both runs' measurements of a group together where both ran the same prompts. The
 ratio of acceptance lengths comes from the two runs' own intervals, as of independent runs, which is cautious.
-
-Which arm of one result is faster than another arm of it? Cell by cell and over all cells, as ratios with intervals.
 
 Arms of one result ran the same groups in turn, so a group's measurements of both are resampled together. The mean over cells
 is geometric. Cells of one bucket ran the same prompts at other temperatures or batches: their groups are drawn with one seed, so
@@ -22,10 +20,10 @@ import numpy as np
 from rich.console import Console
 from scipy import stats
 
-from paceline.bench.common.intervals import percentile_interval, resampled
-from paceline.bench.common.result_file import FORMAT
+from paceline.bench.common.result_file import FORMAT, write_json
+from paceline.bench.common.terminal import interval_text, new_table
 from paceline.bench.engine.cells import PLAIN
-from paceline.bench.engine.table import interval_text, new_table
+from paceline.bootstrap import interval, resampled
 from paceline.errors import ConfigError
 from paceline.records import JsonFile, Setting, record, require
 
@@ -152,7 +150,10 @@ def log_ratio(own: list[dict[str, Any]], signs: list[int], seed: int) -> tuple[f
 
 def ratio_of_logs(value: float, values: np.ndarray, num_groups: int) -> dict[str, Any]:
     """A ratio and its interval from its logarithm, over all groups and over resamples."""
-    return {"ratio": math.exp(value), "interval": percentile_interval(np.exp(values), num_groups)}
+    return {
+        "ratio": math.exp(value),
+        "interval": interval(math.exp(value), np.exp(values), num_groups, is_positive=True),
+    }
 
 
 def _ratio(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
@@ -226,8 +227,7 @@ def run_compare(options: CompareOptions, console: Console) -> dict[str, Any]:
     if options.fail_below is not None:
         console.print(f"{len(failed)} of {len(rows)} rows have a {options.metric} surely below {options.fail_below:g} of the first run's")  # fmt: skip
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, result)
     return result
 
 
@@ -281,6 +281,5 @@ def run_compare_arms(path: Path, over: str, console: Console, json_path: Path | 
         table.add_row(*where, row["arm"], *texts, style="bold" if is_all else None)
     console.print(table)
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(json_path, result)
     return result

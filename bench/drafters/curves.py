@@ -1,4 +1,4 @@
-"""Which drafter learned fastest? Learning curves of several drafter folders: a table, and one page with plots."""
+"""Learning curves of several drafter folders: a table, and one page with plots."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 from rich.console import Console
 
 from paceline.adapt.recipes.learning_curve import read_curve
-from paceline.bench.common.html_page import COLORS, html_table, plots, write_page
-from paceline.bench.engine.table import new_table, number_text
+from paceline.bench.common.html_page import COLORS, plots, write_page
+from paceline.bench.common.terminal import new_table, number_text, say_file
 from paceline.errors import ConfigError
 from paceline.paths import resolve_drafter
 from paceline.records import HtmlFile, Setting, record
 
 _HEAD = ("drafter", "steps", "rows", "seconds", "nll at half the seconds", "nll at the end")
 _AXES = {"seconds": "seconds of training", "rows": "supervised rows"}
+_PAGE = """<h1>Learning curves</h1>
+<p>nll in nats per row at the first draft token, on the rows that are trained on, a mean over each interval.</p>
+{{ plots }}
+{{ table(head, rows) }}"""
 Curves = Mapping[str, Mapping[str, Sequence[float]]]
 """Drafter -> column -> one value a point (adapt/recipes/learning_curve.py)."""
 
@@ -48,7 +52,7 @@ def run_bench_curves(drafters: Sequence[str], html: Path | None, console: Consol
     console.print(table)
     if html is not None:
         write_curves(curves, html)
-        console.print(f"HTML: {html}", soft_wrap=True)
+        say_file(console, "HTML", html)
 
 
 def read_curves(drafters: Sequence[str]) -> Curves:
@@ -66,11 +70,8 @@ def read_curves(drafters: Sequence[str]) -> Curves:
 
 def write_curves(curves: Curves, path: Path) -> None:
     """Write the page: nll over seconds and over rows, one line a drafter, logarithmic axes."""
-    body = f"""<h1>Learning curves</h1>
-<p>nll in nats per row at the first draft token, on the rows that are trained on, a mean over each interval.</p>
-{plots([_figure(curves, column) for column in _AXES])}
-{html_table(_HEAD, _rows(curves))}"""
-    write_page(path, title="Paceline learning curves", body=body)
+    figures = plots([_figure(curves, column) for column in _AXES])
+    write_page(path, "Paceline learning curves", _PAGE, plots=figures, head=_HEAD, rows=_rows(curves))
 
 
 def _figure(curves: Curves, column: str) -> Any:

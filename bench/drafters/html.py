@@ -1,13 +1,13 @@
-"""How does the drafter benchmark look: one page with Pareto plots and tables that needs no network?"""
+"""Page of the drafter benchmark: Pareto plots, speedups, acceptance by depth, and tables."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.common.html_page import COLORS, html_table, plots, trace_menu, write_page
+from paceline.bench.common.html_page import COLORS, plots, trace_menu, write_page
+from paceline.bench.common.terminal import number_text
 from paceline.bench.drafters.table import (
     COLUMNS,
     GAP_COLUMNS,
@@ -19,43 +19,44 @@ from paceline.bench.drafters.table import (
 )
 from paceline.bench.engine.cells import PLAIN
 
+_PAGE = """<h1>Paceline drafters</h1>
+<p>{{ began }}, {{ machine.system }}, {{ machine.num_threads }} threads, device {{ device }}, {{ target.dtype }}. Intervals: 95%,
+bootstrap over groups (speed) or prompts (acceptance length, user tokens per second). Acceptance length counts the bonus token.</p>
+<p class={{ "no" if counts.num_mismatches else "yes" }}>{{ counts.num_mismatches }} mismatches and {{ counts.num_near_ties }} near
+ties among {{ counts.num_checked_tokens }} tokens checked in fp32; {{ counts.num_differing }} of {{ counts.num_compared }} answers
+differ from plain decoding.</p>
+{{ plots }}
+<h2>Over all buckets</h2>{{ table(summary_columns, summary_rows) }}
+<h2>Cells</h2>{{ table(cell_columns, cell_rows) }}
+<h2>Random tokens beside text</h2><p>Random prompts are no result: the gap is what they would flatter or hurt.</p>
+{{ table(gap_columns, gap_rows) }}
+<h2>Arms</h2>{{ table(("arm", "nodes at most", "weights", "bytes", "of the target", "trained on"), arm_rows) }}
+<h2>Prompts</h2>
+{{ table(("bucket", "kind", "prompts", "mean tokens", "similarity", "uniform", "entropy, nats", "seed"), prompt_rows) }}
+<h2>Configuration</h2>{{ table(("option", "value"), options.items()) }}"""
+
 
 def write_html(document: dict[str, Any], path: Path) -> None:
     """Write the page of a finished run."""
-    figures = [_pareto(document), _speedups(document), _depths(document)]
-    cells = document["cells"]
-    counts, machine = lossless_counts(document), document["machine"]
-    gaps = [gap_texts(r) for r in document["random_gaps"]]
-    splits = [
-        [name, w["kind"], w["num_prompts"], f"{w['prompt_tokens']['mean']:.0f}", _number(w.get("similarity")),
-         _number(w.get("uniform_similarity")), _number(w.get("entropy_nats", {}).get("mean")), w["seed"]]
+    prompt_rows = [
+        [name, w["kind"], w["num_prompts"], f"{w['prompt_tokens']['mean']:.0f}", number_text(w.get("similarity"), 3),
+         number_text(w.get("uniform_similarity"), 3), number_text(w.get("entropy_nats", {}).get("mean"), 3), w["seed"]]
         for name, w in document["workloads"].items()
     ]  # fmt: skip
-    drafters = [
+    arm_rows = [
         [a["name"], a["tree"]["max_draft_tokens"], a["num_weights"], a["weight_bytes"],
          f"{a['num_weights'] / document['target']['num_weights']:.2%}", ", ".join(a["domains"]) or "-"]
         for a in document["drafting_arms"]
     ]  # fmt: skip
-    options = html_table(("option", "value"), [[k, v] for k, v in document["options"].items()])
-    body = f"""<h1>Paceline drafters</h1>
-<p>{html.escape(document["began"])}, {html.escape(machine["system"])}, {machine["num_threads"]} threads, device
-{html.escape(document["device"])}, {html.escape(document["target"]["dtype"])}. Intervals: 95%, bootstrap over groups (speed) or prompts (acceptance
-length, user tokens per second). Acceptance length counts the bonus token.</p>
-<p class={"yes" if counts["num_mismatches"] == 0 else "no"}>{counts["num_mismatches"]} mismatches and {counts["num_near_ties"]} near ties among
-{counts["num_checked_tokens"]} tokens checked in fp32; {counts["num_differing"]} of {counts["num_compared"]} answers differ from plain decoding.</p>
-{plots(figures)}
-<h2>Over all buckets</h2>{html_table(SUMMARY_COLUMNS, [summary_texts(r) for r in document["summary"]])}
-<h2>Cells</h2>{html_table(COLUMNS, [cell_texts(c, arm) for c in cells for arm in c["arms"]])}
-<h2>Random tokens beside text</h2><p>Random prompts are no result: the gap is what they would flatter or hurt.</p>
-{html_table(GAP_COLUMNS, gaps)}
-<h2>Arms</h2>{html_table(("arm", "nodes at most", "weights", "bytes", "of the target", "trained on"), drafters)}
-<h2>Prompts</h2>{html_table(("bucket", "kind", "prompts", "mean tokens", "similarity", "uniform", "entropy, nats", "seed"), splits)}
-<h2>Configuration</h2>{options}"""
-    write_page(path, title="Paceline drafters", body=body)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    write_page(
+        path, "Paceline drafters", _PAGE,
+        **{key: document[key] for key in ("began", "machine", "device", "target", "options")},
+        plots=plots([_pareto(document), _speedups(document), _depths(document)]), counts=lossless_counts(document),
+        summary_columns=SUMMARY_COLUMNS, summary_rows=[summary_texts(r) for r in document["summary"]],
+        cell_columns=COLUMNS, cell_rows=[cell_texts(c, arm) for c in document["cells"] for arm in c["arms"]],
+        gap_columns=GAP_COLUMNS, gap_rows=[gap_texts(r) for r in document["random_gaps"]],
+        arm_rows=arm_rows, prompt_rows=prompt_rows,
+    )  # fmt: skip
 
 
 def _views(document: dict[str, Any]) -> dict[tuple[str, float], list[dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""How good are a drafter's rounds: acceptance per depth, acceptance length, rates and gaps, with intervals over prompts?
+"""Drafter metrics: acceptance per depth, acceptance length, rates and gaps of a drafter's rounds.
 
 Shape legend: K depths, P prompts, R bootstrap resamples.
 A round that the end of the request cuts is censored: the draft tokens inside the answer count as accepted, deeper ones
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.bench.common.intervals import percentile_interval, resampled
-from paceline.bench.common.round_log import Round
+from paceline.bench.common.recorders import Round
 from paceline.bench.engine.arms import GroupTiming
 from paceline.bench.serve.stream_stats import percentiles_ms
+from paceline.bootstrap import interval, ratio_interval, resampled
 
 Requests = Sequence[tuple[Hashable, Sequence[Round]]]
 """(prompt, rounds) of each request; requests with the same prompt are one sample of the bootstrap."""
@@ -70,11 +70,11 @@ def acceptance(requests: Requests) -> dict[str, Any]:
         return {**out, "acceptance_length": None, "depths": [], "histogram": []}
     total = np.sum(list(by_prompt.values()), axis=0)  # (2, K)
     joint = joint_rates(total)
-    pooled, interval = 1.0, None if len(by_prompt) < 2 else [1.0, 1.0]
+    pooled, ends = 1.0, None if len(by_prompt) < 2 else [1.0, 1.0]
     if depth:
         columns = np.stack([c.ravel() for c in by_prompt.values()], 1)  # (2 * K, P)
         pooled, values = resampled(columns, lambda sums: mean_length(sums.reshape(2, depth, -1)))
-        interval = percentile_interval(values, len(by_prompt))
+        ends = interval(pooled, values, len(by_prompt), is_positive=True)
     lengths = [
         float(mean_length(depth_counts(own, depth))) for _, own in requests if any(not r.is_limited for r in own)
     ]
@@ -83,7 +83,7 @@ def acceptance(requests: Requests) -> dict[str, Any]:
         **out,
         "acceptance_length": {
             "pooled": pooled,
-            "interval": interval,
+            "interval": ends,
             "num_prompts": len(by_prompt),
             "per_request": float(np.mean(lengths)),
         },
@@ -119,9 +119,8 @@ def stream_metrics(timings: Sequence[GroupTiming], prompts: Sequence[Hashable]) 
             rates.setdefault(prompt, []).append(sum(n for _, n in own[1:]) / (times[-1] - times[0]))
     user: dict[str, Any] = {"mean": None, "interval": None}
     if rates:
-        columns = np.array([[sum(r), len(r)] for r in rates.values()], dtype=np.float64).T
-        mean, values = resampled(columns, lambda sums: sums[0] / sums[1])
-        user = {"mean": mean, "interval": percentile_interval(values, len(rates))}
+        mean, ends = ratio_interval([sum(r) for r in rates.values()], [len(r) for r in rates.values()])
+        user = {"mean": mean, "interval": ends}
     return {"user_tokens_per_s": user, "ttft_ms": percentiles_ms(ttft_s), "gap_ms": percentiles_ms(gaps_s)}
 
 
@@ -134,5 +133,5 @@ def share_of_time(parts_s: Sequence[float], totals_s: Sequence[float]) -> dict[s
     """Pooled part / total with its interval over groups; None when no time passed."""
     if not sum(totals_s) > 0:
         return None
-    share, values = resampled(np.array([parts_s, totals_s]), lambda sums: sums[0] / sums[1])
-    return {"share": share, "interval": percentile_interval(values, len(parts_s))}
+    share, ends = ratio_interval(parts_s, totals_s)
+    return {"share": share, "interval": ends}

@@ -1,4 +1,4 @@
-"""What can the drafter benchmark be asked to compare, and what is a quick run of it?"""
+"""Options of the drafter benchmark, and its quick run."""
 
 from __future__ import annotations
 

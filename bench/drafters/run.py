@@ -1,4 +1,4 @@
-"""Which drafter gains most, under which policy? Drafter x policy arms alternate group by group with plain decoding."""
+"""Drafter benchmark: drafter x policy arms alternate group by group with plain decoding."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from paceline.bench.common.engine_run import load_target, set_threads, target_facts
 from paceline.bench.common.lossless import LosslessChecker
 from paceline.bench.common.result_file import ResultFile, plain_values
-from paceline.bench.common.workload_sources import read_questions
+from paceline.bench.common.terminal import progress, say_file
+from paceline.bench.common.workloads import read_questions
 from paceline.bench.drafters.arms import ArmSpec, arm_specs, build_arms
 from paceline.bench.drafters.cells import drafting_row, random_gaps, speed_prediction, summarise
 from paceline.bench.drafters.options import ALL, BenchOptions
 from paceline.bench.drafters.table import acceptance_table, print_end, summary_table
 from paceline.bench.drafters.workload_split import Workload, domain_workload, load_workloads, random_workload
 from paceline.bench.engine.arms import Arm, BenchGroup, EngineArm, GroupTiming, TransformersArm
-from paceline.bench.engine.cells import PLAIN, cell_row
+from paceline.bench.engine.cells import PLAIN, cell_row, lossless_row
 from paceline.bench.engine.groups import make_groups, run_alternating
-from paceline.bench.engine.lossless_row import lossless_row
 from paceline.bench.engine.run import GENERATE, LOOKUP, RANDOM, RANDOM_PROMPT_TOKENS, pick_device
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PacelineError
@@ -50,17 +49,13 @@ def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any
     checker = LosslessChecker(resolve_model(options.model)) if options.num_check else None
     keys = [(w, n, t) for w in workloads for n in sorted(set(options.batches)) for t in options.temperatures]
     cells: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console) as bar:
-        num_groups = {n: options.num_counted(n) // options.group_size(n) + options.warmup_groups for n in options.batches}  # fmt: skip
-        task = bar.add_task("groups", total=sum(num_groups[n] for _, n, _ in keys))
+    num_groups = {n: options.num_counted(n) // options.group_size(n) + options.warmup_groups for n in options.batches}  # fmt: skip
+    with progress(console, "groups", sum(num_groups[n] for _, n, _ in keys)) as bar:
         for workload, batch, temperature in keys:
-            bar.update(task, description=f"{workload.name} batch {batch} T={temperature:g}")
+            bar.name(f"{workload.name} batch {batch} T={temperature:g}")
             groups = _groups(options, workload, batch, temperature)
             usable = [a for a in arms if a.supports(batch)]
-            timings = run_alternating(
-                usable, groups, num_warmup=options.warmup_groups, on_group=lambda: bar.advance(task)
-            )
+            timings = run_alternating(usable, groups, num_warmup=options.warmup_groups, on_group=bar.step)
             _check_drafters(arms)
             cells.append(_cell(options, specs, workload.name, groups[options.warmup_groups :], timings, checker))
             result.update(cells=cells)
@@ -75,7 +70,7 @@ def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any
         from paceline.bench.drafters.html import write_html
 
         write_html(document, options.html)
-        console.print(f"HTML: {options.html}", soft_wrap=True)
+        say_file(console, "HTML", options.html)
     return document
 
 

@@ -1,4 +1,4 @@
-"""How are the drafter benchmark's cells shown in a terminal?"""
+"""Tables of the drafter benchmark in a terminal."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from paceline.bench.common.terminal import interval_text, new_table, number_text, say_file
 from paceline.bench.engine.cells import PLAIN
-from paceline.bench.engine.table import interval_text, new_table, number_text
 
 COLUMNS = ("bucket", "batch", "T", "arm", "accept. length", "95%", "per request", "speedup", "95%", "predicted", "tok/s", "user tok/s", "TTFT ms", "gap p99", "draft share", "95% of share", "ms/draft")  # fmt: skip
 SUMMARY_COLUMNS = (
@@ -123,5 +123,4 @@ def print_end(document: dict[str, Any], console: Console) -> None:
         "answers differ from plain decoding",
         soft_wrap=True,
     )
-    if document["options"]["json"]:
-        console.print(f"JSON: {document['options']['json']}", soft_wrap=True)
+    say_file(console, "JSON", document["options"]["json"])

@@ -1,4 +1,4 @@
-"""How long does one group of requests take in each arm, and where does the time go?
+"""Arms: ways of generating that run one group of requests, and where its time goes.
 
 `batch` requests of a group run at once: when one ends, the next one starts, until none is left. Three stretches are told
 apart: until the first `batch` requests have their first tokens, the full-batch part (from there to the end of the round
@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.bench.common.counted_drafter import CountedDrafter, DraftCalls
-from paceline.bench.common.round_log import Round, RoundRecorder
+from paceline.bench.common.recorders import CountedDrafter, DraftCalls, Round, RoundRecorder
 from paceline.bench.engine.transformers_baseline import TransformersBaseline
 from paceline.config import EngineConfig
 from paceline.contracts import Group

@@ -1,6 +1,6 @@
-"""What do the groups of a cell say: rates, ratios with intervals, time per round, and a verdict over all cells?
+"""Cells: what the groups of one (bucket, batch, temperature) say: rates, ratios with intervals, time per round, verdicts.
 
-A cell is one (bucket, batch, temperature). Everything here is arithmetic on GroupTiming.
+Everything here is arithmetic on GroupTiming, but the lossless row, which has answers checked.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from paceline.bench.common.intervals import expanded_level, ratio_of_rates
-from paceline.bench.engine.arms import GroupTiming, Stretch
+from paceline.bench.common.lossless import LosslessChecker, check_sampled
+from paceline.bench.engine.arms import BenchGroup, GroupTiming, Stretch
+from paceline.bootstrap import rate_ratio
+from paceline.serving.sampling.request import SamplingParams
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 FLOOR = 0.98
 """Least speed of speculative over plain decoding that counts as 'costs nothing'."""
 MODEL_PARTS = ("draft", "verify")
 """Parts of a round spent inside a model."""
-_NUM_RESAMPLES = 10_000
 
 
 def paired_ratio(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
@@ -29,12 +30,8 @@ def paired_ratio(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, floa
     """
     if not a:
         return None
-    columns = [list(c) for c in (*zip(*a, strict=True), *zip(*b, strict=True))]
-    if len(a) == 1:
-        ratio, _ = ratio_of_rates(*columns, num_resamples=1)
-        return {"ratio": round(ratio, 4), "interval": None, "num_groups": 1}
-    ratio, interval = ratio_of_rates(*columns, level=expanded_level(len(a)), num_resamples=_NUM_RESAMPLES)
-    return {"ratio": round(ratio, 4), "interval": [round(v, 4) for v in interval], "num_groups": len(a)}
+    ratio, ends = rate_ratio(np.transpose(a), np.transpose(b))
+    return {"ratio": round(ratio, 4), "interval": ends, "num_groups": len(a)}
 
 
 def whole_rates(groups: Iterable[GroupTiming]) -> list[tuple[float, float]]:
@@ -210,4 +207,42 @@ def overall_verdict(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "unclear": unclear,
         "num_mismatches": sum(r["num_mismatches"] for r in lossless),
         "num_checked_tokens": sum(r["num_checked_tokens"] for r in lossless),
+    }
+
+
+def lossless_row(
+    groups: Sequence[BenchGroup],
+    timings: dict[str, list[GroupTiming]],
+    checker: LosslessChecker | None,
+    num_check: int,
+    arm: str = SPECULATIVE,
+) -> dict[str, float]:
+    """Every answer that differs between `arm` and the plain engine is checked against the fp32 target (a near tie may go
+    either way), and the first `num_check` of each engine besides.
+
+    Greedy and sampled answers: with equal seeds both engines draw the same tokens.
+    """
+    answers: dict[tuple[tuple[int, ...], tuple[int, ...], SamplingParams], None] = {}
+    num_differing = num_compared = 0
+    for g, group in enumerate(groups):
+        for i, (prompt, params) in enumerate(zip(group.prompts, group.params, strict=True)):
+            texts = [timings[name][g].token_ids[i] for name in (PLAIN, arm) if name in timings]
+            is_same = len(set(texts)) == 1
+            num_compared += 1
+            num_differing += not is_same
+            if not is_same or num_compared <= num_check:
+                answers.update(dict.fromkeys((prompt, text, params) for text in texts))
+    out = {"num_compared": num_compared, "num_differing": num_differing}
+    if checker is None:
+        return {**out, "num_checked_tokens": 0, "num_near_ties": 0, "num_mismatches": 0, "largest_gap": 0.0}
+    reports = (
+        checker.check([(prompt, text) for prompt, text, p in answers if p.temperature == 0]),
+        check_sampled(checker, [a for a in answers if a[2].temperature > 0]),
+    )
+    return {
+        **out,
+        "num_checked_tokens": sum(r.checked for r in reports),
+        "num_near_ties": sum(r.near_ties for r in reports),
+        "num_mismatches": sum(r.mismatches for r in reports),
+        "largest_gap": round(max(r.largest_gap for r in reports), 5),
     }

@@ -1,4 +1,4 @@
-"""One prompt in the terminal: which tokens were drafted, and what that gained."""
+"""Generation of one prompt in the terminal: which tokens were drafted, and what that gained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do arms take turns? Every arm runs every group, and another arm begins each time, so that drift hits all alike."""
+"""Groups of requests, and arms that take turns: another one begins each time, so that drift hits all alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does speculation ever cost speed, and how fast is the engine? Arms alternate group by group in one process."""
+"""Engine benchmark: the engine's speed, and what speculation costs or gains, arms alternating group by group in one process."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from typing import Any
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from paceline.bench.common.engine_run import encode, load_named_drafter, load_target, set_threads, target_facts
 from paceline.bench.common.lossless import LosslessChecker
 from paceline.bench.common.result_file import ResultFile
+from paceline.bench.common.terminal import interval_text, new_table, number_text, progress, say_file
 from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
 from paceline.bench.engine.arms import Arm, EngineArm, TransformersArm, new_engine
-from paceline.bench.engine.cells import PLAIN, SPECULATIVE, cell_row, crossovers, overall_verdict
+from paceline.bench.engine.cells import FLOOR, PLAIN, SPECULATIVE, cell_row, crossovers, lossless_row, overall_verdict
 from paceline.bench.engine.groups import make_groups, random_prompts, run_alternating
-from paceline.bench.engine.lossless_row import lossless_row
 from paceline.bench.engine.shapes import SHAPES, ShapesOptions
-from paceline.bench.engine.table import cells_table, print_summary, rounds_table
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
@@ -203,21 +202,17 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
     result.update(target=target_facts(target))
     keys = [(b, n, t) for b in options.buckets for n in sorted(set(options.batches)) for t in options.temperatures]
     cells: list[dict[str, Any]] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console) as bar:
-        total = sum(options.num_groups(n) + options.warmup_groups for _, n, _ in keys)
-        task = bar.add_task("groups", total=total)
+    total = sum(options.num_groups(n) + options.warmup_groups for _, n, _ in keys)
+    with progress(console, "groups", total) as bar:
         for bucket, batch, temperature in keys:
-            bar.update(task, description=f"{bucket} batch {batch} T={temperature:g}")
+            bar.name(f"{bucket} batch {batch} T={temperature:g}")
             groups = make_groups(
                 prompts[bucket][: (options.warmup_groups + options.num_groups(batch)) * options.group_size(batch)],
                 bucket=bucket, batch=batch, group_size=options.group_size(batch), temperature=temperature,
                 max_tokens=options.max_tokens, seed=options.seed, ignore_eos=options.ignore_eos,
             )  # fmt: skip
             usable = [a for a in arms if a.supports(batch)]
-            timings = run_alternating(
-                usable, groups, num_warmup=options.warmup_groups, on_group=lambda: bar.advance(task)
-            )
+            timings = run_alternating(usable, groups, num_warmup=options.warmup_groups, on_group=bar.step)
             row = cell_row(bucket, batch, temperature, timings)
             if temperature == 0:
                 counted = groups[options.warmup_groups :]
@@ -294,3 +289,87 @@ def _memory(arms: Sequence[Arm], device: str) -> dict[str, Any]:
         "kv_bytes": {a.name: a.engine.config.kv_bytes for a in arms if isinstance(a, EngineArm)},
         "peak_cuda_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
     }
+
+
+_COLOURS = {"gain": "green", "holds": "green", "below": "red", "unclear": "yellow"}
+
+
+def _ratio(row: dict[str, Any] | None) -> tuple[str, str]:
+    return ("-", "-") if row is None else (f"{row['ratio']:.3f}", interval_text(row["interval"], 3))
+
+
+def cells_table(cells: Sequence[dict[str, Any]]) -> Table:
+    """Speed of every arm of every cell and its ratio to the plain engine."""
+    names = ("bucket", "batch", "T", "arm", "tok/s", "decode", "full batch", "TTFT ms", "accept.", "/ plain", "95%", "full batch", "95%", "verdict")  # fmt: skip
+    table = new_table("Tokens per second by arm, and as a ratio to the plain engine", names, 1)
+    for cell in cells:
+        for i, (name, arm) in enumerate(cell["arms"].items()):
+            ratios = cell["ratios"].get(name, {"whole": None, "full_batch": None})
+            verdict = cell["verdict"] if name == SPECULATIVE else None
+            colour = _COLOURS.get(verdict or "", "")
+            where = (cell["bucket"], str(cell["batch"]), f"{cell['temperature']:g}") if i == 0 else ("", "", "")
+            table.add_row(
+                *where, name, number_text(arm["tokens_per_s"]), number_text(arm["decode_tokens_per_s"]),
+                number_text(arm.get("full_batch_tokens_per_s")), number_text(arm["ttft_ms"]["p50"], 1),
+                number_text(arm.get("acceptance_length"), 2), *_ratio(ratios["whole"]), *_ratio(ratios["full_batch"]),
+                f"[{colour}]{verdict}[/{colour}]" if verdict and colour else verdict or "",
+                end_section=i + 1 == len(cell["arms"]),
+            )  # fmt: skip
+    table.caption = (
+        "tok/s: whole groups, prefill and draining tail included; decode: without prefill and first tokens; full batch: "
+        "from the last first token to the first end"
+    )
+    return table
+
+
+def rounds_table(cells: Sequence[dict[str, Any]]) -> Table:
+    """Where the time of a decode round goes."""
+    parts = list(dict.fromkeys(p for c in cells for a in c["arms"].values() for p in a.get("rounds", {}).get("part_ms", {})))  # fmt: skip
+    columns = ("bucket", "batch", "T", "arm", "rounds", "at full batch", "round ms", *(f"{p} ms" for p in parts), "outside models", "draft/round", "predicted")  # fmt: skip
+    table = new_table("Time of a decode round by part (mean over all rounds)", columns, 1)
+    for cell in cells:
+        for name, arm in cell["arms"].items():
+            rounds = arm.get("rounds")
+            if rounds is None:
+                continue
+            share, outside = arm["full_batch_round_share"], rounds["outside_share"]
+            table.add_row(
+                cell["bucket"], str(cell["batch"]), f"{cell['temperature']:g}", name, str(rounds["num_rounds"]),
+                "-" if share is None else f"{share:.0%}", number_text(rounds["round_ms"], 3),
+                *(number_text(rounds["part_ms"].get(p), 3) for p in parts),
+                "-" if outside is None else f"{outside:.1%}", number_text(arm["draft_tokens_per_round"], 2),
+                "" if name == PLAIN else number_text(cell["ratios"][name]["from_parts"], 3),
+            )  # fmt: skip
+    table.caption = "outside models: everything but draft and verify; predicted: plain round ms x acceptance length / round ms, at full batch"  # fmt: skip
+    return table
+
+
+def print_summary(document: dict[str, Any], console: Console) -> None:
+    """The verdict line, the crossovers, the lossless line and where the JSON is."""
+    summary = document["summary"]
+    if summary["num_cells"]:
+        words = {
+            "holds": f"[green]holds[/green]: all {summary['num_cells']} intervals lie at or above {FLOOR}",
+            "violated": f"[red]violated[/red] in {', '.join(summary['below'])}",
+            "unclear": f"[yellow]unclear[/yellow]: the interval of {', '.join(summary['unclear'])} includes {FLOOR}; "
+            "more --prompts or --groups narrow it",
+        }
+        console.print(f"speculative never below {FLOOR}x plain: {words[summary['verdict']]}", soft_wrap=True)
+    for row in document["crossovers"]:
+        where = f"{row['bucket']} T={row['temperature']:g}"
+        if row["gains_up_to"] is None:
+            text = "speculation gains at no measured batch"
+        elif row["crossover_batch"] is None:
+            text = f"speculation gains up to the largest measured batch, {row['gains_up_to']}"
+        else:
+            text = f"speculation gains up to batch {row['gains_up_to']}, stops at about {row['crossover_batch']:g}"
+        console.print(f"crossover, {where}: {text}", soft_wrap=True)
+    rows = [c["lossless"] for c in document["cells"] if c.get("lossless")]
+    if rows:
+        compared, differing, ties = (sum(r[k] for r in rows) for k in ("num_compared", "num_differing", "num_near_ties"))  # fmt: skip
+        console.print(
+            f"lossless at T=0: {summary['num_mismatches']} mismatches and {ties} near ties among "
+            f"{summary['num_checked_tokens']} tokens checked in fp32; {differing} of {compared} answers differ between the engines",
+            soft_wrap=True,
+        )  # fmt: skip
+    say_file(console, "JSON", document["options"]["json"])

@@ -1,5 +1,5 @@
-"""How close to the memory floor are the rounds of models of real size? Random weights, because a round's time does not
-depend on their values.
+"""Shape benchmark: rounds of models of real size against the memory floor, with random weights, because a round's time
+does not depend on their values.
 
 A decode round must read every weight once and the KV rows of all running requests. The floor is those bytes over the
 copy bandwidth measured in the same process; a round's distance from it is what kernels and host code could still win.
@@ -17,20 +17,20 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from paceline.bench.common.engine_run import set_threads
 from paceline.bench.common.result_file import ResultFile
+from paceline.bench.common.terminal import new_table, progress, say_file
 from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine
 from paceline.bench.engine.cells import PLAIN, SPECULATIVE, split_of_rounds
-from paceline.bench.engine.scripted_drafters import RejectedDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
 from paceline.paths import resolve_model
 from paceline.records import DEVICES, Setting, record, require
+from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
@@ -95,6 +95,34 @@ class ShapesOptions:
         return torch.device("cuda" if use_cuda else "cpu")
 
 
+class RejectedDrafter:
+    """Confident and hardly ever right: a chain of the token 0 in every round; keeps no state."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.caps = DrafterCaps(
+            name="rejected", num_slots=num_slots, num_candidates=1, max_depth=num_slots, is_reentrant=False,
+            needs_features=False, is_product=False,
+        )  # fmt: skip
+
+    def alloc(self, num_pool_rows: int) -> None:
+        """Nothing to allocate."""
+
+    def ingest(self, inputs: DraftInputs) -> None:
+        """Nothing to do."""
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        """The chain below each anchor."""
+        ids = torch.zeros(len(inputs.request_ids), self.caps.num_slots, 1, dtype=torch.int64)
+        return Proposal(token_ids=ids, logprobs=torch.full(ids.shape, -0.05), widths=None)
+
+    def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
+        """Raises: AssertionError; the drafter is not re-entrant."""
+        raise AssertionError("a drafter that is not re-entrant must not be asked to expand")
+
+    def release(self, request_id: str) -> None:
+        """Nothing to forget."""
+
+
 def run_shapes(options: ShapesOptions, console: Console) -> dict[str, Any]:
     """Time rounds of every (shape, batch); prints a table, returns (and keeps on disk) the document.
 
@@ -110,21 +138,19 @@ def run_shapes(options: ShapesOptions, console: Console) -> dict[str, Any]:
         extra={"device": device.type, "copy_bytes_per_s": round(bandwidth), "rows": []},
     )  # fmt: skip
     rows: list[dict[str, Any]] = []
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:  # fmt: skip
-        task = bar.add_task("shapes", total=len(options.shapes) * len(options.batches))
+    with progress(console, "shapes", len(options.shapes) * len(options.batches)) as bar:
         for name in options.shapes:
-            bar.update(task, description=f"{name}: random weights")
+            bar.name(f"{name}: random weights")
             target = random_target(name, device, is_scaled_down=options.is_scaled_down)
             for batch in options.batches:
-                bar.update(task, description=f"{name} batch {batch}")
+                bar.name(f"{name} batch {batch}")
                 rows.append(_row(name, target, batch, options, bandwidth))
                 result.update(rows=rows)
-                bar.advance(task)
+                bar.step()
             del target
     document = result.close()
     console.print(_table(rows, bandwidth))
-    if options.json:
-        console.print(f"JSON: {options.json}", soft_wrap=True)
+    say_file(console, "JSON", options.json)
     return document
 
 
@@ -217,9 +243,10 @@ def _wait(device: torch.device) -> None:
 
 
 def _table(rows: list[dict[str, Any]], bandwidth: float) -> Table:
-    table = Table(title=f"Random-weight models: round time over the memory floor (copy {bandwidth / 1e9:.0f} GB/s)")
-    for i, name in enumerate(("shape", "batch", "weights GB", "KV GB", "floor ms", "plain ms", "/ floor", f"{NUM_DRAFT_TOKENS} drafts ms", "/ floor", "outside models")):  # fmt: skip
-        table.add_column(name, justify="left" if i == 0 else "right")
+    columns = ("shape", "batch", "weights GB", "KV GB", "floor ms", "plain ms", "/ floor", f"{NUM_DRAFT_TOKENS} drafts ms", "/ floor", "outside models")  # fmt: skip
+    table = new_table(
+        f"Random-weight models: round time over the memory floor (copy {bandwidth / 1e9:.0f} GB/s)", columns
+    )
     for r in rows:
         plain, spec = r["arms"][PLAIN], r["arms"][SPECULATIVE]
         label = f"{r['shape']} (scaled down)" if r["is_scaled_down"] else r["shape"]

@@ -1,9 +1,7 @@
-"""What does random traffic look like: which request comes next, and which one is given up?
+"""Soak: random traffic over a long time, to find leaks, lost requests and corrupted pages.
 
-Everything is a function of the seed. Half of the prompts begin with one of a few long shared prefixes (system prompts,
-in practice), lengths are log-uniform, a tenth of the requests is aborted within its next 40 rounds, most of them early.
-
-Does a real engine under random traffic leak, lose requests or corrupt its pages over time?
+Traffic is a function of the seed. Half of the prompts begin with one of a few long shared prefixes (system prompts, in
+practice), lengths are log-uniform, a tenth of the requests is aborted within its next 40 rounds, most of them early.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ from typing import Any
 import numpy as np
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from scipy import stats
 
 from paceline.bench.common.engine_run import encode, load_named_drafter, load_target, set_threads
 from paceline.bench.common.result_file import ResultFile
-from paceline.bench.common.trend import second_half, trend
+from paceline.bench.common.terminal import progress, say_file
 from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
 from paceline.bench.engine.arms import new_engine
 from paceline.config import EngineConfig
@@ -33,6 +31,52 @@ from paceline.errors import ConfigError
 from paceline.records import DataFolder, Device, Drafter, JsonFile, Model, Setting, Threads, record
 from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
+
+NUM_BLOCKS = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trend:
+    """Slope per second with its 95% interval."""
+
+    slope: float
+    low: float
+    high: float
+    num_samples: int
+
+
+def trend(times_s: Sequence[float], values: Sequence[float], *, num_blocks: int = NUM_BLOCKS) -> Trend | None:
+    """Least-squares slope over the means of blocks of equal length in time; None when there are too few samples.
+
+    Neighbouring samples of a process's memory are nearly equal, so the usual error of a slope through all samples is far
+    too small. Means of long blocks are close to independent (method of batch means); the interval is Student's t on them.
+    """
+    t, y = np.asarray(times_s, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    if len(t) < 2 * num_blocks or t[-1] <= t[0]:
+        return None
+    block = np.minimum(((t - t[0]) / (t[-1] - t[0]) * num_blocks).astype(int), num_blocks - 1)
+    used = [b for b in range(num_blocks) if (block == b).any()]
+    if len(used) < 4:
+        return None
+    x = np.array([t[block == b].mean() for b in used])
+    z = np.array([y[block == b].mean() for b in used])
+    x, z = x - x.mean(), z - z.mean()
+    spread = float(x @ x)
+    slope = float(x @ z) / spread
+    rest = z - slope * x
+    error = float(np.sqrt(rest @ rest / (len(used) - 2) / spread))  # 0, not NaN, for a series that does not move
+    half = float(stats.t.ppf(0.975, len(used) - 2)) * error
+    return Trend(slope=slope, low=slope - half, high=slope + half, num_samples=len(t))
+
+
+def second_half(times_s: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """The samples of the later half of the time."""
+    if not times_s:
+        return [], []
+    middle = (times_s[0] + times_s[-1]) / 2
+    kept = [(t, v) for t, v in zip(times_s, values, strict=True) if t >= middle]
+    return [t for t, _ in kept], [v for _, v in kept]
+
 
 NUM_PREFIXES = 6
 SHARED_SHARE = 0.5
@@ -181,18 +225,17 @@ def run_soak(options: SoakOptions, console: Console, timer: Callable[[], float] 
     seconds = 60 * options.minutes
     samples: list[dict[str, float]] = []
     began, next_sample, next_save = timer(), 0.0, seconds / _SAVES
-    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[info]}"), console=console) as bar:  # fmt: skip
-        task = bar.add_task("soak", total=seconds, info="")
+    with progress(console, "soak", seconds) as bar:
         while (now := timer() - began) < seconds:
             driver.round()
             if now >= next_sample:
                 samples.append(_sample(now, engine, driver))
                 next_sample = now + options.sample_s
-                bar.update(task, completed=now, info=f"{samples[-1]['rss_bytes'] / 2**20:.0f} MiB, {driver.num_ended} requests")  # fmt: skip
+                bar.at(now, f"{samples[-1]['rss_bytes'] / 2**20:.0f} MiB, {driver.num_ended} requests")
             if now >= next_save:
                 result.update(samples=samples)
                 next_save += seconds / _SAVES
-        bar.update(task, completed=seconds, info="draining")
+        bar.at(seconds, "draining")
         problems = driver.drain()
     wall_s = timer() - began
     samples.append(_sample(wall_s, engine, driver))
@@ -354,5 +397,4 @@ def _print(document: dict[str, Any], console: Console) -> None:
         "too short": f"[yellow]too short[/yellow]: nothing was lost; memory is judged from {MIN_JUDGED_S / 60:g} minutes on",
     }[verdict]
     console.print(f"verdict: {advice}", soft_wrap=True)
-    if document["options"]["json"]:
-        console.print(f"JSON: {document['options']['json']}", soft_wrap=True)
+    say_file(console, "JSON", document["options"]["json"])

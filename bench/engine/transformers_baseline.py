@@ -1,4 +1,4 @@
-"""What transformers itself does on the same prompts: generate() and its prompt lookup decoding."""
+"""Transformers baseline: generate() and its prompt lookup decoding on the same prompts."""
 
 from __future__ import annotations
 

@@ -1,20 +1,26 @@
-"""What does `paceline replay` do: which kind of replay is asked for, run it, write its reports?"""
+"""Replay command: runs the kind of replay that `paceline replay` is asked for and writes its reports."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated as A
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
+from paceline.bandit.controller.decision_log import ServiceLog
+from paceline.bandit.off_policy.log import value_policy
+from paceline.bandit.replay.logged import LoggedService, prepare, replay_logged
 from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE
+from paceline.bench.common.result_file import write_json
 from paceline.bench.replay.html import write_html
-from paceline.bench.replay.plan import Variant, parse_sweep, plan, policy_names, read_scenarios, variants
-from paceline.bench.replay.report import FORMAT, build_report, print_report, write_json
-from paceline.bench.replay.run import Row, run_all
-from paceline.bench.replay.suggest import write_suggestion
+from paceline.bench.replay.plan import Task, Variant, parse_sweep, plan, policy_names, read_scenarios, variants
+from paceline.bench.replay.report import FORMAT, build_report, print_report, write_suggestion
+from paceline.bench.replay.run import Row, RunOne, row_of, run_all
 from paceline.errors import ConfigError
 from paceline.records import HtmlFile, JsonFile, Setting, record
 
@@ -116,7 +122,7 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
         report = _synthetic(options, chosen, console)
     print_report(report, console)
     if options.json is not None:
-        write_json(report, options.json)
+        write_json(options.json, report)
     if options.html is not None:
         write_html(report, options.html)
     if options.suggest is not None:
@@ -148,7 +154,7 @@ def _check(options: ReplayOptions, chosen: list[Variant], console: Console) -> d
     print_check(found, console)
     report = {"format": FORMAT, "kind": options.source, "num_logs": options.seeds, "keep": KEEP, "policies": found}
     if options.json is not None:
-        write_json(report, options.json)
+        write_json(options.json, report)
     return report
 
 
@@ -178,7 +184,6 @@ def _notes(rows: list[Row]) -> list[str]:
 
 def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
     from paceline.bandit.controller.decision_log import read_log
-    from paceline.bench.replay.logged import logged_runner, off_policy_rows
 
     run_one, service = logged_runner(read_log(Path(options.source)), options.source)
     scenario = service.scenario
@@ -198,9 +203,48 @@ def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> di
     if any(v.policy in HINDSIGHT for v in chosen):
         raise ConfigError("policies must not name 'oracle' or 'bound' in a live replay: what training would bring is not known there")  # fmt: skip
     from paceline.bench.replay.live import run_live
+    from paceline.bench.replay.live_text import SMALL, LiveConfig
 
     rows, scenarios, notes = run_live(
-        chosen, small=options.source == "live-small", num_orders=options.seeds, data=options.data,
+        chosen, config=SMALL if options.source == "live-small" else LiveConfig(), num_orders=options.seeds, data=options.data,
         cache=options.resume, console=console, load=options.load,
     )  # fmt: skip
     return build_report(rows, kind="live", source=options.source, scenarios=scenarios, notes=[*notes, *_notes(rows)])
+
+
+def run_logged(task: Task, service: LoggedService) -> Row:
+    """One run as plain values."""
+    result = replay_logged(service, task.variant.policy, dict(task.variant.settings), task.seed)
+    return row_of(task, msgspec.to_builtins(result))
+
+
+def logged_runner(log: ServiceLog, source: str) -> tuple[RunOne, LoggedService]:
+    """(function of a task, the prepared log). Raises ConfigError for a log without what a replay needs."""
+    service = prepare(log, Path(source).stem)
+    return partial(run_logged, service=service), service
+
+
+def run_off_policy(task: Task, service: LoggedService) -> Row:
+    """One policy's estimate as plain values."""
+    found = value_policy(service, task.variant.policy, dict(task.variant.settings), seed=task.seed)
+    return row_of(task, msgspec.to_builtins(found))
+
+
+def off_policy_rows(
+    service: LoggedService, chosen: Sequence[Variant], *, workers: int, console: Console, ray_address: str | None
+) -> list[dict[str, Any]]:
+    """What the report says about each policy without hindsight; docs/replay.md names the fields."""
+    tasks = [Task(scenario=service.scenario, variant=v, seed=0) for v in chosen if v.policy not in HINDSIGHT]
+    rows = run_all(
+        tasks, workers=workers, resume=None, console=console, ray_address=ray_address,
+        run_one=partial(run_off_policy, service=service), title="off-policy",
+    )  # fmt: skip
+    return [
+        {
+            "label": r["label"], "policy": r["policy"], "settings": r["settings"], "verdict": r["verdict"], "why": r["why"],
+            **{k: None if v is None else round(v, 3) for k, v in r["net"].items()},
+            "mean_s": round(r["net"]["total_s"] / max(r["num_decisions"], 1), 4),
+            "num_decisions": r["num_decisions"], "logged_s": round(r["logged_s"], 3), "num_missed": r["num_missed"],
+        }
+        for r in rows
+    ]  # fmt: skip

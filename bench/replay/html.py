@@ -1,4 +1,4 @@
-"""How does a replay look: one page with plots and tables that needs no network?"""
+"""Page of a replay: net per cell, regret over time, decisions on a time line, and tables."""
 
 from __future__ import annotations
 
@@ -7,52 +7,64 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE
-from paceline.bench.common.html_page import COLORS, html_table, plots, trace_menu, write_page
+from paceline.bench.common.html_page import COLORS, plots, trace_menu, write_page
 from paceline.bench.replay.report import OFF_POLICY, off_policy_cells
 
 MAX_TIMELINES = 40
 
 
+_PAGE = """<h1>Paceline replay: {{ source }}</h1>
+<p>{{ num_seeds }} seeds, {{ scenarios | length }} cells. Net device-seconds = serving cost without training - serving cost - spend,
+in percent of serving cost without training. Intervals: 95%, bootstrap over seeds.</p>
+{% for note in notes %}<p>{{ note }}</p>{% endfor %}
+<h2>Which policy to run for your traffic</h2>
+{{ table(("traffic", "best", "net", "oracle", "cannot be told from it", "safest (worst run)"), advice_rows) }}
+<h2>Over all cells</h2>
+{{ table(("policy", "net", "95% interval", "worst cell", "worst run", "of oracle, least", "of oracle, mean", "spent"), overall_rows) }}
+{% for check in checks %}
+<p class={{ "yes" if check.holds else "no" }}>{{ "yes" if check.holds else "no" }}: {{ check.claim }}. {{ check.numbers | join("; ") }}</p>
+{% endfor %}
+{% if off_policy %}
+<h2>What the log says</h2><p>Doubly robust net, device-seconds; the log itself: {{ "%+.1f" | format(off_policy[0].logged_s) }}.
+IPS and SNIPS use no model; agreement is the share of the acts until which the log did what the policy may do.</p>
+{{ table(off_policy_head, off_policy_rows) }}
+{% endif %}
+{{ plots }}
+<h2>Cells</h2>
+{{ table(("cell", "policy", "net", "95% interval", "worst run", "of oracle", "spent", "saved, true", "saved, booked", "jobs", "swaps"),
+         cell_rows) }}"""
+
+
 def write_html(report: dict[str, Any], path: Path) -> None:
     """Write the page: net per cell, regret over time, decisions on a time line, tables."""
-    figures = [_bars(report), _over_time(report), _timeline(report)]
-    net = [
-        [o["label"], _pct(o["net_percent"]["mean"]), f"{_pct(o['net_percent']['low'])} .. {_pct(o['net_percent']['high'])}",
-         f"{_pct(o['worst_cell_percent'])} {o['worst_cell']}", _pct(o["worst_run_percent"]), _share(o["of_oracle_least"]),
-         _share(o["of_oracle_mean"]), _pct(o["spent_percent"])]
+
+    def ends(net: dict[str, float]) -> str:
+        return f"{_pct(net['low'])} .. {_pct(net['high'])}"
+
+    overall_rows = [
+        [o["label"], _pct(o["net_percent"]["mean"]), ends(o["net_percent"]), f"{_pct(o['worst_cell_percent'])} {o['worst_cell']}",
+         _pct(o["worst_run_percent"]), _share(o["of_oracle_least"]), _share(o["of_oracle_mean"]), _pct(o["spent_percent"])]
         for o in report["overall"]
     ]  # fmt: skip
-    cells = [
-        [c["cell"], c["label"], _pct(c["net_percent"]["mean"]), f"{_pct(c['net_percent']['low'])} .. {_pct(c['net_percent']['high'])}",
-         _pct(c["net_percent"]["worst"]), _share(c["of_oracle"]), _pct(c["spent_percent"]), _pct(c["true_saving_percent"]),
-         _pct(c["booked_saving_percent"]), f"{c['num_jobs']:g}", f"{c['num_swaps']:g}"]
+    cell_rows = [
+        [c["cell"], c["label"], _pct(c["net_percent"]["mean"]), ends(c["net_percent"]), _pct(c["net_percent"]["worst"]),
+         _share(c["of_oracle"]), *(_pct(c[f"{n}_percent"]) for n in ("spent", "true_saving", "booked_saving")),
+         f"{c['num_jobs']:g}", f"{c['num_swaps']:g}"]
         for c in report["cells"]
     ]  # fmt: skip
-    tips = [
+    advice_rows = [
         [a["family"], a["best"], _pct(a["net_percent"]), "-" if a["oracle_percent"] is None else _pct(a["oracle_percent"]),
          ", ".join(a["as_good"]) or "-", f"{a['safest']} ({_pct(a['safest_worst_percent'])})"]
         for a in report["advice"]
     ]  # fmt: skip
-    checks = "".join(
-        f"<p class={'yes' if c['holds'] else 'no'}>{'yes' if c['holds'] else 'no'}: {html.escape(c['claim'])}. {html.escape('; '.join(c['numbers']))}</p>"
-        for c in report["checks"]
-    )
-    notes = "".join(f"<p>{html.escape(n)}</p>" for n in report["notes"])
-    body = f"""<h1>Paceline replay: {html.escape(report["source"])}</h1>
-<p>{report["num_seeds"]} seeds, {len(report["scenarios"])} cells. Net device-seconds = serving cost without training - serving cost - spend,
-in percent of serving cost without training. Intervals: 95%, bootstrap over seeds.</p>{notes}
-<h2>Which policy to run for your traffic</h2>{html_table(("traffic", "best", "net", "oracle", "cannot be told from it", "safest (worst run)"), tips)}
-<h2>Over all cells</h2>{html_table(("policy", "net", "95% interval", "worst cell", "worst run", "of oracle, least", "of oracle, mean", "spent"), net)}
-{checks}{_off_policy(report["off_policy"])}{plots(figures)}
-<h2>Cells</h2>{html_table(("cell", "policy", "net", "95% interval", "worst run", "of oracle", "spent", "saved, true", "saved, booked", "jobs", "swaps"), cells)}"""
-    write_page(path, title="Paceline replay", body=body)
-
-
-def _off_policy(rows: list[dict[str, Any]] | None) -> str:
-    if not rows:
-        return ""
-    table = html_table((*OFF_POLICY, "why"), [[*off_policy_cells(o), o["why"]] for o in rows])
-    return f"<h2>What the log says</h2><p>Doubly robust net, device-seconds; the log itself: {rows[0]['logged_s']:+.1f}. IPS and SNIPS use no model; agreement is the share of the acts until which the log did what the policy may do.</p>{table}"  # fmt: skip
+    off_policy = report["off_policy"] or []
+    write_page(
+        path, "Paceline replay", _PAGE,
+        **{key: report[key] for key in ("source", "num_seeds", "scenarios", "notes", "checks")},
+        overall_rows=overall_rows, cell_rows=cell_rows, advice_rows=advice_rows, off_policy=off_policy,
+        off_policy_head=(*OFF_POLICY, "why"), off_policy_rows=[[*off_policy_cells(o), o["why"]] for o in off_policy],
+        plots=plots([_bars(report), _over_time(report), _timeline(report)]),
+    )  # fmt: skip
 
 
 def _pct(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Which texts does a live replay serve, and what does a round cost on this machine? Captured once, kept on disk."""
+"""Texts of a live replay and the cost of a round on this machine, captured once and kept on disk."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from paceline.bench.common.engine_run import build_engine, encode, greedy_or_sam
 from paceline.bench.common.workloads import load_prompts
 from paceline.config import EngineConfig
 from paceline.contracts import Group
+from paceline.paths import write_atomic
 from paceline.serving.target_model.model import TargetModel
 
 Say = Callable[[str], None]
@@ -105,5 +106,5 @@ def round_seconds(target: TargetModel, drafter: str, config: LiveConfig, path: P
         runs = [run_group(engine, prompts, params, group=group, bucket="measure", tag=f"{name}-{i}") for i in range(3)]
         outputs = [o for run in runs[1:] for o in run.outputs]
         out[name] = sum(o.stats.round_ms for o in outputs) / 1000.0 / max(sum(o.stats.num_rounds for o in outputs), 1)
-    path.write_text(json.dumps(out), encoding="utf-8")
+    write_atomic(path, json.dumps(out))
     return out

@@ -1,10 +1,8 @@
-"""Do off-policy estimates from randomised logs agree with what the policy really nets when it is run?
+"""Off-policy check: estimates from randomised logs beside what the policy really nets when it is run.
 
 A service logs under a policy that does each act only with probability KEEP and else holds; the log is valued for other
 policies as `paceline replay FILE.jsonl` does, and each of these is then run on the very same service. Simulated
 services are many and cheap; with `live` they really train (bench/replay/live.py).
-
-Do off-policy estimates agree with live replays, where training is real?
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
-from scipy import stats
 
 from paceline.bandit.controller.controller import Controller
 from paceline.bandit.controller.decision_log import parse_log
@@ -33,8 +29,9 @@ from paceline.bandit.replay.record import record
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import draw_world, learned_rows, policy_config
 from paceline.bandit.replay.world import World
-from paceline.bench.replay import live as replay_live
+from paceline.bench.common.terminal import new_table
 from paceline.bench.replay.live import ORDERS, LiveService
+from paceline.bench.replay.live_text import SMALL, LiveConfig
 from paceline.bench.replay.plan import Task, Variant
 from paceline.bench.replay.run import Row, row_of, run_all
 
@@ -42,7 +39,7 @@ KEEP = 0.6
 """Probability with which the logging policy does what it wants to."""
 BASE = "payoff"
 """What the logging policy wants."""
-STUDY = 10
+STUDY, LIVE_STUDY = 10, 3
 """Logs that one pooled interval is made of."""
 CELL = Scenario(name="off-policy", regime_s=600.0, duration_s=1500.0, recurrence="fresh", train_cost=0.3)
 _ROUND = 1e-9
@@ -100,12 +97,15 @@ def compare(logging: World, truth_s: float, never_s: float, variant: Variant, dr
     }  # fmt: skip
 
 
-def run_check(variants: Sequence[Variant], num_logs: int, *, workers: int, console: Console, first_seed: int = 0, draws: int = 4) -> list[dict[str, Any]]:  # fmt: skip
+def run_check(
+    variants: Sequence[Variant], num_logs: int, *, workers: int, console: Console, first_seed: int = 0, draws: int = 4,
+    study: int = STUDY,
+) -> list[dict[str, Any]]:  # fmt: skip
     """One summary for every policy over `num_logs` simulated logs."""
     tasks = [Task(scenario=CELL, variant=v, seed=first_seed + s) for s in range(num_logs) for v in variants]
     run_one = partial(check_one, draws=draws)
     rows = run_all(tasks, workers=workers, resume=None, console=console, run_one=run_one, title="off-policy check")
-    return [summarise(v.label, [r for r in rows if r["label"] == v.label]) for v in variants]
+    return [summarise(v.label, [r for r in rows if r["label"] == v.label], study) for v in variants]
 
 
 def summarise(label: str, rows: Sequence[Row], study: int = STUDY) -> dict[str, Any]:
@@ -134,16 +134,11 @@ def summarise(label: str, rows: Sequence[Row], study: int = STUDY) -> dict[str, 
     return out
 
 
-def is_consistent(hits: int, tries: int, level: float = 0.95, alpha: float = 0.01) -> bool:
-    """Whether `hits` of `tries` may come from intervals that cover at `level`: not too few, by a binomial test."""
-    return tries == 0 or float(stats.binom.cdf(hits, tries, level)) >= alpha
-
-
 def print_check(found: Sequence[dict[str, Any]], console: Console) -> None:
     """One line for every policy and method."""
-    table = Table(title=f"Off-policy estimates against the truth ({found[0]['num_logs']} logs of {BASE} kept with {KEEP:g}; % of serving cost)")  # fmt: skip
-    for i, name in enumerate(("policy", "truth", "method", "bias", "rmse", "pooled 95% covers", "one log's 95% covers\n(told / all)")):  # fmt: skip
-        table.add_column(name, justify="left" if i in (0, 2) else "right")
+    title = f"Off-policy estimates against the truth ({found[0]['num_logs']} logs of {BASE} kept with {KEEP:g}; % of serving cost)"
+    columns = ("policy", "truth", "method", "bias", "rmse", "pooled 95% covers", "one log's 95% covers\n(told / all)")
+    table = new_table(title, columns, ("policy", "method"))
     for f in found:
         for name in METHODS:
             m, is_dr = f[name], name == "doubly robust"
@@ -156,9 +151,6 @@ def print_check(found: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-LIVE_STUDY = 3
-
-
 def run_live_check(
     variants: Sequence[Variant],
     num_logs: int,
@@ -167,6 +159,7 @@ def run_live_check(
     data: Path | None,
     console: Console,
     draws: int = 4,
+    config: LiveConfig = SMALL,
 ) -> list[dict[str, Any]]:
     """One summary for every policy over `num_logs` live logs, which go through the orders of phases in turn.
 
@@ -176,7 +169,7 @@ def run_live_check(
         tempfile.TemporaryDirectory(prefix="paceline-off-policy-") as own,
         console.status("preparing texts and round times") as status,
     ):
-        service = LiveService(replay_live.SMALL, data, cache or Path(own), status.update)
+        service = LiveService(config, data, cache or Path(own), status.update)
         rows: list[dict[str, Any]] = []
         for seed in range(num_logs):
             order = seed % len(ORDERS)

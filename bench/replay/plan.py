@@ -1,4 +1,4 @@
-"""Which runs does a replay consist of: cells, policies with their settings, seeds?"""
+"""Replay plan: the runs of a replay, from cells, policies with their settings, and seeds."""
 
 from __future__ import annotations
 

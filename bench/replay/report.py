@@ -1,8 +1,7 @@
-"""How is a replay reported: tables for the terminal, one JSON document, acceptance checks?"""
+"""Replay report: tables for the terminal, one JSON document, acceptance checks, and the settings that follow from it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.bandit.replay.simulate import HINDSIGHT
+from paceline.bench.common.terminal import new_table
 from paceline.bench.replay.stats import Row, advice, cell_rows, overall, regret
+from paceline.config import ServiceConfig, build_config
+from paceline.errors import ConfigError
+from paceline.paths import write_atomic
 
 FORMAT = 1
 MAX_EVENTS = 200
@@ -21,7 +24,7 @@ def build_report(
     rows: Sequence[Row], *, kind: str, source: str, scenarios: Sequence[dict[str, Any]], notes: Sequence[str] = (),
     off_policy: Sequence[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The JSON document of docs/replay.md; `off_policy` = rows of bench/replay/logged.py, None but for a decision log."""
+    """The JSON document of docs/replay.md; `off_policy` = rows of bench/replay/command.py, None but for a decision log."""
     cells = cell_rows(rows)
     return {
         "format": FORMAT,
@@ -102,9 +105,9 @@ def print_report(report: dict[str, Any], console: Console, *, is_sweep: bool = F
 
 
 def _overall_table(report: dict[str, Any]) -> Table:
-    table = Table(title=f"Net device-seconds, % of serving cost without training ({report['num_seeds']} seeds, {len(report['scenarios'])} cells)")  # fmt: skip
-    for i, name in enumerate(("policy", "net %", "95% interval", "worst cell", "worst run", "of oracle,\nleast / mean", "spent %")):  # fmt: skip
-        table.add_column(name, justify="left" if i in (0, 3) else "right")
+    title = f"Net device-seconds, % of serving cost without training ({report['num_seeds']} seeds, {len(report['scenarios'])} cells)"
+    columns = ("policy", "net %", "95% interval", "worst cell", "worst run", "of oracle,\nleast / mean", "spent %")
+    table = new_table(title, columns, ("policy", "worst cell"))
     for o in report["overall"]:
         net = o["net_percent"]
         share = (
@@ -118,10 +121,7 @@ def _overall_table(report: dict[str, Any]) -> Table:
 
 def _cell_table(report: dict[str, Any]) -> Table:
     labels = list(dict.fromkeys(c["label"] for c in report["cells"]))
-    table = Table(title="Net % by cell (means)")
-    table.add_column("cell")
-    for label in labels:
-        table.add_column(label.replace(" ", "\n"), justify="right")
+    table = new_table("Net % by cell (means)", ("cell", *(label.replace(" ", "\n") for label in labels)))
     for cell in dict.fromkeys(c["cell"] for c in report["cells"]):
         found = {c["label"]: c["net_percent"]["mean"] for c in report["cells"] if c["cell"] == cell}
         best = max((v for k, v in found.items() if k not in HINDSIGHT), default=None)
@@ -130,9 +130,10 @@ def _cell_table(report: dict[str, Any]) -> Table:
 
 
 def _advice_table(report: dict[str, Any]) -> Table:
-    table = Table(title="Which policy to run for your traffic")
-    for name in ("traffic", "best", "net %", "oracle %", "cannot be told from it", "safest of these (worst run)"):
-        table.add_column(name, justify="right" if name.endswith("%") else "left")
+    columns = ("traffic", "best", "net %", "oracle %", "cannot be told from it", "safest of these (worst run)")
+    table = new_table(
+        "Which policy to run for your traffic", columns, [name for name in columns if not name.endswith("%")]
+    )
     for a in report["advice"]:
         bound = "-" if a["oracle_percent"] is None else f"{a['oracle_percent']:+.2f}"
         table.add_row(a["family"], a["best"], f"{a['net_percent']:+.2f}", bound, ", ".join(a["as_good"]) or "-", f"{a['safest']} ({a['safest_worst_percent']:+.2f})")  # fmt: skip
@@ -163,15 +164,48 @@ def off_policy_cells(o: dict[str, Any]) -> list[str]:
 
 
 def _off_policy_table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=f"What the log says: doubly robust net, device-seconds (the log itself: {rows[0]['logged_s']:+.1f})")  # fmt: skip
-    for name in OFF_POLICY:
-        table.add_column(name, justify="left" if name in ("policy", "95% interval", "verdict") else "right")
+    title = f"What the log says: doubly robust net, device-seconds (the log itself: {rows[0]['logged_s']:+.1f})"
+    table = new_table(title, OFF_POLICY, ("policy", "95% interval", "verdict"))
     for o in rows:
         table.add_row(*off_policy_cells(o))
     return table
 
 
-def write_json(report: dict[str, Any], path: Path) -> None:
-    """Write the document; folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+MAX_LOSS_PERCENT = 1.0
+"""A setting that loses more than this in any cell is suggested only when all of them do."""
+
+
+def suggest(report: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """(values of a service configuration, sentences that say why). Raises ConfigError when nothing can be suggested."""
+    ranked = [o for o in report["overall"] if o["policy"] not in HINDSIGHT]
+    if not ranked:
+        raise ConfigError("suggest needs at least one policy besides the oracle; name some in --policies")
+    safe = [o for o in ranked if o["worst_cell_percent"] >= -MAX_LOSS_PERCENT]
+    chosen = (safe or ranked)[0]
+    net = chosen["net_percent"]
+    why = [
+        f"{chosen['label']}: net {net['mean']:+.2f}% of serving cost over {chosen['num_cells']} cells and "
+        f"{report['num_seeds']} seeds (95% interval {net['low']:+.2f} .. {net['high']:+.2f}), worst cell "
+        f"{chosen['worst_cell_percent']:+.2f}% ({chosen['worst_cell']}).",
+    ]
+    if not safe:
+        why.append(f"Every policy lost more than {MAX_LOSS_PERCENT:g}% in some cell; 'never' would not.")
+    others = [o for o in ranked if o is not chosen]
+    if others:
+        other = others[0]
+        relation = "higher net, but a worse worst cell" if other["net_percent"]["mean"] > net["mean"] else "next best"
+        why.append(f"{other['label']} ({relation}): {other['net_percent']['mean']:+.2f}%, worst cell {other['worst_cell_percent']:+.2f}% ({other['worst_cell']}).")  # fmt: skip
+    why.append(f"From a {report['kind']} replay of {report['source']}.")
+    values = {"policy": {"policy": chosen["policy"], **chosen["settings"]}}
+    build_config(ServiceConfig, values)
+    return values, why
+
+
+def write_suggestion(report: dict[str, Any], path: Path) -> list[str]:
+    """Write the YAML file, the reasons as comments; returns the reasons."""
+    import yaml
+
+    values, why = suggest(report)
+    comments = "".join(f"# {line}\n" for line in why)
+    write_atomic(path, comments + yaml.safe_dump(values, sort_keys=False))
+    return why

@@ -1,4 +1,4 @@
-"""How are the runs of a replay carried out: on many cores or a Ray cluster, and again after a kill?"""
+"""Replay runs, carried out on many cores or a Ray cluster, and taken up again after a kill."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.bandit.replay.simulate import simulate
+from paceline.bench.common.terminal import progress
 from paceline.bench.replay.plan import Task
 from paceline.errors import ConfigError, PacelineError
 
@@ -80,12 +80,12 @@ def run_all(
         raise ConfigError(f"workers must be >= 1, got {workers}")
     done = read_finished(resume) if resume is not None else {}
     todo = [t for t in tasks if t.key not in done]
-    with _appender(resume) as append, _bar(console, len(tasks), title) as advance:
-        advance(len(tasks) - len(todo), "resumed")
+    with _appender(resume) as append, progress(console, title, len(tasks)) as bar:
+        bar.step(len(tasks) - len(todo), "resumed")
         for row in _rows(todo, workers, ray_address, run_one):
             done[row["key"]] = row
             append(row)
-            advance(1, f"{row['cell']} {row['label']}")
+            bar.step(1, f"{row['cell']} {row['label']}")
     return [done[t.key] for t in tasks]
 
 
@@ -150,11 +150,3 @@ def _appender(folder: Path | None) -> Iterator[Callable[[Row], None]]:
             os.fsync(f.fileno())
 
         yield append
-
-
-@contextmanager
-def _bar(console: Console, total: int, title: str) -> Iterator[Callable[[int, str], None]]:
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[info]}"))  # fmt: skip
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=total, info="")
-        yield lambda count, info: progress.update(bar, advance=count, info=info)

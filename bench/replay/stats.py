@@ -1,4 +1,4 @@
-"""What do the runs of a replay add up to: means with intervals, against the hindsight bound, worst cases?"""
+"""Replay statistics: means with intervals, against the hindsight bound, and worst cases."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from paceline.bandit.replay.simulate import HINDSIGHT, ORACLE
+from paceline.bootstrap import mean_interval
 
 Row = dict[str, Any]
-NUM_RESAMPLES = 2000
 WORTH_PERCENT = 3.0
 """Oracle gain from which a cell counts for the share of the oracle that a policy reaches."""
 
@@ -20,19 +20,9 @@ def net_percent(row: Row) -> float:
     return 100.0 * row["net_s"] / row["never_s"] if row["never_s"] > 0 else 0.0
 
 
-def mean_interval(values: Sequence[float], *, level: float = 0.95, seed: int = 0) -> tuple[float, float, float]:
-    """(mean, low, high) by the percentile bootstrap over values (one per seed)."""
-    data = np.asarray(values, dtype=np.float64)
-    if data.size == 0:
-        return float("nan"), float("nan"), float("nan")
-    rng = np.random.default_rng(seed)
-    means = data[rng.integers(data.size, size=(NUM_RESAMPLES, data.size))].mean(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(data.mean()), float(low), float(high)
-
-
 def _figure(values: Sequence[float]) -> dict[str, Any]:
-    mean, low, high = mean_interval(values)
+    mean, ends = mean_interval(values)
+    low, high = ends or (mean, mean)
     return {"mean": round(mean, 3), "low": round(low, 3), "high": round(high, 3), "worst": round(min(values), 3)}
 
 
@@ -130,8 +120,8 @@ def _is_as_good(other: dict[tuple[int, str], float], best: dict[tuple[int, str],
     by_seed: dict[int, list[float]] = {}
     for key in best.keys() & other.keys():
         by_seed.setdefault(key[0], []).append(best[key] - other[key])
-    _, low, _ = mean_interval([float(np.mean(v)) for v in by_seed.values()])
-    return not low > 0
+    mean, ends = mean_interval([float(np.mean(v)) for v in by_seed.values()])
+    return not (ends[0] if ends else mean) > 0
 
 
 def regret(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, list[float]]]]:

@@ -1,4 +1,4 @@
-"""How does one load of `paceline bench serve` run: who asks when, and what happens when the server is full?
+"""Load cell: one load of `paceline bench serve`: who asks when, and what happens when the server is full.
 
 Closed loop: `concurrency` clients, each sends its next request when its answer is complete. Open loop: requests arrive
 at random (Poisson) at a given rate, whether or not the server keeps up; times then count from the arrival, so that a

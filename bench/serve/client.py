@@ -1,4 +1,4 @@
-"""How does one streaming client ask any OpenAI-compatible server, and what can go wrong with an answer?"""
+"""Streaming client of any OpenAI-compatible server, and what can go wrong with an answer."""
 
 from __future__ import annotations
 

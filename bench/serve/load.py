@@ -1,4 +1,4 @@
-"""What do many concurrent streaming clients see: errors, lost tokens, time to the first token, gaps between chunks?"""
+"""Stream load: what many concurrent streaming clients see: errors, lost tokens, time to the first token, gaps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from paceline.bench.common.result_file import ResultFile
+from paceline.bench.common.terminal import Bar, new_table, progress, say_file
 from paceline.bench.common.workloads import load_prompts
 from paceline.bench.serve.client import REFUSED, StreamClient, StreamRequest, StreamResult, find_features
 from paceline.bench.serve.local_service import local_service, watch_lag
@@ -115,18 +114,17 @@ class _Load:
             client = StreamClient(http, is_chat=options.is_chat, features=features)
             began = time.perf_counter()
             totals = StreamTotals(began_s=began, bin_s=max(0.5, self._window_s / _NUM_BINS))
-            with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[info]}"), console=self._console) as bar:  # fmt: skip
-                task = bar.add_task(f"{options.clients} clients", total=self._window_s, info="")
-                await self._load(client, totals, began, bar, task)
-                checked = await self._check(client, bar) if options.is_checking else None
+            with progress(self._console, f"{options.clients} clients", self._window_s) as bar:
+                await self._load(client, totals, began, bar)
+            checked = await self._check(client) if options.is_checking else None
         return self._result.close(
             **totals.summary(self._window_s), client_lag_ms=percentiles_ms(self._lags_s), check=checked,
             gone_after_s=self._gone_s,
         )  # fmt: skip
 
-    async def _load(self, client: StreamClient, totals: StreamTotals, began: float, bar: Progress, task: TaskID) -> None:  # fmt: skip
+    async def _load(self, client: StreamClient, totals: StreamTotals, began: float, bar: Bar) -> None:  # fmt: skip
         ends = began + self._window_s
-        watch = asyncio.create_task(self._watch(totals, began, bar, task))
+        watch = asyncio.create_task(self._watch(totals, began, bar))
         workers = [asyncio.create_task(self._worker(client, totals, ends)) for _ in range(self._options.clients)]
         try:
             _, late = await asyncio.wait(workers, timeout=self._window_s + self._options.timeout_s)
@@ -176,48 +174,48 @@ class _Load:
         elif (at := self._rng.randrange(self._num_greedy)) < self._options.num_check:
             self._kept[at] = result
 
-    async def _watch(self, totals: StreamTotals, began: float, bar: Progress, task: TaskID) -> None:
+    async def _watch(self, totals: StreamTotals, began: float, bar: Bar) -> None:
         """Progress, the document so far, and how late this client's own loop runs."""
         next_save_s = _SAVE_EVERY_S
 
         def on_tick(now: float) -> None:
             nonlocal next_save_s
-            bar.update(task, completed=min(now - began, self._window_s), info=f"{totals.num_answers} answers, {totals.num_errors} errors")  # fmt: skip
+            bar.at(min(now - began, self._window_s), f"{totals.num_answers} answers, {totals.num_errors} errors")  # fmt: skip
             if now - began >= next_save_s:
                 next_save_s += _SAVE_EVERY_S
                 self._result.update(**totals.summary(min(now - began, self._window_s)))
 
         await watch_lag(self._lags_s, on_tick)
 
-    async def _check(self, client: StreamClient, bar: Progress) -> dict[str, Any]:
+    async def _check(self, client: StreamClient) -> dict[str, Any]:
         """Ask the kept greedy answers again, one at a time, and explain what changed."""
-        task = bar.add_task("asking again", total=len(self._kept), info="")
         counts = dict.fromkeys(("equal", "near_tie", "mismatch", "unexplained", "failed"), 0)
         examples: list[dict[str, str]] = []
         was_lost = False
-        for i, first in enumerate(self._kept):
-            again = await self._ask_again(client, first)
-            if was_lost and again.is_lost and not await client.answers():
-                counts["failed"] += len(self._kept) - i
-                examples.append({"kind": "failed", "prompt": first.request.prompt[:80], "what": f"{again.problem}; {_GONE.format(self._url)}"})  # fmt: skip
-                break
-            was_lost = again.is_lost
-            kind, words = "equal", ""
-            if again.problem is not None:
-                kind, words = "failed", again.problem
-            elif first.token_ids and again.token_ids:
-                if first_difference(first.token_ids, again.token_ids) is not None:
-                    try:
-                        third = await client.top_two(first.request, len(again.token_ids))
-                        kind, words = explain_difference(first.token_ids, again.token_ids, third)
-                    except httpx.HTTPError as e:
-                        kind, words = "failed", f"connection: {type(e).__name__}: {e}"
-            elif first.text != again.text:
-                kind, words = "unexplained", "the texts differ and the server names no token ids"
-            counts[kind] += 1
-            if words and len(examples) < 5:
-                examples.append({"kind": kind, "prompt": first.request.prompt[:80], "what": words})
-            bar.advance(task)
+        with progress(self._console, "asking again", len(self._kept)) as bar:
+            for i, first in enumerate(self._kept):
+                again = await self._ask_again(client, first)
+                if was_lost and again.is_lost and not await client.answers():
+                    counts["failed"] += len(self._kept) - i
+                    examples.append({"kind": "failed", "prompt": first.request.prompt[:80], "what": f"{again.problem}; {_GONE.format(self._url)}"})  # fmt: skip
+                    break
+                was_lost = again.is_lost
+                kind, words = "equal", ""
+                if again.problem is not None:
+                    kind, words = "failed", again.problem
+                elif first.token_ids and again.token_ids:
+                    if first_difference(first.token_ids, again.token_ids) is not None:
+                        try:
+                            third = await client.top_two(first.request, len(again.token_ids))
+                            kind, words = explain_difference(first.token_ids, again.token_ids, third)
+                        except httpx.HTTPError as e:
+                            kind, words = "failed", f"connection: {type(e).__name__}: {e}"
+                elif first.text != again.text:
+                    kind, words = "unexplained", "the texts differ and the server names no token ids"
+                counts[kind] += 1
+                if words and len(examples) < 5:
+                    examples.append({"kind": kind, "prompt": first.request.prompt[:80], "what": words})
+                bar.step()
         return {"num_answers": len(self._kept), **counts, "examples": examples}
 
     async def _ask_again(self, client: StreamClient, first: StreamResult) -> StreamResult:
@@ -237,11 +235,8 @@ def has_failed(document: dict[str, Any]) -> bool:
 
 
 def _print(document: dict[str, Any], console: Console) -> None:
-    table = Table(
-        title=f"{document['options']['clients']} streaming clients, {document['options']['minutes']:g} minutes"
-    )
-    for i, name in enumerate(("ms", "p50", "p95", "p99", "max")):
-        table.add_column(name, justify="left" if i == 0 else "right")
+    title = f"{document['options']['clients']} streaming clients, {document['options']['minutes']:g} minutes"
+    table = new_table(title, ("ms", "p50", "p95", "p99", "max"))
     for name, key in (("time to first token", "ttft_ms"), ("gap between chunks", "gap_ms"), ("lag of this client", "client_lag_ms")):  # fmt: skip
         table.add_row(name, *("-" if v is None else f"{v:.1f}" for v in document[key].values()))
     console.print(table)
@@ -268,5 +263,4 @@ def _print(document: dict[str, Any], console: Console) -> None:
             console.print(f"  {example['kind']}: {escape(example['what'])} ({escape(repr(example['prompt']))})", soft_wrap=True)  # fmt: skip
     verdict = "[red]failed[/red]" if has_failed(document) else "[green]clean[/green]"
     console.print(f"verdict: {verdict}")
-    if document["options"]["json"]:
-        console.print(f"JSON: {document['options']['json']}", soft_wrap=True)
+    say_file(console, "JSON", document["options"]["json"])

@@ -1,6 +1,6 @@
-"""How late does the event loop of a load generator run? Its lag is no fault of the server that it measures.
+"""Local service: a Paceline service started for one measurement, and the lag of the load generator beside it.
 
-How is a Paceline service started for one measurement, and stopped again?
+A load generator's late event loop is no fault of the server that it measures.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What does `paceline bench serve` measure: which server, which loads, which requests?"""
+"""Options of `paceline bench serve`: the server, the loads, the requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast is an OpenAI-compatible server under closed and open loads? The run behind `paceline bench serve`."""
+"""Server benchmark: speed of an OpenAI-compatible server under closed and open loads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from paceline.bench.common.result_file import ResultFile
+from paceline.bench.common.terminal import Bar, new_table, progress
 from paceline.bench.serve.cell import CellRunner, Load
 from paceline.bench.serve.client import StreamClient, StreamRequest, find_features
 from paceline.bench.serve.local_service import local_service, watch_lag
@@ -63,16 +62,15 @@ async def _run(
             http, is_chat=is_chat, features=features, extra=options.extra, names_buckets=options.names_buckets
         )
         cells: list[dict[str, Any]] = []
-        with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[info]}"), console=console) as bar:  # fmt: skip
-            for load, (warmup, counted) in zip(options.loads(), plan, strict=True):
-                task = bar.add_task(f"{load.name}: warm-up", total=len(warmup) + len(counted), info="")
+        for load, (warmup, counted) in zip(options.loads(), plan, strict=True):
+            with progress(console, f"{load.name}: warm-up", len(warmup) + len(counted)) as bar:
                 errors = 0
 
-                def runner(load: Load, task: Any = task) -> CellRunner:
+                def runner(load: Load, bar: Bar = bar) -> CellRunner:
                     def on_answer(answer: Any) -> None:
                         nonlocal errors
                         errors += answer.result.problem is not None
-                        bar.update(task, advance=1, info=f"{errors} problems" if errors else "")
+                        bar.step(1, f"{errors} problems" if errors else "")
 
                     return CellRunner(
                         client, load, max_s=options.max_s, drain_s=options.timeout_s, num_tries=options.num_tries,
@@ -81,7 +79,7 @@ async def _run(
 
                 if warmup:
                     await runner(Load(concurrency=load.concurrency or _OPEN_WARMUP_CLIENTS)).run(warmup)
-                bar.update(task, description=load.name)
+                bar.name(load.name)
                 before = await read_page(http)
                 lags_s.clear()
                 watch = asyncio.create_task(watch_lag(lags_s, lambda _: None))
@@ -103,10 +101,9 @@ def has_failed(document: dict[str, Any]) -> bool:
 def print_serve_bench(document: dict[str, Any], console: Console) -> None:
     """The table and what a reader must know of it."""
     server = document["server"]
-    table = Table(title=f"{escape(server['model'])}, {document['options']['route']}: full load only, 95% intervals", title_justify="left")  # fmt: skip
+    title = f"{escape(server['model'])}, {document['options']['route']}: full load only, 95% intervals"
     names = ("load", "whole", "output tokens/s", "user tokens/s", "TTFT ms p50/p95/p99", "gap ms p50/p95/p99", "acceptance length", "window s")  # fmt: skip
-    for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i == 0 else "right")
+    table = new_table(title, names)
     for c in document["cells"]:
         mark = "~" if c["token_count"] == CHUNKS else ""
         table.add_row(

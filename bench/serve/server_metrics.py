@@ -1,4 +1,4 @@
-"""What does a server say itself about acceptance? Its Prometheus page before and after a load, by engine.
+"""Server metrics: what a server's own Prometheus page says about acceptance before and after a load, by engine.
 
 | server | what is read | gives |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""What do the answers of one load come to: latencies, user and output tokens per second, acceptance, with intervals?
+"""Load statistics: latencies, user and output tokens per second and acceptance of one load, with intervals.
 
 Everything but acceptance counts inside the **steady window** only: ramp-up, in which the server is not yet full, and
 drain, in which it no longer is, would understate throughput and flatter latency.
@@ -15,9 +15,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.bench.serve.answer_intervals import mean_with_interval, percentiles_with_intervals, ratio_with_interval
+import numpy as np
+
 from paceline.bench.serve.cell import Answer, CellRun, Load
 from paceline.bench.serve.client import REFUSED, ServerFeatures
+from paceline.bootstrap import expanded_level, mean_interval, ratio_interval, resample_counts
 
 NAMED, USAGE, CHUNKS = "token ids", "usage", "chunks"
 COUNT_WORDS = {
@@ -28,6 +30,8 @@ COUNT_WORDS = {
 RAMP_SHARE = 0.1
 """Share of an open loop's arrivals that counts as ramp-up."""
 _NUM_BLOCKS = 20
+NUM_RESAMPLES = 1000
+POINTS = (50, 95, 99)
 
 
 def token_count_kind(features: ServerFeatures, answers: Sequence[Answer]) -> str:
@@ -154,3 +158,56 @@ def _examples(answers: Sequence[Answer]) -> dict[str, str]:
         if a.result.problem is not None:
             found.setdefault(a.result.problem.split(":", 1)[0], a.result.problem)
     return dict(sorted(found.items()))
+
+
+def percentiles_with_intervals(
+    seconds: Sequence[Sequence[float]], points: Sequence[float] = POINTS, *, seed: int = 0
+) -> dict[str, Any]:
+    """Percentiles in ms with 95% intervals, maximum and count of the values of all answers.
+
+    Answers are resampled, never single chunks: those of one answer resemble each other (same load, same text).
+
+    Args:
+        seconds: one list of times an answer; an answer without any still counts as one that can be drawn.
+    Returns:
+        {p50: ms, ..., max: ms, intervals: {p50: [low, high], ...} or None for fewer than two answers, num_values}.
+    """
+    names = [f"p{p:g}" for p in points]
+    sizes = np.array([len(s) for s in seconds], dtype=np.int64)
+    num_values = int(sizes.sum())
+    if num_values == 0:
+        return {**dict.fromkeys([*names, "max"]), "intervals": None, "num_values": 0}
+    values = np.concatenate([np.asarray(s, dtype=np.float64) for s in seconds if len(s)])
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    order = np.argsort(values, kind="stable")
+    values, owner = 1e3 * values[order], owner[order]
+    out: dict[str, Any] = {n: round(float(v), 3) for n, v in zip(names, np.percentile(values, points), strict=True)}
+    out |= {"max": round(float(values[-1]), 3), "intervals": None, "num_values": num_values}
+    if len(sizes) < 2:
+        return out
+    drawn = []
+    for times in itertools.chain.from_iterable(resample_counts(len(sizes), NUM_RESAMPLES, np.random.default_rng(seed))):
+        reached = np.cumsum(times[owner])  # how many resampled values lie at or below each value
+        if reached[-1]:
+            at = np.searchsorted(reached, np.asarray(points) / 100 * reached[-1])
+            drawn.append(values[np.minimum(at, len(values) - 1)])
+    tail = (1 - expanded_level(len(sizes))) / 2
+    low, high = np.quantile(np.array(drawn), [tail, 1 - tail], axis=0)
+    out["intervals"] = {n: [round(float(a), 3), round(float(b), 3)] for n, a, b in zip(names, low, high, strict=True)}
+    return out
+
+
+def mean_with_interval(values: Sequence[float], *, digits: int = 2) -> dict[str, Any] | None:
+    """{value, interval} of a mean of figures >= 0; the interval is None for fewer than two, everything None without any."""
+    if not len(values):
+        return None
+    value, ends = mean_interval(values, is_positive=True, digits=digits)
+    return {"value": round(value, digits), "interval": ends}
+
+
+def ratio_with_interval(tops: Sequence[float], bottoms: Sequence[float], *, digits: int = 4) -> dict[str, Any] | None:
+    """{value, interval} of sum(tops) / sum(bottoms), resampling pairs; None where the bottoms sum to 0."""
+    if not sum(bottoms):
+        return None
+    value, ends = ratio_interval(tops, bottoms, digits=digits)
+    return {"value": round(value, digits), "interval": ends}

@@ -1,4 +1,4 @@
-"""What do many streamed answers come to: percentiles, tokens over time, problems, and answers that changed?"""
+"""Stream statistics: percentiles, tokens over time, problems, and answers that changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far is a version's shadow score from what real decoding with that version gives?
+"""Shadow check: a version's shadow score beside what real decoding with that version gives.
 
 Every version decodes every bucket with the engine at the tree budget that the gate replays; the engine's round
 statistics give the real acceptance length. The same version is then scored by the gate's function on three sets of texts:
@@ -20,18 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.gate.gate import RequestScore
 from paceline.adapt.gate.shadow import shadow_scores, usable_traces
 from paceline.adapt.online.trainer import ShadowConfig
 from paceline.bench.common.engine_run import load_target, set_threads
+from paceline.bench.common.result_file import write_json
+from paceline.bench.common.terminal import progress, say_file
 from paceline.bench.shadow.decode import Decoded, RealRounds, Workload, decode
 from paceline.bench.shadow.report import compare, judge, print_report
 from paceline.bench.shadow.versions import VersionPlan, VersionShop, plan_versions
 from paceline.bench.shadow.workloads import ShadowCheckOptions, fixed_tree, make_workloads, tree_settings
 from paceline.errors import ConfigError
+from paceline.paths import write_atomic
 from paceline.serving.sampling.request import RequestTrace
 
 
@@ -48,7 +50,7 @@ class ShadowCheck:
         path = folder / "settings.json"
         if path.is_file() and json.loads(path.read_text(encoding="utf-8")) != settings:
             raise ConfigError(f"work folder {folder} holds results of other options; use another or delete it")
-        path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        write_json(path, settings)
         self._shop = VersionShop(folder, self._target, drafter=options.drafter, seed=options.seed)
         self._work = {b: make_workloads(options, self._target, b) for b in options.buckets}
         self._plans = plan_versions(options.num_versions, options.buckets)
@@ -127,10 +129,7 @@ class ShadowCheck:
         if path.is_file():
             return json.loads(path.read_text(encoding="utf-8"))
         rows = make()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tmp = path.with_suffix(".tmp")
-        tmp.write_text(json.dumps(rows), encoding="utf-8")
-        tmp.replace(path)
+        write_atomic(path, json.dumps(rows))
         return rows
 
     def _fixed(
@@ -202,10 +201,8 @@ def run_shadow_check(options: ShadowCheckOptions, console: Console) -> dict[str,
     set_threads(options.num_threads)
     with tempfile.TemporaryDirectory(prefix="paceline-shadow-") as spare:
         check = ShadowCheck(options, options.work or Path(spare))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("shadow check", total=check.num_jobs)
-            rows = check.run(lambda text: bar.update(task, description=text), lambda: bar.advance(task))
+        with progress(console, "shadow check", check.num_jobs) as bar:
+            rows = check.run(bar.name, bar.step)
     result = {
         "options": {
             k: str(v) if isinstance(v, Path) else v
@@ -219,7 +216,6 @@ def run_shadow_check(options: ShadowCheckOptions, console: Console) -> dict[str,
     }
     print_report(result, console)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        console.print(f"JSON: {options.json}")
+        write_json(options.json, result)
+    say_file(console, "JSON", options.json)
     return result

@@ -1,4 +1,4 @@
-"""What did the engine do with a set of requests, round by round, and which traces did it leave?"""
+"""Decoding for the shadow check: what the engine did round by round, and the traces it left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large is the error of a shadow score, with which interval, and is it small enough?"""
+"""Shadow report: the error of a shadow score with its interval, and the verdict."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from paceline.adapt.gate.gate import RequestScore, pooled_acceptance_length
+from paceline.bench.common.terminal import new_table
 from paceline.bench.shadow.decode import RealRounds
+from paceline.bootstrap import rate_ratio
 
 MAX_ERROR_PERCENT = 2.0
 MIN_ROUNDS = 200
 """Rounds below which a row is not judged: one long round would decide."""
-_NUM_RESAMPLES = 2000
 
 
 def compare(
@@ -35,7 +35,7 @@ def compare(
         "shadow_acceptance_length": round(pooled_acceptance_length(scores), 4),
         "real_acceptance_length": round(float(_ratio(real.sum(0))), 4),
         "error_percent": round(float(100 * (_ratio(shadow.sum(0)) / _ratio(real.sum(0)) - 1)), 3),
-        "interval": [round(v, 3) for v in error_interval(shadow, real, is_paired=is_paired)],
+        "interval": error_interval(shadow, real, is_paired=is_paired),
         "num_requests": len(rounds),
         "num_rounds": int(real[:, 1].sum()),
     }
@@ -50,17 +50,10 @@ def _ratio(sums: np.ndarray) -> Any:
     return sums[..., 0] / sums[..., 1]
 
 
-def error_interval(
-    shadow: np.ndarray, real: np.ndarray, *, is_paired: bool, level: float = 0.95, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile bootstrap over requests of the error in percent; shadow and real are (requests, 2): tokens, rounds."""
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(len(real), size=(_NUM_RESAMPLES, len(real)))
-    own = picks if is_paired else rng.integers(len(shadow), size=(_NUM_RESAMPLES, len(shadow)))
-    with np.errstate(invalid="ignore"):  # a resample may hold no drafted round at all
-        errors = 100 * (_ratio(shadow[own].sum(1)) / _ratio(real[picks].sum(1)) - 1)
-    low, high = np.nanquantile(errors, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+def error_interval(shadow: np.ndarray, real: np.ndarray, *, is_paired: bool) -> list[float] | None:
+    """Interval over requests of the error in percent; shadow and real are (requests, 2): tokens, rounds."""
+    _, ends = rate_ratio(shadow.T, real.T, is_paired=is_paired)
+    return None if ends is None else [round(100 * (end - 1), 3) for end in ends]
 
 
 def is_judged(row: dict[str, Any]) -> bool:
@@ -96,11 +89,9 @@ def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def print_report(result: dict[str, Any], console: Console) -> None:
     """A line per version, bucket and temperature, then the summary and the verdict."""
-    table = Table(title="Shadow score against real decoding: error of acceptance length, 95% interval over requests")
-    for i, name in enumerate(
-        ("version", "bucket", "T", "real", "own text", "same text", "other text", "adaptive real")
-    ):
-        table.add_column(name, justify="left" if i < 2 else "right")
+    title = "Shadow score against real decoding: error of acceptance length, 95% interval over requests"
+    columns = ("version", "bucket", "T", "real", "own text", "same text", "other text", "adaptive real")
+    table = new_table(title, columns, 2)
     cells: dict[tuple, dict[str, dict[str, Any]]] = {}
     for r in result["rows"]:
         key = (_name(r), r["bucket"], r["temperature"])
@@ -117,9 +108,8 @@ def print_report(result: dict[str, Any], console: Console) -> None:
         "drafted rounds, at that many draft nodes a round"
     )
     console.print(table)
-    total = Table(title="Error in percent of the real acceptance length")
-    for i, name in enumerate(("budget", "text", "T", "rows", "mean", "mean |error|", "largest |error|")):
-        total.add_column(name, justify="left" if i < 2 else "right")
+    columns = ("budget", "text", "T", "rows", "mean", "mean |error|", "largest |error|")
+    total = new_table("Error in percent of the real acceptance length", columns, 2)
     for s in result["summary"]:
         total.add_row(
             s["budget"], s["text"], f"{s['temperature']:g}", str(s["num_rows"]), f"{s['mean_error_percent']:+.2f}",
@@ -142,6 +132,6 @@ def _name(row: dict[str, Any]) -> str:
 def _error_text(row: dict[str, Any] | None) -> str:
     if row is None:
         return "-"
-    low, high = row["interval"]
     mark = "" if is_judged(row) or row["text"] == "other" else " *"
-    return f"{row['error_percent']:+.2f} ({low:+.2f} {high:+.2f}){mark}"
+    ends = "({:+.2f} {:+.2f})".format(*row["interval"]) if row["interval"] else "(one request)"
+    return f"{row['error_percent']:+.2f} {ends}{mark}"

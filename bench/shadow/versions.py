@@ -1,4 +1,4 @@
-"""Which drafter versions does the shadow check compare, and how are they made?
+"""Versions of the shadow check, and how they are made.
 
 The first version is the bundled drafter; the others are trained from it by the functions of a training job, each on
 captured traces of one bucket. Traces, weights and plans lie in a work folder, so that a second run trains nothing.
@@ -23,7 +23,7 @@ from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.bench.shadow.decode import Workload, decode
 from paceline.errors import ConfigError
-from paceline.paths import resolve_drafter
+from paceline.paths import resolve_drafter, write_atomic
 from paceline.serving.drafters.family import TrainedDrafter
 from paceline.serving.loading.families import build_drafter, build_model, read_drafter_files
 from paceline.serving.target_model.model import TargetModel
@@ -85,9 +85,7 @@ class VersionShop:
         known: dict[str, str] = json.loads(self._plans.read_text(encoding="utf-8")) if self._plans.is_file() else {}
         if plan.name not in known:
             known[plan.name] = self._make(plan, report)
-            tmp = self._plans.with_suffix(".tmp")
-            tmp.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-            tmp.replace(self._plans)
+            write_atomic(self._plans, json.dumps(known, indent=1) + "\n")
         return known[plan.name]
 
     def drafter(self, version: str) -> TrainedDrafter:

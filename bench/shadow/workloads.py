@@ -1,4 +1,4 @@
-"""What does the shadow check compare: options, the gate's tree, and which prompts serve which use?"""
+"""Workloads of the shadow check: options, the gate's tree, and which prompts serve which use."""
 
 from __future__ import annotations
 

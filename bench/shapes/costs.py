@@ -1,4 +1,4 @@
-"""How many bytes must a forward move and how many operations must it do? Counted from the sizes of its matrices.
+"""Costs: bytes that a forward must move and operations that it must do, counted from the sizes of its matrices.
 
 Bytes: every weight matrix once, the committed K and V that the rows attend to once for each request (all rows of a request
 share one read), and the K and V that the forward keeps. Left out: activations, embedding rows, masks and logits, which

@@ -1,4 +1,4 @@
-"""Which forwards does each drafter of the papers run in a round, at the size that was published for an 8B target?
+"""Drafter forwards: what each drafter of the papers runs in a round, at the size that was published for an 8B target.
 
 | drafter | layout | calls a round |
 |---|---|---|
@@ -18,7 +18,7 @@ from typing import Annotated as A
 from paceline.bench.shapes.costs import Forward, LayersCost, LinearCost, Part
 from paceline.bench.shapes.kernel_shapes import ACCEPTED_TOKENS, DRAFT_LAYERS, NUM_LEAVES, NUM_SLOTS, Shape
 from paceline.records import Setting, record
-from paceline.serving.specblock.model import NUM_RANK_CLASSES, NUM_RANK_FEATURES, SpecBlockConfig
+from paceline.serving.specblock.model import NUM_RANK_CLASSES, NUM_RANK_FEATURES
 
 DRAFT_VOCAB = 32_000
 TAPS = 3
@@ -129,13 +129,3 @@ DRAFTERS: dict[str, Callable[[Shape, DraftPlan], list[Forward]]] = {
 def num_params(forwards: list[Forward]) -> int:
     """Parameters of a drafter; its first call touches all of them."""
     return forwards[0].num_own_params
-
-
-def specblock_config(shape: Shape) -> SpecBlockConfig:
-    """The published SpecBlock of a target, as this project's own model takes it."""
-    return SpecBlockConfig(
-        hidden_size=shape.hidden_size, intermediate_size=shape.ffn_size, num_heads=shape.heads, num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim, vocab_size=shape.vocab_size, feature_size=TAPS * shape.hidden_size,
-        embed_size=shape.hidden_size, num_layers=SPECBLOCK_LAYERS, num_slots=NUM_SLOTS, draft_vocab_size=DRAFT_VOCAB,
-        rank_hidden=RANK_HIDDEN,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What does each kernel get to do in the benchmark, and how many bytes must it move?
+"""Kernel cases: what each kernel gets to do in the benchmark, and the bytes it must move.
 
 Shape legend: B requests, N packed rows (roots included), R new rows, C candidates, W rows of a tree, L committed rows,
 P pool rows, F leaves, K draft slots, Lt layers, H/Hkv heads, Dh head dim, V vocabulary, e bytes of an element.

@@ -1,4 +1,4 @@
-"""Which shapes do 8B targets give the kernels, and how many bytes must a round move at least?
+"""Kernel shapes: sizes that 8B targets give the kernels, and the least bytes of a round.
 
 Sizes are those of the models' config.json files (meta-llama/Llama-3.1-8B, Qwen/Qwen3-8B); drafter sizes are those of
 SpecBlock (arXiv 2605.07243) and of a five-layer table drafter (JetSpec, DFlash) for such a target.

@@ -1,4 +1,4 @@
-"""How fast is each kernel on this device, and how near does it come to the memory's speed?
+"""Kernel benchmark: the speed of each kernel on this device, beside the memory's.
 
 Every kernel is timed per shape of an 8B target; its bytes (formula by formula, bench/shapes/kernel_cases.py) over its time are
 compared with what a plain copy on the same device reaches. On a CUDA device times are CUDA events around a graph replay
@@ -8,7 +8,6 @@ nothing about a GPU.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from paceline.bench.common.result_file import write_json
+from paceline.bench.common.terminal import new_table, progress, say_file
 from paceline.bench.shapes.kernel_cases import CASES, Bench, Case
 from paceline.bench.shapes.kernel_shapes import MODELS, Shape, floor_bytes, kv_bytes, weight_bytes
 from paceline.kernels.dispatch import select_kernels
@@ -210,13 +209,12 @@ def run_bench_kernels(options: KernelBenchOptions, console: Console) -> dict[str
     cells = plan_cells(options)
     copy_rate = measure_copy(bench, options.repeats)
     rows = []
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:  # fmt: skip
-        task = bar.add_task("kernels", total=len(cells))
+    with progress(console, "kernels", len(cells)) as bar:
         for cell in cells:
-            bar.update(task, description=cell.kernel)
+            bar.name(cell.kernel)
             with torch.inference_mode():
                 rows.append(measure_cell(cell, bench, copy_rate, options))
-            bar.advance(task)
+            bar.step()
     result = {
         "format": 1,
         "device": torch.cuda.get_device_name(device) if has_gpu else "cpu",
@@ -230,26 +228,23 @@ def run_bench_kernels(options: KernelBenchOptions, console: Console) -> dict[str
     }
     print_result(result, console)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        console.print(f"JSON: {options.json}")
+        write_json(options.json, result)
+    say_file(console, "JSON", options.json)
     return result
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
     """One table of kernels, one of floors, and what they mean."""
-    table = Table(
-        title=f"{result['device']}, {result['backend']} kernels, {result['dtype']}; "
+    table = new_table(
+        f"{result['device']}, {result['backend']} kernels, {result['dtype']}; "
         f"a copy moves {result['copy_gb_per_s']:.1f} GB/s",
+        ("kernel", "models", "context", "requests", "nodes", "bytes", "time", "GB/s", "share"),
+        2,
         caption="SCALED-DOWN shapes on a CPU: a check of the benchmark, not of a GPU's speed. bytes are those of the "
         "full shape in 16 bits; time and GB/s are of the scaled-down one, which may lie in a cache (share above 100%)."
         if result["is_scaled_down"]
         else "bytes: least that the kernel must move (docs/kernels.md); share: of the rate of the copy.",
     )
-    for name in ("kernel", "models"):
-        table.add_column(name)
-    for name in ("context", "requests", "nodes", "bytes", "time", "GB/s", "share"):
-        table.add_column(name, justify="right")
     for row in result["rows"]:
         models = (
             "all" if len(row["models"]) == len({f["model"] for f in result["floors"]}) else ", ".join(row["models"])
@@ -261,9 +256,8 @@ def print_result(result: dict[str, Any], console: Console) -> None:
             measured = [f"{row['time_us']:.1f} us", f"{row['gb_per_s']:.2f}", _percent(row["share_of_copy"])]
         table.add_row(row["kernel"], models, *sizes, _size(row["bytes"]), *measured)
     console.print(table)
-    floor = Table(title="Floor of a verify forward in bfloat16: weights once, committed K and V once")
-    for name in ("model", "requests", "context", "weights", "K and V", "floor"):
-        floor.add_column(name, justify="left" if name == "model" else "right")
+    title = "Floor of a verify forward in bfloat16: weights once, committed K and V once"
+    floor = new_table(title, ("model", "requests", "context", "weights", "K and V", "floor"))
     for row in result["floors"]:
         at_copy = "" if row["floor_ms"] is None else f" = {row['floor_ms']:.2f} ms"
         floor.add_row(row["model"], str(row["requests"]), str(row["context"]), _size(row["weight_bytes"]), _size(row["kv_bytes"]), _size(row["floor_bytes"]) + at_copy)  # fmt: skip

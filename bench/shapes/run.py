@@ -1,4 +1,4 @@
-"""What does drafting cost at real size, against verifying, and SpecBlock's against EAGLE-3's? `paceline bench shapes`."""
+"""Drafter shapes: what drafting costs at real size, against verifying, and SpecBlock's against EAGLE-3's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from paceline.bench.common.engine_run import set_threads
 from paceline.bench.common.result_file import ResultFile
+from paceline.bench.common.terminal import new_table, progress, say_file
 from paceline.bench.shapes.costs import Forward, Part, total, verify_forward
 from paceline.bench.shapes.drafters import DRAFTERS, MAX_DEPTH, DraftPlan, num_params
 from paceline.bench.shapes.kernel_shapes import MODELS, Shape
-from paceline.bench.shapes.table import print_shapes
 from paceline.bench.shapes.timing import estimate_on_cpu, time_on_gpu
 from paceline.records import DEVICES, JsonFile, Setting, Threads, record, require
 
@@ -68,16 +68,15 @@ def run_drafter_shapes(options: DrafterShapesOptions, console: Console) -> dict[
     extra: dict[str, Any] = {"device": "cuda" if options.is_cuda else "cpu", "limit": LIMIT, "models": {}}
     result = ResultFile(options.json, command="bench shapes", options=options, extra=extra)
     models: dict[str, Any] = {}
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:  # fmt: skip
-        task = bar.add_task("shapes", total=len(options.models))
+    with progress(console, "shapes", len(options.models)) as bar:
         for name in options.models:
             models[name] = counted_model(MODELS[name], options)
             result.update(models=models)
             if options.is_timing:
                 shape = replace(MODELS[name], context=options.contexts[0], requests=options.batches[0], nodes=options.nodes)  # fmt: skip
-                models[name]["time"] = timed_model(shape, options, lambda part, name=name: bar.update(task, description=f"{name}: {part}"))  # fmt: skip
+                models[name]["time"] = timed_model(shape, options, lambda part, name=name: bar.name(f"{name}: {part}"))  # fmt: skip
                 result.update(models=models)
-            bar.advance(task)
+            bar.step()
     document = result.close()
     print_shapes(document, console)
     return document
@@ -156,3 +155,55 @@ def timed_model(shape: Shape, options: DrafterShapesOptions, on_part: Any) -> di
         "draft_ms": {n: round(v, 3) for n, v in draft_ms.items()}, "round_ms": {n: round(v, 3) for n, v in rounds.items()},
         "specblock_over_eagle3": round(draft_ms[OURS] / draft_ms[THEIRS], 4),
     }  # fmt: skip
+
+
+NAMES = {"specblock": "SpecBlock", "eagle3": "EAGLE-3", "dflash": "DFlash, JetSpec"}
+"""JetSpec's costs are DFlash's."""
+
+
+def print_shapes(document: dict[str, Any], console: Console) -> None:
+    """One table of counts and one of times a model, then the ratio with its assumptions."""
+    options, limit = document["options"], document["limit"]
+    plan = options["plan"]
+    console.print(
+        f"counted: bfloat16, {options['nodes']} nodes verified; SpecBlock and EAGLE-3 draft {plan['depth']} deep (EAGLE-3 continues "
+        f"{plan['topk']} nodes a step, SpecBlock's second block {plan['leaves']} leaves), JetSpec and DFlash 15; {plan['accepted']} tokens "
+        "were accepted in the round before", soft_wrap=True,
+    )  # fmt: skip
+    for model, found in document["models"].items():
+        console.print(_counts(model, found))
+        if "time" in found:
+            console.print(_times(model, found["time"]))
+        depths = ", ".join(f"{d}: {r['bytes']:.2f}" for d, r in found["specblock_over_eagle3_by_depth"].items())
+        console.print(f"{model}, first row: SpecBlock / EAGLE-3 bytes by depth {depths}", soft_wrap=True)
+        for batch, context in found["context_at_limit"].items():
+            where = "at no context" if context is None else f"up to {context} tokens of context"
+            console.print(f"{model}, batch {batch}: SpecBlock drafts within {limit:g} x EAGLE-3's bytes {where}", soft_wrap=True)  # fmt: skip
+    say_file(console, "JSON", options["json"])
+
+
+def _counts(model: str, found: dict[str, Any]) -> Table:
+    columns = ("batch x context", "plain GB", "verify GB", *(f"{NAMES[n]} GB" for n in NAMES), "SpecBlock / EAGLE-3 GB", "verify GFLOP", *(f"{NAMES[n]} GFLOP" for n in NAMES), "SpecBlock / EAGLE-3 FLOP")  # fmt: skip
+    table = new_table(f"{model}: bytes and operations of a round", columns)
+    for c in found["cells"]:
+        ratio, drafters = c["specblock_over_eagle3"], c["drafters"]
+        table.add_row(
+            f"{c['batch']} x {c['context']}", f"{c['plain']['bytes'] / 1e9:.2f}", f"{c['verify']['bytes'] / 1e9:.2f}",
+            *(f"{drafters[n]['draft']['bytes'] / 1e9:.2f}" for n in NAMES), f"{ratio['bytes']:.3f}",
+            f"{c['verify']['flops'] / 1e9:.0f}", *(f"{drafters[n]['draft']['flops'] / 1e9:.0f}" for n in NAMES), f"{ratio['flops']:.2f}",
+        )  # fmt: skip
+    first = found["cells"][0]["drafters"]
+    table.caption = ", ".join(f"{NAMES[n]}: {first[n]['num_calls']} call{'s' if first[n]['num_calls'] > 1 else ''} a round, {found['num_params'][n] / 1e6:.0f} M parameters" for n in NAMES)  # fmt: skip
+    return table
+
+
+def _times(model: str, time: dict[str, Any]) -> Table:
+    title = f"{model}, batch {time['batch']}, context {time['context']}: ms ({time['kind']})"
+    caption = f"SpecBlock / EAGLE-3 drafting time: {time['specblock_over_eagle3']:.3f}"
+    table = new_table(title, ("", "draft", "draft + verify", "drafting share"), caption=caption)
+    table.add_row("plain round", "-", f"{time['plain_ms']:.1f}", "-")
+    table.add_row("verify alone", "-", f"{time['verify_ms']:.1f}", "-")
+    for n, words in NAMES.items():
+        draft, whole = time["draft_ms"][n], time["round_ms"][n]
+        table.add_row(words, f"{draft:.1f}", f"{whole:.1f}", f"{draft / whole:.1%}")
+    return table

@@ -1,4 +1,4 @@
-"""How long do the forwards of real size take? Modules with random weights, timed on the device at hand.
+"""Timing of forwards of real size: modules with random weights, on the device at hand.
 
 On a GPU a whole round (all forwards of a drafter, then the target's) is captured into one CUDA graph and replayed between
 events. On a CPU every different part is timed once by itself, one layer for all layers of its kind, and the times are added up:

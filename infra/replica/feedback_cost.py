@@ -25,8 +25,8 @@ from paceline.bench.common.engine_run import (
     run_group,
     set_threads,
 )
-from paceline.bench.common.intervals import ratio_of_rates
 from paceline.bench.common.workloads import load_prompts
+from paceline.bootstrap import rate_ratio
 from paceline.config import EngineConfig, TraceConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.infra.replica.feedback import FeedbackPublisher
@@ -191,9 +191,9 @@ def _row(name: str, arm: _Arm, none: _Arm) -> dict:
         own, base = getattr(arm, key), getattr(none, key)
         row[f"tokens_per_{key}"] = round(sum(arm.tokens) / sum(own), 2)
         if name != "none":
-            ratio, interval = ratio_of_rates(arm.tokens, own, none.tokens, base)
+            ratio, interval = rate_ratio((arm.tokens, own), (none.tokens, base))
             row[f"{key}_ratio"] = round(ratio, 4)
-            row[f"{key}_ratio_interval"] = [round(v, 4) for v in interval] if len(own) > 1 else None
+            row[f"{key}_ratio_interval"] = interval
     return row
 
 

@@ -1,4 +1,4 @@
-"""Which tile of query rows does each attention program take? Planned on the device, nothing read on the host.
+"""Attention plan: the tile of query rows that each attention program takes; planned on the device.
 
 A request's rows times its G query heads per KV head are its folded rows; a tile is BLOCK_M of them. How many tiles a
 request needs is known on the device only, so the grid is the largest number that the shapes allow, and a table says

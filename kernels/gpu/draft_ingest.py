@@ -1,4 +1,4 @@
-"""How are new rows ingested in four launches, whatever the number of layers? GEMMs by cuBLAS, the rest fused.
+"""Draft ingest: new rows in four launches, whatever the number of layers; GEMMs by cuBLAS, the rest fused.
 
 Shape legend: as in draft_ingest_ref, which says what is computed.
 Both projections have R of about 5 to 12 rows and are bound by reading their weights, which cuBLAS does well. One Triton

@@ -1,4 +1,4 @@
-"""How do accepted scratch rows become canonical rows on a GPU? All layers, K and V, in one launch.
+"""KV row moves: accepted scratch rows become canonical rows, all layers, K and V, in one Triton launch.
 
 A program takes a narrow strip of columns of one layer, for all rows: it reads every source row, waits for all of its
 threads, then writes. Programs share no column, so sources and destinations may overlap in any way, as in the

@@ -1,4 +1,4 @@
-"""What must hold before a Triton kernel is launched? Checks that all launchers share.
+"""Launch checks: what must hold before a Triton kernel is launched, shared by all launchers.
 
 Under TRITON_INTERPRET=1, set before triton is first imported, kernels run operation by operation in numpy on the CPU.
 That proves what a kernel computes. It does not prove that the kernel compiles for a GPU, that threads of one program

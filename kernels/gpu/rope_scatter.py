@@ -1,4 +1,4 @@
-"""How do fresh projections become queries and pool rows in one launch: head norm, RoPE, K/V write?
+"""RoPE scatter: head norm, RoPE and K/V write of fresh projections in one Triton launch.
 
 Shape legend: N packed rows, H/Hkv query/KV heads, Dh head dim, P positions, R pool rows.
 """

@@ -1,4 +1,4 @@
-"""How do draft blocks attend to paged drafter KV without gathering or concatenating it? Triton, two launches.
+"""Slot attention: draft blocks over paged drafter KV without gathering or concatenating it, in two Triton launches.
 
 Shape legend: as in slot_attention_ref, which says what is computed; S splits of the committed keys, M = blocks of a
 tile x K x G query rows of one KV head.

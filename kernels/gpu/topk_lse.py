@@ -1,4 +1,4 @@
-"""Which k tokens have the largest logits, and their log-sum-exp, in one pass over the logits?
+"""Top-k with log-sum-exp: the k largest logits and their log-sum-exp in one pass over the logits.
 
 Value and id are one 64-bit key: the value's bits in an order-preserving form above the complement of the id, so that
 the largest key is the largest value with the lowest id. (a) Each program takes one block of a row and leaves its k

@@ -1,4 +1,4 @@
-"""Which requests of a forward share one padded attention call?
+"""Attention groups: the requests of a forward that share one padded attention call.
 
 Padding every request to the widest tree and the longest context of the round costs arithmetic that nobody wants; a call of
 its own costs operators. Requests are split where the first outweighs the second.

@@ -1,4 +1,4 @@
-"""How do new target features become the context K/V of a table drafter, all layers at once? Plain torch reference.
+"""Draft ingest: new target features become the context K/V of a table drafter.
 
 Shape legend: R new rows, F feature width (taps x target hidden size), Dd drafter hidden size, Lt drafter layers, P pool
 rows, Hkv KV heads, Dh head dim, T positions of the rotary table.

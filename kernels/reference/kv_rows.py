@@ -1,4 +1,4 @@
-"""How do accepted scratch rows become canonical rows? Plain torch reference.
+"""KV row moves: accepted scratch rows become canonical rows; plain torch reference.
 
 Shape legend: Lt layers, R pool rows, Hkv KV heads, Dh head dim.
 

@@ -1,4 +1,4 @@
-"""How do fresh projections become queries and pool rows: head norm, RoPE, K/V write? Plain torch reference.
+"""RoPE scatter: head norm, RoPE and K/V write of fresh projections; plain torch reference.
 
 Shape legend: N packed rows, H/Hkv query/KV heads, Dh head dim, P positions, R pool rows.
 """

@@ -1,4 +1,4 @@
-"""How do the slots of a draft block attend to committed rows, to their own row and to each other? Plain torch reference.
+"""Slot attention: the slots of a draft block over committed rows, their own row and each other; plain torch reference.
 
 Shape legend: B requests, F blocks of a request (padded), K draft slots, L positions of a slot table, P pool rows,
 H query heads, Hkv KV heads, G = H / Hkv, Dh head dim, C KV width of a slot (2 * Hkv * Dh: keys, then values).

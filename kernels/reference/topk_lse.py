@@ -1,4 +1,4 @@
-"""Which k tokens have the largest logits, and what turns a logit into a log-probability? Plain torch reference.
+"""Top-k with log-sum-exp: the k largest logits, and what turns a logit into a log-probability; plain torch reference.
 
 Shape legend: N rows, V vocab.
 """

@@ -12,7 +12,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.bench.engine.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.serving.drafters.interface import Drafter
@@ -28,6 +27,7 @@ from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from tests.helpers.fakes import greedy_continuation, plain_logits, tiny_target
+from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 
 VOCAB = 64
 NUM_TOKENS = 24

@@ -13,7 +13,6 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI
 
-from paceline.bench.engine.scripted_drafters import RepeatDrafter
 from paceline.config import EngineConfig
 from paceline.errors import CapacityError, PacelineError
 from paceline.serving.api.app import build_api
@@ -27,6 +26,7 @@ from paceline.serving.sampling.request import GenerationRequest, RequestStats, R
 from paceline.serving.sampling.text_stream import TokenText
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import tiny_tokenizer
+from tests.helpers.scripted_drafters import RepeatDrafter
 
 TOKENIZER = tiny_tokenizer(300)
 

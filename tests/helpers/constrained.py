@@ -6,7 +6,6 @@ import functools
 import json
 from collections.abc import Iterable, Mapping
 
-from paceline.bench.engine.scripted_drafters import OracleDrafter, RandomDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
@@ -17,6 +16,7 @@ from paceline.serving.sampling.grammar_state import GrammarState
 from paceline.serving.sampling.request import GenerationRequest, GrammarSpec, RequestStatus, RoundEvent, SamplingParams
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import tiny_target, tiny_tokenizer
+from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter
 
 VOCAB = 64
 PAGE = 4

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from paceline.bench.engine.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 from paceline.clock import ManualClock
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
@@ -28,6 +27,7 @@ from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target_model.kv_cache import PageAllocator
 from tests.helpers.constrained import JSON_OBJECT, KINDS, PAGE, VOCAB, Answers, factory, make_engine, target
 from tests.helpers.fakes import plain_logits, prefill
+from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 from tests.serving.engine.test_engine import BrokenDrafter
 from tests.serving.engine.test_engine_random import RowDrafter
 

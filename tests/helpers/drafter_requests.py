@@ -1,4 +1,4 @@
-"""What the tests of drafters with weights share: random weights, scripted requests, and what a proposal must equal."""
+"""Drafter requests: random weights, scripted requests, and what a proposal must equal."""
 
 from __future__ import annotations
 

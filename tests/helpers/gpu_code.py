@@ -1,4 +1,4 @@
-"""What code does the compiler make of the kernels for a GPU? `python tests/helpers/gpu_code.py 90` needs no GPU.
+"""GPU code: what the compiler makes of the kernels; `python tests/helpers/gpu_code.py 90` needs no GPU.
 
 Each launcher is called as on a CUDA device; instead of being launched, a kernel is compiled for the architecture given
 (90 = sm_90) with the signature that the launch would have had, and a line of JSON says what came out.

@@ -1,4 +1,4 @@
-"""How often does a launcher really launch its Triton kernel, and with which constants?"""
+"""Launch counts: how often a launcher really launches its Triton kernel, and with which constants."""
 
 from __future__ import annotations
 

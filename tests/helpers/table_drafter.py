@@ -8,11 +8,11 @@ import math
 
 import torch
 
-from paceline.bench.engine.scripted_drafters import ScriptedDrafter
 from paceline.config import TreeConfig
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.drafters.interface import DraftInputs, Proposal
 from paceline.serving.trees.policy import DraftGroup, RoundDraft, TreePolicy
+from tests.helpers.scripted_drafters import ScriptedDrafter
 
 VOCAB = 40
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter
+from tests.helpers.scripted_drafters import RandomDrafter
 from tests.serving.engine.test_engine import VOCAB, Run, finish, greedy, make_engine
 
 CHUNK, LEAST = 48, 8

@@ -93,23 +93,6 @@ def test_row_counts_rise_and_respect_minimum_and_arm():
         assert counts == sorted(set(counts)) and counts[0] >= 768 and counts[-1] == min(usable, arm.num_rows)
 
 
-def test_a_model_stored_before_rows_could_teach_again_gets_that_coefficients_prior():
-    import msgspec
-
-    new = GainModel()
-    for _ in range(3):
-        new.update("a", FULL, 0.8, 0.5, 0.1, 0.03)
-    old = msgspec.to_builtins(new)
-    assert old["names"].pop(1) == "again"
-    for values in (old["mean"], old["prior_sd"], old["cov"], *old["cov"][:1], *old["cov"][2:]):
-        values.pop(1)
-    read = msgspec.convert(old, GainModel)
-    assert read.names == new.names and len(read.cov) == len(read.cov[0]) == len(read.names)
-    for job in (("a", FULL, 0.8, 0.5), ("new", HEAD, 0.8, 0.5)):
-        assert read.predict(*job)[0] == pytest.approx(new.predict(*job)[0], abs=0.02)
-    assert read.predict("new", FULL, 0.8, 0.5, 0.0)[0] > 0
-
-
 def test_rows_learned_before_teach_less_until_jobs_show_that_they_teach_again():
     model = GainModel()
     fresh, known = (model.predict("a", FULL, 0.8, 0.5, new)[0] for new in (1.0, 0.0))

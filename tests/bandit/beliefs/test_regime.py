@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from paceline.bandit.beliefs.ratio import RatioSums
-from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
+from paceline.bandit.beliefs.regime import CLIP, BucketRegime, MixRegime, has_drifted
 
 
 def _epoch(rng: np.random.Generator, length: float, requests: int = 12) -> RatioSums:
@@ -12,6 +12,16 @@ def _epoch(rng: np.random.Generator, length: float, requests: int = 12) -> Ratio
         level = length * (1 + 0.1 * rng.standard_normal())
         pool.add(rounds * level, rounds)
     return pool
+
+
+@pytest.mark.parametrize(
+    ("seed", "shift", "alarms"), [(0, 2, [38]), (1, -2, [37]), (2, 1, [50]), (3, -1, [57]), (4, 0, []), (5, 0.4, [])]
+)
+def test_the_page_hinkley_test_alarms_where_another_implementation_does(seed, shift, alarms):
+    """Expected: river 0.26.1, PageHinkley(min_instances=3, delta=0.5, threshold=10, alpha=1, mode="both")."""
+    rng = np.random.default_rng(seed)
+    stream = np.clip(rng.normal(0, 1.2, 60) + np.repeat([0, shift], 30), -CLIP, CLIP).tolist()
+    assert [i for i in range(60) if has_drifted(stream[: i + 1])] == alarms
 
 
 def test_stationary_acceptance_raises_no_alarm():

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from paceline.bandit.controller.decision_log import parse_log
 from paceline.bandit.off_policy.log import (
     logged_orders,
     logged_probabilities,
@@ -12,25 +11,8 @@ from paceline.bandit.off_policy.log import (
     translate,
     value_policy,
 )  # fmt: skip
-from paceline.bandit.replay.logged import prepare
-from paceline.bandit.replay.record import record
-from paceline.bandit.replay.scenario import Scenario
-from paceline.bandit.replay.simulate import draw_world, learned_rows, policy_config
-from paceline.bandit.replay.world import World
 from paceline.contracts import Decision
 from paceline.errors import ConfigError
-
-CELL = Scenario(name="x", regime_s=600.0, duration_s=1500.0, recurrence="fresh", train_cost=0.3)
-
-
-@pytest.fixture(scope="module")
-def served():
-    """(prepared log, world that wrote it) of the pay-off rule."""
-    traffic, outcomes = draw_world(CELL, 3)
-    world = World(
-        traffic, outcomes, policy_config("payoff", {"epoch_s": 30.0}, 3), seed=3, learned=learned_rows(CELL, traffic)
-    )
-    return prepare(parse_log(record(world), "log"), "log"), world
 
 
 def test_the_realised_net_is_what_the_ledger_booked(served):

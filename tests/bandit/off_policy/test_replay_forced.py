@@ -5,7 +5,6 @@ import pytest
 from paceline.bandit.off_policy.forced import ForcedWorld, epochs_by_step
 from paceline.bandit.off_policy.log import logged_orders
 from paceline.bandit.replay.logged import logged_config, logged_outcomes
-from tests.bandit.off_policy.test_off_policy_log import served  # noqa: F401 (a fixture)
 
 
 def _forced(service, policy):
@@ -17,7 +16,7 @@ def _forced(service, policy):
 
 
 @pytest.mark.parametrize("policy", ["never", "payoff", "always", "thompson"])
-def test_jobs_and_versions_are_those_of_the_log_whoever_is_asked(served, policy):  # noqa: F811
+def test_jobs_and_versions_are_those_of_the_log_whoever_is_asked(served, policy):
     service, world = served
     replay = _forced(service, policy)
     asked = [replay.forced_step(k) for k in range(service.traffic.num_steps)]
@@ -28,7 +27,7 @@ def test_jobs_and_versions_are_those_of_the_log_whoever_is_asked(served, policy)
     assert replay.never_s == pytest.approx(world.never_s, rel=0.05)
 
 
-def test_what_the_replay_believes_is_what_the_service_believed(served):  # noqa: F811
+def test_what_the_replay_believes_is_what_the_service_believed(served):
     service, _ = served
     replay, orders = _forced(service, "payoff"), logged_orders(service)
     compared, known = 0, set()
@@ -47,7 +46,7 @@ def test_what_the_replay_believes_is_what_the_service_believed(served):  # noqa:
     assert compared >= 1
 
 
-def test_a_copy_runs_on_under_the_policy_and_leaves_the_original_alone(served):  # noqa: F811
+def test_a_copy_runs_on_under_the_policy_and_leaves_the_original_alone(served):
     service, _ = served
     replay = _forced(service, "never")
     for k in range(10):
@@ -57,7 +56,7 @@ def test_a_copy_runs_on_under_the_policy_and_leaves_the_original_alone(served): 
     assert (replay.net_s, replay.num_jobs) == before
 
 
-def test_predictions_do_not_know_how_logged_jobs_went(served):  # noqa: F811
+def test_predictions_do_not_know_how_logged_jobs_went(served):
     service, _ = served
     replay, at = (
         _forced(service, "never"),

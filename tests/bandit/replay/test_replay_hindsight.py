@@ -10,7 +10,7 @@ from paceline.bandit.replay.outcomes import FIRST, TrainOrder
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import draw_world, simulate
 from paceline.bandit.replay.world import STAGING_S
-from tests.bandit.replay.test_replay_oracle import ARM, CONFIG, exhaustive, tiny
+from tests.helpers.tiny_traffic import ARM, CONFIG, exhaustive, tiny
 
 CELLS = [
     {},

@@ -1,17 +1,16 @@
-"""Claims of bench/common/lossless_sampled.py, on answers that the engine drew."""
+"""Claims of bench/common/lossless.py, on answers that the engine drew."""
 
 import pytest
 import torch
 
-from paceline.bench.common.lossless import NEAR_TIE_SHARE
-from paceline.bench.common.lossless_sampled import draw_gaps
+from paceline.bench.common.lossless import NEAR_TIE_SHARE, draw_gaps
 from paceline.bench.engine.arms import BenchGroup, EngineArm, new_engine
-from paceline.bench.engine.scripted_drafters import RandomDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
 from paceline.serving.sampling.request import SamplingParams
 from tests.helpers.fakes import plain_logits, tiny_target
+from tests.helpers.scripted_drafters import RandomDrafter
 
 PROMPT = (5, 9, 7)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.bench.common.trend import second_half, trend
+from paceline.bench.engine.soak import second_half, trend
 
 
 def _noise(rng, count, keep):

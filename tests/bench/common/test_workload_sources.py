@@ -1,11 +1,10 @@
-"""Claims of bench/common/workload_sources.py."""
+"""Claims of bench/common/workloads.py."""
 
 import json
 
 import pytest
 
-from paceline.bench.common.workload_sources import read_questions
-from paceline.bench.common.workloads import BUNDLED_BUCKETS
+from paceline.bench.common.workloads import BUNDLED_BUCKETS, read_questions
 from paceline.errors import ConfigError
 
 

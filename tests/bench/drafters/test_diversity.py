@@ -1,4 +1,4 @@
-"""Claims of bench/drafters/diversity.py."""
+"""Claims of bench/drafters/workload_split.py."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from paceline.bench.drafters.diversity import hidden_means, select_diverse, tfidf
+from paceline.bench.drafters.workload_split import hidden_means, select_diverse, tfidf
 from tests.helpers.fakes import tiny_target
 
 

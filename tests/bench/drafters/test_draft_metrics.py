@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from paceline.bench.common.counted_drafter import CountedDrafter
-from paceline.bench.common.round_log import Round, RoundRecorder
+from paceline.bench.common.recorders import CountedDrafter, Round, RoundRecorder
 from paceline.bench.drafters.metrics import (
     acceptance,
     depth_counts,
@@ -16,11 +15,11 @@ from paceline.bench.drafters.metrics import (
     stream_metrics,
 )
 from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine
-from paceline.bench.engine.scripted_drafters import OracleDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.serving.sampling.request import SamplingParams
 from tests.helpers.fakes import EOS_ID, greedy_continuation, tiny_target
+from tests.helpers.scripted_drafters import OracleDrafter
 
 
 def rounds(*accepted, drafted=3, ms=20.0, room=1000):

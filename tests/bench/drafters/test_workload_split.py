@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.bench.common.workload_sources import Question
+from paceline.bench.common.workloads import Question
 from paceline.bench.drafters.workload_split import (
     domain_workload,
     load_workloads,

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine
-from paceline.bench.engine.lossless_row import lossless_row
+from paceline.bench.engine.cells import lossless_row
 from paceline.bench.engine.run import EngineBenchOptions, quick
-from paceline.bench.engine.scripted_drafters import RandomDrafter
 from paceline.cli.main import app
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
@@ -23,6 +22,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.serving.sampling.request import SamplingParams
 from tests.helpers.api_server import wait_until
 from tests.helpers.fakes import tiny_target
+from tests.helpers.scripted_drafters import RandomDrafter
 
 RUN = CliRunner()
 TINY = ["--buckets", "tools", "--temperature", "0", "--prompts", "2", "--groups", "2", "--warmup", "1", "--max-tokens", "8", "--check", "1", "--threads", "1"]  # fmt: skip

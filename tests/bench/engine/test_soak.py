@@ -6,13 +6,13 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.bench.engine.arms import new_engine
-from paceline.bench.engine.scripted_drafters import RandomDrafter
 from paceline.bench.engine.soak import MIN_JUDGED_S, SoakDriver, SoakTraffic, memory_trend, soak_verdict
 from paceline.cli.main import app
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import PacelineError
 from tests.helpers.fakes import tiny_target
+from tests.helpers.scripted_drafters import RandomDrafter
 
 RUN = CliRunner()
 TEXTS = {"a": [tuple(range(3, 3 + n)) for n in range(4, 12)], "b": [(7, 8, 9)]}

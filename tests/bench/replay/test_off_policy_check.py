@@ -5,18 +5,17 @@ import json
 import numpy as np
 import pytest
 from rich.console import Console
+from scipy import stats
 from typer.testing import CliRunner
 
-from paceline.bench.replay import live as replay_live
-from paceline.bench.replay import off_policy as off_policy_check
 from paceline.bench.replay.live_text import LiveConfig
 from paceline.bench.replay.off_policy import (
     CELL,
     KEEP,
+    METHODS,
     Variant,
     check_one,
     explore,
-    is_consistent,
     run_check,
     run_live_check,
     simulated_world,
@@ -28,6 +27,11 @@ from paceline.errors import PacelineError
 
 QUIET = Console(quiet=True)
 PAYOFF = Variant(policy="payoff")
+
+
+def is_consistent(hits: int, tries: int, level: float = 0.95, alpha: float = 0.01) -> bool:
+    """Whether `hits` of `tries` may come from intervals that cover at `level`: not too few, by a binomial test."""
+    return tries == 0 or float(stats.binom.cdf(hits, tries, level)) >= alpha
 
 
 def test_the_logging_policy_acts_as_often_as_it_says():
@@ -51,9 +55,8 @@ def test_a_check_repeats_by_seed():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_doubly_robust_estimates_cover_the_truth_and_err_no_more_than_importance_sampling(monkeypatch):
-    monkeypatch.setattr(off_policy_check, "STUDY", 6)
-    (found,) = run_check([PAYOFF], 12, workers=1, console=QUIET, draws=3)
+def test_doubly_robust_estimates_cover_the_truth_and_err_no_more_than_importance_sampling():
+    (found,) = run_check([PAYOFF], 12, workers=1, console=QUIET, draws=3, study=6)
     assert found["doubly robust"]["rmse"] <= found["IPS"]["rmse"]
     assert is_consistent(*found["covers_log"]) and is_consistent(*found["covers_told"])
     assert abs(found["doubly robust"]["bias"]) <= 3.0 * found["doubly robust"]["bias_error"]
@@ -61,13 +64,12 @@ def test_doubly_robust_estimates_cover_the_truth_and_err_no_more_than_importance
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_live_check_really_trains_and_keeps_its_jobs(tmp_path, monkeypatch):
+def test_a_live_check_really_trains_and_keeps_its_jobs(tmp_path):
     tiny = LiveConfig(num_requests=40, max_new_tokens=24, num_scored=8, phase_s=40.0)
-    monkeypatch.setattr(replay_live, "SMALL", tiny)
     chosen = [Variant(policy="payoff", settings=(("min_rows", 160), ("horizon_s", 600.0)))]
-    (found,) = run_live_check(chosen, 2, cache=tmp_path, data=None, console=QUIET, draws=2)
+    (found,) = run_live_check(chosen, 2, cache=tmp_path, data=None, console=QUIET, draws=2, config=tiny)
     assert found["num_logs"] == 2 and found["covers_log"][1] == 2
-    assert np.isfinite([found[name]["rmse"] for name in off_policy_check.METHODS]).all()
+    assert np.isfinite([found[name]["rmse"] for name in METHODS]).all()
 
 
 def _row(truth, dr, low, high, verdict="estimated"):

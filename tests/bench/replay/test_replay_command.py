@@ -7,9 +7,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from paceline.bench.replay.report import checks
-from paceline.bench.replay.stats import advice, cell_rows, mean_interval, regret
-from paceline.bench.replay.suggest import suggest
+from paceline.bench.replay.report import checks, suggest
+from paceline.bench.replay.stats import advice, cell_rows, regret
 from paceline.cli.main import app
 from paceline.config import load_config
 from paceline.errors import PacelineError
@@ -88,9 +87,11 @@ def _report(rows):
 
 
 def test_intervals_hold_the_mean_and_shrink_with_seeds():
-    mean, low, high = mean_interval([1.0, 2.0, 3.0, 4.0])
-    assert low < mean == 2.5 < high
-    assert mean_interval([2.0, 2.0]) == (2.0, 2.0, 2.0)
+    few, many = (
+        cell_rows([_row("a", "payoff", i, float(1 + i % 4)) for i in range(n)])[0]["net_percent"] for n in (4, 40)
+    )
+    assert few["low"] < few["mean"] == many["mean"] == 2.5 < few["high"]
+    assert many["high"] - many["low"] < few["high"] - few["low"]
 
 
 def test_regret_is_the_bound_less_the_net():

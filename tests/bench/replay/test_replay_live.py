@@ -5,7 +5,6 @@ import json
 import pytest
 from rich.console import Console
 
-from paceline.bench.replay import live as replay_live
 from paceline.bench.replay.live import run_live
 from paceline.bench.replay.live_text import LiveConfig
 from paceline.bench.replay.plan import variants
@@ -17,10 +16,9 @@ QUIET = Console(quiet=True)
 
 
 @pytest.mark.slow
-def test_jobs_are_real_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(replay_live, "SMALL", TINY)
+def test_jobs_are_real_and_kept(tmp_path):
     chosen = variants(("never", "always"), {"min_rows": [160], "job_time_limit_s": [600.0]})
-    rows, scenarios, notes = run_live(chosen, small=True, num_orders=1, data=None, cache=tmp_path, console=QUIET)
+    rows, scenarios, notes = run_live(chosen, config=TINY, num_orders=1, data=None, cache=tmp_path, console=QUIET)
     never, always = rows
     assert never["net_s"] == pytest.approx(0.0, abs=1e-6) and always["num_jobs"] >= 1
     assert scenarios[0]["orders"] == [["tools", "math", "tools", "facts"]]
@@ -34,11 +32,11 @@ def test_jobs_are_real_and_kept(tmp_path, monkeypatch):
     # a replay whose rows are lost takes texts, jobs and scores from the folder and gives the same figures
     (tmp_path / RUNS_FILE).unlink()
     written = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.json")}
-    again, _, _ = run_live(chosen, small=True, num_orders=1, data=None, cache=tmp_path, console=QUIET)
+    again, _, _ = run_live(chosen, config=TINY, num_orders=1, data=None, cache=tmp_path, console=QUIET)
     assert again == rows
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.json")} == written
 
 
 def test_the_number_of_orders_must_be_at_least_one():
     with pytest.raises(ConfigError, match="seeds must be >= 1"):
-        run_live([], small=True, num_orders=0, data=None, cache=None, console=QUIET)
+        run_live([], config=TINY, num_orders=0, data=None, cache=None, console=QUIET)

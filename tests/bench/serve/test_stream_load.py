@@ -15,7 +15,6 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from typer.testing import CliRunner
 
-from paceline.bench.engine.scripted_drafters import RepeatDrafter
 from paceline.bench.serve import local_service
 from paceline.bench.serve.client import ServerFeatures, StreamClient, StreamRequest, find_features
 from paceline.cli.main import app
@@ -29,6 +28,7 @@ from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread
 from tests.helpers.api_server import TOKENIZER, serve_app, wait_until
 from tests.helpers.fakes import tiny_target
+from tests.helpers.scripted_drafters import RepeatDrafter
 
 RUN = CliRunner()
 TOKEN = "secret-token"

@@ -15,21 +15,33 @@ from paceline.bench.shapes.costs import LayersCost, total, verify_forward
 from paceline.bench.shapes.drafters import (
     DRAFT_VOCAB,
     DRAFTERS,
+    RANK_HIDDEN,
+    SPECBLOCK_LAYERS,
+    TAPS,
     DraftPlan,
     eagle3_forwards,
     num_params,
-    specblock_config,
     specblock_forwards,
     table_forwards,
 )
-from paceline.bench.shapes.kernel_shapes import MODELS, floor_bytes, kv_bytes
+from paceline.bench.shapes.kernel_shapes import MODELS, NUM_SLOTS, Shape, floor_bytes, kv_bytes
 from paceline.bench.shapes.run import LIMIT, context_at_limit, specblock_over_eagle3
 from paceline.bench.shapes.timing import build_part, runner
 from paceline.errors import ConfigError
-from paceline.serving.specblock.model import SpecBlockModel
+from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 
 PLAN = DraftPlan()
 BOTH = pytest.mark.parametrize("model", list(MODELS))
+
+
+def specblock_config(shape: Shape) -> SpecBlockConfig:
+    """The published SpecBlock of a target, as this project's own model takes it."""
+    return SpecBlockConfig(
+        hidden_size=shape.hidden_size, intermediate_size=shape.ffn_size, num_heads=shape.heads, num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim, vocab_size=shape.vocab_size, feature_size=TAPS * shape.hidden_size,
+        embed_size=shape.hidden_size, num_layers=SPECBLOCK_LAYERS, num_slots=NUM_SLOTS, draft_vocab_size=DRAFT_VOCAB,
+        rank_hidden=RANK_HIDDEN,
+    )  # fmt: skip
 
 
 def _size(module: nn.Module) -> int:

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.kernels.dispatch import select_kernels
 from paceline.kernels.gpu import tree_attention
@@ -16,6 +15,7 @@ from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.target_model.model import TargetBatch, TargetModel
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
+from tests.helpers.scripted_drafters import RandomDrafter
 
 VOCAB = 64
 SCRATCH = 40

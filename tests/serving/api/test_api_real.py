@@ -9,7 +9,6 @@ import httpx
 import openai
 import pytest
 
-from paceline.bench.engine.scripted_drafters import RepeatDrafter
 from paceline.config import EngineConfig
 from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
@@ -19,6 +18,7 @@ from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread
 from tests.helpers.api_server import serve_app, wait_until
 from tests.helpers.fakes import greedy_continuation, tiny_target
+from tests.helpers.scripted_drafters import RepeatDrafter
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import jsonschema
 import openai
 import pytest
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter
 from paceline.config import EngineConfig
 from paceline.errors import RequestError
 from paceline.serving.api.access_log import AccessRecord
@@ -29,6 +28,7 @@ from paceline.serving.sampling.request import GenerationRequest, GrammarSpec, Sa
 from tests.helpers.api_server import ScriptedEngine, serve_app
 from tests.helpers.constrained import PERSON
 from tests.helpers.fakes import tiny_target
+from tests.helpers.scripted_drafters import RandomDrafter
 
 SCHEMA = {**PERSON, "x-guidance": {"whitespace_flexible": False}}
 

@@ -1,9 +1,9 @@
 """A canary in the engine: its share of requests, the same tokens, counted errors; tenants on traces."""
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter
 from paceline.contracts import is_canary
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
+from tests.helpers.scripted_drafters import RandomDrafter
 from tests.serving.engine.test_engine import PROMPT, VOCAB, Run, Sinks, finish, make_engine
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.bench.engine.scripted_drafters import NoneDrafter, RandomDrafter, ScriptedDrafter
 from paceline.config import TreeConfig
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.drafters.interface import Frontier, Proposal
@@ -17,6 +16,7 @@ from paceline.serving.drafters.mixed import MixedDrafter
 from paceline.serving.drafters.text import SuffixDrafter
 from paceline.serving.trees.policy import DraftGroup, TreePolicy, draft_fixed
 from paceline.serving.trees.verify import accept
+from tests.helpers.scripted_drafters import NoneDrafter, RandomDrafter, ScriptedDrafter
 from tests.helpers.table_drafter import lattice, paths_of, random_edges
 from tests.serving.trees.test_device_draft import DevicePolicy
 from tests.serving.trees.test_tree_policy import VOCAB, inputs_for

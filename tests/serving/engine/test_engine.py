@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter, RepeatDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import CapacityError, ConfigError, RequestError
@@ -18,6 +17,7 @@ from paceline.serving.engine.output import ROUND_COLUMNS
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from tests.helpers.fakes import EOS_ID, greedy_continuation, tiny_target
+from tests.helpers.scripted_drafters import RandomDrafter, RepeatDrafter
 
 VOCAB = 64
 PROMPT = (10, 11, 12, 13, 14)

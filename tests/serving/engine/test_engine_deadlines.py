@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter
 from paceline.clock import ManualClock
 from paceline.config import EngineConfig
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
+from tests.helpers.scripted_drafters import RandomDrafter
 from tests.serving.engine.test_engine import TREE, VOCAB, Run, finish, greedy, make_engine, target
 from tests.serving.engine.test_engine_prefix import PROMPTS, SYSTEM, submit
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter, RepeatDrafter
 from paceline.config import EngineConfig
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
 from tests.helpers.fakes import greedy_continuation, tiny_target
+from tests.helpers.scripted_drafters import RandomDrafter, RepeatDrafter
 
 TARGET = tiny_target(context=128)
 PROMPTS = ((10, 11, 12, 13, 14), (20, 21, 22))

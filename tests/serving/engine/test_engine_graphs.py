@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 
-from paceline.bench.engine.scripted_drafters import OracleDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.serving.drafters.slots import DrafterSlots
@@ -17,6 +16,7 @@ from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
+from tests.helpers.scripted_drafters import OracleDrafter
 from tests.helpers.static_kernels import STATIC_KERNELS
 from tests.serving.trees.test_device_draft import DevicePolicy
 

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.bench.engine.scripted_drafters import OracleDrafter, RandomDrafter, RepeatDrafter
 from paceline.clock import ManualClock
 from paceline.config import EngineConfig
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from tests.helpers.fakes import plain_logits
+from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter, RepeatDrafter
 from tests.serving.engine.test_engine import PROMPT, TREE, VOCAB, Run, Sinks, finish, greedy, make_engine, target
 
 

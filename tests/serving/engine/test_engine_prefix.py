@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter
 from paceline.config import EngineConfig
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from tests.helpers.scripted_drafters import RandomDrafter
 from tests.serving.engine.test_engine import VOCAB, FeatureDrafter, Run, Sinks, finish, greedy, make_engine, target
 
 SYSTEM = tuple(3 + (11 * k + k * k) % 60 for k in range(24))

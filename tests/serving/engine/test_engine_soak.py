@@ -10,7 +10,6 @@ import numpy as np
 import psutil
 import pytest
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter, RepeatDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.serving.drafters.slots import DrafterSlots
@@ -18,6 +17,7 @@ from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from tests.helpers.fakes import tiny_target
+from tests.helpers.scripted_drafters import RandomDrafter, RepeatDrafter
 
 VOCAB = 64
 NUM_REQUESTS, WARM_REQUESTS = 1000, 300

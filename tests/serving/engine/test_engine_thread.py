@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter, RepeatDrafter
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.serving.engine.thread import EngineThread
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
+from tests.helpers.scripted_drafters import RandomDrafter, RepeatDrafter
 from tests.serving.engine.test_engine import PROMPT, VOCAB, Run, finish, greedy, make_engine
 
 

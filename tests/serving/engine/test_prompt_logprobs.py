@@ -7,13 +7,13 @@ import functools
 import pytest
 import torch
 
-from paceline.bench.engine.scripted_drafters import RepeatDrafter
 from paceline.config import EngineConfig
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.prefill import bound_chunks
 from paceline.serving.sampling.request import GenerationRequest, RequestTrace, RoundEvent, SamplingParams, TokenLogprob
 from tests.helpers.fakes import greedy_continuation, plain_logits, tiny_target
+from tests.helpers.scripted_drafters import RepeatDrafter
 
 PROMPT = tuple(3 + (i * 7) % 50 for i in range(40))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
@@ -13,6 +12,7 @@ from paceline.serving.loading.calibration import EngineProbe
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.trees.policy import TreePolicy
 from tests.helpers.fakes import tiny_target
+from tests.helpers.scripted_drafters import RandomDrafter
 from tests.helpers.static_kernels import STATIC_KERNELS
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.bench.engine.scripted_drafters import RepeatDrafter
 from paceline.config import EngineConfig, IngressConfig, TreeConfig
 from paceline.errors import CapacityError, EngineStoppedError
 from paceline.serving.api.app import build_api
@@ -27,6 +26,7 @@ from paceline.serving.resume.stream import EngineFacts, StreamItem, decode_item,
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from tests.helpers.api_server import ScriptedEngine
 from tests.helpers.fakes import tiny_target
+from tests.helpers.scripted_drafters import RepeatDrafter
 
 PROMPT = [10, 11, 12, 13, 10, 11]
 BODY = {

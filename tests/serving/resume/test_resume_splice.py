@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.bench.engine.scripted_drafters import RepeatDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import RequestError
@@ -20,6 +19,7 @@ from paceline.serving.resume.client import Splice
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
 from paceline.serving.sampling.text_stream import TokenText
 from tests.helpers.fakes import tiny_target
+from tests.helpers.scripted_drafters import RepeatDrafter
 
 VOCAB, NUM_TOKENS = 64, 20
 PROMPT = (10, 11, 12, 13, 14, 10, 11)

@@ -9,7 +9,6 @@ from collections import Counter
 import jsonschema
 import pytest
 
-from paceline.bench.engine.scripted_drafters import OracleDrafter
 from paceline.serving.sampling.grammar_state import GrammarState
 from tests.helpers.constrained import (
     DEAD_END,
@@ -27,6 +26,7 @@ from tests.helpers.constrained import (
     texts,
 )
 from tests.helpers.fakes import EOS_ID
+from tests.helpers.scripted_drafters import OracleDrafter
 
 
 def check_answer(name: str, tokens: list[int], reason: str) -> None:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from paceline.bench.engine.scripted_drafters import OracleDrafter
 from paceline.config import EngineConfig, TreeConfig
 from paceline.errors import ConfigError
 from paceline.serving.drafters.slots import DrafterSlots
@@ -18,6 +17,7 @@ from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetModel
 from paceline.serving.target_model.tensor_parallel import Order, Orders, check_split, drop_tables, load_parallel
 from tests.helpers.fakes import prefill, tiny_model, tiny_target, tiny_tokenizer
+from tests.helpers.scripted_drafters import OracleDrafter
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order
 NUM_TOKENS = 10

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter
 from paceline.serving.trees.builder import append_block, block_candidates, choose_frontier
 from paceline.serving.trees.bundle import BundleExpansion
 from paceline.serving.trees.host_tree import HostCandidates, HostProposal
+from tests.helpers.scripted_drafters import RandomDrafter
 from tests.helpers.table_drafter import bundle_tree, draft_tables, paths_of, random_edges, random_tables
 from tests.serving.trees.test_device_draft import TwinDrafter
 from tests.serving.trees.test_tree_policy import VOCAB, inputs_for

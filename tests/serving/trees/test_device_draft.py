@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.bench.engine.scripted_drafters import NoneDrafter, RandomDrafter
 from paceline.config import TreeConfig
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.drafters.interface import Proposal
@@ -14,6 +13,7 @@ from paceline.serving.trees.builder import append_block, block_candidates, dense
 from paceline.serving.trees.policy import DraftGroup, RoundDraft, TreePolicy
 from paceline.serving.trees.tree import TreeBatch
 from paceline.serving.trees.verify import accept
+from tests.helpers.scripted_drafters import NoneDrafter, RandomDrafter
 from tests.helpers.static_kernels import StrictGraphs
 from tests.serving.trees.test_tree_policy import VOCAB, BrokenDrafter, inputs_for
 

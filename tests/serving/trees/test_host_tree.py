@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter, ScriptedDrafter
 from paceline.config import TreeConfig
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.drafters.interface import DraftInputs, Frontier, Proposal
@@ -13,6 +12,7 @@ from paceline.serving.sampling.draw import SamplingBatch, TokenCounts
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.trees.policy import DraftGroup, TreePolicy
 from paceline.serving.trees.verify import accept, verify
+from tests.helpers.scripted_drafters import RandomDrafter, ScriptedDrafter
 
 VOCAB = 12
 

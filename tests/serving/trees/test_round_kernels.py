@@ -11,7 +11,6 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from paceline.bench.engine.scripted_drafters import RandomDrafter
 from paceline.errors import ConfigError
 from paceline.kernels.dispatch import select_kernels
 from paceline.kernels.gpu import draft_ingest, rope_scatter, slot_attention, topk_lse, tree_accept, tree_build
@@ -30,6 +29,7 @@ from paceline.serving.trees.verify import accept
 from tests.helpers.drafter_requests import make_inputs, new_requests
 from tests.helpers.fakes import prefill, tiny_model, tiny_tokenizer
 from tests.helpers.launches import count_launches, note_constants
+from tests.helpers.scripted_drafters import RandomDrafter
 from tests.helpers.static_kernels import STATIC_KERNELS, StrictGraphs
 from tests.serving.eagle3.test_eagle_drafter import tiny_model as tiny_eagle
 from tests.serving.engine.test_engine_graphs import TREE, CountingGraphs, generate, make_engine, specblock

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.bench.engine.scripted_drafters import NoneDrafter, OracleDrafter, RandomDrafter, ScriptedDrafter
 from paceline.config import TreeConfig
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.drafters.interface import DraftInputs, Proposal
 from paceline.serving.trees.policy import DraftGroup, TreePolicy, draft_fixed
 from paceline.serving.trees.verify import accept
+from tests.helpers.scripted_drafters import NoneDrafter, OracleDrafter, RandomDrafter, ScriptedDrafter
 
 VOCAB = 32
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.bench.engine.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 from paceline.serving.drafters.interface import DraftInputs
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.trees.policy import draft_fixed
 from paceline.serving.trees.tree import TreeBatch
 from paceline.serving.trees.verify import accept, draw_all, owners, verify
+from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 
 
 def inputs_for(histories, temperatures=None):

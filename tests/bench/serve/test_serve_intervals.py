@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.bench.serve.answer_intervals import mean_with_interval, percentiles_with_intervals, ratio_with_interval
+from paceline.bench.serve.stats import mean_with_interval, percentiles_with_intervals, ratio_with_interval
 
 
 def test_percentiles_are_those_of_all_values_in_ms():

@@ -1,4 +1,4 @@
-"""Which drafters have known behaviour, for tests, fault drills and baselines?
+"""Scripted drafters: proposals of known behaviour.
 
 Shape legend: B requests, F frontier leaves, S draft slots, K candidates per slot.
 """

@@ -1,0 +1,117 @@
+"""Bootstrap: sums over resamples of the samples, and intervals that cover what they say even for few samples.
+
+A sample is what was drawn independently: a prompt, a group of requests, a seed. What belongs to one sample (both sides of
+a comparison, all chunks of an answer) is drawn together.
+Shape legend: C columns, n samples, R resamples.
+Source: Hesterberg 2015, "What Teachers Should Know About the Bootstrap", arXiv 1411.5279 (narrowness of the percentile
+interval: normal instead of t quantiles, and a variance with n instead of n - 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.95
+_CHUNK = 4_000_000
+"""Counts held at once."""
+
+
+def resample_counts(num_samples: int, num_resamples: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """How often each sample is drawn: (r, n) blocks that make up num_resamples rows."""
+    share = np.full(num_samples, 1 / num_samples)
+    rows = max(1, _CHUNK // num_samples)
+    for at in range(0, num_resamples, rows):
+        yield rng.multinomial(num_samples, share, size=min(rows, num_resamples - at))
+
+
+def resampled(
+    columns: np.ndarray,
+    statistic: Callable[[np.ndarray], np.ndarray],
+    *,
+    num_resamples: int = 4000,
+    seed: int | np.random.Generator = 0,
+) -> tuple[float, np.ndarray]:
+    """The statistic of the columns' sums, and of the sums over bootstrap resamples of the samples.
+
+    Args:
+        columns: (C, n), n >= 1; a sample is drawn with all its columns.
+        statistic: (C, R) sums -> (R,) values.
+    Returns: the value over all samples; (R,) values over resamples.
+    """
+    columns = np.asarray(columns, dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    sums = [columns @ counts.T for counts in resample_counts(columns.shape[1], num_resamples, rng)]
+    with np.errstate(divide="ignore", invalid="ignore"):  # a resample may hold no round at all
+        return float(statistic(columns.sum(1, keepdims=True))[0]), statistic(np.concatenate(sums, axis=1))
+
+
+def interval(
+    value: float,
+    values: np.ndarray,
+    num_samples: int,
+    *,
+    level: float = LEVEL,
+    is_positive: bool = False,
+    digits: int = 4,
+) -> list[float] | None:
+    """Ends of the two-sided percentile interval, their distances from `value` stretched by sqrt(n / (n - 1)) t / z.
+
+    Args:
+        value: over all samples. values: (R,) over resamples; those that are not finite are left out.
+        is_positive: the quantity cannot be negative: distances are taken in its logarithm where that exists.
+        digits: of the rounded ends.
+    Returns: None where one sample, or no finite value, gives none.
+    """
+    values = values[np.isfinite(values)]
+    if num_samples < 2 or not len(values):
+        return None
+    is_log = is_positive and value > 0 and values.min() > 0
+    at, spread = (math.log(value), np.log(values)) if is_log else (value, values)
+    upper = (1 + level) / 2
+    stretch = math.sqrt(num_samples / (num_samples - 1)) * stats.t.ppf(upper, num_samples - 1) / stats.norm.ppf(upper)
+    ends = at + stretch * (np.quantile(spread, [1 - upper, upper]) - at)
+    ends = np.exp(np.minimum(ends, 700.0)) if is_log else ends.clip(0) if is_positive else ends
+    return [round(float(end), digits) for end in ends]
+
+
+def expanded_level(num_samples: int, level: float = LEVEL) -> float:
+    """Level of the percentile interval that covers `level`, for statistics whose distances mean little (percentiles)."""
+    t = stats.t.ppf((1 + level) / 2, num_samples - 1)
+    return float(2 * stats.norm.cdf(math.sqrt(num_samples / (num_samples - 1)) * t) - 1)
+
+
+def mean_interval(
+    values: Sequence[float], *, level: float = LEVEL, is_positive: bool = False, digits: int = 4
+) -> tuple[float, list[float] | None]:
+    """The mean of at least one value, and its interval."""
+    mean, means = resampled(np.array([values, np.ones(len(values))]), lambda sums: sums[0] / sums[1])
+    return mean, interval(mean, means, len(values), level=level, is_positive=is_positive, digits=digits)
+
+
+def ratio_interval(
+    tops: Sequence[float], bottoms: Sequence[float], *, digits: int = 4
+) -> tuple[float, list[float] | None]:
+    """sum(tops) / sum(bottoms), both positive and sampled in pairs, and its interval."""
+    value, values = resampled(np.array([tops, bottoms]), lambda sums: sums[0] / sums[1])
+    return value, interval(value, values, len(tops), is_positive=True, digits=digits)
+
+
+def rate_ratio(
+    a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], *, is_paired: bool = True
+) -> tuple[float, list[float] | None]:
+    """Rate of `a` over rate of `b` with its interval; a rate is sum(tokens) / sum(seconds).
+
+    Args:
+        a, b: (2, n) tokens and seconds. is_paired: sample i of both is the same prompt or group, and both are drawn
+            together, so that a hard one counts on both sides or on neither; otherwise each is resampled by itself.
+    """
+    if is_paired:
+        value, values = resampled(np.array([*a, *b]), lambda s: (s[0] / s[1]) / (s[2] / s[3]))
+    else:
+        own, over = (resampled(np.array(x), lambda s: s[0] / s[1], seed=i) for i, x in enumerate((a, b)))
+        value, values = own[0] / over[0], own[1] / over[1]
+    return value, interval(value, values, min(len(a[0]), len(b[0])), is_positive=True)
