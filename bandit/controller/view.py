@@ -23,7 +23,7 @@ def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, bal
     for bucket, versions in state.table.scores.items():
         known = {version: state.table.estimate(bucket, version) for version in versions}
         scores[bucket] = {version: found[0] for version, found in known.items() if found is not None}
-    regime = state.regime
+    regime, totals = state.regime, state.ledger.totals
     return {
         "policy": state.policy,
         "epoch": state.epoch,
@@ -37,13 +37,13 @@ def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, bal
         "posterior": arm_posteriors(state.gains),
         "drift_alarms": {name: bucket.num_alarms for name, bucket in state.buckets.items()},
         "ledger": {
-            **state.ledger.totals,
-            "spent_s": state.ledger.spent_s(),
-            "saved_s": state.ledger.saved_s(),
+            **totals.by_kind(),
+            "spent_s": totals.spent_s(),
+            "saved_s": totals.saved_s(),
             "saved_error_s": state.savings.standard_error_s(),
-            "net_s": state.ledger.net_s(),
-            "saved_interval_s": list(state.ledger.sums.saved_interval_s()),
-            "cells": state.ledger.sums.rows(),
+            "net_s": totals.saved_s() - totals.spent_s(),
+            "saved_interval_s": list(totals.saved_interval_s()),
+            "cells": totals.rows(),
         },
         "bank_s": balance_s,
         "job": msgspec.to_builtins(state.job) if state.job is not None else None,

@@ -1,4 +1,4 @@
-"""What do policies remember from one epoch to the next?"""
+"""Policy memory: what policies remember from one epoch to the next."""
 
 from __future__ import annotations
 
@@ -88,11 +88,6 @@ class HedgeWeights(msgspec.Struct):
         if self.weights:
             even = share / len(self.weights)
             self._normalise({v: (1.0 - share) * w + even for v, w in self.weights.items()})
-
-    def mean_loss(self, losses: Mapping[str, float]) -> float:
-        """Loss of the weighted mixture of the versions that have one."""
-        mass = sum(self.weights[v] for v in losses if v in self.weights)
-        return sum(self.weights[v] * x for v, x in losses.items() if v in self.weights) / mass if mass > 0 else 0.0
 
 
 class PolicyMemory(msgspec.Struct):

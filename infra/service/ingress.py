@@ -1,4 +1,4 @@
-"""How is a service put together whose answers outlive the replica that writes them (`resume: true`)?
+"""Ingress: the front of a service whose answers outlive the replica that writes them (`resume: true`).
 
 Two deployments: `ingress` speaks HTTP and has the tokenizer, `engine` has the models and is reached through a Serve
 handle. What a request does when its engine dies is serving/resume/client.py; here is only what Ray brings.
