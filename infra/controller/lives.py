@@ -84,7 +84,6 @@ class Lives:
 
     def note_result(self, job: TrainJob, result: TrainResult, now: float) -> None:
         """A training job has ended: TRAINED and SHADOWED, or the end of the matter."""
-        self.note_order(job, now)  # a job of a state from before the table was kept
         lives, key = self._state.lifecycle, _job_key(job)
         if result.status not in ("accepted", "rejected"):
             self.move(key, _S.FAILED, f"{result.status}: {result.reason}", now)

@@ -23,6 +23,8 @@ class Fault:
 
     def __init__(self) -> None:
         self.mode, self._left = "", -1
+        self.fired: set[str] = set()
+        """Modes that have struck."""
 
     def arm(self, mode: str, at: int) -> None:
         """Let the write that comes `at` others later fail; '' = none."""
@@ -35,6 +37,7 @@ class Fault:
         if self._left >= 0:
             return write()
         mode, self.mode = self.mode, ""
+        self.fired.add(mode)
         if mode == "before":
             raise Killed
         write()

@@ -19,7 +19,7 @@ from paceline.bandit.ledger.totals import (
     LedgerTotals,
     fold_entries,
 )
-from paceline.contracts import LedgerEntry, decode, encode
+from paceline.contracts import LedgerEntry
 from tests.bandit.ledger.test_savings import _epoch, _stats
 
 
@@ -66,13 +66,6 @@ def test_the_running_totals_and_the_fold_of_the_entries_are_the_same_also_over_t
     booked = [e for e in sorted(entries, key=lambda e: (e.ts, e.entry_id)) if ledger.add(e)]
     assert ledger.totals == fold_entries(booked)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(ledger), type=Ledger) == ledger
-
-
-def test_entries_without_the_later_fields_are_read():
-    old = {"entry_id": "d1:saving", "ts": 1.0, "kind": "saving", "bucket": "a", "version": "v", "seconds": 2.0}
-    entry = decode(msgspec.msgpack.encode(old), LedgerEntry)
-    assert (entry.arm, entry.standard_error_s) == (None, 0.0)
-    assert decode(encode(entry), LedgerEntry) == entry
 
 
 @given(st.lists(st.tuples(st.floats(0, 200), st.floats(0, 5)), min_size=1, max_size=20))

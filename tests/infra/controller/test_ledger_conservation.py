@@ -229,6 +229,7 @@ def test_no_fault_of_the_controller_changes_the_ledger(shared_redis, tmp_path, f
             "training", "shadow", "staging", "interference", "saving",
         }  # fmt: skip
         assert len(service.trainer.journal) >= 3
+        assert service.fault.fired == set(MODES)
 
 
 @pytest.mark.slow
