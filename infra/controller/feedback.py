@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import redis
 from redis.exceptions import RedisError, ResponseError
 
+from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
 from paceline.contracts import FeedbackBatch, decode
+from paceline.infra.controller.lives import Lives
 from paceline.infra.controller.store import Books
 from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.redis_clients import FEEDBACK_GROUP, Keys, stream_entries
@@ -90,12 +91,6 @@ class FeedbackConsumer:
             return Entry(entry_id=entry_id, batch=None)
 
 
-class Sink(Protocol):
-    """Who folds the batches."""
-
-    def observe(self, batch: FeedbackBatch) -> None: ...
-
-
 class Feedback:
     """Gives every batch once to traffic statistics, life cycles and policy; its counts are in the state.
 
@@ -104,7 +99,14 @@ class Feedback:
     """
 
     def __init__(
-        self, consumer: FeedbackConsumer, books: Books, *, lives: Sink, policy: Sink, errors: ErrorCount, clock: Clock
+        self,
+        consumer: FeedbackConsumer,
+        books: Books,
+        *,
+        lives: Lives,
+        policy: Controller,
+        errors: ErrorCount,
+        clock: Clock,
     ) -> None:
         self.consumer = consumer
         self._books, self._lives, self._policy = books, lives, policy

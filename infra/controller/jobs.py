@@ -20,6 +20,7 @@ import redis
 from redis.exceptions import RedisError, WatchError
 
 from paceline.adapt.versions.lifecycle import DrafterStatus
+from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Decision, DesiredState, TrainJob, TrainResult, decode, encode
@@ -326,15 +327,6 @@ def failed(job_id: str, reason: str, *, train_s: float = 0.0) -> TrainResult:
     return TrainResult(job_id=job_id, status="failed", version=None, reason=reason, train_s=train_s, shadow_s=0.0)
 
 
-class Outcomes(Protocol):
-    """What the policy's controller is asked about jobs."""
-
-    def arm_of(self, decision: Decision) -> ArmSpec: ...
-
-    def job_finished(self, result: TrainResult, *, decision_id: int, now: float) -> Any:
-        """A JobOutcome: `publish` is the version to make live now, `reason` says why."""
-
-
 class Jobs:
     """Orders the job of a decision, follows it, hands its outcome to the policy and its version to the life cycles."""
 
@@ -346,7 +338,7 @@ class Jobs:
         books: Books,
         surroundings: Surroundings,
         lives: Lives,
-        policy: Outcomes,
+        policy: Controller,
         *,
         errors: ErrorCount,
         clock: Clock,

@@ -7,15 +7,15 @@ moment the process is killed at. Weights are deleted only after the commit that 
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
 
 import msgspec
 
 from paceline.adapt.versions.lifecycle import JOB_PREFIX, DrafterStatus, Transition
 from paceline.adapt.versions.pool import best_versions, choose_evictions
+from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
 from paceline.config import RolloutConfig
-from paceline.contracts import Decision, DesiredState, FeedbackBatch, ReplicaReport, TrainJob, TrainResult
+from paceline.contracts import DesiredState, FeedbackBatch, ReplicaReport, TrainJob, TrainResult
 from paceline.errors import DrafterMismatchError, PacelineError
 from paceline.infra.controller import rollout
 from paceline.infra.controller.rollout import Outcome, Verdict
@@ -32,18 +32,6 @@ _KEPT_HISTORY = 3
 """Latest versions that were live: rollbacks lead there, so their weights stay."""
 
 
-class Policy(Protocol):
-    """What life cycles tell the policy's controller."""
-
-    def canary_ended(self, decision_id: int, outcome: str) -> Any: ...
-
-    def staged(self, decision_id: int, seconds: float, now: float, tag: str) -> Any: ...
-
-    def manual(self, action: str, version: str, now: float, reason: str) -> Decision: ...
-
-    def unpin(self) -> None: ...
-
-
 class Lives:
     """Carries versions through their life; single-threaded."""
 
@@ -52,7 +40,7 @@ class Lives:
         config: RolloutConfig,
         books: Books,
         surroundings: Surroundings,
-        policy: Policy,
+        policy: Controller,
         *,
         holdback_percent: int,
         errors: ErrorCount,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
 
 import msgspec
 
 from paceline.bandit.beliefs.observation import HostContext
+from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
 from paceline.contracts import Decision, DesiredState
 from paceline.infra.controller.jobs import Jobs
@@ -23,28 +23,12 @@ COMMANDS = ("pause", "set_policy", "set_bank", "train", "pin", "unpin", "canary"
 """Methods of Orders that operators may call."""
 
 
-class Policy(Protocol):
-    """What decides."""
-
-    def tick(self, now: float, context: HostContext) -> list[Decision]: ...
-
-    def closed_epoch(self) -> Any: ...
-
-    def set_policy(self, name: str) -> None: ...
-
-    def set_bank(self, start_s: float) -> None: ...
-
-    def train_now(self, bucket: str, arm: str, now: float, context: HostContext) -> Decision: ...
-
-    def unpin(self) -> None: ...
-
-
 class Orders:
     """Asks the policy and does what it says; does what operators say."""
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Controller,
         books: Books,
         surroundings: Surroundings,
         pool: WeightPool,

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import fsspec
 import msgspec
@@ -27,6 +27,7 @@ from redis.exceptions import WatchError
 
 from paceline.adapt.data.blob_io import write_atomic
 from paceline.adapt.versions.lifecycle import Lifecycle
+from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
 from paceline.contracts import Decision, DesiredState, LedgerEntry, TrainJob, decode, encode
 from paceline.errors import FencedError
@@ -317,14 +318,6 @@ class ControllerStore:
             del self.decisions[old]
 
 
-class Drained(Protocol):
-    """What Books need of the policy's controller."""
-
-    def drain(self) -> tuple[list[Decision], list[LedgerEntry]]: ...
-
-    def state(self) -> bytes: ...
-
-
 class Books:
     """The state, and what has come together for its next commit. Everything that changes goes through here."""
 
@@ -332,7 +325,7 @@ class Books:
         self,
         store: ControllerStore,
         state: HostState,
-        controller: Drained,
+        controller: Controller,
         *,
         clock: Clock,
         commit_every_s: float = 0.5,
