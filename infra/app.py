@@ -21,17 +21,19 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
 from paceline.clock import SystemClock
-from paceline.config import ServiceConfig, build_config, to_dict
+from paceline.config import ServiceConfig, to_dict
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import stop_controller
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas
 from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
-from paceline.infra.service.parts import StorePaths, ensure_first_version, is_adaptive, replica_values
+from paceline.infra.service.parts import StorePaths, is_adaptive, replica_values
 from paceline.infra.service.stop_signals import kept_sigterm
-from paceline.infra.state.redis_clients import Keys, redact
+from paceline.infra.state.desired import ensure_first_version
+from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis, configured_redis_url, resolve_redis
 from paceline.infra.web.access import configured_admin_token
 from paceline.paths import resolve_drafter, resolve_model
+from paceline.records import build as build_record
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ def build(args: Mapping[str, Any]) -> Application:
 
     Raises: ConfigError on an unknown key. Without redis_url (or PACELINE_REDIS_URL) replicas serve their first drafter and nothing adapts.
     """
-    config = build_config(ServiceConfig, dict(args))
+    config = build_record(ServiceConfig, dict(args))
     config = replace(config, redis_url=configured_redis_url(config), admin_token=configured_admin_token(config))
     return _bind(config, deployment_limits(config))
 
@@ -135,15 +137,16 @@ def register_first_drafter(config: ServiceConfig) -> None:
     Done before the replicas start, so that a wrong drafter ends in one clear error.
     Raises: ConfigError, DrafterMismatchError.
     """
+    from paceline.adapt.families.target_handle import load_target_handle
     from paceline.adapt.versions.registry import DrafterRegistry
-    from paceline.infra.service.parts import make_slots
-    from paceline.serving.target_model.model import TargetModel
+    from paceline.infra.service.parts import drafter_taps, make_slots
 
     assert config.redis_url is not None
-    target = TargetModel.load(resolve_model(config.model), device="cpu", dtype=config.dtype)
+    target = load_target_handle(resolve_model(config.model), tap_layers=drafter_taps(config))
     slots = make_slots(config, target, DrafterRegistry(StorePaths.of(config).registry))
     keys, now = Keys(config.model_name), SystemClock().now()
-    ensure_first_version(config.redis_url, keys, slots.first_version, config.policy.holdback_percent, now)
+    with patient_client(config.redis_url) as client:
+        ensure_first_version(client, keys, slots.first_version, config.policy.holdback_percent, now)
 
 
 def claim_port(host: str, port: int) -> int:

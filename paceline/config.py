@@ -311,11 +311,6 @@ class ServiceConfig:
         require(self.drafter != "none" or mix == "none", rule, mix)
 
 
-def build_config(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:
-    """A configuration from plain values; raises ConfigError on an unknown key, a wrong type or a value out of bounds."""
-    return build(kind, values, path)
-
-
 def load_config(path: str | Path) -> ServiceConfig:
     """Read a YAML service configuration; raises ConfigError with the offending key."""
     import yaml
@@ -368,7 +363,7 @@ class ServeOptions:
 
 
 def to_dict(config: Any) -> dict:
-    """Plain values of a configuration, the inverse of build_config."""
+    """Plain values of a configuration, the inverse of build."""
     return dataclasses.asdict(config)
 
 

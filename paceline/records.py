@@ -126,16 +126,19 @@ def record(path: str | None = None) -> Callable[[type[C]], type[C]]:
 
         init.__wrapped__ = check  # type: ignore[attr-defined]
         kind.__init__ = init  # type: ignore[method-assign]
+        kind.record_path = path or ""  # type: ignore[attr-defined]
         return typing.cast(type[C], kind)
 
     return make
 
 
-def build(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:
+def build(kind: type[C], values: Mapping[str, Any], path: str | None = None) -> C:
     """A record (or a dataclass with `__pydantic_config__ = STRICT`) of plain values, as YAML and JSON have them.
 
-    path: before the names in errors. Raises: ConfigError on an unknown name, a wrong type or a value out of bounds.
+    path: before the names in errors; None = the record's own. Raises: ConfigError on an unknown name, a wrong type or a
+    value out of bounds.
     """
+    path = getattr(kind, "record_path", "") if path is None else path
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path.rstrip('.') or 'configuration'} must be a mapping, got {type(values).__name__}")
     try:

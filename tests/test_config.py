@@ -10,12 +10,12 @@ from paceline.config import (
     ServeOptions,
     ServiceConfig,
     TreeConfig,
-    build_config,
     load_config,
     override,
     to_dict,
 )
 from paceline.errors import ConfigError
+from paceline.records import build
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ from paceline.errors import ConfigError
 )
 def test_wrong_setting_is_refused_by_name(values, message):
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
-        build_config(ServiceConfig, values)
+        build(ServiceConfig, values)
 
 
 def test_configuration_survives_the_way_through_plain_values():
-    config = build_config(ServiceConfig, {"engine": {"tree": {"node_buckets": [0, 4]}}, "policy": {"bank_s": 5}})
-    assert build_config(ServiceConfig, to_dict(config)) == config
+    config = build(ServiceConfig, {"engine": {"tree": {"node_buckets": [0, 4]}}, "policy": {"bank_s": 5}})
+    assert build(ServiceConfig, to_dict(config)) == config
     assert config.policy.bank_s == 5.0
 
 
@@ -109,7 +109,7 @@ def test_options_of_serve_change_a_file_only_where_given(tmp_path):
 def test_more_draft_tokens_continue_the_budgets_and_reach_replicas_as_plain_values():
     config = ServeOptions(changes={"engine.tree.max_draft_tokens": 32, "engine.tree.policy": "bastion"}).service()
     assert config.engine.tree.node_buckets[-1] == 32
-    assert build_config(ServiceConfig, to_dict(config)) == config
+    assert build(ServiceConfig, to_dict(config)) == config
 
 
 def test_a_model_of_ones_own_gets_a_drafter_that_fits_every_target(tmp_path):

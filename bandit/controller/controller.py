@@ -1,11 +1,9 @@
-"""What may an operator order whatever the policy thinks of it: a training job now, another balance of the bank?
-
-What should happen now: hold, train a drafter, or bring an older version back?
-"""
+"""Controller: decides once an epoch whether to hold, train a drafter or bring an older version back; keeps the ledger."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -22,7 +20,8 @@ from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRec
 from paceline.bandit.controller.view import PolicyView, policy_view
 from paceline.bandit.controller.view_builder import build_view
 from paceline.bandit.ledger.bank import Bank
-from paceline.bandit.ledger.ledger import entry_id
+from paceline.bandit.ledger.ledger import contradictions, entry_id
+from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.bandit.policies.pricing import PricedJob, price_jobs, recall_rate
 from paceline.bandit.policies.table import POLICIES, SELF_FUNDED, Choice, View, make_policy
 from paceline.bandit.policies.view import hold
@@ -31,83 +30,12 @@ from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Decision, FeedbackBatch, LedgerEntry, TrainResult
 from paceline.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 MAX_BANK_S = 1e9
 
 
-class OperatorOrders:
-    """The part of the Controller that carries them out."""
-
-    _state: ControllerState
-    _config: PolicyConfig
-    _arms: tuple[ArmSpec, ...]
-
-    def _view(self, now: float, context: HostContext) -> View:
-        raise NotImplementedError
-
-    def _emit(self, choice: Choice, view: View, now: float, context: HostContext) -> list[Decision]:
-        raise NotImplementedError
-
-    def set_bank(self, start_s: float) -> None:
-        """Set the starting balance, device-seconds; what was saved and spent stays. Raises ValueError out of range."""
-        if not 0.0 <= start_s <= MAX_BANK_S:  # False for NaN too
-            raise ValueError(f"bank_s must be in [0, {MAX_BANK_S:g}] device-seconds, got {start_s!r}")
-        self._state.bank_start_s, self._state.last_hold = float(start_s), ""
-
-    def train_now(self, bucket: str, arm: str, now: float, context: HostContext | None = None) -> Decision:
-        """Order the named arm on a bucket; its honest price is on the decision, and the bank does not bound it.
-
-        Args:
-            context: what the host knows now; None = at the last tick.
-        Raises: ValueError for an unknown arm or bucket, without rows, or while a job is in flight.
-        """
-        context = context or self._state.context
-        if context is None:
-            raise ValueError("the controller has seen no replica yet; try again in a few seconds")
-        template = next((a for a in self._arms if a.name == arm), None)
-        if template is None:
-            raise ValueError(f"arm must be one of {', '.join(a.name for a in self._arms)}, got {arm!r}")
-        view = self._view(now, context)
-        (decision,) = self._emit(price_order(view, bucket, template, self._state, context), view, now, context)
-        facts: dict[str, Any] = {**decision.context, "time_limit_s": self._config.job_time_limit_s}
-        decision = msgspec.structs.replace(decision, policy="operator", context=facts)
-        self._state.remember(decision)
-        return decision
-
-
-def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, context: HostContext) -> Choice:
-    """The choice 'train arm on bucket' with all usable rows; raises ValueError with what to do where that cannot be."""
-    if view.is_job_running:
-        raise ValueError("a training job is in flight; wait until it has ended")
-    belief = view.beliefs.get(bucket)
-    if belief is None:
-        known = ", ".join(sorted(view.beliefs)) or "none yet"
-        raise ValueError(f"bucket must be one with measured traffic ({known}), got {bucket!r}")
-    if belief.fresh_rows < 1 or not belief.is_active:
-        raise ValueError(f"bucket {bucket!r} has no fresh rows or no traffic to learn from; send it requests first")
-    jobs = price_jobs(
-        view.beliefs,
-        (arm,),
-        gains=state.gains,
-        costs=state.costs,
-        best_length=state.table.best_length(),
-        horizon_s=view.horizon_s,
-        min_rows=1,
-        num_replicas=context.num_replicas,
-        forgotten=state.forgotten,
-        recall_rate=recall_rate(view.beliefs, view.recalls),
-    )
-    job = max((j for j in jobs if j.bucket == bucket), key=lambda j: j.arm.num_rows)
-    reason = (
-        f"Ordered by the operator: {arm.name} on {job.arm.num_rows} rows of {bucket}; "
-        f"expected to save {max(job.saving_s, 0.0):.1f} s for {job.cost.total_s:.1f} s."
-    )
-    return Choice(action="train", bucket=bucket, code="operator", reason=reason, job=job)
-
-
-log = logging.getLogger(__name__)
-
-
-class Controller(OperatorOrders):
+class Controller:
     """Folds feedback, decides once per epoch, keeps the ledger. Pure: no I/O, no Ray; time comes from arguments or the clock.
 
     The host calls `observe` for every feedback batch, `tick` about once a second, `job_finished` once per train decision,
@@ -132,15 +60,12 @@ class Controller(OperatorOrders):
         self._rng = rng
         self._state = ControllerState(policy=config.policy)
 
-    def observe(self, batch: FeedbackBatch | FeedbackSums) -> bool:
-        """Fold one batch. False: its (replica_id, boot_epoch, seq) was folded before, nothing changed."""
-        if self._state.has_folded(f"{batch.replica_id}|{batch.boot_epoch}", batch.seq):
-            return False
+    def observe(self, batch: FeedbackBatch | FeedbackSums) -> None:
+        """Fold one batch; the caller gives each batch once."""
         self._state.num_rows_dropped += batch.num_dropped
         fold(self._state.windows, batch)
         self._state.round_costs.fold(batch)
         self._state.interference.fold(batch)
-        return True
 
     def tick(self, now: float, context: HostContext) -> list[Decision]:
         """New decisions; [] between epoch ends. At most one of them is not 'hold'.
@@ -329,11 +254,6 @@ class Controller(OperatorOrders):
         log.info("job finished decision=%d publish=%s reason=%s", decision_id, outcome.publish, outcome.reason)
         return outcome
 
-    @property
-    def job_in_flight(self) -> int | None:
-        """decision_id of the job that job_finished is awaited for; a host that lost it reports status 'failed'."""
-        return self._state.job.decision_id if self._state.job is not None else None
-
     def staged(self, decision_id: int, seconds: float, now: float, tag: str = "swap") -> Decision | None:
         """Book what making a decision's version live cost (device-seconds over all replicas); idempotent by `tag`.
 
@@ -412,6 +332,32 @@ class Controller(OperatorOrders):
         """Let the policy decide again; barred versions may be recalled again."""
         self._state.pinned, self._state.barred, self._state.last_hold = None, [], ""
 
+    def set_bank(self, start_s: float) -> None:
+        """Set the starting balance, device-seconds; what was saved and spent stays. Raises ValueError out of range."""
+        if not 0.0 <= start_s <= MAX_BANK_S:  # False for NaN too
+            raise ValueError(f"bank_s must be in [0, {MAX_BANK_S:g}] device-seconds, got {start_s!r}")
+        self._state.bank_start_s, self._state.last_hold = float(start_s), ""
+
+    def train_now(self, bucket: str, arm: str, now: float, context: HostContext | None = None) -> Decision:
+        """Order the named arm on a bucket; its honest price is on the decision, and the bank does not bound it.
+
+        Args:
+            context: what the host knows now; None = at the last tick.
+        Raises: ValueError for an unknown arm or bucket, without rows, or while a job is in flight.
+        """
+        context = context or self._state.context
+        if context is None:
+            raise ValueError("the controller has seen no replica yet; try again in a few seconds")
+        template = next((a for a in self._arms if a.name == arm), None)
+        if template is None:
+            raise ValueError(f"arm must be one of {', '.join(a.name for a in self._arms)}, got {arm!r}")
+        view = self._view(now, context)
+        (decision,) = self._emit(price_order(view, bucket, template, self._state, context), view, now, context)
+        facts: dict[str, Any] = {**decision.context, "time_limit_s": self._config.job_time_limit_s}
+        decision = msgspec.structs.replace(decision, policy="operator", context=facts)
+        self._state.remember(decision)
+        return decision
+
     def set_policy(self, name: str) -> None:
         """Switch policy (a name of POLICIES); posteriors and ledger stay. Raises ConfigError."""
         if name not in POLICIES:
@@ -424,9 +370,9 @@ class Controller(OperatorOrders):
         state = self._state
         return Bank(
             start_s=self._config.bank_s if state.bank_start_s is None else state.bank_start_s,
-            saved_s=state.ledger.saved_s(),
+            saved_s=state.ledger.totals.saved_s(),
             saved_error_s=state.savings.standard_error_s(),
-            spent_s=state.ledger.spent_s(),
+            spent_s=state.ledger.totals.spent_s(),
             reserved_s=state.reserved_s(),
         )
 
@@ -450,9 +396,13 @@ class Controller(OperatorOrders):
         """For dashboards; see bandit/controller/view.py."""
         return policy_view(self._state, self._config, self._clock.now(), balance_s=self.bank().balance_s)
 
-    def check(self) -> list[str]:
-        """Contradictions between ledger and decisions; empty when consistent."""
-        return self._state.check()
+    def ledger_totals(self) -> LedgerTotals:
+        """Sums of all entries ever booked; not to be changed."""
+        return self._state.ledger.totals
+
+    def check(self, entries: Iterable[LedgerEntry]) -> list[str]:
+        """Contradictions between totals, kept decisions and `entries`, all that was ever drained; empty when consistent."""
+        return contradictions(self._state.ledger.totals, entries, self._state.actions.values())
 
     def state(self) -> bytes:
         """Everything learned so far, MessagePack; includes the random generator."""
@@ -468,3 +418,33 @@ class Controller(OperatorOrders):
         controller = cls(config, arms, clock=clock, rng=unpack_rng(state.rng))
         controller._state = state
         return controller
+
+
+def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, context: HostContext) -> Choice:
+    """The choice 'train arm on bucket' with all usable rows; raises ValueError with what to do where that cannot be."""
+    if view.is_job_running:
+        raise ValueError("a training job is in flight; wait until it has ended")
+    belief = view.beliefs.get(bucket)
+    if belief is None:
+        known = ", ".join(sorted(view.beliefs)) or "none yet"
+        raise ValueError(f"bucket must be one with measured traffic ({known}), got {bucket!r}")
+    if belief.fresh_rows < 1 or not belief.is_active:
+        raise ValueError(f"bucket {bucket!r} has no fresh rows or no traffic to learn from; send it requests first")
+    jobs = price_jobs(
+        view.beliefs,
+        (arm,),
+        gains=state.gains,
+        costs=state.costs,
+        best_length=state.table.best_length(),
+        horizon_s=view.horizon_s,
+        min_rows=1,
+        num_replicas=context.num_replicas,
+        forgotten=state.forgotten,
+        recall_rate=recall_rate(view.beliefs, view.recalls),
+    )
+    job = max((j for j in jobs if j.bucket == bucket), key=lambda j: j.arm.num_rows)
+    reason = (
+        f"Ordered by the operator: {arm.name} on {job.arm.num_rows} rows of {bucket}; "
+        f"expected to save {max(job.saving_s, 0.0):.1f} s for {job.cost.total_s:.1f} s."
+    )
+    return Choice(action="train", bucket=bucket, code="operator", reason=reason, job=job)

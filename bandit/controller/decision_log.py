@@ -1,4 +1,7 @@
-"""What does a decision log hold that a replay needs: traffic and costs per epoch, jobs, versions' acceptance?"""
+"""Decision log: the format of decisions.jsonl, its line of an epoch and the reader of a whole log.
+
+The controller makes the lines of kind 'feedback'; replays and estimates from a log read them back.
+"""
 
 from __future__ import annotations
 

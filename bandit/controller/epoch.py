@@ -1,4 +1,4 @@
-"""What did the closed epoch teach, and what is believed about every bucket now?"""
+"""Epoch: what its close teaches, and the beliefs about every bucket that follow from it."""
 
 from __future__ import annotations
 

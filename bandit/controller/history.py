@@ -1,4 +1,4 @@
-"""What do the versions that earlier services trained say about the gain of training here?"""
+"""History: what versions that earlier services trained teach about the gain of training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What does a finished job teach about gains, costs and versions, also when its result is delayed or cut short?
-
-What did a finished job cost, teach, and change?
-"""
+"""Finished jobs: their costs are booked, gains and costs learned, and their version is published or kept."""
 
 from __future__ import annotations
 
@@ -20,6 +17,8 @@ from paceline.contracts import LedgerEntry, TrainResult
 
 CUT_SHARE = 0.97
 """A job that used this share of its time limit was cut short by it: it learned from fewer rows, at a lower cost."""
+MAX_OUTCOMES = 50
+"""Outcomes kept, so that a result may be told twice."""
 
 
 def learn(state: ControllerState, job: JobRecord, result: TrainResult, costs: JobCosts) -> None:
@@ -79,9 +78,6 @@ def measured_gain(job: JobRecord, result: TrainResult) -> tuple[float, float]:
     scale = job.length_before / incumbent.acceptance_length if incumbent and incumbent.acceptance_length > 0 else 1.0
     error = max(candidate.gain_mean - candidate.gain_lower, 0.0) / 1.645
     return candidate.gain_mean * scale, error * scale
-
-
-MAX_OUTCOMES = 50
 
 
 def finish_job(

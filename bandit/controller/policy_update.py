@@ -1,4 +1,4 @@
-"""What do the policies' memories take in at the end of an epoch?"""
+"""Policy update: what the policies' memories take in at the end of an epoch."""
 
 from __future__ import annotations
 

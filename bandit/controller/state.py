@@ -1,4 +1,4 @@
-"""What does the controller remember between ticks?"""
+"""Controller state: everything that the controller remembers between ticks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from paceline.bandit.beliefs.observation import BucketObservation, HostContext, 
 from paceline.bandit.beliefs.recall import ScoreTable
 from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
 from paceline.bandit.beliefs.round_cost import RoundCosts
-from paceline.bandit.ledger.ledger import Ledger, contradictions
+from paceline.bandit.ledger.ledger import Ledger
 from paceline.bandit.ledger.savings import Savings
 from paceline.bandit.policies.memory import PolicyMemory
 from paceline.contracts import ArmSpec, Decision, LedgerEntry
 
-MAX_PRODUCERS = 256
 MAX_ACTIONS = 400
 """Train, recall, pin and rollback decisions kept for late updates; holds are not kept."""
 
@@ -67,8 +66,6 @@ class ControllerState(msgspec.Struct):
     """Newest epoch that went to the decision log."""
     epoch_start: float | None = None
     next_decision_id: int = 1
-    folded: dict[str, int] = {}
-    """'replica|boot' -> highest seq folded."""
     num_rows_dropped: int = 0
     context: HostContext | None = None
 
@@ -117,6 +114,7 @@ class ControllerState(msgspec.Struct):
     last_hold: str = ""
     out_decisions: dict[int, Decision] = {}
     out_entries: list[LedgerEntry] = []
+    """Booked since the last drain; empty in what a host stores, since it drains before."""
 
     def remember(self, decision: Decision) -> None:
         """Keep (or overwrite) an action and put it in the outbox."""
@@ -142,16 +140,6 @@ class ControllerState(msgspec.Struct):
             self.remember(decision)
         return True
 
-    def has_folded(self, producer: str, seq: int) -> bool:
-        """Whether a producer's batch was folded before; otherwise marks it as folded."""
-        if seq <= self.folded.get(producer, 0):
-            return True
-        self.folded.pop(producer, None)
-        self.folded[producer] = seq
-        while len(self.folded) > MAX_PRODUCERS:
-            del self.folded[next(iter(self.folded))]
-        return False
-
     def reserved_s(self) -> float:
         """What the job in flight is still expected to cost, beyond what is booked for it already."""
         if self.job is None:
@@ -159,10 +147,6 @@ class ControllerState(msgspec.Struct):
         decision = self.actions.get(self.job.decision_id)
         booked = decision.realised_cost_s if decision is not None and decision.realised_cost_s is not None else 0.0
         return max(self.job.expected_cost.total_s - booked, 0.0)
-
-    def check(self) -> list[str]:
-        """Contradictions between ledger and kept decisions."""
-        return contradictions(self.ledger, self.actions.values())
 
 
 def pack_rng(rng: np.random.Generator) -> str:

@@ -90,7 +90,7 @@ class PolicyView(msgspec.Struct, frozen=True, kw_only=True):
 
 def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, balance_s: float) -> PolicyView:
     """The view at `now`; `balance_s` is what the bank holds."""
-    regime, ledger = state.regime, state.ledger
+    regime, totals = state.regime, state.ledger.totals
     return PolicyView(
         policy=state.policy,
         epoch=state.epoch,
@@ -104,13 +104,13 @@ def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, bal
         posterior=msgspec.convert(arm_posteriors(state.gains), list[ArmPosterior]),
         drift_alarms={name: bucket.num_alarms for name, bucket in state.buckets.items()},
         ledger=PolicyLedger(
-            **ledger.totals,
-            spent_s=ledger.spent_s(),
-            saved_s=ledger.saved_s(),
+            **totals.by_kind(),
+            spent_s=totals.spent_s(),
+            saved_s=totals.saved_s(),
             saved_error_s=state.savings.standard_error_s(),
-            net_s=ledger.net_s(),
-            saved_interval_s=ledger.sums.saved_interval_s(),
-            cells=msgspec.convert(ledger.sums.rows(), list[LedgerCell]),
+            net_s=totals.saved_s() - totals.spent_s(),
+            saved_interval_s=totals.saved_interval_s(),
+            cells=msgspec.convert(totals.rows(), list[LedgerCell]),
         ),
         bank_s=balance_s,
         job=state.job,

@@ -1,4 +1,4 @@
-"""What does a policy get to see: beliefs, prices of every job and recall, forecasts, memory?"""
+"""View builder: what a policy gets to see: beliefs, prices of every job and recall, forecasts, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much may the controller still spend?"""
+"""Bank: the device-seconds that the controller may still spend."""
 
 from __future__ import annotations
 

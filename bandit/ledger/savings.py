@@ -1,4 +1,4 @@
-"""How many device-seconds did adapted drafters save against the hold-back group?"""
+"""Savings: device-seconds that adapted drafters saved against the hold-back group, per bucket and version."""
 
 from __future__ import annotations
 

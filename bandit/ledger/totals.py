@@ -1,4 +1,4 @@
-"""What does the ledger come to per bucket, arm, version and kind, and how sure is the saving?"""
+"""Ledger totals: running sums per bucket, arm, version and kind, with the error of the saving."""
 
 from __future__ import annotations
 

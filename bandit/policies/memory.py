@@ -1,4 +1,4 @@
-"""What do policies remember from one epoch to the next?"""
+"""Policy memory: what policies remember from one epoch to the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a training job, or an older version, pay for itself within what the bank covers? (the default)"""
+"""Pay-off policy, the default: acts when a job or an older version pays for itself within what the bank covers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is a training job, or the return of an older version, worth in device-seconds?"""
+"""Pricing: what a training job, or the return of an older version, is worth in device-seconds."""
 
 from __future__ import annotations
 

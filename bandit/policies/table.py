@@ -1,11 +1,4 @@
-"""Has the drafter been stale for so long that training it would have been cheaper?
-
-Has acceptance dropped, and are enough rows of the new traffic collected? (TIDE's rule)
-
-Which existing version has served traffic like this best, by the weights of Fixed-Share?
-
-Which policies are there, and what do the baselines do?
-"""
+"""Policies: the table of all of them by name, the baselines, and the rules taken from elsewhere (TIDE, CARA, Fixed-Share)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which job is the best one in a world drawn from what is believed? (discounted contextual Thompson sampling)"""
+"""Thompson policy: the best job in a world drawn from what is believed (discounted contextual Thompson sampling)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may a policy look at, and what does it answer?"""
+"""View and choice: what a policy may look at, and what it answers."""
 
 from __future__ import annotations
 

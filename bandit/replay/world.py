@@ -109,7 +109,7 @@ class World:
             num_accepted=self.num_accepted,
             num_swaps=self.num_swaps,
             events=self.events,
-            contradictions=self.controller.check(),
+            contradictions=self.controller.check(self.controller.drain()[1]),
         )
 
     def stop_job(self) -> bool:

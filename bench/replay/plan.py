@@ -15,8 +15,9 @@ from paceline.bandit.policies.table import POLICIES
 from paceline.bandit.replay.grid import grid
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import HINDSIGHT
-from paceline.config import PolicyConfig, build_config
+from paceline.config import PolicyConfig
 from paceline.errors import ConfigError
+from paceline.records import build
 
 CONCERNS = {
     "interval_s": ("interval",),
@@ -78,7 +79,7 @@ def read_scenarios(source: str) -> list[Scenario]:
     if not isinstance(values, dict):
         raise ConfigError(f"scenario {path} must be a mapping of settings, got {type(values).__name__}")
     if "cells" not in values:
-        return [build_config(Scenario, {"name": path.stem, **values}, "scenario.")]
+        return [build(Scenario, {"name": path.stem, **values}, "scenario.")]
     shared = {k: v for k, v in values.items() if k != "cells"}
     if not isinstance(values["cells"], list) or not values["cells"]:
         raise ConfigError(f"scenario {path}: cells must be a list with one mapping for each cell")
@@ -86,7 +87,7 @@ def read_scenarios(source: str) -> list[Scenario]:
     for i, cell in enumerate(values["cells"]):
         if not isinstance(cell, dict):
             raise ConfigError(f"scenario {path}: cells[{i}] must be a mapping, got {type(cell).__name__}")
-        cells.append(build_config(Scenario, {"name": f"{path.stem}-{i}", **shared, **cell}, f"cells[{i}]."))
+        cells.append(build(Scenario, {"name": f"{path.stem}-{i}", **shared, **cell}, f"cells[{i}]."))
     if len({c.name for c in cells}) < len(cells):
         raise ConfigError(f"scenario {path}: cells must have names of their own")
     return cells

@@ -12,9 +12,10 @@ from rich.table import Table
 from paceline.bandit.replay.simulate import HINDSIGHT
 from paceline.bench.common.terminal import new_table
 from paceline.bench.replay.stats import Row, advice, cell_rows, overall, regret
-from paceline.config import ServiceConfig, build_config
+from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
 from paceline.paths import write_atomic
+from paceline.records import build
 
 FORMAT = 1
 MAX_EVENTS = 200
@@ -197,7 +198,7 @@ def suggest(report: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         why.append(f"{other['label']} ({relation}): {other['net_percent']['mean']:+.2f}%, worst cell {other['worst_cell_percent']:+.2f}% ({other['worst_cell']}).")  # fmt: skip
     why.append(f"From a {report['kind']} replay of {report['source']}.")
     values = {"policy": {"policy": chosen["policy"], **chosen["settings"]}}
-    build_config(ServiceConfig, values)
+    build(ServiceConfig, values)
     return values, why
 
 

@@ -1,4 +1,4 @@
-"""RAY LEAF: how does the controller run in a cluster: one detached named actor that comes back after a kill.
+"""RAY LEAF: controller actor: one detached named actor per service, which comes back after a kill.
 
 The actor holds no logic; tests target ControllerHost. Its `__init__` does no I/O and cannot fail, since an exception
 there during a restart would leave the actor dead for good; a background thread connects with backoff.
@@ -17,19 +17,20 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from paceline.config import PolicyConfig, RolloutConfig, TraceConfig, TrainerResources, build_config
+from paceline.config import PolicyConfig, RolloutConfig, TraceConfig, TrainerResources
 from paceline.contracts import TrainJob, TrainResult
 from paceline.errors import PacelineError
-from paceline.infra.controller.host import ControllerHost, HostConfig
+from paceline.infra.controller.host import ControllerHost
 from paceline.infra.controller.jobs import JobHandle, WorkerLease, failed
+from paceline.infra.controller.orders import COMMANDS
+from paceline.infra.controller.session import HostConfig
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
+from paceline.records import build
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "paceline"
 COMMAND_TIMEOUT_S = 15.0
-COMMANDS = ("pause", "set_policy", "set_bank", "train", "pin", "unpin", "canary", "rollback")
-"""Methods of the host that operators may call."""
 _MAX_TRIES = 5
 
 
@@ -99,7 +100,7 @@ class RayLauncher:
         ref = launch_training(
             job,
             threads=spec.trainer_threads,
-            resources=build_config(TrainerResources, spec.trainer_resources, "trainer_resources."),
+            resources=build(TrainerResources, spec.trainer_resources, "trainer_resources."),
             trace_root=spec.trace_root,
             registry_root=spec.registry_root,
             target_dir=spec.target_dir,
@@ -118,12 +119,12 @@ def build_host(spec: ControllerSpec) -> ControllerHost:
             redis_url=spec.redis_url,
             model=spec.model,
             data_dir=Path(spec.data_dir),
-            policy=build_config(PolicyConfig, spec.policy, "policy."),
-            rollout=build_config(RolloutConfig, spec.rollout, "rollout."),
-            trace=build_config(TraceConfig, spec.trace, "trace."),
+            policy=build(PolicyConfig, spec.policy, "policy."),
+            rollout=build(RolloutConfig, spec.rollout, "rollout."),
+            trace=build(TraceConfig, spec.trace, "trace."),
             target_version=spec.target_version,
             first_version=spec.first_version,
-            start_s=build_config(TrainerResources, spec.trainer_resources, "trainer_resources.").start_timeout_s,
+            start_s=build(TrainerResources, spec.trainer_resources, "trainer_resources.").start_timeout_s,
         ),
         store=TraceStore(spec.trace_root),
         registry=DrafterRegistry(spec.registry_root),
@@ -167,13 +168,13 @@ class ControllerActor:
         return [] if self._host is None else self._host.traffic(since)
 
     async def command(self, name: str, *args: Any) -> Any:
-        """Run one of COMMANDS; raises what the host raises."""
+        """Run one of COMMANDS; raises what Orders raises."""
         host = self._host
         if name not in COMMANDS:
             raise PacelineError(f"command must be one of {', '.join(COMMANDS)}, got {name!r}")
         if host is None:
             raise PacelineError("the controller is starting; try again in a few seconds")
-        future = asyncio.wrap_future(host.call(lambda: getattr(host, name)(*args)))
+        future = asyncio.wrap_future(host.call(lambda: getattr(host.session.orders, name)(*args)))
         try:
             return await asyncio.wait_for(future, COMMAND_TIMEOUT_S)
         except TimeoutError as e:

@@ -1,7 +1,7 @@
-"""How does the controller live: a thread that survives outages, takes commands and shows a snapshot.
+"""Host: a session of the controller in a thread that survives outages, takes commands and shows a snapshot.
 
-A plain class without Ray. `start`, `stop`, `call` and `snapshot` may be called from any thread; everything else belongs
-to the loop's thread.
+A plain class without Ray. `start`, `stop`, `call`, `snapshot` and `traffic` may be called from any thread; everything else
+belongs to the loop's thread.
 """
 
 from __future__ import annotations
@@ -9,44 +9,91 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
+import redis
 from redis.exceptions import RedisError
 
-from paceline.bandit.controller.view import PolicyView
+from paceline.clock import Clock, SystemClock
 from paceline.errors import ConfigError, FencedError, PacelineError
-from paceline.infra.controller.core import HostConfig, Shards, Versions
+from paceline.infra.controller.jobs import Launcher
+from paceline.infra.controller.session import HostConfig, MakeController, Session, restore_controller
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
-from paceline.infra.controller.step import ControllerPass
+from paceline.infra.controller.surroundings import Shards, Versions
 from paceline.infra.controller.view import snapshot_view
-from paceline.infra.state.redis_clients import OUTAGE_ERRORS
-
-__all__ = ["ControllerHost", "HostConfig", "Shards", "Versions"]
+from paceline.infra.state.log import ErrorCount
+from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, consumer_client
 
 logger = logging.getLogger(__name__)
 
 
-class ControllerHost(ControllerPass):
-    """Runs the passes in a background thread."""
+class ControllerHost:
+    """The one controller of a service; `session` exists once `connect` has returned."""
+
+    def __init__(
+        self,
+        config: HostConfig,
+        *,
+        store: Shards,
+        registry: Versions,
+        launcher: Launcher,
+        clock: Clock | None = None,
+        make_controller: MakeController | None = None,
+        make_client: Callable[[str], redis.Redis] = consumer_client,
+    ) -> None:
+        """No I/O happens here; `connect` does it, and `start` calls it with backoff in a thread.
+
+        Args:
+            make_controller: stored state (b"" = none) -> Controller; None = the bandit's.
+            make_client: Redis URL -> client for blocking reads.
+        """
+        self.config, self.shards, self.registry, self.launcher = config, store, registry, launcher
+        self.is_fenced = False
+        self._errors, self._clock = ErrorCount(), clock or SystemClock()
+        self._make_controller = make_controller or (lambda stored: restore_controller(config, stored, self._clock))
+        self._make_client = make_client
+        self._client: redis.Redis | None = None
+        self._session: Session | None = None
+        self._breaker = Breaker()
+        self._commands: queue.Queue[tuple[Callable[[], Any], Future]] = queue.Queue()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._snapshot = Snapshot()
+
+    @property
+    def session(self) -> Session:
+        assert self._session is not None, "connect() comes first"
+        return self._session
 
     def connect(self) -> None:
-        """Take over and restore everything; raises redis errors."""
-        super().connect()
-        self._refresh_context()
+        """Take over and restore everything; raises redis errors. Repeated calls start over from what is stored."""
+        self._client = self._make_client(self.config.redis_url)
+        self._session = Session(
+            self.config,
+            self._client,
+            shards=self.shards,
+            registry=self.registry,
+            launcher=self.launcher,
+            make_controller=self._make_controller,
+            errors=self._errors,
+            clock=self._clock,
+        )
+        self._breaker.succeeded()
         self._publish_snapshot()
 
     def step(self, block_ms: int = 250) -> int:
-        """Carry out waiting commands, then one pass."""
-        self._settle()
+        """Carry out waiting commands, then one pass; see Session.step."""
+        self.session.books.settle()
         self._run_commands()
-        num_entries = super().step(block_ms)
+        num_entries = self.session.step(block_ms)
         self._publish_snapshot()
         return num_entries
 
+    # ---- thread -------------------------------------------------------------------------------------------------
     def start(self) -> ControllerHost:
         """Run in a background thread until `stop`; connects with backoff, never raises."""
         if self._thread is None:
@@ -58,22 +105,22 @@ class ControllerHost(ControllerPass):
         """Loop of the background thread."""
         while not self._stop.is_set() and not self.is_fenced:
             try:
-                if not self._is_connected:
+                if self._session is None:
                     self.connect()
                 self.step()
                 if self._breaker.succeeded():
                     logger.info("redis is back; the controller goes on")
-                    self._consumer.restart()
+                    self.session.feedback.consumer.restart()
             except FencedError as e:
                 self.is_fenced = True
-                self.last_error = str(e)
+                self._errors.last = str(e)
                 logger.error("controller stops: %s", e)
             except OUTAGE_ERRORS as e:
                 if self._breaker.is_up is not False:
                     logger.warning("redis is away, no decisions until it is back: %s", e)
                 self._pause(self._breaker.failed())
             except Exception as e:
-                self._note_error("controller pass failed", e)
+                self._errors.note("controller pass failed", e)
                 self._pause(self._breaker.failed())
         self._fail_commands("the controller has stopped")
 
@@ -87,29 +134,18 @@ class ControllerHost(ControllerPass):
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        if not self._is_connected:
+        session = self._session
+        if session is None or self._client is None:
             return
         try:
             if not self.is_fenced:
-                self._settle()
-                self._stop_job(min(3.0, timeout_s / 2))
-                self._flush()
-                self._store.save_file(self.state)
+                session.books.settle()
+                session.jobs.stop(min(3.0, timeout_s / 2))
+                session.books.flush()
+                session.books.store.save_file(session.state)
         except (RedisError, OSError, PacelineError) as e:
             logger.warning("the controller's last commit failed, the one before it stands: %s", e)
         self._client.close()
-
-    def _stop_job(self, patience_s: float) -> None:
-        pending = self.state.pending
-        if pending is None:
-            return
-        self._coordinator.request_stop(self._client, pending.job.job_id)
-        deadline = time.monotonic() + patience_s
-        while self.state.pending is not None and time.monotonic() < deadline:
-            self._poll_job(self._clock.now())
-            time.sleep(0.05)
-        if self.state.pending is not None:
-            self._coordinator.kill()
 
     # ---- commands -----------------------------------------------------------------------------------------------
     def call(self, fn: Callable[[], Any]) -> Future:
@@ -122,17 +158,11 @@ class ControllerHost(ControllerPass):
         return future
 
     def _run_commands(self) -> None:
-        while True:
-            try:
-                fn, future = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if not future.set_running_or_notify_cancel():
-                continue
+        while (command := self._next_command()) is not None:
+            fn, future = command
             try:
                 result = fn()
-                self._take_drained()
-                self._flush(always=True)
+                self.session.books.flush(always=True)
                 self._publish_snapshot()
             except (ConfigError, PacelineError, ValueError) as e:
                 future.set_exception(e)
@@ -145,13 +175,18 @@ class ControllerHost(ControllerPass):
                 future.set_result(result)
 
     def _fail_commands(self, text: str) -> None:
+        while (command := self._next_command()) is not None:
+            command[1].set_exception(PacelineError(text))
+
+    def _next_command(self) -> tuple[Callable[[], Any], Future] | None:
+        """The next one that its caller still waits for."""
         while True:
             try:
-                _, future = self._commands.get_nowait()
+                fn, future = self._commands.get_nowait()
             except queue.Empty:
-                return
+                return None
             if future.set_running_or_notify_cancel():
-                future.set_exception(PacelineError(text))
+                return fn, future
 
     # ---- view ---------------------------------------------------------------------------------------------------
     def snapshot(self) -> Snapshot:
@@ -160,44 +195,22 @@ class ControllerHost(ControllerPass):
             latest = self._snapshot
         return msgspec.structs.replace(
             latest,
-            redis_up=self._breaker.is_up is not False and self._is_connected,
+            redis_up=self._breaker.is_up is not False and self._session is not None,
             is_fenced=self.is_fenced,
-            errors=ControllerErrors(count=self.num_errors, last=self.last_error),
+            errors=ControllerErrors(count=self._errors.num, last=self._errors.last),
         )
 
     def traffic(self, since: float = 0.0) -> list[TrafficBin]:
         """Time bins of traffic that end after `since`, oldest first; see TrafficStats.series. Thread-safe, never blocks."""
         for _ in range(20):
             try:
-                return self.state.traffic.series(since) if self._is_connected else []
+                return self._session.state.traffic.series(since) if self._session is not None else []
             except RuntimeError:  # the loop's thread added a bucket to the open bin while it was read
                 continue
         return []
 
     def _publish_snapshot(self) -> None:
-        if not self._is_connected:
-            return
-        view = snapshot_view(
-            self.state,
-            model=self.config.model,
-            target_version=self.config.target_version,
-            now=self._clock.now(),
-            decisions=self._store.decisions.values(),
-            ledger=self._store.ledger.values(),
-            manifests=self._versions,
-            reports=self._reports,
-            rows=self._rows,
-            counters=self._counters_seen.values(),
-            lag=self._lag,
-            rollout=self.config.rollout,
-            bandit=self._bandit_view(),
-        )
-        with self._lock:
-            self._snapshot = view
-
-    def _bandit_view(self) -> PolicyView | None:
-        try:
-            return self.controller.snapshot()
-        except Exception as e:
-            self._note_error("the policy could not be shown", e)
-            return None
+        if self._session is not None:
+            view = snapshot_view(self._session, self._clock.now(), self._errors)
+            with self._lock:
+                self._snapshot = view

@@ -1,10 +1,9 @@
-"""Which traces does a training job learn from: the newest of its bucket, rehearsed with the newest of the others.
+"""Jobs: at most one training job per service, under a lease in Redis: its order, its watch, and what came of it.
 
-Who trains now, is it still alive, and what came of it: one job per service under a lease in Redis.
-
-A job is launched only by whoever sets the lease (SET NX PX) together with an attempt mark; the worker itself renews the
-lease and writes its result, so both outlive the controller. A restarted controller finds a result (fold it), a lease
-(wait), an attempt mark without either (the worker died: failed), or nothing (launch).
+A job learns from the newest traces of its bucket, rehearsed with the newest of the others. It is launched only by whoever
+sets the lease (SET NX PX) together with an attempt mark; the worker itself renews the lease and writes its result, so both
+outlive the controller. A restarted controller finds a result (fold it), a lease (wait), an attempt mark without either (the
+worker died: failed), or nothing (launch).
 """
 
 from __future__ import annotations
@@ -20,53 +19,17 @@ import msgspec
 import redis
 from redis.exceptions import RedisError, WatchError
 
+from paceline.adapt.versions.lifecycle import DrafterStatus
+from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Decision, DesiredState, TrainJob, TrainResult, decode, encode
+from paceline.errors import PacelineError
+from paceline.infra.controller.lives import Lives
+from paceline.infra.controller.store import Books, PendingJob
+from paceline.infra.controller.surroundings import Surroundings
+from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.redis_clients import Keys, producer_client
-
-
-def order_job(
-    decision: Decision, arm: ArmSpec, shards: list[Any], *, desired: DesiredState, policy: PolicyConfig
-) -> TrainJob | None:
-    """Turn a train decision into a job; None when the bucket has no shards.
-
-    Args:
-        arm: sized arm; twice its rows are handed over, since part of them is held out for shadow scoring.
-        shards: ShardInfo of the target, oldest first.
-    """
-    own = newest([s for s in shards if s.bucket == decision.bucket], 2 * arm.num_rows)
-    if not own:
-        return None
-    others = sorted({s.bucket for s in shards} - {decision.bucket})
-    share = 2 * int(arm.num_rows * arm.rehearsal_share / max(1, len(others))) + 1
-    rehearsal = [s for b in others for s in newest([x for x in shards if x.bucket == b], share)]
-    text = "\n".join((desired.version, decision.bucket, arm.name, str(arm.num_rows), own[-1].shard_id))
-    limit_s = float(decision.context.get("time_limit_s") or policy.job_time_limit_s)
-    return TrainJob(
-        job_id=hashlib.sha256(text.encode()).hexdigest()[:16],
-        bucket=decision.bucket,
-        arm=arm,
-        base_version=desired.version,
-        first_version=desired.first_version,
-        shard_ids=[s.shard_id for s in own],
-        rehearsal_shard_ids=[s.shard_id for s in rehearsal],
-        seed=policy.seed + decision.decision_id,
-        time_limit_s=min(limit_s, policy.job_time_limit_s),
-    )
-
-
-def newest(shards: list[Any], num_rows: int) -> list[Any]:
-    """The newest shards that hold num_rows together, oldest first."""
-    out: list[Any] = []
-    total = 0
-    for s in reversed(shards):
-        if total >= num_rows:
-            break
-        out.append(s)
-        total += s.num_rows
-    return out[::-1]
-
 
 logger = logging.getLogger(__name__)
 
@@ -362,3 +325,132 @@ class TrainCoordinator:
 def failed(job_id: str, reason: str, *, train_s: float = 0.0) -> TrainResult:
     """Result of a job that ended without one."""
     return TrainResult(job_id=job_id, status="failed", version=None, reason=reason, train_s=train_s, shadow_s=0.0)
+
+
+class Jobs:
+    """Orders the job of a decision, follows it, hands its outcome to the policy and its version to the life cycles."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        coordinator: TrainCoordinator,
+        client: redis.Redis,
+        books: Books,
+        surroundings: Surroundings,
+        lives: Lives,
+        policy: Controller,
+        *,
+        errors: ErrorCount,
+        clock: Clock,
+    ) -> None:
+        self._config, self._coordinator, self._client = config, coordinator, client
+        self._books, self._around, self._lives, self._policy = books, surroundings, lives, policy
+        self._errors, self._clock = errors, clock
+
+    def order(self, decision: Decision, now: float) -> None:
+        """Make the job of a train decision the pending one; it is launched once that is committed."""
+        state, job = self._books.state, self._make(decision)
+        if job is None or state.pending is not None:
+            why = "no trace shards are left, or they cannot be read" if job is None else "a job is in flight"
+            self._finish(decision.decision_id, failed(f"none-{decision.decision_id}", why), now)
+            return
+        state.pending = PendingJob(job=job, decision_id=decision.decision_id, since=now)
+        self._lives.note_order(job, now)
+
+    def _make(self, decision: Decision) -> TrainJob | None:
+        desired = self._books.state.desired
+        assert desired is not None
+        try:
+            shards = self._around.own_shards()
+        except (OSError, PacelineError) as e:  # the policy holds the job for ordered: it must come to an end
+            self._errors.note("the trace store cannot be read for a job", e)
+            return None
+        return order_job(decision, self._policy.arm_of(decision), shards, desired=desired, policy=self._config)
+
+    def poll(self, now: float) -> None:
+        """Launch or watch the pending job; fold its result once there is one. Raises redis errors."""
+        books, pending = self._books, self._books.state.pending
+        if pending is None or books.pending.decisions or books.pending.desired:
+            return  # the order is not committed yet: nothing may be launched before it is
+        result = self._coordinator.poll(self._client, pending.job)
+        if result is None:
+            return
+        books.state.pending = None
+        books.pending.delete += self._coordinator.leftovers(pending.job.job_id)
+        self._coordinator.forget()
+        books.log("job", {**msgspec.to_builtins(result), "bucket": pending.job.bucket, "arm": pending.job.arm.name})
+        self._lives.note_result(pending.job, result, now)
+        self._finish(pending.decision_id, result, now, pending.job)
+        logger.info("training ended job=%s status=%s reason=%s", result.job_id, result.status, result.reason)
+
+    def _finish(self, decision_id: int, result: TrainResult, now: float, job: TrainJob | None = None) -> None:
+        try:
+            outcome = self._policy.job_finished(result, decision_id=decision_id, now=now)
+        except Exception as e:
+            self._errors.note("the policy could not take a training result", e)
+            return
+        version = result.version
+        if outcome.publish is not None and not self._around.is_foreign(outcome.publish):
+            bucket, arm = (job.bucket, job.arm.name) if job is not None else ("", "")
+            self._lives.publish(outcome.publish, outcome.reason, now, decision_id, bucket=bucket, arm=arm)
+        elif version is not None and self._books.state.lifecycle.status(version) == DrafterStatus.SHADOWED:
+            self._lives.move(version, DrafterStatus.RETIRED, outcome.reason, now)
+
+    def stop(self, patience_s: float) -> None:
+        """Ask the job in flight to stop, wait for its end for at most patience_s, then kill it."""
+        pending = self._books.state.pending
+        if pending is None:
+            return
+        self._coordinator.request_stop(self._client, pending.job.job_id)
+        deadline = time.monotonic() + patience_s
+        while self._books.state.pending is not None and time.monotonic() < deadline:
+            self.poll(self._clock.now())
+            time.sleep(0.05)
+        if self._books.state.pending is not None:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the worker of the job in flight now; no error when there is none."""
+        self._coordinator.kill()
+
+
+def order_job(
+    decision: Decision, arm: ArmSpec, shards: list[Any], *, desired: DesiredState, policy: PolicyConfig
+) -> TrainJob | None:
+    """Turn a train decision into a job; None when the bucket has no shards.
+
+    Args:
+        arm: sized arm; twice its rows are handed over, since part of them is held out for shadow scoring.
+        shards: ShardInfo of the target, oldest first.
+    """
+    own = newest([s for s in shards if s.bucket == decision.bucket], 2 * arm.num_rows)
+    if not own:
+        return None
+    others = sorted({s.bucket for s in shards} - {decision.bucket})
+    share = 2 * int(arm.num_rows * arm.rehearsal_share / max(1, len(others))) + 1
+    rehearsal = [s for b in others for s in newest([x for x in shards if x.bucket == b], share)]
+    text = "\n".join((desired.version, decision.bucket, arm.name, str(arm.num_rows), own[-1].shard_id))
+    limit_s = float(decision.context.get("time_limit_s") or policy.job_time_limit_s)
+    return TrainJob(
+        job_id=hashlib.sha256(text.encode()).hexdigest()[:16],
+        bucket=decision.bucket,
+        arm=arm,
+        base_version=desired.version,
+        first_version=desired.first_version,
+        shard_ids=[s.shard_id for s in own],
+        rehearsal_shard_ids=[s.shard_id for s in rehearsal],
+        seed=policy.seed + decision.decision_id,
+        time_limit_s=min(limit_s, policy.job_time_limit_s),
+    )
+
+
+def newest(shards: list[Any], num_rows: int) -> list[Any]:
+    """The newest shards that hold num_rows together, oldest first."""
+    out: list[Any] = []
+    total = 0
+    for s in reversed(shards):
+        if total >= num_rows:
+            break
+        out.append(s)
+        total += s.num_rows
+    return out[::-1]

@@ -1,4 +1,4 @@
-"""How does a canary get from its start to its end: which requests count, and when is it promoted, called off or rolled back?
+"""Rollout: a canary from its start to its end: the requests that count, its promotion, retirement or roll-back.
 
 Pure: no I/O, time comes from arguments. Everything lies in `RolloutState`, which the controller commits with the rest of
 its state, so that a controller killed anywhere in between goes on with the same canary.

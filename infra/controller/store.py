@@ -1,37 +1,50 @@
-"""Where does the controller's state live, and how is it written exactly once: one fenced MULTI/EXEC per commit.
+"""Store: the controller's state and books in Redis, written exactly once by one fenced MULTI/EXEC per commit.
 
 A commit holds everything that one pass of the controller changed: its state, the acknowledged stream entries, decisions,
 ledger entries, log entries and the desired record. It runs only while the epoch key names this owner. When a reply is
 lost, the commit number inside the stored state says whether it happened.
+
+The ledger's entries are kept once, in the log: a commit appends the new ones to the log stream, and the log's file copies
+the stream. Each has its number in the ledger, and the state holds how many there are, beside the totals in the policy's
+part of it. An entry with a higher number is of a commit that this state has not seen (Redis, or the snapshot file, is older
+than the log): it counts for nothing, and its number is given again.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import msgspec
 import redis
 from redis.exceptions import WatchError
 
+from paceline.adapt.data.blob_io import write_atomic
 from paceline.adapt.versions.lifecycle import Lifecycle
-from paceline.bandit.ledger.totals import LedgerTotals
+from paceline.bandit.controller.controller import Controller
+from paceline.clock import Clock
 from paceline.contracts import Decision, DesiredState, LedgerEntry, TrainJob, decode, encode
 from paceline.errors import FencedError
-from paceline.infra.controller.feedback import GROUP
 from paceline.infra.controller.rollout import RolloutState
 from paceline.infra.controller.traffic import TrafficStats
 from paceline.infra.state.desired import decode_desired, queue_desired, queue_log
-from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Keys
+from paceline.infra.state.log import LogFile, stream_newest_first
+from paceline.infra.state.redis_clients import FEEDBACK_GROUP, OUTAGE_ERRORS, Keys
 
 logger = logging.getLogger(__name__)
 
 MAX_DECISIONS = 5_000
-MAX_LEDGER = 20_000
+MAX_LEDGER = 5_000
+"""Latest ledger entries held in memory for dashboards; the log keeps all."""
+MAX_NOTES = 50
+COMMIT_ENTRIES = 500
+"""Stream entries after which a commit is due."""
 _MAX_TRIES = 20
 
 
@@ -78,8 +91,8 @@ class HostState(msgspec.Struct, kw_only=True):
     """Entries trimmed while pending or unreadable."""
     rows_written: dict[str, int] = {}
     seen_shards: list[str] = []
-    ledger_totals: LedgerTotals = msgspec.field(default_factory=LedgerTotals)
-    """Sums of all entries ever, also of those trimmed since."""
+    num_booked: int = 0
+    """Entries of the ledger, which are numbered from 1."""
     swap: SwapInFlight | None = None
     seen_swaps: list[str] = []
     """Swaps counted already: 'replica:gen'."""
@@ -114,19 +127,23 @@ class Commit:
 class _SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
     state: HostState
     decisions: list[Decision]
-    ledger: list[LedgerEntry]
 
 
 class ControllerStore:
-    """Redis and snapshot file of one controller. Owner = one start of the controller."""
+    """Redis, snapshot file and log file of one controller. Owner = one start of the controller."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, *, snapshot_path: Path | None) -> None:
+    def __init__(
+        self, client: redis.Redis, keys: Keys, *, snapshot_path: Path | None = None, log_file: LogFile | None = None
+    ) -> None:
         self._client, self._keys = client, keys
-        self._path = snapshot_path
+        self._path, self._log_file = snapshot_path, log_file
+        self._num_filed = 0
+        """Ledger entries that the log file has; the others are written back when Redis loses its data."""
         self.owner = uuid.uuid4().hex
         self.epoch = 0
         self.decisions: dict[int, Decision] = {}
-        self.ledger: dict[str, LedgerEntry] = {}
+        self.ledger: deque[LedgerEntry] = deque(maxlen=MAX_LEDGER)
+        """The latest entries, oldest first."""
 
     def acquire_epoch(self, at_least: int = 0) -> int:
         """Take over: a higher epoch under this owner's name; every controller before this one is fenced from now on."""
@@ -147,21 +164,26 @@ class ControllerStore:
         raise FencedError("other controllers keep taking over; run one controller per service")
 
     def load(self) -> HostState:
-        """State from Redis, else from the snapshot file, else a fresh one; loads decisions and ledger too."""
+        """State from Redis, else from the snapshot file, else a fresh one; loads decisions and the latest ledger entries."""
         data = self._client.get(self._keys.state)
+        state = None
         if data is not None:
             try:
                 state = decode(data, HostState)  # type: ignore[arg-type]
-                decisions: dict[Any, Any] = self._client.hgetall(self._decisions_key)  # type: ignore[assignment]
-                ledger: dict[Any, Any] = self._client.hgetall(self._keys.ledger)  # type: ignore[assignment]
-                self.decisions = {int(k): decode(v, Decision) for k, v in decisions.items()}
-                self.ledger = {k.decode(): decode(v, LedgerEntry) for k, v in ledger.items()}
-                self.decisions = dict(sorted(self.decisions.items()))
-                self.ledger = dict(sorted(self.ledger.items(), key=lambda e: (e[1].ts, e[0])))
-                return state
+                decisions: dict[Any, Any] = self._client.hgetall(self._keys.decisions)  # type: ignore[assignment]
+                self.decisions = dict(sorted((int(k), decode(v, Decision)) for k, v in decisions.items()))
             except msgspec.DecodeError as e:
                 logger.error("the controller's state in Redis is damaged, using the snapshot file: %s", e)
-        return self._load_file()
+        if state is None:
+            state = self._load_file()
+        if self._log_file is not None:
+            self._log_file.sync(self._client, self._keys)
+            lines: Iterable[dict[str, Any]] = self._log_file.newest_first()
+        else:
+            lines = stream_newest_first(self._client, self._keys)
+        self._num_filed = state.num_booked
+        self.ledger = deque(list(held_entries(lines, state.num_booked))[::-1], maxlen=MAX_LEDGER)
+        return state
 
     def _load_file(self) -> HostState:
         if self._path is None or not self._path.is_file():
@@ -172,25 +194,26 @@ class ControllerStore:
             logger.error("snapshot file %s is unreadable, the controller starts afresh: %s", self._path, e)
             return HostState()
         self.decisions = {d.decision_id: d for d in snapshot.decisions}
-        self.ledger = {e.entry_id: e for e in snapshot.ledger}
         self._write_back()
         logger.info("controller state restored from %s", self._path)
         return snapshot.state
 
     def save_file(self, state: HostState) -> None:
         """Write the snapshot file atomically: it carries the service over a loss of Redis' data."""
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        snapshot = _SnapshotFile(
-            state=state, decisions=list(self.decisions.values()), ledger=list(self.ledger.values())
-        )
-        tmp = self._path.with_suffix(f".{os.getpid()}.tmp")
-        with tmp.open("wb") as f:
-            f.write(encode(snapshot))
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, self._path)
+        if self._path is not None:
+            snapshot = _SnapshotFile(state=state, decisions=list(self.decisions.values()))
+            write_atomic(fsspec.filesystem("file"), str(self._path), encode(snapshot))
+
+    def copy_log(self, state: HostState) -> None:
+        """Append to the log file what the log stream has more."""
+        if self._log_file is not None:
+            self._log_file.sync(self._client, self._keys)
+            self._num_filed = state.num_booked
+
+    def begin_ledger(self, state: HostState) -> None:
+        """Number anew from 1: the policy forgot what it had booked."""
+        state.num_booked = self._num_filed = 0
+        self.ledger.clear()
 
     def commit(self, state: HostState, commit: Commit) -> None:
         """Write everything or nothing; sets state.commit, state.epoch and, for a new desired record, its generation.
@@ -220,7 +243,7 @@ class ControllerStore:
         epoch, owner = _parse_epoch(pipe.get(keys.epoch))  # type: ignore[arg-type]
         if owner is None:
             pipe.unwatch()
-            self._rebuild(state)
+            self._rebuild(state, commit)
             raise WatchError("redis lost its data")
         if owner != self.owner:
             pipe.unwatch()
@@ -242,14 +265,12 @@ class ControllerStore:
         pipe.multi()
         pipe.set(keys.state, encode(written))
         if commit.ack_ids:
-            pipe.xack(keys.feedback, GROUP, *commit.ack_ids)
+            pipe.xack(keys.feedback, FEEDBACK_GROUP, *commit.ack_ids)
         if commit.decisions:
-            pipe.hset(self._decisions_key, mapping={str(d.decision_id): encode(d) for d in commit.decisions})
+            pipe.hset(keys.decisions, mapping={str(d.decision_id): encode(d) for d in commit.decisions})
             for d in commit.decisions:
                 queue_log(pipe, keys, "decision", msgspec.to_builtins(d))
-        for e in commit.ledger:
-            pipe.hsetnx(keys.ledger, e.entry_id, encode(e))  # type: ignore[arg-type]
-            queue_log(pipe, keys, "ledger", msgspec.to_builtins(e))
+        _queue_ledger(pipe, keys, commit.ledger, state.num_booked)
         for kind, values in commit.log:
             queue_log(pipe, keys, kind, values)
         if commit.desired is not None:
@@ -258,7 +279,9 @@ class ControllerStore:
             pipe.set(keys.desired, encode(state_desired))
         for key in commit.delete:
             pipe.delete(key)
-        self._queue_trim(pipe, commit)
+        excess = len(self.decisions) + len(commit.decisions) - MAX_DECISIONS
+        if excess > 0:
+            pipe.hdel(keys.decisions, *[str(i) for i in list(self.decisions)[:excess]])
         pipe.execute()
         state.commit, state.epoch = written.commit, written.epoch
         state.desired, state.history = written.desired, written.history
@@ -272,43 +295,117 @@ class ControllerStore:
         stored = None if data is None else decode(data, HostState)  # type: ignore[arg-type]
         return stored if stored is not None and stored.commit >= number else None
 
-    def _rebuild(self, state: HostState) -> None:
-        """Redis lost its data (flush, new server): write back what this controller knows."""
+    def _rebuild(self, state: HostState, commit: Commit) -> None:
+        """Redis lost its data (flush, new server): write back what this controller knows and the log file does not."""
         self.acquire_epoch(at_least=state.epoch)
-        self._write_back()
+        num_committed = state.num_booked - len(commit.ledger)
+        num_unfiled = min(max(num_committed - self._num_filed, 0), len(self.ledger))
+        self._write_back(list(self.ledger)[len(self.ledger) - num_unfiled :], num_committed)
 
-    def _write_back(self) -> None:
+    def _write_back(self, entries: list[LedgerEntry] | None = None, num_booked: int = 0) -> None:
         with self._client.pipeline(transaction=True) as pipe:
             if self.decisions:
-                pipe.hset(self._decisions_key, mapping={str(i): encode(d) for i, d in self.decisions.items()})
-            if self.ledger:
-                pipe.hset(self._keys.ledger, mapping={i: encode(e) for i, e in self.ledger.items()})
+                pipe.hset(self._keys.decisions, mapping={str(i): encode(d) for i, d in self.decisions.items()})
+            _queue_ledger(pipe, self._keys, entries or [], num_booked)
             queue_log(pipe, self._keys, "note", {"text": "redis lost its data; restored by the controller"})
             pipe.execute()
-        logger.warning(
-            "redis lost its data; decisions=%d ledger=%d written back", len(self.decisions), len(self.ledger)
-        )
-
-    def _queue_trim(self, pipe: redis.client.Pipeline, commit: Commit) -> None:
-        excess = len(self.decisions) + len(commit.decisions) - MAX_DECISIONS
-        if excess > 0:
-            pipe.hdel(self._decisions_key, *[str(i) for i in list(self.decisions)[:excess]])
-        excess = len(self.ledger) + len(commit.ledger) - MAX_LEDGER
-        if excess > 0:
-            pipe.hdel(self._keys.ledger, *list(self.ledger)[:excess])
+        logger.warning("redis lost its data; %d decisions written back", len(self.decisions))
 
     def _remember(self, commit: Commit) -> None:
         self.decisions.update({d.decision_id: d for d in commit.decisions})
-        for e in commit.ledger:
-            self.ledger.setdefault(e.entry_id, e)
+        self.ledger.extend(commit.ledger)
         for old in list(self.decisions)[: max(0, len(self.decisions) - MAX_DECISIONS)]:
             del self.decisions[old]
-        for entry in list(self.ledger)[: max(0, len(self.ledger) - MAX_LEDGER)]:
-            del self.ledger[entry]
+
+
+class Books:
+    """The state, and what has come together for its next commit. Everything that changes goes through here."""
+
+    def __init__(
+        self,
+        store: ControllerStore,
+        state: HostState,
+        controller: Controller,
+        *,
+        clock: Clock,
+        commit_every_s: float = 0.5,
+        file_every_s: float = 30.0,
+    ) -> None:
+        self.store, self.state, self.pending = store, state, Commit()
+        self._controller, self._clock = controller, clock
+        self._commit_every_s, self._file_every_s = commit_every_s, file_every_s
+        self._commit_due = self._file_due = 0.0
+        self._file_commit = -1
 
     @property
-    def _decisions_key(self) -> str:
-        return self._keys.decisions
+    def desired(self) -> DesiredState | None:
+        """The desired record as it will be after the next commit, its generation apart."""
+        return self.pending.desired or self.state.desired
+
+    def log(self, kind: str, values: dict) -> None:
+        """Put a line into the decision log."""
+        self.pending.log.append((kind, values))
+
+    def note(self, text: str) -> None:
+        """Put a line into the decision log and among the latest notes that dashboards show."""
+        self.log("note", {"text": text})
+        self.state.notes = [*self.state.notes, (self._clock.now(), text)][-MAX_NOTES:]
+
+    def take_drained(self) -> None:
+        """Take over what the policy decided and booked since the last time."""
+        decisions, entries = self._controller.drain()
+        self.pending.decisions += decisions
+        self.pending.ledger += entries
+        self.state.num_booked += len(entries)
+
+    def settle(self) -> None:
+        """Find out first whether a commit whose reply was lost has happened; nothing may be changed before."""
+        if self.pending.is_uncertain:
+            self.flush()
+
+    def flush_due(self, now: float) -> None:
+        """Commit what waits when it is time, or when others wait for it: decisions and the desired record."""
+        pending = self.pending
+        is_due = now >= self._commit_due or len(pending.ack_ids) >= COMMIT_ENTRIES
+        if is_due or pending.decisions or pending.desired:
+            self.flush()
+
+    def flush(self, always: bool = False) -> None:
+        """Commit what has come together; `always`: also when that is nothing but the state.
+
+        Crash before the commit: nothing happened. After it: the log file gets the missing lines at the next start.
+        Raises: FencedError; redis errors (then call `settle` before anything else).
+        """
+        if self.pending.is_empty and not always and not self.pending.is_uncertain:
+            return
+        if not self.pending.is_uncertain:
+            self.take_drained()
+            self.state.controller = self._controller.state()
+        self.store.commit(self.state, self.pending)
+        self.pending = Commit()
+        now = self._clock.now()
+        self._commit_due = now + self._commit_every_s
+        self.store.copy_log(self.state)
+        if now >= self._file_due and self.state.commit != self._file_commit:
+            self._file_due, self._file_commit = now + self._file_every_s, self.state.commit
+            self.store.save_file(self.state)
+
+
+def held_entries(lines: Iterable[dict[str, Any]], num_booked: int, limit: int = MAX_LEDGER) -> Iterator[LedgerEntry]:
+    """The latest entries of a ledger of `num_booked` among a log's lines, both the latest first."""
+    due = num_booked
+    for line in lines:
+        if due == 0 or num_booked - due >= limit:
+            return
+        if "entry_id" in line and line["number"] <= due:
+            due = line["number"] - 1
+            yield msgspec.convert(line, LedgerEntry)
+
+
+def _queue_ledger(pipe: redis.client.Pipeline, keys: Keys, entries: list[LedgerEntry], num_booked: int) -> None:
+    """Append the last entries of a ledger of `num_booked` to the log."""
+    for number, entry in enumerate(entries, num_booked - len(entries) + 1):
+        queue_log(pipe, keys, "ledger", {**msgspec.to_builtins(entry), "number": number})
 
 
 def _parse_epoch(value: bytes | None) -> tuple[int, str | None]:

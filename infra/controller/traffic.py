@@ -1,4 +1,4 @@
-"""What does traffic look like per bucket and group: totals and a recent window of acceptance and speed."""
+"""Traffic: totals and a recent window of acceptance and speed per bucket and group."""
 
 from __future__ import annotations
 
@@ -79,14 +79,13 @@ class TrafficStats(msgspec.Struct, kw_only=True):
         return msgspec.structs.replace(batch, bucket=[names[bucket] for bucket in batch.bucket])
 
     def observe(self, batch: FeedbackBatch, tried_version: str = "", tried_percent: int = 0) -> None:
-        """Add the rows of one batch, its buckets `bounded`.
+        """Add the rows of a batch whose buckets are `bounded`.
 
         Args:
             tried_version: version whose adaptive rows count under CANARY; '' = none is on trial.
             tried_percent: its share while it is on trial. Adaptive rows without a version (the drafter of their request was
                 switched off) count under CANARY where the hash of the request says so; 0 = nowhere.
         """
-        batch = self.bounded(batch)
         rows = zip(
             batch.bucket, batch.group, batch.drafter_version, batch.num_accepted_tokens, batch.num_draft_tokens,
             batch.num_emitted_tokens, batch.share_ms, batch.ts, batch.request_id, strict=True,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import msgspec
 
 from paceline.adapt.versions.lifecycle import VersionLife
-from paceline.bandit.controller.view import LedgerCell, PolicyView
+from paceline.bandit.controller.view import LedgerCell
 from paceline.config import RolloutConfig
-from paceline.contracts import Decision, DrafterManifest, LedgerEntry, ReplicaReport
 from paceline.infra.controller.rollout import RolloutState
+from paceline.infra.controller.session import Session
 from paceline.infra.controller.snapshot import (
     BucketTraffic,
     CanaryRollout,
@@ -30,33 +29,25 @@ from paceline.infra.controller.snapshot import (
 )
 from paceline.infra.controller.store import HostState
 from paceline.infra.controller.traffic import TrafficStats
+from paceline.infra.state.log import ErrorCount
 
 NUM_DECISIONS = 500
-NUM_LEDGER = 5_000
 
 
-def snapshot_view(
-    state: HostState,
-    *,
-    model: str,
-    target_version: str,
-    now: float,
-    decisions: Iterable[Decision],
-    ledger: Iterable[LedgerEntry],
-    manifests: Iterable[DrafterManifest],
-    reports: Iterable[ReplicaReport],
-    rows: dict[str, int],
-    counters: Iterable[dict[str, int]],
-    lag: int | None,
-    rollout: RolloutConfig,
-    bandit: PolicyView | None,
-) -> Snapshot:
-    """Assemble the record; `counters` are the feedback counters that replicas reported last, also of those gone since."""
-    desired, pending, totals = state.desired, state.pending, state.ledger_totals
+def snapshot_view(session: Session, now: float, errors: ErrorCount) -> Snapshot:
+    """Assemble the record; a policy that cannot be shown is noted among the errors."""
+    state, store, around, config = session.state, session.books.store, session.surroundings, session.config
+    controller, totals = session.controller, session.controller.ledger_totals()
+    desired, pending = state.desired, state.pending
+    try:
+        bandit = controller.snapshot()
+    except Exception as e:
+        errors.note("the policy could not be shown", e)
+        bandit = None
     return Snapshot(
         ts=now,
-        model=model,
-        target_version=target_version,
+        model=config.model,
+        target_version=config.target_version,
         epoch=state.epoch,
         commit=state.commit,
         gen=desired.gen if desired else 0,
@@ -64,27 +55,27 @@ def snapshot_view(
         first_version=desired.first_version if desired else "",
         holdback_percent=desired.holdback_percent if desired else 0,
         history=list(state.history),
-        versions=[msgspec.convert(m, VersionInfo, from_attributes=True) for m in manifests],
+        versions=[msgspec.convert(m, VersionInfo, from_attributes=True) for m in around.versions],
         policy=state.policy,
         is_paused=state.is_paused,
         notes=[Note(ts=ts, text=text) for ts, text in state.notes],
-        decisions=list(decisions)[-NUM_DECISIONS:],
+        decisions=list(store.decisions.values())[-NUM_DECISIONS:],
         ledger=ledger_sums(totals.by_kind()),
         ledger_cells=msgspec.convert(totals.rows(), list[LedgerCell]),
         saved_interval_s=totals.saved_interval_s(),
-        ledger_entries=list(ledger)[-NUM_LEDGER:],
+        ledger_entries=list(store.ledger),
         buckets=bucket_traffic(state.traffic, now),
-        rows=dict(rows),
+        rows=dict(around.rows),
         job=None if pending is None else RunningJob(
             job_id=pending.job.job_id, bucket=pending.job.bucket, arm=pending.job.arm.name, since=pending.since,
             decision_id=pending.decision_id,
         ),
         swaps=Swaps(count=len(state.swap_times), pause_ms=list(state.swap_pauses_ms), times=list(state.swap_times)),
-        rollout=rollout_view(state.rollout, rollout, now),
+        rollout=rollout_view(state.rollout, config.rollout, now),
         lifecycle={version: _stage(life) for version, life in state.lifecycle.versions.items()},
         evicted=list(state.evicted),
-        replicas=list(reports),
-        feedback=_feedback(state, list(counters), lag),
+        replicas=list(around.reports),
+        feedback=_feedback(state, list(around.counters.values()), session.feedback.lag),
         bandit=bandit,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How does a replica follow the desired state: read, stage into the idle slot, publish, report; again and again.
+"""Replica watcher: follows the desired state: read, stage into the idle slot, publish, report; again and again.
 
 Redis being away changes nothing for serving: the replica keeps what it has. A version that cannot be staged leaves the
 live slot untouched and is reported as failed; it is not tried again until the generation changes.
@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
 import redis
 from redis.exceptions import RedisError
@@ -27,51 +27,71 @@ logger = logging.getLogger(__name__)
 _NUM_PAUSES = 64
 
 
-class ReplicaWatcher:
-    """Reconciles one replica; all callables run in the watcher's thread.
+class Drafters(Protocol):
+    """What serves in this replica; called in the watcher's thread."""
 
-    Args:
-        stage: loads and validates a version into the idle slot. True when it is staged (or resident already); False
-            when no slot is idle yet (tried again, with the newest desired version). Raises PacelineError when the version
-            must not be used.
-        publish: makes the staged version the one that new requests are pinned to, at a round boundary; returns the
-            pause of the engine thread in ms.
-        slots: slot name -> version, for the report.
-        set_canary: lets a staged version serve that percentage of adaptive requests; ('', 0) calls the canary off.
-            None: this replica takes part in no canary and refuses generations that have one.
-        on_desired: told every new record (hold-back share, first version), before anything is staged.
-        on_training: told whether a training job runs, when that changes.
-        failures: version -> reason of drafters that failed while serving; the live one is reported as refused.
-        errors: version -> requests that ended in an error, for the report.
-        counters: feedback rows produced, delivered and dropped, for the report.
-    """
+    @property
+    def live_version(self) -> str: ...
+
+    def versions(self) -> dict[str, str]:
+        """Slot name -> version."""
+
+    def stage(self, version: str) -> bool:
+        """Load and validate a version into the idle slot.
+
+        True when it is staged (or resident already); False when no slot is idle yet: it is tried again, with the newest
+        desired version. Raises PacelineError when the version must not be used.
+        """
+
+    def publish(self, version: str) -> float:
+        """Pin new requests to the staged version from a round boundary on; the pause of the engine thread in ms."""
+
+    def set_canary(self, version: str, percent: int) -> None:
+        """Let a staged version serve that percentage of adaptive requests; ('', 0) calls the canary off.
+
+        Raises PacelineError where the replica takes part in no canary.
+        """
+
+    def failures(self) -> dict[str, str]:
+        """Version -> reason of drafters that failed while serving; the live one is reported as refused."""
+
+    def num_errors(self) -> dict[str, int]:
+        """Version -> requests that ended in an error."""
+
+
+class Followers(Protocol):
+    """Who is told what the watcher learns, before anything is staged."""
+
+    def desired_changed(self, desired: DesiredState) -> None: ...
+
+    def training_changed(self, is_training: bool) -> None: ...
+
+
+class Counted(Protocol):
+    """Whose rows are reported: produced, delivered and dropped."""
+
+    def counters(self) -> dict: ...
+
+
+class ReplicaWatcher:
+    """Reconciles one replica."""
 
     def __init__(
         self,
         redis_url: str,
         keys: Keys,
+        drafters: Drafters,
         *,
         replica_id: str,
-        stage: Callable[[str], bool],
-        publish: Callable[[str], float],
-        slots: Callable[[], dict[str, str]],
-        live_version: str = "",
-        on_desired: Callable[[DesiredState], None] | None = None,
-        on_training: Callable[[bool], None] | None = None,
-        failures: Callable[[], dict[str, str]] | None = None,
-        counters: Callable[[], dict] | None = None,
-        set_canary: Callable[[str, int], None] | None = None,
-        errors: Callable[[], dict[str, int]] | None = None,
+        followers: Followers | None = None,
+        feedback: Counted | None = None,
         poll_s: float = 2.0,
         report_s: float = 1.0,
         clock: Clock | None = None,
     ) -> None:
         self._client = producer_client(redis_url, timeout_s=1.0)
         self._keys, self._replica_id = keys, replica_id
-        self._stage, self._publish, self._slots = stage, publish, slots
-        self._on_desired, self._on_training = on_desired, on_training
-        self._failures, self._counters = failures, counters
-        self._set_canary, self._errors = set_canary, errors
+        self._drafters, self._followers, self._feedback = drafters, followers, feedback
         self._poll_s, self._report_s = poll_s, report_s
         self._clock = clock or SystemClock()
         self._breaker = Breaker()
@@ -84,7 +104,7 @@ class ReplicaWatcher:
         self.desired: DesiredState | None = None
         self.gen = 0
         """Generation that this replica runs."""
-        self.version = live_version
+        self.version = drafters.live_version
         self.canary_version, self._canary_percent = "", 0
         self.swap_gen = 0
         """Generation that last changed the live version here."""
@@ -136,8 +156,8 @@ class ReplicaWatcher:
             logger.info("redis is back; watching the desired state again")
         if is_training != self.is_training:
             self.is_training = is_training
-            if self._on_training is not None:
-                self._on_training(is_training)
+            if self._followers is not None:
+                self._followers.training_changed(is_training)
         changed = desired is not None and self._follow(desired)
         return self._report(force=self._check_live() or changed)
 
@@ -148,8 +168,8 @@ class ReplicaWatcher:
             return False
         if self.desired is None or desired.gen > self.desired.gen:
             self.desired, self._retry_stage = desired, False
-            if self._on_desired is not None:
-                self._on_desired(desired)
+            if self._followers is not None:
+                self._followers.desired_changed(desired)
         elif not self._retry_stage:
             return False
         if desired.gen in (self.gen, self.failed_gen):
@@ -158,7 +178,7 @@ class ReplicaWatcher:
 
     def _check_live(self) -> bool:
         """Report the live drafter as refused when it failed while serving."""
-        reason = self._failures().get(self.version) if self._failures is not None else None
+        reason = self._drafters.failures().get(self.version)
         if reason is None or self.failed_gen == self.gen or self.gen == 0:
             return False
         self.failed_gen, self.failed_reason = self.gen, f"failed while serving: {reason}"
@@ -169,12 +189,15 @@ class ReplicaWatcher:
             self.staging_s = 0.0
         self._retry_stage = False
         try:
-            if self.canary_version not in ("", desired.canary_version, desired.version) or self._has_canary_failed():
+            if (
+                self.canary_version not in ("", desired.canary_version, desired.version)
+                or self.canary_version in self._drafters.failures()
+            ):
                 self._try_out("", 0)  # a slot that failed may be loaded with another version, which is on no trial
             if desired.version != self.version:
                 if not self._staged(desired.version):
                     return False
-                self._pauses_ms.append(self._publish(desired.version))
+                self._pauses_ms.append(self._drafters.publish(desired.version))
                 self.num_swaps += 1
                 self.version, self.swap_gen = desired.version, desired.gen
                 if self.canary_version == desired.version:  # publishing it ended its trial
@@ -198,22 +221,17 @@ class ReplicaWatcher:
         self.failed_gen, self.failed_reason = None, ""
         return True
 
-    def _has_canary_failed(self) -> bool:
-        return self._failures is not None and self.canary_version in self._failures()
-
     def _staged(self, version: str) -> bool:
         """Stage a version; False when no slot is idle yet (the next pass tries again)."""
         started = time.perf_counter()
-        if version and not self._stage(version):
+        if version and not self._drafters.stage(version):
             self._retry_stage = True
             return False
         self.staging_s += time.perf_counter() - started
         return True
 
     def _try_out(self, version: str, percent: int) -> None:
-        if self._set_canary is None:
-            raise PacelineError("this replica takes part in no canary")
-        self._set_canary(version, percent)
+        self._drafters.set_canary(version, percent)
         self.canary_version, self._canary_percent = version, percent
 
     def report(self) -> ReplicaReport:
@@ -221,21 +239,21 @@ class ReplicaWatcher:
             replica_id=self._replica_id,
             gen=self.gen,
             version=self.version,
-            slots=self._slots(),
+            slots=self._drafters.versions(),
             failed_gen=self.failed_gen,
             failed_reason=self.failed_reason,
             swap_pause_ms=list(self._pauses_ms),
             swap_gen=self.swap_gen,
             canary_version=self.canary_version,
-            failures=self._failures() if self._failures is not None else {},
-            errors=self._errors() if self._errors is not None else {},
+            failures=self._drafters.failures(),
+            errors=self._drafters.num_errors(),
             staging_s=self.staging_s,
             counters=self._read_counters(),
             ts=self._clock.now(),
         )
 
     def _read_counters(self) -> dict[str, int]:
-        values = self._counters() if self._counters is not None else {}
+        values = self._feedback.counters() if self._feedback is not None else {}
         return {name: int(values[name]) for name in ("produced", "delivered", "dropped") if name in values}
 
     def _report(self, *, force: bool) -> bool:

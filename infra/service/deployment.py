@@ -1,4 +1,4 @@
-"""RAY LEAF: how does one replica live inside Ray Serve: build, serve, answer health checks, drain, close?
+"""RAY LEAF: deployment: one replica inside Ray Serve: it is built, serves, answers health checks, drains and closes.
 
 The replica is its own HTTP ingress (a second hop would cost most of the streaming throughput). What it is made of comes
 from a factory named by an import path, so that this module knows neither stores nor Redis.

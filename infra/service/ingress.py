@@ -1,4 +1,4 @@
-"""How is a service put together whose answers outlive the replica that writes them (`resume: true`)?
+"""Ingress: the front of a service whose answers outlive the replica that writes them (`resume: true`).
 
 Two deployments: `ingress` speaks HTTP and has the tokenizer, `engine` has the models and is reached through a Serve
 handle. What a request does when its engine dies is serving/resume/client.py; here is only what Ray brings.
@@ -19,13 +19,14 @@ from ray.serve.config import BackpressureConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from paceline.config import ServiceConfig, build_config
+from paceline.config import ServiceConfig
 from paceline.errors import CapacityError, ConfigError, EngineStoppedError
 from paceline.infra.service.deployment import DeploymentLimits, EngineReplica, bind_engine, close_grpc_port
 from paceline.infra.service.ingress_metrics import render_ingress_metrics
 from paceline.infra.service.parts import StorePaths
 from paceline.infra.state.log import configure_logging
 from paceline.paths import resolve_model
+from paceline.records import build
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.resume.client import MAX_SILENCE_S, ResumingClient
@@ -100,7 +101,7 @@ class ResumeIngress:
     async def __init__(self, engines: DeploymentHandle, values: dict[str, Any]) -> None:  # type: ignore[misc]
         """Ready when an engine has said what it serves."""
         close_grpc_port()
-        self._config = build_config(ServiceConfig, values)
+        self._config = build(ServiceConfig, values)
         replica_id = serve.get_replica_context().replica_id.unique_id
         data_dir = StorePaths.of(self._config).data_dir
         configure_logging(
@@ -167,7 +168,7 @@ def bind_resuming(
     ingress_values: plain values of a ServiceConfig.
     """
     engine = bind_engine(EngineBehindIngress, factory, engine_values, limits)
-    config = build_config(ServiceConfig, ingress_values)
+    config = build(ServiceConfig, ingress_values)
     deployment = serve.deployment(
         serve.ingress()(ResumeIngress),
         name="ingress",

@@ -1,4 +1,4 @@
-"""What does an ingress of `resume: true` append to an engine's metrics: how often answers changed their replica?"""
+"""Ingress metrics: how often answers changed their replica, appended to the metrics of an engine."""
 
 from __future__ import annotations
 

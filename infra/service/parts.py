@@ -1,4 +1,4 @@
-"""What is a replica made of: target, drafter slots, engine, feedback, traces, watcher, routes?"""
+"""Replica parts: target, drafter slots, engine, feedback, traces, watcher and routes put together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.adapt.versions.registry import DrafterRegistry
-from paceline.config import ServiceConfig, build_config, to_dict
+from paceline.config import ServiceConfig, to_dict
 from paceline.contracts import DesiredState
 from paceline.errors import PacelineError
 from paceline.infra.controller.actor import ControllerSpec, ensure_controller
@@ -21,17 +21,18 @@ from paceline.infra.replica.capture_progress import capture_progress
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.replica.watcher import ReplicaWatcher
 from paceline.infra.service.deployment import ReplicaParts
-from paceline.infra.state.desired import commit_desired, with_holdback
 from paceline.infra.state.log import configure_logging
-from paceline.infra.state.redis_clients import Keys, patient_client
+from paceline.infra.state.redis_clients import Keys
 from paceline.infra.web.access import Access
 from paceline.infra.web.dashboard_routes import dashboard_router
 from paceline.infra.web.engine_metrics import render_metrics, speculation_rows
 from paceline.infra.web.feed import DashboardFeed
 from paceline.infra.web.state_routes import ServiceView, service_router
 from paceline.paths import resolve_drafter, resolve_model
+from paceline.records import build
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts
+from paceline.serving.drafters.family import TargetHandles
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.drafters.text import make_text_drafter
 from paceline.serving.engine.engine import Engine
@@ -73,13 +74,54 @@ def drafter_taps(config: ServiceConfig) -> tuple[int, ...] | None:
 
 
 @dataclass(slots=True)
-class _Holdback:
-    """The current hold-back share; written by the watcher, read by the routes."""
+class ServingState:
+    """What the watcher learns and the running replica uses."""
 
-    percent: int
+    engine: Engine
+    holdback_percent: int
 
-    def follow(self, desired: DesiredState) -> None:
-        self.percent = desired.holdback_percent
+    def desired_changed(self, desired: DesiredState) -> None:
+        self.holdback_percent = desired.holdback_percent
+
+    def training_changed(self, is_training: bool) -> None:
+        self.engine.output.is_training = is_training
+
+
+@dataclass(slots=True)
+class ServedDrafters:
+    """The replica's slots, filled from the registry and switched between rounds of its engine."""
+
+    slots: DrafterSlots
+    registry: DrafterRegistry
+    engine: Engine
+    target_version: str
+
+    @property
+    def live_version(self) -> str:
+        return self.slots.live_version
+
+    def versions(self) -> dict[str, str]:
+        return self.slots.versions()
+
+    def stage(self, version: str) -> bool:
+        slots = self.slots
+        if slots.waiting_version == version:
+            return slots.stage_waiting()
+        if slots.is_resident(version):
+            return slots.stage(version, {})
+        return slots.stage(version, self.registry.load_state(version, target_version=self.target_version))
+
+    def publish(self, version: str) -> float:
+        return self.engine.call_between_rounds(lambda: self.slots.publish(version)).result(timeout=30.0)
+
+    def set_canary(self, version: str, percent: int) -> None:
+        self.slots.set_canary(version, percent)
+
+    def failures(self) -> dict[str, str]:
+        return self.slots.failures()
+
+    def num_errors(self) -> dict[str, int]:
+        return dict(self.engine.output.num_errors)
 
 
 @dataclass(slots=True)
@@ -90,7 +132,7 @@ class _Adaptation:
     closers: list[Callable[[], None]] = field(default_factory=list)
 
 
-def make_slots(config: ServiceConfig, target: TargetModel, registry: DrafterRegistry) -> DrafterSlots:
+def make_slots(config: ServiceConfig, target: TargetHandles, registry: DrafterRegistry) -> DrafterSlots:
     """Drafter slots with the first drafter live; its weights are put into the registry under their content id.
 
     Raises: ConfigError, DrafterMismatchError when the drafter does not exist or does not fit the target.
@@ -108,32 +150,6 @@ def make_slots(config: ServiceConfig, target: TargetModel, registry: DrafterRegi
         state, drafter_type=settings["drafter_type"], config=settings, target_version=target.version
     )
     return DrafterSlots(live, manifest.version, first=build(), first_version=manifest.version, spawn=build)
-
-
-def ensure_first_version(redis_url: str, keys: Keys, version: str, holdback_percent: int, now: float) -> None:
-    """Write the first desired state, or a new generation when the service was given another drafter or hold-back."""
-
-    class _Unchanged(Exception):
-        pass
-
-    def make(current: DesiredState | None) -> DesiredState:
-        if current is not None and current.first_version == version:
-            changed = with_holdback(current, holdback_percent, now)
-            if changed is None:
-                raise _Unchanged
-            return changed
-        return DesiredState(
-            gen=current.gen + 1 if current else 1, version=version, first_version=version,
-            holdback_percent=holdback_percent, reason="first drafter", ts=now,
-        )  # fmt: skip
-
-    client = patient_client(redis_url)
-    try:
-        commit_desired(client, keys, make)
-    except _Unchanged:
-        log.debug("desired state already has first version %s and hold-back %d", version, holdback_percent)
-    finally:
-        client.close()
 
 
 def controller_spec(
@@ -167,7 +183,7 @@ def replica_values(config: ServiceConfig, deployed_at: float) -> dict[str, Any]:
 
 def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     """Build one replica from `replica_values`; its engine thread runs when this returns."""
-    config = build_config(ServiceConfig, {k: v for k, v in values.items() if k != _DEPLOYED_AT})
+    config = build(ServiceConfig, {k: v for k, v in values.items() if k != _DEPLOYED_AT})
     deployed_at = float(values.get(_DEPLOYED_AT, 0.0))
     paths = StorePaths.of(config)
     paths.data_dir.mkdir(parents=True, exist_ok=True)
@@ -199,13 +215,14 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         engine.warm_up(progress)
     thread.start(is_warmed_up=True)
     closers: list[Callable[[], None]] = []
-    holdback = _Holdback(config.policy.holdback_percent if needs_taps else 0)
+    serving = ServingState(engine, config.policy.holdback_percent if needs_taps else 0)
     adaptation = _Adaptation()
     if feedback is not None:
         feedback.start()
         if needs_taps:
             spec = controller_spec(config, target.version, first_version=slots.first_version, deployed_at=deployed_at)
-            adaptation = _adapt(config, spec, target, engine, slots, registry, keys, replica_id, holdback, feedback)
+            drafters = ServedDrafters(slots, registry, engine, target.version)
+            adaptation = _adapt(config, spec, drafters, serving, replica_id, feedback)
         closers.append(feedback.close)
     if traces is not None:
         closers.insert(0, traces.close)
@@ -237,7 +254,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             tokenizer=target.tokenizer,
             has_access_log=config.access_log,
             api_token=config.api_token,
-            holdback_percent=lambda: holdback.percent,
+            holdback_percent=lambda: serving.holdback_percent,
             opt_out_tenants=frozenset(config.trace.opt_out_tenants),
             state=lambda: state_json(view.state()),
             run_state=dashboard.run,
@@ -269,32 +286,14 @@ def limit_threads(num_threads: int | None) -> None:
 
 
 def _adapt(
-    config: ServiceConfig, spec: ControllerSpec, target: TargetModel, engine: Engine, slots: DrafterSlots, registry: DrafterRegistry,
-    keys: Keys, replica_id: str, holdback: _Holdback, feedback: FeedbackPublisher,
+    config: ServiceConfig, spec: ControllerSpec, drafters: ServedDrafters, serving: ServingState, replica_id: str,
+    feedback: FeedbackPublisher,
 ) -> _Adaptation:  # fmt: skip
     """Start following the desired state and keep the controller alive."""
     assert config.redis_url is not None
-
-    def stage(version: str) -> bool:
-        if slots.waiting_version == version:
-            return slots.stage_waiting()
-        if slots.is_resident(version):
-            return slots.stage(version, {})
-        return slots.stage(version, registry.load_state(version, target_version=target.version))
-
-    def publish(version: str) -> float:
-        return engine.call_between_rounds(lambda: slots.publish(version)).result(timeout=30.0)
-
-    def note_training(is_training: bool) -> None:
-        engine.output.is_training = is_training
-
     watcher = ReplicaWatcher(
-        config.redis_url, keys, replica_id=replica_id, stage=stage, publish=publish, slots=slots.versions,
-        live_version=slots.live_version, on_desired=holdback.follow, on_training=note_training,
-        failures=slots.failures, counters=feedback.counters, set_canary=slots.set_canary,
-        errors=lambda: dict(engine.output.num_errors),
-    )  # fmt: skip
-    watcher.start()
+        config.redis_url, Keys(config.model_name), drafters, replica_id=replica_id, followers=serving, feedback=feedback
+    ).start()
     supervisor = ControllerSupervisor(spec)
     supervisor.start()
     return _Adaptation(watcher=watcher, closers=[supervisor.stop, watcher.stop])

@@ -1,4 +1,4 @@
-"""How does a foreground command notice Ctrl-C and SIGTERM without an exception in the middle of somebody's lock?"""
+"""Stop signals: a foreground command notices Ctrl-C and SIGTERM without an exception inside somebody's lock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What should every replica run, and what does each of them run: the desired record and the replica reports.
+"""Desired state: the record of what every replica should run, and the reports of what each of them runs.
 
 The record is level-triggered: a replica that was away reads it and acts; pub/sub is only a hint. Generations only grow;
 a rollback is a new generation with an older version.
@@ -56,9 +56,11 @@ def queue_log(pipe: redis.client.Pipeline, keys: Keys, kind: str, values: dict) 
 
 
 def commit_desired(
-    client: redis.Redis, keys: Keys, make: Callable[[DesiredState | None], DesiredState]
+    client: redis.Redis, keys: Keys, make: Callable[[DesiredState | None], DesiredState | None]
 ) -> DesiredState:
-    """Read, change and write the record atomically; `make` gets the current record and must raise its generation.
+    """Read, change and write the record atomically; returns it.
+
+    `make` gets the current record and must raise its generation; it may return None to leave a record as it is.
 
     For set-up and command-line use while no controller runs; the controller commits inside its own fenced
     transaction. Raises PacelineError when others keep changing the record.
@@ -69,6 +71,9 @@ def commit_desired(
                 pipe.watch(keys.desired)
                 current = decode_desired(pipe.get(keys.desired))
                 desired = make(current)
+                if desired is None:
+                    assert current is not None, "there is no record to leave as it is"
+                    return current
                 if current is not None and desired.gen <= current.gen:
                     raise PacelineError(f"desired.gen must be above {current.gen}, got {desired.gen}")
                 pipe.multi()
@@ -81,41 +86,26 @@ def commit_desired(
     raise PacelineError(f"the desired state changed {_MAX_TRIES} times while it was being written; try again")
 
 
-def ensure_desired(client: redis.Redis, keys: Keys, *, version: str, holdback_percent: int, now: float) -> DesiredState:
-    """The current record, or generation 1 with `version` as live and first version when there is none."""
-
-    def make(current: DesiredState | None) -> DesiredState:
-        if current is not None:
-            raise _AlreadyThere(current)
+def configured_desired(
+    stored: DesiredState | None, first_version: str, holdback_percent: int, now: float
+) -> DesiredState | None:
+    """The next generation that the configuration asks for; None when the stored record agrees with it."""
+    if stored is None or stored.first_version != first_version:
         return DesiredState(
-            gen=1,
-            version=version,
-            first_version=version,
-            holdback_percent=holdback_percent,
-            reason="first drafter",
-            ts=now,
-        )
-
-    try:
-        return commit_desired(client, keys, make)
-    except _AlreadyThere as e:
-        return e.current
-
-
-class _AlreadyThere(Exception):
-    def __init__(self, current: DesiredState) -> None:
-        super().__init__()
-        self.current = current
-
-
-def with_holdback(current: DesiredState, holdback_percent: int, now: float) -> DesiredState | None:
-    """The next generation with another hold-back share and everything else as it is; None when it has that share."""
-    if current.holdback_percent == holdback_percent:
+            gen=stored.gen + 1 if stored is not None else 1, version=first_version, first_version=first_version,
+            holdback_percent=holdback_percent, reason="first drafter", ts=now,
+        )  # fmt: skip
+    if stored.holdback_percent == holdback_percent:
         return None
-    reason = f"hold-back set from {current.holdback_percent} to {holdback_percent} percent by the configuration"
-    return msgspec.structs.replace(
-        current, gen=current.gen + 1, holdback_percent=holdback_percent, reason=reason, ts=now
-    )
+    reason = f"hold-back set from {stored.holdback_percent} to {holdback_percent} percent by the configuration"
+    return msgspec.structs.replace(stored, gen=stored.gen + 1, holdback_percent=holdback_percent, reason=reason, ts=now)
+
+
+def ensure_first_version(
+    client: redis.Redis, keys: Keys, version: str, holdback_percent: int, now: float
+) -> DesiredState:
+    """Write the first record, or a new generation when the service was given another drafter or hold-back; returns it."""
+    return commit_desired(client, keys, lambda stored: configured_desired(stored, version, holdback_percent, now))
 
 
 def write_report(client: redis.Redis, keys: Keys, report: ReplicaReport, ttl_s: int = REPORT_TTL_S) -> None:

@@ -1,4 +1,4 @@
-"""How do decisions, ledger, traces and feedback leave a data directory, for analysis elsewhere?
+"""Export: decisions, ledger, traces and feedback of a data directory as files for analysis elsewhere.
 
 Reads what the service keeps and changes nothing. The folder appears complete or not at all; docs/exports.md has every
 field with its unit. Requests that opted out have no trace, so none is exported.
@@ -101,40 +101,53 @@ def run_export(options: ExportOptions, console: Console, *, clock: Clock | None 
 
 
 # ---- decisions and ledger: from the JSON-lines log, which keeps everything -----------------------------------------
-def log_records(path: Path, kind: str, key: str, report: Report = lambda done, total: None) -> list[dict[str, Any]]:
-    """The newest form of each record of one kind, in the order of first appearance, with its `run`.
+def log_records(path: Path, kind: str, report: Report = lambda done, total: None) -> list[dict[str, Any]]:
+    """Records of a kind ('decision' | 'ledger') in the order of first appearance, each with its `run`.
 
-    A decision is logged again whenever its realised values change; ids begin anew when the service lost its state,
-    which starts another run. Runs are counted by decisions and ledger entries together, whichever kind is asked for, so
-    that the two files agree. A torn last line is left out.
+    A decision is logged again whenever its realised values change: its newest form counts. A ledger entry is logged once,
+    with its number; when the service went back to an older state, its numbers are given again, and the entries that had
+    them count for nothing. Ids begin anew when the service lost its state, which starts another run. Runs are counted by
+    decisions and ledger entries together, so that the two files agree. A torn last line is left out.
     """
-    found: dict[tuple[int, Any], dict[str, Any]] = {}
+    decisions: dict[tuple[int, int], dict[str, Any]] = {}
+    entries: list[dict[str, Any]] = []
     run, done, total = 1, 0, path.stat().st_size if path.is_file() else 0
     has_records = False  # of the run so far: a start after which nothing was logged is none
     if not total:
         return []
+
+    def go_back(num_booked: int) -> None:
+        while entries and entries[-1]["run"] == run and entries[-1]["number"] > num_booked:
+            entries.pop()
+
     with path.open("rb") as lines:
-        for number, line in enumerate(lines):
+        for index, line in enumerate(lines):
             done += len(line)
-            if number % 256 == 0:
+            if index % 256 == 0:
                 report(done, total)
             try:
                 row = json.loads(line)
             except ValueError:
                 continue  # being written, or cut by a crash
-            if row.get("kind") == "note" and row.get("commit") == 0 and has_records:
-                run, has_records = run + 1, False
-            is_entry = "entry_id" in row  # its own `kind` (training, ...) replaces the log's
-            has_records = has_records or is_entry or row.get("kind") == "decision"
-            is_wanted = is_entry if kind == "ledger" else row.pop("kind", None) == kind
-            if is_wanted:
-                row.pop("log_id", None)
-                found[run, row[key]] = {**row, "run": run}
-    return list(found.values())
+            if "entry_id" in row:  # its own `kind` (training, ...) replaces the log's
+                has_records = True
+                go_back(row["number"] - 1)
+                entries.append({**row, "run": run})
+            elif row.get("kind") == "decision":
+                has_records = True
+                decisions[run, row["decision_id"]] = {**row, "run": run}
+            elif row.get("kind") == "note" and "commit" in row:  # the controller started
+                if row["commit"] > 0:
+                    go_back(row["num_booked"])
+                elif has_records:
+                    run, has_records = run + 1, False
+    found = list(decisions.values()) if kind == "decision" else entries
+    dropped = ("log_id", "number", "kind") if kind == "decision" else ("log_id", "number")
+    return [{name: value for name, value in row.items() if name not in dropped} for row in found]
 
 
 def _export_decisions(options: ExportOptions, out: Path, manifest: dict, report: Report) -> None:
-    rows = log_records(options.data_dir / "decisions.jsonl", "decision", "decision_id", report)
+    rows = log_records(options.data_dir / "decisions.jsonl", "decision", report)
     _write_rows(out, "decisions.jsonl", rows, manifest, "no decision has been logged yet")
     if rows:  # with what every epoch measured, for `paceline replay`
         _write_rows(out, "replay.jsonl", _log_lines(options.data_dir / "decisions.jsonl"), manifest, "the log is empty")
@@ -151,7 +164,7 @@ def _log_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _export_ledger(options: ExportOptions, out: Path, manifest: dict, report: Report) -> None:
-    rows = log_records(options.data_dir / "decisions.jsonl", "ledger", "entry_id", report)
+    rows = log_records(options.data_dir / "decisions.jsonl", "ledger", report)
     _write_rows(out, "ledger.jsonl", rows, manifest, "nothing has been booked in the ledger yet")
     if rows:
         totals = fold_entries(msgspec.convert(row, LedgerEntry) for row in rows)

@@ -1,4 +1,4 @@
-"""Where do log lines and decisions go: handlers of the process, and the JSON-lines files in the data directory."""
+"""Logs: the handlers of a process, the decision log (a stream and the file that copies it), counted errors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import logging
 import logging.handlers
 import os
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from redis.exceptions import RedisError
 
 from paceline.infra.state.redis_clients import Keys
 
@@ -118,12 +116,23 @@ class LogFile:
             self._append([(i.decode(), f) for i, f in entries])
             total += len(entries)
 
+    def newest_first(self) -> Iterator[dict[str, Any]]:
+        """The lines of the file, the latest first; those that are damaged are left out."""
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return
+        while lines:
+            try:
+                yield json.loads(lines.pop())
+            except ValueError:
+                continue
+
     def _append(self, entries: list[tuple[str, dict[bytes, bytes]]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as f:
             for entry_id, fields in entries:
-                line = {"log_id": entry_id, "kind": fields[b"kind"].decode(), **json.loads(fields[b"v"])}
-                f.write(json.dumps(line) + "\n")
+                f.write(json.dumps(_line(entry_id, fields)) + "\n")
             f.flush()
             os.fsync(f.fileno())
         self._last_id = entries[-1][0]
@@ -137,25 +146,30 @@ class LogFile:
         if len(complete) < len(data):
             with self.path.open("r+b") as f:
                 f.truncate(len(complete))
-        lines = complete.splitlines()
-        while lines:
-            try:
-                return str(json.loads(lines.pop())["log_id"])
-            except (ValueError, KeyError):
-                continue
-        return "0"
+        return next((str(line["log_id"]) for line in self.newest_first() if "log_id" in line), "0")
 
 
-def recent_log(client: Any, keys: Keys, count: int = 100) -> list[dict]:
-    """The newest entries of the log stream, oldest first; [] when Redis is away."""
-    try:
-        entries = client.xrevrange(keys.log, count=count)
-    except (RedisError, OSError) as e:
-        logger.debug("log stream cannot be read: %s", e)
-        return []
-    return [{"log_id": i.decode(), "kind": f[b"kind"].decode(), **json.loads(f[b"v"])} for i, f in reversed(entries)]
+def stream_newest_first(client: Any, keys: Keys, *, count: int = 500) -> Iterator[dict[str, Any]]:
+    """What the log stream holds, as lines of its file, the latest first. Raises redis errors."""
+    end = "+"
+    while entries := client.xrevrange(keys.log, max=end, count=count):
+        for entry_id, fields in entries:
+            yield _line(entry_id.decode(), fields)
+        end = f"({entries[-1][0].decode()}"
 
 
-def utc(ts: float) -> str:
-    """ISO time of seconds since the epoch, for reports."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ts))
+def _line(entry_id: str, fields: dict[bytes, bytes]) -> dict[str, Any]:
+    return {"log_id": entry_id, "kind": fields[b"kind"].decode(), **json.loads(fields[b"v"])}
+
+
+class ErrorCount:
+    """Errors that a loop survives: each is logged, counted, and the last one is shown."""
+
+    def __init__(self) -> None:
+        self.num, self.last = 0, ""
+
+    def note(self, text: str, error: Exception) -> None:
+        """Call it inside the `except`."""
+        self.num += 1
+        self.last = f"{text}: {error}"
+        logger.exception("%s", text)

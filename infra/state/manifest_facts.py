@@ -1,4 +1,4 @@
-"""What do the manifests of the drafter versions say about them: rows learned of every bucket, replay scores?"""
+"""Manifest facts: what manifests say about versions: rows learned of every bucket, scores by replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How are captured traces deleted on demand: those of one tenant, or all of a service?"""
+"""Purge: deletes captured traces on demand, those of one tenant or all of a service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do we talk to Redis without ever blocking serving: key names, client settings, reply shapes, outage breaker.
+"""Redis clients: key names, settings that never block serving, reply shapes, the breaker of an outage.
 
 redis-py's defaults (5 s socket timeout, ten retries) turn an outage into seconds of blocking per call and a blocking
 read into a TimeoutError; hence two kinds of client with explicit settings.
@@ -23,6 +23,8 @@ from paceline.errors import ConfigError
 OUTAGE_ERRORS: tuple[type[Exception], ...] = (RedisConnectionError, RedisTimeoutError, OSError)
 """The server is away, restarting or loading: keep the work and try again later."""
 
+FEEDBACK_GROUP = "bandit"
+"""Consumer group of the feedback stream: the controller's."""
 CONSUMER_SOCKET_TIMEOUT_S = 10.0
 """Socket timeout of the consumer; every BLOCK must stay well below it."""
 
@@ -47,11 +49,9 @@ class Keys:
         self.state = f"{base}:state"
         """The controller's state blob."""
         self.log = f"{base}:log"
-        """Stream of decisions, generations and outcomes (fields kind, v = JSON)."""
+        """Stream of decisions, ledger entries, generations and outcomes (fields kind, v = JSON)."""
         self.decisions = f"{base}:decisions"
         """Hash: decision id -> Decision, the newest form of each."""
-        self.ledger = f"{base}:ledger"
-        """Hash: entry id -> LedgerEntry."""
         self.train = f"{base}:train"
         """Lease of the training job in flight."""
         self.train_stop = f"{base}:train:stop"

@@ -1,4 +1,4 @@
-"""Where does Redis come from: an external URL, or a supervised child process that restarts with its data.
+"""Redis server: an external URL, or a supervised child process that restarts with its data.
 
 The child reads its configuration (with a random password) from stdin, so that nothing secret is in its arguments;
 scripting is disabled; it ends when its parent ends, also by kill -9.

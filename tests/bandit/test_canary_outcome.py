@@ -34,9 +34,9 @@ def test_only_a_promoted_version_keeps_its_gain(outcome, is_kept):
     d = ordered(w)
     made = w.controller.job_finished(w.train(d), decision_id=d.decision_id, now=w.clock.now())
     assert made.publish is not None and made.decision.realised_gain != 0.0
-    w.controller.drain()
+    entries = w.controller.drain()[1]
     after = w.controller.canary_ended(d.decision_id, outcome)
-    assert after is not None and w.controller.check() == []
+    assert after is not None and w.controller.check(entries) == []
     if is_kept:
         assert after.outcome == "accepted" and after.realised_gain == made.decision.realised_gain
         return
@@ -54,10 +54,10 @@ def test_the_end_of_an_unknown_canary_changes_nothing():
 
 def test_no_job_is_ordered_on_a_frozen_bucket(monkeypatch):
     w = world()
-    ordered(w)
+    d = ordered(w)
     w.controller.job_finished(
         TrainResult(job_id="j", status="failed", version=None, reason="test", train_s=1.0, shadow_s=0.0),
-        decision_id=w.controller.job_in_flight, now=w.clock.now(),
+        decision_id=d.decision_id, now=w.clock.now(),
     )  # fmt: skip
     context = type(w).context
     monkeypatch.setattr(type(w), "context", lambda self: msgspec.structs.replace(context(self), frozen=["c"]))

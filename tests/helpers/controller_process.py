@@ -8,7 +8,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from paceline.config import RolloutConfig  # noqa: E402
-from paceline.infra.controller.host import ControllerHost, HostConfig  # noqa: E402
+from paceline.infra.controller.host import ControllerHost  # noqa: E402
+from paceline.infra.controller.session import HostConfig  # noqa: E402
 from tests.helpers.scripted import MemoryRegistry, MemoryStore, ProcessLauncher, ScriptedController  # noqa: E402
 
 

@@ -29,10 +29,11 @@ from paceline.contracts import (
     is_canary,
 )
 from paceline.errors import ManifestError, PacelineError, RequestError
-from paceline.infra.controller.host import ControllerHost, HostConfig
+from paceline.infra.controller.host import ControllerHost
+from paceline.infra.controller.session import HostConfig
 from paceline.infra.controller.snapshot import ReplicaState, Snapshot, TrafficBin
 from paceline.infra.replica.feedback import make_batch
-from paceline.infra.state.desired import ensure_desired, write_report
+from paceline.infra.state.desired import ensure_first_version, write_report
 from paceline.infra.state.redis_clients import Keys, patient_client
 from tests.helpers.scripted import MemoryStore, Shard
 
@@ -132,7 +133,7 @@ class Scene:
         for _ in range(int(seconds / STEP_S)):
             self.clock.advance(STEP_S)
             now = self.clock.now()
-            desired = self.host.state.desired
+            desired = self.host.session.state.desired
             assert desired is not None
             self.report(desired)
             for bucket in buckets:
@@ -140,7 +141,6 @@ class Scene:
                 self.store.shards.append(
                     Shard(f"{bucket}-{self.seq}", bucket=bucket, num_rows=120, created=now, target_version="t")
                 )
-            self.host._commit_due = 0.0
             self.host.step(block_ms=1)
 
     def send(self, bucket: str, desired: DesiredState, now: float) -> None:
@@ -191,7 +191,7 @@ class Scene:
         return None if self.is_away else self.host.traffic(since)
 
     def command(self, name: str, *args: Any) -> Snapshot:
-        future = self.host.call(lambda: getattr(self.host, name)(*args))
+        future = self.host.call(lambda: getattr(self.host.session.orders, name)(*args))
         self.host.step(block_ms=1)
         try:
             future.result(timeout=10)
@@ -206,13 +206,13 @@ def make_scene(redis_url: str, keys: Keys, **policy: Any) -> Scene:
     """A host that is connected and has seen nothing yet; its clock starts twenty minutes ago."""
     clock = ManualClock(time.time() - 1200.0)
     client = patient_client(redis_url)
-    ensure_desired(client, keys, version=FIRST, holdback_percent=20, now=clock.now())
+    ensure_first_version(client, keys, FIRST, 20, clock.now())
     registry, store = Registry(), MemoryStore(shards=[])
     registry.add(FIRST, parent=None, arm="initial", bucket=None, created=clock.now())
     launcher = Launcher(registry, clock)
     settings = {"policy": "payoff", "epoch_s": 10.0, "min_rows": 500, "holdback_percent": 20, "horizon_s": 300.0, "min_dwell_s": 5.0}  # fmt: skip
     host = ControllerHost(
-        HostConfig(redis_url=redis_url, model=keys.model, policy=PolicyConfig(**{**settings, **policy}), context_every_s=0.0, target_version="t"),
+        HostConfig(redis_url=redis_url, model=keys.model, policy=PolicyConfig(**{**settings, **policy}), context_every_s=0.0, commit_every_s=0.0, target_version="t"),
         store=store, registry=registry, launcher=launcher, clock=clock,
     )  # fmt: skip
     host.connect()

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import redis
 
+from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.config import RolloutConfig
-from paceline.contracts import encode
-from paceline.infra.controller.host import ControllerHost, HostConfig
+from paceline.contracts import LedgerEntry, decode, encode
+from paceline.infra.controller.host import ControllerHost
+from paceline.infra.controller.session import HostConfig
+from paceline.infra.controller.store import HostState, held_entries
 from paceline.infra.replica.feedback import make_batch
-from paceline.infra.state.redis_clients import Keys
+from paceline.infra.state.log import LogFile, stream_newest_first
+from paceline.infra.state.redis_clients import Keys, consumer_client
 from tests.helpers.scripted import MemoryRegistry, MemoryStore, ProcessLauncher, ScriptedController, row
 
 
 def make_host(
     url: str, keys: Keys, tmp_path: Path, *, launcher: Any = None, data_dir: bool = True, make: Any = ScriptedController,
-    store: Any = None, registry: Any = None, rollout: RolloutConfig | None = None, **config: Any,
+    store: Any = None, registry: Any = None, rollout: RolloutConfig | None = None, clock: Any = None,
+    make_client: Callable[[str], redis.Redis] = consumer_client, **config: Any,
 ) -> ControllerHost:  # fmt: skip
-    """A host that is not connected; without `rollout` versions go live at once."""
+    """A host that is not connected and commits in every pass; without `rollout` versions go live at once."""
     return ControllerHost(
         HostConfig(
             redis_url=url, model=keys.model, data_dir=tmp_path / "data" if data_dir else None, lease_ttl_s=2.0,
-            stop_grace_s=0.3, context_every_s=0.0, rollout=rollout or RolloutConfig(canary_percent=0),
+            stop_grace_s=0.3, context_every_s=0.0, commit_every_s=0.0, rollout=rollout or RolloutConfig(canary_percent=0),
             **{"target_version": "t", **config},
         ),
-        store=store or MemoryStore(), registry=registry or MemoryRegistry(),
-        launcher=launcher or ProcessLauncher(url, str(tmp_path / "journal")), make_controller=make,
+        store=store or MemoryStore(), registry=registry or MemoryRegistry(), clock=clock,
+        launcher=launcher or ProcessLauncher(url, str(tmp_path / "journal")), make_controller=make, make_client=make_client,
     )  # fmt: skip
 
 
 def settle(host: ControllerHost, passes: int = 3) -> None:
     """Let the host make some passes, each with its commit."""
     for _ in range(passes):
-        host._commit_due = 0.0
         host.step(block_ms=1)
 
 
@@ -51,3 +57,30 @@ def send(
         num_dropped=dropped,
     )
     return client.xadd(keys.feedback, {"v": encode(batch)})  # type: ignore[return-value]
+
+
+def stored(client: redis.Redis, keys: Keys) -> HostState:
+    """The controller's state as Redis has it; a fresh one before the first commit."""
+    data = client.get(keys.state)
+    return HostState() if data is None else decode(data, HostState)
+
+
+def ledger(client: redis.Redis, keys: Keys, data_dir: Path | None = None) -> dict[str, LedgerEntry]:
+    """The ledger as Redis has it, or the log file in `data_dir`. Asserts that none of its entries is lost or doubled."""
+    num_booked = stored(client, keys).num_booked
+    file = None if data_dir is None else LogFile(data_dir / "decisions.jsonl")
+    lines = stream_newest_first(client, keys) if file is None else file.newest_first()
+    entries = list(held_entries(lines, num_booked, limit=num_booked))[::-1]
+    found = {e.entry_id: e for e in entries}
+    assert len(found) == len(entries) == num_booked
+    return found
+
+
+def totals(client: redis.Redis, keys: Keys) -> LedgerTotals:
+    """The running totals of a scripted controller as Redis has them."""
+    return ScriptedController(stored(client, keys).controller).ledger_totals()
+
+
+def recent_log(client: redis.Redis, keys: Keys, count: int = 100) -> list[dict]:
+    """The newest lines of the log stream, oldest first."""
+    return list(itertools.islice(stream_newest_first(client, keys), count))[::-1]

@@ -16,8 +16,9 @@ sys.path.insert(0, str(ROOT))
 
 from paceline.config import RolloutConfig  # noqa: E402
 from paceline.contracts import TrainJob  # noqa: E402
-from paceline.infra.controller.host import ControllerHost, HostConfig  # noqa: E402
+from paceline.infra.controller.host import ControllerHost  # noqa: E402
 from paceline.infra.controller.jobs import WorkerLease  # noqa: E402
+from paceline.infra.controller.session import HostConfig  # noqa: E402
 from tests.helpers.scripted import (  # noqa: E402
     MemoryRegistry,
     MemoryStore,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from paceline.bandit.controller.controller import JobOutcome
+from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.contracts import ArmSpec, Decision, DrafterManifest, FeedbackBatch, LedgerEntry, TrainJob, TrainResult
 from paceline.errors import ManifestError
 from paceline.infra.controller.jobs import WorkerLease
@@ -41,6 +42,7 @@ class _State(msgspec.Struct):
     jobs: dict[int, str] = {}
     policy: str = "payoff"
     pinned: bool = False
+    totals: LedgerTotals = msgspec.field(default_factory=LedgerTotals)
 
 
 class ScriptedController:
@@ -56,15 +58,21 @@ class ScriptedController:
         self.outcomes: list[TrainResult] = []
         self.canaries: list[tuple[int, str]] = []
 
-    def observe(self, batch: FeedbackBatch) -> bool:
+    def book(self, entry: LedgerEntry) -> None:
+        self.ledger.append(entry)
+        self.s.totals.add(entry)
+
+    def ledger_totals(self) -> LedgerTotals:
+        return self.s.totals
+
+    def observe(self, batch: FeedbackBatch) -> None:
         self.s.rows += len(batch.request_id)
-        self.ledger.append(
+        self.book(
             LedgerEntry(
                 entry_id=f"saving:{batch.replica_id}:{batch.boot_epoch}:{batch.seq}", ts=batch.ts[-1], kind="saving",
                 bucket="math", version=None, seconds=float(len(batch.request_id)),
             )
         )  # fmt: skip
-        return True
 
     def tick(self, now: float, context) -> list[Decision]:
         out, self.queue = self.queue, []
@@ -86,7 +94,7 @@ class ScriptedController:
         self.s.jobs[decision_id] = result.status
         d = decision(decision_id, "train", arm=ARM.name, outcome=result.status, realised_cost_s=result.train_s)
         self.decisions.append(d)
-        self.ledger.append(
+        self.book(
             LedgerEntry(entry_id=f"{decision_id}:training", ts=now, kind="training", bucket="math", version=result.version, seconds=result.train_s)
         )  # fmt: skip
         return JobOutcome(
@@ -94,7 +102,7 @@ class ScriptedController:
         )
 
     def staged(self, decision_id: int, seconds: float, now: float, tag: str = "swap") -> None:
-        self.ledger.append(
+        self.book(
             LedgerEntry(entry_id=f"{decision_id}:staging:{tag}", ts=now, kind="staging", bucket="math", version=None, seconds=seconds)
         )  # fmt: skip
 

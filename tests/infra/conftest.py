@@ -9,7 +9,7 @@ import pytest
 from paceline.config import RolloutConfig
 from paceline.contracts import DesiredState
 from paceline.infra.controller.host import ControllerHost
-from paceline.infra.state.desired import ensure_desired
+from paceline.infra.state.desired import ensure_first_version
 from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
 from tests.helpers.hosts import make_host
@@ -47,7 +47,7 @@ def client(shared_redis: EmbeddedRedis):
 @pytest.fixture
 def seeded(client, keys) -> DesiredState:
     """The first desired record: v1 is live."""
-    return ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    return ensure_first_version(client, keys, "v1", 10, 1.0)
 
 
 @pytest.fixture
@@ -62,8 +62,8 @@ def host(shared_redis, keys, tmp_path, seeded, rollout) -> Iterator[ControllerHo
     made = make_host(shared_redis.url, keys, tmp_path, rollout=rollout)
     made.connect()
     yield made
-    if made.state.pending is not None:
-        made._coordinator.kill()
+    if made.session.state.pending is not None:
+        made.session.jobs.kill()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What a closed epoch makes of the load: quiet times, few requests, buckets that come and go, state of before."""
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -8,7 +7,6 @@ from paceline.bandit.beliefs.belief import FAST, epoch_weight
 from paceline.bandit.beliefs.observation import CellSums, FeedbackSums
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.epoch import bucket_beliefs
-from paceline.bandit.controller.state import ControllerState
 from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 
@@ -137,16 +135,3 @@ def test_the_weight_of_an_epoch_grows_with_its_requests_and_length_up_to_a_limit
     assert epoch_weight(2, 10.0) < epoch_weight(8, 10.0) < epoch_weight(20, 10.0)
     # two short epochs weigh as much as one of both together
     assert (1 - epoch_weight(5, 1.0)) ** 2 == pytest.approx(1 - epoch_weight(10, 2.0))
-
-
-def test_state_without_a_total_load_goes_on_at_the_load_that_it_sees():
-    service = _Service()
-    for _ in range(5):
-        service.epoch(a=20)
-    old = msgspec.to_builtins(service.controller._state)
-    del old["total_load"]
-    service.controller._state = msgspec.convert(old, ControllerState)
-    assert service.epoch(b=20)["b"] == pytest.approx(80.0, rel=0.75)
-    for _ in range(3):
-        loads = service.epoch(b=20)
-    assert loads["b"] == pytest.approx(80.0, rel=0.05)

@@ -13,6 +13,11 @@ from tests.helpers.world import FIRST, World
 NAMES = ["v0", "v1", "v2", "v3", "v4"]
 
 
+def mean_loss(hedge: HedgeWeights, losses: dict[str, float]) -> float:
+    """Loss of the weighted mixture of all versions."""
+    return sum(hedge.weights[v] * x for v, x in losses.items()) / sum(hedge.weights[v] for v in losses)
+
+
 def _losses(seed: int, rounds: int, kind: str) -> np.ndarray:
     rng = np.random.default_rng(seed)
     if kind == "uniform":

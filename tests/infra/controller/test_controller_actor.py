@@ -23,7 +23,7 @@ from paceline.infra.controller.actor import (
 from paceline.infra.controller.jobs import WorkerLease
 from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.replica.feedback import make_batch
-from paceline.infra.state.desired import ensure_desired
+from paceline.infra.state.desired import ensure_first_version
 from tests.helpers.scripted import ARM, row
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -65,7 +65,7 @@ def snapshot(model: str) -> Snapshot:
 
 
 def test_actor_survives_kill_9_with_its_state(spec, client, keys, wait_until):
-    ensure_desired(client, keys, version="v1", holdback_percent=10, now=time.time())
+    ensure_first_version(client, keys, "v1", 10, time.time())
     handle = ensure_controller(spec)
     again = ensure_controller(spec)
     assert handle._actor_id == again._actor_id
@@ -101,7 +101,7 @@ def test_actor_survives_kill_9_with_its_state(spec, client, keys, wait_until):
     ],
 )
 def test_redeployment_with_another_configuration_replaces_the_controller(spec, client, keys, wait_until, change, shown):
-    ensure_desired(client, keys, version="v1", holdback_percent=10, now=time.time())
+    ensure_first_version(client, keys, "v1", 10, time.time())
     old = ensure_controller(spec)
     batch = make_batch([row(1)], replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
     client.xadd(keys.feedback, {"v": encode(batch)})

@@ -3,21 +3,21 @@
 import msgspec
 import numpy as np
 import pytest
+import redis
 
 from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
-from paceline.contracts import LedgerEntry, decode, encode
+from paceline.contracts import LedgerEntry, encode
 from paceline.errors import ConfigError, FencedError, ManifestError, PacelineError
-from paceline.infra.controller.feedback import GROUP
-from paceline.infra.controller.host import ControllerHost, HostConfig
+from paceline.infra.controller.host import ControllerHost
+from paceline.infra.controller.session import HostConfig
 from paceline.infra.controller.snapshot import LedgerSums
-from paceline.infra.controller.store import HostState
 from paceline.infra.controller.traffic import MAX_BUCKETS
 from paceline.infra.replica.feedback import make_batch
-from paceline.infra.state.desired import ensure_desired, read_desired
-from paceline.infra.state.log import recent_log
-from paceline.infra.state.redis_clients import patient_client
-from tests.helpers.hosts import make_host, send, settle
+from paceline.infra.state.desired import ensure_first_version, read_desired
+from paceline.infra.state.redis_clients import FEEDBACK_GROUP, consumer_client, patient_client
+from tests.helpers.faults import Fault
+from tests.helpers.hosts import ledger, make_host, recent_log, send, settle, stored
 from tests.helpers.scripted import (
     MemoryRegistry,
     MemoryStore,
@@ -27,32 +27,31 @@ from tests.helpers.scripted import (
 
 
 def pending_entries(client, keys) -> int:
-    return int(client.xpending(keys.feedback, GROUP)["pending"])
+    return int(client.xpending(keys.feedback, FEEDBACK_GROUP)["pending"])
 
 
 def test_feedback_is_folded_once_and_acknowledged(host, client, keys):
     for seq in (1, 2, 2, 1, 3):
         send(client, keys, seq)
     settle(host)
-    assert (host.state.num_rows, host.state.num_duplicates) == (9, 2)
+    assert (host.session.state.num_rows, host.session.state.num_duplicates) == (9, 2)
     assert pending_entries(client, keys) == 0
-    stored = decode(client.get(keys.state), HostState)
-    assert stored.num_rows == 9
-    assert len(client.hgetall(keys.ledger)) == 3
+    assert stored(client, keys).num_rows == 9
+    assert len(ledger(client, keys)) == 3
 
 
 def test_the_policy_sees_a_bounded_number_of_buckets(host, client, keys):
     seen = []
-    observe = host.controller.observe
-    host.controller.observe = lambda batch: (seen.extend(batch.bucket), observe(batch))
+    observe = host.session.controller.observe
+    host.session.controller.observe = lambda batch: (seen.extend(batch.bucket), observe(batch))
     for seq in (1, 2, 3):
         rows = [row(i, bucket=f"b{seq}-{i}") for i in range(100)]
         batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=seq, target_version="t", num_dropped=0)
         client.xadd(keys.feedback, {"v": encode(batch)})
     settle(host)
-    assert host.state.num_rows == len(seen) == 300
+    assert host.session.state.num_rows == len(seen) == 300
     assert len(set(seen)) == MAX_BUCKETS + 1 and "other" in seen
-    assert set(host.state.traffic.totals) == set(seen)
+    assert set(host.session.state.traffic.totals) == set(seen)
 
 
 def test_gaps_and_producer_drops_are_counted(host, client, keys):
@@ -60,7 +59,11 @@ def test_gaps_and_producer_drops_are_counted(host, client, keys):
     send(client, keys, 4, dropped=7)
     send(client, keys, 1, boot=2)
     settle(host)
-    assert (host.state.num_missing_batches, host.state.num_dropped, host.state.num_rows) == (2, 7, 9)
+    assert (host.session.state.num_missing_batches, host.session.state.num_dropped, host.session.state.num_rows) == (
+        2,
+        7,
+        9,
+    )
 
 
 def test_entries_read_but_not_committed_are_read_again_by_the_next_controller(
@@ -69,12 +72,16 @@ def test_entries_read_but_not_committed_are_read_again_by_the_next_controller(
     send(client, keys, 1)
     settle(host)
     send(client, keys, 2)
-    host._read(1)  # folded in memory, then the process dies
+    host.session.feedback.read(1)  # folded in memory, then the process dies
     second = make_host(shared_redis.url, keys, tmp_path)
     second.connect()
-    assert second.state.num_rows == 3
+    assert second.session.state.num_rows == 3
     settle(second)
-    assert (second.state.num_rows, second.controller.s.rows, second.state.num_duplicates) == (6, 6, 0)
+    assert (second.session.state.num_rows, second.session.controller.s.rows, second.session.state.num_duplicates) == (
+        6,
+        6,
+        0,
+    )
     assert pending_entries(client, keys) == 0
 
 
@@ -82,32 +89,48 @@ def test_older_controller_is_fenced(shared_redis, host, client, keys, tmp_path):
     second = make_host(shared_redis.url, keys, tmp_path)
     second.connect()
     send(client, keys, 1)
-    host._read(1)
+    host.session.feedback.read(1)
     with pytest.raises(FencedError, match="another controller took over"):
-        host._flush()
+        host.session.books.flush()
     settle(second)
-    assert second.state.num_rows == 3
-    assert len(client.hgetall(keys.ledger)) == 1
+    assert second.session.state.num_rows == 3
+    assert len(ledger(client, keys)) == 1
 
 
-def test_commit_whose_reply_was_lost_is_not_repeated(host, client, keys, monkeypatch):
+def test_commit_whose_reply_was_lost_is_not_repeated(shared_redis, client, keys, tmp_path, seeded):
+    fault = Fault()
+    host = make_host(shared_redis.url, keys, tmp_path, make_client=fault.client)
+    host.connect()
     send(client, keys, 1)
-    host._read(1)
-    execute = type(host._store)._execute
-
-    def lost_reply(store, pipe, state, commit):
-        execute(store, pipe, msgspec.structs.replace(state), commit)
-        raise ConnectionError("reply lost")
-
-    monkeypatch.setattr(type(host._store), "_execute", lost_reply)
-    with pytest.raises(ConnectionError):
-        host._flush()
-    monkeypatch.undo()
-    log_before = len(recent_log(client, keys))
+    fault.arm("lost_reply", at=0)
+    with pytest.raises(redis.ConnectionError):
+        host.step(block_ms=1)
+    num_lines = client.xlen(keys.log)
+    send(client, keys, 2)
     settle(host)
-    assert decode(client.get(keys.state), HostState).num_rows == 3
-    assert len([e for e in recent_log(client, keys)[log_before:] if e["kind"] == "ledger"]) == 0
-    assert len(host._store.ledger) == 1
+    assert stored(client, keys).num_rows == 6
+    assert (
+        list(ledger(client, keys))
+        == ["saving:a:1:1", "saving:a:1:2"]
+        == [e.entry_id for e in host.session.books.store.ledger]
+    )
+    assert sum("entry_id" in e for e in recent_log(client, keys)) == 2 and client.xlen(keys.log) == num_lines + 1
+
+
+def test_a_command_whose_commit_is_in_doubt_does_not_swallow_what_comes_after_it(
+    shared_redis, client, keys, tmp_path, seeded
+):
+    fault = Fault()
+    host = make_host(shared_redis.url, keys, tmp_path, make_client=fault.client)
+    host.connect()
+    settle(host)
+    fault.arm("lost_reply", at=0)
+    host.call(lambda: None)  # its commit writes nothing but the state
+    with pytest.raises(redis.ConnectionError):
+        host.step(block_ms=1)
+    send(client, keys, 1)
+    settle(host)
+    assert stored(client, keys).num_rows == 3 and len(ledger(client, keys)) == 1
 
 
 def test_policy_is_told_what_manifests_say_of_every_version(host, monkeypatch):
@@ -116,9 +139,9 @@ def test_policy_is_told_what_manifests_say_of_every_version(host, monkeypatch):
     second = msgspec.structs.replace(
         made, version="v2", parent="v1", bucket="math", metrics={"num_fresh_rows": 300, "acceptance_length": 2.5}
     )
-    monkeypatch.setattr(host._registry, "list", lambda: [first, second])
+    monkeypatch.setattr(host.registry, "list", lambda: [first, second])
     contexts = []
-    monkeypatch.setattr(host.controller, "tick", lambda now, context: contexts.append(context) or [])
+    monkeypatch.setattr(host.session.controller, "tick", lambda now, context: contexts.append(context) or [])
     settle(host)
     assert contexts[-1].learned_rows == {"v1": {"code": 900}, "v2": {"code": 900, "math": 300}}
     assert contexts[-1].shadow == {"math": {"v2": 2.5}}
@@ -127,13 +150,13 @@ def test_policy_is_told_what_manifests_say_of_every_version(host, monkeypatch):
 def test_trimmed_but_pending_entries_are_counted_and_acknowledged(shared_redis, host, client, keys, tmp_path):
     for seq in (1, 2):
         send(client, keys, seq)
-    host._read(1)
+    host.session.feedback.read(1)
     assert pending_entries(client, keys) == 2
     client.xtrim(keys.feedback, maxlen=0, approximate=False)
     second = make_host(shared_redis.url, keys, tmp_path)
     second.connect()
     settle(second)
-    assert second.state.num_lost_entries == 2
+    assert second.session.state.num_lost_entries == 2
     assert pending_entries(client, keys) == 0
 
 
@@ -142,89 +165,91 @@ def test_unreadable_entry_does_not_stop_the_stream(host, client, keys):
     client.xadd(keys.feedback, {"w": b"1"})
     send(client, keys, 1)
     settle(host)
-    assert (host.state.num_lost_entries, host.state.num_rows) == (2, 3)
+    assert (host.session.state.num_lost_entries, host.session.state.num_rows) == (2, 3)
 
 
 def test_policy_that_raises_does_not_stop_the_feedback(host, client, keys, monkeypatch):
-    monkeypatch.setattr(host.controller, "tick", lambda now, context: 1 / 0)
+    monkeypatch.setattr(host.session.controller, "tick", lambda now, context: 1 / 0)
     send(client, keys, 1)
     settle(host)
-    assert host.state.num_rows == 3
+    assert host.session.state.num_rows == 3
     assert "failed to decide" in host.snapshot().errors.last
 
 
 def test_policy_set_at_run_time_survives_a_restart(shared_redis, host, keys, tmp_path):
-    host.set_policy("never")
+    host.session.orders.set_policy("never")
     settle(host)
     second = make_host(shared_redis.url, keys, tmp_path)
     second.connect()
-    assert second.controller.s.policy == "never"
+    assert second.session.controller.s.policy == "never"
     third = make_host(shared_redis.url, keys, tmp_path, policy=PolicyConfig(policy="always"))
     third.connect()
-    assert third.controller.s.policy == "always"
+    assert third.session.controller.s.policy == "always"
 
 
 def test_flush_is_repaired_from_memory(own_redis, keys, tmp_path, wait_until):
     client = patient_client(own_redis.url)
-    ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    ensure_first_version(client, keys, "v1", 10, 1.0)
     host = make_host(own_redis.url, keys, tmp_path)
     host.connect()
     send(client, keys, 1)
-    host.pin("v2")
+    host.session.orders.pin("v2")
     settle(host)
-    epoch = host._store.epoch
+    epoch = host.session.books.store.epoch
     client.flushall()
     send(client, keys, 1)
     send(client, keys, 2)
     settle(host, 5)
-    assert (host.state.num_rows, host.state.num_duplicates) == (6, 1)
+    assert (host.session.state.num_rows, host.session.state.num_duplicates) == (6, 1)
     assert read_desired(client, keys).version == "v2"
-    assert len(client.hgetall(keys.ledger)) == 2
+    assert len(ledger(client, keys, tmp_path / "data")) == 2
     assert len(client.hgetall(keys.decisions)) == 1
-    assert host._store.epoch > epoch
+    assert host.session.books.store.epoch > epoch
 
 
 def test_lost_data_is_restored_from_the_snapshot_file(own_redis, keys, tmp_path):
     client = patient_client(own_redis.url)
-    ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    ensure_first_version(client, keys, "v1", 10, 1.0)
     host = make_host(own_redis.url, keys, tmp_path)
     host.connect()
     send(client, keys, 1)
-    host.pin("v2")
+    host.session.orders.pin("v2")
     settle(host)
     host.stop()
     client.flushall()
     second = make_host(own_redis.url, keys, tmp_path)
     second.connect()
     settle(second)
-    assert (second.state.num_rows, second.state.desired.gen) == (3, 2)
+    assert (second.session.state.num_rows, second.session.state.desired.gen) == (3, 2)
     assert read_desired(client, keys).version == "v2"
-    assert second._store.epoch > host._store.epoch
-    assert len(client.hgetall(keys.ledger)) == 1
+    assert second.session.books.store.epoch > host.session.books.store.epoch
+    assert len(ledger(client, keys, tmp_path / "data")) == 1
 
 
 def test_commands_run_in_the_loop_and_return_errors(shared_redis, keys, tmp_path, seeded, wait_until):
     host = make_host(shared_redis.url, keys, tmp_path).start()
     wait_until(lambda: host.snapshot().gen == 1)
-    host.call(lambda: host.pin("v2")).result(10)
+    host.call(lambda: host.session.orders.pin("v2")).result(10)
     assert host.snapshot().version in ("v1", "v2")
     wait_until(lambda: host.snapshot().version == "v2")
     with pytest.raises(ManifestError):
-        host.call(lambda: host.pin("nope")).result(10)
+        host.call(lambda: host.session.orders.pin("nope")).result(10)
     host.stop()
     with pytest.raises(PacelineError, match="has stopped"):
-        host.call(host.pause).result(1)
+        host.call(host.session.orders.pause).result(1)
 
 
 def test_controller_starts_without_redis_and_connects_later(tmp_path, keys, wait_until):
     from paceline.infra.state.redis_server import EmbeddedRedis
 
     server = EmbeddedRedis(tmp_path)
-    host = make_host(server.url, keys, tmp_path).start()
-    wait_until(lambda: host._breaker.is_up is False)
+    tries = []
+    make_client = lambda url: (tries.append(url), consumer_client(url))[1]  # noqa: E731
+    host = make_host(server.url, keys, tmp_path, make_client=make_client).start()
+    wait_until(lambda: len(tries) > 1)
     assert host.snapshot().redis_up is False
     server.start()
-    ensure_desired(patient_client(server.url), keys, version="v1", holdback_percent=10, now=1.0)
+    ensure_first_version(patient_client(server.url), keys, "v1", 10, 1.0)
     wait_until(lambda: host.snapshot().gen == 1)
     host.stop()
     server.stop()
@@ -232,7 +257,7 @@ def test_controller_starts_without_redis_and_connects_later(tmp_path, keys, wait
 
 def test_snapshot_agrees_with_the_ledger(host, client, keys):
     send(client, keys, 1)
-    host.controller.ledger.append(
+    host.session.controller.book(
         LedgerEntry(entry_id="x", ts=1.0, kind="training", bucket="math", version=None, seconds=2.0)
     )
     settle(host)
@@ -254,9 +279,9 @@ def test_unknown_policy_is_refused(shared_redis, keys, tmp_path, seeded):
     def refuse(name: str) -> None:
         raise ConfigError("policy.policy must be one of never, always, interval, payoff")
 
-    host.controller.set_policy = refuse  # type: ignore[method-assign]
+    host.session.controller.set_policy = refuse  # type: ignore[method-assign]
     with pytest.raises(ConfigError):
-        host.set_policy("x")
+        host.session.orders.set_policy("x")
 
 
 def test_real_policy_orders_a_job_and_learns_its_outcome(shared_redis, client, keys, tmp_path, seeded, wait_until):
@@ -264,7 +289,7 @@ def test_real_policy_orders_a_job_and_learns_its_outcome(shared_redis, client, k
     launcher = ProcessLauncher(shared_redis.url, str(tmp_path / "journal"), status="rejected")
     host = ControllerHost(
         HostConfig(
-            redis_url=shared_redis.url, model=keys.model, context_every_s=0.0, target_version="t",
+            redis_url=shared_redis.url, model=keys.model, context_every_s=0.0, commit_every_s=0.0, target_version="t",
             policy=PolicyConfig(policy="always", epoch_s=5.0, min_rows=100),
         ),
         store=MemoryStore(), registry=MemoryRegistry(), launcher=launcher, clock=clock,
@@ -274,7 +299,7 @@ def test_real_policy_orders_a_job_and_learns_its_outcome(shared_redis, client, k
 
     def decided() -> bool:
         nonlocal seq
-        clock.advance(2.0)
+        clock.advance(2.0 if host.session.state.pending is None else 0.1)  # the job's process lives in real time
         seq += 1
         rows = [row(i, group=g, ts=clock.now()) for i in range(20) for g in ("adaptive", "static")]
         batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=seq, target_version="t", num_dropped=0)
@@ -283,14 +308,14 @@ def test_real_policy_orders_a_job_and_learns_its_outcome(shared_redis, client, k
         return any(d.outcome == "rejected" for d in host.snapshot().decisions)
 
     wait_until(decided, timeout_s=60.0, what="a training decision with its outcome")
-    host.set_policy("never")
+    host.session.orders.set_policy("never")
     settle(host)
-    wait_until(lambda: host.state.pending is None or settle(host) is not None, timeout_s=30.0)
-    assert host.controller.check() == []
+    wait_until(lambda: host.session.state.pending is None or settle(host) is not None, timeout_s=30.0)
+    assert host.session.controller.check(ledger(client, keys).values()) == []
     assert host.snapshot().ledger.by_kind["training"] > 0
     bandit = host.snapshot().bandit.ledger
     assert bandit.spent_s == pytest.approx(host.snapshot().ledger.spent_s)
     second = make_host(shared_redis.url, keys, tmp_path, make=None, policy=PolicyConfig(policy="always", min_rows=100))
     second.connect()
-    assert second.controller.snapshot().ledger.spent_s == pytest.approx(bandit.spent_s)
-    assert second.state.policy == "never"
+    assert second.session.controller.snapshot().ledger.spent_s == pytest.approx(bandit.spent_s)
+    assert second.session.state.policy == "never"

@@ -6,7 +6,7 @@ import random
 import msgspec
 import pytest
 
-from paceline.config import RolloutConfig, build_config
+from paceline.config import RolloutConfig
 from paceline.contracts import FeedbackBatch, ReplicaReport, is_canary
 from paceline.errors import ConfigError
 from paceline.infra.controller.rollout import (
@@ -22,6 +22,7 @@ from paceline.infra.controller.rollout import (
 from paceline.infra.controller.snapshot import CanaryRollout, IdleRollout
 from paceline.infra.controller.view import rollout_view
 from paceline.infra.replica.feedback import make_batch
+from paceline.records import build
 
 CONFIG = RolloutConfig(canary_percent=50, quiet_s=1.0, max_requests=60, max_s=500.0, freeze_s=100.0)
 SPEED = {"v1": 300.0, "v2": 300.0}
@@ -323,4 +324,4 @@ def test_the_view_tells_both_sides_of_the_evidence():
 )
 def test_settings_out_of_range_are_refused(values):
     with pytest.raises(ConfigError, match=f"rollout.{next(iter(values))}"):
-        build_config(RolloutConfig, values)
+        build(RolloutConfig, values)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from paceline.contracts import encode
+from paceline.contracts import DesiredState, encode
 from paceline.errors import DrafterMismatchError
 from paceline.infra.controller.jobs import Lease
 from paceline.infra.replica.watcher import ReplicaWatcher
-from paceline.infra.state.desired import commit_desired, ensure_desired, read_reports
+from paceline.infra.state.desired import commit_desired, ensure_first_version, read_reports
 from paceline.infra.state.redis_clients import patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
 
@@ -18,13 +18,14 @@ from paceline.infra.state.redis_server import EmbeddedRedis
 class Slots:
     """Two drafter slots; `idle` says whether one is free."""
 
-    live: str = "v1"
+    live_version: str = "v1"
     staged: str = ""
     idle: bool = True
     bad: set[str] = field(default_factory=set)
-    failures: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     canary: tuple[str, int] = ("", 0)
+    errors: dict[str, int] = field(default_factory=dict)
 
     def set_canary(self, version: str, percent: int) -> None:
         assert not version or self.staged == version
@@ -38,20 +39,37 @@ class Slots:
             self.staged = version
         return self.idle
 
+    def failures(self) -> dict[str, str]:
+        return self.broken
+
     def publish(self, version: str) -> float:
         assert self.staged == version
-        self.live = version
+        self.live_version = version
         return 0.25
 
-    def slots(self) -> dict[str, str]:
-        return {"A": self.live}
+    def num_errors(self) -> dict[str, int]:
+        return self.errors
+
+    def versions(self) -> dict[str, str]:
+        return {"A": self.live_version}
+
+
+@dataclass
+class Told:
+    """What the replica is told."""
+
+    desired: list[int] = field(default_factory=list)
+    training: list[bool] = field(default_factory=list)
+
+    def desired_changed(self, desired: DesiredState) -> None:
+        self.desired.append(desired.gen)
+
+    def training_changed(self, is_training: bool) -> None:
+        self.training.append(is_training)
 
 
 def watcher(url, keys, slots: Slots, **options) -> ReplicaWatcher:
-    return ReplicaWatcher(
-        url, keys, replica_id="a", stage=slots.stage, publish=slots.publish, slots=slots.slots, live_version="v1",
-        failures=lambda: slots.failures, **{"set_canary": slots.set_canary, **options},
-    )  # fmt: skip
+    return ReplicaWatcher(url, keys, slots, replica_id="a", **options)
 
 
 def want(client, keys, version: str) -> None:
@@ -60,7 +78,7 @@ def want(client, keys, version: str) -> None:
 
 @pytest.fixture
 def seeded(client, keys):
-    return ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    return ensure_first_version(client, keys, "v1", 10, 1.0)
 
 
 def test_first_pass_takes_the_generation_without_a_swap(shared_redis, client, keys, seeded):
@@ -73,13 +91,13 @@ def test_first_pass_takes_the_generation_without_a_swap(shared_redis, client, ke
 
 def test_new_generation_is_staged_published_and_reported(shared_redis, client, keys, seeded):
     slots = Slots()
-    seen = []
-    w = watcher(shared_redis.url, keys, slots, on_desired=seen.append)
+    told = Told()
+    w = watcher(shared_redis.url, keys, slots, followers=told)
     want(client, keys, "v2")
     w.reconcile()
     report = read_reports(client, keys)[0]
-    assert (slots.live, report.gen, report.version, report.swap_pause_ms) == ("v2", 2, "v2", [0.25])
-    assert [d.gen for d in seen] == [2]
+    assert (slots.live_version, report.gen, report.version, report.swap_pause_ms) == ("v2", 2, "v2", [0.25])
+    assert told.desired == [2]
 
 
 def test_refused_version_leaves_the_live_one_and_is_not_tried_again(shared_redis, client, keys, seeded):
@@ -89,11 +107,11 @@ def test_refused_version_leaves_the_live_one_and_is_not_tried_again(shared_redis
     for _ in range(3):
         w.reconcile()
     report = read_reports(client, keys)[0]
-    assert (slots.live, slots.calls, report.failed_gen) == ("v1", ["v2"], 2)
+    assert (slots.live_version, slots.calls, report.failed_gen) == ("v1", ["v2"], 2)
     assert "must be finite" in report.failed_reason
     want(client, keys, "v3")
     w.reconcile()
-    assert (slots.live, w.failed_gen) == ("v3", None)
+    assert (slots.live_version, w.failed_gen) == ("v3", None)
 
 
 def test_third_version_waits_for_an_idle_slot_and_the_newest_wins(shared_redis, client, keys, seeded):
@@ -101,12 +119,12 @@ def test_third_version_waits_for_an_idle_slot_and_the_newest_wins(shared_redis, 
     w = watcher(shared_redis.url, keys, slots)
     want(client, keys, "v2")
     w.reconcile()
-    assert (w.gen, slots.live) == (0, "v1")
+    assert (w.gen, slots.live_version) == (0, "v1")
     want(client, keys, "v3")
     w.reconcile()
     slots.idle = True
     w.reconcile()
-    assert (slots.live, w.gen, w.num_swaps) == ("v3", 3, 1)
+    assert (slots.live_version, w.gen, w.num_swaps) == ("v3", 3, 1)
     assert slots.calls == ["v2", "v3", "v3"]
 
 
@@ -116,7 +134,7 @@ def test_rollback_is_a_new_generation_with_an_older_version(shared_redis, client
     for version in ("v2", "v1"):
         want(client, keys, version)
         w.reconcile()
-    assert (slots.live, w.gen) == ("v1", 3)
+    assert (slots.live_version, w.gen) == ("v1", 3)
 
 
 def test_older_generation_is_ignored(shared_redis, client, keys, seeded):
@@ -126,14 +144,14 @@ def test_older_generation_is_ignored(shared_redis, client, keys, seeded):
     w.reconcile()
     client.set(keys.desired, encode(msgspec.structs.replace(seeded, version="v0")))
     w.reconcile()
-    assert (slots.live, w.gen) == ("v2", 2)
+    assert (slots.live_version, w.gen) == ("v2", 2)
 
 
 def test_drafter_that_fails_while_serving_is_reported(shared_redis, client, keys, seeded):
     slots = Slots()
     w = watcher(shared_redis.url, keys, slots)
     w.reconcile()
-    slots.failures["v1"] = "non-finite log-probabilities"
+    slots.broken["v1"] = "non-finite log-probabilities"
     w.reconcile()
     report = read_reports(client, keys)[0]
     assert report.failed_gen == report.gen == 1
@@ -145,35 +163,35 @@ def test_poke_is_faster_than_the_poll(shared_redis, client, keys, seeded, wait_u
     w = watcher(shared_redis.url, keys, slots, poll_s=60.0).start()
     wait_until(lambda: client.pubsub_numsub(keys.poke)[0][1] == 1)
     want(client, keys, "v2")
-    wait_until(lambda: slots.live == "v2", timeout_s=5.0)
+    wait_until(lambda: slots.live_version == "v2", timeout_s=5.0)
     w.stop()
     assert read_reports(client, keys) == []
 
 
 def test_training_lease_marks_the_rounds(shared_redis, client, keys, seeded):
-    told = []
-    w = watcher(shared_redis.url, keys, Slots(), on_training=told.append)
+    told = Told()
+    w = watcher(shared_redis.url, keys, Slots(), followers=told)
     w.reconcile()
     client.set(keys.train, encode(Lease(job_id="j", token="t", host="h")), px=60_000)
     w.reconcile()
     client.delete(keys.train)
     w.reconcile()
-    assert told == [True, False]
+    assert told.training == [True, False]
 
 
 def test_outage_keeps_the_drafter_and_the_next_generation_arrives_after_it(tmp_path, keys, wait_until):
     server = EmbeddedRedis(tmp_path)
     server.start()
-    ensure_desired(patient_client(server.url), keys, version="v1", holdback_percent=10, now=1.0)
+    ensure_first_version(patient_client(server.url), keys, "v1", 10, 1.0)
     slots = Slots()
     w = watcher(server.url, keys, slots, poll_s=0.05).start()
     wait_until(lambda: w.gen == 1)
     server.stop()
     wait_until(lambda: not w.is_redis_up)
-    assert slots.live == "v1"
+    assert slots.live_version == "v1"
     server.start()
     want(patient_client(server.url), keys, "v2")
-    wait_until(lambda: slots.live == "v2")
+    wait_until(lambda: slots.live_version == "v2")
     assert w.is_redis_up
     w.stop()
     server.stop()
@@ -195,12 +213,12 @@ def try_out(client, keys, canary: str, percent: int = 10, **fields) -> None:
 
 
 def test_a_canary_is_staged_beside_the_live_version_and_reported(shared_redis, client, keys, seeded):
-    slots = Slots()
-    w = watcher(shared_redis.url, keys, slots, errors=lambda: {"v2": 3})
+    slots = Slots(errors={"v2": 3})
+    w = watcher(shared_redis.url, keys, slots)
     try_out(client, keys, "v2")
     w.reconcile()
     report = read_reports(client, keys)[0]
-    assert (slots.live, slots.canary, report.version, report.canary_version) == ("v1", ("v2", 10), "v1", "v2")
+    assert (slots.live_version, slots.canary, report.version, report.canary_version) == ("v1", ("v2", 10), "v1", "v2")
     assert (report.gen, report.swap_gen, report.swap_pause_ms, report.errors) == (2, 0, [], {"v2": 3})
     try_out(client, keys, "v2", 50)
     w.reconcile()
@@ -214,12 +232,12 @@ def test_promotion_publishes_the_canary_and_calling_off_takes_its_share(shared_r
     w.reconcile()
     try_out(client, keys, "", 0, version="v2")
     w.reconcile()
-    assert (slots.live, w.version, w.canary_version, w.swap_gen, w.num_swaps) == ("v2", "v2", "", 3, 1)
+    assert (slots.live_version, w.version, w.canary_version, w.swap_gen, w.num_swaps) == ("v2", "v2", "", 3, 1)
     try_out(client, keys, "v3")
     w.reconcile()
     try_out(client, keys, "", 0)
     w.reconcile()
-    assert (slots.live, slots.canary, w.canary_version, w.gen) == ("v2", ("", 0), "", 5)
+    assert (slots.live_version, slots.canary, w.canary_version, w.gen) == ("v2", ("", 0), "", 5)
 
 
 def test_a_canary_that_cannot_be_loaded_leaves_the_live_version_and_is_reported(shared_redis, client, keys, seeded):
@@ -230,7 +248,7 @@ def test_a_canary_that_cannot_be_loaded_leaves_the_live_version_and_is_reported(
     w.reconcile()
     report = read_reports(client, keys)[0]
     assert (report.version, report.canary_version, report.failed_gen) == ("v1", "", 2)
-    assert slots.live == "v1" and "must be finite" in report.failed_reason
+    assert slots.live_version == "v1" and "must be finite" in report.failed_reason
 
 
 def test_a_replica_that_starts_during_a_canary_loads_both(shared_redis, client, keys, seeded):
@@ -238,7 +256,7 @@ def test_a_replica_that_starts_during_a_canary_loads_both(shared_redis, client, 
     slots = Slots()
     w = watcher(shared_redis.url, keys, slots)
     w.reconcile()
-    assert (slots.live, slots.canary, w.gen) == ("v2", ("v3", 10), 2)
+    assert (slots.live_version, slots.canary, w.gen) == ("v2", ("v3", 10), 2)
 
 
 def test_a_canary_waits_for_an_idle_slot_without_holding_up_the_live_version(shared_redis, client, keys, seeded):
@@ -247,7 +265,7 @@ def test_a_canary_waits_for_an_idle_slot_without_holding_up_the_live_version(sha
     w.reconcile()
     try_out(client, keys, "v2")
     w.reconcile()
-    assert (w.gen, w.canary_version, slots.live) == (1, "", "v1")
+    assert (w.gen, w.canary_version, slots.live_version) == (1, "", "v1")
     slots.idle = True
     w.reconcile()
     assert (w.gen, slots.canary) == (2, ("v2", 10))
@@ -259,15 +277,15 @@ def test_a_new_order_calls_a_failed_canary_off_before_anything_is_staged(shared_
     class WatchedSlots(Slots):
         def stage(self, version: str) -> bool:
             shares.append((version, self.canary))
-            self.failures.pop(version, None)  # fresh weights
+            self.broken.pop(version, None)  # fresh weights
             return super().stage(version)
 
     slots = WatchedSlots()
     w = watcher(shared_redis.url, keys, slots)
     try_out(client, keys, "v2")
     w.reconcile()
-    slots.failures["v2"] = "NaN"
+    slots.broken["v2"] = "NaN"
     try_out(client, keys, "v2", version="v3")
     w.reconcile()
     assert shares == [("v2", ("", 0)), ("v3", ("", 0)), ("v2", ("", 0))]
-    assert (slots.live, slots.canary, w.canary_version, w.gen) == ("v3", ("v2", 10), "v2", 3)
+    assert (slots.live_version, slots.canary, w.canary_version, w.gen) == ("v3", ("v2", 10), "v2", 3)

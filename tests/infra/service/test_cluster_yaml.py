@@ -20,11 +20,12 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 from paceline.adapt.online.task import task_options
-from paceline.config import ServiceConfig, TrainerResources, build_config
+from paceline.config import ServiceConfig, TrainerResources
 from paceline.errors import ConfigError
 from paceline.infra.app import build
 from paceline.infra.controller.actor import RayLauncher, build_host
 from paceline.infra.service.parts import controller_spec
+from paceline.records import build as build_record
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVICE = ROOT / "infra" / "service.yaml"
@@ -81,7 +82,7 @@ def test_a_misspelt_key_is_found_at_every_level(path: tuple) -> None:
 def test_serve_config_args_are_a_service_config() -> None:
     values = load(SERVICE)
     app = values["applications"][0]
-    config = build_config(ServiceConfig, app["args"])
+    config = build_record(ServiceConfig, app["args"])
     assert app["import_path"] == "paceline.infra.app:build"
     assert config.num_replicas == app["deployments"][0]["num_replicas"]
     limit = app["deployments"][0]["max_ongoing_requests"]
@@ -131,7 +132,7 @@ def test_every_node_wants_rays_token_and_gets_it() -> None:
 
 
 def service_config() -> ServiceConfig:
-    return build_config(ServiceConfig, load(SERVICE)["applications"][0]["args"])
+    return build_record(ServiceConfig, load(SERVICE)["applications"][0]["args"])
 
 
 def test_a_node_type_and_only_the_trainers_has_what_a_training_task_asks_for() -> None:

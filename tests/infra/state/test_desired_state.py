@@ -7,26 +7,27 @@ import pytest
 
 from paceline.contracts import DesiredState, ReplicaReport
 from paceline.errors import PacelineError
-from paceline.infra.state.desired import commit_desired, ensure_desired, read_desired, read_reports, write_report
-from paceline.infra.state.log import LogFile, recent_log
+from paceline.infra.state.desired import commit_desired, ensure_first_version, read_desired, read_reports, write_report
+from paceline.infra.state.log import LogFile
 from paceline.infra.state.redis_clients import patient_client
+from tests.helpers.hosts import recent_log
 
 
 def test_first_record_is_made_once(client, keys):
-    first = ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
-    again = ensure_desired(client, keys, version="v9", holdback_percent=10, now=2.0)
+    first = ensure_first_version(client, keys, "v1", 10, 1.0)
+    again = ensure_first_version(client, keys, "v1", 10, 2.0)
     assert first == again == read_desired(client, keys)
     assert (first.gen, first.version, first.first_version) == (1, "v1", "v1")
 
 
 def test_generations_only_grow(client, keys):
-    ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    ensure_first_version(client, keys, "v1", 10, 1.0)
     with pytest.raises(PacelineError, match=r"desired\.gen must be above 1"):
         commit_desired(client, keys, lambda d: d)
 
 
 def test_concurrent_commits_lose_no_generation(shared_redis, client, keys):
-    ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    ensure_first_version(client, keys, "v1", 10, 1.0)
 
     def bump(current: DesiredState | None) -> DesiredState:
         assert current is not None
@@ -67,7 +68,7 @@ def test_reports_of_dead_replicas_expire(client, keys, wait_until):
 
 def test_log_file_repeats_the_stream_exactly_once(client, keys, tmp_path):
     path = tmp_path / "decisions.jsonl"
-    ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    ensure_first_version(client, keys, "v1", 10, 1.0)
     assert LogFile(path).sync(client, keys) == 1
     with path.open("a") as f:
         f.write('{"log_id": "torn')

@@ -17,7 +17,8 @@ from paceline.cli.main import app
 from paceline.clock import ManualClock
 from paceline.contracts import LedgerEntry
 from paceline.errors import ConfigError, PacelineError
-from paceline.infra.state.desired import ensure_desired
+from paceline.infra.controller.store import held_entries
+from paceline.infra.state.desired import ensure_first_version
 from paceline.infra.state.export import (
     MANIFEST,
     WHAT,
@@ -27,6 +28,7 @@ from paceline.infra.state.export import (
     log_records,
     run_export,
 )
+from paceline.infra.state.log import LogFile
 from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
 from tests.adapt.data.test_trace_store import make_trace
@@ -45,16 +47,16 @@ def served(tmp_path):
     """A data directory as a service leaves it, and what its controller held at the end."""
     with EmbeddedRedis(tmp_path / "data") as server:
         client = patient_client(server.url)
-        ensure_desired(client, KEYS, version="v1", holdback_percent=10, now=1.0)
+        ensure_first_version(client, KEYS, "v1", 10, 1.0)
         host = make_host(server.url, KEYS, tmp_path)
         host.connect()
         for seq in (1, 2, 2):
             send(client, KEYS, seq)
-        host.controller.queue.append(decision(1, "hold", context={"length_se": math.inf, "epoch": 3}))
+        host.session.controller.queue.append(decision(1, "hold", context={"length_se": math.inf, "epoch": 3}))
         settle(host)
-        host.pin("v2")
-        host.controller.decisions.append(decision(1, "hold", context={"epoch": 3}, realised_saving_s=4.0))
-        host.controller.ledger.append(
+        host.session.orders.pin("v2")
+        host.session.controller.decisions.append(decision(1, "hold", context={"epoch": 3}, realised_saving_s=4.0))
+        host.session.controller.book(
             LedgerEntry(entry_id="x", ts=9.0, kind="training", bucket="math", version="v2", seconds=2.5, arm="head")
         )
         settle(host)
@@ -68,8 +70,8 @@ def test_what_is_exported_equals_what_the_service_held(served, tmp_path):
     data_dir, host = served
     manifest = run_export(ExportOptions(data_dir=data_dir, out=tmp_path / "out"), quiet(), clock=ManualClock(77.0))
     assert manifest["missing"] == [] and manifest["created"] == 77.0
-    assert load_decisions(tmp_path / "out") == list(host._store.decisions.values())
-    assert load_ledger(tmp_path / "out") == list(host._store.ledger.values())
+    assert load_decisions(tmp_path / "out") == list(host.session.books.store.decisions.values())
+    assert load_ledger(tmp_path / "out") == list(host.session.books.store.ledger)
     assert [t.request_id for t in load_traces(tmp_path / "out")] == ["a", "bb"]
     rows = [json.loads(line) for line in (tmp_path / "out" / "feedback.jsonl").read_text().splitlines()]
     assert [(r["replica_id"], r["seq"], r["round_index"]) for r in rows] == [
@@ -84,7 +86,7 @@ def test_totals_in_the_manifest_are_those_of_the_service(served, tmp_path):
     manifest = run_export(ExportOptions(data_dir=data_dir, out=tmp_path / "out", what=("ledger",)), quiet())
     assert (
         manifest["ledger"]["cells"]
-        == host.state.ledger_totals.rows()
+        == host.session.controller.ledger_totals().rows()
         == fold_entries(load_ledger(tmp_path / "out")).rows()
     )
     assert manifest["ledger"]["net_s"] == host.snapshot().ledger.net_s == 6.0 - 2.5
@@ -105,7 +107,7 @@ def test_a_decision_appears_once_in_its_newest_form(served, tmp_path):
     notes = [row for line in lines.splitlines() if (row := json.loads(line))["kind"] == "note"]
     assert notes[0]["commit"] == 0  # a fresh start, told apart from a restored one
     assert lines.count('"kind": "decision"') == 3
-    found = log_records(served[0] / "decisions.jsonl", "decision", "decision_id")
+    found = log_records(served[0] / "decisions.jsonl", "decision")
     assert [(d["decision_id"], d["realised_saving_s"], d["run"]) for d in found] == [(1, 4.0, 1), (2, None, 1)]
 
 
@@ -113,26 +115,42 @@ def test_ids_that_begin_anew_after_a_loss_of_the_state_do_not_overwrite_each_oth
     note = {"log_id": "1-0", "kind": "note", "text": "controller started"}
     entry = {"entry_id": "d1:training", "ts": 1.0, "kind": "training", "bucket": "a", "version": None}
     rows = [
-        note | {"commit": 0}, entry | {"seconds": 1.0}, note | {"commit": 8}, entry | {"entry_id": "d2:training", "seconds": 2.0},
-        note | {"commit": 0}, entry | {"seconds": 4.0}, entry | {"seconds": 4.0},
+        note | {"commit": 0, "num_booked": 0}, entry | {"seconds": 1.0, "number": 1}, note | {"commit": 8, "num_booked": 1},
+        entry | {"entry_id": "d2:training", "seconds": 2.0, "number": 2}, note | {"commit": 0, "num_booked": 0},
+        entry | {"seconds": 4.0, "number": 1},
     ]  # fmt: skip
     path = tmp_path / "decisions.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"entry_id": "d9:trai')
-    found = log_records(path, "ledger", "entry_id")
+    found = log_records(path, "ledger")
     assert [(r["run"], r["entry_id"], r["seconds"], r["kind"]) for r in found] == [
         (1, "d1:training", 1.0, "training"), (1, "d2:training", 2.0, "training"), (2, "d1:training", 4.0, "training"),
     ]  # fmt: skip
 
 
+def test_entries_of_a_state_that_was_lost_count_for_nothing(tmp_path):
+    note = {"log_id": "1-0", "kind": "note", "text": "controller started"}
+    entry = {"ts": 1.0, "kind": "training", "bucket": "a", "version": None, "seconds": 1.0}
+    rows = [
+        *(entry | {"entry_id": f"d{i}:training", "number": i} for i in (1, 2, 3)),
+        note | {"commit": 5, "num_booked": 2}, entry | {"entry_id": "d9:training", "number": 3},
+        *(entry | {"entry_id": f"d{i}:training", "number": i} for i in (4, 5)), note | {"commit": 4, "num_booked": 3},
+    ]  # fmt: skip
+    path = tmp_path / "decisions.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert [r["entry_id"] for r in log_records(path, "ledger")] == ["d1:training", "d2:training", "d9:training"]
+    held = held_entries(LogFile(path).newest_first(), num_booked=3)
+    assert [e.entry_id for e in held] == ["d9:training", "d2:training", "d1:training"]
+
+
 def test_a_run_has_one_number_in_every_file(shared_redis, client, keys, tmp_path):
     def serve(decision_id: int) -> None:
-        ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+        ensure_first_version(client, keys, "v1", 10, 1.0)
         host = make_host(shared_redis.url, keys, tmp_path)
         host.connect()
-        host.controller.queue.append(decision(decision_id, "hold"))
+        host.session.controller.queue.append(decision(decision_id, "hold"))
         settle(host)
         if is_booked:
-            host.controller.ledger.append(
+            host.session.controller.book(
                 LedgerEntry(entry_id=f"d{decision_id}:training:x", ts=9.0, kind="training", bucket="math", version=None, seconds=2.5)
             )  # fmt: skip
         settle(host)
@@ -147,9 +165,9 @@ def test_a_run_has_one_number_in_every_file(shared_redis, client, keys, tmp_path
     serve(1)  # its state was lost: ids begin anew
     serve(2)  # restored
     path = tmp_path / "data" / "decisions.jsonl"
-    decisions = log_records(path, "decision", "decision_id")
+    decisions = log_records(path, "decision")
     assert [(d["run"], d["decision_id"]) for d in decisions] == [(1, 1), (2, 1), (2, 2)]
-    assert [(e["run"], e["entry_id"][:3]) for e in log_records(path, "ledger", "entry_id")] == [(2, "d1:"), (2, "d2:")]
+    assert [(e["run"], e["entry_id"][:3]) for e in log_records(path, "ledger")] == [(2, "d1:"), (2, "d2:")]
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path):
@@ -245,7 +263,10 @@ def test_the_page_names_every_field_and_its_example_runs(served, tmp_path, monke
         with (tmp_path / "OUT" / f"{name}.jsonl").open() as lines:
             for line in lines:
                 assert not [field for field in json.loads(line) if f"`{field}`" not in page]
-    for field in [*served[1].state.ledger_totals.rows()[0], *json.loads((tmp_path / "OUT" / MANIFEST).read_text())]:
+    for field in [
+        *served[1].session.controller.ledger_totals().rows()[0],
+        *json.loads((tmp_path / "OUT" / MANIFEST).read_text()),
+    ]:
         assert f"`{field}`" in page
     monkeypatch.chdir(tmp_path)
     # one hold only: valued by a log of two, since an interval needs two

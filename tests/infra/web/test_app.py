@@ -263,11 +263,11 @@ def test_ray_runs_nothing_for_a_client_without_its_token(service: Service, tmp_p
 def test_host_opens_the_http_port_and_no_other(config: ServiceConfig, tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "from paceline.config import ServiceConfig, build_config\n"
+        "from paceline.config import ServiceConfig, build\n"
         "from paceline.infra.app import run_service, stop_service\n"
         "from tests.infra.web.test_app import outer_listeners\n"
         "if __name__ == '__main__':\n"
-        "    service = run_service(build_config(ServiceConfig, __import__('json').loads(sys.argv[1])))\n"
+        "    service = run_service(build(ServiceConfig, __import__('json').loads(sys.argv[1])))\n"
         "    opened = {(ip, port) for ip, port, _ in outer_listeners()[1]}\n"
         "    print('opened', sorted(opened), 'port', service.config.port)\n"
         "    stop_service(service)\n"

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, RequestError
+from paceline.infra.controller.session import restore_controller
 from paceline.infra.controller.snapshot import state_json
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.web import feed as dashboard_feed
@@ -145,7 +146,7 @@ def test_every_data_route_is_in_the_list_of_these_tests(scene: Scene, feeds: Cal
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
 def test_commands_need_the_admin_token_and_json_and_nothing_changes_without(scene: Scene, name: str) -> None:
-    before = scene.host.state.commit
+    before = scene.host.session.state.commit
     path = f"/api/commands/{name}"
     access = Access(api_token="api", admin_token="adm")
     assert call(scene, "POST", path, Access(), json={}).status_code == 403, "no admin token: controls are off"
@@ -161,7 +162,7 @@ def test_commands_need_the_admin_token_and_json_and_nothing_changes_without(scen
         scene, "POST", path, access, content=b" " * 70_000, headers={**ADMIN, "content-type": "application/json"}
     )
     assert big.status_code == 413
-    assert scene.host.state.commit == before
+    assert scene.host.session.state.commit == before
 
 
 @pytest.mark.parametrize("token", ["", " a", "ü"])
@@ -195,9 +196,9 @@ def test_pause_policy_and_bank_are_carried_out_and_noted(scene: Scene) -> None:
     assert order(scene, "bank", bank_s=55.5).status_code == 200
     assert order(scene, "bank", bank_s=-1).status_code == 400
     assert order(scene, "bank", bank_s=True).status_code == 400
-    assert scene.host.controller.bank().start_s == 55.5
+    assert scene.host.session.controller.bank().start_s == 55.5
     assert notes(scene)[-4:] == ["decisions paused", "decisions resumed", "policy set to never", "starting balance of the bank set to 55.5 device-seconds"]  # fmt: skip
-    restored = scene.host._bandit_controller(scene.host.controller.state())
+    restored = restore_controller(scene.host.config, scene.host.session.controller.state(), scene.clock)
     assert restored.bank().start_s == 55.5, "a restart keeps what the operator set"
 
 

@@ -88,7 +88,9 @@ def test_buckets_are_bounded_and_later_names_count_under_other():
     stats = TrafficStats()
     for start in range(0, 3 * MAX_BUCKETS, 50):
         rows = [row(i, bucket=f"b{start + i}", ts=100.0) for i in range(50)]
-        stats.observe(make_batch(rows, replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0))
+        stats.observe(
+            stats.bounded(make_batch(rows, replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0))
+        )
     num_rows = stats.num_rows()
     assert set(stats.totals) == {*(f"b{i}" for i in range(MAX_BUCKETS)), "other"}
     assert all(set(cells) <= set(stats.totals) for _, cells in stats.bins)

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.config import EngineConfig, ServiceConfig, build_config
+from paceline.config import EngineConfig, ServiceConfig
 from paceline.errors import ConfigError
+from paceline.records import build
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.kv_size import (
@@ -100,8 +101,8 @@ def test_less_than_two_pages_are_refused():
 @pytest.mark.parametrize("value", [0, -1])
 def test_senseless_bytes_are_refused_by_the_configuration(value):
     with pytest.raises(ConfigError, match=r"engine\.kv_bytes must be >= 1"):
-        build_config(ServiceConfig, {"engine": {"kv_bytes": value}})
-    assert build_config(ServiceConfig, {"engine": {"kv_bytes": None}}).engine.kv_bytes is None
+        build(ServiceConfig, {"engine": {"kv_bytes": value}})
+    assert build(ServiceConfig, {"engine": {"kv_bytes": None}}).engine.kv_bytes is None
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,18 @@
 import pytest
 
 from paceline.config import PolicyConfig
-from paceline.infra.service.parts import ensure_first_version
-from paceline.infra.state.desired import ensure_desired, read_desired
-from paceline.infra.state.log import recent_log
+from paceline.infra.state.desired import ensure_first_version, read_desired
 from paceline.infra.state.redis_clients import patient_client
-from tests.helpers.hosts import make_host, settle
+from tests.helpers.hosts import make_host, recent_log, settle
 
 
 @pytest.fixture
 def pinned(shared_redis, client, keys, tmp_path):
     """An earlier start: first drafter v1, 10 percent held back, v2 made live and pinned by the operator."""
-    ensure_first_version(shared_redis.url, keys, "v1", 10, 1.0)
+    ensure_first_version(patient_client(shared_redis.url), keys, "v1", 10, 1.0)
     host = make_host(shared_redis.url, keys, tmp_path, make=None)
     host.connect()
-    host.pin("v2")
+    host.session.orders.pin("v2")
     settle(host)
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version, desired.holdback_percent) == (2, "v2", 10)
@@ -24,7 +22,7 @@ def pinned(shared_redis, client, keys, tmp_path):
 
 
 def test_set_up_writes_the_configured_holdback_and_keeps_the_live_version(shared_redis, client, keys, pinned):
-    ensure_first_version(shared_redis.url, keys, "v1", 30, 2.0)
+    ensure_first_version(patient_client(shared_redis.url), keys, "v1", 30, 2.0)
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version, desired.first_version, desired.holdback_percent) == (3, "v2", "v1", 30)
     assert "from 10 to 30 percent" in desired.reason
@@ -32,7 +30,7 @@ def test_set_up_writes_the_configured_holdback_and_keeps_the_live_version(shared
 
 def test_set_up_that_changes_nothing_writes_nothing(shared_redis, client, keys, pinned):
     before, num_entries = client.get(keys.desired), len(recent_log(client, keys))
-    ensure_first_version(shared_redis.url, keys, "v1", 10, 2.0)
+    ensure_first_version(patient_client(shared_redis.url), keys, "v1", 10, 2.0)
     assert client.get(keys.desired) == before and len(recent_log(client, keys)) == num_entries
 
 
@@ -44,7 +42,7 @@ def test_controller_puts_its_holdback_into_force_at_start_and_keeps_it_at_swaps(
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version, desired.first_version, desired.holdback_percent) == (3, "v2", "v1", 30)
     assert host.snapshot().holdback_percent == 30
-    host.rollback()
+    host.session.orders.rollback()
     settle(host)
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version, desired.holdback_percent) == (4, "v1", 30)
@@ -63,33 +61,33 @@ def test_controller_writes_the_first_record_where_no_set_up_ran(shared_redis, cl
 
 @pytest.mark.parametrize("has_set_up", [True, False])
 def test_another_first_drafter_goes_live_and_ends_the_old_pin(shared_redis, client, keys, tmp_path, pinned, has_set_up):
-    assert pinned.controller.snapshot().pinned == "v2"
+    assert pinned.session.controller.snapshot().pinned == "v2"
     if has_set_up:
-        ensure_first_version(shared_redis.url, keys, "v3", 10, 2.0)
+        ensure_first_version(patient_client(shared_redis.url), keys, "v3", 10, 2.0)
     host = make_host(shared_redis.url, keys, tmp_path, make=None, first_version="v3")
     host.connect()
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version, desired.first_version) == (3, "v3", "v3")
-    assert host.controller.snapshot().pinned is None
+    assert host.session.controller.snapshot().pinned is None
 
 
 def test_pin_outlives_a_restart_with_the_same_drafter(shared_redis, keys, tmp_path, pinned):
     host = make_host(shared_redis.url, keys, tmp_path, make=None, policy=PolicyConfig(holdback_percent=30))
     host.connect()
-    assert host.controller.snapshot().pinned == "v2"
+    assert host.session.controller.snapshot().pinned == "v2"
 
 
 def test_restored_snapshot_wins_over_a_record_made_after_redis_lost_its_data(own_redis, keys, tmp_path):
     client = patient_client(own_redis.url)
-    ensure_desired(client, keys, version="v1", holdback_percent=10, now=1.0)
+    ensure_first_version(client, keys, "v1", 10, 1.0)
     host = make_host(own_redis.url, keys, tmp_path)
     host.connect()
-    host.pin("v2")
+    host.session.orders.pin("v2")
     settle(host)
     host.stop()
     client.flushall()
-    ensure_first_version(own_redis.url, keys, "v1", 10, 2.0)
+    ensure_first_version(patient_client(own_redis.url), keys, "v1", 10, 2.0)
     second = make_host(own_redis.url, keys, tmp_path, first_version="v1")
     second.connect()
     desired = read_desired(client, keys)
-    assert desired == second.state.desired and (desired.gen, desired.version) == (2, "v2")
+    assert desired == second.session.state.desired and (desired.gen, desired.version) == (2, "v2")

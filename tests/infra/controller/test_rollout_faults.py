@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from paceline.adapt.versions.lifecycle import END_STATUSES, NEXT_STATUS, DrafterStatus
-from paceline.contracts import Decision, LedgerEntry, decode
-from paceline.infra.controller.store import HostState
-from paceline.infra.state.desired import ensure_desired, read_desired
-from paceline.infra.state.log import recent_log
+from paceline.contracts import Decision, decode
+from paceline.infra.state.desired import ensure_first_version, read_desired
 from paceline.infra.state.redis_clients import patient_client
 from tests.helpers.fake_replicas import FakeReplicas
+from tests.helpers.hosts import ledger, recent_log, stored, totals
 
 PROGRAM = Path(__file__).resolve().parents[2] / "helpers" / "rollout_process.py"
 NUM_KILLS = 50
@@ -46,11 +45,6 @@ class Controllers:
         self.kill()
         self.parent.kill()
         self.parent.wait()
-
-
-def stored(client, keys) -> HostState:
-    data = client.get(keys.state)
-    return HostState() if data is None else decode(data, HostState)
 
 
 def is_poisoned(version: str) -> bool:
@@ -82,20 +76,20 @@ def check(client, keys, num_rows: int, folder: Path) -> Counter:
     """Everything agrees: rows, ledger, decisions, jobs, lives, the desired record. Returns the outcomes of canaries."""
     state = stored(client, keys)
     assert (state.num_rows, state.num_missing_batches, state.num_lost_entries) == (num_rows, 0, 0)
-    ledger = [decode(v, LedgerEntry) for v in client.hgetall(keys.ledger).values()]
-    assert sum(e.seconds for e in ledger if e.kind == "saving") == num_rows
-    totals: Counter = Counter()
-    for e in ledger:
-        totals[e.kind] += e.seconds
-    assert state.ledger_totals.by_kind() == pytest.approx(dict(totals))
+    entries = ledger(client, keys).values()
+    assert sum(e.seconds for e in entries if e.kind == "saving") == num_rows
+    by_kind: Counter = Counter()
+    for e in entries:
+        by_kind[e.kind] += e.seconds
+    assert totals(client, keys).by_kind() == pytest.approx(dict(by_kind))
     orders = [d for v in client.hgetall(keys.decisions).values() if (d := decode(v, Decision)).action == "train"]
     finished = [d for d in orders if d.outcome is not None]
-    assert len([e for e in ledger if e.kind == "training"]) == len(finished) >= len(orders) - 1
+    assert len([e for e in entries if e.kind == "training"]) == len(finished) >= len(orders) - 1
     jobs = Counter(line.split()[0] for line in (folder / "journal").read_text().splitlines())
     assert max(jobs.values()) == 1, "a job ran twice"
     log = recent_log(client, keys, 20_000)
-    entries = Counter(e["entry_id"] for e in log if e["kind"] == "ledger" or "entry_id" in e)
-    assert not entries or max(entries.values()) == 1, "a ledger entry was logged twice"
+    logged = Counter(e["entry_id"] for e in log if e["kind"] == "ledger" or "entry_id" in e)
+    assert not logged or max(logged.values()) == 1, "a ledger entry was logged twice"
     at: dict[str, str | None] = {}
     for e in log:
         if "after" in e:  # a life-cycle line: follows the one before it, by the table
@@ -125,7 +119,7 @@ def check(client, keys, num_rows: int, folder: Path) -> Counter:
 @pytest.mark.timeout(900)
 def test_fifty_kills_in_all_states_lose_double_and_block_nothing(own_redis, keys, tmp_path, wait_until):
     client = patient_client(own_redis.url)
-    ensure_desired(client, keys, version="v1", holdback_percent=0, now=time.time())
+    ensure_first_version(client, keys, "v1", 0, time.time())
     rng = random.Random(0)
     controllers = Controllers(own_redis.url, keys, tmp_path)
     fleet = FakeReplicas(own_redis.url, keys, speed=speed, refuses=is_unloadable, spread=0.4)

@@ -10,7 +10,7 @@ from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.clock import ManualClock
 from paceline.contracts import ReplicaReport
 from paceline.errors import DrafterMismatchError, PacelineError
-from paceline.infra.state.desired import commit_desired, ensure_desired, read_desired, write_report
+from paceline.infra.state.desired import commit_desired, ensure_first_version, read_desired, write_report
 from tests.helpers.hosts import make_host, settle
 from tests.helpers.scripted import ProcessLauncher, decision
 
@@ -42,12 +42,12 @@ def versions(tmp_path):
 @pytest.fixture
 def host(shared_redis, client, keys, tmp_path, versions):
     """The service served the other target before: its versions were live and are in the stored history."""
-    ensure_desired(client, keys, version=versions.theirs, holdback_percent=10, now=1.0)
+    ensure_first_version(client, keys, versions.theirs, 10, 1.0)
     before = make_host(shared_redis.url, keys, tmp_path, registry=versions.registry, target_version="other")
     before.connect()
-    before.pin(versions.theirs_later)
+    before.session.orders.pin(versions.theirs_later)
     settle(before)
-    assert before.state.history == [versions.theirs, versions.theirs_later]
+    assert before.session.state.history == [versions.theirs, versions.theirs_later]
     made = make_host(
         shared_redis.url, keys, tmp_path, registry=versions.registry, first_version=versions.first,
         launcher=ProcessLauncher(shared_redis.url, str(tmp_path / "journal"), version=versions.theirs),
@@ -55,8 +55,8 @@ def host(shared_redis, client, keys, tmp_path, versions):
     made.connect()
     settle(made)
     yield made
-    if made.state.pending is not None:
-        made._coordinator.kill()
+    if made.session.state.pending is not None:
+        made.session.jobs.kill()
 
 
 def test_only_own_versions_are_listed_and_live_history_holds_no_other(host, versions):
@@ -67,14 +67,14 @@ def test_only_own_versions_are_listed_and_live_history_holds_no_other(host, vers
 
 def test_policy_is_offered_only_own_versions(host, versions, monkeypatch):
     seen = []
-    monkeypatch.setattr(host.controller, "tick", lambda now, context: seen.append(context) or [])
+    monkeypatch.setattr(host.session.controller, "tick", lambda now, context: seen.append(context) or [])
     settle(host)
     assert sorted(seen[-1].versions) == sorted([versions.first, versions.trained])
 
 
 def test_pin_and_rollback_refuse_another_target_with_the_reason(host, client, keys, versions):
     reason = f"drafter {versions.theirs} was trained for target other, this target is t; use a drafter of this target"
-    for refuse in (host.pin, host.rollback):
+    for refuse in (host.session.orders.pin, host.session.orders.rollback):
         with pytest.raises(DrafterMismatchError, match=re.escape(reason)):
             refuse(versions.theirs)
     settle(host)
@@ -83,28 +83,30 @@ def test_pin_and_rollback_refuse_another_target_with_the_reason(host, client, ke
 
 def test_rollback_leads_to_no_other_target(host, client, keys, versions):
     with pytest.raises(PacelineError, match="only version that was ever live"):
-        host.rollback()
-    host.pin(versions.trained)
+        host.session.orders.rollback()
+    host.session.orders.pin(versions.trained)
     settle(host)
-    assert host.rollback() == versions.first
+    assert host.session.orders.rollback() == versions.first
 
 
 def test_recall_and_accepted_job_of_another_target_are_not_published(host, client, keys, versions, wait_until):
-    host.controller.queue.append(decision(1, "recall", version=versions.theirs))
+    host.session.controller.queue.append(decision(1, "recall", version=versions.theirs))
     settle(host)
     assert read_desired(client, keys).version == versions.first
-    host.controller.queue.append(decision(2, "train", arm="full"))
-    wait_until(lambda: settle(host) is None and bool(host.controller.outcomes), timeout_s=60.0)
+    host.session.controller.queue.append(decision(2, "train", arm="full"))
+    wait_until(lambda: settle(host) is None and bool(host.session.controller.outcomes), timeout_s=60.0)
     settle(host)
-    assert host.controller.outcomes[0].version == versions.theirs, "the job was to return the other target's version"
+    assert host.session.controller.outcomes[0].version == versions.theirs, (
+        "the job was to return the other target's version"
+    )
     assert read_desired(client, keys).version == versions.first
 
 
 def test_a_refused_version_gives_way_to_an_own_one(host, client, keys, versions):
-    host.state.history = [versions.theirs, versions.first]  # as a host of the other target left it
-    host.pin(versions.trained)
+    host.session.state.history = [versions.theirs, versions.first]  # as a host of the other target left it
+    host.session.orders.pin(versions.trained)
     settle(host)
-    host.state.history.insert(-1, versions.theirs)
+    host.session.state.history.insert(-1, versions.theirs)
     gen = read_desired(client, keys).gen
     report = ReplicaReport(
         replica_id="a", gen=gen - 1, version=versions.first, slots={}, failed_gen=gen, failed_reason="NaN in w",
@@ -117,10 +119,10 @@ def test_a_refused_version_gives_way_to_an_own_one(host, client, keys, versions)
 
 def test_nothing_is_decided_while_a_version_of_another_target_is_live(host, client, keys, versions):
     commit_desired(client, keys, lambda d: msgspec.structs.replace(d, gen=d.gen + 1, version=versions.theirs))
-    host.pause()
+    host.session.orders.pause()
     settle(host)
-    host.pause(False)
-    host.controller.queue.append(decision(1, "train", arm="full"))
+    host.session.orders.pause(False)
+    host.session.controller.queue.append(decision(1, "train", arm="full"))
     settle(host)
-    assert host.state.desired.version == versions.theirs
-    assert host.state.pending is None and host.controller.queue
+    assert host.session.state.desired.version == versions.theirs
+    assert host.session.state.pending is None and host.session.controller.queue

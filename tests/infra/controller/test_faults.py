@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from paceline.config import FeedbackConfig
-from paceline.contracts import Decision, DesiredState, LedgerEntry, decode
-from paceline.infra.controller.store import HostState
+from paceline.contracts import Decision, DesiredState, decode
 from paceline.infra.replica.feedback import FeedbackPublisher
-from paceline.infra.state.desired import ensure_desired, read_desired
+from paceline.infra.state.desired import ensure_first_version, read_desired
 from paceline.infra.state.redis_clients import patient_client
+from tests.helpers.hosts import ledger, stored, totals
 from tests.helpers.scripted import row
 
 PROGRAM = Path(__file__).resolve().parents[2] / "helpers" / "controller_process.py"
@@ -71,25 +71,20 @@ class Process:
         self.popen.wait()
 
 
-def stored(client, keys) -> HostState:
-    data = client.get(keys.state)
-    return HostState() if data is None else decode(data, HostState)
-
-
 def check_once(client, keys, delivered: int, folder: Path) -> None:
     """Every delivered row is folded once, every ledger entry exists once, every job ran once, everywhere the same."""
     state = stored(client, keys)
     assert state.num_rows == delivered
-    ledger = [decode(v, LedgerEntry) for v in client.hgetall(keys.ledger).values()]
-    assert sum(e.seconds for e in ledger if e.kind == "saving") == delivered
+    entries = ledger(client, keys).values()
+    assert sum(e.seconds for e in entries if e.kind == "saving") == delivered
     by_kind: dict[str, float] = {}
-    for e in ledger:
+    for e in entries:
         by_kind[e.kind] = by_kind.get(e.kind, 0.0) + e.seconds
-    assert state.ledger_totals.by_kind() == pytest.approx(by_kind)
+    assert totals(client, keys).by_kind() == pytest.approx(by_kind)
     orders = [decode(v, Decision) for v in client.hgetall(keys.decisions).values()]
     outcomes = [d.outcome for d in orders if d.action == "train"]
     finished = sum(o is not None for o in outcomes)
-    assert len([e for e in ledger if e.kind == "training"]) == finished
+    assert len([e for e in entries if e.kind == "training"]) == finished
     lines = (folder / "journal").read_text().splitlines() if (folder / "journal").exists() else []
     assert len(lines) <= len(orders)
     assert read_desired(client, keys).gen == 1 + sum(o == "accepted" for o in outcomes)
@@ -98,7 +93,7 @@ def check_once(client, keys, delivered: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_kill_9_of_the_controller_loses_and_doubles_nothing(own_redis, keys, tmp_path, wait_until):
     client = patient_client(own_redis.url)
-    ensure_desired(client, keys, version="v1", holdback_percent=10, now=time.time())
+    ensure_first_version(client, keys, "v1", 10, time.time())
     rng = random.Random(0)
     process = Process(own_redis.url, keys, tmp_path, seconds=0.3)
     load = Load(own_redis.url, keys)
@@ -125,7 +120,7 @@ def test_kill_9_of_the_controller_loses_and_doubles_nothing(own_redis, keys, tmp
 @pytest.mark.slow
 def test_kill_9_of_redis_loses_nothing_that_was_acknowledged(own_redis, keys, tmp_path, wait_until):
     client = patient_client(own_redis.url, retries=20)
-    ensure_desired(client, keys, version="v1", holdback_percent=10, now=time.time())
+    ensure_first_version(client, keys, "v1", 10, time.time())
     process = Process(own_redis.url, keys, tmp_path, seconds=0.3)
     load = Load(own_redis.url, keys)
     try:
@@ -145,7 +140,7 @@ def test_kill_9_of_redis_loses_nothing_that_was_acknowledged(own_redis, keys, tm
 @pytest.mark.slow
 def test_ten_seconds_without_redis_block_nothing(own_redis, keys, tmp_path, wait_until):
     client = patient_client(own_redis.url, retries=20)
-    first = ensure_desired(client, keys, version="v1", holdback_percent=10, now=time.time())
+    first = ensure_first_version(client, keys, "v1", 10, time.time())
     process = Process(own_redis.url, keys, tmp_path, seconds=0.3)
     load = Load(own_redis.url, keys, max_rows=500)
     try:
@@ -174,7 +169,7 @@ def test_ten_seconds_without_redis_block_nothing(own_redis, keys, tmp_path, wait
 @pytest.mark.slow
 def test_controller_killed_while_training_does_not_start_a_second_job(own_redis, keys, tmp_path, wait_until):
     client = patient_client(own_redis.url)
-    ensure_desired(client, keys, version="v1", holdback_percent=10, now=time.time())
+    ensure_first_version(client, keys, "v1", 10, time.time())
     process = Process(own_redis.url, keys, tmp_path, seconds=4.0)
     load = Load(own_redis.url, keys)
     try:

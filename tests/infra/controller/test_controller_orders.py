@@ -7,28 +7,27 @@ from paceline.contracts import ReplicaReport
 from paceline.errors import ManifestError, PacelineError
 from paceline.infra.controller.snapshot import Swaps
 from paceline.infra.state.desired import commit_desired, read_desired, write_report
-from paceline.infra.state.log import recent_log
-from tests.helpers.hosts import make_host, send, settle
+from tests.helpers.hosts import make_host, recent_log, send, settle
 from tests.helpers.scripted import (
     decision,
 )
 
 
 def test_accepted_training_makes_a_new_generation(host, client, keys, wait_until):
-    host.controller.queue.append(decision(1, "train", arm="full"))
+    host.session.controller.queue.append(decision(1, "train", arm="full"))
     settle(host, 1)
-    assert host.state.pending.job.shard_ids == ["s2"]
-    assert host.state.pending.job.rehearsal_shard_ids == ["o1"]
+    assert host.session.state.pending.job.shard_ids == ["s2"]
+    assert host.session.state.pending.job.rehearsal_shard_ids == ["o1"]
 
     def done() -> bool:
         settle(host, 1)
-        return host.state.pending is None and host.state.desired.gen == 2
+        return host.session.state.pending is None and host.session.state.desired.gen == 2
 
     wait_until(done, timeout_s=60.0)
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version, desired.first_version) == (2, "v2", "v1")
     assert host.snapshot().decisions[0].outcome == "accepted"
-    assert len(host._launcher.handles) == 1
+    assert len(host.launcher.handles) == 1
     kinds = [e["kind"] for e in recent_log(client, keys)]
     assert kinds.count("job") == 1 and kinds.count("decision") == 2
     assert (host.config.data_dir / "decisions.jsonl").read_bytes().count(b"\n") == len(kinds)
@@ -36,12 +35,12 @@ def test_accepted_training_makes_a_new_generation(host, client, keys, wait_until
 
 @pytest.mark.parametrize("status", ["rejected", "failed"])
 def test_other_outcomes_reach_the_policy_and_change_nothing(host, client, keys, wait_until, status):
-    host._launcher.status = status
-    host.controller.queue.append(decision(1, "train", arm="full"))
+    host.launcher.status = status
+    host.session.controller.queue.append(decision(1, "train", arm="full"))
 
     def done() -> bool:
         settle(host, 1)
-        return host.controller.s.jobs.get(1) == status
+        return host.session.controller.s.jobs.get(1) == status
 
     wait_until(done, timeout_s=60.0)
     settle(host)
@@ -50,60 +49,60 @@ def test_other_outcomes_reach_the_policy_and_change_nothing(host, client, keys, 
 
 
 def test_restart_while_training_waits_for_the_same_job(shared_redis, host, client, keys, tmp_path, wait_until):
-    host._launcher.seconds = 2.0
-    host.controller.queue.append(decision(1, "train", arm="full"))
+    host.launcher.seconds = 2.0
+    host.session.controller.queue.append(decision(1, "train", arm="full"))
     settle(host, 2)
     second = make_host(shared_redis.url, keys, tmp_path)
     second.connect()
-    assert second.state.pending is not None
+    assert second.session.state.pending is not None
 
     def done() -> bool:
         settle(second, 1)
-        return second.state.desired.gen == 2
+        return second.session.state.desired.gen == 2
 
     wait_until(done, timeout_s=60.0)
-    assert second._launcher.handles == []
+    assert second.launcher.handles == []
     assert (tmp_path / "journal").read_text().count("\n") == 1
 
 
 def test_decision_without_shards_ends_as_failed(host):
-    host._shards.shards.clear()
-    host.controller.queue.append(decision(1, "train", arm="full"))
+    host.shards.shards.clear()
+    host.session.controller.queue.append(decision(1, "train", arm="full"))
     settle(host)
-    assert host.controller.s.jobs == {1: "failed"}
-    assert "no trace shards" in host.controller.outcomes[0].reason
+    assert host.session.controller.s.jobs == {1: "failed"}
+    assert "no trace shards" in host.session.controller.outcomes[0].reason
 
 
 def test_recall_publishes_an_older_version(host, client, keys):
-    host.controller.queue.append(decision(1, "recall", version="v3", reason="scores better"))
+    host.session.controller.queue.append(decision(1, "recall", version="v3", reason="scores better"))
     settle(host)
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version, desired.reason) == (2, "v3", "scores better")
 
 
 def test_operator_pins_rolls_back_and_is_refused_with_a_reason(host, client, keys):
-    host.pin("v3")
+    host.session.orders.pin("v3")
     settle(host)
     assert read_desired(client, keys).version == "v3"
-    assert host.rollback() == "v1"
+    assert host.session.orders.rollback() == "v1"
     settle(host)
     desired = read_desired(client, keys)
     assert (desired.gen, desired.version) == (3, "v1")
     assert host.snapshot().history == ["v1", "v3", "v1"]
     with pytest.raises(ManifestError, match="not in the registry"):
-        host.pin("nope")
+        host.session.orders.pin("nope")
     with pytest.raises(ManifestError, match="not in the registry"):
-        host.rollback("nope")
+        host.session.orders.rollback("nope")
 
 
 def test_rollback_without_a_past_says_so(host):
     settle(host)
     with pytest.raises(PacelineError, match="only version that was ever live"):
-        host.rollback()
+        host.session.orders.rollback()
 
 
 def test_refused_version_is_rolled_back(host, client, keys):
-    host.pin("v2")
+    host.session.orders.pin("v2")
     settle(host)
     write_report(
         client,
@@ -130,7 +129,7 @@ def test_staging_is_booked_once_when_all_replicas_run_the_version(host, client, 
 
     report("a", 1)
     report("b", 1)
-    host.pin("v2")
+    host.session.orders.pin("v2")
     settle(host)
     report("a", 2)
     assert "staging" not in host.snapshot().ledger.by_kind
@@ -145,20 +144,20 @@ def test_staging_is_booked_once_when_all_replicas_run_the_version(host, client, 
 def test_desired_record_of_the_command_line_is_adopted(host, client, keys):
     settle(host)
     commit_desired(client, keys, lambda d: msgspec.structs.replace(d, gen=7, version="v3"))
-    host.pause()
+    host.session.orders.pause()
     settle(host)
-    assert host.state.desired.gen == 7
-    host.pin("v2")
+    assert host.session.state.desired.gen == 7
+    host.session.orders.pin("v2")
     settle(host)
     assert read_desired(client, keys).gen == 8
 
 
 def test_paused_controller_folds_but_does_not_decide(host, client, keys):
-    host.pause()
-    host.controller.queue.append(decision(1, "recall", version="v3"))
+    host.session.orders.pause()
+    host.session.controller.queue.append(decision(1, "recall", version="v3"))
     send(client, keys, 1)
     settle(host)
-    assert (host.state.num_rows, read_desired(client, keys).gen) == (3, 1)
-    host.pause(False)
+    assert (host.session.state.num_rows, read_desired(client, keys).gen) == (3, 1)
+    host.session.orders.pause(False)
     settle(host)
     assert read_desired(client, keys).version == "v3"

@@ -1,0 +1,136 @@
+"""Orders: the policy's decisions and the operator's commands are carried out."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from paceline.bandit.beliefs.observation import HostContext
+from paceline.bandit.controller.controller import Controller
+from paceline.clock import Clock
+from paceline.contracts import Decision, DesiredState
+from paceline.infra.controller.jobs import Jobs
+from paceline.infra.controller.lives import Lives, WeightPool
+from paceline.infra.controller.store import Books
+from paceline.infra.controller.surroundings import Surroundings
+from paceline.infra.state.log import ErrorCount
+from paceline.infra.state.manifest_facts import learned_rows, shadow_lengths
+
+logger = logging.getLogger(__name__)
+
+COMMANDS = ("pause", "set_policy", "set_bank", "train", "pin", "unpin", "canary", "rollback")
+"""Methods of Orders that operators may call."""
+
+
+class Orders:
+    """Asks the policy and does what it says; does what operators say."""
+
+    def __init__(
+        self,
+        policy: Controller,
+        books: Books,
+        surroundings: Surroundings,
+        pool: WeightPool,
+        lives: Lives,
+        jobs: Jobs,
+        *,
+        errors: ErrorCount,
+        clock: Clock,
+    ) -> None:
+        self._policy, self._books, self._state = policy, books, books.state
+        self._around, self._pool, self._lives, self._jobs = surroundings, pool, lives, jobs
+        self._errors, self._clock = errors, clock
+
+    # ---- the policy ---------------------------------------------------------------------------------------------
+    def tick(self, now: float) -> None:
+        """Let the policy decide and carry out what it decides; nothing while paused."""
+        desired = self._state.desired
+        if self._state.is_paused or desired is None or self._is_foreign_live(desired):
+            return
+        try:
+            decisions = self._policy.tick(now, self._context(desired, now))
+        except Exception as e:  # serving and feedback go on without decisions
+            self._errors.note("the policy failed to decide", e)
+            return
+        closed = self._policy.closed_epoch()
+        if closed is not None:  # a replay of the decision log needs the traffic as well (docs/replay.md)
+            self._books.log("feedback", msgspec.to_builtins(closed))
+        for decision in decisions:
+            self._act(decision, now)
+
+    def _is_foreign_live(self, desired: DesiredState) -> bool:
+        """Whether the service was given another target and its first drafter is not live yet."""
+        return bool({desired.version, desired.first_version} & self._around.foreign)
+
+    def _context(self, desired: DesiredState, now: float) -> HostContext:
+        state, around = self._state, self._around
+        return HostContext(
+            live_version=desired.version,
+            first_version=desired.first_version,
+            rows=dict(around.rows),
+            rows_written=dict(state.rows_written),
+            versions=self._pool.servable(),
+            job_running=state.pending is not None or state.rollout.canary is not None,
+            frozen=state.rollout.frozen_buckets(now),
+            num_replicas=max(1, len(around.reports)),
+            learned_rows=learned_rows(around.versions),
+            shadow=shadow_lengths(around.versions),
+        )
+
+    def _act(self, decision: Decision, now: float) -> None:
+        if decision.action == "train":
+            self._jobs.order(decision, now)
+        elif decision.version is not None and decision.action in ("recall", "rollback", "pin"):
+            if self._around.is_foreign(decision.version):
+                return
+            self._lives.publish(decision.version, decision.reason, now, decision.decision_id, bucket=decision.bucket)
+
+    # ---- operators ----------------------------------------------------------------------------------------------
+    def pause(self, is_paused: bool = True) -> None:
+        """Make no decisions (feedback is still folded), or make them again."""
+        self._state.is_paused = is_paused
+        self._books.note("decisions paused" if is_paused else "decisions resumed")
+
+    def set_policy(self, name: str) -> None:
+        """Switch the policy; raises ConfigError for an unknown one."""
+        self._policy.set_policy(name)
+        self._state.policy = name
+        self._books.note(f"policy set to {name}")
+
+    def set_bank(self, start_s: float) -> None:
+        """Set the bank's starting balance, device-seconds; raises ValueError outside its range."""
+        self._policy.set_bank(start_s)
+        self._books.note(f"starting balance of the bank set to {start_s:g} device-seconds")
+
+    def train(self, bucket: str, arm: str) -> int:
+        """Start a training job now, paid or not; returns its decision id. Raises ValueError where that cannot be."""
+        desired = self._books.desired
+        if desired is None or self._state.pending is not None or self._is_foreign_live(desired):
+            raise ValueError("a training job is in flight, or no drafter of this target is live yet; try again later")
+        now = self._clock.now()
+        decision = self._policy.train_now(bucket, arm, now, self._context(desired, now))
+        self._act(decision, now)
+        self._books.note(f"training of {arm} on {bucket} ordered (decision {decision.decision_id})")
+        return decision.decision_id
+
+    def pin(self, version: str) -> None:
+        """Make a version live and keep it until `unpin`.
+
+        Raises: ManifestError when it is not in the registry, DrafterMismatchError when it is for another target.
+        """
+        self._around.servable_manifest(version)
+        self._lives.manual("pin", version, f"pinned to {version} by the operator")
+
+    def unpin(self) -> None:
+        """Let the policy decide again."""
+        self._policy.unpin()
+        self._books.note("pin removed")
+
+    def canary(self, version: str) -> None:
+        """Try a version on part of the requests; see Lives.order_canary."""
+        self._lives.order_canary(version)
+
+    def rollback(self, version: str | None = None) -> str:
+        """Make the version before the live one (or the named one) live again; see Lives.rollback."""
+        return self._lives.rollback(version)

@@ -1,0 +1,142 @@
+"""Surroundings: what trace store, drafter registry and replicas say, looked at every few seconds."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import redis
+
+from paceline.clock import Clock
+from paceline.config import TraceConfig
+from paceline.contracts import DrafterManifest, ReplicaReport
+from paceline.errors import DrafterMismatchError, ManifestError, PacelineError
+from paceline.infra.controller.store import HostState
+from paceline.infra.state.desired import read_reports
+from paceline.infra.state.log import ErrorCount
+from paceline.infra.state.redis_clients import Keys
+
+logger = logging.getLogger(__name__)
+
+_MAX_SWAPS = 500
+_SWEEP_S = 30.0
+
+
+class Shards(Protocol):
+    """The trace store."""
+
+    def list_shards(self, bucket: str | None = None) -> list[Any]: ...
+
+    def enforce_limits(self, max_bytes: int, max_age_s: float, now: float) -> int: ...
+
+
+class Versions(Protocol):
+    """The drafter registry."""
+
+    def get_manifest(self, version: str, *, target_version: str | None = None) -> DrafterManifest: ...
+
+    def list(self) -> list[DrafterManifest]: ...
+
+    def has_weights(self, version: str) -> bool: ...
+
+    def delete_weights(self, version: str) -> None: ...
+
+
+class Surroundings:
+    """The latest look at them; only shards and versions of this target count."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        registry: Versions,
+        client: redis.Redis,
+        keys: Keys,
+        state: HostState,
+        *,
+        target_version: str,
+        trace: TraceConfig | None,
+        errors: ErrorCount,
+        clock: Clock,
+    ) -> None:
+        """`target_version` '' = any; `trace`: limits of the trace store that hold while no replica writes, None = none."""
+        self.registry = registry
+        self._shards, self._client, self._keys, self._state = shards, client, keys, state
+        self._target, self._trace, self._errors, self._clock = target_version, trace, errors, clock
+        self._sweep_due = 0.0
+        self.reports: list[ReplicaReport] = []
+        self.versions: list[DrafterManifest] = []
+        self.foreign: set[str] = set()
+        """Versions in the registry that were trained for another target."""
+        self.rows: dict[str, int] = {}
+        """Bucket -> rows in the trace store."""
+        self.counters: dict[str, dict[str, int]] = {}
+        """Replica -> feedback counters that it reported last, also of those gone since."""
+
+    def refresh(self) -> None:
+        """Look at everything again. Raises redis errors; what stores cannot tell is noted and stays as it was."""
+        try:
+            self._look_at_stores()
+        except (OSError, PacelineError) as e:
+            self._errors.note("trace store or registry cannot be read", e)
+        self.reports = read_reports(self._client, self._keys)
+        for report in self.reports:
+            self._note_swap(report)
+        now = self._clock.now()
+        if self._trace is not None and now >= self._sweep_due:
+            self._sweep_due = now + _SWEEP_S
+            try:
+                self._shards.enforce_limits(self._trace.max_bytes, self._trace.max_age_s, now)
+            except (OSError, PacelineError) as e:
+                self._errors.note("limits of the trace store could not be enforced", e)
+
+    def own_shards(self) -> list[Any]:
+        """Shards of this target, oldest first, as they are now. Raises OSError, PacelineError."""
+        return [s for s in self._shards.list_shards() if self._target in ("", s.target_version)]
+
+    def _look_at_stores(self) -> None:
+        state, shards = self._state, self.own_shards()
+        seen = set(state.seen_shards)
+        rows: dict[str, int] = {}
+        for s in shards:
+            rows[s.bucket] = rows.get(s.bucket, 0) + s.num_rows
+            if s.shard_id not in seen:
+                state.rows_written[s.bucket] = state.rows_written.get(s.bucket, 0) + s.num_rows
+        self.rows = rows
+        state.seen_shards = [s.shard_id for s in shards]
+        every = self.registry.list()
+        self.versions = [m for m in every if self._target in ("", m.target_version)]
+        self.foreign = {m.version for m in every} - {m.version for m in self.versions}
+        state.history = [v for v in state.history if v not in self.foreign]
+
+    def _note_swap(self, report: ReplicaReport) -> None:
+        state = self._state
+        if report.counters:
+            self.counters[report.replica_id] = dict(report.counters)
+        swapped = report.gen if report.swap_gen is None else report.swap_gen
+        mark = f"{report.replica_id}:{swapped}"
+        if swapped > 1 and report.swap_pause_ms and mark not in state.seen_swaps:
+            state.seen_swaps = [*state.seen_swaps, mark][-_MAX_SWAPS:]
+            state.swap_times = [*state.swap_times, report.ts][-_MAX_SWAPS:]
+            state.swap_pauses_ms = [*state.swap_pauses_ms, report.swap_pause_ms[-1]][-_MAX_SWAPS:]
+
+    def is_foreign(self, version: str) -> bool:
+        """Whether a version is known to be for another target; what cannot be read is left to the replicas to refuse."""
+        try:
+            self.registry.get_manifest(version, target_version=self._target or None)
+        except DrafterMismatchError as e:
+            logger.warning("not used: %s", e)
+            return True
+        except (PacelineError, OSError) as e:
+            logger.debug("manifest of %s cannot be read: %s", version, e)
+        return False
+
+    def servable_manifest(self, version: str) -> DrafterManifest:
+        """The manifest of a version that may be served.
+
+        Raises: ManifestError when it is not in the registry or its weights are gone, DrafterMismatchError when it is for
+        another target.
+        """
+        manifest = self.registry.get_manifest(version, target_version=self._target or None)
+        if version in self._state.evicted or not self.registry.has_weights(version):
+            raise ManifestError(f"the weights of drafter {version} were deleted from the pool; publish it again")
+        return manifest
