@@ -323,7 +323,7 @@ class ServiceConfig:
     access_log: bool = True
     """One JSON line a request in data_dir/access-<replica>.log: labels, token counts, times; never its text."""
     resume: bool = False
-    """True: answers outlive the replica that writes them (docs/resume.md), at the price of a second hop."""
+    """True: answers outlive the replica that writes them (docs/serve.md), at the price of a second hop."""
     ingress: IngressConfig = field(default_factory=IngressConfig)
     trainer_threads: int = 1
     trainer_resources: TrainerResources = field(default_factory=TrainerResources)

@@ -39,7 +39,7 @@ def run_off_policy(task: Task, service: LoggedService) -> Row:
 def off_policy_rows(
     service: LoggedService, chosen: Sequence[Variant], *, workers: int, console: Console, ray_address: str | None
 ) -> list[dict[str, Any]]:
-    """What the report says about each policy without hindsight; docs/replay.md names the fields."""
+    """What the report says about each policy without hindsight; docs/policies.md names the fields."""
     tasks = [Task(scenario=service.scenario, variant=v, seed=0) for v in chosen if v.policy not in HINDSIGHT]
     rows = run_all(
         tasks, workers=workers, resume=None, console=console, ray_address=ray_address,

@@ -74,7 +74,7 @@ class ControllerPass(ControllerRollout):
             self._note_error("the policy failed to decide", e)
             return
         closed = self.controller.closed_epoch()
-        if closed is not None:  # a replay of the decision log needs the traffic as well (docs/replay.md)
+        if closed is not None:  # a replay of the decision log needs the traffic as well (docs/policies.md)
             self._commit.log.append(("feedback", msgspec.to_builtins(closed)))
         for decision in decisions:
             self._act(decision, now)

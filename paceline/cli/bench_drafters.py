@@ -35,7 +35,7 @@ def bench_drafters(
         str,
         typer.Option(
             help="Comma list: adaptive, bastion (each drafter at its own best), fixed, ddtree, bundle (equal budgets, see "
-            "--nodes). docs/drafting.md."
+            "--nodes). docs/drafters.md."
         ),
     ] = "adaptive,fixed",
     nodes: Annotated[

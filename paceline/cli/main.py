@@ -126,7 +126,7 @@ def serve(
         Optional[bool],
         typer.Option(
             "--resume/--no-resume",
-            help="Answers outlive the replica that writes them; costs a second hop (docs/resume.md).",
+            help="Answers outlive the replica that writes them; costs a second hop (docs/serve.md).",
         ),
     ] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder of trace store, drafter registry, Redis data.")] = None,
@@ -182,7 +182,7 @@ def generate(
 
 @app.command("train-target", help="Train a small target from a data folder; resumes where it stopped.")
 def train_target(
-    data: Annotated[Path, typer.Option(help="Folder of text data (docs/data_folder.md).")],
+    data: Annotated[Path, typer.Option(help="Folder of text data (docs/drafters.md).")],
     out: Annotated[Path, typer.Option(help="Folder for weights, tokenizer, PROVENANCE.md and the checkpoint.")],
     tokens: Annotated[float, typer.Option(help="Training tokens in all.")] = 5.4e6,
     width: Annotated[int, typer.Option(help="Hidden size.")] = 128,
@@ -234,7 +234,7 @@ def train_drafter(
     ] = None,
     domains: Annotated[str, typer.Option(help="Comma list of domains whose prompts are continued.")] = "tools,code",
     data: Annotated[
-        Optional[Path], typer.Option(help="Folder of text data (docs/data_folder.md); needed by every domain but code.")
+        Optional[Path], typer.Option(help="Folder of text data (docs/drafters.md); needed by every domain but code.")
     ] = None,
     tokens: Annotated[
         float,

@@ -16,7 +16,7 @@ DRAFTERS = f"{' | '.join(DRAFTER_NAMES)} | DIR; 'bundled' is {BUNDLED_DRAFTER}"
 
 Data = Annotated[
     Path | None,
-    typer.Option("--data", help="Folder of text data (docs/data_folder.md); default: the bundled prompts."),
+    typer.Option("--data", help="Folder of text data (docs/drafters.md); default: the bundled prompts."),
 ]
 
 

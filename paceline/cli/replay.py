@@ -13,7 +13,7 @@ from paceline.cli.options import Html, Json, Suggest
 
 REPLAY_HELP = (
     "Replay policies on simulated regimes, on a service's decision log, or live with real training, and say which one "
-    "pays. Nothing is served. Cells, log format and report: docs/replay.md."
+    "pays. Nothing is served. Cells, log format and report: docs/policies.md."
 )
 
 
@@ -51,7 +51,7 @@ def replay(
     ] = None,
     data: Annotated[
         Optional[Path],
-        typer.Option(help="Folder of text data for live replays (docs/data_folder.md); default: the bundled prompts."),
+        typer.Option(help="Folder of text data for live replays (docs/drafters.md); default: the bundled prompts."),
     ] = None,
     load: Annotated[
         Optional[float],

@@ -1,6 +1,6 @@
 """The dashboard of a running service, in a real browser: bundled model, Ray, Redis, controller, traffic.
 
-PACELINE_SCREENSHOTS=docs/images writes the pictures of docs/dashboard.md (and sends three minutes of traffic first).
+PACELINE_SCREENSHOTS=docs/images writes the pictures of docs/operate.md (and sends three minutes of traffic first).
 """
 
 from __future__ import annotations
