@@ -288,7 +288,7 @@ class ServiceConfig:
     resume: A[
         bool,
         Setting(
-            "Answers outlive the replica that writes them; costs a second hop (docs/resume.md).",
+            "Answers outlive the replica that writes them; costs a second hop (docs/serve.md).",
             flag="resume/--no-resume",
         ),
     ] = False

@@ -211,7 +211,7 @@ def count(text: str) -> int:
 
 
 DataFolder = Annotated[
-    Path | None, Setting("Folder of text data (docs/data_folder.md); default: the bundled prompts.", is_folder=True)
+    Path | None, Setting("Folder of text data (docs/drafters.md); default: the bundled prompts.", is_folder=True)
 ]
 JsonFile = Annotated[Path | None, Setting("Write the result as JSON to this file.", is_output=True)]
 HtmlFile = Annotated[

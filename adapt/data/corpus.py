@@ -102,7 +102,7 @@ def documents(domain: str, data: Path | None, split: str) -> list[str]:
 
     Args:
         domain: one of DOMAINS.
-        data: folder laid out as described in docs/data_folder.md; None works for `code` only (project-written templates).
+        data: folder laid out as described in docs/drafters.md; None works for `code` only (project-written templates).
         split: "train" or "held_out"; a document's side is a hash of its text, so it never changes.
     Raises: ConfigError on an unknown domain or a missing data file.
     """

@@ -56,7 +56,7 @@ class TrainDrafterOptions:
     recipe: DrafterRecipe = field(default_factory=DrafterRecipe)
     data: A[
         Path | None,
-        Setting("Folder of text data (docs/data_folder.md); needed by every domain but code.", is_folder=True),
+        Setting("Folder of text data (docs/drafters.md); needed by every domain but code.", is_folder=True),
     ] = None
     num_threads: Threads = None
     device: A[str, Setting("cpu | cuda.", choices=("cpu", "cuda"))] = "cpu"

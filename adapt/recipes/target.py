@@ -75,7 +75,7 @@ class TrainTargetOptions:
     Example, the bundled target: paceline train-target --data DIR --out DIR --compile
     """
 
-    data: A[Path, Setting("Folder of text data (docs/data_folder.md).", is_folder=True)]
+    data: A[Path, Setting("Folder of text data (docs/drafters.md).", is_folder=True)]
     out: A[Path, Setting("Folder for weights, tokenizer, PROVENANCE.md and the checkpoint.")]
     recipe: TargetRecipe = field(default_factory=TargetRecipe)
     num_threads: Threads = None

@@ -13,7 +13,7 @@ from paceline.contracts import TrainResult
 
 
 def record(world: World) -> bytes:
-    """Run a world to its end; the lines that a service would have appended to decisions.jsonl (docs/replay.md)."""
+    """Run a world to its end; the lines that a service would have appended to decisions.jsonl (docs/policies.md)."""
     lines: list[dict[str, Any]] = []
     jobs: dict[int, tuple[float, TrainResult]] = {}
     controller, finish = world.controller, world.controller.job_finished

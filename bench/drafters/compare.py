@@ -77,8 +77,10 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} must be a JSON document of a benchmark: {e}") from e
     if not isinstance(document, dict) or document.get("command") not in COMMANDS or document.get("format") != FORMAT:
         raise ConfigError(f"{path} must be a result of {' or '.join(COMMANDS)} in format {FORMAT}")
-    if not all("group_seconds" in row for cell in document["cells"] for row in cell["arms"].values()):
-        raise ConfigError(f"{path} must have group_tokens and group_seconds in every arm; measure it again")
+    if document.get("is_summary"):
+        raise ConfigError(
+            f"{path} must be a whole result, got a summary, which has no groups; use the file that --json wrote"
+        )
     return document
 
 

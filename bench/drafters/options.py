@@ -39,7 +39,7 @@ class BenchOptions:
         tuple[str, ...],
         Setting(
             "Comma list: adaptive, bastion (each drafter at its own best), fixed, ddtree, bundle (equal budgets, see "
-            "--nodes). docs/drafting.md.",
+            "--nodes). docs/drafters.md.",
             panel=CELLS,
         ),
     ] = ("adaptive", "fixed")  # fmt: skip

@@ -33,7 +33,7 @@ CHECKS = ("off-policy", "off-policy-live")
 @record()
 class ReplayOptions:
     """On simulated regimes, on a service's decision log, or live with real training. Nothing is served. Cells, log format
-    and report: docs/replay.md.
+    and report: docs/policies.md.
 
     Examples: paceline replay small. paceline replay decisions.jsonl --policies payoff,never --suggest policy.yaml.
     """
@@ -72,7 +72,7 @@ class ReplayOptions:
     data: A[
         Path | None,
         Setting(
-            "Folder of text data for live replays (docs/data_folder.md); default: the bundled prompts.", is_folder=True
+            "Folder of text data for live replays (docs/drafters.md); default: the bundled prompts.", is_folder=True
         ),
     ] = None
     load: A[
@@ -233,7 +233,7 @@ def run_off_policy(task: Task, service: LoggedService) -> Row:
 def off_policy_rows(
     service: LoggedService, chosen: Sequence[Variant], *, workers: int, console: Console, ray_address: str | None
 ) -> list[dict[str, Any]]:
-    """What the report says about each policy without hindsight; docs/replay.md names the fields."""
+    """What the report says about each policy without hindsight; docs/policies.md names the fields."""
     tasks = [Task(scenario=service.scenario, variant=v, seed=0) for v in chosen if v.policy not in HINDSIGHT]
     rows = run_all(
         tasks, workers=workers, resume=None, console=console, ray_address=ray_address,

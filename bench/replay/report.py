@@ -25,7 +25,7 @@ def build_report(
     rows: Sequence[Row], *, kind: str, source: str, scenarios: Sequence[dict[str, Any]], notes: Sequence[str] = (),
     off_policy: Sequence[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The JSON document of docs/replay.md; `off_policy` = rows of bench/replay/command.py, None but for a decision log."""
+    """The JSON document of docs/policies.md; `off_policy` = rows of bench/replay/command.py, None but for a decision log."""
     cells = cell_rows(rows)
     return {
         "format": FORMAT,

@@ -243,7 +243,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         caption="SCALED-DOWN shapes on a CPU: a check of the benchmark, not of a GPU's speed. bytes are those of the "
         "full shape in 16 bits; time and GB/s are of the scaled-down one, which may lie in a cache (share above 100%)."
         if result["is_scaled_down"]
-        else "bytes: least that the kernel must move (docs/kernels.md); share: of the rate of the copy.",
+        else "bytes: least that the kernel must move (docs/gpu.md); share: of the rate of the copy.",
     )
     for row in result["rows"]:
         models = (

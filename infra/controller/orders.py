@@ -54,7 +54,7 @@ class Orders:
             self._errors.note("the policy failed to decide", e)
             return
         closed = self._policy.closed_epoch()
-        if closed is not None:  # a replay of the decision log needs the traffic as well (docs/replay.md)
+        if closed is not None:  # a replay of the decision log needs the traffic as well (docs/policies.md)
             self._books.log("feedback", msgspec.to_builtins(closed))
         for decision in decisions:
             self._act(decision, now)

@@ -1,6 +1,6 @@
 """The dashboard of a running service, in a real browser: bundled model, Ray, Redis, controller, traffic.
 
-PACELINE_SCREENSHOTS=docs/images writes the pictures of docs/dashboard.md (and sends three minutes of traffic first).
+PACELINE_SCREENSHOTS=docs/images writes the picture of docs/operate.md (and sends three minutes of traffic first).
 """
 
 from __future__ import annotations
@@ -257,24 +257,15 @@ def test_a_page_that_was_left_open_does_not_hold_up_the_service(place: Place) ->
 
 
 @pytest.mark.skipif(
-    not SCREENSHOTS, reason="writes the pictures of the documentation: set PACELINE_SCREENSHOTS=docs/images"
+    not SCREENSHOTS, reason="writes the picture of the documentation: set PACELINE_SCREENSHOTS=docs/images"
 )
-def test_pictures_of_the_documentation(place: Place) -> None:
+def test_picture_of_the_documentation(place: Place) -> None:
     out = Path(str(SCREENSHOTS))
     out.mkdir(parents=True, exist_ok=True)
     wait_for(lambda: any(d["action"] == "train" for d in place.state().get("decisions", [])), "a training decision")
     wait_for(lambda: (place.state().get("ledger") or {}).get("saved_s"), "a measured saving")
-    for name, width, height, scheme in (
-        ("light", 1280, 1000, "light"),
-        ("dark", 1280, 1000, "dark"),
-        ("phone", 390, 844, "light"),
-    ):
-        with watched_page(place.browser, width=width, height=height, scheme=scheme) as watch:
-            load(watch, place.url)
-            time.sleep(3.0)
-            watch.page.screenshot(path=str(out / f"dashboard_{name}.png"), full_page=name == "light")
-            if name == "light":
-                train = next(d for d in place.state()["decisions"] if d["action"] == "train")
-                watch.page.goto(f"{place.url}/dashboard/decisions/{train['decision_id']}")
-                watch.wait("document.getElementById('found')?.hidden === false")
-                watch.page.screenshot(path=str(out / "dashboard_decision.png"))
+    with watched_page(place.browser, width=1280, height=1000, scheme="light") as watch:
+        train = next(d for d in place.state()["decisions"] if d["action"] == "train")
+        watch.page.goto(f"{place.url}/dashboard/decisions/{train['decision_id']}")
+        watch.wait("document.getElementById('found')?.hidden === false")
+        watch.page.screenshot(path=str(out / "dashboard_decision.png"))

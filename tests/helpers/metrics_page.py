@@ -12,7 +12,7 @@ HEAD = """# Metrics
 `GET /metrics` of a replica, in Prometheus' text format. Labels never hold request ids, users or drafter
 versions: a series of each would grow without end. The drafter version of an answer is in its `paceline` object; versions,
 decisions and ledger entries are in `GET /paceline/state`. A Grafana dashboard and Prometheus alert rules for these metrics are
-in `infra/grafana/`; the service's own page is [dashboard.md](dashboard.md).
+in `infra/grafana/`; the service's own page is [the dashboard](operate.md#the-dashboard).
 
 ## Who may scrape
 
@@ -41,7 +41,7 @@ the service has a Redis and a trainable drafter, the swap pause from the first s
 INGRESS = """
 ## Of the ingress that was asked
 
-With `resume: true` ([resume.md](resume.md)) the ingress appends counters of its own to those of some engine. They belong to
+With `resume: true` ([serve.md](serve.md#answers-that-outlive-their-replica)) the ingress appends counters of its own to those of some engine. They belong to
 the one ingress process that answered; with several (`ingress.num_replicas`) a scrape reaches one of them.
 """
 CONTROLLER = """

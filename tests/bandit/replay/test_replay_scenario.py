@@ -1,4 +1,4 @@
-"""Scenarios refuse nonsense; the named grid is what docs/replay.md lists."""
+"""Scenarios refuse nonsense; the named grid is what docs/policies.md lists."""
 
 import dataclasses
 from pathlib import Path
@@ -10,7 +10,7 @@ from paceline.bandit.replay.grid import grid, named_cells
 from paceline.bandit.replay.scenario import Scenario, regimes
 from paceline.errors import ConfigError
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "replay.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "policies.md"
 
 
 @pytest.mark.parametrize(
