@@ -1,9 +1,14 @@
-"""Where do bundled and local models lie, and can a result be written where it shall?"""
+"""Paths: folders of bundled and local models, and files that are written whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from typing import BinaryIO
 
 from paceline.errors import ConfigError
 
@@ -86,3 +91,34 @@ def check_output(path: Path | None, option: str) -> Path | None:
     except OSError as e:
         raise ConfigError(f"{option} must name a file that can be written, got {path}: {e.strerror}") from e
     return path
+
+
+@contextlib.contextmanager
+def open_atomic(path: str | Path) -> Iterator[BinaryIO]:
+    """A binary file that takes the place of `path` when the block ends without an error: complete and durable, or not at all.
+
+    Makes the folder. Readers and a crash see the file before or the file after, never a part. Raises: OSError.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tmp = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with tmp.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+    except BaseException:
+        tmp.unlink(missing_ok=True)
+        raise
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # the rename itself must survive a power loss
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path: str | Path, data: bytes | str) -> None:
+    """Write `data` (text as UTF-8) at `path`: complete and durable, or not at all. Raises: OSError."""
+    with open_atomic(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)

@@ -1,4 +1,4 @@
-"""How does a file reach a store so that no reader ever sees half of it?
+"""Blob files: written so that no reader ever sees half of one.
 
 Stores are fsspec locations: a plain path is this machine's disk, `s3://...` an object store. On a local disk a file
 is written beside its place, synced and renamed; object stores publish a whole object at once by themselves.
@@ -7,8 +7,6 @@ is written beside its place, synced and renamed; object stores publish a whole o
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,8 @@ import fsspec
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
+
+from paceline import paths
 
 _LOCAL = ("file", "local")
 
@@ -31,24 +31,7 @@ def write_atomic(fs: Any, path: str, data: bytes) -> None:
     if fs.protocol not in _LOCAL and not set(_LOCAL) & set(fs.protocol if isinstance(fs.protocol, tuple) else ()):
         fs.pipe_file(path, data)
         return
-    folder = os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
-    tmp = f"{path}.{uuid.uuid4().hex}.tmp"
-    try:
-        with open(tmp, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except BaseException:
-        if os.path.exists(tmp):
-            os.unlink(tmp)
-        raise
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)  # the rename itself must survive a power loss
-    finally:
-        os.close(handle)
+    paths.write_atomic(path, data)
 
 
 def pack_tensors(tensors: dict[str, torch.Tensor], info: dict) -> bytes:

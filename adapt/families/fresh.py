@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.adapt.families.target_handle import TargetHandle
-from paceline.serving.drafters.family import TargetHandles
+from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.sampling.request import RequestTrace
 
 _MAX_TRACES, _ROWS_PER_TRACE = 256, 8

@@ -26,8 +26,8 @@ from paceline.adapt.online.update import UpdateStoppedError, update_drafter
 from paceline.adapt.versions.registry import DrafterRegistry, check_finite
 from paceline.contracts import DrafterManifest, TrainJob, TrainResult
 from paceline.errors import ManifestError, PacelineError
-from paceline.serving.drafters.family import TargetHandles
 from paceline.serving.drafters.interface import Drafter
+from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.loading.families import build_drafter, build_model
 
 log = logging.getLogger(__name__)

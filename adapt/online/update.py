@@ -18,7 +18,7 @@ from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.table import training_family
 from paceline.contracts import ArmSpec
 from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.serving.drafters.family import DrafterModel
+from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.sampling.request import RequestTrace
 
 MAX_LEARNING_RATE = 2e-3

@@ -28,8 +28,8 @@ from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.recipes.learning_curve import LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
 from paceline.errors import ConfigError
-from paceline.serving.drafters.family import DrafterModel
-from paceline.serving.loading.families import drafter_family, save_drafter
+from paceline.serving.drafters.network import DrafterModel
+from paceline.serving.loading.families import save_drafter
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.target_model.model import TargetModel, checkpoint_version
 
@@ -164,7 +164,7 @@ def evaluate(
 
 def replay_acceptance(model: DrafterModel, target: TargetHandle, traces: Sequence[RequestTrace]) -> dict[str, float]:
     """Pooled acceptance length by exact replay with trees of 8 nodes, greedy and sampled requests apart."""
-    make = drafter_family(model.drafter_type).make_drafter
+    make = training_family(model.drafter_type).serving.drafter.make
     drafter = make(model, target, dtype=torch.float32, head_dtype=torch.float32)
     out = {}
     for name, kept in (
@@ -211,7 +211,7 @@ def train_drafter(
     traces = list(_read(folder / "text"))
     facts = training_facts(recipe.domains, traces)
     config = family.make_config(handle, target_shape(source), recipe)
-    model = drafter_family(family.name).make_model(config)
+    model = family.serving.model(config)
     family.prepare(model, traces, handle)
     lengths = [min(len(t.token_ids) - 1, recipe.max_rows) for t in traces]
     plan = _plan(lengths, recipe)
@@ -298,7 +298,7 @@ def _write_text(
     if all(f is not None and f["tokens"] >= g.num_tokens for f, g in zip(found, goals, strict=True)):
         _check_text(found, goals, checkpoint_version(source), recipe)
         return {"sources": sources, **(found[0] or {})}
-    target = TargetModel.load(source, device=device, fast_path=False)
+    target = TargetModel.load(source, device=device)
     sides = _documents(data, recipe, target.tokenizer)
     done = []
     for side, goal, state_file, name in zip(sides, goals, states, ("text", "held_out"), strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.family import TargetHandles
+from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.drafters.released_fields import (
     ReleasedSettings,
     check_shared,

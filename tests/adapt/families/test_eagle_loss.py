@@ -12,9 +12,9 @@ from paceline.adapt.families.table import training_family
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.online.update import select_parameters, update_drafter
 from paceline.contracts import ArmSpec
+from paceline.serving.drafters.rope import rope_cos_sin
 from paceline.serving.eagle3.drafter import EagleDrafter
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
-from paceline.serving.specblock.model import rope_cos_sin
 from tests.adapt.families.test_specblock_loss import EMBED, FEATURES, V, generator, trace
 
 PLAIN = EagleLossConfig(num_steps=3, calibration_weight=0.0)

@@ -197,7 +197,7 @@ def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path):
     drafter = load_drafter(tmp_path, FakeTarget(embed), version="v1")
     assert isinstance(drafter, EagleDrafter) and drafter.version == "v1" and drafter.config == model.config
     assert all(
-        torch.equal(t, EagleDrafter(model, embed)._forward.weights[k]) for k, t in drafter._forward.weights.items()
+        torch.equal(t, EagleDrafter(model, embed).forward.weights[k]) for k, t in drafter.forward.weights.items()
     )
     with pytest.raises(DrafterMismatchError, match="trained for target"):
         load_drafter(tmp_path, FakeTarget(embed, version="other"))
@@ -213,14 +213,14 @@ def test_new_weights_replace_the_old_in_place_and_wrong_ones_change_nothing():
     request = Request("r", rng, 40, 20, list(range(40)))
     drafter = EagleDrafter(model, embed)
     drafter.alloc(40)
-    storage = {k: t.data_ptr() for k, t in drafter._forward.weights.items()}
+    storage = {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
     good = other.state_dict()
     for bad in ({**good, "surplus": torch.ones(1)}, {**good, "final_norm": torch.full((16,), float("nan"))}):
         with pytest.raises(DrafterMismatchError):
             drafter.load_state(bad)
     assert_slots_match(drafter.propose(make_inputs([request], [(0, 20)])), 0, model, embed, request, [])
     drafter.load_state(good)
-    assert storage == {k: t.data_ptr() for k, t in drafter._forward.weights.items()}
+    assert storage == {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
     assert_slots_match(drafter.propose(make_inputs([request], [(0, 20)])), 0, other, embed, request, [])
 
 

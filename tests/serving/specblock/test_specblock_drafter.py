@@ -107,9 +107,9 @@ def test_incremental_drafting_equals_the_training_forward_over_rounds(count, sca
         if round_index == 3:  # preemption: the newest request loses its rows and is ingested again elsewhere
             r = requests[-1]
             drafter.release(r.name)
-            drafter._pool[:, r.slots] = float("nan")
+            drafter.pool[:, r.slots] = float("nan")
             r.slots = r.slots.flip(0)
-            drafter._pool[:, r.slots] = 0
+            drafter.pool[:, r.slots] = 0
             drafter.ingest(make_inputs([r], [(0, r.context - 1)]))
             r.done = r.context - 1
 
@@ -201,9 +201,9 @@ def test_new_weights_replace_the_old_in_place():
     (model, embed), (other, _) = tiny_model(0), tiny_model(1)
     request = Request("r", rng, 40, 20, list(range(40)))
     drafter = SpecBlockDrafter(model, embed)
-    storage = {k: t.data_ptr() for k, t in drafter._p.items()}
+    storage = {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
     drafter.load_state(other.state_dict())
-    assert storage == {k: t.data_ptr() for k, t in drafter._p.items()}
+    assert storage == {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
     drafter.alloc(40)
     assert_proposal_matches(
         drafter.propose(make_inputs([request], [(0, 20)])), 0, reference_logits(other, embed, request, [])[0]
@@ -229,7 +229,7 @@ def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path):
 def test_wrong_weights_are_refused_before_anything_changes():
     model, embed = tiny_model()
     drafter = SpecBlockDrafter(model, embed)
-    before = {k: t.clone() for k, t in drafter._p.items()}
+    before = {k: t.clone() for k, t in drafter.forward.weights.items()}
     good = {k: t.clone() for k, t in model.state_dict().items()}
     for name, value in (
         ("final_norm", torch.full((16,), float("nan"))),
@@ -241,7 +241,7 @@ def test_wrong_weights_are_refused_before_anything_changes():
     good.pop("final_norm")
     with pytest.raises(DrafterMismatchError):
         drafter.load_state(good)
-    assert all(torch.equal(before[k], t) for k, t in drafter._p.items())
+    assert all(torch.equal(before[k], t) for k, t in drafter.forward.weights.items())
 
 
 def test_a_bfloat16_output_head_stays_close_and_takes_new_weights():

@@ -59,6 +59,6 @@ def test_drafting(triton, changes):
         drafter.alloc(count * LENGTH)
     graphs = graphed.make_graphs(triton, max_requests=count, max_leaves=3, max_context=LENGTH)
     capture_all(graphs.jobs("drafter"), LazyGraphs(), budget_s=600.0)
-    graphed._pool[:, count * LENGTH :] = float("nan")
+    graphed.pool[:, count * LENGTH :] = float("nan")
     assert_rounds_agree(eager, graphed, make_requests(rng, count, True), rng, 2)
     assert graphed._is_graphed

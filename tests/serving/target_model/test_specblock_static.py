@@ -78,11 +78,11 @@ def test_replayed_drafting_equals_eager_drafting_over_rounds(count, scattered, c
     rng = np.random.default_rng(7)
     model, embed = tiny_model(**changes)
     eager, graphed, graphs = make_pair(model, embed, count, EagerGraphs())
-    graphed._pool[:, count * LENGTH :] = float("nan")  # what padding leaves behind must not be read
+    graphed.pool[:, count * LENGTH :] = float("nan")  # what padding leaves behind must not be read
     requests = make_requests(rng, count, scattered)
     assert_rounds_agree(eager, graphed, requests, rng, 6)
     assert graphed._is_graphed and graphs.num_graphs > 0
-    torch.testing.assert_close(graphed._pool[:, : count * LENGTH], eager._pool, **TOLERANCE)
+    torch.testing.assert_close(graphed.pool[:, : count * LENGTH], eager.pool, **TOLERANCE)
 
 
 def test_replayed_bfloat16_drafting_stays_close_to_eager_drafting():
@@ -114,13 +114,13 @@ def test_graphs_draft_with_new_weights_after_they_were_copied_in_place():
         other.draft_token_ids.copy_(torch.arange(30) + 15)
         other.log_coverage.fill_(-0.25)
     eager, graphed, _ = make_pair(model, embed, 2, EagerGraphs())
-    tensors = [*graphed._forward.weights.values(), graphed._forward._d2t, graphed._forward._log_coverage]
+    tensors = list(graphed.forward.weights.values())
     addresses = [t.data_ptr() for t in tensors]  # what a CUDA graph reads
     requests = make_requests(rng, 2, True)
     assert_rounds_agree(eager, graphed, requests, rng, 2)
     for drafter in (eager, graphed):
         drafter.load_state(other.state_dict())
-    held = [*graphed._forward.weights.values(), graphed._forward._d2t, graphed._forward._log_coverage]
+    held = list(graphed.forward.weights.values())
     assert [t.data_ptr() for t in held] == addresses
     fresh, _, _ = make_pair(other, embed, 2, EagerGraphs(), num_jobs=0)
     requests = make_requests(rng, 2, True)

@@ -286,7 +286,7 @@ def test_parallel_heads_ingest_and_rank_by_kernels(kernels, is_causal, monkeypat
     for expected, got in draft_twice(pair):
         same(got, expected)
         torch.testing.assert_close(got.edge_logprobs, expected.edge_logprobs, **TOLERANCE)
-    torch.testing.assert_close(pair[1]._pool, pair[0]._pool, **TOLERANCE)
+    torch.testing.assert_close(pair[1].pool, pair[0].pool, **TOLERANCE)
     assert [count() for count in counts] == ([0, 0] if kernels is STATIC_KERNELS else [2, 2])
 
 
