@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.paths import write_atomic
 from paceline.serving.drafters.family import DrafterFamily, TrainedDrafter
 from paceline.serving.drafters.network import DrafterModel, TargetHandles, check_state
 from paceline.serving.eagle3 import drafter as eagle_drafter
@@ -131,9 +132,8 @@ def save_drafter(
     values = {"drafter_type": model.drafter_type, "target_version": target_version, **model.config.to_dict()}
     values |= {} if tap_layers is None else {"tap_layers": list(tap_layers)}
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    tmp = folder / (WEIGHTS_FILE + ".tmp")
-    save_file({k: v.detach().float().cpu().contiguous() if v.is_floating_point() else v.cpu() for k, v in model.state_dict().items()}, tmp)  # fmt: skip
-    tmp.replace(folder / WEIGHTS_FILE)
+    state = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+    write_atomic(folder / WEIGHTS_FILE, save({k: v.float() if v.is_floating_point() else v for k, v in state.items()}))
 
 
 def _check_taps(wanted: Sequence[int] | None, target: TargetHandles) -> None:

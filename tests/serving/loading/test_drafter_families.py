@@ -52,7 +52,7 @@ def test_bundled_weights_load_as_a_specblock_drafter_bit_for_bit():
 
     drafter = build_drafter(config, state, Target())
     assert isinstance(drafter, SpecBlockDrafter)
-    again = SpecBlockDrafter(model, Target.embed_weight, head_dtype=drafter.head_dtype)
+    again = SpecBlockDrafter(model, Target.embed_weight, head_dtype=drafter.forward.head_dtype)
     names = [k for k, t in again.forward.weights.items() if t.layout == torch.strided and k != "lm_head"]
     assert len(names) > 10 and all(torch.equal(drafter.forward.weights[k], again.forward.weights[k]) for k in names)
 
