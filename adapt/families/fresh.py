@@ -1,4 +1,4 @@
-"""What does a fresh drafter take over from its training text before the first step?
+"""Fresh drafters: what one takes over from its training text before the first step.
 
 Shape legend: H drafter hidden size, F fused feature size, m tapped layers, V target vocabulary, Vd draft vocabulary.
 """

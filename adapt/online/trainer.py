@@ -1,4 +1,4 @@
-"""What comes of one training order: data -> update -> shadow scores -> gate -> registry, or a reason why not?
+"""Online trainer: one order from data over update, shadow scores and gate to the registry, or a reason why not.
 
 Faults that are expected in service (missing shards, a foreign base, poisoned features, a diverged update, a full
 disk) end in a TrainResult with status 'failed' and one sentence; serving never depends on this code.

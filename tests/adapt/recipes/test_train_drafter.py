@@ -29,24 +29,7 @@ from paceline.serving.loading.families import load_drafter
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
-
-TEXT = RegenerateConfig(num_tokens=300, max_new_tokens=24, batch_requests=6, max_prompt_tokens=20, topk=4)
-
-
-@pytest.fixture(scope="module")
-def target_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    tiny_model("qwen3", layers=6, width=32).save_pretrained(folder)
-    tiny_tokenizer(64).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def prompts_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prompts")
-    rows = [{"prompt": f"say the number {i} twice, then add {i * 3}"} for i in range(60)]
-    (folder / "p.jsonl").write_text("\n".join(json.dumps(r) for r in rows), encoding="utf-8")
-    return folder
+from tests.helpers.training import TEXT
 
 
 def run_batch(target_dir, temperatures, prompts=([5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [20, 21, 22, 23, 24])):

@@ -18,8 +18,9 @@ from paceline.serving.drafters.rope import rope_cos_sin
 from paceline.serving.loading.families import build_drafter, load_drafter, save_drafter
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.parallel_head.model import ParallelHeadConfig, ParallelHeadModel
-from tests.helpers.drafter_requests import (
-    FEATURES,
+from tests.helpers.drafters import (
+    HIDDEN,
+    SIZES,
     TOLERANCE,
     FakeTarget,
     Request,
@@ -27,29 +28,13 @@ from tests.helpers.drafter_requests import (
     assert_proposal_matches,
     make_inputs,
     new_requests,
-    perturb,
     prefill_chunked,
     text_batch,
+    tiny_head,
 )
 
-HIDDEN, SLOTS = 16, 5
+SLOTS = 5
 KINDS = pytest.mark.parametrize("is_causal", [True, False], ids=["jetspec", "dflash"])
-
-
-def tiny_config(is_causal=True, **changes):
-    values = {
-        "is_causal": is_causal, "hidden_size": HIDDEN, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 8, "vocab_size": V, "feature_size": FEATURES, "num_slots": SLOTS,
-    }  # fmt: skip
-    return ParallelHeadConfig(**{**values, **changes})
-
-
-def tiny_head(is_causal=True, seed=0, **changes):
-    """A model with weights away from their initial values, and the target's embedding and output head."""
-    torch.manual_seed(seed)
-    model = ParallelHeadModel(tiny_config(is_causal, **changes))
-    perturb(model)
-    return model, torch.randn(V, HIDDEN), torch.randn(V, HIDDEN) * 0.5
 
 
 @torch.no_grad()
@@ -342,4 +327,4 @@ def test_weights_and_configs_that_do_not_fit_are_refused():
 )
 def test_settings_that_are_not_allowed_are_refused(changes):
     with pytest.raises(ConfigError, match=next(iter(changes)) + "|num_heads"):
-        tiny_config(**changes)
+        ParallelHeadConfig(**{**SIZES, "is_causal": True, **changes})
