@@ -210,7 +210,7 @@ def test_every_arm_of_an_online_update_trains_its_parameters(parameters, trained
     before, nll = {k: v.clone() for k, v in model.state_dict().items()}, []
     frozen = training_family("eagle3").frozen(type("T", (), {"embed_weight": embed}), torch.device("cpu"))
     steps, last = update_drafter(
-        model, frozen, regular_traces(12), [], ArmSpec(name="a", parameters=parameters, num_rows=1000, epochs=12, learning_rate=2e-3),
+        model, frozen, regular_traces(12), [], ArmSpec(name="a", parameters=parameters, num_rows=1000, epochs=16, learning_rate=2e-3),
         seed=1, time_share=lambda: 0.0, should_stop=lambda: False, progress=lambda d, t, i: nll.append(i["nll"]),
     )  # fmt: skip
     assert steps == len(nll) and {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])} == names
