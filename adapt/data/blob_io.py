@@ -1,4 +1,4 @@
-"""How does a file reach a store so that no reader ever sees half of it?
+"""Blob files: written so that no reader ever sees half of one.
 
 Stores are fsspec locations: a plain path is this machine's disk, `s3://...` an object store. On a local disk a file
 is written beside its place, synced and renamed; object stores publish a whole object at once by themselves.

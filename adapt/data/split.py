@@ -1,4 +1,4 @@
-"""Which logged requests may a training job learn from, and which are kept to judge it?
+"""Data split: the logged requests that a training job may learn from, and those kept to judge it.
 
 The split is by a hash of the request id, never by row: rows of one text depend on each other. The hash is salted, so
 that it is independent of the hashes that choose hold-back groups and trace shares.

@@ -1,4 +1,4 @@
-"""How do feature traces leave the trace store: shards as safetensors with a JSON-lines index that any program can read?
+"""Trace export: shards as safetensors with a JSON-lines index that any program can read.
 
 Layout below the export's folder (docs/exports.md has every field):
 

@@ -1,4 +1,4 @@
-"""Where do traces of served requests lie, and in what format?
+"""Trace store: place and format of the traces of served requests.
 
 A shard is one safetensors file with the traces of R requests of one bucket and one target version:
 

@@ -1,4 +1,4 @@
-"""How do finished traces reach the trace store without the engine ever waiting?
+"""Trace writer: finished traces reach the store without the engine ever waiting.
 
 A bounded queue and one thread. What does not fit is dropped and counted; a store that refuses loses the shard, is
 counted and never reaches the engine.

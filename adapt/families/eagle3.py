@@ -1,20 +1,14 @@
-"""What does EAGLE-3 compute for packed rows of logged requests, step after step of the training-time test?
+"""EAGLE-3 training: the training-time test on logged requests, and how a drafter is made, trained, updated and judged.
 
-Shape legend: B requests of a batch, T rows (padded at the end), H drafter hidden size, Hq/Hkv query/KV heads, Dh head dim,
-V target vocabulary. Row j of step 0 holds the fused feature at j and the token at j + 1; row j of step t holds its own
-hidden state of step t - 1 and the token at j + 1 + t, and predicts the token at j + 2 + t.
-A row of step t sees what the t-th token below an anchor sees in serving: the true-feature rows 0..j of step 0 and, on its
-own diagonal, the rows of steps 1..t. Source: EAGLE-3 (arXiv 2503.01840), figure 6.
-
-EAGLE-3's training step on logged requests: the training-time test against the logged target distribution.
-
-Every supervised row is unrolled over the text for `num_steps` tokens, each step fed with the drafter's own hidden states.
-The loss of a step is the soft cross-entropy to the target's distribution (its logged top k and one bucket for the rest),
-restricted to the draft vocabulary; rows whose most likely target token lies outside it are left out. Step t weighs
-step_decay ** t. Source: EAGLE-3 (arXiv 2503.01840) and its released training code.
-Shape legend: B requests of a batch, T rows, N selected rows, V target vocabulary, Vd draft vocabulary, k logged log-probs.
-
-How is an EAGLE-3 drafter made for a target, trained, updated and judged?
+Row j of step 0 holds the fused feature at j and the token at j + 1; row j of step t holds its own hidden state of step
+t - 1 and the token at j + 1 + t, and predicts the token at j + 2 + t. A row of step t sees what the t-th token below an
+anchor sees in serving: the true-feature rows 0..j of step 0 and, on its own diagonal, the rows of steps 1..t.
+Every supervised row is unrolled over the text for `num_steps` tokens. The loss of a step is the soft cross-entropy to the
+target's distribution (its logged top k and one bucket for the rest), restricted to the draft vocabulary; rows whose most
+likely target token lies outside it are left out. Step t weighs step_decay ** t.
+Source: EAGLE-3 (arXiv 2503.01840), figure 6, and its released training code.
+Shape legend: B requests of a batch, T rows (padded at the end), N selected rows, H drafter hidden size, Hq/Hkv query/KV
+heads, Dh head dim, V target vocabulary, Vd draft vocabulary, k logged log-probs.
 """
 
 from __future__ import annotations
@@ -31,9 +25,10 @@ from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
 from paceline.adapt.families.row_batch import RowBatch, draft_index, head_loss, row_chunks
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.errors import ConfigError
+from paceline.serving.drafters.rope import rope_cos_sin
+from paceline.serving.eagle3 import drafter
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
 from paceline.serving.sampling.request import RequestTrace
-from paceline.serving.specblock.model import rope_cos_sin
 
 
 def unrolled_hidden(model: EagleModel, batch: RowBatch, embed: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
@@ -212,7 +207,7 @@ def held_out_loss(config: EagleLossConfig) -> EagleLossConfig:
 
 
 FAMILY = TrainingFamily(
-    name=EagleModel.drafter_type,
+    serving=drafter.FAMILY,
     defaults={"learning_rate": 2e-3, "num_layers": 1, "num_slots": 1, "loss": EagleLossConfig()},
     make_config=make_config,
     prepare=prepare,

@@ -1,7 +1,6 @@
-"""What does one kind of drafter have to say so that it can be trained, updated online and judged?
+"""Training family: what one kind of drafter says so that it can be trained, updated online and judged.
 
-The other half of `serving/drafters/family.py`; `drafter_families.py` holds the table.
-Shape legend: B requests of a batch.
+The training half of a serving DrafterFamily; `table.py` holds all of them. Shape legend: B requests of a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
 from paceline.adapt.families.row_batch import RowBatch
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.errors import ConfigError
-from paceline.serving.drafters.family import DrafterModel, DrafterSettings, TargetHandles
+from paceline.serving.drafters.family import DrafterFamily
+from paceline.serving.drafters.network import DrafterConfig, DrafterModel, TargetHandles
 from paceline.serving.sampling.request import RequestTrace
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ class TrainingLoss(Protocol):
 class TrainingFamily:
     """How one kind of drafter learns."""
 
-    name: str
-    """The family's `drafter_type`."""
+    serving: DrafterFamily
+    """Its settings, network and drafter."""
     defaults: Mapping[str, Any]
     """Values of the recipe's fields that are None: learning_rate, num_layers, num_slots, loss."""
-    make_config: Callable[[TargetHandle, TargetShape, DrafterRecipe], DrafterSettings]
+    make_config: Callable[[TargetHandle, TargetShape, DrafterRecipe], DrafterConfig]
     """The default architecture for a target and a complete recipe."""
     prepare: Callable[[Any, Sequence[RequestTrace], TargetHandle], None]
     """Set what a fresh model takes over from its training text, before the first step."""
@@ -82,6 +82,11 @@ class TrainingFamily:
     """Fields of the recipe that must stay None, because the family has no such thing."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What a recipe may leave out: name -> field of the network's or the loss's settings that becomes False."""
+
+    @property
+    def name(self) -> str:
+        """The family's `drafter_type`."""
+        return self.serving.name
 
     def complete(self, recipe: DrafterRecipe) -> DrafterRecipe:
         """The recipe with this family's defaults where it says None, and a loss without what it leaves out.

@@ -1,4 +1,4 @@
-"""What does a fresh drafter take over from its training text before the first step?
+"""Fresh drafters: what one takes over from its training text before the first step.
 
 Shape legend: H drafter hidden size, F fused feature size, m tapped layers, V target vocabulary, Vd draft vocabulary.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.adapt.families.target_handle import TargetHandle
-from paceline.serving.drafters.family import TargetHandles
+from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.sampling.request import RequestTrace
 
 _MAX_TRACES, _ROWS_PER_TRACE = 256, 8

@@ -1,22 +1,15 @@
-"""What does a parallel head compute for many anchors of logged requests that share one context each?
+"""Parallel-head training: JetSpec's and DFlash's losses on logged requests, and how a drafter is made, updated and judged.
 
-Shape legend: B requests of a batch, T context rows (padded at the end), A anchors of a request, S draft slots, N = 1 + S
-block rows, H hidden size, Hq/Hkv query/KV heads, G = Hq / Hkv, Dh head dim, V vocabulary.
 A block behind anchor a sees the context rows t < a (the anchor's own feature does not exist while drafting) and its own
 rows, those before each row or all of them; blocks do not see each other.
-Source: tree_speculation.md 1.4 and 1.5 (JetSpec, DFlash).
-
-The training step of a parallel head on logged requests: which anchors, which targets, which weights?
-
-Shape legend: B requests of a batch, A anchors, S draft slots, M supervised (anchor, slot) rows, k logged target
-log-probs a token, H hidden size, V vocabulary.
 JetSpec learns the target's soft distribution by forward KL with equal weights; DFlash learns the token in the text by
 cross-entropy with weights exp(-s / gamma) of slot s, gamma = 7 in a block of 15 slots. Sums are divided by the sum of
 their weights. A share of the rows sees the edge correction by the true previous token; the others keep the uncorrected
 logits a good choice of candidates.
-Source: tree_speculation.md 1.5 (JetSpec), 2 (DFlash), 4.3 (edge correction).
-
-How is a JetSpec or a DFlash drafter made for a target, trained, updated and judged?
+Shape legend: B requests of a batch, T context rows (padded at the end), A anchors of a request, S draft slots, N = 1 + S
+block rows, M supervised (anchor, slot) rows, k logged target log-probs a token, H hidden size, Hq/Hkv query/KV heads,
+G = Hq / Hkv, Dh head dim, V vocabulary.
+Source: tree_speculation.md 1.4, 1.5 (JetSpec), 2 (DFlash), 4.3 (edge correction).
 """
 
 from __future__ import annotations
@@ -35,10 +28,12 @@ from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
 from paceline.adapt.families.row_batch import RowBatch, soft_cross_entropy
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.errors import ConfigError
-from paceline.serving.drafters.family import TargetHandles
+from paceline.serving.drafters.family import DrafterFamily
+from paceline.serving.drafters.network import TargetHandles
+from paceline.serving.drafters.rope import rope_cos_sin
+from paceline.serving.parallel_head import drafter
 from paceline.serving.parallel_head.model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel, block_visibility
 from paceline.serving.sampling.request import RequestTrace
-from paceline.serving.specblock.model import rope_cos_sin
 
 
 def supervised_anchors(is_output: torch.Tensor) -> torch.Tensor:
@@ -279,11 +274,11 @@ def held_out_loss(config: ParallelLossConfig) -> ParallelLossConfig:
     return dataclasses.replace(config, num_anchors=None, edge_share=1.0, calibration_weight=0.0)
 
 
-def _family(name: str, loss: ParallelLossConfig) -> TrainingFamily:
+def _family(serving: DrafterFamily, loss: ParallelLossConfig) -> TrainingFamily:
     def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe) -> ParallelHeadConfig:
         assert recipe.num_layers is not None and recipe.num_slots is not None
         return ParallelHeadConfig(
-            is_causal=DRAFTER_TYPES[name],
+            is_causal=DRAFTER_TYPES[serving.name],
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
             num_heads=shape.num_heads,
@@ -303,7 +298,7 @@ def _family(name: str, loss: ParallelLossConfig) -> TrainingFamily:
         return dataclasses.replace(loss, num_anchors=None, calibration_share=share)
 
     return TrainingFamily(
-        name=name,
+        serving=serving,
         defaults={"learning_rate": 2e-3, "num_layers": 2, "num_slots": 8, "loss": loss},
         make_config=make_config,
         prepare=prepare,
@@ -316,5 +311,5 @@ def _family(name: str, loss: ParallelLossConfig) -> TrainingFamily:
     )
 
 
-JETSPEC = _family("jetspec", ParallelLossConfig())
-DFLASH = _family("dflash", ParallelLossConfig(objective="cross_entropy", decay_share=DFLASH_DECAY_SHARE))
+JETSPEC = _family(drafter.JETSPEC, ParallelLossConfig())
+DFLASH = _family(drafter.DFLASH, ParallelLossConfig(objective="cross_entropy", decay_share=DFLASH_DECAY_SHARE))

@@ -1,4 +1,4 @@
-"""What is a drafter's default recipe: text, shape, schedule, precision?"""
+"""Drafter recipe: text, shape, schedule and precision, with their defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do logged requests become one packed batch, and what does a drafter lose against the logged target distribution?
+"""Row batch: logged requests packed side by side, and the loss against the logged target distribution.
 
 Shape legend: B requests of a batch, T rows (padded at the end), F feature size, k logged target log-probs a token,
 N selected rows, V (draft) vocabulary. Row j of a request is (feature at j, token at j + 1).

@@ -1,4 +1,4 @@
-"""SpecBlock's training step on logged requests: which slots are trained, with which losses?.
+"""SpecBlock training: the loss of logged requests, and how a drafter is made for a target, trained, updated and judged.
 
 Shape legend: B requests of a batch, T rows (padded at the end), K draft slots, H drafter hidden size, F feature size,
 k logged target log-probs a token, N selected rows, V vocabulary.
@@ -6,8 +6,6 @@ Rules on top of specblock_rows.py: the valid prefix compares the draft's argmax 
 blocks; a token outside the draft vocabulary ends it; each row starts its next block where serving would, at slot
 min(correct + 1, K); sums are divided by the number of rows, so that a few surviving rows of a late slot do not dominate.
 Source: SpecBlock (arXiv 2605.07243).
-
-How is a SpecBlock drafter made for a target, trained, updated and judged?
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from paceline.adapt.families.row_batch import RowBatch, draft_index, head_loss, 
 from paceline.adapt.families.specblock_rows import BlockState, RowGrid, block1_forward, next_block_forward
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.serving.sampling.request import RequestTrace
+from paceline.serving.specblock import drafter
 from paceline.serving.specblock.model import (
     NUM_RANK_CLASSES,
     SpecBlockConfig,
@@ -304,7 +303,7 @@ def held_out_loss(config: LossConfig) -> LossConfig:
 
 
 FAMILY = TrainingFamily(
-    name=SpecBlockModel.drafter_type,
+    serving=drafter.FAMILY,
     defaults={"learning_rate": 2e-3, "num_layers": 2, "num_slots": 4, "loss": LossConfig()},
     make_config=make_config,
     prepare=prepare,

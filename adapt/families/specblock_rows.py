@@ -1,4 +1,4 @@
-"""What does SpecBlock compute for packed rows of logged requests, block after block?
+"""SpecBlock rows: the blocks of packed rows of logged requests, one after the other, with gradients.
 
 Shape legend: B requests of a batch, T rows (padded at the end), A selected rows of a request, K draft slots, H drafter
 hidden size, F feature size, k logged target log-probs a token, N selected rows, V vocabulary.
@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.adapt.families.row_batch import RowBatch
-from paceline.serving.specblock.model import SpecBlockLayer, SpecBlockModel, rope_cos_sin
+from paceline.serving.drafters.rope import rope_cos_sin
+from paceline.serving.specblock.model import SpecBlockModel
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,10 +27,6 @@ class BlockState:
     hidden: torch.Tensor  # (B, A, K, H) before the final norm
     cond: torch.Tensor  # (B, A, H) what the block was conditioned on
     kv: list[tuple[torch.Tensor, torch.Tensor]]  # per layer (B, Hkv, A * K, Dh)
-
-
-def _layers(model: SpecBlockModel) -> list[SpecBlockLayer]:
-    return [layer for layer in model.layers if isinstance(layer, SpecBlockLayer)]
 
 
 def block1_forward(model: SpecBlockModel, batch: RowBatch, embed: torch.Tensor) -> BlockState:
@@ -44,7 +41,7 @@ def block1_forward(model: SpecBlockModel, batch: RowBatch, embed: torch.Tensor) 
     cos, sin = rope_cos_sin(positions[None], c.head_dim, c.rope_theta)
     kv = []
     x = x.flatten(1, 2)
-    for i, layer in enumerate(_layers(model)):
+    for i, layer in enumerate(model.block_layers()):
         if i > 0:
             x = model.shift(i - 1, x.unflatten(1, (t, c.num_slots))).flatten(1, 2)
         q, k, v = layer.qkv(x, cos, sin)
@@ -101,7 +98,7 @@ def next_block_forward(
     parts.append(current.reshape(-1, a * k, a * k).expand(b, -1, -1))
     mask = torch.cat(parts, dim=2)[:, None]  # (B, 1, A * K, keys)
     kv = []
-    for i, layer in enumerate(_layers(model)):
+    for i, layer in enumerate(model.block_layers()):
         if i > 0:
             x = model.shift(i - 1, x.unflatten(1, (a, k))).flatten(1, 2)
         q, key, value = layer.qkv(x, cos, sin)

@@ -1,19 +1,16 @@
-"""Which kinds of drafters can be trained?
+"""Table of the drafter families that can be trained: the training half of each entry of the serving registry.
 
-A new drafter adds its modules and one line here, next to its line in `serving/loading/families.py`.
+A new family adds its module and one line here.
 """
 
 from __future__ import annotations
 
-from paceline.adapt.families import eagle3 as eagle_family
-from paceline.adapt.families import parallel_head as parallel_head_family
-from paceline.adapt.families import specblock as specblock_family
+from paceline.adapt.families import eagle3, parallel_head, specblock
 from paceline.adapt.families.family import TrainingFamily
 from paceline.errors import ConfigError
 
 FAMILIES: dict[str, TrainingFamily] = {
-    f.name: f
-    for f in (specblock_family.FAMILY, eagle_family.FAMILY, parallel_head_family.JETSPEC, parallel_head_family.DFLASH)
+    f.name: f for f in (specblock.FAMILY, eagle3.FAMILY, parallel_head.JETSPEC, parallel_head.DFLASH)
 }
 
 

@@ -1,4 +1,4 @@
-"""What does a training job need of the target, without loading the whole model?
+"""Target handle: what a training job needs of the target, without loading the whole model.
 
 Its version hash, its sizes, its token embedding and its output head (frozen, shared with the drafter); one tensor is
 read from disk, two where the head is not the embedding.

@@ -1,4 +1,4 @@
-"""RAY LEAF: how does a training order run in a process of its own, beside serving?
+"""Training task (RAY LEAF): a training order in a process of its own, beside serving.
 
 A plain task with `max_calls=1`: its process ends with it, so that memory goes back. It is never retried by Ray, since
 whoever ordered it holds a lease on it; a lost worker is a failed job. Infrastructure hands in that lease as a picklable

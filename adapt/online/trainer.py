@@ -1,4 +1,4 @@
-"""What comes of one training order: data -> update -> shadow scores -> gate -> registry, or a reason why not?
+"""Online trainer: one order from data over update, shadow scores and gate to the registry, or a reason why not.
 
 Faults that are expected in service (missing shards, a foreign base, poisoned features, a diverged update, a full
 disk) end in a TrainResult with status 'failed' and one sentence; serving never depends on this code.
@@ -26,8 +26,8 @@ from paceline.adapt.online.update import UpdateStoppedError, update_drafter
 from paceline.adapt.versions.registry import DrafterRegistry, check_finite
 from paceline.contracts import DrafterManifest, TrainJob, TrainResult
 from paceline.errors import ManifestError, PacelineError
-from paceline.serving.drafters.family import TargetHandles
 from paceline.serving.drafters.interface import Drafter
+from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.loading.families import build_drafter, build_model
 
 log = logging.getLogger(__name__)

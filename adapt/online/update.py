@@ -1,4 +1,4 @@
-"""How do a drafter's weights learn from a small set of logged requests?
+"""Online update: a drafter's weights learn from a small set of logged requests.
 
 An arm chooses the parameters; a short warm-up and a cosine bring the learning rate up and back to zero, because a
 finished drafter loses acceptance when it is warmed up too far. The schedule follows the optimizer steps or the time
@@ -7,18 +7,17 @@ budget, whichever is further, so that a slow machine still ends with a settled l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from paceline.adapt.data.split import count_rows
-from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.table import training_family
+from paceline.adapt.families.training import TrainingRun, warmup_cosine
 from paceline.contracts import ArmSpec
-from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.serving.drafters.family import DrafterModel
+from paceline.errors import ConfigError
+from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.sampling.request import RequestTrace
 
 MAX_LEARNING_RATE = 2e-3
@@ -26,7 +25,7 @@ WARMUP_SHARE = 0.1
 MAX_TRACE_ROWS = 1024
 _STEPS, _MIN_ROWS, _MAX_ROWS = 32, 96, 1024
 _BETA_FACTOR = 40.0
-"""Learning rate of the calibration scalars over that of the weights: log-scales of order 1, not matrices."""
+"""Learning rate of the calibration scalars over that of the weights; an update has few steps to settle them."""
 
 
 class UpdateStoppedError(Exception):
@@ -50,9 +49,7 @@ def select_parameters(model: DrafterModel, parameters: str) -> list[str]:
 def rate_factor(share: float) -> float:
     """Learning rate over its peak when `share` in [0, 1] of the update is done: linear warm-up, then cosine to 0."""
     share = min(max(share, 0.0), 1.0)
-    if share < WARMUP_SHARE:
-        return share / WARMUP_SHARE
-    return 0.5 * (1 + math.cos(math.pi * (share - WARMUP_SHARE) / (1 - WARMUP_SHARE)))
+    return warmup_cosine(share / WARMUP_SHARE, (share - WARMUP_SHARE) / (1 - WARMUP_SHARE))
 
 
 def rows_per_step(num_rows: int) -> int:
@@ -108,38 +105,22 @@ def update_drafter(
     select_parameters(model, arm.parameters)
     trains_backbone = family.arms[arm.parameters] is None
     config = family.update_loss(model, trains_backbone)
-    weights, scalars = family.split_scalars(model)
-    groups = [
-        {"params": weights, "peak": arm.learning_rate},
-        {"params": scalars, "peak": arm.learning_rate * _BETA_FACTOR},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=arm.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    device = parameters[0].device
     generator = torch.Generator().manual_seed(seed)
     batches = plan_batches([*fresh, *rehearsal], max(1, arm.epochs), generator)
-    model.train()
-    losses: list[float] = []
-    for step, batch in enumerate(batches):
+
+    def rate_of(step: int) -> float | None:
         if should_stop():
             raise UpdateStoppedError
         share = max((step + 0.5) / len(batches), time_share())
-        if share >= 1 and step > 0:
-            break
-        rows = collate(batch, max_rows=MAX_TRACE_ROWS, device=device)
-        loss, report = family.loss(model, rows, frozen, config, generator, trains_backbone=trains_backbone)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        value = float(loss.detach())
-        if not (math.isfinite(value) and math.isfinite(float(norm))):
-            raise DrafterMismatchError(f"update diverged at step {step + 1}: loss {value}, gradient norm {float(norm)}")
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * rate_factor(share)
-        optimizer.step()
-        losses.append(float(report["nll1"]) / max(1.0, float(report["rows"])))
-        info = {"loss": value, "nll": losses[-1], "learning_rate": optimizer.param_groups[0]["lr"]}
-        progress(len(losses), len(batches), info)
-    model.eval()
+        return None if share >= 1 and step > 0 else arm.learning_rate * rate_factor(share)
+
+    run = TrainingRun(
+        model, frozen, config, beta_factor=_BETA_FACTOR, max_rows=MAX_TRACE_ROWS, trains_backbone=trains_backbone
+    )
+    losses: list[float] = []
+    for report in run.train(batches, rate_of=rate_of, generator_of=lambda step: generator):
+        losses.append(report.nll)
+        info = {"loss": report.loss, "nll": report.nll, "learning_rate": report.learning_rate}
+        progress(run.step, len(batches), info)
     tail = losses[-max(1, len(losses) // 4) :]
     return len(losses), sum(tail) / len(tail)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated as A
@@ -22,23 +20,25 @@ from paceline.adapt.data.regenerate import RegenerateConfig, folder_documents, r
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.family import summarise
 from paceline.adapt.families.recipe import DrafterRecipe, has_native_bf16, target_shape
-from paceline.adapt.families.row_batch import RowBatch, collate
+from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.table import training_family
 from paceline.adapt.families.target_handle import TargetHandle, load_target_handle
+from paceline.adapt.families.training import StepReport, TrainingRun, warmup_cosine
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.recipes.learning_curve import LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
 from paceline.errors import ConfigError
+from paceline.paths import open_atomic
 from paceline.records import Setting, Threads, record
-from paceline.serving.drafters.family import DrafterModel
-from paceline.serving.loading.families import drafter_family, save_drafter
+from paceline.serving.drafters.network import DrafterModel
+from paceline.serving.loading.families import save_drafter
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.target_model.model import TargetModel, checkpoint_version
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int, dict], None]
 _BETA_FACTOR = 10.0
-"""Learning rate of the calibration scalars over that of the weights."""
+"""Learning rate of the calibration scalars over that of the weights; they have a whole run to settle."""
 _SORT_WINDOW = 16
 """Batches whose requests are sorted by length together, so that a batch pads little."""
 _EVAL_NODES = 8
@@ -83,85 +83,46 @@ def rate_at(step: int, total: int, recipe: DrafterRecipe) -> float:
     """Learning rate of a step of a complete recipe: linear warm-up, cosine to `final_share`."""
     assert recipe.learning_rate is not None
     warm = max(1, int(total * recipe.warmup_share))
-    if step < warm:
-        return recipe.learning_rate * (step + 1) / warm
-    share = (step - warm) / max(1, total - warm)
-    low = recipe.final_share
-    return recipe.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
+    rise, fall = (step + 1) / warm, (step - warm) / max(1, total - warm)
+    return recipe.learning_rate * warmup_cosine(rise if step < warm else 1.0, fall, recipe.final_share)
 
 
-class _Trainer:
-    """Model, optimizer and position of a run; what a checkpoint holds."""
+class _Progress:
+    """How far a run came, beside its model and optimizer: what a checkpoint holds."""
 
-    def __init__(
-        self, model: DrafterModel, target: TargetHandle, recipe: DrafterRecipe, device: torch.device, num_steps: int
-    ) -> None:
-        """recipe: complete. num_steps: of the whole run."""
-        assert recipe.learning_rate is not None
-        self.model, self.recipe, self.device = model.to(device), recipe, device
-        self.family = training_family(recipe.drafter)
-        self.frozen = self.family.frozen(target, device)
-        weights, scalars = self.family.split_scalars(model)
-        groups = [
-            {"params": weights, "factor": 1.0},
-            {"params": scalars, "factor": _BETA_FACTOR, "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
-        )
-        self.step, self.seconds, self.rows, self.num_steps = 0, 0.0, 0, num_steps
+    def __init__(self, run: TrainingRun, num_steps: int) -> None:
+        """num_steps: of the whole run."""
+        self.run, self.seconds, self.rows = run, 0.0, 0
         self.curve = LearningCurve(num_steps)
-        wide = model.config.hidden_size >= 512 or device.type != "cpu"
-        self.is_autocast = (has_native_bf16(device) and wide) if recipe.autocast is None else recipe.autocast
 
-    def autocast(self) -> AbstractContextManager:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.is_autocast else nullcontext()
-
-    def train_batch(self, batch: RowBatch) -> dict[str, float]:
-        """One optimizer step; the row draws depend on (seed, step) only."""
-        generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + self.step)
-        with self.autocast():
-            loss, report = self.family.loss(self.model, batch, self.frozen, self.recipe.loss, generator)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        if not bool(torch.isfinite(norm)):
-            raise ConfigError(f"training diverged at step {self.step}; lower learning_rate")
-        rate = rate_at(self.step, self.num_steps, self.recipe)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["factor"]
-        self.optimizer.step()
-        self.step += 1
-        rows = max(1.0, float(report["rows"]))
-        self.rows += int(rows)
-        return {"loss": float(report["loss"]), "nll": float(report["nll1"]) / rows, "grad_norm": float(norm)}
+    def add(self, report: StepReport, seconds: float) -> None:
+        """Count a step that took so long."""
+        self.rows += int(report.rows)
+        self.seconds += seconds
+        self.curve.add(step=self.run.step, rows=self.rows, seconds=self.seconds, loss=report.loss, nll=report.nll)
 
     def save(self, path: Path, settings: str) -> None:
         state = {
             "settings": settings,
-            "step": self.step,
+            "step": self.run.step,
             "seconds": self.seconds,
             "rows": self.rows,
             "curve": self.curve.state(),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.run.model.state_dict(),
+            "optimizer": self.run.optimizer.state_dict(),
         }
-        tmp = path.with_suffix(f".tmp{os.getpid()}")
-        with tmp.open("wb") as f:
-            torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())
-        tmp.replace(path)
+        with open_atomic(path) as file:
+            torch.save(state, file)
 
-    def resume(self, path: Path, settings: str) -> None:
-        state = torch.load(path, weights_only=True, map_location=self.device)
+    def resume(self, path: Path, settings: str, device: str) -> None:
+        state = torch.load(path, weights_only=True, map_location=device)
         if state["settings"] != settings:
             raise ConfigError(f"{path} belongs to another recipe or target; delete it or pass its settings")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds, self.rows = int(state["step"]), float(state["seconds"]), int(state["rows"])
+        self.run.model.load_state_dict(state["model"])
+        self.run.optimizer.load_state_dict(state["optimizer"])
+        self.run.step, self.seconds, self.rows = int(state["step"]), float(state["seconds"]), int(state["rows"])
         self.curve.resume(state["curve"])
-        log.info("resumed from step %d", self.step)
+        log.info("resumed from step %d", self.run.step)
 
 
 @torch.no_grad()
@@ -184,7 +145,7 @@ def evaluate(
 
 def replay_acceptance(model: DrafterModel, target: TargetHandle, traces: Sequence[RequestTrace]) -> dict[str, float]:
     """Pooled acceptance length by exact replay with trees of 8 nodes, greedy and sampled requests apart."""
-    make = drafter_family(model.drafter_type).make_drafter
+    make = training_family(model.drafter_type).serving.drafter.make
     drafter = make(model, target, dtype=torch.float32, head_dtype=torch.float32)
     out = {}
     for name, kept in (
@@ -231,52 +192,67 @@ def train_drafter(
     traces = list(_read(folder / "text"))
     facts = training_facts(recipe.domains, traces)
     config = family.make_config(handle, target_shape(source), recipe)
-    model = drafter_family(family.name).make_model(config)
+    model = family.serving.model(config)
     family.prepare(model, traces, handle)
     lengths = [min(len(t.token_ids) - 1, recipe.max_rows) for t in traces]
     plan = _plan(lengths, recipe)
-    trainer = _Trainer(model, handle, recipe, torch.device(device), len(plan))
+    model.to(device)
+    run = TrainingRun(
+        model,
+        family.frozen(handle, torch.device(device)),
+        recipe.loss,
+        beta_factor=_BETA_FACTOR,
+        weight_decay=recipe.weight_decay,
+        max_rows=recipe.max_rows,
+        is_autocast=_wants_autocast(model, recipe, torch.device(device)),
+    )
+    done = _Progress(run, len(plan))
     settings = json.dumps({"target": handle.version, "recipe": asdict(recipe), "config": config.to_dict()})
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.is_file():
-        trainer.resume(checkpoint, settings)
-    model.train()
-    for batch_index in plan[trainer.step :]:
-        began = time.perf_counter()
-        batch = collate([traces[i] for i in batch_index], max_rows=recipe.max_rows, device=device)
-        before = trainer.rows
-        info = trainer.train_batch(batch)
+        done.resume(checkpoint, settings, device)
+    began = time.perf_counter()
+    for report in run.train(
+        [[traces[i] for i in batch] for batch in plan],
+        rate_of=lambda step: rate_at(step, len(plan), recipe),
+        # the row draws depend on (seed, step) only
+        generator_of=lambda step: torch.Generator().manual_seed(recipe.seed * 1_000_003 + step),
+    ):
         spent = time.perf_counter() - began
-        trainer.seconds += spent
-        trainer.curve.add(
-            step=trainer.step, rows=trainer.rows, seconds=trainer.seconds, loss=info["loss"], nll=info["nll"]
-        )
-        progress(trainer.step, len(plan), {"phase": "train", "rows_per_s": (trainer.rows - before) / spent, **info})
-        if trainer.step % checkpoint_every == 0 or trainer.step == len(plan):
-            trainer.save(checkpoint, settings)
-            _write_drafter(folder, trainer, handle.version, facts)
-    model.eval()
-    _write_drafter(folder, trainer, handle.version, facts)
+        done.add(report, spent)
+        info = {"loss": report.loss, "nll": report.nll, "grad_norm": report.grad_norm}
+        progress(run.step, len(plan), {"phase": "train", "rows_per_s": int(report.rows) / spent, **info})
+        if run.step % checkpoint_every == 0 or run.step == len(plan):
+            done.save(checkpoint, settings)
+            _write_drafter(folder, done, handle.version, facts)
+        began = time.perf_counter()
+    _write_drafter(folder, done, handle.version, facts)
     results: dict[str, dict[str, float]] = {}
     held_out = list(_read(folder / "held_out"))
     for domain in sorted({t.bucket for t in held_out}):
         kept = [t for t in held_out if t.bucket == domain]
-        numbers = evaluate(model, trainer.frozen, kept, recipe)
+        numbers = evaluate(model, run.frozen, kept, recipe)
         lengths_by_kind = replay_acceptance(model, handle, kept)
         results[domain] = {**numbers, **{f"acceptance_length_{k}": v for k, v in lengths_by_kind.items()}}
     write_provenance(
         folder, recipe=asdict(recipe), config=config.to_dict(), text=text, results=results,
-        command=command, num_nodes=_EVAL_NODES, num_rows=trainer.rows, num_steps=trainer.step, seconds=trainer.seconds,
+        command=command, num_nodes=_EVAL_NODES, num_rows=done.rows, num_steps=run.step, seconds=done.seconds,
         num_parameters=sum(p.numel() for p in model.parameters()),
     )  # fmt: skip
     return results
 
 
-def _write_drafter(folder: Path, trainer: _Trainer, target_version: str, facts: dict[str, Any]) -> None:
+def _wants_autocast(model: DrafterModel, recipe: DrafterRecipe, device: torch.device) -> bool:
+    if recipe.autocast is not None:
+        return recipe.autocast
+    return has_native_bf16(device) and (model.config.hidden_size >= 512 or device.type != "cpu")
+
+
+def _write_drafter(folder: Path, done: _Progress, target_version: str, facts: dict[str, Any]) -> None:
     """What a drafter's folder holds while it is trained: weights, config.json with its facts, the learning curve."""
-    save_drafter(folder, trainer.model, target_version)
+    save_drafter(folder, done.run.model, target_version)
     add_facts(folder, facts)
-    trainer.curve.write(folder)
+    done.curve.write(folder)
 
 
 def _plan(lengths: Sequence[int], recipe: DrafterRecipe) -> list[list[int]]:
@@ -318,7 +294,7 @@ def _write_text(
     if all(f is not None and f["tokens"] >= g.num_tokens for f, g in zip(found, goals, strict=True)):
         _check_text(found, goals, checkpoint_version(source), recipe)
         return {"sources": sources, **(found[0] or {})}
-    target = TargetModel.load(source, device=device, fast_path=False)
+    target = TargetModel.load(source, device=device)
     sides = _documents(data, recipe, target.tokenizer)
     done = []
     for side, goal, state_file, name in zip(sides, goals, states, ("text", "held_out"), strict=True):

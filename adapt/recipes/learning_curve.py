@@ -1,4 +1,4 @@
-"""How did a drafter's loss fall while it learned? At most about 200 points, kept in a small file beside its weights."""
+"""Learning curve: how a drafter's loss fell, at most about 200 points in a small file beside its weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.paths import write_atomic
 
 CURVE_FILE = "learning_curve.json"
 FORMAT = 1
@@ -56,10 +57,8 @@ class LearningCurve:
         """Replace the folder's learning_curve.json; measured values have 4 significant digits."""
         points = self._with_newest()
         rounded = {n: [v if isinstance(v, int) else float(f"{v:.4g}") for v in points[n]] for n in COLUMNS}
-        tmp = folder / (CURVE_FILE + ".tmp")
         values = {"format": FORMAT, "unit": _UNIT, **rounded}
-        tmp.write_text(json.dumps(values, separators=(",", ":")) + "\n", encoding="utf-8")
-        tmp.replace(folder / CURVE_FILE)
+        write_atomic(folder / CURVE_FILE, json.dumps(values, separators=(",", ":")) + "\n")
 
 
 def read_curve(folder: Path) -> dict[str, list[float]]:

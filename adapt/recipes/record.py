@@ -1,4 +1,4 @@
-"""What does a drafter's folder say about its training: domains, rows learned, provenance?"""
+"""Training record: what a drafter's folder says of its domains, rows learned and provenance."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from paceline.adapt.data.split import count_rows
 from paceline.adapt.recipes.learning_curve import CURVE_FILE
+from paceline.paths import write_atomic
 from paceline.serving.sampling.request import RequestTrace
 
 CONFIG_FILE = "config.json"
@@ -29,9 +30,7 @@ def add_facts(folder: Path, facts: Mapping[str, Any]) -> None:
     """Add `facts` to the config.json of a drafter folder."""
     path = folder / CONFIG_FILE
     values = {**json.loads(path.read_text(encoding="utf-8")), **facts}
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    tmp.replace(path)
+    write_atomic(path, json.dumps(values, indent=1) + "\n")
 
 
 def write_provenance(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.adapt.data import corpus
 from paceline.errors import ConfigError
+from paceline.paths import open_atomic
 from paceline.records import Setting, Threads, count, record, require
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,16 @@ class TargetRecipe:
     seed: A[int, Setting("Seed of weights and windows.", ge=0)] = 1
 
     def __post_init__(self) -> None:
-        batch = self.batch_windows * self.context_tokens
-        require(self.num_tokens >= batch, f"tokens must be at least one batch, {batch}", self.num_tokens)
+        require(
+            self.num_tokens >= self.step_tokens,
+            f"tokens must be at least one batch, {self.step_tokens}",
+            self.num_tokens,
+        )
+
+    @property
+    def step_tokens(self) -> int:
+        """Training tokens of an optimizer step."""
+        return self.batch_windows * self.context_tokens
 
 
 @record()
@@ -184,13 +192,64 @@ def held_out_loss(model: Qwen3ForCausalLM, stream: np.ndarray, length: int, num_
     return total / num_windows
 
 
-def _save_atomic(state: dict, path: Path) -> None:
-    tmp = path.with_suffix(f".tmp{os.getpid()}")
-    with tmp.open("wb") as f:
-        torch.save(state, f)
-        f.flush()
-        os.fsync(f.fileno())
-    tmp.replace(path)
+class _TargetRun:
+    """Model, masters, windows and position of a run; what a checkpoint holds."""
+
+    def __init__(self, model: Qwen3ForCausalLM, recipe: TargetRecipe, device: str) -> None:
+        self.model, self.recipe = model, recipe
+        self.master = _Master(model, recipe)  # keeps the fp32 initial values; only the computing copy is rounded
+        torch.nn.Module.to(model, device=device, dtype=torch.bfloat16)
+        self.master.model_params = [p for p in model.parameters() if p.requires_grad]
+        if device != "cpu":
+            for p in self.master.params:
+                p.data = p.data.to(device)
+        self.num_steps = recipe.num_tokens // recipe.step_tokens
+        self.step, self.seconds = 0, 0.0
+        self.rng = np.random.default_rng(recipe.seed)
+        self.device = device
+
+    def train_batch(self, streams: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+        """One optimizer step on windows of the streams."""
+        began = time.perf_counter()
+        x = sample_windows(streams, self.rng, self.recipe.batch_windows, self.recipe.context_tokens).to(self.device)
+        hidden = self.model.model(input_ids=x[:, :-1], use_cache=False).last_hidden_state
+        logits = self.model.lm_head(hidden).flatten(0, 1).float()
+        loss = torch.nn.functional.cross_entropy(logits, x[:, 1:].reshape(-1))
+        loss.backward()
+        norm = self.master.step(learning_rate(self.step, self.num_steps, self.recipe))
+        self.step += 1
+        self.seconds += time.perf_counter() - began
+        per_s = self.step * self.recipe.step_tokens / self.seconds
+        return {"loss": loss.item(), "grad_norm": norm, "tokens_per_s": per_s}
+
+    def save(self, path: Path) -> None:
+        state = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "params": [p.detach() for p in self.master.params],
+            "optimizers": [o.state_dict() for o in self.master.optimizers],
+            "rng": json.dumps(self.rng.bit_generator.state),
+            "recipe": json.dumps(asdict(self.recipe)),
+        }
+        with open_atomic(path) as file:
+            torch.save(state, file)
+
+    def resume(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True, map_location=self.device)
+        kept, mine = (
+            {k: v for k, v in json.loads(text).items() if k != "num_tokens"}
+            for text in (state["recipe"], json.dumps(asdict(self.recipe)))
+        )
+        if kept != mine:
+            raise ConfigError(f"{path} belongs to another recipe; delete it or pass its settings")
+        with torch.no_grad():
+            for p, saved in zip(self.master.params, state["params"], strict=True):
+                p.copy_(saved)
+        for opt, saved in zip(self.master.optimizers, state["optimizers"], strict=True):
+            opt.load_state_dict(saved)
+        self.rng.bit_generator.state = json.loads(state["rng"])
+        self.step, self.seconds = int(state["step"]), float(state["seconds"])
+        log.info("resumed from step %d of %d", self.step, self.num_steps)
 
 
 def train_target(
@@ -236,66 +295,25 @@ def train_target(
         initializer_range=0.02,
     )
     model = Qwen3ForCausalLM(config)
-    master = _Master(model, recipe)  # the masters keep the fp32 initial values; only the computing copy is rounded
-    torch.nn.Module.to(model, device=device, dtype=torch.bfloat16)
-    master.model_params = [p for p in model.parameters() if p.requires_grad]
-    if device != "cpu":
-        for p in master.params:
-            p.data = p.data.to(device)
+    run = _TargetRun(model, recipe, device)
     model.train()
     if compile_layers:
         for layer in model.model.layers:
             layer.compile()
-    tokens_per_step = recipe.batch_windows * recipe.context_tokens
-    total = recipe.num_tokens // tokens_per_step
-    step, seconds = 0, 0.0
-    rng = np.random.default_rng(recipe.seed)
     checkpoint = out / "checkpoint.pt"
     if checkpoint.is_file():
-        state = torch.load(checkpoint, weights_only=True, map_location=device)
-        kept = {k: v for k, v in json.loads(state["recipe"]).items() if k != "num_tokens"}
-        mine = {k: v for k, v in json.loads(json.dumps(asdict(recipe))).items() if k != "num_tokens"}
-        if kept != mine:
-            raise ConfigError(f"{checkpoint} belongs to another recipe; delete it or pass its settings")
-        with torch.no_grad():
-            for p, saved in zip(master.params, state["params"], strict=True):
-                p.copy_(saved)
-        for opt, saved in zip(master.optimizers, state["optimizers"], strict=True):
-            opt.load_state_dict(saved)
-        rng.bit_generator.state = json.loads(state["rng"])
-        step, seconds = int(state["step"]), float(state["seconds"])
-        log.info("resumed from step %d of %d", step, total)
-    master.publish()
-    while step < total:
-        began = time.perf_counter()
-        x = sample_windows(streams, rng, recipe.batch_windows, recipe.context_tokens).to(device)
-        hidden = model.model(input_ids=x[:, :-1], use_cache=False).last_hidden_state
-        logits = model.lm_head(hidden).flatten(0, 1).float()
-        loss = torch.nn.functional.cross_entropy(logits, x[:, 1:].reshape(-1))
-        loss.backward()
-        norm = master.step(learning_rate(step, total, recipe))
-        step += 1
-        seconds += time.perf_counter() - began
-        progress(
-            step, total, {"loss": loss.item(), "grad_norm": norm, "tokens_per_s": step * tokens_per_step / seconds}
-        )
-        if step % checkpoint_every == 0 or step == total:
-            _save_atomic(
-                {
-                    "step": step,
-                    "seconds": seconds,
-                    "params": [p.detach() for p in master.params],
-                    "optimizers": [o.state_dict() for o in master.optimizers],
-                    "rng": json.dumps(rng.bit_generator.state),
-                    "recipe": json.dumps(asdict(recipe)),
-                },
-                checkpoint,
-            )
+        run.resume(checkpoint)
+    run.master.publish()
+    while run.step < run.num_steps:
+        info = run.train_batch(streams)
+        progress(run.step, run.num_steps, info)
+        if run.step % checkpoint_every == 0 or run.step == run.num_steps:
+            run.save(checkpoint)
             model.save_pretrained(out)
     model.eval()
     losses = {d: held_out_loss(model, s, recipe.context_tokens) for d, s in held.items()}
     model.save_pretrained(out)
-    _write_provenance(out, data, recipe, losses, total * tokens_per_step, seconds, command)
+    _write_provenance(out, data, recipe, losses, run.num_steps * recipe.step_tokens, run.seconds, command)
     return losses
 
 

@@ -1,4 +1,4 @@
-"""How is a released drafter taken over into our own layout, once and for all?
+"""Import: a released drafter taken over into our own layout, once and for all.
 
 The result is a drafter folder like every other: it needs no release beside it, and says which target layers it reads.
 """

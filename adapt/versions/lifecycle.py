@@ -1,4 +1,4 @@
-"""Which life-cycle state may a drafter version go to next, and how did every version get to where it stands?
+"""Life cycle: the states of a drafter version, the moves between them, and how every version got where it stands.
 
 TRAINING -> TRAINED -> SHADOWED -> CANARY -> LIVE -> RETIRED, with REJECTED, ROLLED_BACK and FAILED as ends. The canary
 may be skipped (SHADOWED -> LIVE), and a retired version may be recalled (RETIRED -> LIVE). A version that was accepted

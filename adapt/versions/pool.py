@@ -1,4 +1,4 @@
-"""Which old drafter versions keep their weights for a recall, when the pool has a limit in bytes?
+"""Version pool: old drafter versions that keep their weights for a recall, within a limit in bytes.
 
 Versions without use go first, then the least recently used; the best version of a bucket outlives every other one, and
 what somebody refers to is never given up. Manifests always stay: they are small and say what was learned from what.

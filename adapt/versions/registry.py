@@ -1,4 +1,4 @@
-"""Where do drafter versions lie, and how is a bad one kept out?
+"""Drafter registry: the place of drafter versions, which keeps bad ones out.
 
 Layout below one fsspec location: `blobs/<sha256>.safetensors` (immutable, content addressed) and
 `manifests/<version>.json`, written last: a version exists from the moment its manifest does. The weights' metadata

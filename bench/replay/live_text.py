@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from paceline.adapt.data.regenerate import Regenerator
 from paceline.adapt.data.trace_store import ShardInfo, TraceStore
 from paceline.bench.common.engine_run import build_engine, encode, greedy_or_sampled, load_named_drafter, run_group
@@ -68,14 +66,19 @@ def capture(
         if number < done:
             continue
         say(f"writing {bucket} texts, {at} of {len(encoded)}")
-        writer = writer or Regenerator(target)
+        if writer is None:
+            writer = Regenerator(
+                target,
+                batch_requests=config.shard_requests,
+                max_request_tokens=max(map(len, encoded)) + config.max_new_tokens,
+                topk=8,
+            )
         batch = encoded[at : at + config.shard_requests]
         traces = writer.run(
             batch,
             [config.temperature] * len(batch),
             max_new_tokens=config.max_new_tokens,
-            topk=8,
-            generator=torch.Generator().manual_seed(config.seed * 1_000_003 + number),
+            seed=config.seed * 1_000_003 + number,
             bucket=bucket,
             name=f"{bucket}-{config.seed}-{number}",
         )

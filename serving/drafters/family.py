@@ -1,81 +1,76 @@
-"""What does one kind of drafter have to say so that its weights can be built, checked, saved and served?
+"""Drafter family: the settings, the network and the drafter behind a `drafter_type`; what all drafters with weights share.
 
-A family is the code behind a `drafter_type`: its settings, its network and its drafter. `drafter_families.py` holds the
-table of all of them. Shape legend: V target vocabulary, Dm target hidden size.
+Shape legend: V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
 
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.interface import Drafter
+from paceline.kernels.dispatch import Kernels
+from paceline.serving.drafters.forward import FusedForward
+from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
+from paceline.serving.drafters.network import DrafterConfig, DrafterModel, TargetHandles, check_state
+from paceline.serving.drafters.ops import choose_head_dtype
 
 
-class TargetHandles(Protocol):
-    """What a drafter needs to know of its target."""
+class TrainedDrafter(ABC):
+    """A drafter with weights, which can be replaced in place; its KV lives at the target's pool rows.
 
-    @property
-    def version(self) -> str: ...
+    Not thread-safe; owned by the engine.
+    """
 
-    @property
-    def vocab_size(self) -> int: ...
+    forward_class: ClassVar[type[FusedForward]]
+    config: DrafterConfig
+    forward: FusedForward
 
-    @property
-    def feature_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device | str: ...
-
-    @property
-    def embed_weight(self) -> torch.Tensor: ...
-
-    @property
-    def head_weight(self) -> torch.Tensor: ...
-
-
-class DrafterSettings(Protocol):
-    """What every family's configuration tells; the rest of config.json is the family's own."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def feature_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-class DrafterModel(nn.Module):
-    """All trainable parameters of a drafter. Nothing of the target is stored in it."""
-
-    drafter_type: str
-    """The family's name, as in config.json."""
-    config: DrafterSettings
-
-
-class TrainedDrafter(Drafter, Protocol):
-    """A drafter with weights, which can be replaced in place."""
-
-    version: str
-
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights. Raises: DrafterMismatchError when they do not fit; nothing is changed then."""
-
-
-class MakeDrafter(Protocol):
-    """Makes the serving form of a model; None for a number type = as it is served on the target's device."""
-
-    def __call__(
+    def __init__(
         self,
+        model: DrafterModel,
+        target_embed: torch.Tensor,
+        target_head: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        head_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        num_candidates: int = 8,
+        version: str = "",
+        kernels: Kernels | None = None,
+    ) -> None:
+        """target_embed, target_head: (V, E), the target's token embedding and output head; no head = tied to the embedding.
+
+        The model's weights are copied into fused tensors.
+        head_dtype: of the output head; None = dtype. Everything behind its logits is float32.
+        kernels: None = those of the device.
+        Raises: DrafterMismatchError when the target's tensors have another shape.
+        """
+        c = self.config = model.config
+        self.version, self.dtype, self.device = version, dtype, torch.device(device)
+        head = target_embed if target_head is None else target_head
+        wanted = (c.vocab_size, getattr(c, "embed_size", c.hidden_size))
+        for name, table in (("embedding", target_embed), ("output head", head)):
+            if tuple(table.shape) != wanted:
+                raise DrafterMismatchError(f"target {name} must be {wanted}, got {tuple(table.shape)}")
+        count = min(num_candidates, c.max_candidates)
+        self.caps = self._capabilities(count)
+        self._shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+        self.forward = self.forward_class(
+            c, target_embed, head, dtype=dtype, head_dtype=head_dtype or dtype, device=self.device,
+            num_candidates=count, kernels=kernels,
+        )  # fmt: skip
+        self._prepare()
+        self.alloc(0)
+        self.load_state(model.state_dict())
+
+    @classmethod
+    def make(
+        cls,
         model: Any,
         target: TargetHandles,
         *,
@@ -83,7 +78,62 @@ class MakeDrafter(Protocol):
         head_dtype: torch.dtype | None = None,
         num_candidates: int = 8,
         version: str = "",
-    ) -> TrainedDrafter: ...
+    ) -> Self:
+        """The serving form of a model; a number type that is None is chosen for the target's device."""
+        device, c = torch.device(target.device), model.config
+        # float32 on the CPU, where drafting cost is operators
+        dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        head_dtype = head_dtype or choose_head_dtype(dtype, device, c.num_draft_ids * c.hidden_size)
+        return cls(
+            model, target.embed_weight, target.head_weight, dtype=dtype, head_dtype=head_dtype, device=device,
+            num_candidates=num_candidates, version=version,
+        )  # fmt: skip
+
+    @abstractmethod
+    def _capabilities(self, num_candidates: int) -> DrafterCaps: ...
+
+    @abstractmethod
+    def _pool_shape(self, num_rows: int) -> tuple[int, ...]:
+        """Shape of the KV of so many pool rows."""
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Make what the family keeps besides weights and KV."""
+
+    # ---- weights and KV
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace all weights in place (same storage, so captured graphs stay valid). Live drafter KV becomes stale.
+
+        Raises: DrafterMismatchError on missing, surplus, misshapen or non-finite tensors; nothing is changed then.
+        """
+        check_state(state, self._shapes)
+        self.forward.load(state)
+        self.pool.zero_()  # what other weights wrote is stale, and weights that were broken may have left NaN
+
+    def alloc(self, num_pool_rows: int) -> None:
+        """Allocate zeroed drafter KV for pool rows 0..num_pool_rows-1."""
+        self.pool = torch.zeros(self._pool_shape(num_pool_rows), dtype=self.dtype, device=self.device)
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of one pool row over all layers."""
+        return torch.Size(self._pool_shape(1)).numel() * self.dtype.itemsize
+
+    def release(self, request_id: str) -> None:  # noqa: B027 - what most drafters keep is nothing
+        """Nothing is kept per request: the engine's page allocator owns the rows."""
+
+    # ---- the drafter interface
+
+    @abstractmethod
+    def ingest(self, inputs: DraftInputs) -> None: ...
+
+    @abstractmethod
+    def propose(self, inputs: DraftInputs) -> Proposal: ...
+
+    @abstractmethod
+    def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,25 +142,9 @@ class DrafterFamily:
 
     name: str
     """`drafter_type` in config.json and in manifests."""
-    read_config: Callable[[Mapping[str, Any]], DrafterSettings]
-    """Settings from a config.json mapping, foreign keys ignored; raises ConfigError."""
-    make_model: Callable[[Any], DrafterModel]
-    """A model with random weights from its settings."""
-    make_drafter: MakeDrafter
-
-
-def serving_dtype(device: torch.device | str) -> torch.dtype:
-    """A drafter's number type: float32 on the CPU, where drafting cost is operators, and bfloat16 elsewhere."""
-    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
-
-
-def check_state(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DrafterMismatchError unless `state` has exactly these tensors, all finite."""
-    missing, surplus = sorted(set(shapes) - set(state)), sorted(set(state) - set(shapes))
-    if missing or surplus:
-        raise DrafterMismatchError(f"drafter weights must match their config: missing {missing}, surplus {surplus}")
-    for name, tensor in state.items():
-        if tuple(tensor.shape) != tuple(shapes[name]):
-            raise DrafterMismatchError(f"drafter tensor {name} must be {shapes[name]}, got {tuple(tensor.shape)}")
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise DrafterMismatchError(f"drafter tensor {name} must be finite")
+    config: type[DrafterConfig]
+    """Reads a config.json mapping by `from_dict`."""
+    model: type[DrafterModel]
+    """Made from its settings, with random weights."""
+    drafter: type[TrainedDrafter]
+    """Made from a model by `make`."""

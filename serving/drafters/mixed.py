@@ -1,4 +1,4 @@
-"""How do the candidates of a model drafter and of one without weights share a tree?
+"""Mixed drafts: candidates of a model drafter and of one without weights in one tree.
 
 Each proposes below every node as it would alone; the second proposal is a second chain of the same block
 (`Proposal.restart`). The tree builder merges equal (parent, token) into the heavier one, and the budget takes the

@@ -1,12 +1,6 @@
-"""Which small operators do drafters share, in the form that costs the fewest calls?
+"""Drafter operators: norm, output head and ranking, each in the form that costs the fewest calls.
 
-Shape legend: T drafter tokens, H drafter hidden size, Hr rotated heads (queries and keys), Dh head dim, P positions.
-Rotary pairs are adjacent here, so that float32 rotates by one complex product; `adjacent_pairs` reorders the weights.
-
-How does a drafter compute its logits: in which number type, from which layout of the weights?
-
-And how do its best tokens follow from them. Shape legend: T drafter tokens, H drafter hidden size, Vd draft vocabulary,
-K tokens kept of a row.
+Shape legend: T drafter tokens, H drafter hidden size, Vd draft vocabulary, K tokens kept of a row.
 """
 
 from __future__ import annotations
@@ -49,34 +43,11 @@ class ScaleCache:
 
 
 def norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of (T, H) without a weight, which is folded into the projection behind it."""
-    h = x.shape[1]
+    """RMS norm over the last dimension without a weight, which is folded into the projection behind it."""
+    width = x.shape[-1]
     if x.device.type == "cpu":  # [x, -x] has mean 0, so its LayerNorm, one operator, is the RMSNorm of x
-        return F.layer_norm(torch.cat((x, -x), dim=1), (2 * h,), None, None, eps)[:, :h]
-    return F.rms_norm(x, (h,), None, eps)
-
-
-def adjacent_pairs(head_dim: int, device: torch.device) -> torch.Tensor:
-    """(Dh,) int64 order of a head's rows that turns half-split rotary pairs into adjacent ones."""
-    return torch.arange(head_dim, device=device).view(2, -1).T.reshape(-1)
-
-
-def pair_angles(cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rotations as `rotate_pairs` takes them: (..., 1, Dh / 2) complex64 for float32, else (..., 2, 1, Dh / 2)."""
-    table = torch.complex(cos, sin) if dtype == torch.float32 else torch.stack((cos, sin), -2)
-    return table[..., None, :]
-
-
-def rotate_pairs(qkv: torch.Tensor, angles: torch.Tensor, num_rotated: int, head_dim: int) -> None:
-    """Rotate the first Hr heads of qkv (T, heads * Dh) in place. angles: (T, ...) of `pair_angles`."""
-    shape, strides = (qkv.shape[0], num_rotated, head_dim // 2, 2), (qkv.shape[1], head_dim, 2, 1)
-    pairs = qkv.as_strided(shape, strides)
-    if qkv.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(angles)
-    else:
-        cos, sin = angles.unbind(1)
-        a, b = pairs.float().unbind(-1)
-        pairs.copy_(torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1))
+        return F.layer_norm(torch.cat((x, -x), dim=-1), (2 * width,), None, None, eps)[..., :width]
+    return F.rms_norm(x, (width,), None, eps)
 
 
 Ranking = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -128,3 +99,11 @@ def choose_head_dtype(dtype: torch.dtype, device: torch.device, num_weights: int
     if dtype == torch.float32 and device.type == "cpu" and num_weights >= _MIN_HEAD_WEIGHTS and is_native:
         return torch.bfloat16
     return dtype
+
+
+def leaf_grid(request: torch.Tensor, batch: int) -> tuple[torch.Tensor, int]:
+    """Place of each leaf (F,) in a (B, W) grid, whose rows are the requests, and W.  Syncs: one."""
+    one_hot = request[:, None] == torch.arange(batch, device=request.device)
+    order = (one_hot.long().cumsum(0) - 1).gather(1, request[:, None])[:, 0]
+    width = int(order.max()) + 1 if request.numel() else 1
+    return request * width + order, width

@@ -1,11 +1,7 @@
-"""How are the files of a released drafter read: config.json and safetensors, in one file or in shards?
+"""Files of a released drafter: config.json and safetensors, in one file or in shards.
 
 Only safetensors are read: other weight files can run code when they are opened. Tensor names are brought to one form, so
-that what follows knows one name for each tensor.
-
-What do all released layouts share: settings, reduced vocabularies, and the checks that name what does not fit?
-
-A setting or tensor that our networks cannot express is refused by the name of its feature, never dropped.
+that what follows knows one name for each tensor. All layouts share settings, reduced vocabularies and checks: a setting or tensor that our networks cannot express is refused by the name of its feature, never dropped.
 Shape legend: V target vocabulary, Vd draft vocabulary, Dm target hidden size.
 """
 
@@ -22,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.family import TargetHandles
+from paceline.serving.drafters.network import TargetHandles
 
 _CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")

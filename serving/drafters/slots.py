@@ -1,4 +1,4 @@
-"""Which drafter version does a request use, and how do new weights come in without a pause?
+"""Drafter slots: the version that a request uses, and new weights without a pause.
 
 Two adaptive slots, A and B, and the fixed slot `first` of the hold-back group. A request is pinned at admission to one
 slot and keeps it for life, so it never reads drafter KV that another version wrote. New weights are copied into the idle

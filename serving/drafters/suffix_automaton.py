@@ -1,4 +1,4 @@
-"""How often, and when last, did every short piece of a growing text occur, and what came next?
+"""Suffix automaton: how often and when last every short piece of a growing text occurred, and what came next.
 
 A suffix automaton (Blumer et al. 1985) holds all pieces of a text in fewer than 2 n states and 3 n transitions, and takes
 each new token in O(1) amortised time. Occurrence counts are kept up to date as well, for pieces of at most max_length + 1

@@ -1,26 +1,20 @@
-"""What do drafters share that draft from text alone: no weights, no KV, no features?
+"""Text drafters: they draft from text alone, without weights, KV or features.
 
 They work on the host, one request after another, and keep something per request that grows with its text.
 
 Shape legend: B requests, F frontier leaves, S draft slots, K candidates per slot.
 
-What followed the last time this text occurred? (prompt-lookup drafter)
-
-The newest earlier occurrence of the last n tokens (n = 4, 3, 2) gives the chain; older occurrences that agree with it
+Prompt lookup: the newest earlier occurrence of the last n tokens (n = 4, 3, 2) gives the chain; older occurrences that agree with it
 so far give alternatives, from which the drafter continues when it is re-entered. Host-side, no weights, no KV.
 Source: prompt lookup decoding (transformers `prompt_lookup_num_tokens`), with several matches as one tree.
 
-What followed most often after text that ended like this? (suffix drafter)
-
-Where prompt lookup takes the newest match, this one counts all matches, of any length up to 16 tokens, in the request's
+Suffix drafter: where prompt lookup takes the newest match, this one counts all matches, of any length up to 16 tokens, in the request's
 own prompt and output and, if asked, in recent answers of the same replica; the newest counts more. The estimate of the
 longest match is blended with those of shorter ones, which occurred more often: a tree of candidates with frequencies for
 scores. Host-side, no weights, no KV; memory is bounded. Others' answers only change how fast a text comes; but whoever
 measures times closely could tell that such a text was written before, so keeping them is a choice.
 Source: the idea of SuffixDecoding (arXiv 2411.04975) on suffix automata (as SAM Decoding, arXiv 2411.10666); blending as
 in prediction by partial matching.
-
-Which drafters without weights are there, by name?
 """
 
 from __future__ import annotations

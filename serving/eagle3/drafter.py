@@ -12,17 +12,14 @@ Source: EAGLE-3 (arXiv 2503.01840).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-from paceline.errors import DrafterMismatchError
-from paceline.kernels.dispatch import Kernels
-from paceline.serving.drafters.family import DrafterFamily, TargetHandles, check_state, serving_dtype
+from paceline.serving.drafters.family import DrafterFamily, TrainedDrafter
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
-from paceline.serving.drafters.ops import choose_head_dtype
+from paceline.serving.drafters.ops import leaf_grid
 from paceline.serving.eagle3.forward import EagleForward
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
 
@@ -69,79 +66,37 @@ class _Block:
     seen: torch.Tensor  # (F, S, D) additive bias: tree rows that a child of slot s sees
 
 
-class EagleDrafter:
-    """A re-entrant drafter whose KV lives at the target's pool rows. Not thread-safe; owned by the engine."""
+class EagleDrafter(TrainedDrafter):
+    """A re-entrant drafter that drafts level by level or S tokens a call."""
 
-    def __init__(
-        self,
-        model: EagleModel,
-        target_embed: torch.Tensor,
-        *,
-        dtype: torch.dtype = torch.float32,
-        head_dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-        num_candidates: int = 8,
-        version: str = "",
-        kernels: Kernels | None = None,
-    ) -> None:
-        """target_embed: (V, E), the target's token embedding. The model's weights are copied into fused tensors.
+    forward_class = EagleForward
+    config: EagleConfig
+    forward: EagleForward
 
-        head_dtype: of the output head; None = dtype. Everything behind its logits is float32.
-        kernels: None = those of the device.
-        """
-        c = self.config = model.config
-        self.version, self.dtype, self.device = version, dtype, torch.device(device)
-        self.head_dtype = head_dtype or dtype
-        embed = target_embed.detach()
-        if tuple(embed.shape) != (c.vocab_size, c.embed_size):
-            raise DrafterMismatchError(
-                f"target embedding must be {(c.vocab_size, c.embed_size)}, got {tuple(embed.shape)}"
-            )
-        count = min(num_candidates, c.num_draft_ids)
-        self.caps = DrafterCaps(
+    def _capabilities(self, num_candidates: int) -> DrafterCaps:
+        c = self.config
+        return DrafterCaps(
             name=EagleModel.drafter_type,
             num_slots=c.num_slots,
-            num_candidates=count,
+            num_candidates=num_candidates,
             max_depth=c.num_slots * (c.max_depth // c.num_slots),
             num_blocks=c.max_depth // c.num_slots,
             is_reentrant=c.max_depth >= 2 * c.num_slots,
             needs_features=True,
             is_row_local=True,
         )
-        self._shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-        self._kv_width = 2 * c.num_kv_heads * c.head_dim
-        self._pool = torch.empty(0, self._kv_width, dtype=dtype)
-        self._angles = torch.empty(0)
-        self._alone = torch.zeros(1, 1, dtype=dtype, device=self.device)  # the one row of a step sees itself
-        self._forward = EagleForward(
-            c, embed, dtype=dtype, head_dtype=self.head_dtype, device=self.device, num_candidates=count, kernels=kernels
-        )
-        self._round: _Round | None = None
-        self._blocks: list[_Block] = []  # of the round, each below the one before
-        self.load_state(model.state_dict())
 
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights in place. Live drafter KV becomes stale.
+    def _pool_shape(self, num_rows: int) -> tuple[int, ...]:
+        return num_rows, 2 * self.config.num_kv_heads * self.config.head_dim
 
-        Raises: DrafterMismatchError on missing, surplus, misshapen or non-finite tensors; nothing is changed then.
-        """
-        check_state(state, self._shapes)
-        self._forward.load(state)
-        self._pool.zero_()  # what other weights wrote is stale, and weights that were broken may have left NaN
+    def _prepare(self) -> None:
+        self._kv_width = self._pool_shape(0)[1]
+        self._alone = torch.zeros(1, 1, dtype=self.dtype, device=self.device)  # the one row of a step sees itself
 
     def alloc(self, num_pool_rows: int) -> None:
-        """Allocate zeroed drafter KV for pool rows 0..num_pool_rows-1."""
-        self._pool = torch.zeros(num_pool_rows, self._kv_width, dtype=self.dtype, device=self.device)
-        self._round, self._blocks = None, []
-
-    @property
-    def kv_row_bytes(self) -> int:
-        """Bytes of one pool row."""
-        return self._kv_width * self._pool.element_size()
-
-    def release(self, request_id: str) -> None:
-        """Nothing is kept per request: the engine's page allocator owns the rows."""
+        super().alloc(num_pool_rows)
+        self._round: _Round | None = None
+        self._blocks: list[_Block] = []  # of the round, each below the one before
 
     # ---- the drafter interface
 
@@ -161,8 +116,8 @@ class EagleDrafter:
             newest = inputs.cu_new[1:] - 1
             hidden, qkv = hidden.index_select(0, newest), qkv.index_select(0, newest)
         state = self._round = self._open_round(inputs, length)
-        hidden = self._forward.finish(hidden, self._attend(qkv, state, None))
-        slots = self._forward.heads(hidden, state.scales[0][:, None])
+        hidden = self.forward.finish(hidden, self._attend(qkv, state, None))
+        slots = self.forward.heads(hidden, state.scales[0][:, None])
         depths = torch.zeros_like(inputs.context_lens)
         proposal, block = self._unroll(state, hidden, slots, depths, None, self._alone)
         self._blocks = [block]
@@ -208,11 +163,10 @@ class EagleDrafter:
     def _write_rows(self, inputs: DraftInputs, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Fused features (R, H) and projections (R, Q) of the new rows, whose KV is written to the pool."""
         assert inputs.new_features is not None
-        if self._angles.shape[0] < length + self.caps.max_depth + 1:
-            self._angles = self._forward.angle_table(max(512, 2 * (length + self.caps.max_depth + 1)))
-        hidden = torch.mm(inputs.new_features.to(self.dtype), self._forward.weights["fc"])
-        qkv = self._forward.enter(hidden, inputs.new_token_ids, self._angles.index_select(0, inputs.new_positions))
-        self._pool.index_copy_(0, inputs.new_slots, qkv[:, -self._kv_width :])
+        self._angles = self.forward.angles(length + self.caps.max_depth + 1)
+        hidden = torch.mm(inputs.new_features.to(self.dtype), self.forward.weights["fc"])
+        qkv = self.forward.enter(hidden, inputs.new_token_ids, self._angles.index_select(0, inputs.new_positions))
+        self.pool.index_copy_(0, inputs.new_slots, qkv[:, -self._kv_width :])
         return hidden, qkv
 
     def _open_round(self, inputs: DraftInputs, length: int) -> _Round:
@@ -225,9 +179,9 @@ class EagleDrafter:
             present = torch.arange(length, device=self.device) < inputs.context_lens[:, None]
             bias.masked_fill_(~present[:, None], float("-inf"))
             table = table * present
-        rows = self._pool.index_select(0, table.reshape(-1).clamp(0, self._pool.shape[0] - 1))
+        rows = self.pool.index_select(0, table.reshape(-1).clamp(0, self.pool.shape[0] - 1))
         kv[:, :length] = rows.view(batch, length, -1)
-        return _Round(inputs, kv, length, bias, self._forward.scales(inputs.temperatures))
+        return _Round(inputs, kv, length, bias, self.forward.scales(inputs.temperatures).T)
 
     def _unroll(
         self,
@@ -289,12 +243,12 @@ class EagleDrafter:
         """
         batch, width = len(state.inputs.request_ids), own.shape[0]
         owner, newest = state.grid(width)
-        qkv = self._forward.enter(hidden, token_ids, self._angles.index_select(0, newest + depths))
+        qkv = self.forward.enter(hidden, token_ids, self._angles.index_select(0, newest + depths))
         state.columns(width).copy_(qkv[:, -self._kv_width :].view(batch, width, -1))
         tree = None if seen is None else torch.cat((seen.view(batch, width, -1), own.expand(batch, -1, -1)), 2)
-        hidden = self._forward.finish(hidden, self._attend(qkv, state, tree))
+        hidden = self.forward.finish(hidden, self._attend(qkv, state, tree))
         steps = depths.clamp(max=self.config.num_steps - 1)
-        return hidden, self._forward.heads(hidden, state.scales[steps, owner][:, None])
+        return hidden, self.forward.heads(hidden, state.scales[steps, owner][:, None])
 
     def _attend(self, qkv: torch.Tensor, state: _Round, tree_bias: torch.Tensor | None) -> torch.Tensor:
         """Queries (B * W, Q) over context and tree rows -> (B * W, Hq * Dh). tree_bias: (B, W, D); None = all are seen."""
@@ -317,38 +271,7 @@ def _grid(request: torch.Tensor, batch: int) -> tuple[torch.Tensor | None, int]:
     """Place of each leaf (F,) in a (B, W) grid, None when they lie there in order already, and W."""
     if batch == 1:
         return None, max(1, request.numel())
-    one_hot = request[:, None] == torch.arange(batch, device=request.device)
-    order = (one_hot.long().cumsum(0) - 1).gather(1, request[:, None])[:, 0]
-    width = int(order.max()) + 1 if request.numel() else 1
-    return request * width + order, width
+    return leaf_grid(request, batch)
 
 
-def make_drafter(
-    model: EagleModel,
-    target: TargetHandles,
-    *,
-    dtype: torch.dtype | None = None,
-    head_dtype: torch.dtype | None = None,
-    num_candidates: int = 8,
-    version: str = "",
-) -> EagleDrafter:
-    """The serving form of a model; a number type that is None is chosen for the target's device."""
-    device = torch.device(target.device)
-    dtype = dtype or serving_dtype(device)
-    return EagleDrafter(
-        model,
-        target.embed_weight,
-        dtype=dtype,
-        head_dtype=head_dtype or choose_head_dtype(dtype, device, model.lm_head.weight.numel()),
-        device=device,
-        num_candidates=num_candidates,
-        version=version,
-    )
-
-
-FAMILY = DrafterFamily(
-    name=EagleModel.drafter_type,
-    read_config=EagleConfig.from_dict,
-    make_model=EagleModel,
-    make_drafter=make_drafter,
-)
+FAMILY = DrafterFamily(name=EagleModel.drafter_type, config=EagleConfig, model=EagleModel, drafter=EagleDrafter)

@@ -1,4 +1,4 @@
-"""How does a released EAGLE-3 drafter become ours: SafeAILab's, SpecForge's and the `speculators` layouts?
+"""Released EAGLE-3 drafters as config and weights of ours: SafeAILab's, SpecForge's and the `speculators` layouts.
 
 Layout: `midlayer` (or `layers.0`) with two norms before attention, `fc` over three fused target layers, `norm`, a head
 over a reduced vocabulary with `d2t` and `t2d`. `speculators` nests the layer's settings in `transformer_layer_config`.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.family import TargetHandles
+from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.drafters.released_fields import (
     ReleasedSettings,
     check_shared,

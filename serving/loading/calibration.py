@@ -1,4 +1,4 @@
-"""What do a verify forward and a drafting pass of each size cost on this machine, measured before the first request?
+"""Calibration: what a verify forward and a drafting pass of each size cost here, measured before the first request.
 
 Kernels that only live rounds would launch run here first: compiling them takes seconds, which no round may be charged.
 

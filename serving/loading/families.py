@@ -1,6 +1,6 @@
-"""Which kinds of drafters are there, and how does a folder or a manifest become one of them?
+"""Registry of drafter families, and the drafters that folders and manifests hold.
 
-The table is the only place that knows all families: a new drafter adds its modules and one line here.
+The table is the only place that knows all families: a new one adds its folder and one line here.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.serving.drafters.family import (
-    DrafterFamily,
-    DrafterModel,
-    TargetHandles,
-    TrainedDrafter,
-    check_state,
-)
+from paceline.paths import write_atomic
+from paceline.serving.drafters.family import DrafterFamily, TrainedDrafter
+from paceline.serving.drafters.network import DrafterModel, TargetHandles, check_state
 from paceline.serving.eagle3 import drafter as eagle_drafter
 from paceline.serving.loading.released import is_released, read_released
 from paceline.serving.parallel_head import drafter as parallel_head_drafter
@@ -53,7 +49,7 @@ def build_model(config: Mapping[str, Any], state: Mapping[str, torch.Tensor]) ->
     """
     family = drafter_family(config.get("drafter_type"))
     try:
-        model = family.make_model(family.read_config(config))
+        model = family.model(family.config.from_dict(config))
     except ConfigError as e:
         raise DrafterMismatchError(str(e)) from e
     check_state(state, {name: tuple(t.shape) for name, t in model.state_dict().items()})
@@ -88,7 +84,7 @@ def build_drafter(
             f"drafter expects vocabulary {settings.vocab_size} and features {settings.feature_size}, "
             f"the target has {target.vocab_size} and {target.feature_size}"
         )
-    return family.make_drafter(model, target, dtype=dtype, num_candidates=num_candidates, version=version)
+    return family.drafter.make(model, target, dtype=dtype, num_candidates=num_candidates, version=version)
 
 
 def load_drafter(path: str | Path, target: TargetHandles, **options: Any) -> TrainedDrafter:
@@ -136,9 +132,8 @@ def save_drafter(
     values = {"drafter_type": model.drafter_type, "target_version": target_version, **model.config.to_dict()}
     values |= {} if tap_layers is None else {"tap_layers": list(tap_layers)}
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    tmp = folder / (WEIGHTS_FILE + ".tmp")
-    save_file({k: v.detach().float().cpu().contiguous() if v.is_floating_point() else v.cpu() for k, v in model.state_dict().items()}, tmp)  # fmt: skip
-    tmp.replace(folder / WEIGHTS_FILE)
+    state = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+    write_atomic(folder / WEIGHTS_FILE, save({k: v.float() if v.is_floating_point() else v for k, v in state.items()}))
 
 
 def _check_taps(wanted: Sequence[int] | None, target: TargetHandles) -> None:

@@ -1,4 +1,4 @@
-"""How does a verify round run as a graph: packed rows copied into static tensors, padded, replayed?
+"""Graphed target: a verify round as a graph; packed rows are copied into static tensors, padded, replayed.
 
 Padding rows come after the rows of the round. They hold token 0 at position 0, belong to no request and write their K/V
 to scratch rows of their own, which nobody reads this round. Padding requests have no rows and no context.

@@ -1,4 +1,4 @@
-"""Which graphs does an engine have, and what runs through them?
+"""Engine graphs: which there are, and what runs through them.
 
 Verify forwards and the acceptance of the target, and the two blocks of every drafter that an engine can hold: both
 adaptive slots and the hold-back's. New weights are copied into a slot in place, so its graphs outlive every version.

@@ -1,4 +1,4 @@
-"""How many bytes of KV does an engine get: what the operator says, or a share of the memory that is free at start?"""
+"""KV size: the bytes that the operator says, or a share of the memory that is free at start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which released layout does a folder have, and how does it become a config.json mapping and weights of ours?
+"""Released layouts: the forms in which drafters are published, and their reading as config.json and weights of ours.
 
-A release is recognised by its tensors: configs disagree about names, networks do not. Every layout has a module of its own
-(`released_*.py`); this one is the only place that knows all of them.
+A release is recognised by its tensors: configs disagree about names, networks do not. Every family's folder has a
+`released.py` that converts; this module is the only place that knows all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.serving.drafters.family import DrafterSettings, TargetHandles
+from paceline.serving.drafters.network import DrafterConfig, TargetHandles
 from paceline.serving.drafters.released_fields import read_released_config, read_released_tensors
 from paceline.serving.eagle3.model import EagleModel
 from paceline.serving.eagle3.released import convert_eagle3, eagle3_tap_layers
@@ -25,7 +25,7 @@ from paceline.serving.specblock.released import convert_specblock
 from paceline.serving.target_model.model import default_tap_layers
 
 Convert = Callable[
-    [Mapping[str, Any], dict[str, torch.Tensor], TargetHandles], tuple[DrafterSettings, dict[str, torch.Tensor]]
+    [Mapping[str, Any], dict[str, torch.Tensor], TargetHandles], tuple[DrafterConfig, dict[str, torch.Tensor]]
 ]
 
 

@@ -11,8 +11,6 @@ is the low-rank previous-token bias of DSpark.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.errors import ConfigError
-from paceline.serving.drafters.family import DrafterModel
-from paceline.serving.specblock.model import is_rope_scaling, rotate
+from paceline.serving.drafters.network import (
+    Check,
+    DrafterConfig,
+    DrafterModel,
+    add_output,
+    finish_layer,
+    rms_norm,
+    scaling_check,
+)
+from paceline.serving.drafters.rope import rotate
 
 DRAFTER_TYPES = {"jetspec": True, "dflash": False}
 """Drafter type -> whether its block is causal."""
@@ -32,20 +37,13 @@ _INITIAL_SCALE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelHeadConfig:
-    """Architecture of a parallel head; stored as config.json next to its weights."""
+class ParallelHeadConfig(DrafterConfig):
+    """Architecture of a parallel head; `hidden_size` is also the width of the target's embedding and output head."""
+
+    title = "parallel_head"
 
     is_causal: bool
     """True (JetSpec): block row k sees rows 0..k; False (DFlash): every row of the block."""
-    hidden_size: int
-    """Also the width of the target's embedding and output head, which the head shares."""
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    feature_size: int
-    """Width of a fused feature row: tapped layers x target hidden size."""
     num_layers: int = 2
     num_slots: int = 8
     """Draft tokens of a block (S); the block has one row more, the anchor."""
@@ -53,50 +51,27 @@ class ParallelHeadConfig:
     """Target token whose embedding fills the empty slots; None: a learned vector, for targets without such a token."""
     edge_rank: int = 0
     """Rank of the previous-token correction of the slot logits; 0 = none."""
-    rms_eps: float = 1e-6
-    rope_theta: float = 10_000.0
     rope_scaling: tuple[float, ...] | None = None
     """Llama-3.1's four numbers, as rope_cos_sin takes them; None: angles are not scaled."""
 
-    def __post_init__(self) -> None:
+    def _checks(self) -> tuple[Check, ...]:
         mask = self.mask_token_id
-        checks = (
-            (self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads", self.num_heads),
-            (self.head_dim % 2 == 0, "head_dim must be even", self.head_dim),
+        return (
             (self.num_layers >= 1, "num_layers must be >= 1", self.num_layers),
             (1 <= self.num_slots <= 31, "num_slots must be in [1, 31]", self.num_slots),
             (0 <= self.edge_rank <= MAX_EDGE_RANK, f"edge_rank must be in [0, {MAX_EDGE_RANK}]", self.edge_rank),
             (mask is None or 0 <= mask < self.vocab_size, "mask_token_id must be in the vocabulary or null", mask),
-            (
-                is_rope_scaling(self.rope_scaling),
-                "rope_scaling must be null or 4 numbers > 0, low before high",
-                self.rope_scaling,
-            ),
+            scaling_check(self.rope_scaling),
         )
-        for ok, rule, value in checks:
-            if not ok:
-                raise ConfigError(f"parallel_head.{rule}, got {value!r}")
 
     @property
     def drafter_type(self) -> str:
         """Name under which drafters of this architecture are stored."""
         return next(name for name, is_causal in DRAFTER_TYPES.items() if is_causal == self.is_causal)
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> ParallelHeadConfig:
-        """Read the fields of a config.json; keys that are not settings of the network are ignored.
-
-        Raises: ConfigError when a setting is missing or not allowed.
-        """
-        names = {f.name for f in dataclasses.fields(ParallelHeadConfig)}
-        kept: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in names}
-        try:
-            return ParallelHeadConfig(**kept)
-        except TypeError as e:
-            raise ConfigError(f"drafter config.json must hold every parallel head setting: {e}") from e
+    @classmethod
+    def _implied(cls, drafter_type: str) -> dict[str, Any]:
+        return {"is_causal": DRAFTER_TYPES[drafter_type]} if drafter_type in DRAFTER_TYPES else {}
 
 
 class ParallelHeadLayer(nn.Module):
@@ -110,36 +85,27 @@ class ParallelHeadLayer(nn.Module):
         self.kv_proj = nn.Linear(c.hidden_size, 2 * c.num_kv_heads * c.head_dim, bias=False)
         self.q_norm = nn.Parameter(torch.ones(c.head_dim))
         self.k_norm = nn.Parameter(torch.ones(c.head_dim))
-        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
-        self.post_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.gate_up_proj = nn.Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        add_output(self, c)
 
     def key_value(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (normed per head, rotated) and values (..., Hkv, Dh) of x (..., H) as it is; cos, sin (..., Dh / 2)."""
         c = self.config
         k, v = self.kv_proj(x).unflatten(-1, (2, c.num_kv_heads, c.head_dim)).unbind(-3)
-        k = F.rms_norm(k, (c.head_dim,), self.k_norm.to(k.dtype), c.rms_eps)
-        return rotate(k, cos[..., None, :], sin[..., None, :]), v
+        return rotate(rms_norm(k, self.k_norm, c.rms_eps), cos[..., None, :], sin[..., None, :]), v
 
     def query(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Queries (..., Hq, Dh) of normed block rows x (..., H), normed per head and rotated."""
         c = self.config
         q = self.q_proj(x).unflatten(-1, (c.num_heads, c.head_dim))
-        q = F.rms_norm(q, (c.head_dim,), self.q_norm.to(q.dtype), c.rms_eps)
-        return rotate(q, cos[..., None, :], sin[..., None, :])
+        return rotate(rms_norm(q, self.q_norm, c.rms_eps), cos[..., None, :], sin[..., None, :])
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Input norm of block rows; context rows do not pass it."""
-        return F.rms_norm(x, (self.config.hidden_size,), self.input_norm.to(x.dtype), self.config.rms_eps)
+        return rms_norm(x, self.input_norm, self.config.rms_eps)
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection and MLP with their residuals: x (..., H), attended (..., Hq * Dh) -> (..., H)."""
-        c = self.config
-        x = x + self.o_proj(attended)
-        y = F.rms_norm(x, (c.hidden_size,), self.post_norm.to(x.dtype), c.rms_eps)
-        gate, up = self.gate_up_proj(y).chunk(2, -1)
-        return x + self.down_proj(F.silu(gate) * up)
+        return finish_layer(self, x, attended, self.config.rms_eps)
 
 
 class ParallelHeadModel(DrafterModel):
@@ -170,8 +136,7 @@ class ParallelHeadModel(DrafterModel):
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Fused features g (..., H) of tapped hidden states (..., F), shared by all layers."""
-        y = self.cond_proj(features)
-        return F.rms_norm(y, (self.config.hidden_size,), self.cond_norm.to(y.dtype), self.config.rms_eps)
+        return rms_norm(self.cond_proj(features), self.cond_norm, self.config.rms_eps)
 
     def block_rows(self, anchor_token_ids: torch.Tensor, embed: torch.Tensor) -> torch.Tensor:
         """Inputs (..., N, H) of the blocks behind these anchors (...). embed: (V, H), the target's token embedding."""
@@ -179,10 +144,6 @@ class ParallelHeadModel(DrafterModel):
         mask = self.mask_embedding if c.mask_token_id is None else embed[c.mask_token_id]
         anchor = F.embedding(anchor_token_ids, embed)[..., None, :]
         return torch.cat((anchor, mask.to(anchor.dtype).expand(*anchor.shape[:-2], c.num_slots, -1)), dim=-2)
-
-    def normed(self, x: torch.Tensor) -> torch.Tensor:
-        """Final norm: what the target's output head reads."""
-        return F.rms_norm(x, (self.config.hidden_size,), self.final_norm.to(x.dtype), self.config.rms_eps)
 
     def edge_bias(self, previous_token_ids: torch.Tensor) -> torch.Tensor:
         """What a known previous token (...) adds to the logits of a slot, (..., V)."""

@@ -1,4 +1,4 @@
-"""How does a released parallel head, DFlash or JetSpec, become ours?
+"""Released parallel heads, DFlash or JetSpec, as config and weights of ours.
 
 Both have one layout: `fc` and `hidden_norm` fuse the target's layers, Qwen3 layers with norms per head, `norm`; the token
 embedding and the output head are the target's. `dflash_config.causal_head` tells JetSpec from DFlash.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.family import TargetHandles
+from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.drafters.released_fields import (
     ReleasedSettings,
     check_shared,

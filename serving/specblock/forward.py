@@ -1,231 +1,200 @@
-"""How do the parameters of a SpecBlock model become the fused tensors that drafting reads?
+"""SpecBlock forward: both blocks around their attention, from inputs of slots to output and rank head.
 
-Shape legend: H drafter hidden size, E target embedding size, V target vocabulary, Vd draft vocabulary, K draft slots.
-
-What does one SpecBlock forward compute around its attention: inputs of slots, projections, MLP, heads?
-
-Nothing here reads the host or has a shape that depends on data, so both the eager drafter and captured graphs use it.
-
-Shape legend: K draft slots, T = rows * K drafter tokens, H drafter hidden size, E target embedding size, V target
-vocabulary, Hq/Hkv query/KV heads, Dh head dim, N nodes of a proposal, B requests, P positions.
+Eager drafting and captured graphs run the same two blocks over another `SlotAttention`.
+Shape legend: B requests, R new rows, K draft slots, T = rows * K drafter tokens, F leaves, H drafter hidden size, E target
+embedding size, V target vocabulary, Vd draft vocabulary, Hq/Hkv query/KV heads, Dh head dim, N nodes of a proposal, P positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from paceline.kernels.dispatch import Kernels, select_kernels
-from paceline.serving.drafters.interface import Proposal
-from paceline.serving.drafters.ops import (
-    Ranking,
-    adjacent_pairs,
-    choose_ranking,
-    head_logits,
-    norm,
-    pack_head,
-    pair_angles,
-    rotate_pairs,
-)
-from paceline.serving.specblock.model import SpecBlockConfig, rope_cos_sin
-
-FLOAT32_WEIGHTS = ("rank_in", "rank_out", "beta")
-"""Fused tensors that stay float32 whatever the drafter's dtype."""
+from paceline.serving.drafters.forward import FusedForward, Own
+from paceline.serving.drafters.interface import DraftInputs, Frontier, Proposal
+from paceline.serving.drafters.network import rms_norm
+from paceline.serving.drafters.ops import Ranking
+from paceline.serving.drafters.rope import pair_angles
+from paceline.serving.specblock.model import SpecBlockConfig
 
 
-def fuse_weights(
-    config: SpecBlockConfig, state: Mapping[str, torch.Tensor], embed: torch.Tensor, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Exact identities only: norm weights and the softmax scale fold into projections, (in, out) layout; what the fusion
-    adds per token and per slot becomes tables; rotary pairs become adjacent.
+class SlotAttention(Protocol):
+    """Rotation, K/V and attention of both blocks over the drafter's pool; `qkv` is (T, (Hq + 2 Hkv) * Dh), not rotated."""
 
-    Args:
-        state: SpecBlockModel.state_dict().
-        embed: (V, E), the target's token embedding.
-    Returns: float32 tensors by name.
-    """
-    c, h = config, config.hidden_size
-    s = {k: v.detach().to(device, torch.float32 if v.is_floating_point() else v.dtype) for k, v in state.items()}
-    fuse = s["fuse_proj.weight"]
-    embedded = F.rms_norm(embed.float(), (c.embed_size,), s["token_norm"], c.rms_eps)
-    query = F.rms_norm(s["queries"], (h,), s["query_norm"], c.rms_eps)
-    new = {  # projections are stored (in, out); norm weights are folded in
-        "cond": s["cond_proj.weight"].T,
-        "fuse_cond": (fuse[:, :h] * s["cond_norm"]).T,
-        "token_table": embedded @ fuse[:, h : h + c.embed_size].T,  # (V, H)
-        "slot_bias": query @ fuse[:, h + c.embed_size :].T,  # (K, H)
-        "lm_head": (s["lm_head.weight"] * s["final_norm"]).T,
-    }
-    heads = c.num_heads + c.num_kv_heads
-    order = adjacent_pairs(c.head_dim, device)
-    for i in range(c.num_layers):
-        name = f"layers.{i}."
-        qkv = (s[name + "qkv_proj.weight"] * s[name + "input_norm"]).view(-1, c.head_dim, h).clone()
-        qkv[:heads] = qkv[:heads][:, order]
-        qkv[: c.num_heads] *= c.head_dim**-0.5
-        new[f"qkv{i}"] = qkv.view(-1, h).T
-        new[f"o{i}"] = s[name + "o_proj.weight"].T
-        new[f"gate_up{i}"] = (s[name + "gate_up_proj.weight"] * s[name + "post_norm"]).T
-        new[f"down{i}"] = s[name + "down_proj.weight"].T
-        if i > 0 and c.has_shift:
-            new[f"shift_own{i}"] = s[f"shifts.{i - 1}.weight"][:, :h].T
-            new[f"shift_before{i}"] = s[f"shifts.{i - 1}.weight"][:, h:].T
-    # Inputs of the rank head as this class builds them: z, all log-probs, the top probability, sum of p log p.
-    # The three gaps are differences of log-probs, so they fold into the columns of the first ones.
-    rank = s["rank_in.weight"]
-    folded = rank.new_zeros(rank.shape[0], c.rank_topk)
-    folded[:, :10] = rank[:, h : h + 10]
-    for column, other in enumerate((1, 2, 4)):
-        folded[:, 0] += rank[:, h + 10 + column]
-        folded[:, other] -= rank[:, h + 10 + column]
-    parts = (rank[:, :h] * s["final_norm"], folded, rank[:, h + 13 : h + 14], -rank[:, h + 14 :])
-    new["rank_in"] = torch.cat(parts, dim=1).T
-    new["rank_out"] = s["rank_out.weight"].T
-    new["beta"] = s["log_beta"].exp()
-    return new
+    def open_rows(self, inputs: DraftInputs, *, wants_block: bool) -> None:
+        """Begin block 1 of the new rows; wants_block False: only their K/V are wanted."""
+
+    def write(self, i: int, qkv: torch.Tensor) -> None:
+        """Write the K/V of the new rows in layer i."""
+
+    def rows(self, i: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Write them, and attend from every new row: (T, Hq * Dh)."""
+
+    def newest_rows(self, i: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Write them, and attend from the newest row of each request: (B * K, Hq * Dh)."""
+
+    def newest(self, x: torch.Tensor) -> torch.Tensor:
+        """Those rows of x: (T, H) -> (B * K, H)."""
+
+    def open_leaves(self, inputs: DraftInputs, frontier: Frontier) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Begin block 2: each leaf's row (F,) of the proposal's (B * K) slots, and its request; None = there is one only."""
+
+    def leaves(self, i: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Attend from the slots of the leaves, whose K/V go nowhere: (F * K, Hq * Dh)."""
 
 
-_MIN_TEMPERATURE = 0.05
+class SlotForward(FusedForward):
+    """The fused weights of one drafter and its two blocks."""
 
+    float32_weights = ("rank_in", "rank_out", "beta", "log_coverage")
+    config: SpecBlockConfig
 
-class SlotForward:
-    """The fused weights of one drafter and the operations between its attention calls."""
-
-    def __init__(
-        self,
-        config: SpecBlockConfig,
-        embed: torch.Tensor,
-        *,
-        dtype: torch.dtype,
-        head_dtype: torch.dtype,
-        device: torch.device,
-        num_candidates: int,
-        kernels: Kernels | None = None,
-    ) -> None:
-        """embed: (V, E), the target's token embedding. kernels: None = those of the device."""
-        c = self.config = config
-        self.dtype, self.head_dtype, self.device = dtype, head_dtype, device
-        self.num_candidates = num_candidates
-        self.weights: dict[str, torch.Tensor] = {}
-        self._embed = embed
-        self._rank = choose_ranking(kernels or select_kernels(device))
-        k = c.num_slots
+    def __init__(self, config: SpecBlockConfig, *tables: torch.Tensor, **options: Any) -> None:
+        super().__init__(config, *tables, **options)
+        k, count, device = config.num_slots, self.num_candidates, self.device
         self.slot_ids = torch.arange(k, device=device)
         self._before = torch.tensor([0, *range(k - 1)], device=device)
-        self._d2t: torch.Tensor | None = None
-        self._log_coverage: torch.Tensor | None = None
         # The first slot is conditioned on nothing drafted: path scores alone decide.
-        count = num_candidates
-        widths = [[count] * len(c.branching), *([[min(b, count) for b in c.branching]] * (k - 1))]
+        num_classes = len(config.branching)
+        widths = [[count] * num_classes, *([[min(b, count) for b in config.branching]] * (k - 1))]
         self._widths = torch.tensor(widths, device=device).view(-1)
-        self._width_offsets = torch.arange(k, device=device) * len(c.branching)
+        self._width_offsets = torch.arange(k, device=device) * num_classes
 
-    @torch.no_grad()
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights; every tensor keeps its storage, so that captured graphs stay valid.
+    def _fused(self, own: Own) -> Iterator[tuple[str, torch.Tensor]]:
+        c, h = self.config, self.config.hidden_size
+        fuse = own("fuse_proj.weight")
+        embedded = rms_norm(self._embed.to(self.device).float(), own("token_norm"), c.rms_eps)
+        query = rms_norm(own("queries"), own("query_norm"), c.rms_eps)
+        yield "cond", own("cond_proj.weight").T
+        yield "fuse_cond", (fuse[:, :h] * own("cond_norm")).T
+        yield "token_table", embedded @ fuse[:, h : h + c.embed_size].T  # (V, H)
+        yield "slot_bias", query @ fuse[:, h + c.embed_size :].T  # (K, H)
+        for i in range(c.num_layers):
+            name = f"layers.{i}."
+            yield f"qkv{i}", self._paired_heads(own(name + "qkv_proj.weight") * own(name + "input_norm")).T
+            yield from self._fused_output(own, i, name)
+            if i > 0 and c.has_shift:
+                shift = own(f"shifts.{i - 1}.weight")
+                yield f"shift_own{i}", shift[:, :h].T
+                yield f"shift_before{i}", shift[:, h:].T
+        yield from self._fused_vocab(own, c.draft_vocab_size is not None)
+        # Inputs of the rank head as `_heads` builds them: z, all log-probs, the top probability, sum of p log p.
+        # The three gaps are differences of log-probs, so they fold into the columns of the first ones.
+        rank = own("rank_in.weight")
+        folded = rank.new_zeros(rank.shape[0], c.rank_topk)
+        folded[:, :10] = rank[:, h : h + 10]
+        for column, other in enumerate((1, 2, 4)):
+            folded[:, 0] += rank[:, h + 10 + column]
+            folded[:, other] -= rank[:, h + 10 + column]
+        parts = (rank[:, :h] * own("final_norm"), folded, rank[:, h + 13 : h + 14], -rank[:, h + 14 :])
+        yield "rank_in", torch.cat(parts, dim=1).T
+        yield "rank_out", own("rank_out.weight").T
+        yield "beta", own("log_beta").exp()
 
-        state: SpecBlockModel.state_dict(), checked by the caller.
-        """
-        new = fuse_weights(self.config, state, self._embed.to(self.device), self.device)
-        for key, value in new.items():
-            value = value.to(torch.float32 if key in FLOAT32_WEIGHTS else self.dtype).contiguous()
-            if key == "lm_head" and self.head_dtype != self.dtype:
-                value = pack_head(value, self.head_dtype)
-            if key in self.weights:
-                self.weights[key].copy_(value)
-            else:
-                self.weights[key] = value
-        if self.config.draft_vocab_size is not None:
-            token_ids = state["draft_token_ids"].to(self.device)
-            coverage = state["log_coverage"].to(self.device, torch.float32)
-            if self._d2t is None or self._log_coverage is None:
-                self._d2t, self._log_coverage = token_ids.clone(), coverage.clone()
-            else:
-                self._d2t.copy_(token_ids)
-                self._log_coverage.copy_(coverage)
+    # ---- the blocks
 
-    def norm(self, x: torch.Tensor) -> torch.Tensor:
-        """RMS norm of the residual stream (T, H) -> (T, H); its weight is folded into the projection behind it."""
-        return norm(x, self.config.rms_eps)
+    def ingest(self, attention: SlotAttention, inputs: DraftInputs) -> None:
+        """Write the K/V of the new rows."""
+        attention.open_rows(inputs, wants_block=False)
+        _, qkv = self._to_last_layer(attention, inputs, self._conditions(inputs))
+        attention.write(self.config.num_layers - 1, qkv)
+
+    def block1(
+        self, attention: SlotAttention, inputs: DraftInputs, scales: torch.Tensor, rank: Ranking | None = None
+    ) -> Proposal:
+        """Write the K/V of the new rows and propose K slots at each anchor. scales: (2, B, K)."""
+        attention.open_rows(inputs, wants_block=True)
+        cond, last = self._conditions(inputs), self.config.num_layers - 1
+        x, qkv = self._to_last_layer(attention, inputs, cond)
+        attended = attention.newest_rows(last, qkv)  # only the newest row of each request drafts
+        proposal = self._heads(self.finish(attention.newest(x), attended, last), scales[0], rank)
+        if not self.config.inherits_hidden:  # the next block starts from the anchor rows' features
+            anchors = cond.index_select(0, (inputs.cu_new[1:] - 1).clamp(min=0))
+            proposal.hidden = anchors[:, None].expand(-1, self.config.num_slots, -1).contiguous()
+        return proposal
+
+    def block2(
+        self,
+        attention: SlotAttention,
+        inputs: DraftInputs,
+        hidden: torch.Tensor,
+        frontier: Frontier,
+        scales: torch.Tensor,
+        rank: Ranking | None = None,
+    ) -> Proposal:
+        """Propose K slots at the leaves. hidden: (B, K, H) of block 1. scales: (2, B, K)."""
+        # The hidden state is that of the leaf's slot; which token the leaf holds enters by its embedding.
+        cells, owner = attention.open_leaves(inputs, frontier)
+        x = self.fuse(hidden.flatten(0, 1).index_select(0, cells), frontier.token_ids)
+        for i in range(self.config.num_layers):
+            x, qkv = self.project(i, x)
+            x = self.finish(x, attention.leaves(i, qkv), i)
+        scale = scales[1].expand(cells.numel(), -1) if owner is None else scales[1].index_select(0, owner)
+        return self._heads(x, scale, rank)
+
+    def scales(self, temperatures: torch.Tensor) -> torch.Tensor:
+        """(2, B, K) factors on the logits of the two blocks, as FusedForward.scales."""
+        return super().scales(temperatures)[:, :2].transpose(0, 1)
+
+    # ---- pieces
+
+    def _conditions(self, inputs: DraftInputs) -> torch.Tensor:
+        """Projected features (R, H) of the new rows."""
+        assert inputs.new_features is not None
+        return torch.mm(inputs.new_features.to(self.dtype), self.weights["cond"])
+
+    def _to_last_layer(
+        self, attention: SlotAttention, inputs: DraftInputs, cond: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers of the new rows but the attention and MLP of the last one: x (R * K, H), qkv (R * K, ..)."""
+        x, last = self.fuse(cond, inputs.new_token_ids), self.config.num_layers - 1
+        for i in range(last):
+            x, qkv = self.project(i, x)
+            x = self.finish(x, attention.rows(i, qkv), i)
+        return self.project(last, x)
 
     def fuse(self, cond: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Inputs of the K slots of n rows or leaves: condition (n, H) and tokens (n,) -> (n * K, H)."""
-        p = self.weights
-        x = torch.addmm(p["token_table"].index_select(0, token_ids), self.norm(cond), p["fuse_cond"])
-        return (x[:, None] + p["slot_bias"]).flatten(0, 1)
+        w = self.weights
+        x = torch.addmm(w["token_table"].index_select(0, token_ids), self.norm(cond), w["fuse_cond"])
+        return (x[:, None] + w["slot_bias"]).flatten(0, 1)
 
-    def angle_table(self, num_positions: int) -> torch.Tensor:
+    def _angle_table(self, num_positions: int) -> torch.Tensor:
         """Rotations of the K slots of rows at positions 0..P-1, (P, K, 1, Dh / 2): complex64, or (P, K, 2, 1, Dh / 2)."""
-        c = self.config
         positions = torch.arange(num_positions, device=self.device)[:, None] + 1 + self.slot_ids
-        cos, sin = rope_cos_sin(positions, c.head_dim, c.rope_theta)
-        return pair_angles(cos, sin, self.dtype)
+        return pair_angles(*self._cos_sin(positions), self.dtype)
 
     def pair_tables(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of RoPE positions 0..P-1, (P, Dh) float32 each: slot s of the row at position p is at p + 1 + s.
         Both elements of a rotary pair, which are neighbours, have their column."""
-        c = self.config
-        tables = rope_cos_sin(torch.arange(num_positions, device=self.device), c.head_dim, c.rope_theta)
-        cos, sin = (t.repeat_interleave(2, -1) for t in tables)
-        return cos, sin
-
-    def enter(self, i: int, x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`project`, and rotation: x (T, H) -> x, qkv (T, ..)."""
-        c = self.config
-        x, qkv = self.project(i, x)
-        rotate_pairs(qkv, angles, c.num_heads + c.num_kv_heads, c.head_dim)
-        return x, qkv
+        cos, sin = self._cos_sin(torch.arange(num_positions, device=self.device))
+        return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
 
     def project(self, i: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Shift (from the second layer on), norm, fused projection: x (T, H) -> x, qkv (T, ..) before the rotation."""
-        c, p = self.config, self.weights
+        c, w = self.config, self.weights
         if i > 0 and c.has_shift:
             before = x.view(-1, c.num_slots, x.shape[1]).index_select(1, self._before).view(x.shape)
-            x = torch.addmm(torch.mm(x, p[f"shift_own{i}"]), before, p[f"shift_before{i}"])
-        return x, torch.mm(self.norm(x), p[f"qkv{i}"])
+            x = torch.addmm(torch.mm(x, w[f"shift_own{i}"]), before, w[f"shift_before{i}"])
+        return x, torch.mm(self.norm(x), w[f"qkv{i}"])
 
-    def finish(self, i: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Output projection and MLP: x (T, H), attended (T, Hq * Dh) -> (T, H)."""
-        p = self.weights
-        x = torch.addmm(x, attended, p[f"o{i}"])
-        gate, up = torch.mm(self.norm(x), p[f"gate_up{i}"]).chunk(2, dim=-1)
-        return torch.addmm(x, F.silu(gate).mul_(up), p[f"down{i}"])
-
-    def scales(self, temperatures: torch.Tensor) -> torch.Tensor:
-        """(2, B, K) factors on the logits: exp(log_beta[class, block, slot]) / T, with T = 1 for greedy requests."""
-        t = temperatures.to(self.device, torch.float32)
-        is_sampled = t > 0
-        factors = self.weights["beta"][:, :2].index_select(0, is_sampled.long()).transpose(0, 1)
-        return factors / torch.where(is_sampled, t.clamp_min(_MIN_TEMPERATURE), 1.0)[:, None]
-
-    def heads(
-        self, x: torch.Tensor, scale: torch.Tensor, cond: torch.Tensor | None = None, rank: Ranking | None = None
-    ) -> Proposal:
-        """Output and rank head at x (N * K, H) with factors (N, K): a proposal of N nodes.
-
-        cond: (N, H) projected features of the anchor rows, for drafters whose next block does not inherit hidden states.
-        rank: None = that of the device.
-        """
-        c, p, count, k = self.config, self.weights, self.num_candidates, self.config.num_slots
-        z = self.norm(x)
-        factor = scale.reshape(-1, 1)
-        logits = head_logits(z, p["lm_head"], self.head_dtype)
-        top, ids = (rank or self._rank)(logits, factor, c.rank_topk)
+    def _heads(self, x: torch.Tensor, scale: torch.Tensor, rank: Ranking | None) -> Proposal:
+        """Output and rank head at x (N * K, H) with factors (N, K): a proposal of N nodes. rank: None = the device's."""
+        c, w, count, k = self.config, self.weights, self.num_candidates, self.config.num_slots
+        z, factor = self.norm(x), scale.reshape(-1, 1)
+        top, ids = self.best(z, factor, c.rank_topk, rank)
         lp = top.div(factor).log_softmax(-1)  # the rank head reads the logits without calibration and temperature
         prob = lp.exp()
         features = torch.cat((z.float(), lp, prob[:, :1], (prob * lp).sum(-1, keepdim=True)), dim=-1)
-        classes = torch.mm(F.silu(torch.mm(features, p["rank_in"])), p["rank_out"]).argmax(-1).view(-1, k)
-        if self._d2t is not None and self._log_coverage is not None:
-            ids, top = self._d2t[ids], top + self._log_coverage
+        classes = torch.mm(F.silu(torch.mm(features, w["rank_in"])), w["rank_out"]).argmax(-1).view(-1, k)
+        top, ids = self.in_target_vocab(top, ids)
         shape = (-1, k, c.rank_topk)
-        hidden = x.view(-1, k, c.hidden_size)
-        if cond is not None and not c.inherits_hidden:
-            hidden = cond[:, None].expand(-1, k, -1).contiguous()
         return Proposal(
             token_ids=ids.view(shape)[..., :count],
             logprobs=top.view(shape)[..., :count],
             widths=self._widths.take(classes + self._width_offsets) if c.has_rank_head else classes.fill_(count),
-            hidden=hidden,
+            hidden=x.view(-1, k, c.hidden_size),
         )

@@ -1,4 +1,4 @@
-"""How do SpecBlock's drafting passes run as graphs: a round's inputs copied into static tensors, padded, replayed?
+"""SpecBlock graphs: both blocks captured; a round's inputs are copied into static tensors, padded, replayed.
 
 Shape legend: B requests, R new rows, L columns of the slot table, K draft slots, C candidates per slot, F leaves, M leaves
 per request, H drafter hidden size; a bucket has at least as many of each as the round.
@@ -12,8 +12,9 @@ import torch
 
 from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.interface import DraftInputs, Frontier, Proposal
+from paceline.serving.drafters.ops import choose_ranking
 from paceline.serving.specblock.forward import SlotForward
-from paceline.serving.specblock.static import StaticSpecBlock
+from paceline.serving.specblock.static import KernelAttention
 from paceline.serving.target_model.graph_capture import REFINING_RANK, CaptureJob, GraphBackend, GraphTable, size_ladder
 
 MAX_GRAPH_ROWS = 512
@@ -45,12 +46,13 @@ class GraphedSpecBlock:
         max_leaves: M; 0 leaves block 2 out. max_depth: deepest draft token, which bounds the rows of a usual round.
         """
         c, device = forward.config, forward.device
-        self._max_leaves, self._max_depth = max_leaves, max_depth
+        self._max_leaves, self._max_depth, self.first_spare = max_leaves, max_depth, first_spare
         rows = num_spare_rows(max_requests, max_depth)
         self._ladders = (
             size_ladder(rows, has_halves=True), size_ladder(max_requests), size_ladder(max_context, start=256, factor=4)
         )  # fmt: skip
-        self._passes = StaticSpecBlock(forward, pool, kernels, max_leaves=max_leaves, max_context=max_context)
+        self._forward, self._rank = forward, choose_ranking(kernels)
+        self._attention = KernelAttention(forward, pool, kernels, max_leaves=max_leaves, max_context=max_context)
         self._first, self._second = GraphTable(self._ladders), GraphTable(self._ladders[1:])
         self._sizes: tuple[int, int] | None = None  # (B, L) of what the request tensors hold
         self._inputs: DraftInputs | None = None  # of the latest `propose`
@@ -153,14 +155,11 @@ class GraphedSpecBlock:
 
     def _first_job(self, rows: int, requests: int, width: int) -> Callable[[GraphBackend], None]:
         def capture(backend: GraphBackend) -> None:
-            inputs = (
-                *(t[:rows] for t in (self._features, self._token_ids, self._positions, self._slots)),
-                self._cu_new[: requests + 1],
-                *self._request_tensors(requests, width),
-            )
+            inputs = self._static_inputs(rows, requests, width)
 
             def run() -> None:
-                _copy(self._block1, self._passes.propose(*inputs))
+                scales = self._forward.scales(inputs.temperatures)
+                _copy(self._block1, self._forward.block1(self._attention, inputs, scales, self._rank))
 
             self._first.add((rows, requests, width), backend.capture(run))
 
@@ -168,22 +167,35 @@ class GraphedSpecBlock:
 
     def _second_job(self, requests: int, width: int) -> Callable[[GraphBackend], None]:
         def capture(backend: GraphBackend) -> None:
-            num = requests * self._max_leaves
-            leaves = {name: static[:num] for name, static in self._leaves.items()}
+            leaves = {name: static[: requests * self._max_leaves] for name, static in self._leaves.items()}
+            inputs, frontier = self._static_inputs(0, requests, width), Frontier(**leaves)
             assert self._block1.hidden is not None
-            hidden, tensors = self._block1.hidden[:requests], self._request_tensors(requests, width)
+            hidden = self._block1.hidden[:requests]
 
             def run() -> None:
-                found = self._passes.expand(hidden, leaves["request"], leaves["slot"], leaves["token_ids"], *tensors)
+                scales = self._forward.scales(inputs.temperatures)
+                found = self._forward.block2(self._attention, inputs, hidden, frontier, scales, self._rank)
                 _copy(self._block2, found)
 
             self._second.add((requests, width), backend.capture(run))
 
         return capture
 
-    def _request_tensors(self, requests: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        table = self._table[: requests * width].view(requests, width)
-        return self._context_lens[:requests], table, self._temperatures[:requests]
+    def _static_inputs(self, rows: int, requests: int, width: int) -> DraftInputs:
+        """What a graph of these sizes reads."""
+        return DraftInputs(
+            request_ids=[],
+            context_lens=self._context_lens[:requests],
+            anchor_token_ids=self._token_ids[:0],
+            temperatures=self._temperatures[:requests],
+            slot_table=self._table[: requests * width].view(requests, width),
+            cu_new=self._cu_new[: requests + 1],
+            new_positions=self._positions[:rows],
+            new_token_ids=self._token_ids[:rows],
+            new_features=self._features[:rows],
+            new_slots=self._slots[:rows],
+            histories=[],
+        )
 
 
 def _parts(proposal: Proposal) -> tuple[torch.Tensor, ...]:

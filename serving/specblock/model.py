@@ -9,18 +9,22 @@ re-entry from the hidden state of a slot (block 2).
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.errors import ConfigError
-from paceline.serving.drafters.family import DrafterModel
+from paceline.serving.drafters.network import (
+    Check,
+    DrafterModel,
+    OwnHeadConfig,
+    add_output,
+    finish_layer,
+    rms_norm,
+    split_heads,
+    start_head,
+)
 
 NUM_RANK_CLASSES = 4
 NUM_RANK_FEATURES = 15
@@ -29,28 +33,16 @@ RANK_BOUNDS = (1, 4, 10)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpecBlockConfig:
-    """Architecture of a SpecBlock drafter; stored as config.json next to its weights."""
+class SpecBlockConfig(OwnHeadConfig):
+    """Architecture of a SpecBlock drafter."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    feature_size: int
-    """Width of a fused feature row: tapped layers x target hidden size."""
-    embed_size: int
-    """Width of the target's token embedding."""
+    title = "specblock"
+
     num_layers: int = 2
     num_slots: int = 4
     """Draft slots of a block (K in the paper)."""
     num_blocks: int = 2
     """Blocks that calibration knows; drafting uses two."""
-    draft_vocab_size: int | None = None
-    """None: the draft vocabulary is the target's."""
-    rms_eps: float = 1e-6
-    rope_theta: float = 10_000.0
     rank_topk: int = 20
     """Logits that the rank features are computed from."""
     rank_hidden: int = 64
@@ -68,10 +60,8 @@ class SpecBlockConfig:
     has_rank_head: bool = True
     """False (ablation): every slot keeps all candidates; path scores alone decide."""
 
-    def __post_init__(self) -> None:
-        checks = (
-            (self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads", self.num_heads),
-            (self.head_dim % 2 == 0, "head_dim must be even", self.head_dim),
+    def _checks(self) -> tuple[Check, ...]:
+        return (
             (self.num_layers >= 1, "num_layers must be >= 1", self.num_layers),
             (1 <= self.num_slots <= 16, "num_slots must be in [1, 16]", self.num_slots),
             (2 <= self.num_blocks <= 3, "num_blocks must be 2 or 3", self.num_blocks),
@@ -80,58 +70,6 @@ class SpecBlockConfig:
             (len(self.branching) == NUM_RANK_CLASSES, "branching must have 4 numbers", self.branching),
             (self.block2_mask in ("inference_matched", "train_compat"), "block2_mask is unknown", self.block2_mask),
         )
-        for ok, rule, value in checks:
-            if not ok:
-                raise ConfigError(f"specblock.{rule}, got {value!r}")
-
-    @property
-    def num_draft_ids(self) -> int:
-        """Size of the draft vocabulary."""
-        return self.draft_vocab_size or self.vocab_size
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "branching": list(self.branching)}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> SpecBlockConfig:
-        """Read the fields of a config.json; keys that are not settings of the network are ignored.
-
-        Raises: ConfigError when a setting is missing or not allowed.
-        """
-        names = {f.name for f in dataclasses.fields(SpecBlockConfig)}
-        kept: dict[str, Any] = {k: tuple(v) if k == "branching" else v for k, v in values.items() if k in names}
-        try:
-            return SpecBlockConfig(**kept)
-        except TypeError as e:
-            raise ConfigError(f"drafter config.json must hold every SpecBlock setting: {e}") from e
-
-
-def rope_cos_sin(
-    positions: torch.Tensor, head_dim: int, theta: float, scaling: tuple[float, ...] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin of the rotary angles, (..., head_dim / 2) float32 each.
-
-    scaling: Llama-3.1's (factor, low frequency factor, high frequency factor, original context): frequencies that turn
-    less than `low` times in the original context are divided by the factor, those above `high` kept, mixed in between.
-    """
-    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim)
-    if scaling is not None:
-        factor, low, high, context = scaling
-        kept = ((context * inverse / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        inverse = inverse * (kept + (1 - kept) / factor)
-    angles = positions.to(torch.float64)[..., None] * inverse
-    return angles.cos().float(), angles.sin().float()
-
-
-def is_rope_scaling(scaling: tuple[float, ...] | None) -> bool:
-    """Whether rope_cos_sin takes these."""
-    return scaling is None or (len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2])
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate (..., heads, Dh) by half-split pairs; cos and sin are (..., 1, Dh / 2)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 class SpecBlockLayer(nn.Module):
@@ -142,30 +80,18 @@ class SpecBlockLayer(nn.Module):
         c = self.config = config
         self.input_norm = nn.Parameter(torch.ones(c.hidden_size))
         self.qkv_proj = nn.Linear(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
-        self.post_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.gate_up_proj = nn.Linear(c.hidden_size, 2 * c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        add_output(self, c)
 
     def qkv(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(B, T, H) and angles (B or 1, T, Dh / 2) -> q (B, Hq, T, Dh), k and v (B, Hkv, T, Dh), rotated."""
         c = self.config
-        y = self.qkv_proj(F.rms_norm(x, (c.hidden_size,), self.input_norm.to(x.dtype), c.rms_eps))
-        y = y.unflatten(-1, (c.num_heads + 2 * c.num_kv_heads, c.head_dim))
-        qk, v = y[..., : c.num_heads + c.num_kv_heads, :], y[..., c.num_heads + c.num_kv_heads :, :]
-        qk = rotate(qk, cos[..., None, :], sin[..., None, :]).transpose(1, 2)
-        return qk[:, : c.num_heads], qk[:, c.num_heads :], v.transpose(1, 2)
+        return split_heads(self.qkv_proj(rms_norm(x, self.input_norm, c.rms_eps)), c, cos, sin)
 
     def finish(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection and MLP with their residuals: x (B, T, H), attended (B, Hq, T, Dh) -> (B, T, H)."""
-        c = self.config
-        x = x + self.o_proj(attended.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up_proj(F.rms_norm(x, (c.hidden_size,), self.post_norm.to(x.dtype), c.rms_eps)).chunk(
-            2, -1
-        )
-        return x + self.down_proj(F.silu(gate) * up)
+        return finish_layer(self, x, attended.transpose(1, 2).flatten(2), self.config.rms_eps)
 
 
 class SpecBlockModel(DrafterModel):
@@ -193,20 +119,20 @@ class SpecBlockModel(DrafterModel):
         self.rank_out = nn.Linear(c.rank_hidden, NUM_RANK_CLASSES, bias=False)
         self.log_beta = nn.Parameter(torch.zeros(2, c.num_blocks, c.num_slots))
         """Log of the factor on the logits per (temperature class: greedy, sampled; block; slot)."""
-        if c.draft_vocab_size is not None:
-            self.register_buffer("draft_token_ids", torch.arange(c.draft_vocab_size))  # (Vd,) int64 target ids
-            self.register_buffer("log_coverage", torch.zeros(()))  # log share of target tokens in the draft vocabulary
-        nn.init.normal_(self.lm_head.weight, std=0.02)
+        start_head(self, c)
 
     def fuse(self, cond: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """cond (..., H) and embedded tokens (..., E) -> inputs of the K slots (..., K, H)."""
         c, w = self.config, self.fuse_proj.weight
         h, e = c.hidden_size, c.embed_size
-        dtype = cond.dtype
-        row = F.linear(F.rms_norm(cond, (h,), self.cond_norm.to(dtype), c.rms_eps), w[:, :h])
-        row = row + F.linear(F.rms_norm(embedded, (e,), self.token_norm.to(dtype), c.rms_eps), w[:, h : h + e])
-        slot = F.linear(F.rms_norm(self.queries, (h,), self.query_norm, c.rms_eps), w[:, h + e :])
+        row = F.linear(rms_norm(cond, self.cond_norm, c.rms_eps), w[:, :h])
+        row = row + F.linear(rms_norm(embedded, self.token_norm, c.rms_eps), w[:, h : h + e])
+        slot = F.linear(rms_norm(self.queries, self.query_norm, c.rms_eps), w[:, h + e :])
         return row[..., None, :] + slot
+
+    def block_layers(self) -> list[SpecBlockLayer]:
+        """The layers, typed."""
+        return [layer for layer in self.layers if isinstance(layer, SpecBlockLayer)]
 
     def shift(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Replace the residual stream (..., K, H) by a projection of each slot and the slot before it."""
@@ -214,10 +140,6 @@ class SpecBlockModel(DrafterModel):
             return x
         before = torch.cat((x[..., :1, :], x[..., :-1, :]), dim=-2)
         return self.shifts[index](torch.cat((x, before), dim=-1))
-
-    def normed(self, x: torch.Tensor) -> torch.Tensor:
-        """Final norm: what the output head and the rank head read."""
-        return F.rms_norm(x, (self.config.hidden_size,), self.final_norm.to(x.dtype), self.config.rms_eps)
 
     def rank_logits(self, z: torch.Tensor, top_logits: torch.Tensor) -> torch.Tensor:
         """Rank-class logits (..., 4) from normed hidden z (..., H) and top logits (..., rank_topk); inputs detached."""

@@ -1,4 +1,4 @@
-"""How does a released SpecBlock drafter become ours?
+"""Released SpecBlock drafters as config and weights of ours.
 
 Its weights expect that block 2 repeats block 1's rotary positions (`compat_rope`); its serving rule for candidates per
 rank class is our default. Layout: `input_layer` fuses three paths, Llama layers with `shift_proj` between them, `norm`, a
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.family import TargetHandles
+from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.drafters.released_fields import (
     ReleasedSettings,
     check_shared,

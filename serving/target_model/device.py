@@ -1,8 +1,7 @@
-"""How do numbers of the host get onto the target's device without waiting for it?
+"""Device transfers: numbers of the host on the target's device, without waiting for it.
 
-How is a CUDA device given work from a thread other than the engine's without holding the engine up?
-
-How long did work take on a device that runs behind the host?
+A side stream takes work of threads other than the engine's without holding the engine up; device timers tell how long
+work took on a device that runs behind the host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How does a small dense target run on the CPU with the fewest operators per layer?
+"""Fused forward of a small dense target on the CPU, with the fewest operators per layer.
 
 At widths of a few hundred an operator's fixed cost outweighs its arithmetic, so Qwen3 and Llama layers are re-expressed
 with exact identities, no weight value changed:

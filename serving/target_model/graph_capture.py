@@ -1,4 +1,4 @@
-"""How does work of a fixed shape become a graph that one call replays, and which shapes get one?
+"""Graph capture: work of fixed shapes as graphs that one call replays, the commonest shapes first.
 
 A piece of work is a function without arguments that reads static tensors and writes static tensors. Captured once, it
 can be replayed for every round that fits its sizes: the round's numbers are copied into the static tensors and padded.

@@ -1,4 +1,4 @@
-"""Where do K/V rows live: one paged pool per model, a scratch arena for tree nodes, and who owns which page?
+"""KV cache: one paged pool per model, a scratch arena for tree nodes, and the owners of its pages.
 
 Shape legend: Lt layers, R pool rows, Hkv KV heads, Dh head dim, B requests, L context length.
 """

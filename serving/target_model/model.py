@@ -1,4 +1,4 @@
-"""How does one packed ragged forward of the target run: transformers model, paged KV, tree mask, feature taps?
+"""Target model: one packed ragged forward over a transformers model, paged KV, a tree mask and feature taps.
 
 Shape legend: B requests, N packed rows (all requests), W widest tree, L longest context, M rows whose logits are
 wanted, V vocab, m tapped layers, Dm hidden size.

@@ -1,4 +1,4 @@
-"""How do prompt rows and draft-tree rows of one round share a target forward?
+"""Packed forward: prompt rows and draft-tree rows of one round in one target forward.
 
 One forward reads the weights once. It pays where the attention kernel takes ragged rows as they are (kernels that can be
 captured). The CPU reference pads every request to the one with most rows: with a chunk of 64 rows beside 16 requests of 5

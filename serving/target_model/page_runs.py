@@ -1,4 +1,4 @@
-"""Which free pages lie in order? Runs of neighbouring free pages, found and merged without scanning the pool."""
+"""Page runs: neighbouring free pages, found and merged without scanning the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does attention inside the modules of transformers read and write paged KV?
+"""Paged attention inside the modules of transformers: it reads and writes paged KV.
 
 Two ways, chosen when a target is loaded. Any family: transformers normalises and rotates queries and keys with operators of
 its own, then calls the attention function registered here, which writes K/V rows and attends. Families whose attention

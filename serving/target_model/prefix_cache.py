@@ -1,4 +1,4 @@
-"""Which pages already hold the KV rows of a prompt's beginning?
+"""Prefix cache: pages that already hold the KV rows of a prompt's beginning.
 
 A tree of full pages: a node is one page, found by (its parent, the page's token ids and the one token behind them), and
 the path from the root is the text before it. Keys are compared in full, so no hash can be forged or collide; each tenant

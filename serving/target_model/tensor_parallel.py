@@ -1,10 +1,8 @@
-"""How does rank 0 tell the other ranks of a tensor-parallel target what to run, and how do they obey?
+"""Tensor parallelism: rank 0 tells the other ranks of a target what to run, and they obey.
 
 An order is a few integers in a store of the host, numbered; its tensors follow by broadcast over the ranks' devices.
 
 Shape legend: B requests, N packed rows, L columns of the slot table, W widest tree, M rows whose logits are wanted.
-
-How does one target run over several devices: who leads, what do the other ranks do, which targets can be split?
 
 Every rank holds its share of the weights by transformers' own tensor-parallel plan and, in its KV pool, its share of the
 KV heads. Rank 0 runs the engine and tells the others of every forward and commit before it does its own; they repeat it,

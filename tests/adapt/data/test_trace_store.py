@@ -6,25 +6,7 @@ import torch
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.clock import ManualClock
 from paceline.errors import TraceError
-from paceline.serving.sampling.request import RequestTrace
-
-
-def make_trace(request_id="r", *, bucket="math", prompt_len=3, num_outputs=5, size=6, topk=2, dtype=torch.float32):
-    g = torch.Generator().manual_seed(len(request_id) + num_outputs)
-    total = prompt_len + num_outputs
-    return RequestTrace(
-        request_id=request_id,
-        bucket=bucket,
-        temperature=0.5,
-        prompt_len=prompt_len,
-        token_ids=torch.randint(0, 50, (total,), generator=g).tolist(),
-        features=torch.randn(total - 1, size, generator=g).to(dtype),
-        topk_ids=torch.randint(0, 50, (num_outputs, topk), generator=g, dtype=torch.int32),
-        topk_logprobs=-torch.rand(num_outputs, topk, generator=g),
-        target_version="abc_1",
-        finish_reason="stop",
-        extra={"seed": 3},
-    )
+from tests.helpers.drafters import make_trace
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

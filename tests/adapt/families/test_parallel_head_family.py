@@ -22,9 +22,8 @@ from paceline.serving.loading.families import load_drafter
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.parallel_head.model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel
 from paceline.serving.trees.policy import draft_fixed
-from tests.adapt.gate import test_shadow_engine as engine_case
-from tests.adapt.online.test_trainer import EMBED, FEATURES, TARGET, VOCAB, make_trace
-from tests.adapt.recipes.test_train_drafter import TEXT, prompts_dir, target_dir  # noqa: F401 - fixtures
+from tests.helpers.served import NODES, engine_rounds, serve
+from tests.helpers.training import EMBED, FEATURES, TARGET, TEXT, VOCAB, learnable_trace
 
 KINDS = pytest.mark.parametrize("name", sorted(DRAFTER_TYPES))
 CPU = torch.device("cpu")
@@ -43,7 +42,7 @@ def update(model, parameters, **changes):
     arm = ArmSpec(name="a", parameters=parameters, num_rows=1000, learning_rate=2e-3, **changes)
     seen = []
     result = update_drafter(
-        model, training_family(model.drafter_type).frozen(TARGET, CPU), [make_trace(f"t{i}") for i in range(12)], [], arm,
+        model, training_family(model.drafter_type).frozen(TARGET, CPU), [learnable_trace(f"t{i}") for i in range(12)], [], arm,
         seed=1, time_share=lambda: 0.0, should_stop=lambda: False, progress=lambda done, total, info: seen.append(info["nll"]),
     )  # fmt: skip
     return result, seen
@@ -68,7 +67,7 @@ def test_an_arm_changes_its_own_parameters_only(name, parameters, trained):
 @KINDS
 def test_a_training_order_improves_a_drafter_and_registers_it(tmp_path, name):
     store, registry = TraceStore(tmp_path / "traces"), DrafterRegistry(tmp_path / "registry")
-    shards = [store.write_shard([make_trace(f"m{i}") for i in range(32)], "math")]
+    shards = [store.write_shard([learnable_trace(f"m{i}") for i in range(32)], "math")]
     model = make_model(name)
     first = registry.put(
         model.state_dict(), drafter_type=name, config=model.config.to_dict(), target_version=TARGET.version
@@ -85,7 +84,7 @@ def test_a_training_order_improves_a_drafter_and_registers_it(tmp_path, name):
 
 @pytest.mark.parametrize("edge_rank", [0, 3])
 @KINDS
-def test_replay_equals_served_rounds(monkeypatch, name, edge_rank):
+def test_replay_equals_served_rounds(name, edge_rank):
     def make(target, seed, overconfidence=0.0, family=name):
         model = make_model(
             name, seed, hidden_size=target.hidden_size, vocab_size=target.vocab_size, feature_size=target.feature_size,
@@ -97,13 +96,12 @@ def test_replay_equals_served_rounds(monkeypatch, name, edge_rank):
                 model.edge_out.normal_()
         return ParallelHeadDrafter(model, target.embed_weight, target.head_weight)
 
-    monkeypatch.setattr(engine_case, "make_drafter", make)
-    target, sink = engine_case.serve(8)
-    nodes = engine_case.NODES
+    target, sink = serve(8, make=make)
+    nodes = NODES
     rounds = replay_rounds(make(target, 0), sink.traces, whole_tree(lambda d, i: draft_fixed(d, i, nodes)))
     assert any(a > 0 for r in rounds for a in r)
     for trace, replayed in zip(sink.traces, rounds, strict=True):
-        served = engine_case.engine_rounds(sink, trace.request_id)
+        served = engine_rounds(sink, trace.request_id)
         assert [r["num_accepted_tokens"] for r in served][:-1] == replayed[:-1] and len(served) == len(replayed)
     scores = shadow_scores({"a": make(target, 0), "b": make(target, 1)}, sink.traces, num_nodes=nodes)
     assert [s.num_tokens for s in scores["a"]] == [s.num_tokens for s in scores["b"]] and scores["a"] != scores["b"]
@@ -113,7 +111,7 @@ def test_replay_equals_served_rounds(monkeypatch, name, edge_rank):
 @pytest.mark.parametrize(
     "name, edge_rank, autocast", [("jetspec", 3, None), ("dflash", None, None), ("jetspec", 3, True)]
 )
-def test_the_recipe_trains_a_drafter_that_loads(tmp_path, target_dir, prompts_dir, name, edge_rank, autocast):  # noqa: F811
+def test_the_recipe_trains_a_drafter_that_loads(tmp_path, target_dir, prompts_dir, name, edge_rank, autocast):
     recipe = DrafterRecipe(
         drafter=name,
         domains=(),

@@ -20,9 +20,9 @@ from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.table import training_family
 from paceline.errors import ConfigError
 from paceline.serving.parallel_head.model import ParallelHeadConfig, ParallelHeadModel
-from paceline.serving.sampling.request import RequestTrace
+from tests.helpers.drafters import HIDDEN, SIZES, V, logged_text
 
-V, FEATURES, HIDDEN, TOPK, SLOTS = 40, 12, 16, 4, 4
+SLOTS = 4
 KINDS = pytest.mark.parametrize("is_causal", [True, False], ids=["jetspec", "dflash"])
 EMBED = torch.randn(V, HIDDEN, generator=torch.Generator().manual_seed(5))
 HEAD = torch.randn(V, HIDDEN, generator=torch.Generator().manual_seed(6))
@@ -31,28 +31,11 @@ TABLES = TargetTables(embed=EMBED, head=HEAD)
 
 def tiny_head(is_causal=True, seed=0, **changes):
     torch.manual_seed(seed)
-    values = {
-        "is_causal": is_causal, "hidden_size": HIDDEN, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 4, "vocab_size": V, "feature_size": FEATURES, "num_slots": SLOTS,
-    }  # fmt: skip
-    model = ParallelHeadModel(ParallelHeadConfig(**{**values, **changes}))
+    model = ParallelHeadModel(ParallelHeadConfig(**{**SIZES, "is_causal": is_causal, "num_slots": SLOTS, **changes}))
     if model.config.edge_rank:
         with torch.no_grad():
             model.edge_out.normal_()
     return model
-
-
-def trace(seed, length, prompt_len, temperature=0.0, has_topk=True):
-    g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(V, (length,), generator=g)
-    logprobs = torch.randn(length - prompt_len, V, generator=g).mul(3).log_softmax(-1).topk(TOPK, dim=-1)
-    return RequestTrace(
-        request_id=str(seed), bucket="b", temperature=temperature, prompt_len=prompt_len, token_ids=tokens.tolist(),
-        features=torch.randn(length - 1, FEATURES, generator=g),
-        topk_ids=logprobs.indices.int() if has_topk else None,
-        topk_logprobs=logprobs.values if has_topk else None,
-        target_version="t",
-    )  # fmt: skip
 
 
 def generator(seed=0):
@@ -112,7 +95,7 @@ def make_half_right(model, traces):
 @KINDS
 def test_packed_loss_equals_the_direct_formula(is_causal, edge_rank, edge_share, objective, share, has_topk):
     model = tiny_head(is_causal, edge_rank=edge_rank)
-    traces = [trace(i, 12 + 4 * i, 3 + 2 * i, has_topk=has_topk) for i in range(3)]
+    traces = [logged_text(i, 12 + 4 * i, 3 + 2 * i, has_topk=has_topk) for i in range(3)]
     make_half_right(model, traces)
     config = ParallelLossConfig(
         objective=objective, decay_share=share, num_anchors=None, calibration_weight=0.0, edge_share=edge_share
@@ -169,7 +152,7 @@ def test_anchors_are_distinct_supervised_positions_drawn_evenly():
 
 @KINDS
 def test_an_anchor_sees_strictly_earlier_context_and_its_own_block_only(is_causal):
-    model, t = tiny_head(is_causal), trace(0, 24, 4)
+    model, t = tiny_head(is_causal), logged_text(0, 24, 4)
     before = anchored_forward(model, collate([t]), EMBED, torch.tensor([[8, 12, 17]]))
     t.features[12:] += 1.0  # the feature of anchor 12 itself is not there while drafting
     t.token_ids[13:] = [0] * 11
@@ -182,7 +165,7 @@ def test_an_anchor_sees_strictly_earlier_context_and_its_own_block_only(is_causa
 
 def test_requests_of_a_batch_do_not_touch_each_other():
     model = tiny_head(edge_rank=2)
-    traces = [trace(i, 30 - 6 * i, 3 + i) for i in range(3)]
+    traces = [logged_text(i, 30 - 6 * i, 3 + i) for i in range(3)]
     config = ParallelLossConfig(num_anchors=None, calibration_weight=0.0, edge_share=1.0)
     together, report = parallel_training_loss(model, collate(traces), TABLES, config, generator())
     alone = [parallel_training_loss(model, collate([t]), TABLES, config, generator()) for t in traces]
@@ -196,7 +179,7 @@ def test_requests_of_a_batch_do_not_touch_each_other():
 
 def test_calibration_trains_only_its_own_scalars():
     model = tiny_head(edge_rank=2)
-    traces = [trace(i, 20, 4, temperature=0.8 * (i % 2)) for i in range(4)]
+    traces = [logged_text(i, 20, 4, temperature=0.8 * (i % 2)) for i in range(4)]
     grads = []
     for weight in (0.0, 1.0):
         model.zero_grad()
@@ -212,14 +195,14 @@ def test_calibration_trains_only_its_own_scalars():
 def test_without_the_backbone_only_what_lies_behind_it_gets_gradients():
     model = tiny_head(edge_rank=2)
     config = ParallelLossConfig()
-    batch = collate([trace(1, 20, 4)])
+    batch = collate([logged_text(1, 20, 4)])
     parallel_training_loss(model, batch, TABLES, config, generator(), trains_backbone=False)[0].backward()
     with_grad = {n for n, p in model.named_parameters() if p.grad is not None}
     assert with_grad == {"final_norm", "edge_in", "edge_out", "log_beta"}
 
 
 def test_chunked_output_head_gives_the_same_loss_and_gradients(monkeypatch):
-    model, batch = tiny_head(edge_rank=2), collate([trace(i, 24, 4) for i in range(3)])
+    model, batch = tiny_head(edge_rank=2), collate([logged_text(i, 24, 4) for i in range(3)])
     results = []
     for limit in (2**26, V * 7):
         monkeypatch.setattr(parallel_head_loss, "_MAX_LOGITS", limit)
@@ -235,7 +218,7 @@ def test_chunked_output_head_gives_the_same_loss_and_gradients(monkeypatch):
 def test_a_batch_without_supervised_anchors_has_no_loss():
     model = tiny_head()
     loss, report = parallel_training_loss(
-        model, collate([trace(0, 6, 5), trace(1, 4, 4)]), TABLES, ParallelLossConfig(), generator()
+        model, collate([logged_text(0, 6, 5), logged_text(1, 4, 4)]), TABLES, ParallelLossConfig(), generator()
     )
     loss.backward()
     assert float(loss.detach()) == 0 and int(report["rows"]) == 0
@@ -247,7 +230,7 @@ def test_a_tiny_head_learns_a_regular_text(is_causal, edge_rank):
     model = tiny_head(is_causal, edge_rank=edge_rank)
     traces = []
     for i in range(8):
-        t = trace(i, 30, 4)
+        t = logged_text(i, 30, 4)
         t.token_ids[:] = [(7 * i + 3 * p) % V for p in range(30)]
         t.topk_ids[:] = -1
         t.topk_ids[:, 0] = torch.tensor(t.token_ids[4:])

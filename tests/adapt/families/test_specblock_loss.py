@@ -8,33 +8,17 @@ from paceline.adapt.families import specblock as specblock_loss
 from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.specblock import LossConfig, training_loss
 from paceline.adapt.families.specblock_rows import block1_forward
-from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel, rank_class, rank_features
+from tests.helpers.drafters import EMBED, SIZES, V, logged_text
 
-V, FEATURES, EMBED, TOPK = 40, 12, 10, 4
 PLAIN = {"rank_weight": 0.0, "calibration_weight": 0.0, "next_block_share": 1.0, "early_start_share": 0.0}
 
 
 def tiny_model(seed=0, **changes):
     torch.manual_seed(seed)
-    values = {
-        "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "vocab_size": V,
-        "feature_size": FEATURES, "embed_size": EMBED, "rank_hidden": 8, "num_blocks": 3,
-    }  # fmt: skip
-    return SpecBlockModel(SpecBlockConfig(**{**values, **changes}))
-
-
-def trace(seed, length, prompt_len, temperature=0.0, has_topk=True):
-    g = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(V, (length,), generator=g)
-    logprobs = torch.randn(length - prompt_len, V, generator=g).mul(3).log_softmax(-1).topk(TOPK, dim=-1)
-    return RequestTrace(
-        request_id=str(seed), bucket="b", temperature=temperature, prompt_len=prompt_len, token_ids=tokens.tolist(),
-        features=torch.randn(length - 1, FEATURES, generator=g),
-        topk_ids=logprobs.indices.int() if has_topk else None,
-        topk_logprobs=logprobs.values if has_topk else None,
-        target_version="t",
-    )  # fmt: skip
+    return SpecBlockModel(
+        SpecBlockConfig(**{**SIZES, "embed_size": EMBED, "rank_hidden": 8, "num_blocks": 3, **changes})
+    )
 
 
 def generator():
@@ -98,7 +82,7 @@ def loop_oracle(model, traces, embed, decay=0.8, log_coverage_ids=None, has_vali
 @pytest.mark.parametrize("has_valid_prefix", [True, False])
 def test_packed_loss_and_valid_prefix_equal_the_loop(has_topk, has_valid_prefix):
     model, embed = tiny_model(), torch.randn(V, EMBED)
-    traces = [trace(i, 14 + 5 * i, 3 + 2 * i, has_topk=has_topk) for i in range(3)]
+    traces = [logged_text(i, 14 + 5 * i, 3 + 2 * i, has_topk=has_topk) for i in range(3)]
     make_half_right(model, traces, embed)
     loss, histogram, rows = loop_oracle(model, traces, embed, has_valid_prefix=has_valid_prefix)
     config = LossConfig(num_blocks=1, has_valid_prefix=has_valid_prefix, **PLAIN)
@@ -113,7 +97,7 @@ def test_a_token_outside_the_draft_vocabulary_ends_the_prefix():
     model, embed = tiny_model(draft_vocab_size=24), torch.randn(V, EMBED)
     with torch.no_grad():
         model.draft_token_ids.copy_(torch.arange(24) + 8)
-    traces = [trace(i, 20, 4) for i in range(3)]
+    traces = [logged_text(i, 20, 4) for i in range(3)]
     for t in traces:
         hidden = block1_forward(model, collate([t]), embed).hidden[0]
         for p in range(6, 20, 2):  # even positions right for slot 0; odd ones keep their random, often outside, token
@@ -126,7 +110,7 @@ def test_a_token_outside_the_draft_vocabulary_ends_the_prefix():
 
 def test_requests_of_a_batch_do_not_touch_each_other_in_any_block():
     model, embed = tiny_model(), torch.randn(V, EMBED)
-    traces = [trace(i, 30 - 6 * i, 3 + i) for i in range(3)]
+    traces = [logged_text(i, 30 - 6 * i, 3 + i) for i in range(3)]
     make_half_right(model, traces, embed)
     config = LossConfig(num_blocks=3, side_share=0.0, **PLAIN)
     together, report = training_loss(model, collate(traces), embed, config, generator())
@@ -141,7 +125,7 @@ def test_requests_of_a_batch_do_not_touch_each_other_in_any_block():
 
 def test_later_text_does_not_reach_earlier_rows():
     model, embed = tiny_model(), torch.randn(V, EMBED)
-    t = trace(0, 20, 4)
+    t = logged_text(0, 20, 4)
     before = block1_forward(model, collate([t]), embed).hidden[0, :10]
     t.features[10:] += 1.0
     t.token_ids[11:] = [0] * 9
@@ -158,7 +142,7 @@ def test_a_row_goes_on_where_serving_would_after_its_first_miss():
 @pytest.mark.parametrize("name", ["has_shift", "inherits_hidden"])
 def test_every_ablation_changes_what_the_second_block_says(name):
     embed = torch.randn(V, EMBED)
-    traces = [trace(i, 20, 4) for i in range(3)]
+    traces = [logged_text(i, 20, 4) for i in range(3)]
     model = tiny_model()
     make_half_right(model, traces, embed)
     losses = []
@@ -173,7 +157,7 @@ def test_every_ablation_changes_what_the_second_block_says(name):
 
 def test_rank_and_calibration_losses_train_only_their_own_parameters():
     model, embed = tiny_model(), torch.randn(V, EMBED)
-    traces = [trace(i, 20, 4, temperature=0.8 * (i % 2)) for i in range(4)]
+    traces = [logged_text(i, 20, 4, temperature=0.8 * (i % 2)) for i in range(4)]
     token_only, _ = training_loss(model, collate(traces), embed, LossConfig(num_blocks=1, **PLAIN), generator())
     token_only.backward()
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -193,7 +177,9 @@ def test_rank_and_calibration_losses_train_only_their_own_parameters():
 
 def test_without_the_backbone_only_heads_get_gradients():
     model, embed = tiny_model(), torch.randn(V, EMBED)
-    loss, _ = training_loss(model, collate([trace(1, 20, 4)]), embed, LossConfig(), generator(), trains_backbone=False)
+    loss, _ = training_loss(
+        model, collate([logged_text(1, 20, 4)]), embed, LossConfig(), generator(), trains_backbone=False
+    )
     loss.backward()
     with_grad = {n for n, p in model.named_parameters() if p.grad is not None}
     assert "lm_head.weight" in with_grad and "final_norm" in with_grad
@@ -202,7 +188,7 @@ def test_without_the_backbone_only_heads_get_gradients():
 
 def test_chunked_output_head_gives_the_same_loss_and_gradients(monkeypatch):
     model, embed = tiny_model(), torch.randn(V, EMBED)
-    batch = collate([trace(i, 24, 4) for i in range(3)])
+    batch = collate([logged_text(i, 24, 4) for i in range(3)])
     config = LossConfig(side_share=0.5)
     results = []
     for limit in (2**26, V * 7):
@@ -220,7 +206,7 @@ def test_a_tiny_drafter_learns_a_regular_text():
     model, embed = tiny_model(num_blocks=2), torch.randn(V, EMBED)
     traces = []
     for i in range(4):
-        t = trace(i, 40, 3, has_topk=False)
+        t = logged_text(i, 40, 3, has_topk=False)
         t.token_ids = [(i * 5 + p) % 12 for p in range(40)]
         traces.append(t)
     batch = collate(traces)

@@ -8,40 +8,20 @@ import pytest
 import torch
 
 from paceline.adapt.data.trace_store import TraceStore
-from paceline.adapt.families.target_handle import TargetHandle, load_target_handle
+from paceline.adapt.families.target_handle import load_target_handle
 from paceline.adapt.online import trainer
 from paceline.adapt.online.trainer import ShadowConfig, run_training_job
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.clock import ManualClock
 from paceline.contracts import ArmSpec, TrainJob
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
-from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from tests.helpers.training import EMBED, FEATURES, TARGET, VOCAB, learnable_trace
 
-VOCAB, EMBED, FEATURES = 24, 16, 24
 CONFIG = SpecBlockConfig(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=VOCAB,
     feature_size=FEATURES, embed_size=EMBED,
 )  # fmt: skip
-TARGET = TargetHandle(
-    version="target-1", vocab_size=VOCAB, feature_size=FEATURES, device=torch.device("cpu"),
-    embed_weight=torch.randn(VOCAB, EMBED, generator=torch.Generator().manual_seed(0)),
-)  # fmt: skip
-TOKEN_TO_FEATURE = torch.randn(VOCAB, FEATURES, generator=torch.Generator().manual_seed(1))
-
-
-def make_trace(name, bucket="math", num_outputs=40, target=TARGET.version):
-    """A text whose tokens follow from one another, with features that tell the next one."""
-    g = torch.Generator().manual_seed(sum(map(ord, name)))
-    tokens = [int(torch.randint(0, VOCAB, (1,), generator=g))]
-    for _ in range(3 + num_outputs):
-        tokens.append((tokens[-1] * 5 + 3) % VOCAB)
-    ids = torch.tensor(tokens[4:], dtype=torch.int32)[:, None]
-    return RequestTrace(
-        request_id=name, bucket=bucket, temperature=0.0, prompt_len=4, token_ids=tokens,
-        features=TOKEN_TO_FEATURE[tokens[1:]], topk_ids=ids, topk_logprobs=torch.full(ids.shape, -0.01),
-        target_version=target,
-    )  # fmt: skip
 
 
 def base_state(seed=0):
@@ -58,8 +38,8 @@ FIELDS = {
 def place(tmp_path):
     """Store with two shards of 'math' and one of 'code', registry with a first drafter, and an order."""
     store, registry = TraceStore(tmp_path / "traces"), DrafterRegistry(tmp_path / "registry")
-    shards = [store.write_shard([make_trace(f"m{k}-{i}") for i in range(16)], "math") for k in range(2)]
-    other = store.write_shard([make_trace(f"c{i}", bucket="code") for i in range(8)], "code")
+    shards = [store.write_shard([learnable_trace(f"m{k}-{i}") for i in range(16)], "math") for k in range(2)]
+    other = store.write_shard([learnable_trace(f"c{i}", bucket="code") for i in range(8)], "code")
     first = registry.put(base_state(), **FIELDS).version
     job = TrainJob(
         job_id="j1", bucket="math", arm=ArmSpec(name="full-1k", parameters="full", num_rows=1000, epochs=6),

@@ -12,10 +12,10 @@ from paceline.adapt.data import corpus
 from paceline.adapt.data.regenerate import (
     RegenerateConfig,
     Regenerator,
-    draw,
+    cut_loop,
     draw_prompt,
     folder_documents,
-    loop_rows,
+    loop_start,
     regenerate,
 )
 from paceline.adapt.data.trace_store import TraceStore
@@ -26,34 +26,15 @@ from paceline.adapt.recipes.drafter import DrafterRecipe, plan_batches, rate_at,
 from paceline.adapt.recipes.learning_curve import read_curve
 from paceline.errors import ConfigError
 from paceline.serving.loading.families import load_drafter
+from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
-
-TEXT = RegenerateConfig(num_tokens=300, max_new_tokens=24, batch_requests=6, max_prompt_tokens=20, topk=4)
-
-
-@pytest.fixture(scope="module")
-def target_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    tiny_model("qwen3", layers=6, width=32).save_pretrained(folder)
-    tiny_tokenizer(64).save_pretrained(folder)
-    return folder
+from tests.helpers.training import TEXT
 
 
-@pytest.fixture(scope="module")
-def prompts_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prompts")
-    rows = [{"prompt": f"say the number {i} twice, then add {i * 3}"} for i in range(60)]
-    (folder / "p.jsonl").write_text("\n".join(json.dumps(r) for r in rows), encoding="utf-8")
-    return folder
-
-
-def run_batch(target_dir, temperatures, **options):
-    target = TargetModel.load(target_dir, fast_path=False)
-    prompts = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [20, 21, 22, 23, 24]]
-    settings = {"max_new_tokens": 20, "topk": 4, **options}
-    generator = torch.Generator().manual_seed(0)
-    return Regenerator(target).run(prompts, temperatures, generator=generator, bucket="b", name="n", **settings)
+def run_batch(target_dir, temperatures, prompts=([5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [20, 21, 22, 23, 24])):
+    writer = Regenerator(TargetModel.load(target_dir), batch_requests=len(prompts), max_request_tokens=40, topk=4)
+    return writer.run(prompts, temperatures, max_new_tokens=20, seed=0, bucket="b", name="n")
 
 
 def test_batched_greedy_text_equals_one_request_at_a_time(target_dir):
@@ -80,18 +61,26 @@ def test_sampled_text_records_the_unscaled_target_distribution(target_dir):
         assert torch.allclose(t.topk_logprobs, logits.log_softmax(-1).topk(4).values, atol=1e-4)
 
 
-def test_draws_follow_the_distribution_and_greedy_rows_take_the_argmax():
-    logits = torch.tensor([1.0, 0.0, 2.0, -1.0])
-    temperatures = torch.tensor([0.0] + [0.8] * 4000)
-    drawn = draw(logits.repeat(4001, 1), temperatures, torch.rand(4001, generator=torch.Generator().manual_seed(0)))
-    assert int(drawn[0]) == 2
-    share = torch.bincount(drawn[1:], minlength=4) / 4000
-    assert torch.allclose(share, (logits / 0.8).softmax(-1), atol=0.03)
+def test_draws_follow_the_distribution(target_dir):
+    prompt, count = [5, 6, 7, 8], 400
+    traces = run_batch(target_dir, [0.8] * count, [prompt] * count)
+    with torch.no_grad():
+        expected = (tiny_model("qwen3", layers=6, width=32)(torch.tensor([prompt])).logits[0, -1] / 0.8).softmax(-1)
+    share = torch.bincount(torch.tensor([t.token_ids[4] for t in traces]), minlength=64) / count
+    assert float((share - expected).abs().sum()) / 2 < 0.15
 
 
-def test_exact_short_loops_are_found():
-    rows = np.array([[1, 2, 3] * 20 + [1, 2, 3, 1], list(range(64)), [5] * 64])
-    assert loop_rows(rows).tolist() == [True, False, True]
+def test_exact_short_loops_are_found_and_cut():
+    assert loop_start([7] * 5 + [1, 2, 3] * 30) == 16
+    assert loop_start(list(range(200))) is None and loop_start([5] * 60) is None
+    output, row = [9] * 4 + [5] * 80, torch.arange(86.0)[:, None]
+    trace = RequestTrace(
+        request_id="r", bucket="b", temperature=0.0, prompt_len=3, token_ids=[1, 2, 3, *output], features=row,
+        topk_ids=row[:84], topk_logprobs=row[:84], target_version="t", finish_reason="length",
+    )  # fmt: skip
+    cut = cut_loop(trace)
+    assert (len(cut.token_ids), len(cut.features), len(cut.topk_ids), cut.finish_reason) == (35, 34, 32, "loop")
+    assert cut_loop(dataclasses.replace(trace, finish_reason="stop")).finish_reason == "stop"
 
 
 def test_a_prompt_ends_where_an_answer_begins_or_is_cut(target_dir):

@@ -54,7 +54,7 @@ def test_the_command_writes_a_folder_that_loads_without_the_release(tmp_path, ta
     assert "`released-dflash`" in text and str(tmp_path) not in text and config["target_version"] in text
     target = TargetModel.load(target_dir, tap_layers=OTHER_TAPS)
     ours, direct = load_drafter(out, target), load_drafter(dflash_dir, target)
-    assert all(torch.equal(t, direct._forward.weights[n]) for n, t in ours._forward.weights.items())
+    assert all(torch.equal(t, direct.forward.weights[n]) for n, t in ours.forward.weights.items())
     with pytest.raises(DrafterMismatchError, match=r"load it with tap_layers=\(0, 4, 9\)"):
         load_drafter(out, TargetModel.load(target_dir))
 

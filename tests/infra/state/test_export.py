@@ -31,7 +31,7 @@ from paceline.infra.state.export import (
 from paceline.infra.state.log import LogFile
 from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
-from tests.adapt.data.test_trace_store import make_trace
+from tests.helpers.drafters import make_trace
 from tests.helpers.hosts import make_host, send, settle
 from tests.helpers.scripted import decision
 

@@ -7,7 +7,7 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.cli.main import app
 from paceline.errors import ConfigError
 from paceline.infra.state.purge import PurgeOptions, purge
-from tests.adapt.data.test_trace_writer import make_trace
+from tests.helpers.drafters import make_trace
 
 
 @pytest.fixture

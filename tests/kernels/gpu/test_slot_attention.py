@@ -1,12 +1,9 @@
-"""Both twins of slot attention equal a dense float64 softmax, and what SpecBlock drafting computes with masks."""
+"""Both twins of slot attention equal a dense float64 softmax."""
 
 import pytest
 import torch
 
 from paceline.kernels.reference.slot_attention import slot_attention as attend_reference
-from paceline.serving.drafters.interface import DraftInputs, Frontier
-from paceline.serving.specblock.attention import SlotAttention
-from paceline.serving.specblock.model import SpecBlockConfig
 from tests.helpers.launches import count_launches
 
 pytest.importorskip("triton")
@@ -115,53 +112,6 @@ def test_extreme_scores_give_no_nan():
     found = module.slot_attention(**inputs)
     assert found.isfinite().all()
     torch.testing.assert_close(found.double(), _dense(inputs), atol=1e-2, rtol=1e-2)  # scores of 1e5 in float32
-
-
-@pytest.mark.parametrize("twin", TWINS)
-def test_equals_the_leaf_attention_of_specblock_drafting(twin):
-    config = SpecBlockConfig(
-        hidden_size=32, intermediate_size=32, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, vocab_size=64,
-        feature_size=32, embed_size=32, num_slots=K,
-    )  # fmt: skip
-    contexts, request, slot = [8, 5], torch.tensor([0, 1, 0, 0]), torch.tensor([1, 3, 0, 2])
-    inputs = _inputs([[7, 7, 7], [4, -1, -1]], [[2, 1, 3], [4, 0, 0]])
-    inputs["scale"] = 1.0
-    lens = torch.tensor(contexts)
-    draft = DraftInputs(
-        request_ids=["a", "b"], context_lens=lens, anchor_token_ids=lens, temperatures=lens.float(), slot_table=lens,
-        cu_new=lens, new_positions=lens, new_token_ids=lens, new_features=None, new_slots=lens, histories=[],
-    )  # fmt: skip
-    attention = SlotAttention(config, torch.float32, torch.device("cpu"))
-    place, bias = attention.leaf_layout(draft, Frontier(request=request, slot=slot, token_ids=slot), 8)
-    assert place.tolist() == [0, 3, 1, 2]
-    pool = torch.nan_to_num(inputs["pool"].cpu())
-    context = torch.stack([pool[row] for row in inputs["slot_table"].cpu()[:, :8]])
-    kv = torch.cat((context, inputs["current"].cpu()), dim=1)
-    query = inputs["query"].cpu().flatten(1, 2).flatten(2)
-    expected = attention.attend_many(query, kv, bias).view(2, 3, K, HEADS, DIM)
-    found = TWINS[twin](**inputs).cpu()
-    for b, f in ((0, 0), (0, 1), (0, 2), (1, 0)):
-        torch.testing.assert_close(found[b, f], expected[b, f], **TOLERANCE[torch.float32])
-    assert not found[1, 1:].any()
-
-
-@pytest.mark.parametrize("twin", TWINS)
-def test_equals_the_causal_attention_of_a_refresh(twin):
-    """New rows of a request: row j sees all rows before it in the pool and its own slots causally."""
-    config = SpecBlockConfig(
-        hidden_size=32, intermediate_size=32, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, vocab_size=64,
-        feature_size=32, embed_size=32, num_slots=K,
-    )  # fmt: skip
-    inputs = _inputs([[3, 4, 5]], [[4, 4, 4]])
-    rows = inputs["slot_table"][0, 3:6]
-    inputs["current"] = inputs["pool"][rows][None]  # the new rows are in the pool, too
-    inputs["own_slots"] = torch.zeros_like(inputs["own_slots"])
-    inputs["scale"] = 1.0
-    attention = SlotAttention(config, torch.float32, torch.device("cpu"))
-    context = inputs["pool"].cpu()[inputs["slot_table"].cpu()[:, :6]]
-    packed = torch.cat((inputs["query"].flatten(3).cpu(), inputs["current"].cpu()), dim=3).flatten(0, 2)
-    expected = attention.attend_ragged(packed, context, [3], [6]).view(1, 3, K, HEADS, DIM)
-    torch.testing.assert_close(TWINS[twin](**inputs).cpu(), expected, **TOLERANCE[torch.float32])
 
 
 def test_query_and_current_may_be_views_of_one_projection():

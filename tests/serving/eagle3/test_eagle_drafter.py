@@ -9,12 +9,10 @@ from paceline.config import TreeConfig
 from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.eagle3.drafter import EagleDrafter
-from paceline.serving.eagle3.model import EagleConfig, EagleModel
 from paceline.serving.loading.families import load_drafter, save_drafter
 from paceline.serving.trees.policy import DraftGroup, TreePolicy, draft_fixed
 from paceline.serving.trees.tree import TreeBatch
-from tests.helpers.drafter_requests import (
-    EMBED,
+from tests.helpers.drafters import (
     FEATURES,
     TOLERANCE,
     FakeTarget,
@@ -22,21 +20,10 @@ from tests.helpers.drafter_requests import (
     V,
     make_inputs,
     new_requests,
-    perturb,
     prefill_chunked,
     text_batch,
+    tiny_eagle,
 )
-
-
-def tiny_model(seed=0, **changes):
-    torch.manual_seed(seed)
-    values = {
-        "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": V,
-        "feature_size": FEATURES, "embed_size": EMBED, "num_slots": 3,
-    }  # fmt: skip
-    model = EagleModel(EagleConfig(**{**values, **changes}))
-    perturb(model)
-    return model, torch.randn(V, EMBED)
 
 
 @torch.no_grad()
@@ -89,7 +76,7 @@ def check_round(drafter, model, embed, requests, spans, rng):
 )
 def test_drafting_equals_the_training_forward_over_rounds(count, scattered, changes):
     rng = np.random.default_rng(3)
-    model, embed = tiny_model(**changes)
+    model, embed = tiny_eagle(**changes)
     drafter = EagleDrafter(model, embed, num_candidates=6)
     requests = new_requests(drafter, count, rng, scattered)
     prefill_chunked(drafter, requests)
@@ -102,7 +89,7 @@ def test_drafting_equals_the_training_forward_over_rounds(count, scattered, chan
 
 def test_a_batch_proposes_what_each_request_gets_alone():
     rng = np.random.default_rng(5)
-    model, embed = tiny_model()
+    model, embed = tiny_eagle()
     drafter = EagleDrafter(model, embed, num_candidates=6)
     drafter.alloc(200)
     requests = [Request(f"r{i}", rng, 40, 12 + 7 * i, list(range(50 * i, 50 * i + 40))) for i in range(3)]
@@ -123,7 +110,7 @@ def test_a_batch_proposes_what_each_request_gets_alone():
 
 def test_an_expansion_can_be_repeated_from_the_same_proposal():
     rng = np.random.default_rng(6)
-    model, embed = tiny_model()
+    model, embed = tiny_eagle()
     drafter = EagleDrafter(model, embed)
     drafter.alloc(40)
     inputs = make_inputs([Request("r", rng, 40, 9, list(range(40)))], [(0, 9)])
@@ -138,7 +125,7 @@ def test_an_expansion_can_be_repeated_from_the_same_proposal():
 
 def test_logprobs_are_calibrated_by_temperature_class_and_depth():
     rng = np.random.default_rng(0)
-    model, embed = tiny_model(num_steps=3)
+    model, embed = tiny_eagle(num_steps=3)
     with torch.no_grad():
         model.log_beta.copy_(torch.randn_like(model.log_beta) * 0.3)
     drafter = EagleDrafter(model, embed, num_candidates=6)
@@ -158,7 +145,7 @@ def test_logprobs_are_calibrated_by_temperature_class_and_depth():
 
 def test_a_reduced_draft_vocabulary_proposes_target_ids_and_pays_for_coverage():
     rng = np.random.default_rng(2)
-    model, embed = tiny_model(draft_vocab_size=30)
+    model, embed = tiny_eagle(draft_vocab_size=30)
     with torch.no_grad():
         model.draft_token_ids.copy_(torch.arange(30) + 15)
         model.log_coverage.fill_(-0.25)
@@ -177,7 +164,7 @@ def test_bfloat16_drafting_stays_close_to_float32(head):
     if head is not None and not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("this CPU has no bfloat16 products")
     rng = np.random.default_rng(2)
-    model, embed = tiny_model(num_slots=1)
+    model, embed = tiny_eagle(num_slots=1)
     request = Request("r", rng, 40, 20, list(range(40)))
     out = []
     for dtype, head_dtype in ((torch.float32, None), (torch.float32 if head else torch.bfloat16, head)):
@@ -192,12 +179,12 @@ def test_bfloat16_drafting_stays_close_to_float32(head):
 
 
 def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path):
-    model, embed = tiny_model(draft_vocab_size=20)
+    model, embed = tiny_eagle(draft_vocab_size=20)
     save_drafter(tmp_path, model, "abc")
     drafter = load_drafter(tmp_path, FakeTarget(embed), version="v1")
     assert isinstance(drafter, EagleDrafter) and drafter.version == "v1" and drafter.config == model.config
     assert all(
-        torch.equal(t, EagleDrafter(model, embed)._forward.weights[k]) for k, t in drafter._forward.weights.items()
+        torch.equal(t, EagleDrafter(model, embed).forward.weights[k]) for k, t in drafter.forward.weights.items()
     )
     with pytest.raises(DrafterMismatchError, match="trained for target"):
         load_drafter(tmp_path, FakeTarget(embed, version="other"))
@@ -209,18 +196,18 @@ def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path):
 
 def test_new_weights_replace_the_old_in_place_and_wrong_ones_change_nothing():
     rng = np.random.default_rng(4)
-    (model, embed), (other, _) = tiny_model(0), tiny_model(1)
+    (model, embed), (other, _) = tiny_eagle(0), tiny_eagle(1)
     request = Request("r", rng, 40, 20, list(range(40)))
     drafter = EagleDrafter(model, embed)
     drafter.alloc(40)
-    storage = {k: t.data_ptr() for k, t in drafter._forward.weights.items()}
+    storage = {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
     good = other.state_dict()
     for bad in ({**good, "surplus": torch.ones(1)}, {**good, "final_norm": torch.full((16,), float("nan"))}):
         with pytest.raises(DrafterMismatchError):
             drafter.load_state(bad)
     assert_slots_match(drafter.propose(make_inputs([request], [(0, 20)])), 0, model, embed, request, [])
     drafter.load_state(good)
-    assert storage == {k: t.data_ptr() for k, t in drafter._forward.weights.items()}
+    assert storage == {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
     assert_slots_match(drafter.propose(make_inputs([request], [(0, 20)])), 0, other, embed, request, [])
 
 
@@ -252,7 +239,7 @@ def paths_of(tree, request):
 @pytest.mark.parametrize("way", ["fixed", "alone", "batch", "device"])
 def test_trees_grow_level_by_level_as_published(way):
     rng = np.random.default_rng(8)
-    model, embed = tiny_model(num_slots=1, max_depth=4)
+    model, embed = tiny_eagle(num_slots=1, max_depth=4)
     with torch.no_grad():
         model.lm_head.weight.mul_(4)  # sure enough of itself for deep trees
     drafter = EagleDrafter(model, embed, num_candidates=5)

@@ -153,7 +153,7 @@ def test_a_swap_to_the_prepared_twin_drafts_by_its_own_graphs():
     assert slots.versions() == {"A": "v1", "B": "v2"} and backend.num_replays >= 2 * NUM_TOKENS // 9
     drafter = slots.drafter("B")
     fresh = other()
-    assert all(torch.equal(drafter._p[k], t) for k, t in fresh._p.items())
+    assert all(torch.equal(drafter.forward.weights[k], t) for k, t in fresh.forward.weights.items())
     assert drafter._graphs is not None and drafter._is_graphed
 
 

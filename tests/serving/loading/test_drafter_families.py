@@ -15,8 +15,8 @@ from tests.helpers.fakes import tiny_target
 
 
 def test_every_family_can_be_trained_and_served():
-    assert set(FAMILIES) == set(TRAINING_FAMILIES)
-    assert all(family.name == name for table in (FAMILIES, TRAINING_FAMILIES) for name, family in table.items())
+    assert {name: family.serving for name, family in TRAINING_FAMILIES.items()} == FAMILIES
+    assert all(family.name == name for name, family in FAMILIES.items())
 
 
 @pytest.mark.parametrize("kind", [None, "eagle9", 7])
@@ -43,18 +43,18 @@ def test_a_recipe_is_completed_by_its_family_and_keeps_what_it_says(name):
 def test_bundled_weights_load_as_a_specblock_drafter_bit_for_bit():
     config, state = read_drafter_files(bundled("specblock"))
     model = build_model(config, state)
-    assert drafter_family(config["drafter_type"]).make_model is type(model)
+    assert drafter_family(config["drafter_type"]).model is type(model)
     assert all(torch.equal(model.state_dict()[k], v) for k, v in state.items())
 
     class Target:
         version, vocab_size, feature_size, device = config["target_version"], 4096, 384, "cpu"
-        embed_weight = torch.zeros(4096, 128)
+        embed_weight = head_weight = torch.zeros(4096, 128)
 
     drafter = build_drafter(config, state, Target())
     assert isinstance(drafter, SpecBlockDrafter)
-    again = SpecBlockDrafter(model, Target.embed_weight, head_dtype=drafter.head_dtype)
-    names = [k for k, t in again._p.items() if t.layout == torch.strided and k != "lm_head"]
-    assert len(names) > 10 and all(torch.equal(drafter._p[k], again._p[k]) for k in names)
+    again = SpecBlockDrafter(model, Target.embed_weight, head_dtype=drafter.forward.head_dtype)
+    names = [k for k, t in again.forward.weights.items() if t.layout == torch.strided and k != "lm_head"]
+    assert len(names) > 10 and all(torch.equal(drafter.forward.weights[k], again.forward.weights[k]) for k in names)
 
 
 def test_weights_of_another_family_are_refused_and_change_nothing():
@@ -63,7 +63,9 @@ def test_weights_of_another_family_are_refused_and_change_nothing():
         "hidden_size": target.hidden_size, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
         "vocab_size": target.vocab_size, "feature_size": target.feature_size, "embed_size": target.hidden_size,
     }  # fmt: skip
-    states = {name: f.make_model(f.read_config(sizes)).state_dict() for name, f in FAMILIES.items()}
+    states = {
+        name: f.model(f.config.from_dict({"drafter_type": name, **sizes})).state_dict() for name, f in FAMILIES.items()
+    }
     for name in FAMILIES:
         config = {"drafter_type": name, "target_version": target.version, **sizes}
         drafter = build_drafter(config, states[name], target)

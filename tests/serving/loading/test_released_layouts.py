@@ -11,7 +11,7 @@ from paceline.serving.drafters.interface import Frontier
 from paceline.serving.loading.families import build_model, load_drafter, read_drafter_files, save_drafter
 from paceline.serving.loading.released import wanted_tap_layers
 from tests.helpers import released
-from tests.helpers.drafter_requests import Request, make_inputs
+from tests.helpers.drafters import Request, make_inputs
 from tests.helpers.released import BLOCK, DRAFT_VOCAB, HIDDEN, TAPS, VOCAB, make_target, write
 
 TOLERANCE = 1e-4  # fp32, other reduction orders

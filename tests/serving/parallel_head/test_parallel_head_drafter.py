@@ -14,12 +14,13 @@ from paceline.adapt.families.row_batch import RowBatch
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.kernels.reference.draft_ingest import draft_ingest
 from paceline.serving.drafters.interface import Frontier
+from paceline.serving.drafters.rope import rope_cos_sin
 from paceline.serving.loading.families import build_drafter, load_drafter, save_drafter
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.parallel_head.model import ParallelHeadConfig, ParallelHeadModel
-from paceline.serving.specblock.model import rope_cos_sin
-from tests.helpers.drafter_requests import (
-    FEATURES,
+from tests.helpers.drafters import (
+    HIDDEN,
+    SIZES,
     TOLERANCE,
     FakeTarget,
     Request,
@@ -27,29 +28,13 @@ from tests.helpers.drafter_requests import (
     assert_proposal_matches,
     make_inputs,
     new_requests,
-    perturb,
     prefill_chunked,
     text_batch,
+    tiny_head,
 )
 
-HIDDEN, SLOTS = 16, 5
+SLOTS = 5
 KINDS = pytest.mark.parametrize("is_causal", [True, False], ids=["jetspec", "dflash"])
-
-
-def tiny_config(is_causal=True, **changes):
-    values = {
-        "is_causal": is_causal, "hidden_size": HIDDEN, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 8, "vocab_size": V, "feature_size": FEATURES, "num_slots": SLOTS,
-    }  # fmt: skip
-    return ParallelHeadConfig(**{**values, **changes})
-
-
-def tiny_head(is_causal=True, seed=0, **changes):
-    """A model with weights away from their initial values, and the target's embedding and output head."""
-    torch.manual_seed(seed)
-    model = ParallelHeadModel(tiny_config(is_causal, **changes))
-    perturb(model)
-    return model, torch.randn(V, HIDDEN), torch.randn(V, HIDDEN) * 0.5
 
 
 @torch.no_grad()
@@ -113,9 +98,9 @@ def test_drafting_leaves_only_the_rows_of_the_text_behind():
     (request,) = new_requests(drafter, 1, rng)
     inputs = make_inputs([request], [(0, request.context)])
     drafter.ingest(inputs)
-    before = drafter._pool.clone()
+    before = drafter.pool.clone()
     drafter.propose(inputs)
-    assert torch.equal(drafter._pool, before)
+    assert torch.equal(drafter.pool, before)
     assert not before[:, request.slots[request.context :]].any()
 
 
@@ -128,14 +113,14 @@ def test_ingested_rows_equal_the_kernels_reference():
     drafter.ingest(inputs)
     layers = list(model.block_layers())
     cos, sin = rope_cos_sin(torch.arange(64), model.config.head_dim, model.config.rope_theta)
-    expected = torch.zeros_like(drafter._pool)
+    expected = torch.zeros_like(drafter.pool)
     draft_ingest(
         features=inputs.new_features, fc=model.cond_proj.weight.detach().T, norm_weight=model.cond_norm.detach(),
         kv_weight=torch.cat([layer.kv_proj.weight.detach() for layer in layers]).T,
         k_norm_weight=torch.stack([layer.k_norm.detach() for layer in layers]), cos=cos, sin=sin,
         positions=inputs.new_positions, pool_rows=inputs.new_slots, pool=expected, eps=model.config.rms_eps,
     )  # fmt: skip
-    assert torch.allclose(drafter._pool, expected, atol=1e-5)
+    assert torch.allclose(drafter.pool, expected, atol=1e-5)
 
 
 @torch.no_grad()
@@ -233,10 +218,10 @@ def test_new_weights_replace_the_old_in_place():
     (model, embed, head), (other, _, _) = tiny_head(seed=0), tiny_head(seed=1)
     drafter = ParallelHeadDrafter(model, embed, head)
     (request,) = new_requests(drafter, 1, rng)
-    addresses = {k: v.data_ptr() for k, v in drafter._forward.weights.items()}
+    addresses = {k: v.data_ptr() for k, v in drafter.forward.weights.items()}
     drafter.propose(make_inputs([request], [(0, request.context)]))
     drafter.load_state(other.state_dict())
-    assert {k: v.data_ptr() for k, v in drafter._forward.weights.items()} == addresses
+    assert {k: v.data_ptr() for k, v in drafter.forward.weights.items()} == addresses
     proposal = drafter.propose(make_inputs([request], [(0, request.context)]))
     assert_proposal_matches(proposal, 0, reference_logits(other, embed, head, request))
 
@@ -266,7 +251,7 @@ def test_new_weights_never_lie_in_memory_whole_beside_those_that_serve(dtype):
     state = {k: v.to(dtype) if v.dim() == 2 else v for k, v in tiny_head(num_layers=12, seed=1)[0].state_dict().items()}
     with LiveBytes() as found:
         drafter.load_state(state)
-    assert 0 < found.most < 0.5 * sum(4 * w.numel() for w in drafter._forward.weights.values())
+    assert 0 < found.most < 0.5 * sum(4 * w.numel() for w in drafter.forward.weights.values())
 
 
 def test_loading_other_weights_leaves_the_model_of_the_first_ones_alone():
@@ -342,4 +327,4 @@ def test_weights_and_configs_that_do_not_fit_are_refused():
 )
 def test_settings_that_are_not_allowed_are_refused(changes):
     with pytest.raises(ConfigError, match=next(iter(changes)) + "|num_heads"):
-        tiny_config(**changes)
+        ParallelHeadConfig(**{**SIZES, "is_causal": True, **changes})

@@ -9,10 +9,7 @@ from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.loading.families import load_drafter, save_drafter
 from paceline.serving.specblock.drafter import SpecBlockDrafter
-from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
-from tests.helpers.drafter_requests import (
-    EMBED,
-    FEATURES,
+from tests.helpers.drafters import (
     TOLERANCE,
     FakeTarget,
     Request,
@@ -20,25 +17,10 @@ from tests.helpers.drafter_requests import (
     assert_proposal_matches,
     make_inputs,
     new_requests,
-    perturb,
     prefill_chunked,
     text_batch,
+    tiny_specblock,
 )
-
-
-def tiny_config(**changes):
-    values = {
-        "hidden_size": 16, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": V,
-        "feature_size": FEATURES, "embed_size": EMBED, "rank_hidden": 8,
-    }  # fmt: skip
-    return SpecBlockConfig(**{**values, **changes})
-
-
-def tiny_model(seed=0, **changes):
-    torch.manual_seed(seed)
-    model = SpecBlockModel(tiny_config(**changes))
-    perturb(model)
-    return model, torch.randn(V, EMBED)
 
 
 @torch.no_grad()
@@ -94,7 +76,7 @@ def check_round(drafter, model, embed, requests, spans, rng):
 )  # fmt: skip
 def test_incremental_drafting_equals_the_training_forward_over_rounds(count, scattered, changes):
     rng = np.random.default_rng(3)
-    model, embed = tiny_model(**changes)
+    model, embed = tiny_specblock(**changes)
     drafter = SpecBlockDrafter(model, embed, num_candidates=6)
     requests = new_requests(drafter, count, rng, scattered)
     prefill_chunked(drafter, requests)
@@ -107,16 +89,16 @@ def test_incremental_drafting_equals_the_training_forward_over_rounds(count, sca
         if round_index == 3:  # preemption: the newest request loses its rows and is ingested again elsewhere
             r = requests[-1]
             drafter.release(r.name)
-            drafter._pool[:, r.slots] = float("nan")
+            drafter.pool[:, r.slots] = float("nan")
             r.slots = r.slots.flip(0)
-            drafter._pool[:, r.slots] = 0
+            drafter.pool[:, r.slots] = 0
             drafter.ingest(make_inputs([r], [(0, r.context - 1)]))
             r.done = r.context - 1
 
 
 def test_a_batch_of_prompts_is_ingested_together():
     rng = np.random.default_rng(5)
-    model, embed = tiny_model()
+    model, embed = tiny_specblock()
     drafter = SpecBlockDrafter(model, embed, num_candidates=6)
     drafter.alloc(200)
     requests = [Request(f"r{i}", rng, 40, 12 + 7 * i, list(range(50 * i, 50 * i + 40))) for i in range(3)]
@@ -126,7 +108,7 @@ def test_a_batch_of_prompts_is_ingested_together():
 
 def test_logprobs_are_calibrated_by_temperature_class_block_and_slot():
     rng = np.random.default_rng(0)
-    model, embed = tiny_model()
+    model, embed = tiny_specblock()
     with torch.no_grad():
         model.log_beta.copy_(torch.randn_like(model.log_beta) * 0.5)
     drafter = SpecBlockDrafter(model, embed, num_candidates=6)
@@ -144,7 +126,7 @@ def test_logprobs_are_calibrated_by_temperature_class_block_and_slot():
 
 def test_widths_follow_the_rank_head_of_the_training_model():
     rng = np.random.default_rng(1)
-    model, embed = tiny_model(num_slots=4)
+    model, embed = tiny_specblock(num_slots=4)
     with torch.no_grad():
         model.log_beta.copy_(torch.randn_like(model.log_beta) * 0.3)
         model.rank_out.weight.mul_(20)
@@ -161,7 +143,7 @@ def test_widths_follow_the_rank_head_of_the_training_model():
 
 
 def test_without_a_rank_head_path_scores_alone_decide():
-    model, embed = tiny_model(has_rank_head=False)
+    model, embed = tiny_specblock(has_rank_head=False)
     rng = np.random.default_rng(2)
     drafter = SpecBlockDrafter(model, embed, num_candidates=6)
     drafter.alloc(40)
@@ -171,7 +153,7 @@ def test_without_a_rank_head_path_scores_alone_decide():
 
 def test_bfloat16_drafting_stays_close_to_float32():
     rng = np.random.default_rng(2)
-    model, embed = tiny_model()
+    model, embed = tiny_specblock()
     request = Request("r", rng, 40, 20, list(range(40)))
     out = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -183,7 +165,7 @@ def test_bfloat16_drafting_stays_close_to_float32():
 
 def test_a_reduced_draft_vocabulary_proposes_target_ids_and_pays_for_coverage():
     rng = np.random.default_rng(2)
-    model, embed = tiny_model(draft_vocab_size=30)
+    model, embed = tiny_specblock(draft_vocab_size=30)
     with torch.no_grad():
         model.draft_token_ids.copy_(torch.arange(30) + 15)
         model.log_coverage.fill_(-0.25)
@@ -198,12 +180,12 @@ def test_a_reduced_draft_vocabulary_proposes_target_ids_and_pays_for_coverage():
 
 def test_new_weights_replace_the_old_in_place():
     rng = np.random.default_rng(4)
-    (model, embed), (other, _) = tiny_model(0), tiny_model(1)
+    (model, embed), (other, _) = tiny_specblock(0), tiny_specblock(1)
     request = Request("r", rng, 40, 20, list(range(40)))
     drafter = SpecBlockDrafter(model, embed)
-    storage = {k: t.data_ptr() for k, t in drafter._p.items()}
+    storage = {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
     drafter.load_state(other.state_dict())
-    assert storage == {k: t.data_ptr() for k, t in drafter._p.items()}
+    assert storage == {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
     drafter.alloc(40)
     assert_proposal_matches(
         drafter.propose(make_inputs([request], [(0, 20)])), 0, reference_logits(other, embed, request, [])[0]
@@ -211,7 +193,7 @@ def test_new_weights_replace_the_old_in_place():
 
 
 def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path):
-    model, embed = tiny_model()
+    model, embed = tiny_specblock()
     save_drafter(tmp_path, model, "abc")
     drafter = load_drafter(tmp_path, FakeTarget(embed), version="v1")
     assert drafter.version == "v1"
@@ -227,9 +209,9 @@ def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path):
 
 
 def test_wrong_weights_are_refused_before_anything_changes():
-    model, embed = tiny_model()
+    model, embed = tiny_specblock()
     drafter = SpecBlockDrafter(model, embed)
-    before = {k: t.clone() for k, t in drafter._p.items()}
+    before = {k: t.clone() for k, t in drafter.forward.weights.items()}
     good = {k: t.clone() for k, t in model.state_dict().items()}
     for name, value in (
         ("final_norm", torch.full((16,), float("nan"))),
@@ -241,14 +223,14 @@ def test_wrong_weights_are_refused_before_anything_changes():
     good.pop("final_norm")
     with pytest.raises(DrafterMismatchError):
         drafter.load_state(good)
-    assert all(torch.equal(before[k], t) for k, t in drafter._p.items())
+    assert all(torch.equal(before[k], t) for k, t in drafter.forward.weights.items())
 
 
 def test_a_bfloat16_output_head_stays_close_and_takes_new_weights():
     if not torch.cpu._is_avx512_bf16_supported():
         pytest.skip("this CPU has no bfloat16 products")
     rng = np.random.default_rng(6)
-    (model, embed), (other, _) = tiny_model(0), tiny_model(1)
+    (model, embed), (other, _) = tiny_specblock(0), tiny_specblock(1)
     request = Request("r", rng, 40, 20, list(range(40)))
     drafter = SpecBlockDrafter(model, embed, num_candidates=1, head_dtype=torch.bfloat16)
     drafter.alloc(40)

@@ -11,14 +11,11 @@ from paceline.serving.sampling.draw import SamplingBatch, TokenCounts
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.graph_capture import EagerGraphs, capture_all
 from paceline.serving.target_model.kv_cache import PageAllocator
-from paceline.serving.target_model.model import TargetBatch, TargetModel
-from paceline.serving.trees.tree import TreeBatch
-from paceline.serving.trees.verify import AcceptPlan, accept, accept_rows, draw_all
-from tests.helpers.fakes import prefill, tiny_model, tiny_tokenizer
+from paceline.serving.target_model.model import TargetModel
+from paceline.serving.trees.verify import accept, accept_rows, draw_all
+from tests.helpers.fakes import tiny_model, tiny_tokenizer
+from tests.helpers.rounds import TOLERANCE, VOCAB, WIDTH, assert_same_plan, make_rounds, random_trees
 from tests.helpers.static_kernels import STATIC_KERNELS, StrictGraphs
-
-WIDTH, VOCAB = 7, 64
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order
 
 
 @functools.cache
@@ -26,41 +23,6 @@ def make_target(kind="qwen3", layers=6):
     made = TargetModel.from_model(tiny_model(kind, layers=layers), tiny_tokenizer(), fast_path=False)
     made.kernels = STATIC_KERNELS
     return made
-
-
-def random_tree(rng, size):
-    parents = [-1, *(int(rng.integers(0, i)) for i in range(1, size))]
-    ancestors = np.eye(size, dtype=bool)
-    for i in range(1, size):
-        ancestors[i] |= ancestors[parents[i]]
-    tokens, taken = [int(rng.integers(VOCAB))], set()
-    for i in range(1, size):
-        token = next(t for t in rng.permutation(6).tolist() if (parents[i], t) not in taken)
-        taken.add((parents[i], token))
-        tokens.append(token)
-    return parents, tokens, ancestors
-
-
-def random_trees(rng, sizes):
-    trees = [random_tree(rng, n) for n in sizes]
-    width = max(sizes)
-    ancestors = torch.zeros(sum(sizes), width, dtype=torch.bool)
-    cu = np.concatenate([[0], np.cumsum(sizes)])
-    for start, (_, _, own) in zip(cu, trees, strict=False):
-        ancestors[start : start + len(own), : len(own)] = torch.from_numpy(own)
-    return TreeBatch(
-        token_ids=torch.tensor([t for _, tokens, _ in trees for t in tokens]),
-        parents=torch.tensor([p for parents, _, _ in trees for p in parents]),
-        depths=ancestors.sum(1) - 1,
-        scores=torch.zeros(sum(sizes)),
-        cu_nodes=torch.from_numpy(cu),
-        ancestors=ancestors,
-    )
-
-
-def assert_same_plan(got: AcceptPlan, expected: AcceptPlan, tree):
-    assert got.on_host() == expected.on_host()
-    assert got.accepted_tokens(tree) == expected.accepted_tokens(tree)
 
 
 def test_acceptance_without_host_reads_takes_the_same_paths():
@@ -91,29 +53,6 @@ def test_draws_at_every_node_do_not_depend_on_what_the_host_knows_of_the_tree():
     expected = draw_all(tree, logits, batch, lens)
     tree.counts = sizes
     assert torch.equal(draw_all(tree, logits, batch, lens), expected)
-
-
-def make_rounds(target, kv, pages, rng):
-    """A few rounds over requests with contexts of 3, 11, 20 and 33 rows; yields (tree, batch)."""
-    contexts = {"a": 3, "b": 11, "c": 20, "d": 33}
-    for name, length in contexts.items():
-        prefill(target, kv, pages, name, rng.integers(3, VOCAB, size=length).tolist())
-    for names in ("a", "bc", "abcd", "d", "db", "abc"):
-        tree = random_trees(rng, rng.integers(1, WIDTH + 1, size=len(names)).tolist())
-        lens = torch.tensor([contexts[n] for n in names])
-        counts = tree.cu_nodes[1:] - tree.cu_nodes[:-1]
-        yield (
-            tree,
-            TargetBatch(
-                token_ids=tree.token_ids,
-                positions=tree.depths + lens.repeat_interleave(counts),
-                cu_rows=tree.cu_nodes,
-                context_lens=lens,
-                slot_table=pages.table(list(names), int(lens.max())),
-                out_rows=kv.scratch_rows(tree.token_ids.numel()),
-                ancestors=tree.ancestors,
-            ),
-        )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])

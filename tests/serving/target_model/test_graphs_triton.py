@@ -13,10 +13,11 @@ from paceline.serving.target_model.graph_capture import EagerGraphs, capture_all
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetModel
 from paceline.serving.trees.verify import accept
+from tests.helpers.drafters import assert_rounds_agree, scattered_requests, tiny_specblock
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
-from tests.serving.target_model.test_graphed_target import TOLERANCE, WIDTH, assert_same_plan, make_rounds
-from tests.serving.target_model.test_specblock_static import LENGTH, assert_rounds_agree, make_requests
-from tests.serving.target_model.test_specblock_static import tiny_model as tiny_drafter
+from tests.helpers.rounds import TOLERANCE, WIDTH, assert_same_plan, make_rounds
+
+LENGTH = 60
 
 
 @pytest.fixture
@@ -53,12 +54,12 @@ def test_verify(triton):
 @pytest.mark.parametrize("changes", [{}, {"compat_rope": True, "num_kv_heads": 1}])
 def test_drafting(triton, changes):
     rng, count = np.random.default_rng(7), 3
-    model, embed = tiny_drafter(**changes)
+    model, embed = tiny_specblock(**changes)
     eager, graphed = (SpecBlockDrafter(model, embed, num_candidates=6) for _ in range(2))
     for drafter in (eager, graphed):
         drafter.alloc(count * LENGTH)
     graphs = graphed.make_graphs(triton, max_requests=count, max_leaves=3, max_context=LENGTH)
     capture_all(graphs.jobs("drafter"), LazyGraphs(), budget_s=600.0)
-    graphed._pool[:, count * LENGTH :] = float("nan")
-    assert_rounds_agree(eager, graphed, make_requests(rng, count, True), rng, 2)
+    graphed.pool[:, count * LENGTH :] = float("nan")
+    assert_rounds_agree(eager, graphed, scattered_requests(rng, count, True, LENGTH), rng, 2)
     assert graphed._is_graphed

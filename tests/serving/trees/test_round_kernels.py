@@ -26,16 +26,13 @@ from paceline.serving.trees.builder import block_candidates, rank_merged, select
 from paceline.serving.trees.device import LargestTrees, build_largest
 from paceline.serving.trees.policy import TreePolicy
 from paceline.serving.trees.verify import accept
-from tests.helpers.drafter_requests import make_inputs, new_requests
+from tests.helpers.drafters import make_inputs, new_requests, tiny_eagle, tiny_head, tiny_specblock
 from tests.helpers.fakes import prefill, tiny_model, tiny_tokenizer
 from tests.helpers.launches import count_launches, note_constants
+from tests.helpers.rounds import TOLERANCE
 from tests.helpers.scripted_drafters import RandomDrafter
 from tests.helpers.static_kernels import STATIC_KERNELS, StrictGraphs
-from tests.serving.eagle3.test_eagle_drafter import tiny_model as tiny_eagle
 from tests.serving.engine.test_engine_graphs import TREE, CountingGraphs, generate, make_engine, specblock
-from tests.serving.parallel_head.test_parallel_head_drafter import tiny_head
-from tests.serving.specblock.test_specblock_drafter import tiny_model as tiny_specblock
-from tests.serving.target_model.test_graphed_target import TOLERANCE
 from tests.serving.target_model.test_target import _tree_batch
 from tests.serving.trees.test_device_draft import (
     VOCAB,
@@ -286,7 +283,7 @@ def test_parallel_heads_ingest_and_rank_by_kernels(kernels, is_causal, monkeypat
     for expected, got in draft_twice(pair):
         same(got, expected)
         torch.testing.assert_close(got.edge_logprobs, expected.edge_logprobs, **TOLERANCE)
-    torch.testing.assert_close(pair[1]._pool, pair[0]._pool, **TOLERANCE)
+    torch.testing.assert_close(pair[1].pool, pair[0].pool, **TOLERANCE)
     assert [count() for count in counts] == ([0, 0] if kernels is STATIC_KERNELS else [2, 2])
 
 

@@ -7,9 +7,8 @@ import torch
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.target_model.graph_capture import EagerGraphs, capture_all
-from tests.helpers.drafter_requests import Request, make_inputs, pool_rows
+from tests.helpers.drafters import assert_rounds_agree, make_inputs, scattered_requests, tiny_specblock
 from tests.helpers.static_kernels import STATIC_KERNELS, StrictGraphs
-from tests.serving.specblock.test_specblock_drafter import tiny_model
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order
 LENGTH = 60
@@ -27,69 +26,26 @@ def make_pair(model, embed, count, backend, *, max_leaves=3, num_jobs=None, dtyp
     return eager, graphed, graphs
 
 
-def make_requests(rng, count, scattered):
-    requests = [
-        Request(f"r{i}", rng, LENGTH, int(rng.integers(3, 20)), rows)
-        for i, rows in enumerate(pool_rows(rng, count, LENGTH, scattered))
-    ]
-    return requests
-
-
-def random_frontier(rng, count, k, vocab, max_leaves):
-    leaves = [
-        (i, int(rng.integers(k)), int(rng.integers(vocab)))
-        for i in range(count)
-        for _ in range(int(rng.integers(0, max_leaves + 1)))
-    ] or [(0, 1, 2)]
-    rng.shuffle(leaves)
-    request, slot, token_ids = (torch.tensor(column) for column in zip(*leaves, strict=True))
-    return Frontier(request=request, slot=slot, token_ids=token_ids)
-
-
-def assert_same(got, expected):
-    torch.testing.assert_close(got.logprobs, expected.logprobs, **TOLERANCE)
-    torch.testing.assert_close(got.hidden, expected.hidden, **TOLERANCE)
-    assert torch.equal(got.token_ids, expected.token_ids) and torch.equal(got.widths, expected.widths)
-
-
-def assert_rounds_agree(eager, graphed, requests, rng, num_rounds, max_leaves=3):
-    c = eager.config
-    for drafter in (eager, graphed):
-        drafter.ingest(make_inputs(requests, [(0, r.context - 1) for r in requests]))
-    for r in requests:
-        r.done = r.context - 1
-    for _ in range(num_rounds):
-        active = [r for r in requests if rng.random() < 0.8] or requests[:1]
-        inputs = make_inputs(active, [(r.done, r.context) for r in active], float(rng.choice([0.0, 0.7])))
-        first, expected = graphed.propose(inputs), eager.propose(inputs)
-        assert_same(first, expected)
-        frontier = random_frontier(rng, len(active), c.num_slots, c.vocab_size, max_leaves)
-        assert_same(graphed.expand(inputs, first, frontier), eager.expand(inputs, expected, frontier))
-        for r in active:
-            r.done = r.context
-            r.context += int(rng.integers(1, 6))
-
-
 @pytest.mark.parametrize(("count", "scattered"), [(1, False), (1, True), (3, True), (5, False)])
 @pytest.mark.parametrize(
     "changes", [{}, {"num_layers": 1}, {"num_layers": 3, "num_kv_heads": 1}, {"compat_rope": True}]
 )
 def test_replayed_drafting_equals_eager_drafting_over_rounds(count, scattered, changes):
     rng = np.random.default_rng(7)
-    model, embed = tiny_model(**changes)
+    model, embed = tiny_specblock(**changes)
     eager, graphed, graphs = make_pair(model, embed, count, EagerGraphs())
-    graphed._pool[:, count * LENGTH :] = float("nan")  # what padding leaves behind must not be read
-    requests = make_requests(rng, count, scattered)
+    graphed.pool[:, count * LENGTH :] = float("nan")  # what padding leaves behind must not be read
+    requests = scattered_requests(rng, count, scattered, LENGTH)
     assert_rounds_agree(eager, graphed, requests, rng, 6)
     assert graphed._is_graphed and graphs.num_graphs > 0
-    torch.testing.assert_close(graphed._pool[:, : count * LENGTH], eager._pool, **TOLERANCE)
+    torch.testing.assert_close(graphed.pool[:, : count * LENGTH], eager.pool, **TOLERANCE)
 
 
 def test_replayed_bfloat16_drafting_stays_close_to_eager_drafting():
     rng = np.random.default_rng(10)
-    model, embed = tiny_model()
+    model, embed = tiny_specblock()
     eager, graphed, _ = make_pair(model, embed, 2, EagerGraphs(), dtype=torch.bfloat16)
-    requests = make_requests(rng, 2, True)
+    requests = scattered_requests(rng, 2, True, LENGTH)
     inputs = make_inputs(requests, [(0, r.context) for r in requests])
     first, expected = graphed.propose(inputs), eager.propose(inputs)
     assert graphed._is_graphed
@@ -101,7 +57,7 @@ def test_replayed_bfloat16_drafting_stays_close_to_eager_drafting():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_blocks_can_be_captured(dtype):
-    model, embed = tiny_model(draft_vocab_size=30)
+    model, embed = tiny_specblock(draft_vocab_size=30)
     backend = StrictGraphs()
     _, _, graphs = make_pair(model, embed, 2, backend, num_jobs=3, dtype=dtype)
     assert backend.num_captured == 3 == graphs.num_graphs
@@ -109,38 +65,38 @@ def test_both_blocks_can_be_captured(dtype):
 
 def test_graphs_draft_with_new_weights_after_they_were_copied_in_place():
     rng = np.random.default_rng(8)
-    (model, embed), (other, _) = (tiny_model(seed, draft_vocab_size=30) for seed in (0, 1))
+    (model, embed), (other, _) = (tiny_specblock(seed, draft_vocab_size=30) for seed in (0, 1))
     with torch.no_grad():
         other.draft_token_ids.copy_(torch.arange(30) + 15)
         other.log_coverage.fill_(-0.25)
     eager, graphed, _ = make_pair(model, embed, 2, EagerGraphs())
-    tensors = [*graphed._forward.weights.values(), graphed._forward._d2t, graphed._forward._log_coverage]
+    tensors = list(graphed.forward.weights.values())
     addresses = [t.data_ptr() for t in tensors]  # what a CUDA graph reads
-    requests = make_requests(rng, 2, True)
+    requests = scattered_requests(rng, 2, True, LENGTH)
     assert_rounds_agree(eager, graphed, requests, rng, 2)
     for drafter in (eager, graphed):
         drafter.load_state(other.state_dict())
-    held = [*graphed._forward.weights.values(), graphed._forward._d2t, graphed._forward._log_coverage]
+    held = list(graphed.forward.weights.values())
     assert [t.data_ptr() for t in held] == addresses
     fresh, _, _ = make_pair(other, embed, 2, EagerGraphs(), num_jobs=0)
-    requests = make_requests(rng, 2, True)
+    requests = scattered_requests(rng, 2, True, LENGTH)
     assert_rounds_agree(fresh, graphed, requests, rng, 3)
     assert graphed._is_graphed
 
 
 def test_rounds_that_no_graph_holds_are_drafted_eagerly():
     rng = np.random.default_rng(9)
-    model, embed = tiny_model()
+    model, embed = tiny_specblock()
     eager, graphed, _ = make_pair(model, embed, 4, EagerGraphs(), max_requests=2, max_context=30)
-    requests = make_requests(rng, 4, True)
+    requests = scattered_requests(rng, 4, True, LENGTH)
     assert_rounds_agree(eager, graphed, requests, rng, 5)
     assert not graphed._is_graphed
 
 
 def test_a_frontier_wider_than_the_graphs_is_refused():
-    model, embed = tiny_model()
+    model, embed = tiny_specblock()
     _, graphed, _ = make_pair(model, embed, 1, EagerGraphs(), max_leaves=2)
-    inputs = make_inputs(make_requests(np.random.default_rng(1), 1, False), [(0, 3)])
+    inputs = make_inputs(scattered_requests(np.random.default_rng(1), 1, False, LENGTH), [(0, 3)])
     proposal, three = graphed.propose(inputs), torch.tensor([0, 0, 0])
     with pytest.raises(ValueError, match="at most 2 leaves"):
         graphed.expand(inputs, proposal, Frontier(request=three, slot=three, token_ids=three))

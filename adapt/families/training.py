@@ -1,0 +1,124 @@
+"""Training loop of drafters: batches, AdamW with a rate of its own for calibration, clipping, divergence.
+
+A recipe trains from random weights, an online update a few parameters of a served version; both are runs of this loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.adapt.families.row_batch import collate
+from paceline.adapt.families.table import training_family
+from paceline.errors import DrafterMismatchError
+from paceline.serving.drafters.network import DrafterModel
+from paceline.serving.sampling.request import RequestTrace
+
+
+def warmup_cosine(rise: float, fall: float, final_share: float = 0.0) -> float:
+    """Learning rate over its peak: linear while `rise`, the share of the warm-up that is done, is below 1; then a cosine
+    down to `final_share` when `fall`, the share of the rest that is done, reaches 1."""
+    if rise < 1:
+        return rise
+    return final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * min(max(fall, 0.0), 1.0)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one optimizer step says."""
+
+    loss: float
+    """The family's loss, mean per supervised row."""
+    nll: float
+    """Cross-entropy of the first draft token, nats per row."""
+    rows: float
+    """Supervised rows."""
+    grad_norm: float
+    learning_rate: float
+
+
+class TrainingRun:
+    """A model whose parameters that require gradients learn, its optimizer, and how many steps it took."""
+
+    def __init__(
+        self,
+        model: DrafterModel,
+        frozen: Any,
+        loss: Any,
+        *,
+        beta_factor: float,
+        weight_decay: float = 0.0,
+        max_rows: int,
+        trains_backbone: bool = True,
+        is_autocast: bool = False,
+    ) -> None:
+        """Bind the model where it is.
+
+        Args:
+            frozen: what the loss reads of the target, by the family's `frozen`, on the model's device.
+            loss: the family's loss settings.
+            beta_factor: learning rate of the calibration scalars over that of the weights: log-scales of order 1.
+            max_rows: longer requests are cut.
+            trains_backbone: False computes hidden states without a graph.
+            is_autocast: compute in bfloat16 where torch holds it safe.
+        """
+        self.family = training_family(model.drafter_type)
+        self.model, self.frozen, self.loss = model, frozen, loss
+        self.step = 0
+        self._max_rows, self._trains_backbone, self._is_autocast = max_rows, trains_backbone, is_autocast
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._device = self._parameters[0].device
+        weights, scalars = self.family.split_scalars(model)
+        groups = [
+            {"params": weights, "factor": 1.0},
+            {"params": scalars, "factor": beta_factor, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
+
+    def train(
+        self,
+        plan: Sequence[Sequence[RequestTrace]],
+        *,
+        rate_of: Callable[[int], float | None],
+        generator_of: Callable[[int], torch.Generator],
+    ) -> Iterator[StepReport]:
+        """Take the steps of a plan from where the run stands, one for each report that is asked for.
+
+        Args:
+            plan: the batches of the whole run.
+            rate_of: learning rate of a step (counted from 0); None ends the run.
+            generator_of: of the step's random choices; on the CPU.
+        Raises: DrafterMismatchError when the loss or a gradient stops being finite (the model is then of no use).
+        """
+        self.model.train()
+        while self.step < len(plan) and (rate := rate_of(self.step)) is not None:
+            yield self._train_batch(plan[self.step], rate, generator_of(self.step))
+        self.model.eval()
+
+    def _train_batch(self, traces: Sequence[RequestTrace], rate: float, generator: torch.Generator) -> StepReport:
+        batch = collate(traces, max_rows=self._max_rows, device=self._device)
+        with self._autocast():
+            loss, report = self.family.loss(
+                self.model, batch, self.frozen, self.loss, generator, trains_backbone=self._trains_backbone
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm, value = float(torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)), float(report["loss"])
+        if not (math.isfinite(value) and math.isfinite(norm)):
+            raise DrafterMismatchError(
+                f"training diverged at step {self.step + 1}: loss {value}, gradient norm {norm}; lower learning_rate"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["factor"]
+        self.optimizer.step()
+        self.step += 1
+        rows = max(1.0, float(report["rows"]))
+        return StepReport(loss=value, nll=float(report["nll1"]) / rows, rows=rows, grad_norm=norm, learning_rate=rate)
+
+    def _autocast(self) -> AbstractContextManager:
+        return torch.autocast(self._device.type, torch.bfloat16) if self._is_autocast else nullcontext()
