@@ -277,7 +277,7 @@ def bench_kernels(
         str,
         typer.Option(
             help="Comma list of all, tree_attention, slot_attention, scatter_rows, commit_rows, draft_ingest, topk_lse, "
-            "tree_build, tree_budget, tree_accept."
+            "tree_build, tree_accept."
         ),
     ] = "all",
     models: Annotated[

@@ -30,7 +30,8 @@ from paceline.serving.target_model.device import open_span, upload
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel, TargetOutput
 from paceline.serving.target_model.packed import forward_together
-from paceline.serving.trees.policy import DraftGroup, RoundDraft, TreePolicy
+from paceline.serving.trees.policy import TreePolicy
+from paceline.serving.trees.propose import DraftGroup, RoundDraft
 from paceline.serving.trees.verify import AcceptPlan, accept, verify
 
 MAX_BACKLOG_ROWS = 32

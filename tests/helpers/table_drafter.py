@@ -12,7 +12,8 @@ from paceline.bench.engine.scripted_drafters import ScriptedDrafter
 from paceline.config import TreeConfig
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.drafters.interface import DraftInputs, Proposal
-from paceline.serving.trees.policy import DraftGroup, RoundDraft, TreePolicy
+from paceline.serving.trees.policy import TreePolicy
+from paceline.serving.trees.propose import DraftGroup, RoundDraft
 
 VOCAB = 40
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.adapt.gate import shadow
-from paceline.adapt.gate.replay_round import calibrated, whole_tree
+from paceline.adapt.gate.replay_round import fixed_rounds
 from paceline.adapt.gate.shadow import replay_rounds, shadow_scores
 from paceline.config import EngineConfig, TreeConfig
 from paceline.serving.drafters.slots import DrafterSlots
@@ -15,8 +15,10 @@ from paceline.serving.engine.output import ROUND_COLUMNS
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
-from paceline.serving.trees.policy import TreePolicy, draft_fixed
+from paceline.serving.trees.policy import TreePolicy
 from tests.helpers.fakes import tiny_target
+from tests.helpers.replay import whole_tree
+from tests.helpers.trees import draft_fixed
 
 NODES, FRONTIER = 8, 4
 
@@ -157,7 +159,7 @@ def test_replay_learns_the_score_calibration_of_the_engine(monkeypatch):
     real = [[r["num_accepted_tokens"] for r in engine_rounds(sink, t.request_id)] for t in sink.traces]
     learnt, raw = (
         replay_rounds(make_drafter(target, 0, 4.0), sink.traces, accept_round)
-        for accept_round in (calibrated(NODES, FRONTIER), whole_tree(lambda d, i: draft_fixed(d, i, NODES, FRONTIER)))
+        for accept_round in (fixed_rounds(NODES, FRONTIER), whole_tree(lambda d, i: draft_fixed(d, i, NODES, FRONTIER)))
     )
     assert [r[:-1] for r in learnt] == [r[:-1] for r in real]
     assert [len(r) for r in learnt] == [len(r) for r in real]

@@ -4,7 +4,7 @@ import torch
 
 from paceline.serving.drafters.interface import DraftInputs, Frontier
 from paceline.serving.drafters.text import PromptLookupDrafter
-from paceline.serving.trees.policy import draft_fixed
+from tests.helpers.trees import draft_fixed
 
 
 def inputs_for(histories):

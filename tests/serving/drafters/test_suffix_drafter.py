@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.paths import TEXT_DRAFTERS, resolve_drafter
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.drafters.text import MAX_CONTEXT, RecentTexts, SuffixDrafter, make_text_drafter
-from paceline.serving.trees.policy import draft_fixed
+from tests.helpers.trees import draft_fixed
 from tests.serving.drafters.test_lookup_drafter import inputs_for, present
 
 

@@ -18,7 +18,7 @@ from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
 from tests.helpers.static_kernels import STATIC_KERNELS
-from tests.serving.trees.test_device_draft import DevicePolicy
+from tests.helpers.trees import DevicePolicy
 
 CONTEXT, NUM_TOKENS = 96, 14
 TREE = TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8), max_frontier=3, is_adaptive=False)

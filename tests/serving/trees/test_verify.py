@@ -10,9 +10,9 @@ from paceline.bench.engine.scripted_drafters import OracleDrafter, RandomDrafter
 from paceline.serving.drafters.interface import DraftInputs
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties
 from paceline.serving.sampling.request import SamplingParams
-from paceline.serving.trees.policy import draft_fixed
 from paceline.serving.trees.tree import TreeBatch
-from paceline.serving.trees.verify import accept, draw_all, owners, verify
+from paceline.serving.trees.verify import accept, accept_rows, draw_all, owners, verify
+from tests.helpers.trees import draft_fixed
 
 
 def inputs_for(histories, temperatures=None):
@@ -196,3 +196,24 @@ def test_ragged_trees_with_roots_between():
     assert plan.path.tolist() == [[0, 1, 3], [4, -1, -1], [5, -1, -1]]
     assert plan.num_accepted_tokens.tolist() == [2, 0, 0]
     assert plan.bonus_token_ids.tolist() == [5, 6, 0]
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 16])
+def test_the_hosts_walk_accepts_the_paths_of_the_kernels_reference(num_requests):
+    rng, drafter = np.random.default_rng(5), RandomDrafter(24, is_reentrant=True)
+    for _ in range(10):
+        histories = rng.integers(0, 24, (num_requests, 3)).tolist()
+        tree = draft_fixed(drafter, inputs_for(histories), int(rng.integers(0, 13)))
+        rows = tree.on_host()
+        drawn = torch.full_like(tree.token_ids, -1)
+        for row in rng.permutation((tree.parents >= 0).nonzero()[:, 0].numpy()):
+            if rng.random() < 0.8:  # some child of most nodes is what the target draws there
+                drawn[rows.above[row]] = tree.token_ids[row]
+        plan = accept(tree, drawn)
+        expected = accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, drawn)
+        assert plan.on_host() == expected.on_host()
+        assert plan.accepted_tokens(tree) == expected.accepted_tokens(tree)
+        depth = plan.path.shape[1]
+        assert torch.equal(plan.path, expected.path[:, :depth]) and (expected.path[:, depth:] == -1).all()
+        assert torch.equal(plan.num_accepted_tokens, expected.num_accepted_tokens)
+        assert torch.equal(plan.bonus_token_ids, expected.bonus_token_ids)
