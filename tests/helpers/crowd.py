@@ -13,12 +13,11 @@ import torch
 from paceline.bench.engine.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 from paceline.clock import ManualClock
 from paceline.config import EngineConfig, TreeConfig
-from paceline.contracts import Group
+from paceline.contracts import Group, RoundStats
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.drafters.text import PromptLookupDrafter
 from paceline.serving.engine.engine import Engine
-from paceline.serving.engine.output import ROUND_COLUMNS
 from paceline.serving.engine.running import RunningRequest
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties
@@ -152,12 +151,12 @@ class RoundSink:
         self.num_accepted: Counter[int] = Counter()
         self.versions: set[str] = set()
 
-    def record_round(self, row: tuple) -> None:
-        values = dict(zip(ROUND_COLUMNS, row, strict=True))
-        if values["num_draft_tokens"]:
-            self.num_drafted[values["batch_size"]] += 1
-            self.num_accepted[values["batch_size"]] += values["num_accepted_tokens"]
-            self.versions.add(values["drafter_version"])
+    def record_rounds(self, rows: RoundStats) -> None:
+        for i, num_draft_tokens in enumerate(rows.num_draft_tokens):
+            if num_draft_tokens:
+                self.num_drafted[rows.batch_size[i]] += 1
+                self.num_accepted[rows.batch_size[i]] += rows.num_accepted_tokens[i]
+                self.versions.add(rows.drafter_version[i])
 
 
 class Ticks:

@@ -14,10 +14,10 @@ from paceline.errors import CapacityError, ConfigError, RequestError
 from paceline.serving.drafters.interface import DrafterCaps, Proposal
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
-from paceline.serving.engine.output import ROUND_COLUMNS
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from tests.helpers.fakes import EOS_ID, greedy_continuation, tiny_target
+from tests.helpers.feedback import dicts_of
 
 VOCAB = 64
 PROMPT = (10, 11, 12, 13, 14)
@@ -104,8 +104,8 @@ class Sinks:
         self.traces: list = []
         self.is_wanted = wants
 
-    def record_round(self, row):
-        self.rows.append(dict(zip(ROUND_COLUMNS, row, strict=True)))
+    def record_rounds(self, rows):
+        self.rows += dicts_of(rows)
 
     def wants(self, request_id, bucket):
         self.asked.append(request_id)
