@@ -38,6 +38,8 @@ class HostProposal:
     widths: np.ndarray | None  # (F, S)
     restart: int
     edge_logprobs: np.ndarray | None  # (F, S - 1, K, K)
+    is_empty: bool = False
+    """All candidates are absent."""
 
     @staticmethod
     def read(proposal: Proposal, vocab_size: int | None = None) -> HostProposal:
@@ -58,6 +60,7 @@ class HostProposal:
         if out.token_ids.ndim != 3 or out.token_ids.shape != out.logprobs.shape:
             proposal.check_form()
         highest = float(np.maximum.reduce(out.logprobs, None))  # NaN wins a maximum
+        out.is_empty = highest == ABSENT
         if out.edge_logprobs is not None:
             highest = float(np.maximum(highest, out.edge_logprobs.max()))
         if not highest <= 1e-3:

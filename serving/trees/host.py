@@ -41,6 +41,8 @@ class HostBlocks:
     bundle_width: int | None = None
     """Grow by bundles of so many children; None = the heaviest nodes."""
     vocab_size: int | None = None
+    is_empty: bool = False
+    """The first block has no candidates: the trees are roots."""
     num_leaves: int = 0
     num_slots: int = 0
     frontier_mass: dict[int, float] = field(default_factory=dict)
@@ -59,7 +61,9 @@ class HostBlocks:
     def begin(self, proposal: Proposal) -> None:
         """Take the first block. Raises: ValueError, as HostProposal.read."""
         read, self._device = HostProposal.read(proposal, self.vocab_size), proposal.logprobs.device
-        self.num_slots = read.logprobs.shape[1]
+        self.num_slots, self.is_empty = read.logprobs.shape[1], read.is_empty
+        if self.is_empty:
+            return
         self._kappa = self.corrections(self.num_slots)
         kappa = None if self._kappa is None else self._kappa[0]
         if self.is_product:
@@ -69,7 +73,7 @@ class HostBlocks:
 
     def frontier(self) -> Frontier | None:
         """The heaviest leaves of the latest block, those that `choose_leaves` takes."""
-        if self.max_frontier == 0:
+        if self.max_frontier == 0 or self.is_empty:
             return None
         candidates = self.candidates
         leaves = candidates.leaves(self.max_frontier)
@@ -145,7 +149,7 @@ class HostTrees:
                 out.frontier_mass[group.rows[owner]] += mass
         for row in group.rows:
             out.is_drafted[row] = True
-        return blocks.ranked(), group.rows
+        return None if blocks.is_empty else (blocks.ranked(), group.rows)
 
     def assemble(
         self, out: RoundDraft, drafted: list[tuple[Ranked, list[int]]], anchor_token_ids: torch.Tensor

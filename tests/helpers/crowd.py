@@ -26,9 +26,8 @@ from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target_model.kv_cache import PageAllocator
 from tests.helpers.constrained import JSON_OBJECT, KINDS, PAGE, VOCAB, Answers, factory, make_engine, target
+from tests.helpers.engines import BrokenDrafter, RowDrafter
 from tests.helpers.fakes import plain_logits, prefill
-from tests.serving.engine.test_engine import BrokenDrafter
-from tests.serving.engine.test_engine_random import RowDrafter
 
 FIXED = TreeConfig(max_draft_tokens=8, node_buckets=(0, 8), is_adaptive=False)
 ADAPTIVE = TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8))

@@ -23,14 +23,16 @@ from paceline.serving.trees.tree import TreeBatch
 VOCAB = 32
 
 
-def inputs_for(histories: list[list[int]], ids: list[str] | None = None) -> DraftInputs:
+def inputs_for(
+    histories: list[list[int]], ids: list[str] | None = None, temperatures: list[float] | None = None
+) -> DraftInputs:
     num = len(histories)
     zeros = torch.zeros(num, dtype=torch.int64)
     return DraftInputs(
         request_ids=ids or [f"r{i}" for i in range(num)],
         context_lens=torch.tensor([len(h) - 1 for h in histories]),
         anchor_token_ids=torch.tensor([h[-1] for h in histories]),
-        temperatures=torch.zeros(num),
+        temperatures=torch.zeros(num) if temperatures is None else torch.tensor(temperatures),
         slot_table=zeros[:, None],
         cu_new=torch.arange(num + 1),
         new_positions=zeros,
@@ -39,6 +41,12 @@ def inputs_for(histories: list[list[int]], ids: list[str] | None = None) -> Draf
         new_slots=zeros,
         histories=histories,
     )
+
+
+def present(proposal: Proposal, request: int, slot: int) -> list[int]:
+    """Tokens that a slot proposes."""
+    keep = proposal.logprobs[request, slot] > -torch.inf
+    return proposal.token_ids[request, slot][keep].tolist()
 
 
 def candidates_of(
@@ -73,7 +81,7 @@ def draft_fixed(drafter: Drafter, inputs: DraftInputs, num_nodes: int, max_front
     blocks = HostBlocks(
         is_product=drafter.caps.is_product, max_nodes=num_nodes, max_frontier=max_frontier, corrections=lambda _: None
     )
-    if num_nodes and propose_blocks(drafter, inputs, blocks, out, lambda: 0.0):
+    if num_nodes and propose_blocks(drafter, inputs, blocks, out, lambda: 0.0) and not blocks.is_empty:
         return trees_of(blocks.ranked(), inputs.anchor_token_ids, [num_nodes] * num_requests)
     return out.tree
 

@@ -13,7 +13,7 @@ from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.config import TraceConfig
 from paceline.errors import TraceError
 from tests.adapt.data.test_trace_store import make_trace
-from tests.serving.engine.test_engine import Run, finish, make_engine
+from tests.helpers.engines import Run, finish, make_engine
 
 
 @pytest.fixture

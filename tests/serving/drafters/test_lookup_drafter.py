@@ -2,32 +2,9 @@
 
 import torch
 
-from paceline.serving.drafters.interface import DraftInputs, Frontier
+from paceline.serving.drafters.interface import Frontier
 from paceline.serving.drafters.text import PromptLookupDrafter
-from tests.helpers.trees import draft_fixed
-
-
-def inputs_for(histories):
-    num = len(histories)
-    zeros = torch.zeros(num, dtype=torch.int64)
-    return DraftInputs(
-        request_ids=[f"r{i}" for i in range(num)],
-        context_lens=torch.tensor([len(h) - 1 for h in histories]),
-        anchor_token_ids=torch.tensor([h[-1] for h in histories]),
-        temperatures=torch.zeros(num),
-        slot_table=zeros[:, None],
-        cu_new=torch.zeros(num + 1, dtype=torch.int64),
-        new_positions=zeros[:0],
-        new_token_ids=zeros[:0],
-        new_features=None,
-        new_slots=zeros[:0],
-        histories=histories,
-    )
-
-
-def present(proposal, request, slot):
-    keep = proposal.logprobs[request, slot] > -torch.inf
-    return proposal.token_ids[request, slot][keep].tolist()
+from tests.helpers.trees import draft_fixed, inputs_for, present
 
 
 def test_longest_then_newest_match_leads():

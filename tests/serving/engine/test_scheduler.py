@@ -11,28 +11,12 @@ from hypothesis import strategies as st
 from paceline.errors import IllegalTransitionError
 from paceline.serving.engine.running import RunningRequest
 from paceline.serving.engine.scheduler import Scheduler
-from paceline.serving.sampling.request import GenerationRequest, RequestStatus, SamplingParams
+from paceline.serving.sampling.request import RequestStatus
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.prefix_cache import PrefixCache
+from tests.helpers.running_requests import make_request
 
 PAGE = 4
-
-
-def make_request(arrival: int, prompt_len: int, max_tokens: int = 8) -> RunningRequest:
-    request = GenerationRequest(
-        request_id=f"r{arrival}", prompt_token_ids=tuple(range(3, 3 + prompt_len)), params=SamplingParams()
-    )
-    return RunningRequest(
-        request=request,
-        on_event=lambda e: None,
-        arrival=arrival,
-        seed=0,
-        token_limit=prompt_len + max_tokens,
-        stop_token_ids=frozenset(),
-        stop_checker=None,
-        counts=None,
-        submitted_s=0.0,
-    )
 
 
 def make_scheduler(

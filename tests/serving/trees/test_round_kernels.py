@@ -29,6 +29,7 @@ from paceline.serving.trees.policy import TreePolicy
 from paceline.serving.trees.verify import accept
 from tests.helpers.drafter_requests import make_inputs, new_requests
 from tests.helpers.fakes import prefill, tiny_model, tiny_tokenizer
+from tests.helpers.graph_engines import TREE, CountingGraphs, generate, make_engine, specblock
 from tests.helpers.launches import count_launches, note_constants
 from tests.helpers.static_kernels import STATIC_KERNELS, StrictGraphs
 from tests.helpers.trees import (
@@ -44,7 +45,6 @@ from tests.helpers.trees import (
     trees_of,
 )
 from tests.serving.eagle3.test_eagle_drafter import tiny_model as tiny_eagle
-from tests.serving.engine.test_engine_graphs import TREE, CountingGraphs, generate, make_engine, specblock
 from tests.serving.parallel_head.test_parallel_head_drafter import tiny_head
 from tests.serving.specblock.test_specblock_drafter import tiny_model as tiny_specblock
 from tests.serving.target_model.test_graphed_target import TOLERANCE

@@ -7,30 +7,11 @@ import pytest
 import torch
 
 from paceline.bench.engine.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
-from paceline.serving.drafters.interface import DraftInputs
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.trees.tree import TreeBatch
 from paceline.serving.trees.verify import accept, accept_rows, draw_all, owners, verify
-from tests.helpers.trees import draft_fixed
-
-
-def inputs_for(histories, temperatures=None):
-    num = len(histories)
-    zeros = torch.zeros(num, dtype=torch.int64)
-    return DraftInputs(
-        request_ids=[f"r{i}" for i in range(num)],
-        context_lens=torch.tensor([len(h) - 1 for h in histories]),
-        anchor_token_ids=torch.tensor([h[-1] for h in histories]),
-        temperatures=torch.zeros(num) if temperatures is None else torch.tensor(temperatures),
-        slot_table=zeros[:, None],
-        cu_new=torch.zeros(num + 1, dtype=torch.int64),
-        new_positions=zeros[:0],
-        new_token_ids=zeros[:0],
-        new_features=None,
-        new_slots=zeros[:0],
-        histories=histories,
-    )
+from tests.helpers.trees import draft_fixed, inputs_for
 
 
 class TableTarget:
