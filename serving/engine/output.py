@@ -15,7 +15,7 @@ import torch
 
 from paceline.clock import Clock
 from paceline.contracts import RoundStats
-from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.engine.pins import DrafterPins
 from paceline.serving.engine.running import RunningRequest, TraceRows
 from paceline.serving.engine.scheduler import Scheduler
 from paceline.serving.sampling.draw import token_logprobs
@@ -53,7 +53,7 @@ class RoundOutput:
     def __init__(
         self,
         scheduler: Scheduler,
-        slots: DrafterSlots,
+        pins: DrafterPins,
         features: torch.Tensor | None,
         *,
         clock: Clock,
@@ -65,7 +65,7 @@ class RoundOutput:
     ) -> None:
         """features: the KV pool's tapped hidden states (R, m * Dm). on_end: told the id of every request that has ended, before its owner is."""
         self._scheduler = scheduler
-        self._slots = slots
+        self._pins = pins
         self._features = features
         self.clock = clock
         self._target_version = target_version
@@ -209,21 +209,9 @@ class RoundOutput:
         self._end(request, RequestStatus.ABORTED)
         self._call(request, event)
 
-    def forget_draft_state(self, request: RunningRequest) -> None:
-        """Let the request's drafter drop what it keeps per request."""
-        drafter = self._slots.drafter(request.slot)
-        if drafter is not None and request.slot is not None:
-            try:
-                drafter.release(request.request_id)
-            except Exception as e:  # a broken drafter costs speed, never a request
-                self._slots.mark_failed(request.slot, f"release raised {type(e).__name__}: {e}")
-
     def _end(self, request: RunningRequest, status: RequestStatus) -> None:
-        self.forget_draft_state(request)
+        self._pins.unpin(request)
         self._scheduler.remove(request, status)
-        if request.is_pinned:
-            self._slots.unpin(request.slot)
-            request.is_pinned = False
         request.trace = None
         del self.by_id[request.request_id]
         self._on_end(request.request_id)

@@ -21,3 +21,19 @@ def make_request(arrival: int, prompt_len: int, max_tokens: int = 8) -> RunningR
         counts=None,
         submitted_s=0.0,
     )
+
+
+class NoDrafts:
+    """Requests that no drafter knows."""
+
+    def __init__(self, *, can_share: bool = False) -> None:
+        self.can_share = can_share
+
+    def may_share(self, request: RunningRequest) -> bool:
+        return self.can_share
+
+    def adopt_shared_rows(self, request: RunningRequest) -> None:
+        pass
+
+    def forget(self, request: RunningRequest) -> None:
+        pass

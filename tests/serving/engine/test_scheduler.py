@@ -14,7 +14,7 @@ from paceline.serving.engine.scheduler import Scheduler
 from paceline.serving.sampling.request import RequestStatus
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.prefix_cache import PrefixCache
-from tests.helpers.running_requests import make_request
+from tests.helpers.running_requests import NoDrafts, make_request
 
 PAGE = 4
 
@@ -23,7 +23,9 @@ def make_scheduler(
     num_pages: int, *, max_running: int = 8, chunk: int = 6, **options
 ) -> tuple[Scheduler, PageAllocator]:
     pages = PageAllocator(num_pages, PAGE)
-    return Scheduler(pages, page_tokens=PAGE, max_running=max_running, prefill_chunk_tokens=chunk, **options), pages
+    return Scheduler(
+        pages, NoDrafts(), page_tokens=PAGE, max_running=max_running, prefill_chunk_tokens=chunk, **options
+    ), pages
 
 
 def finish_prefill(scheduler: Scheduler, request: RunningRequest) -> None:
@@ -295,8 +297,8 @@ class CountingPages(PageAllocator):
 
 def make_sharing(kind: type[Scheduler], num_pages: int, **options) -> tuple[Scheduler, CountingPages]:
     pages = CountingPages(num_pages, PAGE, PrefixCache(PAGE))
-    values = {"max_running": 8, "prefill_chunk_tokens": 6, "may_share": lambda r: True, **options}
-    return kind(pages, page_tokens=PAGE, **values), pages
+    values = {"max_running": 8, "prefill_chunk_tokens": 6, **options}
+    return kind(pages, NoDrafts(can_share=True), page_tokens=PAGE, **values), pages
 
 
 def test_a_blocked_request_looks_for_its_prefix_once_per_change_that_can_make_room():
