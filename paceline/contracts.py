@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from enum import StrEnum
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -19,20 +21,9 @@ class Group(StrEnum):
     PLAIN = "plain"
 
 
-class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Round statistics of one replica in columns; one element a request and round (equal lengths in all columns).
+class RoundStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Statistics of decode rounds in columns; one element a request and round (equal lengths in all columns)."""
 
-    (replica_id, boot_epoch, seq) identifies the batch: consumers drop a seq that they have already folded.
-    """
-
-    replica_id: str
-    boot_epoch: int
-    """Start time of the replica's process in ns."""
-    seq: int
-    """1, 2, 3, ... within (replica_id, boot_epoch)."""
-    target_version: str
-    num_dropped: int
-    """Rows dropped by the producer since the batch before."""
     request_id: list[str]
     bucket: list[str]
     group: list[str]
@@ -57,6 +48,34 @@ class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a training job was running on this host during the round (for interference)."""
     ts: list[float]
     """End of the round, seconds since the epoch."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.request_id)
+
+    @staticmethod
+    def columns_of(parts: Sequence[RoundStats]) -> dict[str, list]:
+        """Column name -> the column of all parts, one behind the other."""
+        return {
+            name: list(chain.from_iterable(getattr(part, name) for part in parts))
+            for name in RoundStats.__struct_fields__
+        }
+
+
+class FeedbackBatch(RoundStats, frozen=True, kw_only=True):
+    """Round statistics of one replica on their way to the controller.
+
+    (replica_id, boot_epoch, seq) identifies the batch: consumers drop a seq that they have already folded.
+    """
+
+    replica_id: str
+    boot_epoch: int
+    """Start time of the replica's process in ns."""
+    seq: int
+    """1, 2, 3, ... within (replica_id, boot_epoch)."""
+    target_version: str
+    num_dropped: int
+    """Rows dropped by the producer since the batch before."""
 
 
 class DesiredState(msgspec.Struct, frozen=True, kw_only=True):

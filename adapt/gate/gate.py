@@ -1,4 +1,4 @@
-"""Is a candidate drafter better than the incumbent, on held-out requests, beyond chance?
+"""Gate: a candidate drafter goes live when it beats the incumbent on held-out requests beyond chance.
 
 Both versions were scored on the same texts (exact replay), so the comparison is paired: the difference of
 acceptance_length per request, whose mean is bootstrapped over requests.

@@ -1,4 +1,4 @@
-"""How many tokens per round would a drafter version have given on logged texts? An exact replay walk.
+"""Shadow scores: the tokens per round that a drafter version gives on logged texts, by an exact replay walk.
 
 Speculative decoding is lossless, so the text does not depend on the drafter: any version can be scored on logged rows
 as if it had been serving. The walk starts behind prefill's first token, lets the drafter build its tree at the anchor,
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.adapt.gate.gate import RequestScore
-from paceline.adapt.gate.replay_round import AcceptRound, calibrated, decided_early
+from paceline.adapt.gate.replay_round import AcceptRound, fixed_rounds
 from paceline.serving.drafters.interface import Drafter, DraftInputs
 from paceline.serving.sampling.request import RequestTrace
 
@@ -215,14 +215,14 @@ def shadow_scores(
         num_nodes: draft nodes per request and round, equal for all versions.
         max_frontier: leaves of a block that a re-entrant drafter continues from.
         is_calibrated: learn the score calibration as the engine does while it serves; False scores the drafter's own
-            probabilities, for less work.
+            probabilities.
     Returns: version -> one RequestScore per usable trace, in the order of the traces.
     Raises: as replay_rounds.
     """
-    kept, kind = usable_traces(traces), calibrated if is_calibrated else decided_early
+    kept = usable_traces(traces)
     out: dict[str, list[RequestScore]] = {}
     for version, drafter in drafters.items():
-        accept_round = kind(num_nodes, max_frontier)
+        accept_round = fixed_rounds(num_nodes, max_frontier, is_calibrated=is_calibrated)
         rounds = replay_rounds(drafter, kept, accept_round, device=device, should_stop=should_stop)
         out[version] = [
             RequestScore(t.request_id, len(t.token_ids) - t.prompt_len - 1, len(r), unseen)

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.contracts import RoundStats
 from paceline.serving.drafters.interface import Drafter, DraftInputs, Frontier, Proposal
-from paceline.serving.engine.output import ROUND_COLUMNS
-
-_AT = {name: i for i, name in enumerate(ROUND_COLUMNS)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,41 +48,35 @@ class RoundRecorder:
     """A feedback sink that keeps the rows of one group of requests."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple] = []
+        self._parts: list[RoundStats] = []
 
-    def record_round(self, row: tuple) -> None:
-        self._rows.append(row)
+    def record_rounds(self, rows: RoundStats) -> None:
+        self._parts.append(rows)
 
     def take(self, request_ids: Sequence[str], max_tokens: Sequence[int]) -> tuple[tuple[Round, ...], ...]:
         """The rounds of these requests in order, and forget all rows.
 
         max_tokens: limit of each request's answer, of which prefill emits the first token.
         """
-        rows: dict[str, list[tuple]] = {}
-        for row in self._rows:
-            rows.setdefault(row[_AT["request_id"]], []).append(row)
-        self._rows = []
-        return tuple(
-            _rounds(rows.get(request_id, []), limit - 1)
-            for request_id, limit in zip(request_ids, max_tokens, strict=True)
-        )
-
-
-def _rounds(rows: Sequence[tuple], room: int) -> tuple[Round, ...]:
-    out = []
-    for row in rows:
-        emitted = row[_AT["num_emitted_tokens"]]
-        out.append(
-            Round(
-                num_draft_tokens=row[_AT["num_draft_tokens"]],
-                num_accepted_tokens=row[_AT["num_accepted_tokens"]],
-                num_emitted_tokens=emitted,
-                room=room,
-                round_ms=row[_AT["share_ms"]] * row[_AT["batch_size"]],
-            )
-        )
-        room -= emitted
-    return tuple(out)
+        room = {request_id: limit - 1 for request_id, limit in zip(request_ids, max_tokens, strict=True)}
+        rounds: dict[str, list[Round]] = {request_id: [] for request_id in request_ids}
+        for rows in self._parts:
+            for i, request_id in enumerate(rows.request_id):
+                if request_id not in rounds:
+                    continue
+                emitted = rows.num_emitted_tokens[i]
+                rounds[request_id].append(
+                    Round(
+                        num_draft_tokens=rows.num_draft_tokens[i],
+                        num_accepted_tokens=rows.num_accepted_tokens[i],
+                        num_emitted_tokens=emitted,
+                        room=room[request_id],
+                        round_ms=rows.share_ms[i] * rows.batch_size[i],
+                    )
+                )
+                room[request_id] -= emitted
+        self._parts = []
+        return tuple(tuple(rounds[request_id]) for request_id in request_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

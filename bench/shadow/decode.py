@@ -8,15 +8,12 @@ from typing import NamedTuple
 
 from paceline.bench.common.engine_run import run_group
 from paceline.config import EngineConfig, TreeConfig
-from paceline.contracts import Group
+from paceline.contracts import Group, RoundStats
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
-from paceline.serving.engine.output import ROUND_COLUMNS
 from paceline.serving.sampling.request import RequestTrace, SamplingParams
 from paceline.serving.target_model.model import TargetModel
-
-_INDEX = {name: i for i, name in enumerate(ROUND_COLUMNS)}
 
 
 class RealRounds(NamedTuple):
@@ -58,12 +55,15 @@ class _Sink:
     """Keeps every round and every trace."""
 
     def __init__(self, on_trace: Callable[[], None]) -> None:
-        self.rows: dict[str, list[tuple]] = {}
+        self.rows: dict[str, list[tuple[int, int, int]]] = {}
+        """Request -> draft, accepted and emitted tokens of its rounds."""
         self.traces: dict[str, RequestTrace] = {}
         self._on_trace = on_trace
 
-    def record_round(self, row: tuple) -> None:
-        self.rows.setdefault(row[_INDEX["request_id"]], []).append(row)
+    def record_rounds(self, rows: RoundStats) -> None:
+        counts = zip(rows.num_draft_tokens, rows.num_accepted_tokens, rows.num_emitted_tokens, strict=True)
+        for request_id, row in zip(rows.request_id, counts, strict=True):
+            self.rows.setdefault(request_id, []).append(row)
 
     def wants(self, request_id: str, bucket: str) -> bool:
         return True
@@ -73,16 +73,14 @@ class _Sink:
         self._on_trace()
 
 
-def _summarise(rows: Sequence[tuple]) -> RealRounds:
-    def total(column: str) -> int:
-        return sum(r[_INDEX[column]] for r in rows)
-
+def _summarise(rows: Sequence[tuple[int, int, int]]) -> RealRounds:
+    drafted, accepted, emitted = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
     return RealRounds(
         num_rounds=len(rows),
-        num_drafted_rounds=sum(r[_INDEX["num_draft_tokens"]] > 0 for r in rows),
-        num_draft_tokens=total("num_draft_tokens"),
-        num_accepted_tokens=total("num_accepted_tokens"),
-        num_emitted_tokens=total("num_emitted_tokens"),
+        num_drafted_rounds=sum(n > 0 for n in drafted),
+        num_draft_tokens=sum(drafted),
+        num_accepted_tokens=sum(accepted),
+        num_emitted_tokens=sum(emitted),
     )
 
 

@@ -146,21 +146,6 @@ def _build(shape: Shape, bench: Bench) -> Callable[[], Any]:
     return lambda: build_trees(**inputs)
 
 
-def _budget(shape: Shape, bench: Bench) -> Callable[[], Any]:
-    choose_budget = bench.twin("tree_budget", "choose_budget")
-    grid = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192])
-    inputs = {
-        "masses": torch.rand(shape.requests, shape.nodes).sort(1, descending=True).values.to(bench.device),
-        "table_rows": bench.long(grid),
-        "table_seconds": (5e-3 * (1 + grid / 256)).float().to(bench.device),
-        "fixed_seconds": torch.full((1,), 2e-3, device=bench.device),
-        "min_nodes": bench.long([0] * shape.requests),
-        "max_rows": int(grid[-1]),
-        "is_stepped": True,
-    }
-    return lambda: choose_budget(**inputs)
-
-
 def _accept(shape: Shape, bench: Bench) -> Callable[[], Any]:
     accept_rows = bench.twin("tree_accept", "accept_rows")
     trees = bench.twin("tree_build", "build_trees")(**_candidates(shape, bench))
@@ -268,12 +253,6 @@ CASES: dict[str, Case] = {
         formula="28 * B * C + B * W * (36 + 4 * ceil(W / 32))",
         count_bytes=lambda s, e: 28 * s.requests * _TREE_CANDIDATES + s.num_rows * (36 + 4 * _tree_words(s)),
         prepare=_build,
-    ),
-    "tree_budget": Case(
-        depends=("requests", "nodes"),
-        formula="4 * B * (W - 1) + 24 * B",
-        count_bytes=lambda s, e: 4 * s.requests * s.nodes + 24 * s.requests,
-        prepare=_budget,
     ),
     "tree_accept": Case(
         depends=("requests", "nodes"),

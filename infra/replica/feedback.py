@@ -1,4 +1,4 @@
-"""How do round statistics reach Redis without ever slowing a round: a bounded ring and one flusher thread.
+"""Feedback publisher: brings round statistics to Redis without ever slowing a round, by a bounded ring and one flusher thread.
 
 At-least-once: a batch whose XADD was not acknowledged is sent again under the same (replica_id, boot_epoch, seq), and
 the consumer drops a seq that it has folded already. The engine thread only appends to the ring.
@@ -10,31 +10,34 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from redis.exceptions import RedisError, ResponseError
 
 from paceline.config import FeedbackConfig
-from paceline.contracts import FeedbackBatch, encode
+from paceline.contracts import FeedbackBatch, RoundStats, encode
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, is_out_of_memory, producer_client
-from paceline.serving.engine.output import ROUND_COLUMNS
 
 logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 200
-"""Rows of one stream entry."""
+"""Rows of one stream entry; the last round in it is whole, so it may have some more."""
 _MAX_UNACKED = 8
 """Batches that may wait for an acknowledgement; everything else waits in the ring."""
 
 
 def make_batch(
-    rows: list[tuple], *, replica_id: str, boot_epoch: int, seq: int, target_version: str, num_dropped: int
+    parts: Sequence[RoundStats], *, replica_id: str, boot_epoch: int, seq: int, target_version: str, num_dropped: int
 ) -> FeedbackBatch:
-    """Turn rows in the field order of ROUND_COLUMNS into columns."""
-    columns: dict[str, list] = {name: list(c) for name, c in zip(ROUND_COLUMNS, zip(*rows, strict=True), strict=True)}
+    """The rows of these rounds as one batch."""
     return FeedbackBatch(
-        replica_id=replica_id, boot_epoch=boot_epoch, seq=seq, target_version=target_version, num_dropped=num_dropped,
-        **columns,
-    )  # fmt: skip
+        replica_id=replica_id,
+        boot_epoch=boot_epoch,
+        seq=seq,
+        target_version=target_version,
+        num_dropped=num_dropped,
+        **RoundStats.columns_of(parts),
+    )
 
 
 class FeedbackPublisher:
@@ -58,7 +61,7 @@ class FeedbackPublisher:
         self._replica_id, self._target_version = replica_id, target_version
         self._config = config or FeedbackConfig()
         self._boot_epoch = time.time_ns() if boot_epoch is None else boot_epoch
-        self._ring: deque[tuple] = deque()
+        self._ring: deque[RoundStats] = deque()
         self._unacked: deque[tuple[int, int, bytes]] = deque()  # (seq, rows, encoded batch)
         self._seq = 0
         self._breaker = Breaker()
@@ -70,6 +73,7 @@ class FeedbackPublisher:
         self._next_try = 0.0
         self.num_produced = 0
         self.num_delivered = 0
+        self._num_taken = 0  # out of the ring, counted by the flusher
         self._num_dropped_full = 0  # counted by the engine thread
         self._num_dropped_refused = 0  # counted by the flusher
         self.num_outages = 0
@@ -81,22 +85,25 @@ class FeedbackPublisher:
     @property
     def num_pending(self) -> int:
         """Rows in the ring or waiting for an acknowledgement."""
-        return len(self._ring) + sum(rows for _, rows, _ in list(self._unacked))
+        return self._num_in_ring + sum(rows for _, rows, _ in list(self._unacked))
+
+    @property
+    def _num_in_ring(self) -> int:
+        return self.num_produced - self._num_dropped_full - self._num_taken
 
     @property
     def is_redis_up(self) -> bool:
         return self._breaker.is_up is not False
 
-    def record_round(self, row: tuple) -> None:
-        """Append one row; never blocks. When the ring is full the oldest row is dropped and counted."""
-        self.num_produced += 1
-        if len(self._ring) >= self._config.max_rows:
+    def record_rounds(self, rows: RoundStats) -> None:
+        """Append a round; never blocks. When the ring is full the oldest rounds are dropped and their rows counted."""
+        while self._ring and self._num_in_ring + rows.num_rows > self._config.max_rows:
             try:
-                self._ring.popleft()
-                self._num_dropped_full += 1
+                self._num_dropped_full += self._ring.popleft().num_rows
             except IndexError:  # the flusher emptied the ring in between: nothing was dropped
                 logger.debug("feedback ring emptied while full")
-        self._ring.append(row)
+        self._ring.append(rows)
+        self.num_produced += rows.num_rows
 
     def start(self) -> FeedbackPublisher:
         """Start the flusher thread."""
@@ -118,6 +125,7 @@ class FeedbackPublisher:
         lost = self.num_pending
         if lost:
             self._num_dropped_refused += lost
+            self._num_taken += self._num_in_ring
             self._ring.clear()
             self._unacked.clear()
             logger.warning("feedback publisher closed with undelivered rows=%d", lost)
@@ -152,22 +160,25 @@ class FeedbackPublisher:
 
     def _fill_unacked(self) -> None:
         while self._ring and len(self._unacked) < _MAX_UNACKED:
-            rows: list[tuple] = []
-            while self._ring and len(rows) < BATCH_ROWS:
+            parts: list[RoundStats] = []
+            num_rows = 0
+            while self._ring and num_rows < BATCH_ROWS:
                 try:
-                    rows.append(self._ring.popleft())
-                except IndexError:  # the engine thread dropped the last row in between
+                    parts.append(self._ring.popleft())
+                except IndexError:  # the engine thread dropped the last round in between
                     break
-            if not rows:
+                num_rows += parts[-1].num_rows
+            if not parts:
                 return
+            self._num_taken += num_rows
             dropped = self.num_dropped
             self._seq += 1
             batch = make_batch(
-                rows, replica_id=self._replica_id, boot_epoch=self._boot_epoch, seq=self._seq,
+                parts, replica_id=self._replica_id, boot_epoch=self._boot_epoch, seq=self._seq,
                 target_version=self._target_version, num_dropped=dropped - self._num_unreported,
             )  # fmt: skip
             self._num_unreported = dropped
-            self._unacked.append((self._seq, len(rows), encode(batch)))
+            self._unacked.append((self._seq, num_rows, encode(batch)))
 
     def _send(self) -> bool:
         batches = list(self._unacked)

@@ -1,4 +1,4 @@
-"""How do packed tree rows attend to their paged context and to their own ancestors, on a GPU?
+"""Tree attention on a GPU: packed tree rows attend to their paged context and to their own ancestors.
 
 Two phases (FlashAttention-2, arXiv 2307.08691; split contexts as in Flash-Decoding):
 

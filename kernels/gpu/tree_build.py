@@ -1,4 +1,4 @@
-"""How are the trees of a round built on the device, without a host read? One Triton program a request.
+"""Tree building on the device: the trees of a round without a host read, one Triton program a request.
 
 Shape legend: as in tree_build_ref, which says what is computed.
 A program sorts its candidates once by (score, index), then walks the order in small chunks and keeps what is new, until

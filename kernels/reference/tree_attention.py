@@ -1,4 +1,4 @@
-"""How do packed tree rows attend to their paged context and to their own ancestors? Plain torch reference.
+"""Tree attention: packed tree rows attend to their paged context and to their own ancestors. Plain torch reference.
 
 Shape legend: B requests, N packed rows (all requests), L context length, C keys of the widest request, W widest tree,
 R pool rows, H query heads, Hkv KV heads, G = H / Hkv, Dh head dim.

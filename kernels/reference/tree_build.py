@@ -1,4 +1,4 @@
-"""Which candidates form the best tree of each request, in buffers of fixed shape? Plain torch reference.
+"""Tree building: the candidates that form the best tree of each request, in buffers of fixed shape. Plain torch reference.
 
 Shape legend: B requests, C candidates of a request, W = max_nodes + 1 rows of a tree (root included), V 32-bit words
 that hold W bits.

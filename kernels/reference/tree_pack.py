@@ -1,4 +1,4 @@
-"""How do padded trees become the packed rows of one forward? Torch gathers of fixed shape; nothing read on the host.
+"""Tree packing: padded trees become the packed rows of one forward, by gathers of fixed shape; nothing read on the host.
 
 Shape legend: B requests, W rows of a padded tree, V 32-bit words that hold W bits, N packed rows of the forward, which
 may exceed the trees' rows: the rest is padding, as the captured graph of a larger total needs it.
@@ -30,7 +30,7 @@ def pack_trees(trees: BuiltTrees, cu_nodes: torch.Tensor, num_rows: int) -> Pack
 
     Args:
         trees: with at least so many rows each.
-        cu_nodes: (B + 1,) int64, offsets of each request's packed rows, as tree_budget gives them; B >= 1.
+        cu_nodes: (B + 1,) int64, offsets of each request's packed rows, B >= 1.
         num_rows: N, at least cu_nodes[-1] (rows beyond N are lost).
     Syncs: none.
     """

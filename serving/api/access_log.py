@@ -1,4 +1,4 @@
-"""What was asked of a replica over HTTP, and how did it end? One log line a request, never its text.
+"""Access log: one line for each HTTP request and its end, never its text.
 
 The middleware makes a record when a request comes in, the handlers fill it, and the line is written once the response has
 ended: nothing is logged between two rounds of an answer.

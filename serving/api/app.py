@@ -1,4 +1,4 @@
-"""How do clients talk to a replica over HTTP? OpenAI-compatible routes over a small engine protocol."""
+"""HTTP app: OpenAI-compatible routes over a small engine protocol."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which form may an HTTP request ask its answer to have: OpenAI's response_format, a regular expression, a grammar?
-
-What may an HTTP request ask for? OpenAI's request bodies; every field is honoured or refused with a reason.
-"""
+"""Request bodies: OpenAI's fields, each honoured or refused with a reason, and the forms that an answer may be asked to have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does one choice of an answer grow from round events, and what does it look like on the wire?"""
+"""Choice: one choice of an answer, grown from round events, and its form on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does the HTTP layer reach the engine of its own process?"""
+"""Engine client: the HTTP layer's way to the engine of its own process."""
 
 from __future__ import annotations
 

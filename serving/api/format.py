@@ -1,4 +1,4 @@
-"""What does an answer look like on the wire? OpenAI's bodies, chunks, usage and errors around the choices."""
+"""Wire format: OpenAI's bodies, chunks, usage and errors around the choices."""
 
 from __future__ import annotations
 

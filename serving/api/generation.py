@@ -1,11 +1,10 @@
-"""How does one HTTP request wait for the engine thread, and how does it let go when the client is gone?
+"""Generation: one HTTP request waits for the engine thread, and lets go when the client is gone.
 
 The engine's events cross into the event loop through one queue an answer. A stream that breaks ends without `[DONE]`:
 HTTP 200 and a clean close do not mean that an answer is complete.
 
-In which threads do requests wait whose grammar has to be compiled first?
-
-In a few of their own: a compilation may take seconds, and the event loop's threads read metrics, states and files. A
+Requests whose grammar has to be compiled first wait in a few threads of their own: a compilation may take seconds, and the
+event loop's threads read metrics, states and files. A
 thread only compiles. The request itself is submitted by the event loop afterwards, so that one whose client went away
 meanwhile never existed for the engine: nothing has to be undone, and a retry under the same id finds the id free.
 """

@@ -1,7 +1,4 @@
-"""How are bodies read, tokens checked and errors answered?
-
-When should a client that found the queue full try again?
-"""
+"""HTTP basics: bodies are read, tokens checked, errors answered, and a full queue told when to try again."""
 
 from __future__ import annotations
 

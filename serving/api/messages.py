@@ -1,4 +1,4 @@
-"""What is a conversation, as clients send it and as chat templates take it?"""
+"""Chat messages: a conversation as clients send it and as chat templates take it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens does a prompt stand for: a text, a list of ids, a conversation through the model's chat template?"""
+"""Prompts: the tokens of a text, a list of ids, or a conversation through the model's chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine requests does one HTTP request become: id, labels, limits, deadline, one request a choice?"""
+"""Engine requests of an HTTP request: id, labels, limits, deadline, one request a choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do clients see the tokens of a text, or the text of tokens? POST /tokenize and /detokenize, as vLLM has them."""
+"""Tokenize routes: POST /tokenize and /detokenize, as vLLM has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which traffic classes does a replica tell apart, when clients may name them as they like?
+"""Bucket names: the traffic classes that a replica tells apart, when clients may name them as they like.
 
 A bucket is the unit of statistics, calibration, traces and decisions, so every new name costs memory for good. The first
 names to come are kept; from the limit on every new one is served alike and counted under `other`.

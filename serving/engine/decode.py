@@ -1,10 +1,6 @@
-"""How does a drafter get the rows that it has not seen yet?
+"""Decode runner: one round of all running requests, i.e. draft, verify, accept, commit, emit.
 
-Shape legend: B requests, R new rows, L longest context.
-
-How does one decode round run: draft, verify, accept, commit, emit?
-
-Shape legend: B requests of the round, N packed tree rows (roots included), L longest context, D deepest accepted path,
+Shape legend: B requests of the round, N packed tree rows (roots included), R new rows of a drafter, L longest context,
 V vocab, m tapped layers, Dm hidden size.
 """
 
@@ -17,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.contracts import RoundStats
 from paceline.serving.budget.stats import DraftKey
 from paceline.serving.drafters.interface import Drafter, DraftInputs
 from paceline.serving.drafters.slots import DrafterSlots
@@ -30,7 +27,8 @@ from paceline.serving.target_model.device import open_span, upload
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel, TargetOutput
 from paceline.serving.target_model.packed import forward_together
-from paceline.serving.trees.policy import DraftGroup, RoundDraft, TreePolicy
+from paceline.serving.trees.policy import TreePolicy
+from paceline.serving.trees.propose import DraftGroup, RoundDraft
 from paceline.serving.trees.verify import AcceptPlan, accept, verify
 
 MAX_BACKLOG_ROWS = 32
@@ -125,6 +123,10 @@ class _Batch:
 
     requests: list[RunningRequest]
     ids: list[str]
+    buckets: list[str]
+    groups: list[str]
+    versions: list[str]
+    """Drafter version of each request, '' for those that are not drafted for."""
     sampling: SamplingBatch
     temperatures: torch.Tensor  # (B,) float32
     keys: list[DraftKey | None]
@@ -244,6 +246,9 @@ class DecodeRunner:
             batch = self._batch = _Batch(
                 requests=list(requests),
                 ids=[r.request_id for r in requests],
+                buckets=[r.request.bucket for r in requests],
+                groups=[r.request.group.value for r in requests],
+                versions=[r.version if slot is not None else "" for r, slot in zip(requests, slots, strict=True)],
                 sampling=SamplingBatch.from_params(
                     params,
                     [r.seed for r in requests],
@@ -374,11 +379,10 @@ class DecodeRunner:
         logprobs = round_logprobs(requests, out.logits, rows, tokens)
         self._trace_logits(requests, rows, out.logits)
 
-        num_drafted = sum(draft.is_drafted)
-        draft_ms = model_s * 1e3 / num_drafted if num_drafted else 0.0
-        verify_ms = verify_s * 1e3 / len(requests)
-        stat_rows = []
-        share = 1e3 / len(requests)
+        num_drafted, num_requests = sum(draft.is_drafted), len(requests)
+        draft_ms = [model_s * 1e3 / num_drafted if is_drafted else 0.0 for is_drafted in draft.is_drafted]
+        verify_ms = verify_s * 1e3 / num_requests
+        share = 1e3 / num_requests
         emit_start = self._timer()
         for i, r in enumerate(requests):
             new, num_accepted_tokens = tokens[i], accepted[i]
@@ -390,12 +394,9 @@ class DecodeRunner:
             r.num_truncated_tokens += num_accepted_tokens + 1 - len(new)
             if draft.is_drafted[i]:
                 r.draft_record.note(num_accepted_tokens)
-            own_draft_ms = draft_ms if draft.is_drafted[i] else 0.0
-            r.draft_ms += own_draft_ms
+            r.draft_ms += draft_ms[i]
             r.verify_ms += verify_ms
             r.round_ms += (emit_start - start) * share
-            version = r.version if batch.slots[i] is not None else ""
-            stat_rows.append((r, version, draft.num_draft_tokens[i], num_accepted_tokens, len(new), own_draft_ms))
         for i, r in enumerate(requests):
             reason, match = ends[i]
             num_kept = min(accepted[i], len(tokens[i]))
@@ -406,7 +407,27 @@ class DecodeRunner:
             draft, plan, verify_s=verify_s, round_s=round_s - catch_up_s, catch_up_s=catch_up_s,
             num_catch_up_rows=self._num_catch_up_rows,
         )  # fmt: skip
-        self._output.record_rounds(stat_rows, verify_ms, round_s * share)
+        if self._output.feedback is not None:
+            share_ms, ts, is_training = round_s * share, self._output.clock.now(), self._output.is_training
+            self._output.record_rounds(
+                RoundStats(
+                    request_id=batch.ids,
+                    bucket=batch.buckets,
+                    group=batch.groups,
+                    drafter_version=batch.versions,
+                    is_greedy=batch.sampling.is_greedy,
+                    round_index=[r.num_rounds for r in requests],
+                    num_draft_tokens=draft.num_draft_tokens,
+                    num_accepted_tokens=accepted,
+                    num_emitted_tokens=[len(new) for new in tokens],
+                    batch_size=[num_requests] * num_requests,
+                    draft_ms=draft_ms,
+                    verify_ms=[verify_ms] * num_requests,
+                    share_ms=[share_ms] * num_requests,
+                    is_training=[is_training] * num_requests,
+                    ts=[ts] * num_requests,
+                )
+            )
         end_ms = (self._timer() - emit_start) * share
         for r in requests:
             r.round_ms += end_ms  # reported with the next round

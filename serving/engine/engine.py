@@ -1,8 +1,4 @@
-"""What is settled when a request is admitted: drafter version, trace, and what becomes of its cached rows?
-
-Do pages, drafter pins and request states of an engine balance, and do a request's token biases fit the target?
-
-The round loop: how do requests come in, and what happens in one step?
+"""Engine: takes requests, and runs round after round over them.
 
 One thread calls `step`; every other thread talks to it through `submit`, `abort` and `call_between_rounds`, whose effect
 begins at the next round boundary.
@@ -30,6 +26,7 @@ from paceline.serving.engine.buckets import BucketNames
 from paceline.serving.engine.decode import DecodeRunner
 from paceline.serving.engine.inbox import Call, EngineInbox
 from paceline.serving.engine.output import FeedbackSink, RoundOutput, TraceSink
+from paceline.serving.engine.pins import DrafterPins
 from paceline.serving.engine.prefill import PrefillRunner
 from paceline.serving.engine.queues import Deadlines
 from paceline.serving.engine.running import RunningRequest, StopStringChecker
@@ -42,42 +39,10 @@ from paceline.serving.sampling.grammar import GrammarFactory
 from paceline.serving.sampling.request import GenerationRequest, RequestStatus, RoundEvent
 from paceline.serving.sampling.text_stream import TokenText
 from paceline.serving.target_model.graph_capture import GraphBackend, Progress
-from paceline.serving.target_model.kv_cache import KVPool, PageAllocator
+from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetModel
 from paceline.serving.target_model.prefix_cache import PrefixCache
 from paceline.serving.trees.policy import TreePolicy
-
-
-class Admission:
-    """Pins admitted requests and hands them what is known of their first rows. Engine thread only."""
-
-    def __init__(self, kv: KVPool, allocator: PageAllocator, slots: DrafterSlots, output: RoundOutput) -> None:
-        self._kv = kv
-        self._allocator = allocator
-        self._slots = slots
-        self._output = output
-
-    def may_share(self, request: RunningRequest) -> bool:
-        """Whether a request may use cached rows: not when it wants their logits."""
-        return self._allocator.cache.is_enabled and request.request.prompt_logprobs is None
-
-    def pin(self, request: RunningRequest) -> None:
-        """Choose the drafter version once; a preempted request keeps its own."""
-        if not request.is_pinned:
-            request.slot, request.version = self._slots.pin(request.request.group, request.request_id)
-            request.is_pinned = True
-            self._output.start_trace(request)
-        drafter = self._slots.drafter(request.slot)
-        if request.slot is not None and drafter is not None and drafter.caps.is_row_local:
-            request.draft_writer = (request.slot, self._slots.num_loads(request.slot))
-
-    def adopt_shared_rows(self, request: RunningRequest) -> None:
-        """Skip the drafter over those shared rows whose drafter KV the same weights wrote; their features are in the pool."""
-        if request.context_len == 0:
-            return
-        request.drafted_len = 0
-        if request.draft_writer is not None:
-            request.drafted_len = self._allocator.num_drafted_rows(request.request_id, request.draft_writer)
 
 
 def check_balance(allocator: PageAllocator, scheduler: Scheduler, slots: DrafterSlots, output: RoundOutput) -> None:
@@ -174,27 +139,23 @@ class Engine:
         self.allocator = PageAllocator(num_pages, config.page_tokens, self.prefix_cache)
         self.kv = target.new_kv_pool(num_pages, config.page_tokens, num_scratch, keeps_features=keeps_features)
         slots.alloc(num_pages * config.page_tokens)
+        self._pins = DrafterPins(self.allocator, slots)
         self.scheduler = Scheduler(
             self.allocator,
+            self._pins,
             page_tokens=config.page_tokens,
             max_running=config.max_running,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             min_prefill_tokens=config.min_prefill_tokens,
             priority_aging_s=config.priority_aging_s,
-            on_preempt=lambda r: self.output.forget_draft_state(r),
-            may_share=lambda r: self._admission.may_share(r),
-            on_share=lambda r: self._admission.adopt_shared_rows(r),
         )
         self._deadlines = Deadlines()
         self._packs_prompts = target.kernels.is_capturable if packs_prompts is None else packs_prompts
-        self._inbox = EngineInbox(
-            config.max_waiting,
-            lambda: len(self.scheduler.waiting),
-            rng if rng is not None else np.random.default_rng(),
-        )
+        rng = rng if rng is not None else np.random.default_rng()
+        self._inbox = EngineInbox(config.max_waiting, self.scheduler.waiting, rng)
         self.output = RoundOutput(
             self.scheduler,
-            slots,
+            self._pins,
             self.kv.features,
             clock=self._clock,
             target_version=target.version,
@@ -203,7 +164,6 @@ class Engine:
             trace_topk=trace_topk,
             on_end=self._note_end,
         )
-        self._admission = Admission(self.kv, self.allocator, slots, self.output)
         cost = verify_cost(config.tree, target.config, target.dtype.itemsize)
         self.policy = policy or TreePolicy(
             config.tree, cost=cost, vocab_size=target.vocab_size, timer=timer, kernels=target.kernels
@@ -327,8 +287,9 @@ class Engine:
         if admitted:
             scheduler.note_drafted()
         for request in admitted:
-            self._admission.pin(request)
-            self._admission.adopt_shared_rows(request)
+            if self._pins.pin(request):
+                self.output.start_trace(request)
+            self._pins.adopt_shared_rows(request)
         num_lookahead, has_decoding = self.config.tree.max_draft_tokens, scheduler.num_running > 0
         batch = scheduler.reserve(num_lookahead) if self._packs_prompts and has_decoding else []
         chunks = scheduler.prefill_chunks(self._decode.num_rows if has_decoding else 0)

@@ -1,10 +1,10 @@
-"""How do other threads reach the engine thread: new requests, aborts, calls between rounds?"""
+"""Engine inbox: new requests, aborts and calls on their way from other threads to the engine thread."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,10 +19,10 @@ Call = tuple[Callable[[], Any], Future]
 class EngineInbox:
     """Bounded mailbox of one engine. Every method may be called from any thread unless it says otherwise."""
 
-    def __init__(self, max_waiting: int, num_queued: Callable[[], int], rng: np.random.Generator) -> None:
-        """num_queued: requests that the engine has taken but not admitted; they count against max_waiting."""
+    def __init__(self, max_waiting: int, queued: Sized, rng: np.random.Generator) -> None:
+        """queued: requests that the engine has taken but not admitted; they count against max_waiting."""
         self._max_waiting = max_waiting
-        self._num_queued = num_queued
+        self._queued = queued
         self._rng = rng
         self._changed = threading.Condition()
         self._arrived: deque[RunningRequest] = deque()
@@ -71,7 +71,7 @@ class EngineInbox:
                 own.add(request.request_id)
             if len(requests) > self._max_waiting:
                 raise RequestError(f"requests at once must be at most {self._max_waiting}, got {len(requests)}")
-            room = self._max_waiting - len(self._arrived) - self._num_queued()
+            room = self._max_waiting - len(self._arrived) - len(self._queued)
             if len(requests) > room:
                 raise CapacityError(
                     f"the queue has room for {max(room, 0)} of {len(requests)} requests "

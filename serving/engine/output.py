@@ -1,6 +1,6 @@
-"""Where the engine's by-products go; protocols owned by serving, implemented elsewhere. Calls must never block.
+"""Round output: what leaves the engine after a round, i.e. events to the caller, statistics, traces of finished requests.
 
-What leaves the engine after a round: events to the caller, statistics rows, traces of finished requests?
+The sinks are protocols owned by serving and implemented elsewhere; their calls must never block.
 
 Shape legend: r rows of one request, V vocab, m tapped layers, Dm hidden size, T tokens of a request, k top log-probs.
 """
@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 
 from paceline.clock import Clock
-from paceline.serving.drafters.slots import DrafterSlots
+from paceline.contracts import RoundStats
+from paceline.serving.engine.pins import DrafterPins
 from paceline.serving.engine.running import RunningRequest, TraceRows
 from paceline.serving.engine.scheduler import Scheduler
 from paceline.serving.sampling.draw import token_logprobs
@@ -22,10 +23,10 @@ from paceline.serving.sampling.request import RequestStatus, RequestTrace, Round
 
 
 class FeedbackSink(Protocol):
-    """Takes one row per request and round."""
+    """Takes the statistics of every decode round."""
 
-    def record_round(self, row: tuple) -> None:
-        """Append one row in the field order of ROUND_COLUMNS; drops and counts when full."""
+    def record_rounds(self, rows: RoundStats) -> None:
+        """Keep a round's rows, one per request; drops and counts when full."""
 
 
 class TraceSink(Protocol):
@@ -41,12 +42,6 @@ class TraceSink(Protocol):
         """Append the trace of a request that was wanted; drops and counts when full."""
 
 
-ROUND_COLUMNS = (
-    "request_id", "bucket", "group", "drafter_version", "is_greedy", "round_index", "num_draft_tokens",
-    "num_accepted_tokens", "num_emitted_tokens", "batch_size", "draft_ms", "verify_ms", "share_ms", "is_training", "ts",
-)  # fmt: skip
-
-
 logger = logging.getLogger(__name__)
 
 _TRACE_BATCH_ELEMENTS = 1 << 16  # logits kept before they are reduced to the top k in one go
@@ -58,7 +53,7 @@ class RoundOutput:
     def __init__(
         self,
         scheduler: Scheduler,
-        slots: DrafterSlots,
+        pins: DrafterPins,
         features: torch.Tensor | None,
         *,
         clock: Clock,
@@ -70,9 +65,9 @@ class RoundOutput:
     ) -> None:
         """features: the KV pool's tapped hidden states (R, m * Dm). on_end: told the id of every request that has ended, before its owner is."""
         self._scheduler = scheduler
-        self._slots = slots
+        self._pins = pins
         self._features = features
-        self._clock = clock
+        self.clock = clock
         self._target_version = target_version
         self.feedback = feedback
         self._traces = traces
@@ -180,7 +175,7 @@ class RoundOutput:
             return
         self.num_tokens += len(token_ids)
         event = request.event(
-            self._clock.now(),
+            self.clock.now(),
             tuple(token_ids),
             num_accepted_tokens=num_accepted_tokens,
             logprobs=logprobs,
@@ -210,25 +205,13 @@ class RoundOutput:
         if reason == "error" and is_drafters and request.version:
             self.num_errors[request.version] = self.num_errors.get(request.version, 0) + 1
         is_own_fault = reason == "error" and not is_drafters
-        event = request.event(self._clock.now(), finish_reason=reason, error=error, is_own_fault=is_own_fault)
+        event = request.event(self.clock.now(), finish_reason=reason, error=error, is_own_fault=is_own_fault)
         self._end(request, RequestStatus.ABORTED)
         self._call(request, event)
 
-    def forget_draft_state(self, request: RunningRequest) -> None:
-        """Let the request's drafter drop what it keeps per request."""
-        drafter = self._slots.drafter(request.slot)
-        if drafter is not None and request.slot is not None:
-            try:
-                drafter.release(request.request_id)
-            except Exception as e:  # a broken drafter costs speed, never a request
-                self._slots.mark_failed(request.slot, f"release raised {type(e).__name__}: {e}")
-
     def _end(self, request: RunningRequest, status: RequestStatus) -> None:
-        self.forget_draft_state(request)
+        self._pins.unpin(request)
         self._scheduler.remove(request, status)
-        if request.is_pinned:
-            self._slots.unpin(request.slot)
-            request.is_pinned = False
         request.trace = None
         del self.by_id[request.request_id]
         self._on_end(request.request_id)
@@ -243,31 +226,14 @@ class RoundOutput:
                 request.on_event = _ignore
                 self.end_early(request, "abort")
 
-    # ---- statistics ---------------------------------------------------------------------------------------------
-    def record_rounds(
-        self, rows: list[tuple[RunningRequest, str, int, int, int, float]], verify_ms: float, share_ms: float
-    ) -> None:
-        """Append one statistics row per request of a round.
-
-        Args:
-            rows: (request, drafter version or '', num_draft_tokens, num_accepted_tokens, num_emitted_tokens, draft_ms).
-            verify_ms: verify time of the round per request.
-            share_ms: whole round per request.
-        """
-        record: Callable[[tuple], None] | None = self.feedback.record_round if self.feedback is not None else None
-        if record is None:
+    def record_rounds(self, rows: RoundStats) -> None:
+        """Pass a round's statistics on."""
+        if self.feedback is None:
             return
-        ts, batch = self._clock.now(), len(rows)
-        for request, version, num_draft, num_accepted_tokens, num_emitted, draft_ms in rows:
-            r = request.request
-            row = (
-                r.request_id, r.bucket, r.group.value, version, request.is_greedy, request.num_rounds, num_draft,
-                num_accepted_tokens, num_emitted, batch, draft_ms, verify_ms, share_ms, self.is_training, ts,
-            )  # fmt: skip
-            try:
-                record(row)
-            except Exception:
-                self._note_broken_sink("recording a round")
+        try:
+            self.feedback.record_rounds(rows)
+        except Exception:
+            self._note_broken_sink("recording a round")
 
 
 def round_logprobs(

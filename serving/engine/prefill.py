@@ -1,12 +1,8 @@
-"""How likely does the target find the tokens of a prompt: which rows of a prefill yield it, and how many at once?
-
-Row i of a prompt scores token i + 1; nothing scores the first token, and the last row belongs to the first output token.
-
-How do prompts enter the KV pool: one packed causal forward over a bounded chunk of rows a round?
+"""Prefill runner: brings prompts into the KV pool, by one packed causal forward over a bounded chunk of rows a round.
 
 Rows that complete a prompt yield the request's first output token. After a preemption the rows of prompt and output are
 recomputed and nothing is drawn: the anchor is already known. A request that wants its prompt's log-probabilities gets
-logits of its prompt rows too (prompt_scores.py).
+logits of its prompt rows too: row i of a prompt scores token i + 1, and nothing scores the first token.
 
 Shape legend: N packed rows, B requests in the chunk, M rows with logits, D requests whose prompt is complete, V vocab.
 """

@@ -1,7 +1,4 @@
-"""Which requests have run out of time?
-
-In which order do waiting requests go, when any of them may leave at any time?
-"""
+"""Request queue and deadlines: the order of waiting requests, any of which may leave at any time, and those out of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where does a decode round write the K/V of its tree rows, and which of them must move once paths are accepted?
+"""Round rows: where a decode round writes the K/V of its tree rows, and which of them move once paths are accepted.
 
 A root is always accepted, so its K/V go straight to the row of its position; a plain round thus moves nothing. Draft nodes
 of several requests go to scratch rows. A lone request's whole tree takes the rows behind its context, which it holds in

@@ -1,9 +1,7 @@
-"""What does the engine remember of one request between rounds?
+"""Running request: what the engine remembers of one request between rounds, and where it ends.
 
 With n = context_len: tokens x_0..x_n are committed (prompt + output), rows 0..n-1 are in the target KV and x_n, the
 anchor, is not. The drafter has seen rows 0..drafted_len-1.
-
-Where does a request end: EOS or stop token, stop string, token limit?
 """
 
 from __future__ import annotations

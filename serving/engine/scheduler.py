@@ -1,4 +1,4 @@
-"""Which requests run this round, and who gives pages back when they run out?
+"""Scheduler: admits requests, chunks prefills, reserves pages and preempts.
 
 Every request has a rank: its submission time plus its priority times `priority_aging_s`, then its arrival. Smaller ranks
 are admitted first, equal priorities therefore in order of arrival, and a waiting request overtakes later ones of the next
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -54,26 +53,35 @@ class Pages(Protocol):
     ) -> None: ...
 
 
+class DraftState(Protocol):
+    """What drafters know of a request's rows, as far as the scheduler moves them."""
+
+    def may_share(self, request: RunningRequest) -> bool:
+        """Whether a request may use cached pages."""
+
+    def adopt_shared_rows(self, request: RunningRequest) -> None:
+        """Told when a request that was admitted before has found more cached rows."""
+
+    def forget(self, request: RunningRequest) -> None:
+        """Told when a request has lost its rows."""
+
+
 class Scheduler:
     """Queue, running requests and their pages. Not thread-safe: engine thread only."""
 
     def __init__(
         self,
         pages: Pages,
+        drafts: DraftState,
         *,
         page_tokens: int,
         max_running: int,
         prefill_chunk_tokens: int,
         min_prefill_tokens: int = 1,
         priority_aging_s: float = math.inf,
-        on_preempt: Callable[[RunningRequest], None] = lambda r: None,
-        may_share: Callable[[RunningRequest], bool] = lambda r: False,
-        on_share: Callable[[RunningRequest], None] = lambda r: None,
     ) -> None:
         """Args:
         min_prefill_tokens: rows of a chunk however many requests decode.
-        may_share: whether a request may use cached pages.
-        on_share: told when a request that was admitted before has found more cached rows.
         """
         self._pages = pages
         self._page_tokens = page_tokens
@@ -81,9 +89,7 @@ class Scheduler:
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._min_prefill_tokens = min(min_prefill_tokens, prefill_chunk_tokens)
         self._priority_aging_s = priority_aging_s
-        self._on_preempt = on_preempt
-        self._may_share = may_share
-        self._on_share = on_share
+        self._drafts = drafts
         self.waiting = RequestQueue()
         self.active: list[RunningRequest] = []  # PREFILL and RUNNING, smallest rank first
         self.num_preemptions = 0
@@ -125,7 +131,7 @@ class Scheduler:
             is_covered = self._grow(request, num_rows)
             assert is_covered, "pages that are free can be taken"
             self.waiting.remove(request)
-            self.num_lookups += self._may_share(request)
+            self.num_lookups += self._drafts.may_share(request)
             self._count_hit(request, 0, num_shared * self._page_tokens)
             request.advance(RequestStatus.PREFILL)
             bisect.insort(self.active, request, key=lambda r: r.rank)
@@ -201,7 +207,7 @@ class Scheduler:
         request.was_preempted = True
         self._drop(request)
         self.num_preemptions += 1
-        self._on_preempt(request)
+        self._drafts.forget(request)
         request.forget_rows()
         self.add(request)
 
@@ -271,7 +277,7 @@ class Scheduler:
     # ---- shared prefixes ----------------------------------------------------------------------------------------
     def _share(self, request: RunningRequest) -> int:
         """Rows that a request can share; the last one to prefill is always computed, for its logits and features."""
-        if not self._may_share(request):
+        if not self._drafts.may_share(request):
             return 0
         return self._pages.share(
             request.request_id, request.request.tenant, request.tokens, max_rows=request.prefill_len - 1
@@ -279,7 +285,7 @@ class Scheduler:
 
     def _find_more(self, request: RunningRequest, in_work: set[tuple[int, bytes]]) -> bool:
         """Share what was cached since admission; False when another request of this chunk computes the next page."""
-        if not self._may_share(request):
+        if not self._drafts.may_share(request):
             return True
         start = request.context_len
         is_fresh = start == self._pages.num_shared_rows(request.request_id)  # no rows of its own behind the shared ones
@@ -287,7 +293,7 @@ class Scheduler:
             request.rows = self._pages.rows(request.request_id, 0, request.row_capacity)
             self.generation += 1
             self._count_hit(request, start, num_shared)
-            self._on_share(request)
+            self._drafts.adopt_shared_rows(request)
         key = self._pages.next_page_key(request.request_id, request.request.tenant, request.tokens)
         if key is not None:
             if is_fresh and key in in_work:

@@ -1,4 +1,4 @@
-"""Who calls Engine.step? One thread that rounds while there is work, sleeps when idle and reports its own death."""
+"""Engine thread: calls Engine.step while there is work, sleeps when idle and reports its own death."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from paceline.serving.drafters.interface import Drafter, DraftInputs, Frontier
 from paceline.serving.target_model.graph_capture import CaptureJob, GraphBackend, size_ladder
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel, TargetOutput
-from paceline.serving.trees.policy import DraftGroup, TreePolicy, plain_round
+from paceline.serving.trees.policy import TreePolicy, plain_round
+from paceline.serving.trees.propose import DraftGroup
 from paceline.serving.trees.verify import accept_rows
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class EngineProbe:
         if self._target.kernels.is_reference:
             return []
         jobs = [_job("acceptance", lambda: self.accept(policy.config.max_draft_tokens + 1))]
-        if drafter is not None and drafter.caps.num_slots > 0:
+        if policy.device_trees is not None and drafter is not None and drafter.caps.num_slots > 0:
             mixed = policy.mixed(drafter)
             jobs.append(_job("trees", lambda: self.build(policy, mixed, is_expanded=False)))
             if mixed.caps.is_reentrant and policy.config.max_frontier > 0:
@@ -72,11 +73,12 @@ class EngineProbe:
 
     def build(self, policy: TreePolicy, drafter: Drafter, *, is_expanded: bool) -> None:
         """Draft, build and cut the trees of a round off the CPU, re-entered or not; the policy learns nothing."""
+        assert policy.device_trees is not None
         inputs = self._inputs(drafter, _NUM_REQUESTS)
         out = plain_round([None] * _NUM_REQUESTS, inputs.anchor_token_ids, context_rows=0)
         group = DraftGroup(drafter=drafter, inputs=inputs, rows=list(range(_NUM_REQUESTS)))
         try:
-            policy.device_draft.rehearse(out, group, is_expanded=is_expanded)
+            policy.device_trees.rehearse(out, group, is_expanded=is_expanded)
         finally:
             for request_id in inputs.request_ids:
                 drafter.release(request_id)

@@ -1,10 +1,8 @@
-"""How do the events of several engines become the events of one answer?
+"""Resuming client: a request outlives the replica that works on it, because another one goes on behind the tokens that came.
 
 A replica that dies takes its request along. The next one is given the same request with the output tokens that the client
 already has; draws depend on (seed, position) only, so it goes on as the first would have. What the dead replica had
 computed but not sent is computed again and never seen twice.
-
-How does a request outlive the replica that works on it? It is sent to another one, behind the tokens that came so far.
 
 An EngineClient over engines in other processes, without Ray: whoever makes it says how a stream to some engine is opened.
 Which engine that is, and noticing that one died, is the business of the opener.

@@ -1,4 +1,4 @@
-"""How does the process in front let an engine's process answer an HTTP request: state, metrics, dashboard, commands?
+"""HTTP relay: the process in front lets an engine's process answer a request for state, metrics, dashboard or commands.
 
 The request crosses whole, headers and peer included, so that the routes behind check tokens as if it had come to them;
 the answer comes back in parts as it is written.

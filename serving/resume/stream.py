@@ -1,4 +1,4 @@
-"""How do events of a request cross from an engine's process to the one that holds the client's connection?
+"""Event stream: carries a request's events from an engine's process to the one that holds the client's connection.
 
 One item a round, or several rounds in one where they are ready together: a second hop is paid per item. The first item
 says that the engine took the request, and an item without events is a sign of life.

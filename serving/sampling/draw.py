@@ -1,4 +1,4 @@
-"""Which token does the target draw at a row?
+"""Draws: the token that the target draws at a row.
 
 Shape legend: B requests, N rows (several per request), V vocabulary, E extra tokens of a row, R subset of rows.
 Processed distribution: logit bias -> grammar mask -> penalties -> temperature -> top-k -> top-p -> min-p. The filters so

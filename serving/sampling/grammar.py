@@ -1,4 +1,4 @@
-"""How does a request's grammar become token masks, without harm from grammars that are wrong, huge or hostile?
+"""Grammar factory: compiles a request's grammar to token masks, without harm from grammars that are wrong, huge or hostile.
 
 Grammars are compiled by llguidance (https://github.com/guidance-ai/llguidance): an Earley parser over a lexer of regular
 expression derivatives, which gives the mask of a state in some tens of microseconds.

@@ -1,4 +1,4 @@
-"""Which tokens keep one answer inside its grammar, and how does the answer move through it?
+"""Grammar state: the tokens that keep one answer inside its grammar, and its way through it.
 
 Shape legend: V vocab.
 """

@@ -1,4 +1,4 @@
-"""What a request asks for, what a round gives back, and the states in between."""
+"""Generation request: what it asks for, what a round gives back, and the states in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do token ids become text that can be sent at once: no broken character, nothing of a stop string?
+"""Text stream: turns token ids into text that can be sent at once, with no broken character and nothing of a stop string.
 
 Byte-level tokenizers (Llama 3, Qwen, the bundled one) are decoded byte by byte with an incremental UTF-8 decoder; other
 tokenizers by decoding a short window before and after the new token and sending the difference.

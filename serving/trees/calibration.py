@@ -1,33 +1,36 @@
-"""How do a drafter's claimed probabilities become the hit rates that the target shows?
+"""Score calibration: a drafter's claimed probabilities become the hit rates that the target shows.
 
-Shape legend: G requests of one drafter, S draft slots per block, R rank classes.
+Shape legend: G requests of one drafter, S draft slots per block, R rank classes, N packed tree rows, T tested nodes, Q cells.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from paceline.serving.budget.stats import DraftKey
-from paceline.serving.trees.builder import NUM_RANK_CLASSES
+from paceline.serving.trees.tree import TreeRows
 
-if TYPE_CHECKING:
-    from paceline.serving.trees.policy import RoundDraft
+NUM_RANK_CLASSES = 3
+"""The first, the second and all later candidates of a slot are told apart."""
 
 
 @dataclass(slots=True)
 class _KeySums:
-    """Decayed sums of one key by cell; plain lists, because a round touches only a few cells."""
+    """Decayed sums of one key by cell."""
 
-    predicted: list[float]
-    hits: list[float]
-    kappa: list[float]
+    predicted: np.ndarray  # (Q,) float64
+    hits: np.ndarray  # (Q,) float64
+    kappa: np.ndarray  # (Q,) float64
+    blocks: np.ndarray  # (2 blocks, 1, S, R) float32, kappa as drafting adds it
+
+    @staticmethod
+    def empty(num_slots: int) -> _KeySums:
+        cells = np.zeros(2 * num_slots * NUM_RANK_CLASSES)
+        blocks = cells.astype(np.float32).reshape(2, 1, num_slots, NUM_RANK_CLASSES)
+        return _KeySums(cells, cells.copy(), cells.copy(), blocks)
 
 
 class ScoreCalibration:
@@ -44,76 +47,72 @@ class ScoreCalibration:
     def __init__(self) -> None:
         self._sums: dict[DraftKey, _KeySums] = {}
 
-    def row(self, key: DraftKey | None, num_cells: int) -> list[float]:
-        """(2 blocks * S * R,) corrections to add to conditional log-probabilities; read only."""
+    def _of(self, key: DraftKey | None, num_slots: int) -> _KeySums:
         if key is None:
-            return [0.0] * num_cells
+            return _KeySums.empty(num_slots)
         sums = self._sums.get(key)
-        if sums is None or len(sums.kappa) != num_cells:
-            sums = self._sums[key] = _KeySums([0.0] * num_cells, [0.0] * num_cells, [0.0] * num_cells)
+        if sums is None or sums.blocks.shape[2] != num_slots:
+            sums = self._sums[key] = _KeySums.empty(num_slots)
             if len(self._sums) > self.MAX_KEYS:
                 self._sums.pop(next(iter(self._sums)))
-        return sums.kappa
+        return sums
 
-    def array(self, keys: Sequence[DraftKey | None], num_slots: int) -> np.ndarray:
-        """(2 blocks, G, S, R) float32 to add to conditional log-probabilities."""
-        num_cells, number = 2 * num_slots * NUM_RANK_CLASSES, {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        rows = np.array([self.row(key, num_cells) for key in number], dtype=np.float32)
-        blocks = rows.reshape(len(number), 2, num_slots, NUM_RANK_CLASSES).swapaxes(0, 1)
+    def corrections(self, keys: Sequence[DraftKey | None], num_slots: int) -> np.ndarray:
+        """(2 blocks, G, S, R) float32 to add to conditional log-probabilities, (2, 1, S, R) where all keys are the same;
+        read only, until the next `observe`."""
+        number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         if len(number) == 1:
-            return blocks.repeat(len(keys), axis=1)
-        return blocks[:, [number[key] for key in keys]]
+            return self._of(keys[0], num_slots).blocks
+        every = np.concatenate([self._of(key, num_slots).blocks for key in number], axis=1)
+        return every[:, [number[key] for key in keys]]
 
-    def table(self, keys: Sequence[DraftKey | None], num_slots: int) -> torch.Tensor:
-        """`array` as a tensor."""
-        return torch.from_numpy(self.array(keys, num_slots))
+    def observe(
+        self, rows: TreeRows, keys: Sequence[DraftKey | None], is_drafted: Sequence[bool], is_accepted: np.ndarray
+    ) -> None:
+        """Fold the tested nodes of the requests that were drafted for, all of them with a key.
 
-    def observe(self, draft: RoundDraft, paths: Sequence[Sequence[int]]) -> list[int]:
-        """Fold the tested nodes; paths: accepted packed rows of each request, root first.
-
-        Returns accepted tokens per request that came from re-entered blocks.
+        keys, is_drafted: (B,). is_accepted: (N,) bool, of the packed rows, roots included.
         """
-        tree, host = draft.tree, draft.tree.host
-        if host is not None:
-            parents, scores, cells, bounds = host.parents, host.scores, host.cells, [0, len(host.parents)]
+        assert rows.cells is not None
+        is_tested = is_accepted[rows.above]
+        is_tested[rows.roots] = False
+        tested = is_tested.nonzero()[0]
+        folded: dict[DraftKey, list[int]] = {}
+        for request, (key, drafted) in enumerate(zip(keys, is_drafted, strict=True)):
+            if drafted and key is not None and key in self._sums:
+                folded.setdefault(key, []).append(request)
+        for key, requests in folded.items():
+            own = tested
+            if len(requests) < len(keys):
+                own = tested[np.isin(rows.owners[tested], requests)]
+            self._fold(self._sums[key], rows, own, is_accepted[own], len(keys))
+
+    def _fold(self, sums: _KeySums, rows: TreeRows, tested: np.ndarray, is_hit: np.ndarray, num_requests: int) -> None:
+        """Add tested nodes (T,) int64 request after request; a request decays the cells that it tests once."""
+        assert rows.cells is not None
+        cells, num_cells = rows.cells[tested], len(sums.kappa)
+        # The mass before calibration: kappa is still the one that the tree was drafted with.
+        gains = np.minimum(rows.scores[tested] - rows.scores[rows.above[tested]], 0.0)
+        predicted = np.minimum(np.exp(gains - sums.kappa[cells]), 1.0)
+        if num_requests == 1:
+            touched, weights = np.zeros(num_cells), None
+            touched[cells] = 1.0
         else:
-            assert draft.cells is not None
-            if tree.parents.device.type == "cpu":
-                parents, scores, cells = tree.parents.tolist(), tree.scores.tolist(), draft.cells.tolist()
-                bounds = tree.cu_nodes.tolist()
-            else:  # one read; float64 holds the indices exactly
-                columns = torch.stack((tree.parents.double(), tree.scores.double(), draft.cells.double())).cpu()
-                parents, scores, cells = columns[0].long().tolist(), columns[1].tolist(), columns[2].long().tolist()
-                bounds = [0, *accumulate(n + 1 for n in draft.num_draft_tokens)]
-        touched: set[tuple[DraftKey, int]] = set()
-        reentered = [0] * len(paths)
-        for i, path in enumerate(paths):
-            key, start = draft.keys[i], bounds[i]
-            accepted = set(path)
-            if draft.frontier_mass:
-                reentered[i] = sum(cells[row] >= draft.num_cells for row in path)
-            sums = self._sums.get(key) if key is not None and draft.is_drafted[i] else None
-            if key is None or sums is None:
-                continue
-            own: set[int] = set()
-            for row in range(start + 1, bounds[i + 1]):
-                parent = start + parents[row]
-                if parent not in accepted:
-                    continue
-                cell = cells[row]
-                if cell not in own:
-                    own.add(cell)
-                    sums.predicted[cell] *= self.DECAY
-                    sums.hits[cell] *= self.DECAY
-                # The mass before calibration: kappa is still the one that the tree was drafted with.
-                sums.predicted[cell] += min(math.exp(min(scores[row] - scores[parent], 0.0) - sums.kappa[cell]), 1.0)
-                sums.hits[cell] += row in accepted
-            touched.update((key, cell) for cell in own)
-        for key, cell in touched:
-            sums = self._sums[key]
-            ratio = (sums.hits[cell] + self.PRIOR) / (sums.predicted[cell] + self.PRIOR)
-            sums.kappa[cell] = min(max(math.log(ratio), -3.0), 0.5)
-        return reentered
+            owners = rows.owners[tested]
+            tests = np.zeros((num_requests, num_cells))
+            tests[owners, cells] = 1.0
+            so_far = tests.cumsum(0)
+            touched = so_far[-1]
+            weights = self.DECAY ** (touched[cells] - so_far[owners, cells])  # decayed by the requests behind
+        decay = self.DECAY**touched
+        hits = is_hit.astype(np.float64)
+        if weights is not None:
+            predicted, hits = predicted * weights, hits * weights
+        sums.predicted = sums.predicted * decay + np.bincount(cells, predicted, num_cells)
+        sums.hits = sums.hits * decay + np.bincount(cells, hits, num_cells)
+        ratio = (sums.hits + self.PRIOR) / (sums.predicted + self.PRIOR)
+        sums.kappa = np.minimum(np.maximum(np.log(ratio), -3.0), 0.5)
+        sums.blocks = sums.kappa.astype(np.float32).reshape(sums.blocks.shape)
 
     def forget(self, version: str) -> None:
         """Drop the sums of a drafter version."""

@@ -1,17 +1,15 @@
-"""Which draft tree does each request of a round get?
+"""Tree policy: which requests of a round draft, the trees they get, and what the round teaches.
 
-Shape legend: B requests of the round, G requests of one drafter, C candidates, N packed tree rows (roots included).
-The policy ties drafter, builder and budget together: ask `wants_draft`, build `DraftInputs` for those requests, call
+Shape legend: B requests of the round, N packed tree rows (roots included).
+The policy ties drafter, trees and budget together: ask `wants_draft`, build `DraftInputs` for those requests, call
 `draft`, verify, then `observe`. It never sees the verification's random numbers.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,66 +20,19 @@ from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.budget.published import make_budget
 from paceline.serving.budget.request_record import DraftRecord
 from paceline.serving.budget.stats import DraftKey, RoundObservation
-from paceline.serving.drafters.interface import Drafter, DraftInputs
+from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.mixed import MixedDrafter
 from paceline.serving.drafters.text import make_text_drafter
-from paceline.serving.trees.builder import (
-    NUM_RANK_CLASSES,
-    block_candidates,
-    rank_candidates,
-    select_tree,
-)
-from paceline.serving.trees.bundle import BundleExpansion
 from paceline.serving.trees.calibration import ScoreCalibration
-from paceline.serving.trees.device import DeviceDraft
-from paceline.serving.trees.host_batch import BatchCandidates, RankedBatch, check_proposal, pack_trees
-from paceline.serving.trees.host_tree import HostCandidates, HostProposal
-from paceline.serving.trees.reentry import reenter
+from paceline.serving.trees.device import DeviceTrees
+from paceline.serving.trees.host import HostTrees
+from paceline.serving.trees.propose import DraftGroup, RoundDraft
 from paceline.serving.trees.tree import TreeBatch
 from paceline.serving.trees.verify import AcceptPlan
 
 logger = logging.getLogger(__name__)
 
 _FAILED = "drafter %s failed; these requests decode plainly: %s"
-
-
-@dataclass(kw_only=True, slots=True)
-class DraftGroup:
-    """The requests of a round that share one drafter."""
-
-    drafter: Drafter
-    inputs: DraftInputs
-    rows: list[int]
-    """(G,) index of each request of `inputs` into the round's B requests."""
-
-
-@dataclass(kw_only=True, slots=True)
-class RoundDraft:
-    """The trees of a round and what `observe` needs to learn from them."""
-
-    tree: TreeBatch
-    keys: list[DraftKey | None]  # (B,)
-    num_draft_tokens: list[int]  # (B,)
-    is_drafted: list[bool]  # (B,) whether a drafter was called for the request and succeeded
-    draft_s: float = 0.0
-    """Seconds spent in drafters and in building trees."""
-    model_s: float = 0.0
-    """Part of draft_s spent inside drafters."""
-    expand_s: float = 0.0
-    """Part of draft_s spent in re-entry."""
-    num_leaves: int = 0
-    """Leaves at which drafters were re-entered."""
-    failures: dict[int, str] = field(default_factory=dict)
-    """Index into `groups` -> reason, for drafters that raised or proposed invalid log-probabilities; their requests got
-    roots."""
-    context_rows: int = 0
-    longest_context: int | None = None
-    """Rows of the request with most of them; None: not told."""
-    num_new_rows: int = 0
-    cells: torch.Tensor | None = None  # (N,) int64, calibration cell of each row, -1 for roots; None with tree.host
-    num_cells: int = 0
-    """Cells of the first block: cells beyond belong to re-entered blocks."""
-    frontier_mass: list[float] = field(default_factory=list)  # (B,) or empty
 
 
 class TreePolicy:
@@ -97,17 +48,18 @@ class TreePolicy:
         kernels: Kernels | None = None,
     ) -> None:
         """timer: seconds, monotonic. vocab_size: when given, proposals outside [0, vocab_size) count as failures.
-        kernels: of the target's device, for trees off the CPU; None = torch operators."""
+        kernels: of the target's device; trees off the CPU are built by them, on the host where they are None or the
+        references."""
         self.config = config
         self.budget = make_budget(config, cost)
-        self._bundle = BundleExpansion(config.bundle_width) if config.policy == "bundle" else None
         self._calibration = ScoreCalibration()
         self._timer = timer
-        self._vocab_size = vocab_size
-        self.device_draft = DeviceDraft(
-            config, self.budget, self._calibration, timer, vocab_size, self._bundle, kernels
-        )
-        """Drafts rounds off the CPU, and batches whose trees grow by bundles."""
+        common = (config, self.budget, self._calibration, timer, vocab_size)
+        self._host_trees = HostTrees(*common)
+        self.device_trees: DeviceTrees | None = None
+        """Drafts rounds off the CPU; None = the host does, as where trees grow by bundles."""
+        if kernels is not None and not kernels.is_reference and config.policy != "bundle":
+            self.device_trees = DeviceTrees(*common, kernels)
         self._text = None if config.mix == "none" else make_text_drafter(config.mix)
 
     def mixed(self, drafter: Drafter) -> Drafter:
@@ -165,7 +117,7 @@ class TreePolicy:
             return out
         start = self._timer()
         try:
-            self._draft_groups(out, groups, keys, anchor_token_ids, context_rows)
+            self._draft_groups(out, groups, anchor_token_ids)
         except Exception as e:  # what they proposed may be at fault, and drafting again could fail again
             names = ", ".join(sorted({g.drafter.caps.name for g in groups}))
             logger.exception(_FAILED, names, ", ".join(i for g in groups for i in g.inputs.request_ids))
@@ -175,147 +127,28 @@ class TreePolicy:
         out.draft_s = self._timer() - start
         return out
 
-    def _draft_groups(
-        self,
-        out: RoundDraft,
-        groups: list[DraftGroup],
-        keys: list[DraftKey | None],
-        anchor_token_ids: torch.Tensor,
-        context_rows: int,
-    ) -> None:
+    def _draft_groups(self, out: RoundDraft, groups: list[DraftGroup], anchor_token_ids: torch.Tensor) -> None:
         """Fill `out`, which has roots only."""
-        num_requests = anchor_token_ids.numel()
-        if num_requests == 1 and self._draft_one(out, groups[0], keys, anchor_token_ids):
-            return
-        if anchor_token_ids.device.type != "cpu" or self._bundle is not None:
-            self.device_draft.draft(out, groups, keys, anchor_token_ids, context_rows)
-            return
-        limit = self.config.max_draft_tokens
-        built: list[tuple[RankedBatch, list[int]]] = []
-        masses = np.zeros((num_requests, limit))
+        trees = self.trees_for(groups, anchor_token_ids.device)
+        drafted = []
         for index, group in enumerate(groups):
             try:
-                candidates = self._propose(group, keys, out)
+                found = trees.propose(index, group, out.keys, out)
             except Exception as e:  # a drafter is untrusted code with untrusted weights; decoding must go on
                 logger.exception(_FAILED, group.drafter.caps.name, ", ".join(group.inputs.request_ids))
                 out.failures[index] = f"{type(e).__name__}: {e}"
                 continue
-            if candidates is None:
-                continue
-            ranked = candidates.ranked(limit)
-            masses[np.array(group.rows)[ranked.owners], ranked.ranks] = np.exp(ranked.scores.astype(np.float64))
-            built.append((ranked, group.rows))
-            for row in group.rows:
-                out.is_drafted[row] = True
-        if built:
-            nodes = self.budget.choose(masses, keys, context_rows, sum(out.is_drafted))
-            out.tree, out.cells = pack_trees(built, nodes, anchor_token_ids)
-            out.num_draft_tokens = [count - 1 for count in out.tree.counts or ()]
+            if found is not None:
+                drafted.append(found)
+        if drafted:
+            trees.assemble(out, drafted, anchor_token_ids)  # type: ignore[arg-type]
 
-    def _draft_one(
-        self, out: RoundDraft, group: DraftGroup, keys: list[DraftKey | None], anchor_token_ids: torch.Tensor
-    ) -> bool:
-        """The round of a lone request in Python numbers; False when the batch path has to draft it: off the CPU and
-        for product tables."""
-        drafter, inputs, limit = group.drafter, group.inputs, self.config.max_draft_tokens
-        if drafter.caps.is_product or anchor_token_ids.device.type != "cpu":
-            return False
-        try:
-            found = self._candidates_of_one(out, drafter, inputs, keys)
-        except Exception as e:  # a drafter is untrusted code with untrusted weights; decoding must go on
-            logger.exception(_FAILED, drafter.caps.name, ", ".join(inputs.request_ids))
-            out.failures[0] = f"{type(e).__name__}: {e}"
-            return True
-        if found is None:
-            return True
-        order = found.ranked(limit) if self._bundle is None else self._bundle.order_of_one(found, limit)
-        if found.has_duplicates(order):
-            found.merge_duplicates()
-            order = found.ranked(limit)
-        masses = [math.exp(found.scores[i]) for i in order]
-        num_nodes = self.budget.choose_one(masses, keys[0], out.context_rows)
-        out.is_drafted[0] = True
-        out.tree = found.tree(order[:num_nodes], int(anchor_token_ids[0]))
-        out.num_draft_tokens[0] = num_nodes
-        return True
-
-    def _candidates_of_one(
-        self, out: RoundDraft, drafter: Drafter, inputs: DraftInputs, keys: list[DraftKey | None]
-    ) -> HostCandidates | None:
-        key = keys[0]
-        out.num_new_rows = inputs.new_token_ids.numel()
-        start = self._timer()
-        proposal = drafter.propose(inputs)
-        out.model_s = self._timer() - start
-        num_slots = proposal.logprobs.shape[1]
-        if num_slots == 0:
-            return None
-        cells = num_slots * NUM_RANK_CLASSES
-        kappa = self._calibration.row(key, 2 * cells)
-        found = HostCandidates()
-        found.add_block(HostProposal.of(proposal, self._vocab_size), 0, kappa)
-        if key is None or not drafter.caps.is_reentrant or self.config.max_frontier == 0:
-            return found
-        first, late = 0, kappa[cells:]
-        entries: list[int] = []
-        for _ in range(drafter.caps.num_blocks - 1):
-            leaves = found.leaves(self.config.max_frontier, first)
-            masses = [math.exp(found.scores[i]) for i in leaves]
-            kept = self.budget.choose_leaves([key] * len(leaves), masses, out.context_rows, 1)
-            leaves, mass = [leaves[i] for i in kept], sum(masses[i] for i in kept)
-            if not mass > 0:
-                break
-            start = self._timer()
-            proposal = drafter.expand(inputs, proposal, found.frontier(leaves, entries, cells))
-            out.model_s += self._timer() - start
-            read = HostProposal.of(proposal, self._vocab_size)
-            floor = found.floor(self.config.max_draft_tokens) if self._bundle is None else -math.inf
-            first, entries = len(found.scores), leaves
-            for node, leaf in enumerate(leaves):
-                found.add_block(read, node, late, entry=leaf, first_cell=cells, floor=floor)
-            out.expand_s, out.num_cells = out.expand_s + self._timer() - start, cells
-            out.frontier_mass = [mass + sum(out.frontier_mass)]
-            out.num_leaves += len(leaves)
-        return found
-
-    def _propose(self, group: DraftGroup, keys: list[DraftKey | None], out: RoundDraft) -> BatchCandidates | None:
-        drafter, inputs = group.drafter, group.inputs
-        out.num_new_rows += inputs.new_token_ids.numel()
-        start = self._timer()
-        proposal = drafter.propose(inputs)
-        out.model_s += self._timer() - start
-        num_slots = proposal.logprobs.shape[1]
-        if num_slots == 0:
-            return None
-        check_proposal(proposal, self._vocab_size)
-        group_keys: list = [keys[r] for r in group.rows]  # of requests that draft: never None
-        kappa = self._calibration.array(group_keys, num_slots)  # (2, G, S, R)
-        limit = self.config.max_draft_tokens
-        candidates = BatchCandidates.of(proposal, drafter.caps.is_product, limit, kappa[0])
-        if not drafter.caps.is_reentrant or self.config.max_frontier == 0:
-            return candidates
-        for _ in range(drafter.caps.num_blocks - 1):
-            leaves = candidates.leaves(self.config.max_frontier)
-            owners, leaf_masses = candidates.owners_and_masses(leaves)
-            owner, masses = owners.tolist(), leaf_masses.tolist()
-            kept = self.budget.choose_leaves([group_keys[r] for r in owner], masses, out.context_rows, len(keys))
-            if not sum(masses[i] for i in kept) > 0:
-                break
-            if len(kept) < len(owner):
-                kept.sort()
-                leaves, owners = leaves[kept], owners[kept]
-            start = self._timer()
-            proposal = drafter.expand(inputs, proposal, candidates.frontier(leaves))
-            out.model_s += self._timer() - start
-            check_proposal(proposal, self._vocab_size)
-            candidates = candidates.append(leaves, proposal, kappa[1][owners])
-            out.expand_s += self._timer() - start
-            out.num_cells = num_slots * NUM_RANK_CLASSES
-            out.frontier_mass = out.frontier_mass or [0.0] * len(keys)
-            out.num_leaves += len(kept)
-            for i in kept:
-                out.frontier_mass[group.rows[owner[i]]] += masses[i]
-        return candidates
+    def trees_for(self, groups: list[DraftGroup], device: torch.device) -> HostTrees | DeviceTrees:
+        """Who drafts a round of these groups."""
+        trees = self.device_trees
+        if trees is None or device.type == "cpu" or not all(trees.takes(g.drafter.caps) for g in groups):
+            return self._host_trees
+        return trees
 
     def observe(
         self,
@@ -335,8 +168,16 @@ class TreePolicy:
         paths = plan.on_host()
         num_accepted_tokens = [len(rows) - 1 for rows, _ in paths]
         reentered = [0] * len(num_accepted_tokens)
-        if any(draft.is_drafted) and (draft.cells is not None or draft.tree.host is not None):
-            reentered = self._calibration.observe(draft, [rows for rows, _ in paths])
+        if draft.tree.cells is not None:
+            rows = draft.tree.on_host()
+            accepted = np.concatenate([path for path, _ in paths])
+            is_accepted = np.zeros(len(rows.owners), dtype=bool)
+            is_accepted[accepted] = True
+            self._calibration.observe(rows, draft.keys, draft.is_drafted, is_accepted)
+            if draft.frontier_mass:
+                assert rows.cells is not None
+                late = accepted[rows.cells[accepted] >= draft.num_cells]
+                reentered = np.bincount(rows.owners[late], minlength=len(paths)).tolist()
         self.budget.observe(
             RoundObservation(
                 keys=draft.keys,
@@ -362,7 +203,8 @@ class TreePolicy:
         """Drop what was learnt about a drafter version that is no longer loaded."""
         self.budget.forget(version)
         self._calibration.forget(version)
-        self.device_draft.forget(version)
+        if self.device_trees is not None:
+            self.device_trees.forget(version)
 
 
 def plain_round(keys: list[DraftKey | None], anchor_token_ids: torch.Tensor, context_rows: int) -> RoundDraft:
@@ -375,18 +217,3 @@ def plain_round(keys: list[DraftKey | None], anchor_token_ids: torch.Tensor, con
         is_drafted=[False] * num_requests,
         context_rows=context_rows,
     )
-
-
-def draft_fixed(drafter: Drafter, inputs: DraftInputs, num_nodes: int, max_frontier: int = 4) -> TreeBatch:
-    """Trees with `num_nodes` draft nodes (fewer only where candidates run out): no cost model, no learning.
-
-    For shadow scoring and tests; every request of `inputs` gets a tree, in order. Re-entrant drafters are re-entered
-    when max_frontier > 0. Errors of the drafter pass through.
-    """
-    proposal = drafter.propose(inputs)
-    if proposal.logprobs.shape[1] == 0 or num_nodes == 0:
-        return TreeBatch.roots(inputs.anchor_token_ids)
-    candidates = block_candidates(proposal, drafter.caps.is_product, num_nodes)
-    candidates = reenter(drafter, inputs, proposal, candidates, max_frontier)
-    ranked = rank_candidates(candidates, num_nodes)
-    return select_tree(ranked, inputs.anchor_token_ids, [num_nodes] * inputs.anchor_token_ids.numel())[0]

@@ -1,94 +1,106 @@
-"""Which candidates of a product proposal, the same below every parent, are worth keeping? The best of each level.
+"""Product table: the candidates of a proposal whose slots offer the same candidates below every parent.
 
-Shape legend: F frontier nodes, S draft slots, K candidates per slot, R rank classes of the calibration, C candidates kept.
 Every ancestor of one of the N best paths is one of the N best of its own level, because scores never rise along a path,
-whether a candidate's score depends on its parent or not (tree_speculation.md 4.4).
+whether a candidate's score depends on its parent or not (tree_speculation.md 4.4): the best N of each level are enough.
+
+Shape legend: G requests, S draft slots, K candidates per slot, R rank classes, P nodes of a level that have children.
 """
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
-import torch
+import numpy as np
 
-from paceline.serving.drafters.interface import Proposal
+from paceline.serving.trees.calibration import NUM_RANK_CLASSES
+from paceline.serving.trees.candidates import ABSENT, CELL, PARENT, Candidates, HostProposal, root_columns, slot_scores
 
-_ABSENT = float("-inf")
 
+def table_candidates(
+    proposal: HostProposal, max_nodes: int, kappa: np.ndarray | None = None, bundle_width: int | None = None
+) -> Candidates:
+    """Candidates of a product proposal, and of the second chain in it (`restart`), which is a BLOCK chain.
 
-def rank_edges(proposal: Proposal, kappa: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Scores of the candidates of slots 1.. below each candidate of the slot before, best first, and their columns.
-
-    In a mixed draft (`restart`) S counts the slots of its product table alone; those of the second chain have no such scores.
-    kappa: (F, S, R) float32 added to the scores by the rank below the parent; a score stays at most 0.
-    Returns: both (F, S - 1, K, K), cut to the proposal's widths by that rank; None when the proposal has no such scores.
-    Syncs: none.
+    Args:
+        max_nodes: of the largest tree wanted.
+        kappa: (G or 1, S, R) float32, added to the conditional log-probabilities by the rank below the parent.
+        bundle_width: keep the heaviest so many children of each of a level's `max_nodes` best nodes, for trees that add
+            them together; None = keep the `max_nodes` best nodes of each level.
     """
-    if proposal.edge_logprobs is None:
-        return None
-    scores, columns = proposal.edge_logprobs.sort(dim=-1, descending=True)
-    rank, behind = torch.arange(scores.shape[3], device=scores.device), slice(1, 1 + scores.shape[1])
-    if kappa is not None:
-        scores = (scores + kappa[:, behind, None, rank.clamp(max=kappa.shape[2] - 1)]).clamp_(max=0.0)
-    if proposal.widths is not None:
-        scores = scores.masked_fill(rank >= proposal.widths[:, behind, None, None], _ABSENT)
-    return scores, columns
+    logprobs = slot_scores(proposal, kappa)
+    num_requests, num_slots, num_candidates = logprobs.shape
+    end, base = proposal.restart or num_slots, num_requests
+    edges = _ranked_edges(proposal, kappa)
+    width = num_candidates if bundle_width is None else min(bundle_width, num_candidates)
+    request = np.arange(num_requests)[:, None]
+    front = np.zeros((num_requests, 1), dtype=np.float32)
+    above = request  # (G, P) index of each parent
+    held = 0 * request  # (G, P) its column in its slot
+    levels: list[tuple[np.ndarray, ...]] = []  # columns, ranks below the parent, parents, scores: (G, P or P * W) each
+    for slot in range(end):
+        if slot == 0 or edges is None:
+            scores = front[:, :, None] + logprobs[:, slot, None, :width]
+        else:
+            scores = front[:, :, None] + edges[0][request, slot - 1, held, :width]
+        scores = scores.reshape(num_requests, -1)
+        best = np.abs(scores).view(np.int32).argsort(axis=1, kind="stable")[:, :max_nodes]  # falling, as in Candidates
+        kept = best if bundle_width is None else np.arange(scores.shape[1])[None].repeat(num_requests, 0)
+        front = scores[request, best]
+        parent, rank = np.divmod(kept, width)
+        column = rank if slot == 0 or edges is None else edges[1][request, slot - 1, held[request, parent], rank]
+        levels.append((column, rank, above[request, parent], front if bundle_width is None else scores))
+        above = base + request * kept.shape[1] + (np.arange(kept.shape[1]) if bundle_width is None else best)
+        held = column if bundle_width is None else column[request, best]
+        base += kept.size
+    sizes = [level[0].shape[1] for level in levels]
+    slots = np.arange(end).repeat(sizes)
+    column, rank, parents, scores = (np.concatenate([level[i] for level in levels], 1) for i in range(4))
+    token_ids = proposal.token_ids[request, slots, column]
+    cells = slots * NUM_RANK_CLASSES + np.minimum(rank, NUM_RANK_CLASSES - 1)
+    block = np.stack(np.broadcast_arrays(request, token_ids, parents, slots + 1, cells))
+    order = _level_order(num_requests, tuple(sizes))
+    columns = np.concatenate((root_columns(num_requests), block.reshape(5, -1).take(order, 1)), 1)
+    every = np.concatenate((np.zeros(num_requests, dtype=np.float32), scores.ravel().take(order)))
+    if proposal.restart:
+        columns, every = _with_chain(columns, every, proposal, logprobs)
+    return Candidates(num_requests, columns, every, num_requests, (num_slots, num_candidates))
 
 
 @lru_cache(maxsize=64)
-def _levels(num_slots: int, num_candidates: int, max_nodes: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slot of each of the C candidates, and the index at which the level before it begins (-1: the root's): (C,) int64."""
-    slots: list[int] = []
-    bases: list[int] = []
-    count, base = 1, -1
-    for slot in range(num_slots):
-        count, before = min(max_nodes, count * num_candidates), len(slots)
-        slots += [slot] * count
-        bases += [base] * count
-        base = before
-    return torch.tensor(slots, device=device), torch.tensor(bases, device=device)
+def _level_order(num_requests: int, sizes: tuple[int, ...]) -> np.ndarray:
+    """Positions in (G, C) by level, in a level by request: (G * C,) int64. Read only."""
+    bounds = np.cumsum((0, *sizes))
+    grid = np.arange(num_requests * bounds[-1]).reshape(num_requests, -1)
+    order = np.concatenate([grid[:, a:b].ravel() for a, b in itertools.pairwise(bounds)])
+    order.setflags(write=False)
+    return order
 
 
-def best_of_levels(
-    token_ids: torch.Tensor,
-    logprobs: torch.Tensor,
-    edges: tuple[torch.Tensor, torch.Tensor] | None,
-    max_nodes: int,
-    num_classes: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, parents (-1 = root), path scores, depths and calibration cells (F, C) of the best `max_nodes` a level.
+def _ranked_edges(proposal: HostProposal, kappa: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
+    """Scores of the candidates of slots 1.. below each candidate of the slot before, best first, and their columns, both
+    (G, S - 1, K, K); None when the proposal has no such scores. In a mixed draft S counts the table's own slots."""
+    if proposal.edge_logprobs is None:
+        return None
+    columns = (-proposal.edge_logprobs).argsort(axis=-1, kind="stable")
+    scores = np.take_along_axis(proposal.edge_logprobs, columns, -1).astype(np.float32, copy=False)
+    rank, behind = np.arange(scores.shape[3]), slice(1, 1 + scores.shape[1])
+    if kappa is not None:
+        scores += kappa[:, behind, None, :].take(np.minimum(rank, NUM_RANK_CLASSES - 1), axis=3)
+        np.minimum(scores, 0.0, out=scores)
+    if proposal.widths is not None:
+        is_beyond = rank >= proposal.widths[:, behind, None, None]
+        scores = np.where(is_beyond, ABSENT, scores)
+    return scores, columns
 
-    Args:
-        token_ids, logprobs: (F, S, K), calibrated, -inf = absent, falling in K.
-        edges: of `rank_edges`; replaces logprobs behind the first slot.
-        num_classes: rank classes; a cell is slot * num_classes + class of the rank below the parent.
-    Syncs: none.
-    """
-    num_slots, num_candidates = logprobs.shape[1:]
-    front = logprobs.new_zeros(logprobs.shape[0], 1)
-    paths: list[torch.Tensor] = []
-    places: list[torch.Tensor] = []
-    columns: list[torch.Tensor] = []
-    for slot in range(num_slots):
-        if slot == 0 or edges is None:
-            scores = logprobs[:, slot, None]
-        else:
-            below = columns[-1][:, :, None].expand(-1, -1, num_candidates)
-            scores = edges[0][:, slot - 1].gather(1, below)
-        level = (front[:, :, None] + scores).flatten(1)
-        front, place = level.topk(min(max_nodes, level.shape[1]), dim=1)
-        paths.append(front)
-        places.append(place)  # parent's place in the front before * K + rank below the parent
-        if edges is not None:
-            columns.append(place if slot == 0 else edges[1][:, slot - 1].gather(1, below).flatten(1).gather(1, place))
-    slots, bases = _levels(num_slots, num_candidates, max_nodes, str(logprobs.device))
-    every = torch.cat(places, 1)
-    rank = every % num_candidates
-    column = rank if edges is None else torch.cat(columns, 1)
-    return (
-        token_ids.flatten(1).gather(1, column + slots * num_candidates),
-        every // num_candidates + bases,
-        torch.cat(paths, 1),
-        (slots + 1).expand_as(every),
-        rank.clamp(max=num_classes - 1) + slots * num_classes,
-    )
+
+def _with_chain(
+    columns: np.ndarray, scores: np.ndarray, proposal: HostProposal, logprobs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """With the candidates of the second chain in the proposal. logprobs: (G, S, K), calibrated."""
+    at, num_requests, base = proposal.restart, len(logprobs), len(scores)
+    chain = Candidates.of(HostProposal(proposal.token_ids[:, at:], logprobs[:, at:], None, 0, None))
+    new = chain.columns[:, num_requests:]
+    new[PARENT] += np.where(new[PARENT] < num_requests, 0, base - num_requests)
+    new[CELL] += at * NUM_RANK_CLASSES
+    return np.concatenate((columns, new), 1), np.concatenate((scores, chain.scores[num_requests:]))

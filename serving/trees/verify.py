@@ -1,4 +1,4 @@
-"""Which path of each tree does the target accept, and what is the bonus token?
+"""Verification: the path of each tree that the target accepts, and the bonus token.
 
 Shape legend: B requests, N packed tree rows (roots included), W widest tree, D deepest accepted depth, V vocabulary.
 Sample-match: draw one token per node from the processed target distribution and walk while the drawn token is a child.
@@ -16,11 +16,13 @@ import torch
 from paceline.kernels.dispatch import Kernels
 from paceline.kernels.reference import tree_accept as tree_accept_ref
 from paceline.serving.sampling.draw import SamplingBatch, argmax_rows, draw_tokens
-from paceline.serving.trees.host_tree import walk
-from paceline.serving.trees.tree import HostTree, TreeBatch
+from paceline.serving.trees.tree import TreeBatch, TreeRows
 
 _MAX_ROWS_AT_ONCE = 160
 """Rows of a round whose tokens are drawn together on the CPU (0.3 to 0.7 of the time of drawing level by level)."""
+
+
+_NOT_DRAWN = -1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,7 +58,7 @@ class AcceptPlan:
         """
         paths = self.on_host()
         if self.host_tokens is None:
-            tokens = tree.token_ids.tolist() if tree.host is None else tree.host.token_ids
+            tokens = tree.token_ids.tolist()
             self.host_tokens = [[tokens[row] for row in path[1:]] for path, _ in paths]
         return self.host_tokens
 
@@ -76,46 +78,57 @@ def accept(tree: TreeBatch, next_token_ids: torch.Tensor, kernels: Kernels | Non
     kernels: for trees off the CPU; None = the reference.
     Syncs: none off the CPU (`accept_rows`); on the CPU the depth of the longest accepted path is read.
     """
-    if tree.host is not None:
-        drawn = next_token_ids.tolist()
-        found = walk(tree.host, drawn)
-        return _host_plan(found, drawn[found[-1]])
     if next_token_ids.device.type != "cpu":
         return accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, next_token_ids, kernels)
     if tree.token_ids.numel() == tree.num_requests:  # roots only
         return AcceptPlan(
-            path=torch.arange(tree.num_requests, device=next_token_ids.device)[:, None],
+            path=torch.arange(tree.num_requests)[:, None],
             num_accepted_tokens=torch.zeros_like(next_token_ids),
             bonus_token_ids=next_token_ids,
             host=[([row], bonus) for row, bonus in enumerate(next_token_ids.tolist())],
+            host_tokens=[[] for _ in range(tree.num_requests)],
         )
-    return _accept_batch(tree, next_token_ids.numpy())
+    rows, drawn = tree.on_host(), next_token_ids.numpy()
+    return _plan(rows, accepted_rows(rows, rows.token_ids == drawn[rows.above]), drawn)
 
 
-def _accept_batch(tree: TreeBatch, drawn: np.ndarray) -> AcceptPlan:
-    """`accept` of a batch on the CPU, where NumPy takes a fraction of a torch operator's time."""
-    token_ids, cu_nodes, depths = tree.token_ids.numpy(), tree.cu_nodes.numpy(), tree.depths.numpy()
-    roots, counts = cu_nodes[:-1], np.diff(cu_nodes)
-    above = roots.repeat(counts) + tree.parents.numpy()
-    above[roots] = roots
-    is_accepted = token_ids == drawn[above]
-    is_accepted[roots] = True
-    # A node is accepted when it and all its ancestors match; `above` doubles its stride, roots stay above themselves.
-    for _ in range(int(depths.max()).bit_length()):
-        is_accepted &= is_accepted[above]
-        above = above[above]
-    rows = is_accepted.nonzero()[0]
-    depths, owners = depths[rows], np.arange(len(roots)).repeat(counts)[rows]
-    path = np.full((len(roots), int(depths.max()) + 1), -1)
-    path[owners, depths] = rows
-    num_accepted_tokens = np.bincount(owners) - 1
-    bonus_token_ids = drawn[path[np.arange(len(roots)), num_accepted_tokens]]
-    lines = zip(path.tolist(), num_accepted_tokens.tolist(), bonus_token_ids.tolist(), strict=True)
+def accepted_rows(rows: TreeRows, is_match: np.ndarray) -> np.ndarray:
+    """Rows whose whole path matches, (M,) int64, request after request, root first: the one acceptance walk of the host.
+
+    is_match: (N,) bool, whether the token of a row is the one that follows its parent; those of roots are not read.
+    Mutates: is_match. All nodes are judged at once: a node is accepted when it and all its ancestors match.
+    """
+    is_match[rows.roots] = True
+    above = rows.above
+    for _ in range(rows.max_depth.bit_length()):  # the stride doubles, roots stay above themselves
+        is_match &= is_match.take(above)
+        above = above.take(above)
+    return is_match.nonzero()[0]
+
+
+def _plan(rows: TreeRows, found: np.ndarray, drawn: np.ndarray) -> AcceptPlan:
+    """The plan of accepted rows `found` (M,). drawn: (N,) int64, read at the ends of the paths."""
+    num_requests = len(rows.roots)
+    lines, tokens = found.tolist(), rows.token_ids[found].tolist()
+    if num_requests == 1:
+        path, counts, bonus = found[None], np.array([len(found)]), drawn[found[-1:]]
+    else:
+        owners, depths = rows.owners[found], rows.depths[found]
+        counts = np.bincount(owners, minlength=num_requests)
+        path = np.full((num_requests, int(depths.max()) + 1), -1)
+        path[owners, depths] = found
+        bonus = drawn[found[counts.cumsum() - 1]]
+    host, host_tokens, start = [], [], 0
+    for count, token in zip(counts.tolist(), bonus.tolist(), strict=True):
+        host.append((lines[start : start + count], token))
+        host_tokens.append(tokens[start + 1 : start + count])
+        start += count
     return AcceptPlan(
         path=torch.from_numpy(path),
-        num_accepted_tokens=torch.from_numpy(num_accepted_tokens),
-        bonus_token_ids=torch.from_numpy(bonus_token_ids),
-        host=[(line[: count + 1], bonus) for line, count, bonus in lines],
+        num_accepted_tokens=torch.from_numpy(counts - 1),
+        bonus_token_ids=torch.from_numpy(bonus),
+        host=host,
+        host_tokens=host_tokens,
     )
 
 
@@ -173,44 +186,12 @@ def verify(
         sampling.rewind()
     elif logits.device.type != "cpu" or _draws_at_once(sampling, logits.shape[0]):
         return accept(tree, draw_all(tree, logits, sampling, context_lens))
-    if tree.host is not None:
-        return _walk_host(tree.host, logits, sampling, context_lens)
     return _walk(tree, logits, sampling, context_lens)
 
 
 def _draws_at_once(sampling: SamplingBatch, num_rows: int) -> bool:
     """Whether a few operators over all rows beat a few per level: not where rows are sorted or counted for."""
     return num_rows <= _MAX_ROWS_AT_ONCE and not any(sampling.is_filtered) and not any(sampling.is_penalised)
-
-
-def _host_plan(rows: list[int], bonus: int) -> AcceptPlan:
-    return AcceptPlan(
-        path=torch.tensor([rows]),
-        num_accepted_tokens=torch.tensor([len(rows) - 1]),
-        bonus_token_ids=torch.tensor([bonus]),
-        host=[(rows, bonus)],
-    )
-
-
-def _walk_host(host: HostTree, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor) -> AcceptPlan:
-    """`_walk` of a lone request: draw at a node, descend while the token is one of its children."""
-    owner = torch.zeros(1, dtype=torch.int64)
-    children: dict[tuple[int, int], int] = {}
-    for row in range(1, len(host.parents)):
-        children[host.parents[row], host.token_ids[row]] = row
-    rows, tokens = [0], list[int]()
-    is_penalised = any(sampling.is_penalised)
-    while True:
-        current = rows[-1]
-        extra = torch.tensor([tokens], dtype=torch.int64) if is_penalised else None
-        drawn = draw_tokens(logits[current : current + 1], owner, context_lens + len(rows), sampling, extra)
-        token = int(drawn[0])
-        sampling.advance((0,), (token,))
-        child = children.get((current, token))
-        if child is None:
-            return _host_plan(rows, token)
-        rows.append(child)
-        tokens.append(token)
 
 
 def draw_all(
@@ -230,47 +211,33 @@ def draw_all(
         extra = torch.where(above, tree.token_ids[packed.clamp(max=owner.numel() - 1)], -1)
     if tree.counts is not None:
         owner_list = [b for b, count in enumerate(tree.counts) for _ in range(count)]
-    if tree.host is not None:
-        owner_list = [0] * len(tree.host.depths)
-        uniforms = sampling.uniforms_of_one(int(context_lens[0]) + 1, tree.host.depths)
+    if tree.num_requests == 1 and logits.device.type == "cpu":
+        uniforms = sampling.uniforms_of_one(int(context_lens[0]) + 1, tree.depths.tolist())
     positions = context_lens[owner] + tree.depths + 1
     return draw_tokens(logits, owner, positions, sampling, extra, uniforms, owner_list)
 
 
 def _walk(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor) -> AcceptPlan:
-    """Loop over depths; each level draws for the requests whose last draw was a child."""
-    num_requests = tree.num_requests
-    has_children = tree.token_ids.numel() > num_requests
-    owner = owners(tree)
-    start = tree.cu_nodes[owner]
-    parent = torch.where(tree.parents < 0, -1, start + tree.parents)
-    active = torch.arange(num_requests, device=owner.device)
-    current = tree.cu_nodes[:-1]
-    levels = [current]
-    extra = torch.empty(num_requests, 0, dtype=torch.int64, device=owner.device)
-    bonus = torch.empty(num_requests, dtype=torch.int64, device=owner.device)
-    depth = 0
-    while True:
-        drawn = draw_tokens(logits[current], active, context_lens[active] + (depth + 1), sampling, extra)
-        bonus[active] = drawn
+    """Loop over depths; each level draws for the requests whose last draw was a child.  Syncs: once a level."""
+    rows, device = tree.on_host(), logits.device
+    num_requests = len(rows.roots)
+    drawn = np.full(len(rows.token_ids), _NOT_DRAWN)
+    active, current = np.arange(num_requests), rows.roots
+    paths = np.empty((num_requests, 0), dtype=np.int64)  # tokens that the active requests have come along
+    is_accepted = np.zeros(len(drawn), dtype=bool)
+    while len(active):
+        is_accepted[current] = True
+        owner = torch.from_numpy(active).to(device)
+        tokens = draw_tokens(
+            logits[torch.from_numpy(current).to(device)], owner, context_lens[owner] + (paths.shape[1] + 1), sampling,
+            torch.from_numpy(paths).to(device), owner_list=active.tolist(),
+        ).cpu().numpy()  # fmt: skip
         if sampling.has_grammars:
-            sampling.advance(active.tolist(), drawn.tolist())
-        if not has_children:
-            break
-        wanted = torch.full((num_requests, 2), -2, dtype=torch.int64, device=owner.device)  # current row, token
-        wanted[active, 0] = current
-        wanted[active, 1] = drawn
-        want = wanted[owner]
-        found = ((parent == want[:, 0]) & (tree.token_ids == want[:, 1])).nonzero()[:, 0]
-        if found.numel() == 0:
-            break
-        active = owner[found]
-        current = found
-        depth += 1
-        level = torch.full((num_requests,), -1, dtype=torch.int64, device=owner.device)
-        level[active] = found
-        levels.append(level)
-        path_tokens = torch.where(torch.stack(levels[1:], 1) >= 0, tree.token_ids[torch.stack(levels[1:], 1)], -1)
-        extra = path_tokens[active]
-    path = torch.stack(levels, 1)
-    return AcceptPlan(path=path, num_accepted_tokens=(path >= 0).sum(1) - 1, bonus_token_ids=bonus)
+            sampling.advance(active.tolist(), tokens.tolist())
+        drawn[current] = tokens
+        is_next = (rows.token_ids == drawn[rows.above]) & is_accepted[rows.above] & ~is_accepted
+        current = is_next.nonzero()[0]
+        going = rows.owners[current]
+        paths = np.concatenate((paths[active.searchsorted(going)], rows.token_ids[current, None]), 1)
+        active = going
+    return _plan(rows, is_accepted.nonzero()[0], drawn)

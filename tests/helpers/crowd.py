@@ -12,12 +12,11 @@ import torch
 
 from paceline.clock import ManualClock
 from paceline.config import EngineConfig, TreeConfig
-from paceline.contracts import Group
+from paceline.contracts import Group, RoundStats
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.drafters.text import PromptLookupDrafter
 from paceline.serving.engine.engine import Engine
-from paceline.serving.engine.output import ROUND_COLUMNS
 from paceline.serving.engine.running import RunningRequest
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties
@@ -26,10 +25,9 @@ from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target_model.kv_cache import PageAllocator
 from tests.helpers.constrained import JSON_OBJECT, KINDS, PAGE, VOCAB, Answers, factory, make_engine, target
+from tests.helpers.engines import BrokenDrafter, RowDrafter
 from tests.helpers.fakes import plain_logits, prefill
 from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
-from tests.serving.engine.test_engine import BrokenDrafter
-from tests.serving.engine.test_engine_random import RowDrafter
 
 FIXED = TreeConfig(max_draft_tokens=8, node_buckets=(0, 8), is_adaptive=False)
 ADAPTIVE = TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8))
@@ -152,12 +150,12 @@ class RoundSink:
         self.num_accepted: Counter[int] = Counter()
         self.versions: set[str] = set()
 
-    def record_round(self, row: tuple) -> None:
-        values = dict(zip(ROUND_COLUMNS, row, strict=True))
-        if values["num_draft_tokens"]:
-            self.num_drafted[values["batch_size"]] += 1
-            self.num_accepted[values["batch_size"]] += values["num_accepted_tokens"]
-            self.versions.add(values["drafter_version"])
+    def record_rounds(self, rows: RoundStats) -> None:
+        for i, num_draft_tokens in enumerate(rows.num_draft_tokens):
+            if num_draft_tokens:
+                self.num_drafted[rows.batch_size[i]] += 1
+                self.num_accepted[rows.batch_size[i]] += rows.num_accepted_tokens[i]
+                self.versions.add(rows.drafter_version[i])
 
 
 class Ticks:

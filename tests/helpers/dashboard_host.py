@@ -35,6 +35,7 @@ from paceline.infra.controller.snapshot import ReplicaState, Snapshot, TrafficBi
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_first_version, write_report
 from paceline.infra.state.redis_clients import Keys, patient_client
+from tests.helpers.feedback import round_rows
 from tests.helpers.scripted import MemoryStore, Shard
 
 FIRST = "a0c1d2e3f4b5"
@@ -165,7 +166,12 @@ class Scene:
                 rows.append((request_id, bucket, group, name, True, k + 1, drafted, accepted, accepted + 1, 2, 2.0, 7.0, share_ms, False, ts))  # fmt: skip
         self.seq += 1
         batch = make_batch(
-            rows, replica_id="r1", boot_epoch=1, seq=self.seq, target_version="t", num_dropped=int(self.seq == 3)
+            [round_rows(rows)],
+            replica_id="r1",
+            boot_epoch=1,
+            seq=self.seq,
+            target_version="t",
+            num_dropped=int(self.seq == 3),
         )
         self.client.xadd(self.keys.feedback, {"v": encode(batch)})
 

@@ -12,6 +12,7 @@ from paceline.contracts import ReplicaReport, encode, is_canary
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import read_desired, write_report
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Keys, patient_client
+from tests.helpers.feedback import round_rows
 
 ROUNDS = 3
 
@@ -80,7 +81,12 @@ class FakeReplicas:
                 ]
             self._seq[name] += 1
             made = make_batch(
-                rows, replica_id=name, boot_epoch=1, seq=self._seq[name], target_version="t", num_dropped=0
+                [round_rows(rows)],
+                replica_id=name,
+                boot_epoch=1,
+                seq=self._seq[name],
+                target_version="t",
+                num_dropped=0,
             )
             self._client.xadd(self._keys.feedback, {"v": encode(made)})
             self.num_rows += len(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.contracts import FeedbackBatch
+from paceline.contracts import FeedbackBatch, RoundStats
 
 DEFAULTS: dict[str, Any] = {
     "request_id": "q",
@@ -29,3 +29,14 @@ def batch(rows: list[dict[str, Any]], *, seq: int = 1, replica: str = "r0", boot
     """One batch; a row names what differs from DEFAULTS."""
     columns = {name: [row.get(name, value) for row in rows] for name, value in DEFAULTS.items()}
     return FeedbackBatch(replica_id=replica, boot_epoch=boot, seq=seq, target_version="t", num_dropped=0, **columns)
+
+
+def round_rows(rows: list[tuple]) -> RoundStats:
+    """Rows in the order of the record's fields."""
+    columns = zip(*rows, strict=True) if rows else [()] * len(DEFAULTS)
+    return RoundStats(**{name: list(c) for name, c in zip(RoundStats.__struct_fields__, columns, strict=True)})
+
+
+def dicts_of(rows: RoundStats) -> list[dict[str, Any]]:
+    """One dict a row."""
+    return [{name: getattr(rows, name)[i] for name in rows.__struct_fields__} for i in range(rows.num_rows)]

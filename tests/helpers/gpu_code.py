@@ -35,7 +35,6 @@ from paceline.kernels.gpu import (  # noqa: E402
     topk_lse,
     tree_accept,
     tree_attention,
-    tree_budget,
     tree_build,
 )
 
@@ -133,20 +132,10 @@ def _long(*shape: int) -> torch.Tensor:
 
 def launch_trees(batch: int = 8, width: int = 65, candidates: int = 352) -> None:
     """A round of trees: two blocks of SpecBlock's candidates."""
-    trees = tree_build.build_trees(
+    tree_build.build_trees(
         scores=torch.zeros(batch, candidates), parents=_long(batch, candidates), token_ids=_long(batch, candidates),
         depths=_long(batch, candidates), anchor_token_ids=_long(batch), num_nodes=_long(batch), max_nodes=width - 1,
         max_depth=8,
-    )  # fmt: skip
-    for is_stepped in (True, False):
-        tree_budget.choose_budget(
-            masses=torch.zeros(batch, width - 1), table_rows=_long(14), table_seconds=torch.zeros(14),
-            fixed_seconds=torch.zeros(1), min_nodes=_long(batch), max_rows=512, is_stepped=is_stepped,
-        )  # fmt: skip
-    tree_accept.accept_paths(
-        token_ids=trees.token_ids, parents=trees.parents, depths=trees.depths, ancestor_bits=trees.ancestor_bits,
-        cu_nodes=_long(batch + 1), next_token_ids=_long(batch * width), scratch_rows=_long(batch * width),
-        context_lens=_long(batch), slot_table=_long(batch, 4096), max_depth=8,
     )  # fmt: skip
     for columns in (17, 65, 257):
         tree_accept.accept_rows(

@@ -13,19 +13,29 @@ import msgspec
 
 from paceline.bandit.controller.controller import JobOutcome
 from paceline.bandit.ledger.totals import LedgerTotals
-from paceline.contracts import ArmSpec, Decision, DrafterManifest, FeedbackBatch, LedgerEntry, TrainJob, TrainResult
+from paceline.contracts import (
+    ArmSpec,
+    Decision,
+    DrafterManifest,
+    FeedbackBatch,
+    LedgerEntry,
+    RoundStats,
+    TrainJob,
+    TrainResult,
+)
 from paceline.errors import ManifestError
 from paceline.infra.controller.jobs import WorkerLease
+from tests.helpers.feedback import round_rows
 
 ARM = ArmSpec(name="full", parameters="full", num_rows=100)
 
 
 def row(
     i: int, *, bucket: str = "math", group: str = "adaptive", version: str = "v1", ts: float | None = None
-) -> tuple:
-    """One row in the field order of ROUND_COLUMNS: 2 of 4 drafted tokens accepted, 3 emitted, 10 ms."""
+) -> RoundStats:
+    """One row: 2 of 4 drafted tokens accepted, 3 emitted, 10 ms."""
     ts = time.time() if ts is None else ts
-    return (f"r{i}", bucket, group, version, True, i, 4, 2, 3, 1, 1.0, 6.0, 10.0, False, ts)
+    return round_rows([(f"r{i}", bucket, group, version, True, i, 4, 2, 3, 1, 1.0, 6.0, 10.0, False, ts)])
 
 
 def decision(decision_id: int, action: str, **fields) -> Decision:
@@ -185,6 +195,7 @@ _WORKER = """
 import json, sys, time
 from paceline.contracts import TrainResult
 from paceline.infra.controller.jobs import WorkerLease
+from tests.helpers.feedback import round_rows
 args = json.loads(sys.argv[1])
 lease = WorkerLease(args["url"], args["model"], args["job_id"], args["token"], ttl_s=args["ttl_s"], limit_s=args["limit_s"])
 started = time.monotonic()

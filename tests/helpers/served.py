@@ -7,12 +7,12 @@ from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.eagle3.drafter import EagleDrafter
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
 from paceline.serving.engine.engine import Engine
-from paceline.serving.engine.output import ROUND_COLUMNS
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.trees.policy import TreePolicy
 from tests.helpers.fakes import tiny_target
+from tests.helpers.feedback import dicts_of
 
 NODES, FRONTIER = 8, 4
 
@@ -23,8 +23,8 @@ class Collector:
     def __init__(self):
         self.rows, self.traces = [], []
 
-    def record_round(self, row):
-        self.rows.append(dict(zip(ROUND_COLUMNS, row, strict=True)))
+    def record_rounds(self, rows):
+        self.rows += dicts_of(rows)
 
     def wants(self, request_id, bucket):
         return True

@@ -11,7 +11,8 @@ import torch
 from paceline.config import TreeConfig
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.drafters.interface import DraftInputs, Proposal
-from paceline.serving.trees.policy import DraftGroup, RoundDraft, TreePolicy
+from paceline.serving.trees.policy import TreePolicy
+from paceline.serving.trees.propose import DraftGroup, RoundDraft
 from tests.helpers.scripted_drafters import ScriptedDrafter
 
 VOCAB = 40

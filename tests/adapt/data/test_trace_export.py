@@ -13,7 +13,7 @@ from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.config import TraceConfig
 from paceline.errors import TraceError
 from tests.helpers.drafters import make_trace
-from tests.serving.engine.test_engine import Run, finish, make_engine
+from tests.helpers.engines import Run, finish, make_engine
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_missing_file_is_named(store, tmp_path):
 
 def test_opted_out_requests_of_a_real_engine_are_not_in_the_export(store, tmp_path):
     writer = TraceWriter(store, TraceConfig(share=1.0))
-    writer.record_round = lambda row: None  # type: ignore[attr-defined]
+    writer.record_rounds = lambda rows: None  # type: ignore[attr-defined]
     engine = make_engine(sinks=writer)
     runs = [Run(engine, "stays"), Run(engine, "opted-out", is_traced=False), Run(engine, "stays-too", temperature=0.7)]
     finish(engine)

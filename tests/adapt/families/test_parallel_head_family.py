@@ -10,7 +10,7 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.recipe import DrafterRecipe
 from paceline.adapt.families.table import training_family
 from paceline.adapt.families.target_handle import load_target_handle
-from paceline.adapt.gate.replay_round import calibrated, whole_tree
+from paceline.adapt.gate.replay_round import fixed_rounds
 from paceline.adapt.gate.shadow import replay_rounds, shadow_scores
 from paceline.adapt.online.trainer import run_training_job
 from paceline.adapt.online.update import update_drafter
@@ -21,9 +21,10 @@ from paceline.errors import ConfigError
 from paceline.serving.loading.families import load_drafter
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.parallel_head.model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel
-from paceline.serving.trees.policy import draft_fixed
+from tests.helpers.replay import whole_tree
 from tests.helpers.served import NODES, engine_rounds, serve
 from tests.helpers.training import EMBED, FEATURES, TARGET, TEXT, VOCAB, learnable_trace
+from tests.helpers.trees import draft_fixed
 
 KINDS = pytest.mark.parametrize("name", sorted(DRAFTER_TYPES))
 CPU = torch.device("cpu")
@@ -105,7 +106,7 @@ def test_replay_equals_served_rounds(name, edge_rank):
         assert [r["num_accepted_tokens"] for r in served][:-1] == replayed[:-1] and len(served) == len(replayed)
     scores = shadow_scores({"a": make(target, 0), "b": make(target, 1)}, sink.traces, num_nodes=nodes)
     assert [s.num_tokens for s in scores["a"]] == [s.num_tokens for s in scores["b"]] and scores["a"] != scores["b"]
-    assert len(replay_rounds(make(target, 0, 2.0), sink.traces, calibrated(nodes, 4))) == 8
+    assert len(replay_rounds(make(target, 0, 2.0), sink.traces, fixed_rounds(nodes, 4))) == 8
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
-"""Replayed rounds of a SpecBlock drafter equal the rounds that produced the text, also where work is skipped."""
+"""Replayed rounds of a SpecBlock drafter equal the rounds that produced the text."""
 
 import pytest
 import torch
 
-from paceline.adapt.gate.replay_round import decided_early, deepest_match, whole_tree
+from paceline.adapt.gate.replay_round import fixed_rounds, follow_text
 from paceline.adapt.gate.shadow import replay_rounds
 from paceline.serving.drafters.interface import DraftInputs
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
-from paceline.serving.trees.policy import draft_fixed
 from paceline.serving.trees.tree import TreeBatch
+from tests.helpers.replay import whole_tree
+from tests.helpers.trees import draft_fixed
 
 VOCAB, EMBED, FEATURES, NODES = 24, 8, 12, 10
 CONFIG = SpecBlockConfig(
@@ -25,20 +26,6 @@ def make_drafter(seed=0):
     with torch.no_grad():
         model.lm_head.weight.mul_(40)  # sharp enough for deep trees
     return SpecBlockDrafter(model, torch.randn(VOCAB, EMBED))
-
-
-class CountingDrafter:
-    """Passes everything on and counts re-entered leaves."""
-
-    def __init__(self, inner):
-        self.inner, self.caps, self.num_leaves = inner, inner.caps, 0
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def expand(self, inputs, proposal, frontier):
-        self.num_leaves += frontier.token_ids.numel()
-        return self.inner.expand(inputs, proposal, frontier)
 
 
 def served_request(drafter, i, *, prompt_len, num_outputs, num_nodes, max_frontier):
@@ -100,8 +87,7 @@ def test_replay_equals_the_rounds_that_produced_the_text(seed, num_nodes, max_fr
     drafter = make_drafter(seed)
     traces, rounds = serve_all(drafter, num_nodes, max_frontier)
     whole = replay_rounds(drafter, traces, whole_tree(lambda d, i: draft_fixed(d, i, num_nodes, max_frontier)))
-    early = replay_rounds(drafter, traces, decided_early(num_nodes, max_frontier))
-    assert whole == early
+    assert whole == replay_rounds(drafter, traces, fixed_rounds(num_nodes, max_frontier, is_calibrated=False))
     # The last round may have drafted beyond the end of the text; replay counts what the text holds.
     assert [r[:-1] for r in whole] == [r[:-1] for r in rounds]
     for trace, r in zip(traces, whole, strict=True):
@@ -114,22 +100,14 @@ def test_replay_equals_the_rounds_that_produced_the_text(seed, num_nodes, max_fr
 def test_another_drafter_scores_differently_on_the_same_text():
     drafter = make_drafter(0)
     traces, _ = serve_all(drafter, NODES, 4)
-    own, other = (sum(map(len, replay_rounds(d, traces, decided_early(NODES, 4)))) for d in (drafter, make_drafter(5)))
+    own, other = (
+        sum(map(len, replay_rounds(d, traces, fixed_rounds(NODES, 4, is_calibrated=False))))
+        for d in (drafter, make_drafter(5))
+    )
     assert own < 0.7 * other
 
 
-def test_most_leaves_are_not_re_entered():
-    drafter = CountingDrafter(make_drafter(0))
-    traces, _ = serve_all(drafter, NODES, 4)
-    drafter.num_leaves = 0
-    whole = replay_rounds(drafter, traces, whole_tree(lambda d, i: draft_fixed(d, i, NODES, 4)))
-    all_leaves, drafter.num_leaves = drafter.num_leaves, 0
-    other = replay_rounds(CountingDrafter(make_drafter(3)), traces, decided_early(NODES, 4))
-    early = replay_rounds(drafter, traces, decided_early(NODES, 4))
-    assert early == whole != other and drafter.num_leaves < all_leaves
-
-
-def test_deepest_match_needs_the_whole_path():
+def test_a_row_follows_the_text_when_its_whole_path_does():
     # root - 1 - 2 - 3 and root - 5 - 3; the second tree is a root alone
     tree = TreeBatch(
         token_ids=torch.tensor([0, 1, 5, 2, 3, 3, 0]),
@@ -144,13 +122,11 @@ def test_deepest_match_needs_the_whole_path():
     )  # fmt: skip
 
     def match(*tokens):
-        depth, score = deepest_match(tree, torch.tensor([tokens, [9] * len(tokens)]))
-        assert depth[1] == 0 and score[1] == 0
-        return int(depth[0]), float(score[0])
+        return follow_text(tree, torch.tensor([tokens, [9] * len(tokens)])).tolist()
 
-    assert match(1, 2, 3) == (3, -5.0)
-    assert match(5, 3, 3) == (2, -4.0)
-    assert match(1, 3, 3) == (1, -1.0)
-    assert match(4, 2, 3) == (0, 0.0)
-    assert match(1, 2) == (2, -3.0)  # the text ends
-    assert match(1, -1, -1) == (1, -1.0)
+    assert match(1, 2, 3) == [0, 1, 3, 5, 6]
+    assert match(5, 3, 3) == [0, 2, 4, 6]
+    assert match(1, 3, 3) == [0, 1, 6]
+    assert match(4, 2, 3) == [0, 6]
+    assert match(1, 2) == [0, 1, 3, 6]  # the text ends
+    assert match(1, -1, -1) == [0, 1, 6]

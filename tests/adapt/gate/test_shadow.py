@@ -8,12 +8,12 @@ import torch
 
 from paceline.adapt.gate import shadow
 from paceline.adapt.gate.gate import RequestScore, pooled_acceptance_length
-from paceline.adapt.gate.replay_round import whole_tree
 from paceline.adapt.gate.shadow import ShadowStoppedError, replay_rounds, shadow_scores, unseen_tokens
 from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.interface import DrafterCaps, Proposal
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.trees.tree import TreeBatch
+from tests.helpers.replay import whole_tree
 
 VOCAB, SLOTS, WIDTH = 7, 3, 2
 

@@ -3,10 +3,11 @@
 import pytest
 
 from paceline.adapt.gate import shadow
-from paceline.adapt.gate.replay_round import calibrated, whole_tree
+from paceline.adapt.gate.replay_round import fixed_rounds
 from paceline.adapt.gate.shadow import replay_rounds, shadow_scores
-from paceline.serving.trees.policy import draft_fixed
+from tests.helpers.replay import whole_tree
 from tests.helpers.served import FRONTIER, NODES, engine_rounds, make_drafter, serve
+from tests.helpers.trees import draft_fixed
 
 
 @pytest.fixture(scope="module", params=["specblock", "eagle3-slots-1", "eagle3-slots-4"])
@@ -69,7 +70,7 @@ def test_replay_learns_the_score_calibration_of_the_engine(monkeypatch):
     real = [[r["num_accepted_tokens"] for r in engine_rounds(sink, t.request_id)] for t in sink.traces]
     learnt, raw = (
         replay_rounds(make_drafter(target, 0, 4.0), sink.traces, accept_round)
-        for accept_round in (calibrated(NODES, FRONTIER), whole_tree(lambda d, i: draft_fixed(d, i, NODES, FRONTIER)))
+        for accept_round in (fixed_rounds(NODES, FRONTIER), whole_tree(lambda d, i: draft_fixed(d, i, NODES, FRONTIER)))
     )
     assert [r[:-1] for r in learnt] == [r[:-1] for r in real]
     assert [len(r) for r in learnt] == [len(r) for r in real]

@@ -41,7 +41,7 @@ class Load:
             for pub in self.publishers:
                 for _ in range(5):
                     started = time.perf_counter()
-                    pub.record_round(row(i))
+                    pub.record_rounds(row(i))
                     self.slowest_s = max(self.slowest_s, time.perf_counter() - started)
                     i += 1
 

@@ -5,12 +5,12 @@ import torch
 
 from paceline.bench.common.workloads import bundled_prompts
 from paceline.config import EngineConfig, RolloutConfig, TreeConfig
+from paceline.contracts import RoundStats
 from paceline.infra.controller.rollout import Outcome, RolloutState, close_quiet, fold, judge
 from paceline.infra.replica.feedback import make_batch
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
-from paceline.serving.engine.output import ROUND_COLUMNS
 from paceline.serving.loading.families import build_drafter, read_drafter_files
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.target_model.model import TargetModel
@@ -23,13 +23,12 @@ class Rows:
     """Feedback sink that keeps the rows of the rounds since it was read last."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple] = []
+        self.rows: list[RoundStats] = []
 
-    def record_round(self, row: tuple) -> None:
-        assert len(row) == len(ROUND_COLUMNS)
-        self.rows.append(row)
+    def record_rounds(self, rows: RoundStats) -> None:
+        self.rows.append(rows)
 
-    def take(self) -> list[tuple]:
+    def take(self) -> list[RoundStats]:
         rows, self.rows = self.rows, []
         return rows
 
@@ -98,5 +97,5 @@ def test_a_poisoned_drafter_goes_within_200_requests_at_a_tenth_and_no_token_cha
     assert sent <= MOST
     slots.set_canary("", 0)
     serve(5000, 8)
-    assert {r[ROUND_COLUMNS.index("drafter_version")] for r in sink.take()} == {"first"}
+    assert {v for rows in sink.take() for v in rows.drafter_version} == {"first"}
     assert all(len(o) == 1 for o in outputs.values()) and len(outputs) == len(prompts)

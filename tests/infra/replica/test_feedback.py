@@ -28,7 +28,7 @@ def publisher(url, keys, **config) -> FeedbackPublisher:
 def test_rows_arrive_in_order_and_in_batches(shared_redis, client, keys):
     pub = publisher(shared_redis.url, keys)
     for i in range(2 * BATCH_ROWS + 1):
-        pub.record_round(row(i))
+        pub.record_rounds(row(i))
     assert pub.flush()
     got = batches(client, keys)
     assert [b.seq for b in got] == [1, 2, 3]
@@ -41,7 +41,7 @@ def test_rows_arrive_in_order_and_in_batches(shared_redis, client, keys):
 
 def test_thread_publishes_within_the_interval(shared_redis, client, keys, wait_until):
     pub = publisher(shared_redis.url, keys, flush_interval_s=0.02).start()
-    pub.record_round(row(0))
+    pub.record_rounds(row(0))
     wait_until(lambda: client.xlen(keys.feedback) == 1)
     pub.close()
 
@@ -49,7 +49,7 @@ def test_thread_publishes_within_the_interval(shared_redis, client, keys, wait_u
 def test_stream_is_bounded(shared_redis, client, keys):
     pub = publisher(shared_redis.url, keys, max_stream_entries=100)
     for i in range(1500):
-        pub.record_round(row(i))
+        pub.record_rounds(row(i))
         pub.flush()
     assert client.xlen(keys.feedback) < 400  # '~' trims whole nodes of 100 entries
 
@@ -58,15 +58,15 @@ def test_outage_keeps_the_newest_rows_and_counts_the_rest(tmp_path, keys):
     server = EmbeddedRedis(tmp_path)
     server.start()
     pub = publisher(server.url, keys, max_rows=50)
-    pub.record_round(row(0))
+    pub.record_rounds(row(0))
     assert pub.flush()
     server.stop()
     for i in range(1, 101):
-        pub.record_round(row(i))
+        pub.record_rounds(row(i))
     assert not pub.flush()
     assert not pub.is_redis_up
     for i in range(101, 201):
-        pub.record_round(row(i))
+        pub.record_rounds(row(i))
     server.start()
     assert pub.flush()
     assert pub.is_redis_up
@@ -86,7 +86,7 @@ def test_recording_stays_fast_while_redis_hangs(own_redis, keys):
         slowest = 0.0
         for i in range(2000):
             started = time.perf_counter()
-            pub.record_round(row(i))
+            pub.record_rounds(row(i))
             slowest = max(slowest, time.perf_counter() - started)
         assert slowest < 0.1
     finally:
@@ -97,7 +97,7 @@ def test_recording_stays_fast_while_redis_hangs(own_redis, keys):
 
 def test_batch_is_sent_again_under_its_seq_when_the_reply_was_lost(own_redis, keys):
     pub = publisher(own_redis.url, keys)
-    pub.record_round(row(0))
+    pub.record_rounds(row(0))
     os.kill(own_redis.pid, signal.SIGSTOP)  # the command waits in the socket: executed, but not acknowledged
     assert not pub.flush()
     os.kill(own_redis.pid, signal.SIGCONT)
@@ -117,18 +117,18 @@ def test_refusal_for_lack_of_memory_is_a_counted_drop(tmp_path, keys):
             for _ in range(1000):
                 client.append("fill0", b"x" * 1000)
         pub = publisher(server.url, keys)
-        pub.record_round(row(0))
+        pub.record_rounds(row(0))
         assert pub.flush()
         assert (pub.num_delivered, pub.num_dropped) == (0, 1)
         client.delete(*[f"fill{i}" for i in range(100)])
-        pub.record_round(row(1))
+        pub.record_rounds(row(1))
         assert pub.flush()
         assert batches(client, keys)[-1].num_dropped == 1
 
 
 def test_close_counts_what_could_not_be_delivered(keys):
     pub = publisher("redis://127.0.0.1:1/0", keys)
-    pub.record_round(row(0))
+    pub.record_rounds(row(0))
     pub.close(timeout_s=0.5)
     assert (pub.num_pending, pub.num_dropped) == (0, 1)
 
@@ -137,5 +137,5 @@ def test_close_counts_what_could_not_be_delivered(keys):
 def test_counters_add_up_under_a_small_ring(shared_redis, keys, num_rows):
     pub = publisher(shared_redis.url, keys, max_rows=16)
     for i in range(num_rows):
-        pub.record_round(row(i))
+        pub.record_rounds(row(i))
     assert pub.num_produced == pub.num_dropped + pub.num_pending

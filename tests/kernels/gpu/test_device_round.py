@@ -1,20 +1,21 @@
-"""Build, budget and accept chain on device tensors: what one leaves is what the next one takes, with no host read."""
+"""Building, packing and accepting chain on device tensors: what one leaves is what the next one takes, with no host read."""
 
 import pytest
 import torch
 
 from paceline.kernels.reference import tree_accept as tree_accept_ref
-from paceline.kernels.reference import tree_budget as tree_budget_ref
 from paceline.kernels.reference import tree_build as tree_build_ref
+from paceline.kernels.reference.tree_build import unpack_bits
+from paceline.kernels.reference.tree_pack import pack_trees
 
 pytest.importorskip("triton")
-from paceline.kernels.gpu import tree_accept, tree_budget, tree_build
+from paceline.kernels.gpu import tree_accept, tree_build
 from paceline.kernels.gpu.launch import is_interpreted
 
 MAX_NODES, MAX_DEPTH, CANDIDATES, VOCAB = 12, 5, 32, 6
 TWINS = {
-    "reference": (tree_build_ref, tree_budget_ref, tree_accept_ref),
-    "triton": (tree_build, tree_budget, tree_accept),
+    "reference": (tree_build_ref, tree_accept_ref),
+    "triton": (tree_build, tree_accept),
 }
 
 
@@ -34,36 +35,27 @@ def _inputs(batch, seed, device):
         "depths": depths,
         "anchor_token_ids": torch.arange(batch),
         "most": torch.full((batch,), MAX_NODES),
-        "table_rows": torch.tensor([batch, 2 * batch, 4 * batch, rows]),
-        "table_seconds": torch.tensor([1.0, 1.1, 1.2, 3.0]),
-        "fixed_seconds": torch.tensor([0.2]),
-        "min_nodes": torch.zeros(batch, dtype=torch.int64),
+        "num_nodes": torch.randint(0, MAX_NODES + 1, (batch,), generator=g),
         "next_token_ids": torch.randint(0, VOCAB, (rows,), generator=g),
-        "scratch_rows": torch.arange(1000, 1000 + rows),
-        "context_lens": torch.randint(0, 20, (batch,), generator=g),
-        "slot_table": torch.randint(0, 500, (batch, 40), generator=g),
     }
     return {name: t.to(device) for name, t in tensors.items()}
 
 
 def _round(twin, t):
-    build, budget, accept = TWINS[twin]
+    build, accept = TWINS[twin]
     batch = t["scores"].shape[0]
     trees = build.build_trees(
         scores=t["scores"], parents=t["parents"], token_ids=t["token_ids"], depths=t["depths"],
         anchor_token_ids=t["anchor_token_ids"], num_nodes=t["most"], max_nodes=MAX_NODES, max_depth=MAX_DEPTH,
     )  # fmt: skip
-    nodes = budget.choose_budget(
-        masses=trees.scores[:, 1:].exp().contiguous(), table_rows=t["table_rows"], table_seconds=t["table_seconds"],
-        fixed_seconds=t["fixed_seconds"], min_nodes=t["min_nodes"], max_rows=batch * (MAX_NODES + 1), is_stepped=True,
+    # A smaller tree is a prefix of the full one, so a budget needs no second build.
+    cu_rows = torch.nn.functional.pad((torch.minimum(t["num_nodes"], trees.num_nodes) + 1).cumsum(0), (1, 0))
+    packed = pack_trees(trees, cu_rows, batch * (MAX_NODES + 1))
+    found = accept.accept_rows(
+        token_ids=packed.token_ids, cu_rows=cu_rows, ancestors=unpack_bits(packed.ancestor_bits, MAX_NODES + 1),
+        next_token_ids=t["next_token_ids"],
     )  # fmt: skip
-    # A smaller tree is a prefix of the full one, so the budget needs no second build.
-    paths = accept.accept_paths(
-        token_ids=trees.token_ids, parents=trees.parents, depths=trees.depths, ancestor_bits=trees.ancestor_bits,
-        cu_nodes=nodes.cu_nodes, next_token_ids=t["next_token_ids"], scratch_rows=t["scratch_rows"],
-        context_lens=t["context_lens"], slot_table=t["slot_table"], max_depth=MAX_DEPTH,
-    )  # fmt: skip
-    return nodes.num_nodes, nodes.cu_nodes, paths.path, paths.num_accepted_tokens, paths.bonus_token_ids, paths.src_rows, paths.dst_rows  # fmt: skip
+    return cu_rows, found.path, found.path_token_ids, found.num_accepted_tokens, found.bonus_token_ids
 
 
 def test_a_round_on_device_tensors_agrees_with_the_references():

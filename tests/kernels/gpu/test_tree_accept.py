@@ -1,11 +1,9 @@
-"""Both twins of acceptance give serving's plan and a list of moves that names the path's rows."""
+"""Both twins of acceptance give the plan of serving's walk on the host."""
 
 import pytest
 import torch
 
-from paceline.kernels.reference.tree_accept import accept_paths as accept_reference
 from paceline.kernels.reference.tree_accept import accept_rows as accept_rows_reference
-from paceline.kernels.reference.tree_build import num_words
 from paceline.serving.trees.tree import TreeBatch
 from paceline.serving.trees.verify import accept
 from tests.helpers.launches import count_launches
@@ -14,13 +12,11 @@ pytest.importorskip("triton")
 from paceline.kernels.gpu import tree_accept
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TWINS = {"reference": accept_reference, "triton": tree_accept.accept_paths}
-FIELDS = ("path", "num_accepted_tokens", "bonus_token_ids", "src_rows", "dst_rows")
 MAX_DEPTH = 7
 
 
 def _trees(counts, width, seed, vocab=5):
-    """Padded random trees with distinct sibling tokens, and the same trees packed."""
+    """Packed random trees with distinct sibling tokens."""
     g = torch.Generator().manual_seed(seed)
     batch = len(counts)
     token_ids, parents = torch.full((batch, width), 3), torch.full((batch, width), -1)
@@ -39,15 +35,11 @@ def _trees(counts, width, seed, vocab=5):
             seen[b, i, i] = True
         parents[b, count:], depths[b, count:] = 1, 1  # padding that looks like nodes
         seen[b, count:] = True
-    bits = torch.nn.functional.pad(seen, (0, 32 * num_words(width) - width)).view(batch, width, num_words(width), 32)
-    words = (bits.long() << torch.arange(32)).sum(3)
-    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     keep = torch.arange(width) < torch.tensor(counts)[:, None] if counts else torch.zeros(0, width, dtype=torch.bool)
-    packed = TreeBatch(
+    return TreeBatch(
         token_ids=token_ids[keep], parents=parents[keep], depths=depths[keep], scores=torch.zeros(sum(counts)),
         cu_nodes=torch.tensor([0, *counts]).cumsum(0), ancestors=seen[keep],
     )  # fmt: skip
-    return token_ids, parents, depths, words, packed
 
 
 def _drawn(packed, seed, follow=0.8):
@@ -63,38 +55,6 @@ def _drawn(packed, seed, follow=0.8):
     return drawn
 
 
-def _accept(twin, trees, drawn, contexts, *, table_length=24, max_depth=MAX_DEPTH):
-    token_ids, parents, depths, words, packed = trees
-    batch, rows = token_ids.shape[0], drawn.numel()
-    return TWINS[twin](
-        token_ids=token_ids.to(DEVICE),
-        parents=parents.to(DEVICE),
-        depths=depths.to(DEVICE),
-        ancestor_bits=words.to(DEVICE),
-        cu_nodes=packed.cu_nodes.to(DEVICE),
-        next_token_ids=drawn.to(DEVICE),
-        scratch_rows=(1000 + torch.arange(rows)).to(DEVICE),
-        context_lens=torch.tensor(contexts, dtype=torch.int64, device=DEVICE),
-        slot_table=(torch.arange(batch * table_length).view(batch, table_length) * 3).to(DEVICE),
-        max_depth=max_depth,
-    )
-
-
-def _check(found, trees, drawn, contexts, table_length=24):
-    plan = accept(trees[4], drawn)
-    width = plan.path.shape[1]
-    assert torch.equal(found.path[:, :width].cpu(), plan.path)
-    assert found.path[:, width:].eq(-1).all()
-    assert torch.equal(found.num_accepted_tokens.cpu(), plan.num_accepted_tokens)
-    assert torch.equal(found.bonus_token_ids.cpu(), plan.bonus_token_ids)
-    for b, context in enumerate(contexts):
-        length = int(plan.num_accepted_tokens[b]) + 1
-        kept = min(length, table_length - context)
-        assert found.src_rows[b, :kept].tolist() == (1000 + plan.path[b, :kept]).tolist()
-        assert found.dst_rows[b, :kept].tolist() == [3 * (b * table_length + context + d) for d in range(kept)]
-        assert found.src_rows[b, kept:].eq(-1).all() and found.dst_rows[b, kept:].eq(-1).all()
-
-
 CASES = {
     "one root": ([1], 1),
     "roots only, padded": ([1, 1, 1], 9),
@@ -102,72 +62,6 @@ CASES = {
     "ragged": ([7, 1, 33, 12], 33),
     "padded beyond a word": ([65, 40], 70),
 }
-
-
-@pytest.mark.parametrize("twin", TWINS)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("seed", range(2))
-def test_equals_the_plan_of_serving(twin, name, seed):
-    counts, width = CASES[name]
-    trees = _trees(counts, width, seed)
-    drawn = _drawn(trees[4], seed + 10)
-    contexts = [3 * b for b in range(len(counts))]
-    _check(_accept(twin, trees, drawn, contexts), trees, drawn, contexts)
-
-
-def test_twins_agree_when_draws_follow_the_tree_always_never_and_sometimes():
-    trees = _trees([20, 9, 31], 32, 5)
-    for follow in (0.0, 0.5, 1.0):
-        drawn = _drawn(trees[4], 3, follow)
-        pair = [_accept(t, trees, drawn, [0, 5, 23]) for t in TWINS]
-        for field in FIELDS:
-            assert torch.equal(getattr(pair[0], field), getattr(pair[1], field)), field
-        _check(pair[1], trees, drawn, [0, 5, 23])
-
-
-@pytest.mark.parametrize("twin", TWINS)
-def test_moves_beyond_the_slot_table_are_dropped(twin):
-    trees = _trees([20], 20, 2)
-    drawn = _drawn(trees[4], 1, 1.0)
-    found = _accept(twin, trees, drawn, [23])
-    assert int(found.num_accepted_tokens[0]) >= 1
-    assert found.dst_rows[0].tolist() == [69] + [-1] * MAX_DEPTH
-    assert found.src_rows[0].tolist() == [1000] + [-1] * MAX_DEPTH
-
-
-@pytest.mark.parametrize("twin", TWINS)
-def test_no_requests(twin):
-    trees = _trees([], 4, 0)
-    assert _accept(twin, trees, torch.empty(0, dtype=torch.int64), []).path.shape == (0, MAX_DEPTH + 1)
-
-
-def test_the_triton_kernel_runs_and_fills_poisoned_buffers(monkeypatch):
-    launches = count_launches(monkeypatch, tree_accept, "_accept_kernel")
-    empty = tree_accept.AcceptedPaths.empty
-
-    def poisoned(*args):
-        out = empty(*args)
-        for field in FIELDS:
-            getattr(out, field).fill_(-77)
-        return out
-
-    monkeypatch.setattr(tree_accept.AcceptedPaths, "empty", poisoned)
-    trees = _trees([6, 1, 17], 20, 8)
-    drawn = _drawn(trees[4], 4)
-    found = _accept("triton", trees, drawn, [1, 2, 3])
-    assert launches() == 1
-    _check(found, trees, drawn, [1, 2, 3])
-
-
-def test_the_launcher_refuses_what_the_kernel_cannot_take():
-    trees = _trees([5], 5, 0)
-    drawn = _drawn(trees[4], 0)
-    with pytest.raises(ValueError, match="max_depth must be in"):
-        _accept("triton", trees, drawn, [0], max_depth=-1)
-    with pytest.raises(ValueError, match=r"context_lens must have shape \(1\)"):
-        _accept("triton", trees, drawn, [0, 1])
-    with pytest.raises(ValueError, match=r"next_token_ids must be torch.int64"):
-        _accept("triton", trees, drawn.int(), [0])
 
 
 def _packed_inputs(packed, drawn, *, num_rows, num_requests, width):
@@ -186,7 +80,7 @@ def _packed_inputs(packed, drawn, *, num_rows, num_requests, width):
 @pytest.mark.parametrize("name", CASES)
 def test_packed_rows_are_judged_as_serving_walks_them(name, poisoned_memory):
     counts, width = CASES[name]
-    packed = _trees(counts, width, 4)[4]
+    packed = _trees(counts, width, 4)
     for follow, padding in ((0.0, (5, 3, 2)), (0.8, (5, 3, 2)), (1.0, (5, 3, 2)), (1.0, (0, 0, 0))):
         _check_rows(packed, counts, width, _drawn(packed, 7, follow), *padding)
 
@@ -226,7 +120,7 @@ def test_packed_rows_wider_than_a_tile_are_judged_block_by_block(monkeypatch):
 
 
 def test_packed_rows_of_a_wrong_form_are_refused():
-    packed = _trees([3], 3, 1)[4]
+    packed = _trees([3], 3, 1)
     inputs = _packed_inputs(packed, torch.zeros(3, dtype=torch.int64), num_rows=3, num_requests=1, width=3)
     for name, wrong in (
         ("ancestors", inputs["ancestors"].long()),

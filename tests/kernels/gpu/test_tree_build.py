@@ -6,15 +6,9 @@ import torch
 from paceline.kernels.reference.tree_build import build_trees as build_reference
 from paceline.kernels.reference.tree_build import unpack_bits
 from paceline.serving.drafters.interface import Proposal
-from paceline.serving.trees.builder import (
-    Candidates,
-    append_block,
-    block_candidates,
-    choose_frontier,
-    rank_candidates,
-    select_tree,
-)
+from paceline.serving.trees.device_candidates import DeviceCandidates
 from tests.helpers.launches import count_launches
+from tests.helpers.trees import on_host, trees_of
 
 pytest.importorskip("triton")
 from paceline.kernels.gpu import tree_build
@@ -44,7 +38,7 @@ def _candidates(batch, count, *, seed=0, vocab=4, max_depth=6, levels=0, absent=
             if torch.rand((), generator=g) < absent:
                 scores[b, c] = float("-inf")
     tokens = torch.randint(0, vocab, (batch, count), generator=g)
-    return Candidates(token_ids=tokens, parents=parents, scores=scores, depths=depths, cells=tokens.clone())
+    return DeviceCandidates(token_ids=tokens, parents=parents, scores=scores, depths=depths, cells=tokens.clone())
 
 
 def _build(twin, candidates, wanted, max_nodes, max_depth=8, anchors=None):
@@ -65,8 +59,7 @@ def _build(twin, candidates, wanted, max_nodes, max_depth=8, anchors=None):
 def _check_against_serving(built, candidates, wanted, max_nodes):
     batch = candidates.scores.shape[0]
     anchors = torch.arange(100, 100 + batch)
-    ranked = rank_candidates(candidates, max_nodes)
-    tree, _ = select_tree(ranked, anchors, [min(n, max_nodes) for n in wanted])
+    tree = trees_of(on_host(candidates).ranked(max_nodes), anchors, [min(n, max_nodes) for n in wanted])
     cu = tree.cu_nodes.tolist()
     for b in range(batch):
         rows = slice(cu[b], cu[b + 1])
@@ -122,9 +115,9 @@ def _proposal(count, seed):
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_serving_on_a_block_and_its_re_entry(twin, seed):
-    candidates = block_candidates(_proposal(3, seed), False, 20)
-    leaves = choose_frontier(candidates, 4)
-    candidates = append_block(candidates, leaves, _proposal(leaves.candidates.numel(), seed + 50))
+    candidates = DeviceCandidates.of(_proposal(3, seed), False, 20, torch.zeros(3, 3, 3))
+    leaves = candidates.leaves(4)
+    candidates = candidates.append(leaves, _proposal(12, seed + 50), torch.zeros(12, 3, 3))
     wanted = [20, 6, 13]
     built = _build(twin, candidates, wanted, 20)
     _check_against_serving(built, candidates, wanted, 20)
@@ -132,7 +125,7 @@ def test_equals_serving_on_a_block_and_its_re_entry(twin, seed):
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_equals_serving_on_a_table_drafter(twin):
-    candidates = block_candidates(_proposal(2, 7), True, 16)
+    candidates = DeviceCandidates.of(_proposal(2, 7), True, 16, torch.zeros(2, 3, 3))
     built = _build(twin, candidates, [16, 5], 16)
     _check_against_serving(built, candidates, [16, 5], 16)
 
@@ -148,7 +141,7 @@ def test_smaller_trees_are_prefixes_of_larger_ones():
 def test_minus_zero_and_extreme_scores_sort_as_numbers(twin):
     scores = torch.tensor([[-0.0, 0.0, -3e38, -1e-45, float("nan"), -0.0, float("-inf")]])
     n = scores.shape[1]
-    candidates = Candidates(
+    candidates = DeviceCandidates(
         token_ids=torch.arange(n)[None], parents=torch.full((1, n), -1), scores=scores,
         depths=torch.ones(1, n, dtype=torch.int64), cells=torch.zeros(1, n, dtype=torch.int64),
     )  # fmt: skip

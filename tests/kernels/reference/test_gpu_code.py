@@ -24,10 +24,9 @@ KERNELS = {
     "rope_scatter": {"_rope_kernel"},
     "slot_attention": {"_partial_kernel", "_merge_kernel"},
     "topk_lse": {"_block_kernel", "_merge_kernel"},
-    "tree_accept": {"_accept_kernel", "_accept_rows_kernel"},
+    "tree_accept": {"_accept_rows_kernel"},
     "tree_attention": {"_context_kernel", "_own_kernel"},
     "tree_attention_plan": {"_tile_kernel", "_pack_kernel"},
-    "tree_budget": {"_budget_kernel"},
     "tree_build": {"_build_kernel"},
 }
 

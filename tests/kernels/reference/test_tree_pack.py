@@ -5,7 +5,8 @@ import torch
 
 from paceline.kernels.reference.tree_build import build_trees, unpack_bits
 from paceline.kernels.reference.tree_pack import pack_trees
-from paceline.serving.trees.builder import Candidates, rank_candidates, select_tree
+from paceline.serving.trees.device_candidates import DeviceCandidates
+from tests.helpers.trees import on_host, trees_of
 
 
 def _candidates(batch, count):
@@ -16,7 +17,7 @@ def _candidates(batch, count):
         depths[:, c] = depths[:, (c // 2) - 1] + 1
         scores[:, c] += scores[:, (c // 2) - 1]
     tokens = torch.arange(count).repeat(batch, 1)
-    return Candidates(token_ids=tokens, parents=parents, scores=scores, depths=depths, cells=tokens)
+    return DeviceCandidates(token_ids=tokens, parents=parents, scores=scores, depths=depths, cells=tokens)
 
 
 @pytest.mark.parametrize("padding", [0, 7])
@@ -26,7 +27,7 @@ def test_rows_equal_the_packed_trees_of_serving(padding):
         scores=candidates.scores, parents=candidates.parents, token_ids=candidates.token_ids, depths=candidates.depths,
         anchor_token_ids=anchors, num_nodes=torch.tensor([35] * 3), max_nodes=35, max_depth=8,
     )  # fmt: skip
-    expected, _ = select_tree(rank_candidates(candidates, 35), anchors, nodes)
+    expected = trees_of(on_host(candidates).ranked(35), anchors, nodes)
     count = int(expected.cu_nodes[-1])
     packed = pack_trees(trees, expected.cu_nodes, count + padding)
     assert torch.equal(packed.token_ids[:count], expected.token_ids)

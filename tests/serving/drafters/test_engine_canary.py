@@ -3,8 +3,8 @@
 from paceline.contracts import is_canary
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
+from tests.helpers.engines import PROMPT, VOCAB, Run, Sinks, finish, make_engine
 from tests.helpers.scripted_drafters import RandomDrafter
-from tests.serving.engine.test_engine import PROMPT, VOCAB, Run, Sinks, finish, make_engine
 
 
 def with_canary(percent: int, sinks: Sinks | None = None):

@@ -4,8 +4,7 @@ import torch
 
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.drafters.text import PromptLookupDrafter
-from paceline.serving.trees.policy import draft_fixed
-from tests.helpers.drafters import inputs_for, present
+from tests.helpers.trees import draft_fixed, inputs_for, present
 
 
 def test_longest_then_newest_match_leads():

@@ -14,12 +14,12 @@ from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.drafters.interface import Frontier, Proposal
 from paceline.serving.drafters.mixed import MixedDrafter
 from paceline.serving.drafters.text import SuffixDrafter
-from paceline.serving.trees.policy import DraftGroup, TreePolicy, draft_fixed
+from paceline.serving.trees.policy import TreePolicy
+from paceline.serving.trees.propose import DraftGroup
 from paceline.serving.trees.verify import accept
 from tests.helpers.scripted_drafters import NoneDrafter, RandomDrafter, ScriptedDrafter
 from tests.helpers.table_drafter import lattice, paths_of, random_edges
-from tests.serving.trees.test_device_draft import DevicePolicy
-from tests.serving.trees.test_tree_policy import VOCAB, inputs_for
+from tests.helpers.trees import VOCAB, DevicePolicy, draft_fixed, inputs_for
 
 HISTORIES = [
     [1, 2, 5, 6, 7, 8, 1, 2, 9, 3, 1, 2, 5, 6, 1, 2],

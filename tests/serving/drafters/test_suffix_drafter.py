@@ -12,8 +12,7 @@ from paceline.errors import ConfigError
 from paceline.paths import TEXT_DRAFTERS, resolve_drafter
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.drafters.text import MAX_CONTEXT, RecentTexts, SuffixDrafter, make_text_drafter
-from paceline.serving.trees.policy import draft_fixed
-from tests.helpers.drafters import inputs_for, present
+from tests.helpers.trees import draft_fixed, inputs_for, present
 
 
 def test_the_most_frequent_continuation_leads_and_the_newest_wins_ties():

@@ -10,8 +10,8 @@ from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.eagle3.drafter import EagleDrafter
 from paceline.serving.loading.families import load_drafter, save_drafter
-from paceline.serving.trees.policy import DraftGroup, TreePolicy, draft_fixed
-from paceline.serving.trees.tree import TreeBatch
+from paceline.serving.trees.policy import TreePolicy
+from paceline.serving.trees.propose import DraftGroup
 from tests.helpers.drafters import (
     FEATURES,
     TOLERANCE,
@@ -24,6 +24,7 @@ from tests.helpers.drafters import (
     text_batch,
     tiny_eagle,
 )
+from tests.helpers.trees import DevicePolicy, draft_fixed
 
 
 @torch.no_grad()
@@ -251,12 +252,10 @@ def test_trees_grow_level_by_level_as_published(way):
         tree = draft_fixed(drafter, inputs, 9, max_frontier=3)
     else:
         config = TreeConfig(max_draft_tokens=9, max_frontier=3, is_adaptive=False)
-        policy, keys = TreePolicy(config, vocab_size=V), [("v", "b", True)] * len(requests)
+        kind = DevicePolicy if way == "device" else TreePolicy
+        policy, keys = kind(config, vocab_size=V), [("v", "b", True)] * len(requests)
         group = DraftGroup(drafter=drafter, inputs=inputs, rows=list(range(len(requests))))
         out = policy.draft([group], keys, inputs.anchor_token_ids, 10)
-        if way == "device":
-            out.tree = TreeBatch.roots(inputs.anchor_token_ids)
-            policy.device_draft.draft(out, [group], keys, inputs.anchor_token_ids, 10)
         tree = out.tree
         assert not out.failures and out.num_leaves > 0
     depths = set()

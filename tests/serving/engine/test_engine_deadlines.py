@@ -10,9 +10,9 @@ from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
+from tests.helpers.engines import TREE, VOCAB, Run, finish, greedy, make_engine, target
 from tests.helpers.scripted_drafters import RandomDrafter
-from tests.serving.engine.test_engine import TREE, VOCAB, Run, finish, greedy, make_engine, target
-from tests.serving.engine.test_engine_prefix import PROMPTS, SYSTEM, submit
+from tests.helpers.shared_prefix import PROMPTS, SYSTEM, submit
 
 
 def timed_engine(clock: ManualClock, **config) -> Engine:

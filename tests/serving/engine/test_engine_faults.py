@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
+from paceline.contracts import RoundStats
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
@@ -29,8 +30,8 @@ class Sink:
         if name == self.broken:
             raise OSError("disk full")
 
-    def record_round(self, row: tuple) -> None:
-        self._call("record_round")
+    def record_rounds(self, rows: RoundStats) -> None:
+        self._call("record_rounds")
 
     def wants(self, request_id: str, bucket: str) -> bool:
         self._call("wants")
@@ -63,7 +64,7 @@ def make_engine(drafter: object = None, sink: Sink | None = None) -> Engine:
     )
 
 
-@pytest.mark.parametrize("broken", ["record_round", "wants", "record_trace"])
+@pytest.mark.parametrize("broken", ["record_rounds", "wants", "record_trace"])
 def test_a_sink_that_raises_is_counted_and_logged_once(broken: str, caplog: pytest.LogCaptureFixture) -> None:
     sink = Sink(broken)
     engine = make_engine(sink=sink)
@@ -85,9 +86,8 @@ def test_a_trace_that_cannot_be_put_together_costs_the_trace_only(monkeypatch: p
     assert engine.stats()["num_callback_errors"] == 2
 
 
-@pytest.mark.parametrize(
-    ("where", "num_requests"), [("choose_one", 1), ("choose", 2), ("BatchCandidates.ranked", 2), ("pack_trees", 2)]
-)
+@pytest.mark.parametrize("num_requests", [1, 2])
+@pytest.mark.parametrize("where", ["budget", "trees.host.HostBlocks.ranked", "trees.host.pack_trees"])
 def test_trees_that_cannot_be_built_cost_the_drafter_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str, num_requests: int
 ) -> None:
@@ -95,8 +95,10 @@ def test_trees_that_cannot_be_built_cost_the_drafter_only(
         raise IndexError("no such node")
 
     engine = make_engine()
-    owner = engine.policy.budget if hasattr(engine.policy.budget, where) else "paceline.serving.trees.policy"
-    monkeypatch.setattr(*((owner, where) if not isinstance(owner, str) else (f"{owner}.{where}",)), fail)
+    if where == "budget":
+        monkeypatch.setattr(engine.policy.budget, "choose", fail)
+    else:
+        monkeypatch.setattr(f"paceline.serving.{where}", fail)
     assert run(engine, num_requests) == ANSWERS[:num_requests]
     assert engine.stats()["drafter_failures"] == {"v0": "IndexError: no such node"}
     assert sum("decode plainly" in r.getMessage() for r in caplog.records) == 1

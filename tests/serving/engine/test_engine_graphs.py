@@ -7,21 +7,13 @@ import functools
 import pytest
 import torch
 
-from paceline.config import EngineConfig, TreeConfig
-from paceline.contracts import Group
 from paceline.serving.drafters.slots import DrafterSlots
-from paceline.serving.engine.engine import Engine
-from paceline.serving.loading.families import build_drafter
-from paceline.serving.sampling.request import GenerationRequest, SamplingParams
-from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
+from tests.helpers.graph_engines import CONTEXT, NUM_TOKENS, TREE, CountingGraphs, generate, make_engine, specblock
 from tests.helpers.scripted_drafters import OracleDrafter
 from tests.helpers.static_kernels import STATIC_KERNELS
-from tests.serving.trees.test_device_draft import DevicePolicy
-
-CONTEXT, NUM_TOKENS = 96, 14
-TREE = TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8), max_frontier=3, is_adaptive=False)
+from tests.helpers.trees import DevicePolicy
 
 
 @functools.cache
@@ -31,68 +23,6 @@ def make_target(kernels=None):
     if kernels is not None:
         target.kernels = kernels
     return target
-
-
-def specblock(target, seed=0):
-    """A function that makes equal drafters, and their weights."""
-    torch.manual_seed(seed)
-    model = SpecBlockModel(
-        SpecBlockConfig(
-            hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, rank_hidden=8,
-            vocab_size=target.vocab_size, feature_size=target.feature_size, embed_size=target.hidden_size,
-        )
-    )  # fmt: skip
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-    settings, state = {**model.config.to_dict(), "drafter_type": "specblock"}, model.state_dict()
-    return lambda: build_drafter(settings, state, target, target_version=target.version), state
-
-
-class CountingGraphs:
-    """EagerGraphs that count replays; nothing runs at capture, which test_graphed_target and others show to work."""
-
-    def __init__(self):
-        self.num_replays = 0
-
-    def capture(self, run):
-        return _Counted(self, run)
-
-
-class _Counted:
-    def __init__(self, backend, run):
-        self.backend, self.run = backend, run
-
-    def replay(self):
-        self.backend.num_replays += 1
-        self.run()
-
-
-def make_engine(target, slots, backend=None, policy=None, **changes):
-    settings = {"max_running": 8, "kv_bytes": 64 * 2**20, "page_tokens": 4, "max_context_tokens": CONTEXT, "tree": TREE}
-    engine = Engine(target, slots, EngineConfig(**{**settings, **changes}), graph_backend=backend, policy=policy)
-    if backend is not None:
-        engine.graphs.capture()
-    return engine
-
-
-def generate(engine, prompts, on_round=None, **params):
-    tokens = {f"r{i}": [] for i in range(len(prompts))}
-    for i, (prompt, temperature) in enumerate(prompts):
-        values = {"temperature": temperature, "max_tokens": NUM_TOKENS - i, "ignore_eos": True, "seed": i, **params}
-        request = GenerationRequest(
-            request_id=f"r{i}", prompt_token_ids=tuple(prompt), params=SamplingParams(**values), group=Group.ADAPTIVE
-        )
-        engine.submit(request, lambda e: tokens[e.request_id].extend(e.token_ids))
-    count = 0
-    while engine.step():
-        count += 1
-        if on_round is not None:
-            on_round(count)
-        if engine.is_idle:
-            break
-    engine.check_integrity()
-    return tokens
 
 
 def make_prompts(count, temperatures):

@@ -11,9 +11,9 @@ from paceline.clock import ManualClock
 from paceline.config import EngineConfig
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
+from tests.helpers.engines import PROMPT, TREE, VOCAB, Run, Sinks, finish, greedy, make_engine, target
 from tests.helpers.fakes import plain_logits
 from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter, RepeatDrafter
-from tests.serving.engine.test_engine import PROMPT, TREE, VOCAB, Run, Sinks, finish, greedy, make_engine, target
 
 
 # ---- by-products ----------------------------------------------------------------------------------------------------

@@ -13,68 +13,17 @@ from paceline.config import EngineConfig
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
-from paceline.serving.specblock.drafter import SpecBlockDrafter
-from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from tests.helpers.engines import VOCAB, FeatureDrafter, Run, Sinks, finish, greedy, make_engine, target
 from tests.helpers.scripted_drafters import RandomDrafter
-from tests.serving.engine.test_engine import VOCAB, FeatureDrafter, Run, Sinks, finish, greedy, make_engine, target
-
-SYSTEM = tuple(3 + (11 * k + k * k) % 60 for k in range(24))
-
-
-def specblock_state(seed: int) -> SpecBlockModel:
-    torch.manual_seed(seed)
-    model = SpecBlockModel(
-        SpecBlockConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-            vocab_size=VOCAB,
-            feature_size=target().feature_size,
-            embed_size=target().hidden_size,
-            rank_hidden=8,
-        )
-    )
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-        model.log_beta.zero_()
-    return model
-
-
-class RecordingDrafter(SpecBlockDrafter):
-    """A SpecBlock drafter that keeps what it proposed at each (text, anchor) and counts the rows it was handed."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(specblock_state(seed), target().embed_weight)
-        self.proposals: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self.num_rows = 0
-
-    def ingest(self, inputs):
-        self.num_rows += inputs.new_positions.numel()
-        super().ingest(inputs)
-
-    def propose(self, inputs):
-        self.num_rows += inputs.new_positions.numel()
-        proposal = super().propose(inputs)
-        for b, history in enumerate(inputs.histories):
-            self.proposals[tuple(history)] = (proposal.token_ids[b].clone(), proposal.logprobs[b].clone())
-        return proposal
-
-
-def serve(engine: Engine, prompts, *, num_tokens: int = 10, together: bool = False, prefix: str = "r", **fields):
-    """Runs of the prompts, one after the other or all at once."""
-    runs = []
-    for i, prompt in enumerate(prompts):
-        runs.append(Run(engine, f"{prefix}{i}", prompt, max_tokens=num_tokens, **fields))
-        if not together:
-            finish(engine)
-    finish(engine)
-    return runs
-
-
-PROMPTS = [(*SYSTEM, 5 + i, 9, 30 - i) for i in range(4)]
+from tests.helpers.shared_prefix import (
+    PROMPTS,
+    SYSTEM,
+    RecordingDrafter,
+    assert_same_proposals,
+    serve,
+    specblock_state,
+    submit,
+)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -122,14 +71,6 @@ def test_switched_off_nothing_is_shared():
     assert engine.stats()["num_prefill_rows"] == 48 and engine.kv.features is None
 
 
-def submit(engine: Engine, request_id: str, prompt=SYSTEM, **fields) -> list:
-    events: list = []
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    engine.submit(GenerationRequest(request_id=request_id, prompt_token_ids=prompt, params=params, **fields), events.append)  # fmt: skip
-    finish(engine)
-    return events
-
-
 def test_tenants_share_with_themselves_only():
     engine = make_engine()
     cached = [submit(engine, f"r{i}", tenant=t)[-1].stats.num_cached_tokens for i, t in enumerate(("a", "b", "a", ""))]
@@ -148,13 +89,6 @@ def proposals_without_cache(prompts, seed: int = 0, num_tokens: int = 10):
     drafter = RecordingDrafter(seed)
     serve(make_engine(drafter, prefix_caching=False), prompts, num_tokens=num_tokens)
     return drafter
-
-
-def assert_same_proposals(got: RecordingDrafter, want: RecordingDrafter) -> None:
-    assert set(got.proposals) <= set(want.proposals) and got.proposals
-    for history, (ids, logprobs) in got.proposals.items():
-        assert torch.equal(ids[..., 0], want.proposals[history][0][..., 0])
-        torch.testing.assert_close(logprobs, want.proposals[history][1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -11,11 +11,11 @@ from paceline.clock import ManualClock
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import CapacityError
-from paceline.serving.drafters.interface import DrafterCaps, Proposal
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.target_model.model import TargetModel
+from tests.helpers.engines import RowDrafter
 from tests.helpers.fakes import tiny_target
 
 VOCAB, PAGE = 64, 4
@@ -26,53 +26,6 @@ NUM_TOKENS = 12
 @functools.cache
 def target() -> TargetModel:
     return tiny_target(vocab=VOCAB, layers=2, width=16, context=64)
-
-
-class RowDrafter:
-    """Its KV at a row is a hash of the weights and of the text up to the token behind the row, computed from the row
-    before; every proposal checks all rows of its requests, whoever wrote them."""
-
-    def __init__(self, weights: int = 0) -> None:
-        self.caps = DrafterCaps(
-            name="rows", num_slots=2, num_candidates=1, max_depth=2, is_reentrant=False, needs_features=True,
-            is_row_local=True,
-        )  # fmt: skip
-        self.weights = weights
-        self.num_new = self.num_checked = 0
-
-    def load_state(self, state) -> None:
-        self.weights = int(state["weights"])
-
-    def alloc(self, num_pool_rows: int) -> None:
-        self.pool = [0] * num_pool_rows
-
-    def _next(self, before: int, token: int) -> int:
-        return hash((self.weights, before, token))
-
-    def ingest(self, inputs) -> None:
-        offsets = inputs.cu_new.tolist()
-        assert inputs.new_features is not None and inputs.new_features.shape[0] == offsets[-1]
-        positions, slots, tokens = (t.tolist() for t in (inputs.new_positions, inputs.new_slots, inputs.new_token_ids))
-        for b in range(len(inputs.request_ids)):
-            for i in range(offsets[b], offsets[b + 1]):
-                at = positions[i]
-                before = self.pool[int(inputs.slot_table[b, at - 1])] if at else 0
-                self.pool[slots[i]] = self._next(before, tokens[i])
-        self.num_new += offsets[-1]
-
-    def propose(self, inputs) -> Proposal:
-        self.ingest(inputs)
-        for b, history in enumerate(inputs.histories):
-            value, rows = 0, inputs.slot_table[b].tolist()
-            for at in range(len(history) - 1):
-                value = self._next(value, history[at + 1])
-                assert self.pool[rows[at]] == value, "drafter KV of another text or of other weights"
-            self.num_checked += len(history) - 1
-        ids = inputs.anchor_token_ids[:, None, None].expand(-1, 2, 1)
-        return Proposal(token_ids=ids, logprobs=torch.full(ids.shape, -0.5), widths=None)
-
-    def release(self, request_id: str) -> None:
-        pass
 
 
 class TraceCheck:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from paceline.config import EngineConfig, TreeConfig
-from paceline.contracts import Group
+from paceline.contracts import Group, RoundStats
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.kv_size import pool_row_bytes
@@ -33,9 +33,9 @@ class CountingSinks:
         self.num_rows = self.num_traces = 0
         self.buckets: set[str] = set()
 
-    def record_round(self, row: tuple) -> None:
-        self.num_rows += 1
-        self.buckets.add(row[1])
+    def record_rounds(self, rows: RoundStats) -> None:
+        self.num_rows += rows.num_rows
+        self.buckets.update(rows.bucket)
 
     def wants(self, request_id: str, bucket: str) -> bool:
         return int(request_id) % 3 == 0

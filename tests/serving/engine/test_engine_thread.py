@@ -9,8 +9,8 @@ import pytest
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.serving.engine.thread import EngineThread
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
+from tests.helpers.engines import PROMPT, VOCAB, Run, finish, greedy, make_engine
 from tests.helpers.scripted_drafters import RandomDrafter, RepeatDrafter
-from tests.serving.engine.test_engine import PROMPT, VOCAB, Run, finish, greedy, make_engine
 
 
 def test_the_thread_serves_many_submitters_and_drains_on_stop():

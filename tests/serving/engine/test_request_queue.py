@@ -3,7 +3,7 @@
 import numpy as np
 
 from paceline.serving.engine.queues import RequestQueue
-from tests.serving.engine.test_scheduler import make_request
+from tests.helpers.running_requests import make_request
 
 
 def test_the_smallest_rank_is_first_whoever_leaves():

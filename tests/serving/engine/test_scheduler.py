@@ -11,35 +11,21 @@ from hypothesis import strategies as st
 from paceline.errors import IllegalTransitionError
 from paceline.serving.engine.running import RunningRequest
 from paceline.serving.engine.scheduler import Scheduler
-from paceline.serving.sampling.request import GenerationRequest, RequestStatus, SamplingParams
+from paceline.serving.sampling.request import RequestStatus
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.prefix_cache import PrefixCache
+from tests.helpers.running_requests import NoDrafts, make_request
 
 PAGE = 4
-
-
-def make_request(arrival: int, prompt_len: int, max_tokens: int = 8) -> RunningRequest:
-    request = GenerationRequest(
-        request_id=f"r{arrival}", prompt_token_ids=tuple(range(3, 3 + prompt_len)), params=SamplingParams()
-    )
-    return RunningRequest(
-        request=request,
-        on_event=lambda e: None,
-        arrival=arrival,
-        seed=0,
-        token_limit=prompt_len + max_tokens,
-        stop_token_ids=frozenset(),
-        stop_checker=None,
-        counts=None,
-        submitted_s=0.0,
-    )
 
 
 def make_scheduler(
     num_pages: int, *, max_running: int = 8, chunk: int = 6, **options
 ) -> tuple[Scheduler, PageAllocator]:
     pages = PageAllocator(num_pages, PAGE)
-    return Scheduler(pages, page_tokens=PAGE, max_running=max_running, prefill_chunk_tokens=chunk, **options), pages
+    return Scheduler(
+        pages, NoDrafts(), page_tokens=PAGE, max_running=max_running, prefill_chunk_tokens=chunk, **options
+    ), pages
 
 
 def finish_prefill(scheduler: Scheduler, request: RunningRequest) -> None:
@@ -311,8 +297,8 @@ class CountingPages(PageAllocator):
 
 def make_sharing(kind: type[Scheduler], num_pages: int, **options) -> tuple[Scheduler, CountingPages]:
     pages = CountingPages(num_pages, PAGE, PrefixCache(PAGE))
-    values = {"max_running": 8, "prefill_chunk_tokens": 6, "may_share": lambda r: True, **options}
-    return kind(pages, page_tokens=PAGE, **values), pages
+    values = {"max_running": 8, "prefill_chunk_tokens": 6, **options}
+    return kind(pages, NoDrafts(can_share=True), page_tokens=PAGE, **values), pages
 
 
 def test_a_blocked_request_looks_for_its_prefix_once_per_change_that_can_make_room():

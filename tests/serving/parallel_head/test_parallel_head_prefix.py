@@ -6,8 +6,8 @@ import torch
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.parallel_head.model import ParallelHeadConfig, ParallelHeadModel
-from tests.serving.engine.test_engine import VOCAB, greedy, make_engine, target
-from tests.serving.engine.test_engine_prefix import PROMPTS, assert_same_proposals, serve
+from tests.helpers.engines import VOCAB, greedy, make_engine, target
+from tests.helpers.shared_prefix import PROMPTS, assert_same_proposals, serve
 
 KINDS = pytest.mark.parametrize("is_causal", [True, False], ids=["jetspec", "dflash"])
 

@@ -11,21 +11,20 @@ import torch
 from paceline.serving.sampling.draw import SamplingBatch
 from paceline.serving.sampling.grammar import GrammarFactory
 from paceline.serving.sampling.request import GrammarSpec, SamplingParams
-from paceline.serving.trees.tree import HostTree, TreeBatch
+from paceline.serving.trees.tree import TreeBatch
 from paceline.serving.trees.verify import draw_all, verify
 from tests.helpers.constrained import REGEX, VOCAB, factory
 from tests.helpers.fakes import EOS_ID, tiny_tokenizer
 
 
-@pytest.mark.parametrize("is_on_host", [False, True])
-def test_the_law_is_the_targets_renormalised_over_what_the_grammar_allows(is_on_host, monkeypatch) -> None:
+def test_the_law_is_the_targets_renormalised_over_what_the_grammar_allows(monkeypatch) -> None:
     """Integer weights w: with the midpoints of a grid of sum(w) uniforms, w of them draw each token. Exact."""
     vocab, history = 9, [3, 4]  # ids 3.. are a, b, c, d, e, f
     compiler = GrammarFactory(tiny_tokenizer(vocab), vocab, [EOS_ID])
     spec = GrammarSpec(kind="regex", text="(a|b|d)(a|c)?|cf?e")
     rng = np.random.default_rng(0)
     weights = rng.integers(1, 5, size=(vocab, vocab))  # of the next token, by the newest token
-    host_tree = make_tree([(4, 0), (3, 1), (5, 0), (8, 3), (6, 0), (EOS_ID, 1)], anchor=history[-1], on_host=is_on_host)
+    host_tree = make_tree([(4, 0), (3, 1), (5, 0), (8, 3), (6, 0), (EOS_ID, 1)], anchor=history[-1])
     params = SamplingParams(temperature=1.0, grammar=spec)
     law: Counter = Counter()
     want: Counter = Counter()
@@ -69,8 +68,8 @@ def test_the_law_is_the_targets_renormalised_over_what_the_grammar_allows(is_on_
     assert law == want and len(law) > 8
 
 
-def make_tree(nodes: list[tuple[int, int]], anchor: int, *, on_host: bool) -> TreeBatch:
-    """(token, parent row) in order, as one request's tree; built by the host path or packed."""
+def make_tree(nodes: list[tuple[int, int]], anchor: int) -> TreeBatch:
+    """(token, parent row) in order, as one request's tree."""
     tokens, parents = [anchor, *(t for t, _ in nodes)], [-1, *(p for _, p in nodes)]
     depths = [0]
     for parent in parents[1:]:
@@ -78,20 +77,16 @@ def make_tree(nodes: list[tuple[int, int]], anchor: int, *, on_host: bool) -> Tr
     ancestors = np.eye(len(tokens), dtype=bool)
     for row in range(1, len(tokens)):
         ancestors[row] |= ancestors[parents[row]]
-    host = HostTree(
-        token_ids=tokens, parents=parents, depths=depths, scores=[0.0] * len(tokens), cells=[-1] * len(tokens)
-    )
     return TreeBatch(
         token_ids=torch.tensor(tokens), parents=torch.tensor(parents), depths=torch.tensor(depths),
         scores=torch.zeros(len(tokens)), cu_nodes=torch.tensor([0, len(tokens)]), ancestors=torch.from_numpy(ancestors),
-        host=host if on_host else None,
     )  # fmt: skip
 
 
 def test_a_draw_at_every_row_is_refused() -> None:
     state = factory().start(REGEX)
     batch = SamplingBatch.from_params([SamplingParams(grammar=REGEX)], [0], grammars=[state])
-    tree = make_tree([(3, 0)], anchor=3, on_host=False)
+    tree = make_tree([(3, 0)], anchor=3)
     with pytest.raises(ValueError, match="level by level"):
         draw_all(tree, torch.zeros(2, VOCAB), batch, torch.tensor([1]))
     with pytest.raises(ValueError, match="GrammarState"):

@@ -11,9 +11,9 @@ from paceline.kernels.dispatch import select_kernels
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetBatch
 from paceline.serving.target_model.packed import forward_together
+from tests.helpers.engines import VOCAB, FeatureDrafter, Run, Sinks, finish, greedy, make_engine, target
 from tests.helpers.fakes import prefill
 from tests.helpers.scripted_drafters import RandomDrafter
-from tests.serving.engine.test_engine import VOCAB, FeatureDrafter, Run, Sinks, finish, greedy, make_engine, target
 
 PROMPTS = [tuple(3 + (7 * i + k * k) % 60 for k in range(n)) for i, n in enumerate((3, 50, 20, 41))]
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.serving.trees.builder import append_block, block_candidates, choose_frontier
-from paceline.serving.trees.bundle import BundleExpansion
-from paceline.serving.trees.host_tree import HostCandidates, HostProposal
+from paceline.serving.trees.bundle import rank_bundles
+from paceline.serving.trees.candidates import Candidates, HostProposal
 from tests.helpers.scripted_drafters import RandomDrafter
 from tests.helpers.table_drafter import bundle_tree, draft_tables, paths_of, random_edges, random_tables
-from tests.serving.trees.test_device_draft import TwinDrafter
-from tests.serving.trees.test_tree_policy import VOCAB, inputs_for
+from tests.helpers.trees import VOCAB, TwinDrafter, inputs_for, trees_of
 
 
 @pytest.mark.parametrize("is_product", [False, True])
@@ -71,45 +72,28 @@ def test_a_bundle_wastes_nodes_where_one_chain_is_sure():
     assert mass["ddtree"] > 1.5 * mass["bundle"]
 
 
-def reentered(drafter, policy_order):
-    inputs = inputs_for([[1, 2, 3]])
-    proposal = drafter.propose(inputs)
-    found = HostCandidates()
-    kappa = [0.0] * 24
-    found.add_block(HostProposal.of(proposal, VOCAB), 0, kappa)
-    leaves = found.leaves(3)
-    block = HostProposal.of(drafter.expand(inputs, proposal, found.frontier(leaves)), VOCAB)
-    for node, leaf in enumerate(leaves):
-        found.add_block(block, node, kappa, entry=leaf, first_cell=12)
-    order = policy_order.order_of_one(found, 20)
-    host = []
-    for i in order:
-        path = []
-        while i >= 0:
-            path.insert(0, found.token_ids[i])
-            i = found.parents[i]
-        host.append(tuple(path))
-    return host
-
-
 @pytest.mark.parametrize("kind", [RandomDrafter, TwinDrafter])
 @pytest.mark.parametrize("width", [1, 2, 7])
 @pytest.mark.parametrize("seed", range(4))
-def test_lone_request_and_batch_add_the_same_nodes_in_the_same_order_after_reentry(kind, width, seed):
-    drafter, bundle, inputs = kind(VOCAB, seed), BundleExpansion(width), inputs_for([[1, 2, 3]])
+def test_bundles_over_two_blocks_are_those_of_a_heap(kind, width, seed):
+    drafter, inputs = kind(VOCAB, seed), inputs_for([[1, 2, 3], [4, 5]])
     proposal = drafter.propose(inputs)
-    candidates = block_candidates(proposal, False, 20)
-    leaves = choose_frontier(candidates, 3)
-    block = drafter.expand(inputs, proposal, leaves.frontier)
-    ranked = bundle.rank(append_block(candidates, leaves, block), 8)
-    batch = []
-    for i, score in zip(ranked.order[0].tolist(), ranked.scores[0].tolist(), strict=True):
-        path = []
-        while i >= 0:
-            path.insert(0, int(ranked.candidates.token_ids[0, i]))
-            i = int(ranked.candidates.parents[0, i])
-        if score > -torch.inf:
-            batch.append(tuple(path))
-    host = reentered(drafter, bundle)
-    assert batch[:20] == host
-    assert all(len(path) == 1 or path[:-1] in host[:at] for at, path in enumerate(host))
+    candidates = Candidates.of(HostProposal.read(proposal))
+    leaves = candidates.leaves(3)
+    block = drafter.expand(inputs, proposal, candidates.frontier(leaves, torch.device("cpu")))
+    candidates = candidates.append(leaves, HostProposal.read(block))
+    tree = trees_of(rank_bundles(candidates, width, 20), inputs.anchor_token_ids, [20, 20])
+    owners, token_ids, parents, _, _ = candidates.merged().columns
+    scores = candidates.merged().scores
+    rows = tree.on_host()
+    for request in range(2):
+        heap, want = [(0.0, request)], []
+        while heap and len(want) < 20:
+            _, node = heapq.heappop(heap)
+            below = [i for i in range(2, len(scores)) if parents[i] == node and scores[i] > -np.inf]
+            for child in sorted(below, key=lambda i: -scores[i])[:width]:
+                heapq.heappush(heap, (-scores[child], child))
+                want.append(child)
+        own = rows.owners == request
+        assert rows.token_ids[own][1:].tolist() == token_ids[want[:20]].tolist()
+        assert (owners[want] == request).all()

@@ -22,19 +22,18 @@ from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetModel
-from paceline.serving.trees.builder import block_candidates, rank_merged, select_tree
-from paceline.serving.trees.device import LargestTrees, build_largest
+from paceline.serving.trees.device import LargestTrees
+from paceline.serving.trees.device_candidates import DeviceCandidates
 from paceline.serving.trees.policy import TreePolicy
 from paceline.serving.trees.verify import accept
 from tests.helpers.drafters import make_inputs, new_requests, tiny_eagle, tiny_head, tiny_specblock
 from tests.helpers.fakes import prefill, tiny_model, tiny_tokenizer
+from tests.helpers.graph_engines import TREE, CountingGraphs, generate, make_engine, specblock
 from tests.helpers.launches import count_launches, note_constants
 from tests.helpers.rounds import TOLERANCE
 from tests.helpers.scripted_drafters import RandomDrafter
 from tests.helpers.static_kernels import STATIC_KERNELS, StrictGraphs
-from tests.serving.engine.test_engine_graphs import TREE, CountingGraphs, generate, make_engine, specblock
-from tests.serving.target_model.test_target import _tree_batch
-from tests.serving.trees.test_device_draft import (
+from tests.helpers.trees import (
     VOCAB,
     DevicePolicy,
     EdgedDrafter,
@@ -42,8 +41,11 @@ from tests.serving.trees.test_device_draft import (
     groups_with_a_broken_drafter,
     make_policy,
     nodes_of,
+    on_host,
     random_round,
+    trees_of,
 )
+from tests.serving.target_model.test_target import _tree_batch
 
 
 @pytest.fixture(params=["spec", "triton"])
@@ -99,7 +101,7 @@ def test_warming_up_launches_every_form_of_the_round_s_own_kernels_and_learns_no
     paths = note_constants(monkeypatch, tree_accept, "_accept_rows_kernel")
     seen = []
     engine.warm_up(lambda done, planned: seen.append((done, planned)))
-    assert not policy.device_draft._leaf_mass and not policy._calibration._sums
+    assert not policy.device_trees._leaf_mass and not policy._calibration._sums
     if kernels is STATIC_KERNELS:
         assert seen == [(1, 3), (2, 3), (3, 3)] and trees == paths == []
         return
@@ -188,7 +190,7 @@ DRAFTERS = {
 def test_trees_of_the_tree_kernel_equal_those_of_the_host_path(kernels, name):
     rng = np.random.default_rng(1)
     host, device = make_policy(TreePolicy), make_policy(DevicePolicy, kernels=kernels)
-    assert device.device_draft._kernels is kernels
+    assert device.trees_for([], torch.device("cpu"))._kernels is kernels
     for _ in range(2 if kernels.backend == "triton" else 10):  # the interpreter is slow
         groups, keys, anchors = random_round(rng, DRAFTERS[name](), int(rng.integers(2, 6)))
         expected, got = (p.draft(groups, keys, anchors, 10) for p in (host, device))
@@ -204,19 +206,20 @@ def test_trees_of_the_tree_kernel_equal_those_of_the_host_path(kernels, name):
 def test_every_cut_of_the_largest_trees_is_the_tree_of_so_many_nodes(kernels):
     drafter = TwinDrafter(VOCAB, 9)
     groups, _, anchors = random_round(np.random.default_rng(2), [drafter], 3)
-    candidates = block_candidates(drafter.propose(groups[0].inputs), False, 8)
-    largest = build_largest(kernels, candidates, anchors, 8, drafter.caps.max_depth)
-    ranked = rank_merged(candidates, drafter.caps.max_depth)
-    torch.testing.assert_close(largest.scores, ranked.scores[:, :8])
-    most = (ranked.scores > float("-inf")).sum(1).clamp(max=8).tolist()
+    candidates = first_block(drafter.propose(groups[0].inputs))
+    largest = LargestTrees.build(kernels, candidates, anchors, 8, drafter.caps.max_depth)
+    most = (largest.masses > 0).sum(1).tolist()
     assert min(most) >= 3
     for wanted in ([8, 8, 8], [0, 5, 2], [0, 0, 0], [1, 0, 7]):
         counts = [min(n, m) for n, m in zip(wanted, most, strict=True)]
-        (got, cells), (expected, expected_cells) = largest.cut(counts), select_tree(ranked, anchors, counts)
+        got, expected = largest.cut(counts), trees_of(on_host(candidates).ranked(8), anchors, counts)
         for field in dataclasses.fields(expected):
             if isinstance(getattr(expected, field.name), torch.Tensor):
                 assert torch.equal(getattr(got, field.name), getattr(expected, field.name)), field.name
-        assert torch.equal(cells, expected_cells)
+
+
+def first_block(proposal):
+    return DeviceCandidates.of(proposal, False, 8, torch.zeros(*proposal.logprobs.shape[:2], 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -225,16 +228,17 @@ def test_trees_are_built_from_log_probabilities_of_any_float_dtype(kernels, dtyp
     groups, _, anchors = random_round(np.random.default_rng(3), [drafter], 2)
     proposal = drafter.propose(groups[0].inputs)
     proposal.logprobs = proposal.logprobs.to(dtype)
-    got = build_largest(kernels, block_candidates(proposal, False, 8), anchors, 8, drafter.caps.max_depth)
+    got = LargestTrees.build(kernels, first_block(proposal), anchors, 8, drafter.caps.max_depth)
     proposal.logprobs = proposal.logprobs.float()
-    expected = build_largest(kernels, block_candidates(proposal, False, 8), anchors, 8, drafter.caps.max_depth)
-    assert got.scores.dtype == torch.float32
-    torch.testing.assert_close(got.scores, expected.scores, atol=0.1 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+    expected = LargestTrees.build(kernels, first_block(proposal), anchors, 8, drafter.caps.max_depth)
+    torch.testing.assert_close(
+        got.built.scores, expected.built.scores, atol=0.1 if dtype == torch.bfloat16 else 1e-5, rtol=0
+    )
     if dtype == torch.float64:
         assert torch.equal(got.built.token_ids, expected.built.token_ids)
 
 
-def test_trees_that_the_kernel_does_not_take_are_built_by_torch_operators():
+def test_trees_that_the_kernel_does_not_take_are_built_on_the_host():
     rng = np.random.default_rng(4)
     deep = RandomDrafter(VOCAB, 1)
     deep.caps = dataclasses.replace(deep.caps, max_depth=65)
@@ -243,9 +247,8 @@ def test_trees_that_the_kernel_does_not_take_are_built_by_torch_operators():
         (TreePolicy, {}), (DevicePolicy, {"kernels": STATIC_KERNELS})
     ))  # fmt: skip
     assert nodes_of(got) == nodes_of(expected)
-    candidates = block_candidates(deep.propose(groups[0].inputs), False, 8)
-    assert build_largest(STATIC_KERNELS, candidates, anchors, 8, 65) is None
-    assert isinstance(build_largest(STATIC_KERNELS, candidates, anchors, 8, 64), LargestTrees)
+    trees = make_policy(DevicePolicy, kernels=STATIC_KERNELS).device_trees
+    assert not trees.takes(deep.caps) and trees.takes(dataclasses.replace(deep.caps, max_depth=64))
 
 
 @pytest.mark.parametrize("how", ["nan", "3.0", "token"])

@@ -8,30 +8,12 @@ import torch
 
 from paceline.config import TreeConfig
 from paceline.serving.budget.cost_model import CostModel
-from paceline.serving.drafters.interface import DraftInputs, Proposal
-from paceline.serving.trees.policy import DraftGroup, TreePolicy, draft_fixed
+from paceline.serving.drafters.interface import Proposal
+from paceline.serving.trees.policy import TreePolicy
+from paceline.serving.trees.propose import DraftGroup
 from paceline.serving.trees.verify import accept
 from tests.helpers.scripted_drafters import NoneDrafter, OracleDrafter, RandomDrafter, ScriptedDrafter
-
-VOCAB = 32
-
-
-def inputs_for(histories, ids=None):
-    num = len(histories)
-    zeros = torch.zeros(num, dtype=torch.int64)
-    return DraftInputs(
-        request_ids=ids or [f"r{i}" for i in range(num)],
-        context_lens=torch.tensor([len(h) - 1 for h in histories]),
-        anchor_token_ids=torch.tensor([h[-1] for h in histories]),
-        temperatures=torch.zeros(num),
-        slot_table=zeros[:, None],
-        cu_new=torch.arange(num + 1),
-        new_positions=zeros,
-        new_token_ids=zeros,
-        new_features=None,
-        new_slots=zeros,
-        histories=histories,
-    )
+from tests.helpers.trees import VOCAB, FaultyDrafter, draft_fixed, inputs_for
 
 
 def policy(**config):
@@ -65,26 +47,9 @@ def test_groups_come_back_in_round_order_with_roots_between():
     assert (
         out.num_draft_tokens[2] == out.num_draft_tokens[4] == 0 and min(out.num_draft_tokens[i] for i in (0, 1, 3)) >= 0
     )
-    assert out.tree.token_ids.numel() == 5 + sum(out.num_draft_tokens) == out.cells.numel()
+    assert out.tree.token_ids.numel() == 5 + sum(out.num_draft_tokens) == out.tree.cells.numel()
     assert (out.tree.parents[roots] == -1).all() and (out.tree.parents == -1).sum() == 5
     pol.observe(out, accept(out.tree, torch.zeros_like(out.tree.token_ids)), verify_s=6e-3, round_s=1e-2)
-
-
-class BrokenDrafter(ScriptedDrafter):
-    def __init__(self, how):
-        super().__init__("broken", num_slots=2, num_candidates=2)
-        self.how = how
-
-    def _slots(self, histories, request_ids):
-        if self.how == "raise":
-            raise RuntimeError("boom")
-        logprobs = torch.full((len(histories), 2, 2), -0.5)
-        token_ids = torch.arange(2).expand(len(histories), 2, 2).clone()
-        if self.how == "token":
-            token_ids[0, 0, 0] = VOCAB
-        else:
-            logprobs[-1, 1, 1] = float(self.how)
-        return Proposal(token_ids=token_ids, logprobs=logprobs, widths=None)
 
 
 @pytest.mark.parametrize("how", ["raise", "nan", "inf", "3.0", "token"])
@@ -92,7 +57,7 @@ def test_broken_drafter_is_reported_and_its_requests_decode_plainly(how):
     pol = policy()
     keys = [("bad", "x", True), ("bad", "x", True), ("good", "x", True)]
     groups = [
-        DraftGroup(drafter=BrokenDrafter(how), inputs=inputs_for([[1], [2]]), rows=[0, 1]),
+        DraftGroup(drafter=FaultyDrafter(how), inputs=inputs_for([[1], [2]]), rows=[0, 1]),
         DraftGroup(drafter=RandomDrafter(VOCAB, absent_share=0), inputs=inputs_for([[3]]), rows=[2]),
     ]
     out = pol.draft(groups, keys, torch.tensor([1, 2, 3]), 3)
@@ -126,11 +91,11 @@ def test_predicted_mass_converges_to_realised_hits():
         out = pol.draft([group], [key], torch.tensor([0]), 2)
         drawn = torch.from_numpy(rng.integers(1, 3, out.tree.token_ids.numel()))
         pol.observe(out, accept(out.tree, drawn), verify_s=6e-3, round_s=9e-3)
-    kappa = pol._calibration.table([key], 2)[0, 0]
-    corrected = np.minimum(np.array([0.9, 0.05]) * np.exp(kappa[0, :2].numpy()), 1.0)
+    kappa = pol._calibration.corrections([key], 2)[0, 0]
+    corrected = np.minimum(np.array([0.9, 0.05]) * np.exp(kappa[0, :2]), 1.0)
     assert abs(corrected[0] - 0.5) < 0.1 and corrected[1] > 0.07  # the rise of the second is clipped at e^0.5
     pol.forget("v")
-    assert (pol._calibration.table([key], 2) == 0).all()
+    assert (pol._calibration.corrections([key], 2) == 0).all()
 
 
 def test_policy_switches_a_useless_drafter_off_and_keeps_a_useful_one():

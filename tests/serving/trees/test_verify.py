@@ -6,31 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.serving.drafters.interface import DraftInputs
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties
 from paceline.serving.sampling.request import SamplingParams
-from paceline.serving.trees.policy import draft_fixed
 from paceline.serving.trees.tree import TreeBatch
-from paceline.serving.trees.verify import accept, draw_all, owners, verify
+from paceline.serving.trees.verify import accept, accept_rows, draw_all, owners, verify
 from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
-
-
-def inputs_for(histories, temperatures=None):
-    num = len(histories)
-    zeros = torch.zeros(num, dtype=torch.int64)
-    return DraftInputs(
-        request_ids=[f"r{i}" for i in range(num)],
-        context_lens=torch.tensor([len(h) - 1 for h in histories]),
-        anchor_token_ids=torch.tensor([h[-1] for h in histories]),
-        temperatures=torch.zeros(num) if temperatures is None else torch.tensor(temperatures),
-        slot_table=zeros[:, None],
-        cu_new=torch.zeros(num + 1, dtype=torch.int64),
-        new_positions=zeros[:0],
-        new_token_ids=zeros[:0],
-        new_features=None,
-        new_slots=zeros[:0],
-        histories=histories,
-    )
+from tests.helpers.trees import draft_fixed, inputs_for
 
 
 class TableTarget:
@@ -196,3 +177,24 @@ def test_ragged_trees_with_roots_between():
     assert plan.path.tolist() == [[0, 1, 3], [4, -1, -1], [5, -1, -1]]
     assert plan.num_accepted_tokens.tolist() == [2, 0, 0]
     assert plan.bonus_token_ids.tolist() == [5, 6, 0]
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 16])
+def test_the_hosts_walk_accepts_the_paths_of_the_kernels_reference(num_requests):
+    rng, drafter = np.random.default_rng(5), RandomDrafter(24, is_reentrant=True)
+    for _ in range(10):
+        histories = rng.integers(0, 24, (num_requests, 3)).tolist()
+        tree = draft_fixed(drafter, inputs_for(histories), int(rng.integers(0, 13)))
+        rows = tree.on_host()
+        drawn = torch.full_like(tree.token_ids, -1)
+        for row in rng.permutation((tree.parents >= 0).nonzero()[:, 0].numpy()):
+            if rng.random() < 0.8:  # some child of most nodes is what the target draws there
+                drawn[rows.above[row]] = tree.token_ids[row]
+        plan = accept(tree, drawn)
+        expected = accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, drawn)
+        assert plan.on_host() == expected.on_host()
+        assert plan.accepted_tokens(tree) == expected.accepted_tokens(tree)
+        depth = plan.path.shape[1]
+        assert torch.equal(plan.path, expected.path[:, :depth]) and (expected.path[:, depth:] == -1).all()
+        assert torch.equal(plan.num_accepted_tokens, expected.num_accepted_tokens)
+        assert torch.equal(plan.bonus_token_ids, expected.bonus_token_ids)

@@ -1,5 +1,6 @@
 """The builder returns exactly the best tree of every size."""
 
+import copy
 import dataclasses
 import itertools
 
@@ -8,15 +9,8 @@ import pytest
 import torch
 
 from paceline.serving.drafters.interface import Proposal
-from paceline.serving.trees.builder import (
-    Candidates,
-    append_block,
-    block_candidates,
-    choose_frontier,
-    merge_trees,
-    rank_candidates,
-    select_tree,
-)
+from paceline.serving.trees.candidates import DEPTH, PARENT, TOKEN, Candidates, HostProposal, pack_trees
+from tests.helpers.trees import candidates_of, trees_of
 
 
 def proposal(rng, batch, slots, width, vocab=50, absent=0.2, has_widths=False):
@@ -72,10 +66,9 @@ def test_tree_is_the_top_n_of_all_paths(is_product, has_widths, batch):
     rng = np.random.default_rng(batch)
     for _ in range(3):
         p = proposal(rng, batch, 4, 4, has_widths=has_widths)
-        ranked = rank_candidates(block_candidates(p, is_product, 16), 16)
         num_nodes = rng.integers(0, 17, batch).tolist()
         anchors = torch.from_numpy(rng.integers(0, 50, batch))
-        tree, _ = select_tree(ranked, anchors, num_nodes)
+        tree = trees_of(candidates_of(p, 16, is_product=is_product).ranked(16), anchors, num_nodes)
         assert tree.cu_nodes[-1] == tree.token_ids.numel() == tree.ancestors.shape[0]
         for b in range(batch):
             paths, scores = tree_paths(tree, b)
@@ -120,17 +113,17 @@ def test_scores_that_depend_on_the_parent_give_the_top_n_of_all_paths(has_widths
     rng = np.random.default_rng(batch)
     for _ in range(3):
         p = edged(rng, proposal(rng, batch, 4, 4, absent=0, has_widths=has_widths))
-        kappa = torch.from_numpy(rng.normal(0, 0.4, (batch, 4, 3)).astype(np.float32)) if has_kappa else None
-        ranked = rank_candidates(block_candidates(p, True, 16, kappa), 16)
+        kappa = rng.normal(0, 0.4, (batch, 4, 3)).astype(np.float32) if has_kappa else None
+        ranked = candidates_of(p, 16, is_product=True, kappa=kappa).ranked(16)
         num_nodes = rng.integers(0, 17, batch).tolist()
-        tree, cells = select_tree(ranked, torch.from_numpy(rng.integers(0, 50, batch)), num_nodes)
+        tree = trees_of(ranked, torch.from_numpy(rng.integers(0, 50, batch)), num_nodes)
         for b in range(batch):
             paths, scores = tree_paths(tree, b)
             oracle, ranks = edged_paths(p, b, kappa)
             assert len(set(paths)) == len(paths)
             assert np.allclose(scores, sorted(oracle.values(), reverse=True)[: num_nodes[b]], atol=1e-5)
             assert np.allclose([oracle[path] for path in paths], scores, atol=1e-5)
-            own = cells[tree.cu_nodes[b] + 1 : tree.cu_nodes[b + 1]].tolist()
+            own = tree.cells[tree.cu_nodes[b] + 1 : tree.cu_nodes[b + 1]].tolist()
             assert own == [3 * (len(path) - 1) + min(ranks[path], 2) for path in paths]
 
 
@@ -138,9 +131,8 @@ def test_equal_scores_below_every_parent_change_no_tree():
     rng = np.random.default_rng(2)
     p = proposal(rng, 3, 4, 4)
     same = dataclasses.replace(p, edge_logprobs=p.logprobs[:, 1:, None].expand(-1, -1, 4, -1))
-    trees = [
-        select_tree(rank_candidates(block_candidates(x, True, 12), 12), torch.arange(3), [12] * 3)[0] for x in (p, same)
-    ]
+    ranked = [candidates_of(x, 12, is_product=True).ranked(12) for x in (p, same)]
+    trees = [trees_of(r, torch.arange(3), [12] * 3) for r in ranked]
     assert [tree_paths(trees[0], b) for b in range(3)] == [tree_paths(trees[1], b) for b in range(3)]
 
 
@@ -148,19 +140,19 @@ def test_equal_scores_below_every_parent_change_no_tree():
 def test_second_block_continues_below_its_leaves(batch):
     rng = np.random.default_rng(7)
     p = proposal(rng, batch, 3, 3)
-    cands = block_candidates(p, False, 32)
-    leaves = choose_frontier(cands, 3)
-    block = proposal(rng, leaves.candidates.numel(), 3, 3)
-    tree, cells = select_tree(
-        rank_candidates(append_block(cands, leaves, block), 32), torch.zeros(batch, dtype=torch.int64), [32] * batch
-    )
+    cands = candidates_of(p, 32, is_product=False)
+    leaves = cands.leaves(3)
+    frontier = cands.frontier(leaves, torch.device("cpu"))
+    block = proposal(rng, len(leaves), 3, 3)
+    more = cands.append(leaves, HostProposal.read(block))
+    tree = trees_of(more.ranked(32), torch.zeros(batch, dtype=torch.int64), [32] * batch)
     for b in range(batch):
         oracle = dict(all_paths(p, b, False))
         first = dict(oracle)
-        for f in range(leaves.candidates.numel()):
-            if leaves.frontier.request[f] != b:
+        for f in range(len(leaves)):
+            if frontier.request[f] != b:
                 continue
-            slot, token = int(leaves.frontier.slot[f]), int(leaves.frontier.token_ids[f])
+            slot, token = int(frontier.slot[f]), int(frontier.token_ids[f])
             prefix = (*p.token_ids[b, :slot, 0].tolist(), token)
             assert not any(path[: len(prefix)] == prefix and len(path) > len(prefix) for path in first)
             for path, score in all_paths(block, f, False).items():
@@ -168,19 +160,15 @@ def test_second_block_continues_below_its_leaves(batch):
         paths, scores = tree_paths(tree, b)
         assert np.allclose(scores, sorted(oracle.values(), reverse=True)[:32], atol=1e-5)
         assert np.allclose([oracle[path] for path in paths], scores, atol=1e-5)
-    assert (cells[tree.parents < 0] == -1).all() and (cells[tree.parents >= 0] >= 0).all()
+    assert (tree.cells[tree.parents < 0] == -1).all() and (tree.cells[tree.parents >= 0] >= 0).all()
 
 
 def test_siblings_with_the_same_token_are_merged_and_keep_all_children():
     # root -> 5 (a), root -> 5 (b); a -> 6, b -> 6, b -> 7
-    cands = Candidates(
-        token_ids=torch.tensor([[5, 5, 6, 6, 7]]),
-        parents=torch.tensor([[-1, -1, 0, 1, 1]]),
-        scores=torch.tensor([[-0.1, -0.2, -0.5, -0.3, -0.4]]),
-        depths=torch.tensor([[1, 1, 2, 2, 2]]),
-        cells=torch.zeros(1, 5, dtype=torch.int64),
-    )
-    tree, _ = select_tree(rank_candidates(cands, 5), torch.tensor([9]), [5])
+    columns = np.zeros((5, 6), dtype=np.int64)
+    columns[TOKEN], columns[PARENT], columns[DEPTH] = [-1, 5, 5, 6, 6, 7], [0, 0, 0, 1, 2, 2], [0, 1, 1, 2, 2, 2]
+    scores = np.array([0.0, -0.1, -0.2, -0.5, -0.3, -0.4], dtype=np.float32)
+    tree = trees_of(Candidates(1, columns, scores, 1, (1, 1)).ranked(5), torch.tensor([9]), [5])
     paths, scores = tree_paths(tree, 0)
     assert paths == [(5,), (5, 6), (5, 7)]
     assert np.allclose(scores, [-0.1, -0.3, -0.4])
@@ -189,33 +177,54 @@ def test_siblings_with_the_same_token_are_merged_and_keep_all_children():
 def test_ties_keep_ancestors():
     p = Proposal(token_ids=torch.arange(8).view(1, 4, 2), logprobs=torch.zeros(1, 4, 2), widths=None)
     for n in range(9):
-        tree_paths(select_tree(rank_candidates(block_candidates(p, False, 8), 8), torch.tensor([1]), [n])[0], 0)
+        tree_paths(trees_of(candidates_of(p, 8, is_product=False).ranked(8), torch.tensor([1]), [n]), 0)
 
 
 def test_nothing_proposed_gives_roots():
     p = Proposal(
         token_ids=torch.zeros(2, 3, 2, dtype=torch.int64), logprobs=torch.full((2, 3, 2), -torch.inf), widths=None
     )
-    cands = block_candidates(p, False, 4)
-    assert choose_frontier(cands, 4).candidates.numel() == 0
-    tree, _ = select_tree(rank_candidates(cands, 4), torch.tensor([3, 4]), [4, 4])
+    cands = candidates_of(p, 4, is_product=False)
+    assert len(cands.leaves(4)) == 0
+    tree = trees_of(cands.ranked(4), torch.tensor([3, 4]), [4, 4])
     assert tree.token_ids.tolist() == [3, 4] and tree.cu_nodes.tolist() == [0, 1, 2]
 
 
-def test_merge_brings_parts_into_request_order():
-    rng = np.random.default_rng(3)
-    trees = []
-    for batch in (2, 3):
-        ranked = rank_candidates(block_candidates(proposal(rng, batch, 3, 3), False, 8), 8)
-        trees.append(select_tree(ranked, torch.arange(batch) + 10 * batch, rng.integers(0, 8, batch).tolist())[0])
-    merged = merge_trees([(trees[0], [3, 1]), (trees[1], [0, 2, 4])], 5)
-    for b, (part, i) in enumerate([(1, 0), (0, 1), (1, 1), (0, 0), (1, 2)]):
-        assert tree_paths(merged, b) == tree_paths(trees[part], i)
-        assert merged.token_ids[merged.cu_nodes[b]] == trees[part].token_ids[trees[part].cu_nodes[i]]
+@pytest.mark.parametrize("seed", range(10))
+def test_groups_and_undrafted_requests_come_back_in_round_order(seed):
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(9).tolist()
+    num_nodes, anchors = rng.integers(0, 9, 9), torch.from_numpy(rng.integers(0, 50, 9))
+    parts, alone = [], {}
+    for number, rows in enumerate([order[:4], order[4:6], order[6:7]]):
+        ranked = candidates_of(proposal(rng, len(rows), 3, 3), 8, is_product=number == 1).ranked(8)
+        parts.append((ranked, rows))
+        tree = trees_of(copy.deepcopy(ranked), anchors[rows], num_nodes[rows].tolist())
+        alone |= {row: tree_paths(tree, i) for i, row in enumerate(rows)}
+    tree = pack_trees(parts, num_nodes, anchors)
+    assert tree.token_ids[tree.cu_nodes[:-1]].tolist() == anchors.tolist()
+    for b in range(9):
+        assert tree_paths(tree, b) == alone.get(b, ([], []))
+
+
+def test_layouts_shared_between_rounds_cannot_be_written():
+    first = proposal(np.random.default_rng(0), 2, 2, 2, vocab=2)
+    before = candidates_of(first, 8, is_product=False)
+    columns = before.columns.copy()
+    before.ranked(8)  # merges equal siblings
+    assert (before.columns == columns).all()
+    assert (candidates_of(first, 8, is_product=False).columns == columns).all()
+
+
+@pytest.mark.parametrize("token_id", [-1, 7, 2**62, -(2**62)])
+def test_token_ids_outside_the_vocabulary_are_named(token_id):
+    p = Proposal(token_ids=torch.tensor([[[0, token_id, 6]]]), logprobs=torch.full((1, 1, 3), -1.0), widths=None)
+    with pytest.raises(ValueError, match=rf"must be in \[0, 7\), got .*{token_id}"):
+        HostProposal.read(p, 7)
+    HostProposal.read(p, None)
 
 
 def test_calibration_shifts_scores_but_never_above_the_parent():
     p = proposal(np.random.default_rng(0), 2, 4, 4, absent=0)
-    cands = block_candidates(p, False, 16, torch.full((2, 4, 3), 3.0))
-    parents = torch.where(cands.parents < 0, 0.0, cands.scores.gather(1, cands.parents.clamp(min=0)))
-    assert (cands.scores <= parents).all()
+    cands = candidates_of(p, 16, is_product=False, kappa=np.full((2, 4, 3), 3.0, dtype=np.float32))
+    assert (cands.scores <= cands.scores[cands.columns[PARENT]]).all()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.engines import VOCAB, Run, finish, greedy, make_engine
 from tests.helpers.scripted_drafters import RandomDrafter
-from tests.serving.engine.test_engine import VOCAB, Run, finish, greedy, make_engine
 
 CHUNK, LEAST = 48, 8
 PROMPTS = [tuple(3 + (5 * i + k * k) % 60 for k in range(4 + 3 * i)) for i in range(8)]

@@ -1,0 +1,370 @@
+"""Candidates: possible draft nodes of a drafter's requests, and the packed trees that the best of them form.
+
+The one tree builder of the host: NumPy arrays, the candidates of all requests behind each other, so that nothing is
+padded and nothing loops over nodes. A tree of n nodes is the n best candidates of its request: scores never rise along a
+path, so these are closed under ancestors for every n (tree_speculation.md 4.4).
+
+Shape legend: B requests of the round, G requests of one drafter, C candidates of all G requests (their roots included),
+F nodes of a proposal, S draft slots, K candidates per slot, R rank classes, M ranked candidates of all G requests (roots
+included), N packed tree rows (roots included), W widest tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from paceline.serving.drafters.interface import Frontier, Proposal
+from paceline.serving.trees.calibration import NUM_RANK_CLASSES
+from paceline.serving.trees.tree import TreeBatch, TreeRows
+
+ABSENT = np.float32(-np.inf)
+OWNER, TOKEN, PARENT, DEPTH, CELL = range(5)
+"""Rows of `columns`."""
+_ROOT = -1
+"""Token and cell of a root: no candidate has them, so that roots merge with nothing and calibrate nothing."""
+
+
+@dataclass(slots=True)
+class HostProposal:
+    """A checked proposal as NumPy arrays."""
+
+    token_ids: np.ndarray  # (F, S, K)
+    logprobs: np.ndarray  # (F, S, K)
+    widths: np.ndarray | None  # (F, S)
+    restart: int
+    edge_logprobs: np.ndarray | None  # (F, S - 1, K, K)
+    is_empty: bool = False
+    """All candidates are absent."""
+
+    @staticmethod
+    def read(proposal: Proposal, vocab_size: int | None = None) -> HostProposal:
+        """Raises: ValueError on a wrong form, log-probabilities above 0, NaN, or token ids outside [0, vocab_size).
+
+        Syncs: off the CPU.
+        """
+        widths, edges = proposal.widths, proposal.edge_logprobs
+        if proposal.token_ids.dtype != torch.int64 or proposal.logprobs.dtype != torch.float32:
+            proposal.check_form()
+        out = HostProposal(
+            _read(proposal.token_ids),
+            _read(proposal.logprobs.float()),
+            None if widths is None else _read(widths),
+            proposal.restart,
+            None if edges is None else _read(edges.float()),
+        )
+        if out.token_ids.ndim != 3 or out.token_ids.shape != out.logprobs.shape:
+            proposal.check_form()
+        highest = float(np.maximum.reduce(out.logprobs, None))  # NaN wins a maximum
+        out.is_empty = highest == ABSENT
+        if out.edge_logprobs is not None:
+            highest = float(np.maximum(highest, out.edge_logprobs.max()))
+        if not highest <= 1e-3:
+            raise ValueError(f"log-probabilities must be at most 0 (-inf = absent), got {highest}")
+        if vocab_size is not None:
+            ids = out.token_ids.astype(np.int64, copy=False)
+            if (
+                int(np.maximum.reduce(ids.view(np.uint64), None)) >= vocab_size
+            ):  # those below 0 are the highest unsigned numbers
+                raise ValueError(f"proposed token ids must be in [0, {vocab_size}), got {ids.min()}..{ids.max()}")
+        return out
+
+
+def _read(column: torch.Tensor) -> np.ndarray:
+    return column.numpy() if column.device.type == "cpu" else column.cpu().numpy()
+
+
+def _write(column: np.ndarray, device: torch.device) -> torch.Tensor:
+    out = torch.from_numpy(column)
+    return out if device.type == "cpu" else out.to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What all BLOCK proposals of a shape share: candidate node * S * K + slot * K + rank. Read only."""
+
+    columns: np.ndarray  # (5, F * S * K) int64: owner = node, tokens 0, parents from 0 = the block's first candidate
+    is_entry: np.ndarray  # (F * S * K,) bool, first slots of a chain: the parent is what the block hangs below
+    late_cells: np.ndarray  # (F * S * K,) int64, cells of a block behind the first
+    classes: np.ndarray  # (K,) int64, rank class
+    ranks: np.ndarray  # (K,) int64
+
+
+@lru_cache(maxsize=64)
+def _make_layout(num_nodes: int, num_slots: int, num_candidates: int, restart: int) -> _Layout:
+    node, slot, rank = (a.ravel() for a in np.indices((num_nodes, num_slots, num_candidates)))
+    ranks = np.arange(num_candidates)
+    above = node * (num_slots * num_candidates) + (slot - 1) * num_candidates  # the chain of first candidates
+    cells = slot * NUM_RANK_CLASSES + np.minimum(rank, NUM_RANK_CLASSES - 1)
+    depths = np.where(slot < restart, slot, slot - restart) + 1
+    out = _Layout(
+        columns=np.stack((node, np.zeros_like(node), above, depths, cells)),
+        is_entry=(slot == 0) | (slot == restart),
+        late_cells=cells + num_slots * NUM_RANK_CLASSES,
+        classes=np.minimum(ranks, NUM_RANK_CLASSES - 1),
+        ranks=ranks,
+    )
+    for array in (out.columns, out.is_entry, out.late_cells, out.classes, out.ranks):
+        array.setflags(write=False)
+    return out
+
+
+def _layout(num_nodes: int, num_slots: int, num_candidates: int, restart: int) -> _Layout:
+    """Of the next power of two of nodes or more: callers cut off what they need."""
+    return _make_layout(1 << (num_nodes - 1).bit_length(), num_slots, num_candidates, restart)
+
+
+@lru_cache(maxsize=256)
+def _first_columns(num_requests: int, num_slots: int, num_candidates: int, restart: int) -> np.ndarray:
+    """(5, G + G * S * K) int64, of the roots and a first BLOCK proposal; tokens are the proposal's. Read only."""
+    layout = _layout(num_requests, num_slots, num_candidates, restart)
+    block = layout.columns[:, : num_requests * num_slots * num_candidates].copy()
+    is_entry = layout.is_entry[: block.shape[1]]
+    block[PARENT] = np.where(is_entry, block[OWNER], block[PARENT] + num_requests)
+    columns = np.concatenate((root_columns(num_requests), block), 1)
+    columns.setflags(write=False)
+    return columns
+
+
+@lru_cache(maxsize=64)
+def root_columns(num_requests: int) -> np.ndarray:
+    """(5, G) int64: a root is its own parent. Read only."""
+    request = np.arange(num_requests)
+    columns = np.stack((request, np.full_like(request, _ROOT), request, 0 * request, np.full_like(request, _ROOT)))
+    columns.setflags(write=False)
+    return columns
+
+
+def slot_scores(proposal: HostProposal, kappa: np.ndarray | None) -> np.ndarray:
+    """Conditional log-probabilities (F, S, K) float32, calibrated, -inf beyond the widths. kappa: (F or 1, S, R)."""
+    num_slots, num_candidates = proposal.logprobs.shape[1:]
+    layout = _layout(1, num_slots, num_candidates, 0)
+    if kappa is None:
+        scores = proposal.logprobs.astype(np.float32)
+    else:
+        scores = proposal.logprobs + kappa.take(layout.classes, axis=2)
+    np.minimum(scores, 0.0, out=scores)
+    if proposal.widths is not None:
+        scores[layout.ranks >= proposal.widths[:, :, None]] = ABSENT
+    return scores
+
+
+def _hang_on_chains(scores: np.ndarray, restart: int) -> np.ndarray:
+    """Slot scores become path scores, in place: candidates of a slot hang below the chain of first candidates."""
+    if scores.shape[1] > 1:
+        for chain in (scores[:, :restart], scores[:, restart:]) if restart else (scores,):
+            chain[:, 1:] += chain[:, :-1, 0].cumsum(1, dtype=np.float64)[:, :, None]
+    return scores
+
+
+@dataclass(slots=True)
+class Ranked:
+    """The best candidates of each request, request after request, by falling score (parents first on ties), each
+    request's root before them."""
+
+    columns: np.ndarray
+    """(5, M) int64: as in Candidates, but the parent is the row in the request's own tree; a root's is its own."""
+    local: np.ndarray  # (M,) int64, row in the request's own tree, 0 = root
+    scores: np.ndarray  # (M,) float32
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Possible draft nodes of G requests, their roots first; a parent has a lower index than its children."""
+
+    num_requests: int
+    columns: np.ndarray
+    """(5, C) int64: owner (index into the G requests), token id, parent (candidate index), depth (0 for roots),
+    calibration cell (-1 for roots)."""
+    scores: np.ndarray  # (C,) float32, log of the estimated path mass, at most 0; -inf = absent
+    first: int
+    """Index of the latest block's first candidate."""
+    shape: tuple[int, int]
+    """(S, K) of the latest block."""
+
+    @staticmethod
+    def of(proposal: HostProposal, kappa: np.ndarray | None = None) -> Candidates:
+        """Of the first block of a BLOCK proposal. kappa: (G or 1, S, R) float32, added to the conditional
+        log-probabilities (tree_speculation.md 4.3)."""
+        num_requests, num_slots, num_candidates = proposal.logprobs.shape
+        columns = _first_columns(num_requests, num_slots, num_candidates, proposal.restart).copy()
+        columns[TOKEN, num_requests:] = proposal.token_ids.ravel()
+        scores = np.zeros(columns.shape[1], dtype=np.float32)
+        scores[num_requests:] = _hang_on_chains(slot_scores(proposal, kappa), proposal.restart).ravel()
+        return Candidates(num_requests, columns, scores, num_requests, (num_slots, num_candidates))
+
+    def leaves(self, max_frontier: int) -> np.ndarray:
+        """The latest block's `max_frontier` heaviest candidates of each request without candidates below them, (F,) int64."""
+        scores = self.scores[self.first :]
+        if self.first == self.num_requests or self.shape[0] > 1:  # one slot alone hangs below what came before
+            has_child = np.zeros(len(self.scores), dtype=bool)
+            has_child[self.columns[PARENT, self.first :][scores > ABSENT]] = True
+            scores = np.where(has_child[self.first :], ABSENT, scores)
+        order, _ = _best(scores, self.columns[OWNER, self.first :], self.num_requests, max_frontier)
+        return order + self.first
+
+    def frontier(self, leaves: np.ndarray, device: torch.device) -> Frontier:
+        """Where the next block continues: leaves of the latest one."""
+        num_slots, num_candidates = self.shape
+        owners, token_ids, _, _, cells = self.columns.take(leaves, 1)
+        slots, nodes = cells // NUM_RANK_CLASSES, None
+        if self.first > self.num_requests:
+            nodes = _write((leaves - self.first) // (num_slots * num_candidates), device)
+            slots -= num_slots
+        return Frontier(
+            request=_write(owners, device), slot=_write(slots, device), token_ids=_write(token_ids, device), node=nodes
+        )
+
+    def append(self, leaves: np.ndarray, proposal: HostProposal, kappa: np.ndarray | None = None) -> Candidates:
+        """With the next block's BLOCK proposal (F leaves) added below its leaves. kappa: (F or 1, S, R) float32."""
+        num_leaves, num_slots, num_candidates = proposal.logprobs.shape
+        old, size = len(self.scores), proposal.logprobs.size
+        layout = _layout(num_leaves, num_slots, num_candidates, proposal.restart)
+        scores = _hang_on_chains(slot_scores(proposal, kappa), proposal.restart)
+        scores += self.scores[leaves, None, None]
+        at = leaves.repeat(num_slots * num_candidates)
+        new = self.columns.take(at, 1)
+        new[TOKEN] = proposal.token_ids.ravel()
+        new[PARENT] = np.where(layout.is_entry[:size], at, layout.columns[PARENT, :size] + old)
+        new[DEPTH] += layout.columns[DEPTH, :size]
+        new[CELL] = layout.late_cells[:size]
+        columns, every = np.concatenate((self.columns, new), 1), np.concatenate((self.scores, scores.ravel()))
+        return Candidates(self.num_requests, columns, every, old, (num_slots, num_candidates))
+
+    def masses(self, index: np.ndarray) -> np.ndarray:
+        """Path masses (F,) float64 of these candidates."""
+        return np.exp(self.scores[index].astype(np.float64))
+
+    def ranked(self, limit: int) -> Ranked:
+        """The best `limit` candidates of each request, siblings with the same token merged if any are among them."""
+        best, local = self.best(limit)
+        out = self.take(best, local)
+        keys = (out.columns[OWNER] << 48) + (out.columns[PARENT] << 32) + out.columns[TOKEN]
+        return self.merged().ranked(limit) if len(set(keys.tolist())) < len(keys) else out
+
+    def best(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        """Each request's root and its best `limit` candidates, parents first, and their ranks: (M,) int64 each."""
+        return _best(self.scores, self.columns[OWNER], self.num_requests, limit + 1)
+
+    def take(self, order: np.ndarray, local: np.ndarray) -> Ranked:
+        """These candidates (M,), request after request, parents before children, with their rows (M,) in their trees."""
+        columns = self.columns.take(order, 1)
+        row_of = np.empty(len(self.scores), dtype=np.int64)
+        row_of[order] = local
+        columns[PARENT] = row_of[columns[PARENT]]
+        return Ranked(columns, local, self.scores[order])
+
+    def merged(self) -> Candidates:
+        """Siblings with equal tokens merged level by level; the better one takes over the other's children
+        (specblock.md 2.3)."""
+        order, _ = self.best(len(self.scores))
+        levels = self.columns[DEPTH, order]
+        columns, scores, kept_as = self.columns.copy(), self.scores.copy(), np.arange(len(self.scores))
+        for depth in range(1, int(levels.max()) + 1):
+            level = order[levels == depth]
+            above = columns[PARENT, level] = kept_as[columns[PARENT, level]]
+            keys = (above << 32) + columns[TOKEN, level]
+            _, first, group = np.unique(keys, return_index=True, return_inverse=True)
+            kept_as[level] = level[first[group]]
+        scores[kept_as != np.arange(len(scores))] = ABSENT
+        return Candidates(self.num_requests, columns, scores, self.first, self.shape)
+
+
+def _best(scores: np.ndarray, owners: np.ndarray, num_requests: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of each request's `limit` best present candidates, request after request by falling score, on ties in their
+    own order, and their ranks."""
+    # Scores are at most 0, so their magnitudes rise as scores fall, and so do the bits of the magnitudes.
+    magnitudes = np.abs(scores).view(np.int32)
+    if num_requests == 1:
+        order = magnitudes.argsort(kind="stable")[:limit]
+        if len(order) and scores[order[-1]] == ABSENT:
+            order = order[scores[order] > ABSENT]
+        return order, np.arange(len(order))
+    order = ((owners << 32) + magnitudes).argsort(kind="stable")
+    ordered = owners[order]
+    ranks = np.arange(len(order)) - ordered.searchsorted(np.arange(num_requests))[ordered]
+    is_kept = (ranks < limit) & (scores[order] > ABSENT)
+    return order[is_kept], ranks[is_kept]
+
+
+def pack_trees(
+    parts: Sequence[tuple[Ranked, Sequence[int]]], num_nodes: np.ndarray, anchor_token_ids: torch.Tensor
+) -> TreeBatch:
+    """The best `num_nodes[b]` candidates of each request as packed trees in request order, fewer where they run out.
+
+    Args:
+        parts: candidates of each drafter and the round's request of each of its G requests; a request in no part gets its
+            root alone.
+        num_nodes: (B,) int64, draft nodes, root excluded.
+        anchor_token_ids: (B,) int64.
+    Returns: the trees on the anchors' device, parents before children, with their calibration cells.  Syncs: off the CPU.
+    """
+    num_requests, device = len(num_nodes), anchor_token_ids.device
+    columns, local, scores = _join(parts, num_requests)
+    kept = (local <= num_nodes[columns[OWNER]]).nonzero()[0]
+    if len(kept) < len(local):
+        columns, local, scores = columns.take(kept, 1), local.take(kept), scores.take(kept)
+    size, roots = len(local), (local == 0).nonzero()[0]
+    owners, token_ids, parents, depths, cells = columns
+    token_ids[roots] = _read(anchor_token_ids)
+    above = roots[owners] + parents
+    parents[roots] = -1
+    cu_nodes = np.full(num_requests + 1, size)
+    cu_nodes[:-1] = roots
+    max_depth, width = int(np.maximum.reduce(depths)), int(np.maximum.reduce(local)) + 1
+    ancestors = np.zeros((size, width), dtype=bool)
+    ancestors.ravel()[np.arange(0, size * width, width) + local] = True
+    stride = above
+    for _ in range(max_depth.bit_length()):  # the stride doubles, roots stay above themselves
+        ancestors |= ancestors.take(stride, 0)
+        stride = stride.take(stride)
+    return TreeBatch(
+        token_ids=_write(token_ids, device),
+        parents=_write(parents, device),
+        depths=_write(depths, device),
+        scores=_write(scores, device),
+        cu_nodes=_write(cu_nodes, device),
+        ancestors=_write(ancestors, device),
+        cells=_write(cells, device),
+        rows=TreeRows(
+            token_ids=token_ids,
+            depths=depths,
+            scores=scores,
+            cells=cells,
+            above=above,
+            owners=owners,
+            roots=roots,
+            max_depth=max_depth,
+        ),
+        counts=(cu_nodes[1:] - roots).tolist(),
+    )
+
+
+def _join(
+    parts: Sequence[tuple[Ranked, Sequence[int]]], num_requests: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Columns (owners the round's requests), rows in their trees and scores of all parts, and roots of all other requests,
+    in request order."""
+    ranked, requests = parts[0]
+    if list(requests) == list(range(num_requests)):
+        return ranked.columns, ranked.local, ranked.scores
+    columns, local, scores = [], [], []
+    for ranked, requests in parts:
+        own = ranked.columns.copy()
+        own[OWNER] = np.array(requests)[own[OWNER]]
+        columns.append(own)
+        local.append(ranked.local)
+        scores.append(ranked.scores)
+    rest = np.setdiff1d(np.arange(num_requests), [r for _, requests in parts for r in requests])
+    roots = root_columns(num_requests)[:, rest]
+    roots[PARENT] = 0
+    columns.append(roots)
+    local.append(np.zeros(len(rest), dtype=np.int64))
+    scores.append(np.zeros(len(rest), dtype=np.float32))
+    joined = np.concatenate(columns, 1)
+    order = joined[OWNER].argsort(kind="stable")
+    return joined.take(order, 1), np.concatenate(local)[order], np.concatenate(scores)[order]

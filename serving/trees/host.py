@@ -1,0 +1,166 @@
+"""Host trees: a round's trees built with NumPy, where an operator of a device costs more than its arithmetic.
+
+The builder of every round on the CPU, of the gate's replay, and off the CPU of what the tree kernel does not take.
+
+Shape legend: B requests of the round, G requests of one drafter, F leaves, S draft slots, R rank classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from paceline.config import TreeConfig
+from paceline.serving.budget.controller import BudgetController
+from paceline.serving.budget.stats import DraftKey
+from paceline.serving.drafters.interface import Frontier, Proposal
+from paceline.serving.trees.bundle import rank_bundles
+from paceline.serving.trees.calibration import NUM_RANK_CLASSES, ScoreCalibration
+from paceline.serving.trees.candidates import OWNER, Candidates, HostProposal, Ranked, pack_trees
+from paceline.serving.trees.product_table import table_candidates
+from paceline.serving.trees.propose import DraftGroup, RoundDraft, propose_blocks
+
+ChooseLeaves = Callable[[list[int], list[float]], Sequence[int]]
+"""(request of each leaf, its path mass) -> indices of those to go on from."""
+
+
+@dataclass(slots=True, kw_only=True)
+class HostBlocks:
+    """Candidates of one drafter's requests, block by block."""
+
+    is_product: bool
+    max_nodes: int
+    max_frontier: int
+    corrections: Callable[[int], np.ndarray | None]
+    """Draft slots -> (2 blocks, G or 1, S, R) of ScoreCalibration; None = the drafter's own scores."""
+    choose_leaves: ChooseLeaves | None = None
+    """None = all leaves."""
+    bundle_width: int | None = None
+    """Grow by bundles of so many children; None = the heaviest nodes."""
+    vocab_size: int | None = None
+    is_empty: bool = False
+    """The first block has no candidates: the trees are roots."""
+    num_leaves: int = 0
+    num_slots: int = 0
+    frontier_mass: dict[int, float] = field(default_factory=dict)
+    """Request -> path mass of its leaves that were gone on from."""
+    _kappa: np.ndarray | None = None
+    _leaves: np.ndarray | None = None
+    _candidates: Candidates | None = None
+    _device: torch.device | None = None
+
+    @property
+    def candidates(self) -> Candidates:
+        """Of all blocks so far."""
+        assert self._candidates is not None, "no block yet"
+        return self._candidates
+
+    def begin(self, proposal: Proposal) -> None:
+        """Take the first block. Raises: ValueError, as HostProposal.read."""
+        read, self._device = HostProposal.read(proposal, self.vocab_size), proposal.logprobs.device
+        self.num_slots, self.is_empty = read.logprobs.shape[1], read.is_empty
+        if self.is_empty:
+            return
+        self._kappa = self.corrections(self.num_slots)
+        kappa = None if self._kappa is None else self._kappa[0]
+        if self.is_product:
+            self._candidates = table_candidates(read, self.max_nodes, kappa, self.bundle_width)
+        else:
+            self._candidates = Candidates.of(read, kappa)
+
+    def frontier(self) -> Frontier | None:
+        """The heaviest leaves of the latest block, those that `choose_leaves` takes."""
+        if self.max_frontier == 0 or self.is_empty:
+            return None
+        candidates = self.candidates
+        leaves = candidates.leaves(self.max_frontier)
+        owners, masses = candidates.columns[OWNER, leaves].tolist(), candidates.masses(leaves).tolist()
+        if self.choose_leaves is not None:
+            kept = sorted(self.choose_leaves(owners, masses))
+            if len(kept) < len(owners):
+                leaves, owners, masses = leaves[kept], [owners[i] for i in kept], [masses[i] for i in kept]
+        if not sum(masses) > 0:
+            return None
+        for owner, mass in zip(owners, masses, strict=True):
+            self.frontier_mass[owner] = self.frontier_mass.get(owner, 0.0) + mass
+        self.num_leaves += len(owners)
+        self._leaves = leaves
+        return candidates.frontier(leaves, self._device)
+
+    def extend(self, proposal: Proposal) -> None:
+        """Take the block below the latest frontier. Raises: ValueError, as HostProposal.read."""
+        read, leaves, kappa = HostProposal.read(proposal, self.vocab_size), self._leaves, self._kappa
+        assert leaves is not None
+        if kappa is not None:
+            kappa = kappa[1] if kappa.shape[1] == 1 else kappa[1, self.candidates.columns[OWNER, leaves]]
+        self._candidates = self.candidates.append(leaves, read, kappa)
+
+    def ranked(self) -> Ranked:
+        """The largest trees, of which every beginning is a tree."""
+        if self.bundle_width is not None:
+            return rank_bundles(self.candidates, self.bundle_width, self.max_nodes)
+        return self.candidates.ranked(self.max_nodes)
+
+
+class HostTrees:
+    """Drafts rounds on the host for one TreePolicy, whose budget and calibration it shares."""
+
+    def __init__(
+        self,
+        config: TreeConfig,
+        budget: BudgetController,
+        calibration: ScoreCalibration,
+        timer: Callable[[], float],
+        vocab_size: int | None,
+    ) -> None:
+        self._config, self._budget, self._calibration = config, budget, calibration
+        self._timer, self._vocab_size = timer, vocab_size
+        self._bundle_width = config.bundle_width if config.policy == "bundle" else None
+
+    def propose(
+        self, _index: int, group: DraftGroup, keys: list[DraftKey | None], out: RoundDraft
+    ) -> tuple[Ranked, list[int]] | None:
+        """The group's largest trees and its rows; None when its drafter proposes nothing. Errors pass through."""
+        config, own = self._config, [keys[r] for r in group.rows]
+
+        def choose_leaves(owners: list[int], masses: list[float]) -> Sequence[int]:
+            return self._budget.choose_leaves([own[r] for r in owners], masses, out.context_rows, len(keys))  # type: ignore[misc]
+
+        caps = group.drafter.caps
+        blocks = HostBlocks(
+            is_product=caps.is_product,
+            max_nodes=config.max_draft_tokens,
+            max_frontier=config.max_frontier,
+            corrections=lambda num_slots: self._calibration.corrections(own, num_slots),
+            choose_leaves=choose_leaves,
+            bundle_width=self._bundle_width,
+            vocab_size=self._vocab_size,
+        )
+        if not propose_blocks(group.drafter, group.inputs, blocks, out, self._timer):
+            return None
+        if blocks.num_leaves:
+            out.num_leaves += blocks.num_leaves
+            out.num_cells = blocks.num_slots * NUM_RANK_CLASSES
+            out.frontier_mass = out.frontier_mass or [0.0] * len(keys)
+            for owner, mass in blocks.frontier_mass.items():
+                out.frontier_mass[group.rows[owner]] += mass
+        for row in group.rows:
+            out.is_drafted[row] = True
+        return None if blocks.is_empty else (blocks.ranked(), group.rows)
+
+    def assemble(
+        self, out: RoundDraft, drafted: list[tuple[Ranked, list[int]]], anchor_token_ids: torch.Tensor
+    ) -> None:
+        """Cut all trees of the round to the budget and pack them."""
+        masses = np.zeros((len(out.keys), self._config.max_draft_tokens + 1))
+        for ranked, rows in drafted:
+            owners = ranked.columns[OWNER]
+            if rows != list(range(len(out.keys))):
+                owners = np.array(rows)[owners]
+            masses[owners, ranked.local] = np.exp(ranked.scores.astype(np.float64))
+        nodes = self._budget.choose(masses[:, 1:], out.keys, out.context_rows, sum(out.is_drafted))
+        out.tree = pack_trees(drafted, nodes, anchor_token_ids)
+        out.num_draft_tokens = [count - 1 for count in out.tree.counts or ()]
