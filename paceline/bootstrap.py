@@ -101,7 +101,7 @@ def ratio_interval(
 
 
 def rate_ratio(
-    a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], *, is_paired: bool = True
+    a: np.ndarray | Sequence[Sequence[float]], b: np.ndarray | Sequence[Sequence[float]], *, is_paired: bool = True
 ) -> tuple[float, list[float] | None]:
     """Rate of `a` over rate of `b` with its interval; a rate is sum(tokens) / sum(seconds).
 

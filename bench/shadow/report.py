@@ -108,8 +108,8 @@ def print_report(result: dict[str, Any], console: Console) -> None:
         "drafted rounds, at that many draft nodes a round"
     )
     console.print(table)
-    columns = ("budget", "text", "T", "rows", "mean", "mean |error|", "largest |error|")
-    total = new_table("Error in percent of the real acceptance length", columns, 2)
+    heads = ("budget", "text", "T", "rows", "mean", "mean |error|", "largest |error|")
+    total = new_table("Error in percent of the real acceptance length", heads, 2)
     for s in result["summary"]:
         total.add_row(
             s["budget"], s["text"], f"{s['temperature']:g}", str(s["num_rows"]), f"{s['mean_error_percent']:+.2f}",
