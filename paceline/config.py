@@ -1,7 +1,4 @@
-"""Every configuration class and the loader that refuses unknown keys.
-
-How do a few words of a command line or a benchmark become a tree configuration?
-"""
+"""Every configuration class and the loader that refuses unknown keys."""
 
 from __future__ import annotations
 
@@ -29,15 +26,13 @@ class TreeConfig:
     """Shape limits of a draft tree."""
 
     max_draft_tokens: int = 16
-    """Draft nodes per request per round, root excluded."""
-    node_buckets: tuple[int, ...] = (0, 2, 4, 6, 8, 12, 16)
-    """Draft nodes per request that the budget controller chooses among; 0 is plain decoding."""
+    """Draft nodes per request per round, root excluded; of policies adaptive and bastion at most."""
     max_frontier: int = 4
     """Leaves of a block that a re-entrant drafter continues from; 0 turns later blocks off."""
-    is_adaptive: bool = True
-    """False: always max_draft_tokens nodes (fixed budget), for comparisons; of policy `adaptive` only."""
     policy: str = "adaptive"
-    """adaptive: drafts when it pays, as much as pays. Always drafting: bastion (as many nodes as pay), ddtree (the max_draft_tokens best), bundle (as many, whole sets of children at a time, as JetSpec does)."""
+    """adaptive: as bastion where drafting makes more tokens per second than plain decoding, else plainly. Always drafting:
+    bastion (as many nodes as pay), fixed or ddtree (the max_draft_tokens best), bundle (as many, whole sets of children at
+    a time, as JetSpec does)."""
     bundle_width: int = 7
     """Policy `bundle`: children that a node gets at once, at most."""
     mix: str = "none"
@@ -46,12 +41,7 @@ class TreeConfig:
     def __post_init__(self) -> None:
         _require(1 <= self.max_draft_tokens <= 256, "tree.max_draft_tokens must be in [1, 256]", self.max_draft_tokens)
         _require(0 <= self.max_frontier <= 64, "tree.max_frontier must be in [0, 64]", self.max_frontier)
-        _require(
-            len(self.node_buckets) > 0 and self.node_buckets[0] == 0 and list(self.node_buckets) == sorted(set(self.node_buckets)),
-            "tree.node_buckets must rise and begin with 0",
-            self.node_buckets,
-        )  # fmt: skip
-        known = ("adaptive", "bastion", "ddtree", "bundle")
+        known = ("adaptive", "bastion", "fixed", "ddtree", "bundle")
         _require(self.policy in known, f"tree.policy must be one of {', '.join(known)}", self.policy)
         _require(self.bundle_width >= 1, "tree.bundle_width must be >= 1", self.bundle_width)
         _require(self.mix in ("none", *TEXT_DRAFTERS), f"tree.mix must be none, {' or '.join(TEXT_DRAFTERS)}", self.mix)
@@ -410,22 +400,6 @@ def with_tree_options(
     max_draft_tokens: int | None = None,
     mix: str | None = None,
 ) -> TreeConfig:
-    """`base` with what is given; None keeps its value.
-
-    More draft tokens than the largest of the node budgets that policy `adaptive` chooses among: those are continued,
-    so that it can use them.
-    Raises: ConfigError on a value that is not allowed.
-    """
+    """`base` with what is given; None keeps its value. Raises: ConfigError on a value that is not allowed."""
     given: dict[str, Any] = {"policy": policy, "max_draft_tokens": max_draft_tokens, "mix": mix}
-    changes = {name: value for name, value in given.items() if value is not None}
-    if max_draft_tokens is not None:
-        changes["node_buckets"] = node_buckets(base.node_buckets, max_draft_tokens)
-    return dataclasses.replace(base, **changes)
-
-
-def node_buckets(known: tuple[int, ...], max_draft_tokens: int) -> tuple[int, ...]:
-    """The known budgets, continued in steps of about a half of the last one up to max_draft_tokens."""
-    out = list(known)
-    while out[-1] < max_draft_tokens:
-        out.append(min(out[-1] + max(out[-1] // 2, 1), max_draft_tokens))
-    return tuple(out)
+    return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})

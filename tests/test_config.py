@@ -17,7 +17,6 @@ from paceline.errors import ConfigError
         ({"engine": {"max_running": True}}, "engine.max_running must be int"),
         ({"engine": 3}, "engine. must be a mapping"),
         ({"policy": {"policy": "magic"}}, "never, always, interval, payoff"),
-        ({"engine": {"tree": {"node_buckets": [4, 2]}}}, "begin with 0"),
         ({"num_replicas": 0}, "num_replicas"),
         ({"resume": "yes"}, "resume must be bool"),
         ({"ingress": {"num_replicas": 0}}, "ingress.num_replicas must be in"),
@@ -37,7 +36,7 @@ def test_wrong_setting_is_refused_by_name(values, message):
 
 
 def test_configuration_survives_the_way_through_plain_values():
-    config = build_config(ServiceConfig, {"engine": {"tree": {"node_buckets": [0, 4]}}, "policy": {"bank_s": 5}})
+    config = build_config(ServiceConfig, {"engine": {"tree": {"max_frontier": 2}}, "policy": {"bank_s": 5}})
     assert build_config(ServiceConfig, to_dict(config)) == config
     assert config.policy.bank_s == 5.0
 

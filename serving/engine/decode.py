@@ -286,9 +286,7 @@ class DecodeRunner:
         backlogs = [r.context_len - r.drafted_len for r in requests]
         # An answer lasts about as long again as it has lasted, at least a few tokens more, and never beyond its limit.
         horizons = [min(r.token_limit - len(r.tokens), max(32, r.num_output)) for r in requests]
-        records = [r.draft_record for r in requests]
-        num_filling = len(self._scheduler.active) - len(requests)
-        wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons, records, num_filling)
+        wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons)
         by_slot: dict[str, list[int]] = {}
         for i, is_wanted in enumerate(wants):
             if is_wanted:
@@ -388,8 +386,6 @@ class DecodeRunner:
             r.num_draft_tokens += draft.num_draft_tokens[i]
             r.num_accepted_tokens += num_accepted_tokens
             r.num_truncated_tokens += num_accepted_tokens + 1 - len(new)
-            if draft.is_drafted[i]:
-                r.draft_record.note(num_accepted_tokens)
             own_draft_ms = draft_ms if draft.is_drafted[i] else 0.0
             r.draft_ms += own_draft_ms
             r.verify_ms += verify_ms

@@ -28,7 +28,8 @@ from paceline.config import TreeConfig
 from paceline.kernels.dispatch import Kernels
 from paceline.kernels.reference.tree_build import MAX_CANDIDATES, MAX_DEPTH, MAX_NODES, BuiltTrees, unpack_bits
 from paceline.kernels.reference.tree_pack import pack_trees
-from paceline.serving.budget.controller import BudgetController, DraftKey
+from paceline.serving.budget.controller import BudgetController
+from paceline.serving.budget.stats import DraftKey
 from paceline.serving.drafters.interface import Proposal
 from paceline.serving.target_model.device import CudaSpan, open_span, upload
 from paceline.serving.trees.builder import (

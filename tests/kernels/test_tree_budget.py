@@ -66,7 +66,7 @@ def test_no_split_is_better_by_exhaustive_search(twin, is_stepped, seed):
 @pytest.mark.parametrize("slope", [0.002, 0.02, 0.2])
 def test_equals_the_batch_formula_of_serving(twin, slope):
     cost = CostModel(lambda rows: 0.01 * (1 + slope * rows))
-    controller = BudgetController(TreeConfig(max_draft_tokens=12, is_adaptive=True), cost)
+    controller = BudgetController(TreeConfig(max_draft_tokens=12, policy="bastion"), cost)
     masses = _masses(5, 12, seed=3)
     masses[1] = 0.0
     masses[2, 4:] = 0.0

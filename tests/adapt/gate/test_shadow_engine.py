@@ -68,7 +68,7 @@ def make_drafter(target, seed, overconfidence=0.0, family="specblock"):
 def serve(num_requests, *, max_running=4, learns=False, overconfidence=0.0, vocab=32, family="specblock", **params):
     """Requests, greedy and sampled, of different lengths, served by the real engine."""
     target, sink = tiny_target(vocab=vocab), Collector()
-    tree = TreeConfig(max_draft_tokens=NODES, max_frontier=FRONTIER, is_adaptive=False)
+    tree = TreeConfig(max_draft_tokens=NODES, max_frontier=FRONTIER, policy="fixed")
     slots = DrafterSlots(make_drafter(target, 0, overconfidence, family), "v0")
     engine = Engine(
         target, slots, EngineConfig(tree=tree, kv_bytes=8 * 2**20, max_running=max_running, prefill_chunk_tokens=16),

@@ -40,7 +40,7 @@ def seen(ctrl, keys, drafted, nodes, accepted, *, draft_s=2e-3, aux_s=2e-4, veri
 @pytest.mark.parametrize("seed", range(6))
 def test_joint_choice_equals_exhaustive_search_on_a_staircase(seed):
     rng = np.random.default_rng(seed)
-    config = TreeConfig(max_draft_tokens=5, node_buckets=(0, 1, 2, 3, 4, 5))
+    config = TreeConfig(max_draft_tokens=5)
     for num_requests in (1, 2, 3):
         ctrl = BudgetController(config, CostModel(staircase))
         masses = -np.sort(-(rng.random((num_requests, 7)) ** 2), axis=1)
@@ -76,7 +76,7 @@ def test_uneven_trees_pay_for_the_padding_of_the_others():
 
 
 def test_fixed_budget_ignores_costs():
-    ctrl = BudgetController(TreeConfig(is_adaptive=False, max_draft_tokens=6), CostModel(lambda q: 1.0 * q))
+    ctrl = BudgetController(TreeConfig(policy="fixed", max_draft_tokens=6), CostModel(lambda q: 1.0 * q))
     masses = np.full((2, 9), 1e-3)
     masses[1, 4:] = 0
     assert ctrl.choose(masses, [KEY, KEY], 10).tolist() == [6, 4]
@@ -232,7 +232,7 @@ def test_a_batch_that_fills_up_decodes_plainly_and_a_lone_request_drafts_on():
             seen(ctrl, [KEY] * size, [False] * size, [0] * size, [0] * size)
         assert any(ctrl.wants_draft([KEY] * size, 100 * size, num_filling=2))
         assert any(ctrl.wants_draft([KEY] * size, 100 * size, num_filling=3)) is (size == 1)
-    fixed = BudgetController(TreeConfig(is_adaptive=False), CostModel(staircase))
+    fixed = BudgetController(TreeConfig(policy="fixed"), CostModel(staircase))
     assert all(fixed.wants_draft([KEY] * 8, 800, num_filling=56))
 
 

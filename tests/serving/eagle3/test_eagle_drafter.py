@@ -263,7 +263,7 @@ def test_trees_grow_level_by_level_as_published(way):
     if way == "fixed":
         tree = draft_fixed(drafter, inputs, 9, max_frontier=3)
     else:
-        config = TreeConfig(max_draft_tokens=9, max_frontier=3, is_adaptive=False)
+        config = TreeConfig(max_draft_tokens=9, max_frontier=3, policy="fixed")
         policy, keys = TreePolicy(config, vocab_size=V), [("v", "b", True)] * len(requests)
         group = DraftGroup(drafter=drafter, inputs=inputs, rows=list(range(len(requests))))
         out = policy.draft([group], keys, inputs.anchor_token_ids, 10)

@@ -21,7 +21,7 @@ from tests.helpers.static_kernels import STATIC_KERNELS
 from tests.serving.trees.test_device_draft import DevicePolicy
 
 CONTEXT, NUM_TOKENS = 96, 14
-TREE = TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8), max_frontier=3, is_adaptive=False)
+TREE = TreeConfig(max_draft_tokens=8, max_frontier=3, policy="fixed")
 
 
 @functools.cache

@@ -59,22 +59,22 @@ def inputs_of_one() -> DraftInputs:
     )
 
 
-def make_policy(*, is_host: bool, is_adaptive: bool) -> TreePolicy:
+def make_policy(*, is_host: bool, policy: str) -> TreePolicy:
     ticks = iter(range(10**6))
-    config = TreeConfig(max_draft_tokens=8, node_buckets=tuple(range(9)), max_frontier=3, is_adaptive=is_adaptive)
-    policy = TreePolicy(config, cost=CostModel(lambda q: 5.0 + 0.1 * q), timer=lambda: next(ticks) * 1e-9)
+    config = TreeConfig(max_draft_tokens=8, max_frontier=3, policy=policy)
+    found = TreePolicy(config, cost=CostModel(lambda q: 5.0 + 0.1 * q), timer=lambda: next(ticks) * 1e-9)
     if not is_host:
-        policy._draft_one = lambda *_: False
-    return policy
+        found._draft_one = lambda *_: False
+    return found
 
 
-@pytest.mark.parametrize("is_adaptive", [False, True])
+@pytest.mark.parametrize("policy_name", ["fixed", "adaptive"])
 @pytest.mark.parametrize(("has_widths", "has_duplicates"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_lone_request_gets_the_trees_and_statistics_of_the_batch_path(seed, has_widths, has_duplicates, is_adaptive):
+def test_a_lone_request_gets_the_trees_and_statistics_of_the_batch_path(seed, has_widths, has_duplicates, policy_name):
     key, anchor = ("v", "b", True), torch.tensor([5])
     kinds = (True, False)
-    policies = [make_policy(is_host=h, is_adaptive=is_adaptive) for h in kinds]
+    policies = [make_policy(is_host=h, policy=policy_name) for h in kinds]
     drafters = [TableDrafter(seed, has_widths=has_widths, has_duplicates=has_duplicates) for _ in kinds]
     generator = torch.Generator().manual_seed(seed)
     for _ in range(40):
@@ -102,7 +102,7 @@ def test_a_lone_request_gets_the_trees_and_statistics_of_the_batch_path(seed, ha
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.8}, {"presence_penalty": 1.5, "repetition_penalty": 1.3}])
 @pytest.mark.parametrize("seed", range(6))
 def test_sampled_verification_of_a_lone_request_equals_the_batch_walk(seed, params):
-    policy = make_policy(is_host=True, is_adaptive=False)
+    policy = make_policy(is_host=True, policy="fixed")
     drafter = TableDrafter(seed, has_widths=False, has_duplicates=False)
     group = DraftGroup(drafter=drafter, inputs=inputs_of_one(), rows=[0])
     tree = policy.draft([group], [("v", "b", False)], torch.tensor([5]), 3).tree
@@ -118,7 +118,7 @@ def test_sampled_verification_of_a_lone_request_equals_the_batch_walk(seed, para
 
 @pytest.mark.parametrize("value", ["nan", "inf", "2.0"])
 def test_invalid_log_probabilities_of_a_lone_request_are_a_failure(value):
-    policy = make_policy(is_host=True, is_adaptive=True)
+    policy = make_policy(is_host=True, policy="adaptive")
     drafter = RandomDrafter(VOCAB, absent_share=0.0)
     proposal = drafter.propose(inputs_of_one())
     proposal.logprobs[0, -1, -1] = float(value)
