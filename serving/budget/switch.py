@@ -77,7 +77,8 @@ class Record:
     """Rounds behind it, at most MEMORY."""
     time: float | None = None
     """Plain rounds that a round takes in which all requests draft; None: not even predicted yet."""
-    num_times: int = 0
+    num_times: float = 0.0
+    """Rounds' worth of measurements behind it."""
     nodes: float = PROBE_NODES
     """Mean of the nodes of a drafted request."""
     left: int = 0
@@ -93,16 +94,11 @@ class Record:
     state: str = "trial"
     """trial | on | off | probe: for metrics."""
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second of drafting over those of plain decoding."""
-        return self.tokens / (self.time or 1.0)
-
     def child(self) -> Record:
         """A record that begins with what is known here."""
         past = min(self.weight, PAST)
         return Record(
-            self.tokens, past, self.time, 0, self.nodes, self.left, self.is_idle, self.wait, state=self.state
+            self.tokens, past, self.time, 0.0, self.nodes, self.left, self.is_idle, self.wait, state=self.state
         )
 
     def begin_probe(self) -> None:
@@ -123,9 +119,9 @@ class Record:
         own.num_rounds += 1
         own.catch_up += catch_up
         own_rate, time = own.tokens / own.num_rounds, self.time or 1.0
-        if own.num_rounds >= (TRIAL_ROUNDS if self.state == "trial" else PROBE_ROUNDS) / 2:
-            if max(own_rate, self.tokens) < HOPELESS * time:
-                self.left = 0
+        half = (TRIAL_ROUNDS if self.state == "trial" else PROBE_ROUNDS) / 2
+        if own.num_rounds >= half and max(own_rate, self.tokens) < HOPELESS * time:
+            self.left = 0
         if self.left == 0 and self.tokens <= time < own_rate:  # the past says no and the present yes: more of it
             self.left = PROBE_ROUNDS
 
@@ -253,7 +249,7 @@ class Switch:
         for key, own in rows.items():
             self._class(self._classes, key).latest = log2_bucket(num_requests)
             record = self.record(key, num_requests)
-            if record.num_times == 0:
+            if record.num_times < 1:
                 record.time = self._forecast(record.nodes, context_rows, num_requests)
             if record.left == 0 and record.is_idle and id(record) not in waited:
                 waited.add(id(record))  # several new classes wait together
@@ -297,7 +293,9 @@ class Switch:
 
     def _begin_probe(self, record: Record, context_rows: int, num_requests: int) -> None:
         record.begin_probe()
-        if num_requests > PROBE_REQUESTS and record.time is not None:  # no whole batch will tell: measured times grow old
+        if (
+            num_requests > PROBE_REQUESTS and record.time is not None
+        ):  # no whole batch will tell: measured times grow old
             record.time = math.sqrt(record.time * self._forecast(record.nodes, context_rows, num_requests))
 
     def _switch(self, known: list[tuple[Record, list[int]]], num_requests: int) -> float:
@@ -401,20 +399,20 @@ class Switch:
             return
         num_requests = len(seen.keys)
         records = {key: self.record(key, num_requests) for key in counts}
-        expected, share = 1.0, sum(counts.values()) / num_requests
+        expected = 1.0
         for key, record in records.items():
-            if record.time is None:
-                record.time = self._forecast(record.nodes, seen.context_rows, num_requests)
+            record.time = record.time or self._forecast(record.nodes, seen.context_rows, num_requests)
             expected += counts[key] / num_requests * (record.time - 1)
         miss = _clipped(seen.round_s / (self._plain_s(seen.context_rows, num_requests) * expected))
         if not pace.is_contact:
             pace.scale *= math.exp(_RATE * miss)
             return
-        if 2 * share < 1:
-            return  # too small a part of the round to tell its time by
         for key, record in records.items():
-            record.num_times += 1
-            record.time = max((record.time or 1.0) * math.exp(max(_RATE, 1 / record.num_times) * share * miss), 1.0)
+            time = record.time or 1.0
+            share = counts[key] / num_requests * time / expected  # of the round's time that the class answers for
+            record.num_times += share
+            rate = max(_RATE, share / record.num_times)
+            record.time = max(time * math.exp(rate * share * miss), 1.0)
             shared = self._versions[key[0], key[2]].records.get(log2_bucket(num_requests))
             if shared is not None:
                 shared.time = record.time

@@ -284,8 +284,8 @@ class DecodeRunner:
         # With one token left there is nothing to gain from a draft.
         keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
         backlogs = [r.context_len - r.drafted_len for r in requests]
-        # An answer lasts about as long again as it has lasted, at least a few tokens more, and never beyond its limit.
-        horizons = [min(r.token_limit - len(r.tokens), max(32, r.num_output)) for r in requests]
+        # An answer lasts about as long again as it has lasted, at least some sentences, and never beyond its limit.
+        horizons = [min(r.token_limit - len(r.tokens), max(64, r.num_output)) for r in requests]
         wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons)
         by_slot: dict[str, list[int]] = {}
         for i, is_wanted in enumerate(wants):

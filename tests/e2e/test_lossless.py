@@ -226,9 +226,7 @@ operation = st.one_of(
     operations=st.lists(operation, min_size=4, max_size=30),
 )
 def test_greedy_output_survives_aborts_preemption_swaps_and_failures(start, num_pages, max_running, chunk, operations):
-    engine = make_engine(
-        make_drafter(start), num_pages=num_pages, max_running=max_running, prefill_chunk_tokens=chunk
-    )
+    engine = make_engine(make_drafter(start), num_pages=num_pages, max_running=max_running, prefill_chunk_tokens=chunk)
     outputs: dict[int, Outputs] = {}
     version = 0
     for name, value, extra in operations:

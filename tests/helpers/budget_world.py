@@ -98,7 +98,7 @@ class World:
                 wants = [choose] * len(keys)
             else:
                 backlogs = [r.backlog for r in requests]
-                wants = choose.wants_draft(keys, context, backlogs, [max(32, r.context - 100) for r in requests])
+                wants = choose.wants_draft(keys, context, backlogs, [max(64, r.context - 100) for r in requests])
             rolls = [rng.poisson(max(r.factor * r.traffic.acceptance(at), 0.0)) for r in requests]
             num_nodes = [r.traffic.nodes if w else 0 for r, w in zip(requests, wants, strict=True)]
             accepted = [min(int(k), n) for k, n in zip(rolls, num_nodes, strict=True)]

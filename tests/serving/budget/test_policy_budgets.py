@@ -93,7 +93,9 @@ def test_a_greedy_stop_would_miss_a_plateau_behind_a_dear_step():
 @pytest.mark.parametrize("batch", [1, 4])
 def test_bastion_takes_no_node_where_none_pays_and_all_where_each_does(batch):
     for mass, wanted in ((1e-4, 0), (0.95, 8 * batch)):
-        budget = BudgetController(TreeConfig(policy="bastion", max_draft_tokens=8), CostModel(lambda q: 5e-3 + 1e-3 * q))
+        budget = BudgetController(
+            TreeConfig(policy="bastion", max_draft_tokens=8), CostModel(lambda q: 5e-3 + 1e-3 * q)
+        )
         nodes = budget.choose(np.full((batch, 8), mass), [KEY] * batch, 10)
         assert nodes.sum() == wanted
 
