@@ -390,7 +390,7 @@ class Switch:
         tokens = 1 + sum(seen.num_accepted_tokens[i] for i in rows) / count
         nodes = sum(seen.num_nodes[i] for i in rows) / count
         plain_s = self._plain_s(seen.context_rows, num_requests)
-        catch_up = seen.catch_up_s / plain_s * count / sum(seen.is_drafted)
+        catch_up = seen.catch_up_s / plain_s * count / sum(seen.is_drafted) if plain_s > 0 else 0.0
         for one in (record, shared):
             one.note(tokens, nodes, catch_up)
 
