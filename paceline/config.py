@@ -18,7 +18,7 @@ from paceline.paths import TEXT_DRAFTERS
 from paceline.records import DEVICES, DRAFTERS, DTYPES, Setting, build, record, require
 
 C = TypeVar("C")
-TREE_POLICIES = ("adaptive", "bastion", "ddtree", "bundle")
+TREE_POLICIES = ("adaptive", "bastion", "fixed", "ddtree", "bundle")
 POLICIES = ("payoff", "never", "always", "interval", "dual_ema", "cara", "thompson", "hedge")
 POLICY_HELP = " | ".join(POLICIES) + "."
 
@@ -30,17 +30,14 @@ class TreeConfig:
     max_draft_tokens: A[
         int, Setting("Draft nodes per request and round, at most, root excluded.", panel="Drafting", ge=1, le=256)
     ] = 16
-    node_buckets: tuple[int, ...] = (0, 2, 4, 6, 8, 12, 16)
-    """Draft nodes per request that the budget controller chooses among; 0 is plain decoding."""
     max_frontier: A[int, Setting(ge=0, le=64)] = 4
     """Leaves of a block that a re-entrant drafter continues from; 0 turns later blocks off."""
-    is_adaptive: bool = True
-    """False: always max_draft_tokens nodes (fixed budget), for comparisons; of policy `adaptive` only."""
     policy: A[
         str,
         Setting(
-            "adaptive (drafts when it pays, as much as pays) or, always drafting: bastion (as many nodes as pay) | ddtree "
-            "(the --max-draft-tokens best) | bundle (as many, whole sets of children at a time, as JetSpec does).",
+            "adaptive (as bastion where drafting makes more tokens per second than plain decoding, else plainly) or, always "
+            "drafting: bastion (as many nodes as pay) | fixed or ddtree (the --max-draft-tokens best) | bundle (as many, whole "
+            "sets of children at a time, as JetSpec does).",
             flag="tree-policy", panel="Drafting", choices=TREE_POLICIES,
         ),
     ] = "adaptive"  # fmt: skip
@@ -54,11 +51,6 @@ class TreeConfig:
             panel="Drafting", choices=("none", *TEXT_DRAFTERS),
         ),
     ] = "none"  # fmt: skip
-
-    def __post_init__(self) -> None:
-        buckets = self.node_buckets
-        rises = len(buckets) > 0 and buckets[0] == 0 and list(buckets) == sorted(set(buckets))
-        require(rises, "engine.tree.node_buckets must rise and begin with 0", buckets)
 
 
 @record("engine.")
@@ -357,8 +349,6 @@ class ServeOptions:
         changes = dict(self.changes)
         if changes.get("model", "bundled") != "bundled" and "drafter" not in changes and base.drafter == "bundled":
             changes["drafter"] = "lookup"
-        if (most := changes.get("engine.tree.max_draft_tokens")) is not None:
-            changes["engine.tree.node_buckets"] = node_buckets(base.engine.tree.node_buckets, most)
         return override(base, changes)
 
 
@@ -374,22 +364,6 @@ def with_tree_options(
     max_draft_tokens: int | None = None,
     mix: str | None = None,
 ) -> TreeConfig:
-    """`base` with what is given; None keeps its value.
-
-    More draft tokens than the largest of the node budgets that policy `adaptive` chooses among: those are continued,
-    so that it can use them.
-    Raises: ConfigError on a value that is not allowed.
-    """
+    """`base` with what is given; None keeps its value. Raises: ConfigError on a value that is not allowed."""
     given: dict[str, Any] = {"policy": policy, "max_draft_tokens": max_draft_tokens, "mix": mix}
-    changes = {name: value for name, value in given.items() if value is not None}
-    if max_draft_tokens is not None:
-        changes["node_buckets"] = node_buckets(base.node_buckets, max_draft_tokens)
-    return dataclasses.replace(base, **changes)
-
-
-def node_buckets(known: tuple[int, ...], max_draft_tokens: int) -> tuple[int, ...]:
-    """The known budgets, continued in steps of about a half of the last one up to max_draft_tokens."""
-    out = list(known)
-    while out[-1] < max_draft_tokens:
-        out.append(min(out[-1] + max(out[-1] // 2, 1), max_draft_tokens))
-    return tuple(out)
+    return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})

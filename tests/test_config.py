@@ -27,7 +27,6 @@ from paceline.records import build
         ({"engine": {"max_running": True}}, "engine.max_running must be int"),
         ({"engine": 3}, "engine must be a mapping"),
         ({"policy": {"policy": "magic"}}, "payoff, never, always, interval"),
-        ({"engine": {"tree": {"node_buckets": [4, 2]}}}, "begin with 0"),
         ({"num_replicas": 0}, "num_replicas"),
         ({"resume": "yes"}, "resume must be bool"),
         ({"ingress": {"num_replicas": 0}}, "ingress.num_replicas must be in"),
@@ -47,7 +46,7 @@ def test_wrong_setting_is_refused_by_name(values, message):
 
 
 def test_configuration_survives_the_way_through_plain_values():
-    config = build(ServiceConfig, {"engine": {"tree": {"node_buckets": [0, 4]}}, "policy": {"bank_s": 5}})
+    config = build(ServiceConfig, {"engine": {"tree": {"max_frontier": 2}}, "policy": {"bank_s": 5}})
     assert build(ServiceConfig, to_dict(config)) == config
     assert config.policy.bank_s == 5.0
 
@@ -108,7 +107,6 @@ def test_options_of_serve_change_a_file_only_where_given(tmp_path):
 
 def test_more_draft_tokens_continue_the_budgets_and_reach_replicas_as_plain_values():
     config = ServeOptions(changes={"engine.tree.max_draft_tokens": 32, "engine.tree.policy": "bastion"}).service()
-    assert config.engine.tree.node_buckets[-1] == 32
     assert build(ServiceConfig, to_dict(config)) == config
 
 

@@ -25,7 +25,7 @@ FREE_POLICIES: dict[str, Callable[[TreeConfig], TreeConfig]] = {
 }
 """Policies that choose the number of nodes themselves, up to the engine's limit: each drafter at its own best."""
 BUDGET_POLICIES: dict[str, Callable[[TreeConfig, int], TreeConfig]] = {
-    "fixed": lambda tree, n: dataclasses.replace(tree, max_draft_tokens=n, is_adaptive=False),
+    "fixed": lambda tree, n: with_tree_options(tree, policy="fixed", max_draft_tokens=n),
     "ddtree": lambda tree, n: with_tree_options(tree, policy="ddtree", max_draft_tokens=n),
     "bundle": lambda tree, n: with_tree_options(tree, policy="bundle", max_draft_tokens=n),
 }

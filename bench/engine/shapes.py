@@ -199,7 +199,7 @@ def floor_bytes(target: TargetModel, batch: int, context_tokens: float) -> tuple
 
 def _row(name: str, target: TargetModel, batch: int, options: ShapesOptions, bandwidth: float) -> dict[str, Any]:
     context = options.prompt_tokens + options.max_tokens
-    tree = TreeConfig(max_draft_tokens=NUM_DRAFT_TOKENS, node_buckets=(0, NUM_DRAFT_TOKENS), is_adaptive=False)
+    tree = TreeConfig(max_draft_tokens=NUM_DRAFT_TOKENS, policy="fixed")
     config = EngineConfig(
         max_running=batch, max_waiting=max(256, batch), prefill_chunk_tokens=2048, prefix_caching=False, tree=tree
     )

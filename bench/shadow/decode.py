@@ -109,7 +109,7 @@ def decode(
         max_running=batch, max_waiting=max(256, len(work.prompts)), tree=tree or TreeConfig(), prefix_caching=False
     )
     engine = Engine(target, slots, config, feedback=sink, traces=sink)
-    if config.tree.is_adaptive and drafter is not None:
+    if config.tree.policy in ("adaptive", "bastion") and drafter is not None:
         engine.warm_up()
     group = Group.PLAIN if drafter is None else Group.ADAPTIVE
     run_group(engine, work.prompts, work.params, group=group, bucket=work.bucket, tag=work.name)

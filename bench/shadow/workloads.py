@@ -87,7 +87,7 @@ def tree_settings() -> dict[str, int]:
 def fixed_tree() -> TreeConfig:
     """The engine's setting of that tree."""
     gate = ShadowConfig()
-    return TreeConfig(max_draft_tokens=gate.num_nodes, max_frontier=gate.max_frontier, is_adaptive=False)
+    return TreeConfig(max_draft_tokens=gate.num_nodes, max_frontier=gate.max_frontier, policy="fixed")
 
 
 def make_workloads(options: ShadowCheckOptions, target: TargetModel, bucket: str) -> dict[str, Workload]:

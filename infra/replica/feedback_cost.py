@@ -113,7 +113,7 @@ def run_feedback_cost(options: FeedbackCostOptions, console: Console) -> dict:
             redis.url, Keys("bench"), replica_id="bench", target_version=target.version
         ).start()
         traces = SwitchableTraces(writer)
-        tree = TreeConfig(max_draft_tokens=NUM_DRAFT_TOKENS, node_buckets=(0, NUM_DRAFT_TOKENS), is_adaptive=False)
+        tree = TreeConfig(max_draft_tokens=NUM_DRAFT_TOKENS, policy="fixed")
         config = EngineConfig(max_running=options.batch, tree=tree, prefix_caching=False)
         engine = Engine(target, slots, config, traces=traces, trace_topk=trace_config.topk)
         arms = {name: _Arm() for name in names}

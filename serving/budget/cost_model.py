@@ -1,7 +1,6 @@
-"""How long does a verify forward, or a drafting pass, of so many rows take on this machine, now?
+"""Cost model: seconds of a verify forward and of a drafting pass by their sizes, on this machine at its present speed.
 
-Both are curves over a size: measured once at start, scaled by a factor that follows the machine's speed (a training job
-next door) quickly, and corrected slowly where the shape was wrong.
+Shape legend: n packed tree rows, c committed context rows (both over all requests), B requests.
 """
 
 from __future__ import annotations
@@ -10,8 +9,11 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
+
+from paceline.serving.budget.roofline import Roofline, TargetShape
 
 _ROW_GRID = (1, 2, 3, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 513)
 _FAR = 1000
@@ -19,9 +21,11 @@ _FAR_ROW_GRID = np.array([*_ROW_GRID, _FAR * _ROW_GRID[-1]], dtype=np.float64)
 """Beyond the last point the average slope from 0 continues."""
 _BATCH_GRID = (1, 2, 4, 8, 16, 32, 64, 128)
 _FAST, _SLOW = 0.1, 0.04
-"""Weights of one observation in the machine's speed and in the correction of one point."""
-_NEW = 8
-"""Observations that make a point, or the machine's speed, known."""
+"""Weights of one observation in the scale and in the correction of one point."""
+_ROWS_A_REQUEST = 65
+"""Rows a request whose times are kept; for more the prior is computed."""
+_MAX_KEPT = 65 * 1024
+"""Times kept, 3 MB."""
 
 
 def interpolate(grid: Sequence[int], values: Sequence[float], at: float) -> float:
@@ -51,31 +55,54 @@ def _extend(grid: Sequence[int], times: Sequence[float]) -> list[float]:
 
 
 class CostModel:
-    """Seconds of a verify forward by packed rows, requests and committed context rows.
+    """Seconds of a verify forward by packed rows, requests and committed context rows: r x prior(n, c, B).
 
-    time(rows, requests) = (tree curve(rows) + batch curve(requests)) x correction x speed x context factor. The tree curve
-    is that of one request; the batch curve is what the same rows cost more when they belong to several requests.
+    The shape is fixed at start, r follows the measured times, one for every doubling of c. The prior is the table that
+    `calibrate` measures (tree curve of one request + what the same rows cost more when they belong to several), with every
+    step that the device really has, plus the roofline's cost of the committed context, which that table lacks. It is never
+    dropped: estimates that follow the measurements alone are unstable.
+    Source: BASTION's latency model, tree_speculation.md 3.2, with the memory term of attention kernels that store no score
+    matrix (4.5).
     """
 
-    def __init__(self, prior: Callable[[int], float] | None = None) -> None:
-        """prior: seconds by rows; None: a weak default until `calibrate`, scaled by the first observation."""
-        self._is_scaled = prior is not None
-        shape = [prior(q) if prior else 5e-3 * (1 + 0.02 * (q - 1)) for q in _ROW_GRID]
-        self._reset(list(accumulate(shape, max)), [0.0] * len(_BATCH_GRID))
+    RATE = 0.05
+    """Weight of one round in r; tree_speculation.md 3.2 suggests it, the paper does not say."""
+    MAX_JUMP = 4.0
+    """A round that took more than so many times what r says is a hiccup and counts as this."""
 
-    def _reset(self, rows: list[float], batch: list[float]) -> None:
+    def __init__(
+        self,
+        prior: Callable[[int], float] | None = None,
+        *,
+        shape: TargetShape | None = None,
+        roofline: Roofline | None = None,
+    ) -> None:
+        """prior: seconds by rows. roofline: declared bandwidth and speed, the prior until `calibrate`. Neither: a weak
+        default, scaled by the first observation. shape: adds the context's cost to the table that `calibrate` measures."""
+        self._shape = shape if shape is not None or roofline is None else roofline.shape
+        self._roofline = roofline
+        if prior is None and roofline is not None:
+            times = [float(roofline.seconds(q, 0)) for q in _ROW_GRID]
+        else:
+            times = [prior(q) if prior else 5e-3 * (1 + 0.02 * (q - 1)) for q in _ROW_GRID]
+        self._reset(list(accumulate(times, max)), [0.0] * len(_BATCH_GRID), is_known=bool(prior or roofline))
+
+    def _reset(self, rows: list[float], batch: list[float], *, is_known: bool) -> None:
         self._rows, self._batch = rows, batch
-        self._corrections: dict[int, list[float]] = {}  # by log2 of the requests
-        self._visits: dict[int, list[int]] = {}
-        self._num_seen = 0
-        self._context = [1.0] * 32
-        self._speed = 1.0
-        self._curves: dict[int, list[float]] = {}  # by requests
+        self._is_known = is_known
+        self._tables: dict[tuple[int, int], tuple[list[float], np.ndarray]] = {}  # by requests and context
+        self._num_kept = 0
+        self._scales: dict[int, float] = {}
+        self._scale = 1.0
 
     @property
     def speed(self) -> float:
-        """Time now over time at calibration."""
-        return self._speed
+        """r of the newest round: time now over time at calibration."""
+        return self._scale
+
+    def scale(self, context_rows: int) -> float:
+        """r at so much context; of the newest round where none was seen yet."""
+        return self._scales.get(log2_bucket(context_rows), self._scale)
 
     def calibrate(
         self,
@@ -108,57 +135,74 @@ class CostModel:
         for b in _BATCH_GRID[1:]:
             if b <= min(max_requests, max_rows) and spent < limit_s:
                 batch.append(max(0.0, timed(b, b) - interpolate(_ROW_GRID, rows, b)))
-        self._reset(rows, _extend(_BATCH_GRID, batch))
-        self._is_scaled = True
+        self._reset(rows, _extend(_BATCH_GRID, batch), is_known=True)
+        if self._shape is not None:
+            self._roofline = Roofline.measured(self._shape, lambda n: self.at_start(n, 1))
 
     def at_start(self, rows: int, num_requests: int) -> float:
-        """Seconds as they were calibrated, whatever was learnt since."""
+        """Seconds as they were calibrated, of rows without context."""
         return interpolate(_ROW_GRID, self._rows, rows) + interpolate(_BATCH_GRID, self._batch, num_requests)
 
-    def _curve(self, num_requests: int) -> list[float]:
-        found = self._curves.get(num_requests)
-        if found is None:
-            extra = interpolate(_BATCH_GRID, self._batch, num_requests)
-            correction = self._corrections.get(log2_bucket(num_requests))
-            total = [q + extra for q in self._rows]
-            if correction is not None:
-                total = [t * c for t, c in zip(total, correction, strict=True)]
-            found = self._curves[num_requests] = list(accumulate(total, max))
-        return found
+    def prior(self, rows: Any, context_rows: int = 0, num_requests: int = 1) -> Any:
+        """Seconds as they were known at start, never falling with rows: of a row count (a number), or of an array of them."""
+        extra = interpolate(_BATCH_GRID, self._batch, num_requests)
+        table: Any
+        larger: Any
+        if isinstance(rows, np.ndarray):
+            table = np.interp(rows, _FAR_ROW_GRID, [*self._rows, self._rows[-1] * _FAR]) + extra
+            larger = np.maximum
+        else:
+            table, larger = interpolate(_ROW_GRID, self._rows, rows) + extra, max
+        if self._roofline is None or context_rows == 0:
+            return table
+        a, b, d, e = self._roofline.terms(context_rows, num_requests)
+        a0, b0, d0, e0 = self._roofline.terms(0, num_requests)  # in the table already
+        return table + larger(a + b * rows, rows * (d + e * rows)) - larger(a0 + b0 * rows, rows * (d0 + e0 * rows))
+
+    def _times(self, context_rows: int, num_requests: int) -> tuple[list[float], np.ndarray]:
+        """The prior of 0, 1, ... rows as numbers and as an array, kept: rounds ask for it several times. The context is
+        rounded to one of eight steps a doubling, of whose cost all row counts bear about the same."""
+        step = 1 << max(log2_bucket(context_rows) - 4, 0)
+        key = (num_requests, context_rows // step * step)
+        known = self._tables.get(key)
+        if known is None:
+            size = _ROWS_A_REQUEST * num_requests
+            if self._num_kept + size > _MAX_KEPT:
+                self._tables.clear()
+                self._num_kept = 0
+            self._num_kept += size
+            times = self.prior(np.arange(size), key[1], num_requests)
+            known = self._tables[key] = (times.tolist(), times)
+        return known
 
     def seconds(self, rows: float, context_rows: int = 0, num_requests: int = 1) -> float:
         """`predict` of one row count, without an array."""
-        factor = self._speed * self._context[log2_bucket(context_rows)]
-        return interpolate(_ROW_GRID, self._curve(num_requests), rows) * factor
+        scale = self.scale(context_rows)
+        if isinstance(rows, int):
+            times = self._times(context_rows, num_requests)[0]
+            if rows < len(times):
+                return times[rows] * scale
+        return float(self.prior(rows, context_rows, num_requests)) * scale
 
-    def predict(self, rows: int | np.ndarray, context_rows: int = 0, num_requests: int = 1) -> np.ndarray:
-        """Seconds of a verify forward of `rows` packed rows of so many requests over `context_rows` committed rows; never
-        falls with rows."""
-        curve = self._curve(num_requests)
-        times = np.asarray(np.interp(rows, _FAR_ROW_GRID, [*curve, curve[-1] * _FAR]))
-        return times * (self._speed * self._context[log2_bucket(context_rows)])
+    def predict(self, rows: Any, context_rows: int = 0, num_requests: int = 1) -> np.ndarray:
+        """Seconds of a verify forward of `rows` packed rows of so many requests over `context_rows` committed rows."""
+        rows = np.asarray(rows)
+        if rows.dtype.kind == "i":
+            times = self._times(context_rows, num_requests)[1]
+            if rows.max(initial=0) < len(times):
+                return times[rows] * self.scale(context_rows)
+        return np.asarray(self.prior(rows, context_rows, num_requests) * self.scale(context_rows))
 
     def observe(self, rows: int, context_rows: int, seconds: float, num_requests: int = 1) -> None:
-        """Fold one measured verify forward."""
+        """Fold one measured verify forward: r <- (1 - RATE) r + RATE T_measured / T_prior."""
         if not seconds > 0:
             return
-        predicted = self.seconds(rows, context_rows, num_requests)
-        if not self._is_scaled:
-            self._speed, self._is_scaled = self._speed * seconds / predicted, True
-            return
-        miss = min(max(math.log(seconds / predicted), -0.5), 0.5)  # hiccups count little
-        bucket, point = log2_bucket(num_requests), _nearest(_ROW_GRID, rows)
-        correction = self._corrections.setdefault(bucket, [1.0] * len(_ROW_GRID))
-        visits = self._visits.setdefault(bucket, [0] * len(_ROW_GRID))
-        # A point seen for the first times at a speed that others have told shows the shape, not the machine.
-        is_new = visits[point] < _NEW <= self._num_seen - visits[point]
-        correction[point] *= math.exp((max(_SLOW, 0.6 / (1 + visits[point])) if is_new else _SLOW) * miss)
-        self._speed *= math.exp((_FAST / 4 if is_new else _FAST) * miss)
-        visits[point] += 1
-        self._num_seen += 1
-        self._context[log2_bucket(context_rows)] *= math.exp(_SLOW / 2 * miss)
-        for b in [b for b in self._curves if log2_bucket(b) == bucket]:
-            del self._curves[b]
+        old = self.scale(context_rows)
+        ratio = seconds * old / self.seconds(rows, context_rows, num_requests)
+        if not self._is_known:
+            self._is_known, old = True, ratio
+        self._scale = old + self.RATE * (min(ratio, self.MAX_JUMP * old) - old)
+        self._scales[log2_bucket(context_rows)] = self._scale
 
 
 class CostCurve:

@@ -1,4 +1,4 @@
-"""How are a round's draft nodes split among its requests?
+"""Node split: how many of a round's draft nodes each request gets.
 
 For every total, the heaviest nodes of all requests are the best split: path masses fall along a request's list, so the
 merged order of all lists takes prefixes of each (tree_speculation.md 4.5). Which total is best follows from the rate.

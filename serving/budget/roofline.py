@@ -1,8 +1,5 @@
-"""How long does a verify forward take, if its shape is known beforehand and only the machine's speed changes?
+"""Roofline: the work of a target's forward and the seconds that follow from it.
 
-BASTION's latency model: an offline prior times an online scale. The prior is the table that the engine measures at start
-(costs of many rows and many requests, with every step that the device really has) plus the roofline's cost of the
-committed context, which that table lacks; without a table it is the roofline alone.
 Source: tree_speculation.md 3.2 (BASTION), with the memory term of attention kernels that store no score matrix (4.5).
 
 Shape legend: n packed tree rows, c committed context rows (both over all requests), B requests.
@@ -15,8 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from paceline.serving.budget.cost_model import CostModel, log2_bucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,112 +91,3 @@ class Roofline:
         a, b, d, e = self.terms(context_rows, num_requests)
         n = np.asarray(rows, dtype=np.float64)
         return np.maximum(a + b * n, n * (d + e * n))
-
-
-_ROWS_A_REQUEST = 65
-"""Rows a request whose times are kept; for more the prior is computed."""
-_MAX_KEPT = 65 * 1024
-"""Times kept, 3 MB."""
-
-
-class ScaledPrior(CostModel):
-    """T = r * prior(n, c): the shape is fixed offline, r follows the measured times, one r for every doubling of c.
-
-    The prior is never dropped: estimates that follow the measurements alone are unstable (tree_speculation.md 3.2).
-    """
-
-    RATE = 0.05
-    """Weight of one round in r; tree_speculation.md 3.2 suggests it, the paper does not say."""
-    MAX_JUMP = 4.0
-    """A round that took more than so many times what r says is a hiccup and counts as this."""
-
-    def __init__(self, shape: TargetShape | None = None, roofline: Roofline | None = None) -> None:
-        """shape: adds the context's cost to the table that `calibrate` measures. roofline: declared bandwidth and speed,
-        the prior until then. Neither: the weak default of CostModel, scaled by the first observation."""
-        super().__init__(None if roofline is None else lambda rows: float(roofline.seconds(rows, 0)))
-        self._shape = shape if shape is not None or roofline is None else roofline.shape
-        self._roofline = roofline
-        self._is_known = roofline is not None
-        self._tables: dict[tuple[int, int], tuple[list[float], np.ndarray]] = {}  # by requests and context
-        self._num_kept = 0
-        self._scales: dict[int, float] = {}
-        self._scale = 1.0
-
-    def calibrate(self, measure: Callable[[int, int], float], **limits: Any) -> None:
-        """Measure the prior (CostModel.calibrate)."""
-        super().calibrate(measure, **limits)
-        self._tables.clear()
-        self._num_kept = 0
-        if self._shape is not None:
-            self._roofline = Roofline.measured(self._shape, lambda n: self.at_start(n, 1))
-        self._is_known, self._scale = True, 1.0
-        self._scales.clear()
-
-    @property
-    def speed(self) -> float:
-        """r of the newest round: time now over time at calibration."""
-        return self._scale
-
-    def scale(self, context_rows: int) -> float:
-        """r at so much context; of the newest round where none was seen yet."""
-        return self._scales.get(log2_bucket(context_rows), self._scale)
-
-    def prior(self, rows: Any, context_rows: int = 0, num_requests: int = 1) -> Any:
-        """Seconds as they were known at start: of a row count (a number), or of an array of them."""
-        table: Any
-        larger: Any
-        if isinstance(rows, np.ndarray):
-            table, larger = super().predict(rows, 0, num_requests), np.maximum
-        else:
-            table, larger = super().seconds(rows, 0, num_requests), max
-        # Nothing was observed at context 0, so that is the table itself. It includes what the roofline says of c = 0.
-        if self._roofline is None or context_rows == 0:
-            return table
-        a, b, d, e = self._roofline.terms(context_rows, num_requests)
-        a0, b0, d0, e0 = self._roofline.terms(0, num_requests)
-        return table + larger(a + b * rows, rows * (d + e * rows)) - larger(a0 + b0 * rows, rows * (d0 + e0 * rows))
-
-    def _times(self, context_rows: int, num_requests: int) -> tuple[list[float], np.ndarray]:
-        """The prior of 0, 1, ... rows as numbers and as an array, kept: rounds ask for it several times. The context is
-        rounded to one of eight steps a doubling, of whose cost all row counts bear about the same."""
-        step = 1 << max(log2_bucket(context_rows) - 4, 0)
-        key = (num_requests, context_rows // step * step)
-        known = self._tables.get(key)
-        if known is None:
-            size = _ROWS_A_REQUEST * num_requests
-            if self._num_kept + size > _MAX_KEPT:
-                self._tables.clear()
-                self._num_kept = 0
-            self._num_kept += size
-            times = self.prior(np.arange(size), key[1], num_requests)
-            known = self._tables[key] = (times.tolist(), times)
-        return known
-
-    def seconds(self, rows: float, context_rows: int = 0, num_requests: int = 1) -> float:
-        """`predict` of one row count, without an array."""
-        scale = self.scale(context_rows)
-        if isinstance(rows, int):
-            times = self._times(context_rows, num_requests)[0]
-            if rows < len(times):
-                return times[rows] * scale
-        return float(self.prior(rows, context_rows, num_requests)) * scale
-
-    def predict(self, rows: Any, context_rows: int = 0, num_requests: int = 1) -> np.ndarray:
-        """Seconds of a verify forward of `rows` packed rows of so many requests over `context_rows` committed rows."""
-        rows = np.asarray(rows)
-        if rows.dtype.kind == "i":
-            times = self._times(context_rows, num_requests)[1]
-            if rows.max(initial=0) < len(times):
-                return times[rows] * self.scale(context_rows)
-        return np.asarray(self.prior(rows, context_rows, num_requests) * self.scale(context_rows))
-
-    def observe(self, rows: int, context_rows: int, seconds: float, num_requests: int = 1) -> None:
-        """Fold one measured verify forward: r <- (1 - RATE) r + RATE T_measured / T_prior."""
-        if not seconds > 0:
-            return
-        old = self.scale(context_rows)
-        ratio = seconds * old / self.seconds(rows, context_rows, num_requests)
-        if not self._is_known:
-            self._is_known, old = True, ratio
-        self._scale = old + self.RATE * (min(ratio, self.MAX_JUMP * old) - old)
-        self._scales[log2_bucket(context_rows)] = self._scale

@@ -1,4 +1,4 @@
-"""How long does a decode round take: drafting, verify, and everything around them?"""
+"""Round costs: seconds of a decode round by its parts: drafting, verify, and everything around them."""
 
 from __future__ import annotations
 

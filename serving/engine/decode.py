@@ -289,11 +289,9 @@ class DecodeRunner:
         # With one token left there is nothing to gain from a draft.
         keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
         backlogs = [r.context_len - r.drafted_len for r in requests]
-        # An answer lasts about as long again as it has lasted, at least a few tokens more, and never beyond its limit.
-        horizons = [min(r.token_limit - len(r.tokens), max(32, r.num_output)) for r in requests]
-        records = [r.draft_record for r in requests]
-        num_filling = len(self._scheduler.active) - len(requests)
-        wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons, records, num_filling)
+        # An answer lasts about as long again as it has lasted, at least some sentences, and never beyond its limit.
+        horizons = [min(r.token_limit - len(r.tokens), max(64, r.num_output)) for r in requests]
+        wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons)
         by_slot: dict[str, list[int]] = {}
         for i, is_wanted in enumerate(wants):
             if is_wanted:
@@ -392,8 +390,6 @@ class DecodeRunner:
             r.num_draft_tokens += draft.num_draft_tokens[i]
             r.num_accepted_tokens += num_accepted_tokens
             r.num_truncated_tokens += num_accepted_tokens + 1 - len(new)
-            if draft.is_drafted[i]:
-                r.draft_record.note(num_accepted_tokens)
             r.draft_ms += draft_ms[i]
             r.verify_ms += verify_ms
             r.round_ms += (emit_start - start) * share

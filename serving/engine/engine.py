@@ -20,7 +20,8 @@ import torch
 from paceline.clock import Clock, SystemClock
 from paceline.config import EngineConfig
 from paceline.errors import EngineStoppedError, RequestError
-from paceline.serving.budget.published import verify_cost
+from paceline.serving.budget.cost_model import CostModel
+from paceline.serving.budget.roofline import TargetShape
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.buckets import BucketNames
 from paceline.serving.engine.decode import DecodeRunner
@@ -164,7 +165,7 @@ class Engine:
             trace_topk=trace_topk,
             on_end=self._note_end,
         )
-        cost = verify_cost(config.tree, target.config, target.dtype.itemsize)
+        cost = CostModel(shape=TargetShape.of(target.config, target.dtype.itemsize))
         self.policy = policy or TreePolicy(
             config.tree, cost=cost, vocab_size=target.vocab_size, timer=timer, kernels=target.kernels
         )

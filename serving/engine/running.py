@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.serving.budget.request_record import DraftRecord
 from paceline.serving.sampling.request import (
     GenerationRequest,
     RequestStats,
@@ -72,7 +71,6 @@ class RunningRequest:
     """What drafter KV at shared rows is found by; None when the drafter's rows cannot be shared."""
     rank: tuple[float, int] = (0.0, 0)
     """Order of admission; the active request with the largest rank is preempted first. Set by the scheduler."""
-    draft_record: DraftRecord = field(default_factory=DraftRecord)
     num_cached_tokens: int = 0
     was_preempted: bool = False
 

@@ -16,9 +16,8 @@ import torch
 
 from paceline.config import TreeConfig
 from paceline.kernels.dispatch import Kernels
+from paceline.serving.budget.controller import BudgetController
 from paceline.serving.budget.cost_model import CostModel
-from paceline.serving.budget.published import make_budget
-from paceline.serving.budget.request_record import DraftRecord
 from paceline.serving.budget.stats import DraftKey, RoundObservation
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.mixed import MixedDrafter
@@ -51,7 +50,7 @@ class TreePolicy:
         kernels: of the target's device; trees off the CPU are built by them, on the host where they are None or the
         references."""
         self.config = config
-        self.budget = make_budget(config, cost)
+        self.budget = BudgetController(config, cost)
         self._calibration = ScoreCalibration()
         self._timer = timer
         common = (config, self.budget, self._calibration, timer, vocab_size)
@@ -82,17 +81,14 @@ class TreePolicy:
         context_rows: int,
         backlogs: list[int] | None = None,
         horizons: list[int] | None = None,
-        records: list[DraftRecord] | None = None,
-        num_filling: int = 0,
     ) -> list[bool]:
         """Whether to call the drafter for each of the round's B requests.
 
         keys: None for requests without a (working) drafter. context_rows: sum of their context_lens. Call exactly once
         per round and before `draft`: it moves the probing state. backlogs: rows that the drafter has not ingested yet.
-        horizons: tokens that each request is expected to get still. records: how drafting went for each request.
-        num_filling: requests whose prompts are being read.
+        horizons: tokens that each request is expected to get still.
         """
-        return self.budget.wants_draft(keys, context_rows, backlogs, horizons, records, num_filling)
+        return self.budget.wants_draft(keys, context_rows, backlogs, horizons)
 
     def draft(
         self,

@@ -61,7 +61,7 @@ def url_and_data(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         data_dir=str(tmp_path / "data"),
         port=0,
         # a fixed budget: acceptance length then tells of the drafter, not of whether speculation pays here
-        engine=EngineConfig(num_threads=1, tree=TreeConfig(max_draft_tokens=8, node_buckets=(0, 8), is_adaptive=False)),
+        engine=EngineConfig(num_threads=1, tree=TreeConfig(max_draft_tokens=8, policy="fixed")),
         trace=TraceConfig(shard_rows=256, flush_interval_s=1.0),
         rollout=RolloutConfig(canary_percent=50, min_requests=4, max_requests=20, max_s=60.0, quiet_s=1.0),
         policy=PolicyConfig(policy="always", epoch_s=3.0, min_rows=800, min_dwell_s=1.0, holdback_percent=10),

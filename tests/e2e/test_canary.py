@@ -64,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             max_running=4,
             kv_bytes=16 * 2**20,
             num_threads=1,
-            tree=TreeConfig(max_draft_tokens=8, node_buckets=(0, 8), is_adaptive=False),
+            tree=TreeConfig(max_draft_tokens=8, policy="fixed"),
         ),
         policy=PolicyConfig(policy="never", holdback_percent=0),
         rollout=RolloutConfig(canary_percent=PERCENT, freeze_s=3600.0),

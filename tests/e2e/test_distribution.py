@@ -27,7 +27,7 @@ MODELS = Path(__file__).parents[2] / "paceline" / "models"
 ENGINE = EngineConfig(
     max_running=16, max_waiting=100_000, kv_bytes=16 * 2**20,
     # drafts in every round: what is tested is not when drafting pays
-    tree=TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8), is_adaptive=False),
+    tree=TreeConfig(max_draft_tokens=8, policy="fixed"),
 )  # fmt: skip
 
 

@@ -125,9 +125,9 @@ def make_drafter(name: str, seed: int = 0) -> Drafter:
     return tiny_eagle(seed) if name == "eagle3" else tiny_specblock(seed)
 
 
-def make_engine(drafter: Drafter | None, *, num_pages: int = 200, is_adaptive: bool = False, **config) -> Engine:
+def make_engine(drafter: Drafter | None, *, num_pages: int = 200, policy: str = "fixed", **config) -> Engine:
     slots = DrafterSlots(drafter, "v0") if drafter is not None else DrafterSlots()
-    tree = TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8), is_adaptive=is_adaptive)
+    tree = TreeConfig(max_draft_tokens=8, policy=policy)
     row_bytes, _ = pool_row_bytes(target(), slots, has_traces=False)
     return Engine(
         target(), slots, EngineConfig(page_tokens=PAGE, kv_bytes=num_pages * PAGE * row_bytes, tree=tree, **config)
@@ -180,10 +180,10 @@ def assert_same(i: int, got: list[int], want: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("is_adaptive", [False, True])
+@pytest.mark.parametrize("policy", ["fixed", "adaptive"])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_greedy_output_is_token_identical_to_sequential_decoding(name, is_adaptive, batch):
-    engine, outputs = make_engine(make_drafter(name), is_adaptive=is_adaptive), Outputs()
+def test_greedy_output_is_token_identical_to_sequential_decoding(name, policy, batch):
+    engine, outputs = make_engine(make_drafter(name), policy=policy), Outputs()
     for i in range(NUM_PROMPTS):
         submit(engine, i, outputs)
         if batch == 1:
@@ -226,9 +226,7 @@ operation = st.one_of(
     operations=st.lists(operation, min_size=4, max_size=30),
 )
 def test_greedy_output_survives_aborts_preemption_swaps_and_failures(start, num_pages, max_running, chunk, operations):
-    engine = make_engine(
-        make_drafter(start), num_pages=num_pages, max_running=max_running, prefill_chunk_tokens=chunk, is_adaptive=False
-    )
+    engine = make_engine(make_drafter(start), num_pages=num_pages, max_running=max_running, prefill_chunk_tokens=chunk)
     outputs: dict[int, Outputs] = {}
     version = 0
     for name, value, extra in operations:
@@ -319,7 +317,7 @@ def test_unseeded_requests_draw_different_seeds():
 def test_other_families_are_lossless_too(kind):
     model = tiny_target(kind, vocab=VOCAB)
     slots = DrafterSlots(RandomDrafter(VOCAB), "v0")
-    engine = Engine(model, slots, EngineConfig(tree=TreeConfig(is_adaptive=False)))
+    engine = Engine(model, slots, EngineConfig(tree=TreeConfig(policy="fixed")))
     outputs = Outputs()
     for i in range(4):
         submit(engine, i, outputs)

@@ -48,7 +48,7 @@ def allowed_text(state: GrammarState) -> set[str]:
 def make_engine(drafter: Drafter | None = None, *, num_pages: int = 200, **config) -> Engine:
     """An engine that drafts in every round when it has a drafter."""
     slots = DrafterSlots(drafter, "v0") if drafter is not None else DrafterSlots()
-    tree = TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8), is_adaptive=False)
+    tree = TreeConfig(max_draft_tokens=8, policy="fixed")
     num_bytes = num_pages * PAGE * (target().kv_row_bytes + slots.kv_row_bytes)
     return Engine(target(), slots, EngineConfig(page_tokens=PAGE, kv_bytes=num_bytes, tree=tree, **config))
 

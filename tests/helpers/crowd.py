@@ -29,8 +29,8 @@ from tests.helpers.engines import BrokenDrafter, RowDrafter
 from tests.helpers.fakes import plain_logits, prefill
 from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 
-FIXED = TreeConfig(max_draft_tokens=8, node_buckets=(0, 8), is_adaptive=False)
-ADAPTIVE = TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8))
+FIXED = TreeConfig(max_draft_tokens=8, policy="fixed")
+ADAPTIVE = TreeConfig(max_draft_tokens=8)
 NEAR_TIE = 1e-4
 """Logits that are less than this apart may change places with the shape of a forward, as in tests/e2e/test_lossless.py."""
 NUM_ASKS = 72

@@ -22,7 +22,7 @@ VOCAB = 64
 PROMPT = (10, 11, 12, 13, 14)
 
 
-TREE = TreeConfig(max_draft_tokens=6, node_buckets=(0, 2, 4, 6), is_adaptive=False)
+TREE = TreeConfig(max_draft_tokens=6, policy="fixed")
 
 
 @functools.cache

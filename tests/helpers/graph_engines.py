@@ -12,7 +12,7 @@ from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 
 CONTEXT, NUM_TOKENS = 96, 14
-TREE = TreeConfig(max_draft_tokens=8, node_buckets=(0, 2, 4, 8), max_frontier=3, is_adaptive=False)
+TREE = TreeConfig(max_draft_tokens=8, max_frontier=3, policy="fixed")
 
 
 def specblock(target, seed=0):

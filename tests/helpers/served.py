@@ -66,7 +66,7 @@ def serve(
 ):
     """Requests, greedy and sampled, of different lengths, served by the real engine."""
     target, sink = tiny_target(vocab=vocab), Collector()
-    tree = TreeConfig(max_draft_tokens=NODES, max_frontier=FRONTIER, is_adaptive=False)
+    tree = TreeConfig(max_draft_tokens=NODES, max_frontier=FRONTIER, policy="fixed")
     slots = DrafterSlots((make or make_drafter)(target, 0, overconfidence, family), "v0")
     engine = Engine(
         target, slots, EngineConfig(tree=tree, kv_bytes=8 * 2**20, max_running=max_running, prefill_chunk_tokens=16),

@@ -144,7 +144,7 @@ class FaultyDrafter(ScriptedDrafter):
 
 
 def make_policy(kind, kernels=None, **config):
-    config = {"max_draft_tokens": 8, "node_buckets": (0, 2, 4, 8), "max_frontier": 3, "is_adaptive": False, **config}
+    config = {"max_draft_tokens": 8, "max_frontier": 3, "policy": "fixed", **config}
     cost = CostModel(lambda q: 5e-3 + 1e-4 * q)
     return kind(TreeConfig(**config), cost=cost, vocab_size=VOCAB, kernels=kernels)
 

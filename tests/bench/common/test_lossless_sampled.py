@@ -18,7 +18,7 @@ PROMPT = (5, 9, 7)
 @pytest.fixture(scope="module")
 def drawn():
     target = tiny_target(vocab=64, layers=2, width=16, context=128)
-    tree = TreeConfig(max_draft_tokens=4, node_buckets=(0, 4), is_adaptive=False)
+    tree = TreeConfig(max_draft_tokens=4, policy="fixed")
     config = EngineConfig(max_running=2, page_tokens=8, prefix_caching=False, tree=tree)
     arm = EngineArm("r", new_engine(target, RandomDrafter(64), version="r", num_tokens=512, config=config), Group.ADAPTIVE)  # fmt: skip
     params = tuple(SamplingParams(temperature=0.8, seed=s, max_tokens=60, ignore_eos=True) for s in (3, 4))

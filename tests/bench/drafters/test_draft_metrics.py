@@ -69,7 +69,7 @@ def run_oracle(prompt, max_tokens, *, ignore_eos=True, hit_rate=1.0, stop=()):
     target = tiny_target(vocab=64, layers=2, width=16, context=128)
     text = greedy_continuation(target, list(prompt), max_tokens + 8)
     drafter = CountedDrafter(OracleDrafter({"oracle-g-0": [*prompt, *text]}, num_slots=3, hit_rate=hit_rate))
-    tree = TreeConfig(max_draft_tokens=3, node_buckets=(0, 3), max_frontier=0, is_adaptive=False)
+    tree = TreeConfig(max_draft_tokens=3, max_frontier=0, policy="fixed")
     config = EngineConfig(max_running=1, page_tokens=8, prefix_caching=False, tree=tree)
     recorder = RoundRecorder()
     engine = new_engine(target, drafter, version="o", num_tokens=512, config=config, feedback=recorder)

@@ -264,7 +264,7 @@ def test_quick_shrinks_what_was_not_asked_for_and_nothing_else():
 
 
 def test_a_new_policy_is_one_entry(monkeypatch):
-    monkeypatch.setitem(draft_arms.BUDGET_POLICIES, "flat", lambda tree, n: TreeConfig(max_draft_tokens=n, max_frontier=0, is_adaptive=False))  # fmt: skip
+    monkeypatch.setitem(draft_arms.BUDGET_POLICIES, "flat", lambda tree, n: TreeConfig(max_draft_tokens=n, max_frontier=0, policy="fixed"))  # fmt: skip
     names = [s.name for s in draft_arms.arm_specs(["lookup"], ["adaptive", "flat"], [2, 4])]
     assert names == ["lookup/adaptive", "lookup/flat2", "lookup/flat4"]
 

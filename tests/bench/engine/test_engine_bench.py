@@ -155,7 +155,7 @@ def EngineBenchLike():
 # ---- one group of requests through a real engine --------------------------------------------------------------------
 def _arm(max_running=4):
     target = tiny_target(vocab=64, layers=2, width=16, context=128)
-    config = EngineConfig(max_running=max_running, page_tokens=8, prefix_caching=False, tree=TreeConfig(max_draft_tokens=4, node_buckets=(0, 2, 4)))  # fmt: skip
+    config = EngineConfig(max_running=max_running, page_tokens=8, prefix_caching=False, tree=TreeConfig(max_draft_tokens=4))  # fmt: skip
     return EngineArm("speculative", new_engine(target, RandomDrafter(64), version="r", num_tokens=1024, config=config), Group.ADAPTIVE)  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def _traffic(seed=0, max_tokens=16):
 
 def _driver(num_tokens=112):
     target = tiny_target(vocab=64, layers=2, width=16, context=96)
-    config = EngineConfig(max_running=4, max_waiting=8, page_tokens=4, prefill_chunk_tokens=32, tree=TreeConfig(max_draft_tokens=4, node_buckets=(0, 2, 4)))  # fmt: skip
+    config = EngineConfig(max_running=4, max_waiting=8, page_tokens=4, prefill_chunk_tokens=32, tree=TreeConfig(max_draft_tokens=4))  # fmt: skip
     engine = new_engine(target, RandomDrafter(64), version="r", num_tokens=num_tokens, config=config)
     return engine, SoakDriver(engine, _traffic(max_tokens=60), 8)
 

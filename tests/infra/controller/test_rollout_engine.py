@@ -52,7 +52,7 @@ def test_a_poisoned_drafter_goes_within_200_requests_at_a_tenth_and_no_token_cha
 
     sink, slots = Rows(), DrafterSlots(build(), "first", spawn=build)
     # Always drafting: an engine that finds drafting too dear at this load decodes plainly, whatever the version.
-    tree = TreeConfig(max_draft_tokens=8, node_buckets=(0, 8), is_adaptive=False)
+    tree = TreeConfig(max_draft_tokens=8, policy="fixed")
     config = EngineConfig(max_running=WIDTH, kv_bytes=16 * 2**20, num_threads=1, tree=tree)
     engine = Engine(target, slots, config, feedback=sink)
     engine.warm_up()

@@ -97,7 +97,7 @@ def test_padding_rows_change_nothing(device, kernels):
 
 def generate(target: TargetModel, max_tokens: int) -> list[tuple[int, ...]]:
     """Greedy tokens of three requests that join one after another, over a drafter that is often wrong."""
-    tree = TreeConfig(max_draft_tokens=4, node_buckets=(0, 2, 4), is_adaptive=False)
+    tree = TreeConfig(max_draft_tokens=4, policy="fixed")
     config = EngineConfig(page_tokens=4, kv_bytes=64 * 4 * target.kv_row_bytes, tree=tree, prefill_chunk_tokens=6)
     engine = Engine(target, DrafterSlots(RandomDrafter(VOCAB), "v0"), config)
     outputs: list[list[int]] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.serving.budget.roofline import Roofline, ScaledPrior, TargetShape
+from paceline.serving.budget.cost_model import CostModel
+from paceline.serving.budget.roofline import Roofline, TargetShape
 from tests.helpers.fakes import tiny_target
 
 QWEN3_8B = TargetShape(
@@ -43,9 +44,9 @@ def test_a_roofline_is_flat_while_bytes_bind_and_rises_when_operations_do():
 def test_the_scale_converges_to_a_machine_that_has_changed(is_declared):
     machine = Roofline(shape=QWEN3_8B, bytes_per_s=1e12, flops_per_s=1e14)
     if is_declared:
-        model = ScaledPrior(roofline=machine)
+        model = CostModel(roofline=machine)
     else:
-        model = ScaledPrior(QWEN3_8B)
+        model = CostModel(shape=QWEN3_8B)
         model.calibrate(lambda n, b: float(machine.seconds(n, 0)), max_rows=513, max_requests=4)
     rng = np.random.default_rng(0)
     for factor in (1.0, 2.5, 0.4):
@@ -62,7 +63,7 @@ def test_the_prior_keeps_its_steps_whatever_is_observed():
     def stairs(rows, num_requests=1):
         return 1e-3 * (1 + (rows > 9) * 4)
 
-    model = ScaledPrior()
+    model = CostModel()
     model.calibrate(stairs, max_rows=65)
     for _ in range(200):
         model.observe(3, 10, 3e-3)
@@ -73,7 +74,7 @@ def test_the_prior_keeps_its_steps_whatever_is_observed():
 
 
 def test_one_hiccup_moves_the_scale_little_and_an_unknown_machine_is_scaled_at_once():
-    model = ScaledPrior()
+    model = CostModel()
     model.observe(5, 10, 0.25)
     assert model.seconds(5, 10) == pytest.approx(0.25)
     model.observe(5, 10, 1e3)
@@ -85,7 +86,7 @@ def test_one_hiccup_moves_the_scale_little_and_an_unknown_machine_is_scaled_at_o
 @pytest.mark.parametrize("is_calibrated", [False, True])
 def test_kept_times_equal_the_prior_at_the_contexts_they_stand_for(is_calibrated):
     machine = Roofline(shape=QWEN3_8B, bytes_per_s=1e12, flops_per_s=1e14)
-    model = ScaledPrior(QWEN3_8B, machine)
+    model = CostModel(shape=QWEN3_8B, roofline=machine)
     if is_calibrated:
         model.calibrate(lambda n, b: float(machine.seconds(n, 0)) * (1 + 0.01 * b), max_rows=513, max_requests=8)
     for num_requests, context in ((1, 0), (1, 13), (8, 96), (3, 7 * 1024)):  # each a step of its doubling
@@ -101,7 +102,7 @@ def test_kept_times_equal_the_prior_at_the_contexts_they_stand_for(is_calibrated
 
 
 def test_times_kept_before_a_calibration_are_dropped_by_it():
-    model = ScaledPrior()
+    model = CostModel()
     before = model.seconds(5, 10)
     model.calibrate(lambda n, b: 7 * before, max_rows=65)
     assert model.seconds(5, 10) == pytest.approx(7 * before)
@@ -109,7 +110,7 @@ def test_times_kept_before_a_calibration_are_dropped_by_it():
 
 
 def test_as_many_contexts_as_there_are_keep_a_bounded_number_of_times():
-    model = ScaledPrior()
+    model = CostModel()
     for num_requests in (1, 2, 3, 64, 7, 256):
         for context in range(0, 400_000, 997):
             assert model.seconds(5, context, num_requests) == pytest.approx(model.prior(5, 0, num_requests))

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from paceline.config import TreeConfig
+from paceline.serving.budget.controller import BudgetController
 from paceline.serving.budget.cost_model import CostModel
-from paceline.serving.budget.published import make_budget
-from paceline.serving.budget.roofline import ScaledPrior
 from paceline.serving.budget.stats import RoundObservation
 from tests.helpers.table_drafter import best_tree_mass, draft_tables, lattice, paths_of, random_tables
 
@@ -65,7 +64,7 @@ def test_bastion_equals_its_greedy_stop_where_times_are_convex_and_beats_it_on_a
     masses = falling(np.random.default_rng(seed), 1, 24)[0]
     rates = {}
     for name, times in (("convex", lambda n: 5e-3 + 2e-4 * n), ("stairs", staircase)):
-        budget = make_budget(TreeConfig(policy="bastion", max_draft_tokens=24), CostModel(times))
+        budget = BudgetController(TreeConfig(policy="bastion", max_draft_tokens=24), CostModel(times))
         cost, fixed_s = budget.costs.verify, budget.costs.draft_s(1)
 
         def rate(n, cost=cost, fixed_s=fixed_s):
@@ -85,7 +84,7 @@ def test_bastion_equals_its_greedy_stop_where_times_are_convex_and_beats_it_on_a
 
 
 def test_a_greedy_stop_would_miss_a_plateau_behind_a_dear_step():
-    budget = make_budget(TreeConfig(policy="bastion", max_draft_tokens=16), CostModel(staircase))
+    budget = BudgetController(TreeConfig(policy="bastion", max_draft_tokens=16), CostModel(staircase))
     masses = [0.7] * 16
     first_step = masses[0] * (budget.costs.draft_s(1) + staircase(1)) <= staircase(2) - staircase(1)
     assert not first_step and budget.choose_one(masses, KEY, 0) == 16
@@ -94,14 +93,16 @@ def test_a_greedy_stop_would_miss_a_plateau_behind_a_dear_step():
 @pytest.mark.parametrize("batch", [1, 4])
 def test_bastion_takes_no_node_where_none_pays_and_all_where_each_does(batch):
     for mass, wanted in ((1e-4, 0), (0.95, 8 * batch)):
-        budget = make_budget(TreeConfig(policy="bastion", max_draft_tokens=8), CostModel(lambda q: 5e-3 + 1e-3 * q))
+        budget = BudgetController(
+            TreeConfig(policy="bastion", max_draft_tokens=8), CostModel(lambda q: 5e-3 + 1e-3 * q)
+        )
         nodes = budget.choose(np.full((batch, 8), mass), [KEY] * batch, 10)
         assert nodes.sum() == wanted
 
 
 @pytest.mark.parametrize("policy", ["bastion", "ddtree", "bundle"])
 def test_published_policies_draft_in_every_round_however_badly_it_goes(policy):
-    budget = make_budget(TreeConfig(policy=policy, max_draft_tokens=8), CostModel(staircase))
+    budget = BudgetController(TreeConfig(policy=policy, max_draft_tokens=8), CostModel(staircase))
     for keys in ([KEY], [KEY, None, KEY]):
         drafts = [k is not None for k in keys]
         for _ in range(60):
@@ -112,21 +113,12 @@ def test_published_policies_draft_in_every_round_however_badly_it_goes(policy):
                     num_accepted_tokens=[0] * len(keys), context_rows=100, draft_s=2e-2, verify_s=1e-2, round_s=4e-2,
                 )
             )  # fmt: skip
-    assert budget.states() == [(KEY, "on")]
-    budget.forget("v")
-    assert budget.states() == []
+    assert budget.states() == [], "there is no switch"
 
 
 def test_fixed_policies_reenter_every_leaf_and_spend_the_whole_budget():
-    budget = make_budget(TreeConfig(policy="ddtree", max_draft_tokens=5), CostModel(staircase))
+    budget = BudgetController(TreeConfig(policy="ddtree", max_draft_tokens=5), CostModel(staircase))
     assert budget.choose_leaves([KEY] * 3, [0.1, 1e-9, 0.5], 10, 1) == [2, 0, 1]
     masses = np.array([[0.9, 0.8, 1e-9, 0.0, 0.0, 0.0], [0.5] * 6])
     assert budget.choose(masses, [KEY] * 2, 10).tolist() == [3, 5]
     assert budget.choose_one([0.5] * 9, KEY, 10) == 5
-
-
-def test_the_number_of_remembered_classes_is_bounded():
-    budget = make_budget(TreeConfig(policy="bastion"), ScaledPrior())
-    for i in range(700):
-        budget.wants_draft([("v", f"bucket {i}", True)], 10)
-    assert len(budget.states()) == 512

@@ -251,7 +251,7 @@ def test_trees_grow_level_by_level_as_published(way):
     if way == "fixed":
         tree = draft_fixed(drafter, inputs, 9, max_frontier=3)
     else:
-        config = TreeConfig(max_draft_tokens=9, max_frontier=3, is_adaptive=False)
+        config = TreeConfig(max_draft_tokens=9, max_frontier=3, policy="fixed")
         kind = DevicePolicy if way == "device" else TreePolicy
         policy, keys = kind(config, vocab_size=V), [("v", "b", True)] * len(requests)
         group = DraftGroup(drafter=drafter, inputs=inputs, rows=list(range(len(requests))))

@@ -54,7 +54,7 @@ def make_engine(
     config = EngineConfig(
         page_tokens=PAGE, kv_bytes=num_pages * PAGE * row_bytes, max_running=6, max_waiting=24, prefill_chunk_tokens=16,
         min_prefill_tokens=4, priority_aging_s=5.0, prefix_caching=caching,
-        tree=TreeConfig(max_draft_tokens=2, node_buckets=(0, 2), is_adaptive=False),
+        tree=TreeConfig(max_draft_tokens=2, policy="fixed"),
     )  # fmt: skip
     return Engine(target(), slots, config, clock=clock, traces=traces, rng=np.random.default_rng(0))
 

@@ -63,7 +63,7 @@ def test_a_thousand_mixed_requests_leave_nothing_behind():
     row_bytes, _ = pool_row_bytes(target, slots, has_traces=True)
     config = EngineConfig(
         page_tokens=4, kv_bytes=40 * 4 * row_bytes, max_running=6, max_waiting=32, prefill_chunk_tokens=32, max_buckets=8,
-        tree=TreeConfig(max_draft_tokens=6, node_buckets=(0, 2, 4, 6)),
+        tree=TreeConfig(max_draft_tokens=6),
     )  # fmt: skip
     engine = Engine(target, slots, config, feedback=sinks, traces=sinks)
     ends: dict[str, int] = {}

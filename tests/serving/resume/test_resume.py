@@ -115,7 +115,7 @@ class Place:
 @pytest.fixture
 def place():
     slots = [DrafterSlots(RepeatDrafter(num_slots=3), "v1"), DrafterSlots()]
-    tree = TreeConfig(max_draft_tokens=4, node_buckets=(0, 4), is_adaptive=False)
+    tree = TreeConfig(max_draft_tokens=4, policy="fixed")
     engines = [
         Engine(target(), s, EngineConfig(max_running=4, max_waiting=4, kv_bytes=4 * 2**20, tree=tree)) for s in slots
     ]

@@ -23,7 +23,7 @@ from tests.helpers.scripted_drafters import RepeatDrafter
 
 VOCAB, NUM_TOKENS = 64, 20
 PROMPT = (10, 11, 12, 13, 14, 10, 11)
-TREE = TreeConfig(max_draft_tokens=6, node_buckets=(0, 2, 4, 6), is_adaptive=False)
+TREE = TreeConfig(max_draft_tokens=6, policy="fixed")
 PARAMS = {
     "greedy": {"temperature": 0.0, "logprobs": 2},
     "sampled": {"temperature": 1.3, "top_k": 20, "seed": 5, "logprobs": 0},

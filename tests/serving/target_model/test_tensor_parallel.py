@@ -26,7 +26,7 @@ NUM_TOKENS = 10
 def generate(target, drafter, prompts):
     config = EngineConfig(
         max_running=4, kv_bytes=16 * 2**20, page_tokens=4, max_context_tokens=96,
-        tree=TreeConfig(max_draft_tokens=4, node_buckets=(0, 2, 4), is_adaptive=False),
+        tree=TreeConfig(max_draft_tokens=4, policy="fixed"),
     )  # fmt: skip
     engine = Engine(target, DrafterSlots(drafter) if drafter is not None else DrafterSlots(), config)
     tokens = {name: [] for name in prompts}

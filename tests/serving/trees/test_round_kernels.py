@@ -68,7 +68,7 @@ def test_an_engine_whose_round_is_kernels_emits_the_references_tokens(kernels, m
     plain, target = make_target("qwen3"), make_target("qwen3", kernels)
     assert target.has_rope_kernel
     prompts = [([9, 30, 4, 17], 0.0), ([5, 6, 40], 0.9)]
-    changes = {"tree": dataclasses.replace(TREE, max_draft_tokens=4, node_buckets=(0, 4), max_frontier=2)}
+    changes = {"tree": dataclasses.replace(TREE, max_draft_tokens=4, max_frontier=2)}
     build, _ = specblock(target)
     policy = DevicePolicy(changes["tree"], vocab_size=target.vocab_size, kernels=kernels)
     backend = CountingGraphs()
@@ -90,7 +90,7 @@ def test_an_engine_whose_round_is_kernels_emits_the_references_tokens(kernels, m
 def test_warming_up_launches_every_form_of_the_round_s_own_kernels_and_learns_nothing(kernels, has_graphs, monkeypatch):
     """Trees with and without re-entry, acceptance of every width; rounds then launch no form that is new."""
     target = make_target("qwen3", kernels)
-    tree = dataclasses.replace(TREE, max_draft_tokens=20, node_buckets=(0, 20), max_frontier=2)
+    tree = dataclasses.replace(TREE, max_draft_tokens=20, max_frontier=2)
     build, _ = specblock(target)
     policy = DevicePolicy(tree, vocab_size=target.vocab_size, kernels=kernels)
     backend = CountingGraphs() if has_graphs else None

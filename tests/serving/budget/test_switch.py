@@ -1,0 +1,180 @@
+"""The switch finds the faster mode, keeps to it at little cost, finds out when it changes, and never stops looking."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.config import TreeConfig
+from paceline.serving.budget.controller import BudgetController
+from paceline.serving.budget.cost_model import CostModel
+from paceline.serving.budget.stats import RoundObservation
+from paceline.serving.budget.switch import MAX_WAIT, PROBE_NODES, PROBE_REQUESTS, TRIAL_ROUNDS
+from tests.helpers.budget_world import Traffic, World
+
+KEY = ("v1", "math", True)
+
+
+def controller(world: World) -> BudgetController:
+    """As warm-up leaves it: forwards and drafting measured, each with its own error."""
+    ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 1.1 * world.verify_s(rows)))
+    ctrl.costs.draft.calibrate(lambda n: 0.8 * (world.draft_s + n * world.draft_request_s), max_size=64)
+    ctrl.costs.ingest_row_s = world.ingest_row_s
+    return ctrl
+
+
+def serve(ctrl, keys, num_rounds, seconds, accepted, *, backlog=1):
+    """Rounds of these requests, all alike; seconds, accepted: functions of (round, requests that draft). Returns the
+    number of drafting requests by round."""
+    found = []
+    for at in range(num_rounds):
+        own = keys(at) if callable(keys) else keys
+        wants = ctrl.wants_draft(own, 100 * len(own), [backlog] * len(own), [64] * len(own))
+        n = sum(wants)
+        round_s = seconds(at, n)
+        ctrl.observe(
+            RoundObservation(
+                keys=own, is_drafted=wants, num_nodes=[4 * w for w in wants],
+                num_accepted_tokens=[accepted(at, n) if w else 0 for w in wants], context_rows=100 * len(own),
+                draft_s=max(round_s - 5e-3, 0.0) if n else 0.0, verify_s=min(round_s, 5e-3), round_s=round_s,
+            )
+        )  # fmt: skip
+        found.append(n)
+    return found
+
+
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 8), (8, 4), (64, 4)])
+@pytest.mark.parametrize("mean", [0.0, 0.5, 1.0, 2.0, 3.5, 6.0])
+def test_traffic_that_stays_as_it_is_loses_little_against_the_better_mode(batch, nodes, mean):
+    world = World(traffics=[Traffic(key=KEY, acceptance=lambda _: mean, nodes=nodes)], batch=lambda _: batch)
+    num_rounds = 4000 if batch == 1 else 1200
+    rates = np.array(
+        [[world.run(c, num_rounds, seed).rate() for c in (controller(world), True, False)] for seed in range(3)]
+    ).mean(0)
+    assert rates[0] > 0.96 * max(rates[1:])
+
+
+def test_traffic_of_changing_batches_and_classes_is_no_slower_than_either_mode():
+    rng = np.random.default_rng(0)
+    sizes = np.repeat(rng.choice([1, 2, 3, 8, 20], 60), 50)
+    traffics = [
+        Traffic(key=("v", name, is_greedy), acceptance=lambda _, mean=mean: mean, nodes=4)
+        for name, is_greedy, mean in (("code", True, 5.0), ("facts", True, 0.1), ("tools", False, 3.0))
+    ]
+    world = World(traffics=traffics, batch=lambda at: int(sizes[at]))
+    log, always, never = (world.run(c, len(sizes)) for c in (controller(world), True, False))
+    assert log.rate() > 0.98 * max(always.rate(), never.rate())
+
+
+@pytest.mark.parametrize("drift", [lambda at: 1 + at / 1500, lambda at: 2.5 if at % 900 > 450 else 1.0])
+@pytest.mark.parametrize(("mean", "is_paying"), [(0.4, False), (3.0, True)])
+def test_a_machine_whose_speed_changes_is_not_taken_for_a_drafter_that_does(drift, mean, is_paying):
+    world = World(traffics=[Traffic(key=KEY, acceptance=lambda _: mean)], speed=drift)
+    share = world.run(controller(world), 3000).share(500)
+    assert share > 0.9 if is_paying else share < 0.1
+
+
+def test_drafting_stops_when_it_stops_paying_and_returns_when_it_pays_again():
+    num_stopped, num_back = [], []
+    for seed in range(3):
+        traffic = Traffic(key=KEY, acceptance=lambda at: 0.2 if 800 <= at < 2400 else 3.5)
+        world = World(traffics=[traffic])
+        log = world.run(controller(world), 4400, seed)
+        assert log.share(100, 800) > 0.9
+        num_stopped.append(log.share(800 + 300, 2400))
+        num_back.append(log.share(2400 + 2 * MAX_WAIT))
+    assert np.mean(num_stopped) < 0.1 and np.mean(num_back) > 0.9
+
+
+@pytest.mark.parametrize("num_requests", [1, 5, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_measured_the_rounds_between_two_drafts_are_bounded(seed, num_requests):
+    rng = np.random.default_rng(seed)
+    ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 1e-3 * rows))
+    seconds = lambda _, n: float(np.exp(rng.normal(0, 3)) * (100 if n and rng.random() < 0.5 else 1))  # noqa: E731
+    drafting = serve(ctrl, [KEY] * num_requests, 6000, seconds, lambda *_: int(rng.random() < 0.05), backlog=300)
+    gaps = np.diff([0, *np.flatnonzero(drafting), 6000])
+    assert gaps.max() <= MAX_WAIT + 5
+
+
+@pytest.mark.parametrize("life", [1, 7, 100])
+def test_classes_that_come_and_go_do_not_starve_probes_nor_get_a_trial_each(life):
+    world = World(traffics=[])
+    drafting = serve(
+        controller(world), lambda at: [("v", f"bucket {at // life}", True)] * 2, 8000,
+        lambda _, n: 5e-3 * (1 + (n > 0)), lambda *_: 0,
+    )  # fmt: skip
+    gaps = np.diff([0, *np.flatnonzero(drafting), 8000])
+    assert gaps.max() <= MAX_WAIT + life + 5
+    assert np.mean(np.array(drafting) > 0) < 0.05
+
+
+def test_a_mistaken_time_does_not_lock_drafting_out():
+    def seconds(at, n):
+        return 5e-3 * (1 + (4.0 if at < 60 else 0.3) * (n > 0))  # its first rounds meet a busy machine
+
+    for num_requests in (1, 32):
+        ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 5e-3))
+        ctrl.costs.draft.calibrate(lambda n: 1e-3, max_size=64)  # as warm-up does: parts of large batches rely on it
+        drafting = serve(ctrl, [KEY] * num_requests, 12 * MAX_WAIT, seconds, lambda *_: 2)
+        assert np.mean(drafting[-MAX_WAIT:]) > 0.9 * num_requests
+
+
+def test_the_best_set_of_classes_drafts_together():
+    good, bad = ("v", "code", True), ("v", "facts", True)
+    drafting = []
+    ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 4e-3 + 1e-3 * rows))
+    for _ in range(400):
+        keys = [good, bad, good, None]
+        wants = ctrl.wants_draft(keys, 400)
+        drafting.append(wants)
+        accepted = [3 if w and k == good else 0 for k, w in zip(keys, wants, strict=True)]
+        s = 8e-3 + 1e-3 * any(wants) + 2e-3 * sum(wants)
+        ctrl.observe(
+            RoundObservation(
+                keys=keys, is_drafted=wants, num_nodes=[2 * w for w in wants], num_accepted_tokens=accepted,
+                context_rows=400, draft_s=1e-3, verify_s=s - 1e-3, round_s=s,
+            )
+        )  # fmt: skip
+    shares = np.mean(drafting[50:], axis=0)
+    assert shares[0] > 0.9 and shares[2] > 0.9 and shares[1] < 0.15 and shares[3] == 0
+    assert dict(ctrl.states()) == {good: "on", bad: "off"}
+
+
+def test_a_trial_gives_few_requests_a_least_number_of_nodes_for_a_limited_time():
+    ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 4e-3 + 1e-4 * rows))
+    for num_requests in (1, 3, 40):
+        key = ("v", f"b{num_requests}", False) if num_requests == 1 else (f"v{num_requests}", "b", False)
+        serve(ctrl, [key] * num_requests, 3, lambda *_: 5e-3, lambda *_: 0)
+        wants = ctrl.wants_draft([key] * num_requests, 100)
+        assert sum(wants) == min(num_requests, PROBE_REQUESTS)
+        nodes = ctrl.choose(np.full((num_requests, 16), 1e-4), [key] * num_requests, 100)
+        assert (nodes == PROBE_NODES).all() or num_requests == 40
+        drafting = serve(ctrl, [key] * num_requests, 60, lambda _, n: 5e-3 * (1 + 3 * (n > 0)), lambda *_: 0)
+        assert 0 < sum(n > 0 for n in drafting) <= TRIAL_ROUNDS + 4
+
+
+def test_catching_up_has_to_pay_within_what_an_answer_still_gets():
+    ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 5e-3))
+    ctrl.costs.ingest_row_s = 1e-3
+    serve(ctrl, [KEY], 300, lambda _, n: 5e-3 * (1 + 0.2 * (n > 0)), lambda *_: 1)
+    ctrl.wants_draft([KEY], 100)
+    assert ctrl.wants_draft([KEY], 100, [40], [400]) == [True]
+    assert ctrl.wants_draft([KEY], 100, [400], [40]) == [False]
+
+
+def test_versions_are_forgotten_and_classes_bounded():
+    ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 5e-3))
+    keys = [(f"v{i % 2}", f"bucket {i}", True) for i in range(700)]
+    serve(ctrl, keys, 20, lambda *_: 5e-3, lambda *_: 1)
+    assert len(ctrl.states()) <= 512
+    ctrl.forget("v0")
+    assert ctrl.states() and all(version == "v1" for (version, _, _), _ in ctrl.states())
+    ctrl.forget("v1")
+    assert ctrl.states() == []
+
+
+def test_same_observations_give_the_same_decisions():
+    world = World(traffics=[Traffic(key=KEY, acceptance=lambda _: 1.2)])
+    logs = [world.run(controller(world), 500) for _ in range(2)]
+    assert logs[0] == logs[1]
