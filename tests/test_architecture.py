@@ -1,124 +1,102 @@
-"""The import table of ARCHITECTURE.md holds for every module."""
+"""The house stands: floors, sizes of folders, docstrings and names hold for every module."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.architecture_page import PAGE, page, parse_module
+from tests.helpers.house import (
+    FLOORS,
+    MAX_ENTRIES,
+    ROOT,
+    TOPS,
+    base_classes_with_one_subclass,
+    entries,
+    floor,
+    folder_of,
+    folders,
+    modules,
+    parse_module,
+    violations,
+)
 
-ROOT = Path(__file__).resolve().parent.parent
-OURS = ("paceline", "kernels", "serving", "bandit", "adapt", "infra", "bench")
-ALLOWED_FOLDERS = {
-    "paceline": set(),
-    "kernels": set(),
-    "bandit": set(),
-    "serving": {"kernels"},
-    "adapt": {"kernels", "serving"},
-    "bench": {"kernels", "serving", "adapt", "bandit"},
-    "infra": {"kernels", "serving", "adapt", "bandit", "bench"},
-}
-ADAPT_MAY_IMPORT_FROM_SERVING = {
-    "drafter", "draft_tree", "tree_builder", "tree_policy", "budget", "specblock_model", "specblock_drafter", "request",
-    "target", "sinks", "kv_cache", "verify", "specblock_attention", "specblock_rope", "score_calibration",
-    "drafter_family", "drafter_families", "eagle_model", "reentry", "parallel_head_model", "released_layouts",
-}  # fmt: skip
-FORBIDDEN = {
-    "paceline": {"torch", "triton", "transformers", "ray", "redis"},
-    "kernels": {"ray", "transformers", "redis", "fastapi"},
-    "bandit": {"torch", "triton", "transformers", "ray", "redis", "fastapi"},
-    "serving": {"ray", "redis", "river"},
-    "adapt": {"ray", "redis", "fastapi", "river"},
-    "bench": {"redis"},
-    "infra": set(),
-}
-RAY_LEAVES = {"infra/service/deployment.py", "adapt/online/task.py"}
-COMMAND_LINE = {
-    "paceline/cli/main.py",
-    "paceline/cli/bench.py",
-    "paceline/cli/bench_drafters.py",
-    "paceline/cli/bench_serve.py",
-    "paceline/cli/replay.py",
-    "paceline/cli/versions.py",
-}  # hands each command to the folder that does it, inside the function
+PAGE = ROOT / "ARCHITECTURE.md"
+LISTED = ("docs", "infra/page", "infra/grafana")
+"""Folders without modules that readers walk through all the same."""
 
 
-def _modules():
-    return [p for f in OURS for p in sorted((ROOT / f).glob("*.py"))]
-
-
-def _imports(path: Path):
-    for node in ast.walk(parse_module(path)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield node.module or "", node
-            if node.module == "paceline":
-                for alias in node.names:
-                    yield f"paceline.{alias.name}", node
-
-
-def violations(path: Path, folder: str, relative: str) -> list[str]:
-    """Return one sentence for each import of `path` that the table does not allow."""
-    found = []
-    for name, node in _imports(path):
-        parts = name.split(".")
-        if parts[0] in OURS[1:]:
-            found.append(f"{relative}:{node.lineno} imports {name} without the package name")
-        if parts[0] == "paceline" and len(parts) > 1 and parts[1] in OURS[1:]:
-            other = parts[1]
-            if relative in COMMAND_LINE:
-                if node.col_offset == 0:
-                    found.append(f"{relative}:{node.lineno} imports {name} at import time")
-            elif other != folder and other not in ALLOWED_FOLDERS[folder]:
-                found.append(f"{relative}:{node.lineno} {folder} may not import {name}")
-            elif folder == "adapt" and other == "serving" and len(parts) > 2 and parts[2] not in ADAPT_MAY_IMPORT_FROM_SERVING:  # fmt: skip
-                found.append(f"{relative}:{node.lineno} adapt may not import {name}")
-        elif parts[0] in FORBIDDEN[folder]:
-            if parts[0] == "ray" and relative in RAY_LEAVES:
-                continue
-            if relative in COMMAND_LINE and node.col_offset > 0:
-                continue
-            found.append(f"{relative}:{node.lineno} {folder} may not import {name}")
-    return found
-
-
-@pytest.mark.parametrize("path", _modules(), ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_module_keeps_the_import_table(path):
-    assert violations(path, path.parent.name, f"{path.parent.name}/{path.name}") == []
+@pytest.mark.parametrize("top", TOPS)
+def test_folders_import_only_from_floors_below(top):
+    assert [v for p in modules() if p.parts[0] == top for v in violations(ROOT / p, p.as_posix())] == []
 
 
 @pytest.mark.parametrize(
-    ("folder", "line"),
+    ("place", "line"),
     [
-        ("bandit", "import torch"),
-        ("bandit", "from paceline.serving import engine"),
-        ("bandit", "import paceline.serving.engine.engine"),
-        ("serving", "import ray"),
-        ("serving", "from kernels import dispatch"),
-        ("kernels", "def f():\n    import paceline.adapt.gate.gate"),
-        ("paceline", "import torch"),
-        ("adapt", "from paceline.serving import deployment\nfrom paceline.serving.api.app import x"),
+        ("bandit/ledger/planted.py", "import torch"),
+        ("bandit/ledger/planted.py", "from paceline.serving.engine import engine"),
+        ("bandit/ledger/planted.py", "from paceline.bandit.controller import controller"),
+        ("serving/trees/planted.py", "import ray"),
+        ("serving/trees/planted.py", "from kernels import dispatch"),
+        ("serving/trees/planted.py", "from paceline.serving.engine.engine import Engine"),
+        ("serving/eagle3/planted.py", "from paceline.serving.specblock.model import SpecBlockModel"),
+        ("serving/engine/planted.py", "from paceline.bandit.ledger import ledger"),
+        ("kernels/gpu/planted.py", "def f():\n    import paceline.adapt.gate.gate"),
+        ("kernels/reference/planted.py", "from paceline.kernels import gpu"),
+        ("paceline/planted.py", "import torch"),
+        ("paceline/planted.py", "from paceline.cli import main"),
+        ("paceline/cli/planted.py", "from paceline.infra.demo.run import run"),
+        ("infra/state/planted.py", "from paceline.infra import app"),
+        ("adapt/data/planted.py", "import ray"),
     ],
 )
-def test_planted_violation_is_found(tmp_path, folder, line):
+def test_planted_violation_is_found(tmp_path, place, line):
     path = tmp_path / "planted.py"
     path.write_text(line)
-    assert violations(path, folder, f"{folder}/planted.py")
+    assert violations(path, place)
 
 
-@pytest.mark.parametrize("folder", OURS[1:])
+def test_every_folder_has_its_floor_and_every_floor_its_folder():
+    rows = [folder for row in FLOORS for folder in row]
+    with_modules = {p.parent.as_posix() for p in modules()}
+    assert len(rows) == len(set(rows))
+    assert set(rows) == with_modules
+
+
+def test_names_are_found_in_the_folder_that_holds_them():
+    assert folder_of("paceline.serving.engine.engine.Engine") == "serving/engine"
+    assert folder_of("paceline.contracts.FeedbackBatch") == "paceline"
+    assert folder_of("numpy.random") is None
+    assert floor("paceline") == 0
+    assert floor("nowhere") is None
+
+
+@pytest.mark.parametrize("folder", [*(f.as_posix() for f in folders()), *LISTED])
+def test_folder_holds_no_more_than_one_takes_in_at_a_glance(folder):
+    assert len(folder.split("/")) <= 2, "two levels"
+    found = entries(ROOT / folder)
+    assert len(found) <= MAX_ENTRIES, found
+
+
+@pytest.mark.parametrize("folder", TOPS[1:])
 def test_root_folder_has_no_init_so_that_it_shadows_nothing(folder):
     assert not (ROOT / folder / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("path", _modules(), ids=lambda p: f"{p.parent.name}/{p.name}")
-def test_module_says_what_it_answers_and_stays_short(path):
-    text = path.read_text(encoding="utf-8")
-    assert ast.get_docstring(parse_module(path)), "a module begins with the question that it answers"
-    assert text.count("\n") <= 400
+@pytest.mark.parametrize("top", TOPS)
+def test_modules_state_what_they_are(top):
+    asking = []
+    for path in modules():
+        if path.parts[0] == top and path.name != "__init__.py":
+            first = (ast.get_docstring(parse_module(ROOT / path)) or "").split("\n\n")[0]
+            if not re.match(r"^[A-Z`][^?]*$", first):
+                asking.append(f"{path}: {first}")
+    assert asking == []
+
+
+def test_no_class_is_split_from_its_only_subclass():
+    assert base_classes_with_one_subclass() == {}
 
 
 def _types(path: Path) -> set[str]:
@@ -132,14 +110,26 @@ def _types(path: Path) -> set[str]:
     return {n for n in names if n[0].isupper()}
 
 
-@pytest.mark.parametrize("folder", ["kernels", "serving", "infra"])
-def test_the_name_of_a_type_means_one_thing_in_its_folder(folder):
+@pytest.mark.parametrize("top", ["kernels", "serving", "infra"])
+def test_the_name_of_a_type_means_one_thing_in_its_folder(top):
     seen: dict[str, list[str]] = {}
-    for path in sorted((ROOT / folder).glob("*.py")):
-        for name in _types(path):
-            seen.setdefault(name, []).append(path.name)
+    for path in modules():
+        if path.parts[0] == top:
+            for name in _types(ROOT / path):
+                seen.setdefault(name, []).append(path.as_posix())
     assert {name: files for name, files in seen.items() if len(files) > 1} == {}
 
 
-def test_architecture_page_has_one_sentence_for_every_module():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run `python tests/helpers/architecture_page.py`"
+def test_no_test_imports_another_test():
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if re.match(r"\s*(from|import) tests\.(?!helpers\b)", line):
+                found.append(f"{path.relative_to(ROOT)}: {line.strip()}")
+    assert found == []
+
+
+def test_architecture_page_names_every_folder():
+    page = PAGE.read_text(encoding="utf-8")
+    assert [f for row in FLOORS for f in row if f"`{f}/`" not in page] == []
+    assert len(page.encode()) <= 9_000
