@@ -15,8 +15,8 @@ from typing import Any
 import ray
 from ray import serve
 from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader
-from ray._raylet import Config as RaySettings
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import Config as RaySettings  # type: ignore[attr-defined]
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 

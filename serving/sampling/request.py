@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from paceline.contracts import Group
 from paceline.errors import IllegalTransitionError, RequestError
@@ -240,9 +241,9 @@ class RequestTrace:
     prompt_len: int
     token_ids: list[int]
     """Prompt and output, T tokens."""
-    features: object  # torch.Tensor (T - 1, m * Dm): rows 0..T-2, in the target's dtype
-    topk_ids: object  # torch.Tensor (T - prompt_len, k) int32: the target's top-k for each output token
-    topk_logprobs: object  # torch.Tensor (T - prompt_len, k) float32, at temperature 1, unprocessed
+    features: Any  # torch.Tensor (T - 1, m * Dm): rows 0..T-2, in the target's dtype
+    topk_ids: Any  # torch.Tensor (T - prompt_len, k) int32: the target's top-k for each output token
+    topk_logprobs: Any  # torch.Tensor (T - prompt_len, k) float32, at temperature 1, unprocessed
     target_version: str
     finish_reason: str = ""
     extra: dict = field(default_factory=dict)

@@ -150,8 +150,7 @@ def violations(path: Path, place: str, root: Path = ROOT) -> list[str]:
             elif is_command_line and node.col_offset == 0 and other != "paceline":
                 found.append(f"{where} imports {name} at import time; a command imports what it runs")
         elif first in FORBIDDEN[top] and not (first == "ray" and place in RAY_LEAVES):
-            if not (is_command_line and node.col_offset > 0):
-                found.append(f"{where} {top} may not import {name}")
+            found.append(f"{where} {top} may not import {name}")
     return found
 
 
