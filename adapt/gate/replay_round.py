@@ -66,7 +66,7 @@ def fixed_rounds(num_nodes: int, max_frontier: int, *, is_calibrated: bool = Tru
         try:
             has_drafted = propose_blocks(drafter, inputs, blocks, out, time.perf_counter)
         except ValueError as e:
-            raise DrafterMismatchError(f"{e}; train the drafter again or use another version") from e
+            raise DrafterMismatchError(f"a proposal must be numbers that make a tree: {e}; use another version") from e
         if num_nodes == 0 or not has_drafted or blocks.is_empty:
             return torch.zeros_like(inputs.anchor_token_ids)
         everyone = list(range(len(keys)))

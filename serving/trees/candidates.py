@@ -48,25 +48,24 @@ class HostProposal:
         Syncs: off the CPU.
         """
         widths, edges = proposal.widths, proposal.edge_logprobs
-        if proposal.token_ids.dtype != torch.int64 or proposal.logprobs.dtype != torch.float32:
-            proposal.check_form()
         out = HostProposal(
             _read(proposal.token_ids),
-            _read(proposal.logprobs.float()),
+            _read(proposal.logprobs),
             None if widths is None else _read(widths),
             proposal.restart,
-            None if edges is None else _read(edges.float()),
+            None if edges is None else _read(edges),
         )
-        if out.token_ids.ndim != 3 or out.token_ids.shape != out.logprobs.shape:
+        ids, logprobs = out.token_ids, out.logprobs
+        if ids.shape != logprobs.shape or ids.ndim != 3 or ids.dtype.kind != "i" or logprobs.dtype.kind != "f":
             proposal.check_form()
-        highest = float(np.maximum.reduce(out.logprobs, None))  # NaN wins a maximum
+        highest = float(np.maximum.reduce(logprobs, None))  # NaN wins a maximum
         out.is_empty = highest == ABSENT
         if out.edge_logprobs is not None:
             highest = float(np.maximum(highest, out.edge_logprobs.max()))
         if not highest <= 1e-3:
             raise ValueError(f"log-probabilities must be at most 0 (-inf = absent), got {highest}")
         if vocab_size is not None:
-            ids = out.token_ids.astype(np.int64, copy=False)
+            ids = ids if ids.dtype == np.int64 else ids.astype(np.int64)
             if (
                 int(np.maximum.reduce(ids.view(np.uint64), None)) >= vocab_size
             ):  # those below 0 are the highest unsigned numbers
@@ -75,7 +74,9 @@ class HostProposal:
 
 
 def _read(column: torch.Tensor) -> np.ndarray:
-    return column.numpy() if column.device.type == "cpu" else column.cpu().numpy()
+    if not column.is_cpu:
+        column = column.cpu()
+    return column.float().numpy() if column.dtype == torch.bfloat16 else column.numpy()
 
 
 def _write(column: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -146,7 +147,7 @@ def slot_scores(proposal: HostProposal, kappa: np.ndarray | None) -> np.ndarray:
     if kappa is None:
         scores = proposal.logprobs.astype(np.float32)
     else:
-        scores = proposal.logprobs + kappa.take(layout.classes, axis=2)
+        scores = np.add(proposal.logprobs, kappa.take(layout.classes, axis=2), dtype=np.float32, casting="same_kind")
     np.minimum(scores, 0.0, out=scores)
     if proposal.widths is not None:
         scores[layout.ranks >= proposal.widths[:, :, None]] = ABSENT
@@ -197,15 +198,30 @@ class Candidates:
         scores[num_requests:] = _hang_on_chains(slot_scores(proposal, kappa), proposal.restart).ravel()
         return Candidates(num_requests, columns, scores, num_requests, (num_slots, num_candidates))
 
-    def leaves(self, max_frontier: int) -> np.ndarray:
-        """The latest block's `max_frontier` heaviest candidates of each request without candidates below them, (F,) int64."""
-        scores = self.scores[self.first :]
+    def leaves(self, max_frontier: int, limit: int | None = None) -> np.ndarray:
+        """The latest block's `max_frontier` heaviest candidates of each request without candidates below them, (F,) int64.
+
+        limit: of nodes; leaves that are not among their request's best so many are left out, because scores never rise
+        along a path: nothing below them can become a node.
+        """
+        best, _ = self.best(len(self.scores) if limit is None else limit)
+        if limit is not None and self._has_twins(best):  # fewer nodes when they are merged
+            return self.leaves(max_frontier)
+        is_open = best >= self.first
         if self.first == self.num_requests or self.shape[0] > 1:  # one slot alone hangs below what came before
             has_child = np.zeros(len(self.scores), dtype=bool)
-            has_child[self.columns[PARENT, self.first :][scores > ABSENT]] = True
-            scores = np.where(has_child[self.first :], ABSENT, scores)
-        order, _ = _best(scores, self.columns[OWNER, self.first :], self.num_requests, max_frontier)
-        return order + self.first
+            has_child[self.columns[PARENT, self.first :][self.scores[self.first :] > ABSENT]] = True
+            is_open &= ~has_child[best]
+        leaves = best[is_open]
+        if self.num_requests == 1:
+            return leaves[:max_frontier]
+        owners = self.columns[OWNER, leaves]
+        return leaves[np.arange(len(leaves)) - owners.searchsorted(np.arange(self.num_requests))[owners] < max_frontier]
+
+    def _has_twins(self, index: np.ndarray) -> bool:
+        """Whether siblings among these candidates hold the same token."""
+        keys = ((self.columns[PARENT].take(index) << 32) + self.columns[TOKEN].take(index)).tolist()
+        return len(set(keys)) < len(keys)
 
     def frontier(self, leaves: np.ndarray, device: torch.device) -> Frontier:
         """Where the next block continues: leaves of the latest one."""
@@ -242,9 +258,7 @@ class Candidates:
     def ranked(self, limit: int) -> Ranked:
         """The best `limit` candidates of each request, siblings with the same token merged if any are among them."""
         best, local = self.best(limit)
-        out = self.take(best, local)
-        keys = (out.columns[OWNER] << 48) + (out.columns[PARENT] << 32) + out.columns[TOKEN]
-        return self.merged().ranked(limit) if len(set(keys.tolist())) < len(keys) else out
+        return self.merged().ranked(limit) if self._has_twins(best) else self.take(best, local)
 
     def best(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
         """Each request's root and its best `limit` candidates, parents first, and their ranks: (M,) int64 each."""

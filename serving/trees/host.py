@@ -50,7 +50,7 @@ class HostBlocks:
     _kappa: np.ndarray | None = None
     _leaves: np.ndarray | None = None
     _candidates: Candidates | None = None
-    _device: torch.device | None = None
+    _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def candidates(self) -> Candidates:
@@ -76,7 +76,10 @@ class HostBlocks:
         if self.max_frontier == 0 or self.is_empty:
             return None
         candidates = self.candidates
-        leaves = candidates.leaves(self.max_frontier)
+        limit = self.max_nodes if self.bundle_width is None else None  # bundles take light nodes, too
+        leaves = candidates.leaves(self.max_frontier, limit)
+        if len(leaves) == 0:
+            return None
         owners, masses = candidates.columns[OWNER, leaves].tolist(), candidates.masses(leaves).tolist()
         if self.choose_leaves is not None:
             kept = sorted(self.choose_leaves(owners, masses))

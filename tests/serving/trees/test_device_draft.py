@@ -43,7 +43,6 @@ def test_trees_equal_those_of_the_host_path(make):
         assert nodes_of(got) == nodes_of(expected)
         assert got.num_draft_tokens == expected.num_draft_tokens and got.is_drafted == expected.is_drafted
         assert got.num_cells == expected.num_cells
-        np.testing.assert_allclose(got.frontier_mass, expected.frontier_mass, rtol=1e-5)
         for policy, out in ((host, expected), (device, got)):
             drawn = out.tree.token_ids * 0 + 1
             policy.observe(out, accept(out.tree, drawn), verify_s=6e-3, round_s=1e-2)
