@@ -12,7 +12,7 @@ from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.drafters.interface import Drafter, DraftInputs, Proposal
 from paceline.serving.trees.candidates import Candidates, HostProposal, Ranked, pack_trees, root_columns
-from paceline.serving.trees.device_candidates import DeviceCandidates
+from paceline.serving.trees.device import DeviceCandidates
 from paceline.serving.trees.host import HostBlocks
 from paceline.serving.trees.policy import TreePolicy, plain_round
 from paceline.serving.trees.product_table import table_candidates

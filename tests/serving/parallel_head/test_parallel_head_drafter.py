@@ -14,7 +14,7 @@ from paceline.adapt.families.row_batch import RowBatch
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.kernels.reference.draft_ingest import draft_ingest
 from paceline.serving.drafters.interface import Frontier
-from paceline.serving.drafters.rope import rope_cos_sin
+from paceline.serving.drafters.network import rope_cos_sin
 from paceline.serving.loading.families import build_drafter, load_drafter, save_drafter
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.parallel_head.model import ParallelHeadConfig, ParallelHeadModel

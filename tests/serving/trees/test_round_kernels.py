@@ -17,13 +17,12 @@ from paceline.kernels.gpu import draft_ingest, rope_scatter, slot_attention, top
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.eagle3.drafter import EagleDrafter
 from paceline.serving.loading import calibration as engine_calibration
-from paceline.serving.loading.graphed import GraphedTarget
+from paceline.serving.loading.graphs import GraphedTarget
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetModel
-from paceline.serving.trees.device import LargestTrees
-from paceline.serving.trees.device_candidates import DeviceCandidates
+from paceline.serving.trees.device import DeviceCandidates, LargestTrees
 from paceline.serving.trees.policy import TreePolicy
 from paceline.serving.trees.verify import accept
 from tests.helpers.drafters import make_inputs, new_requests, tiny_eagle, tiny_head, tiny_specblock
