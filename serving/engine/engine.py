@@ -27,9 +27,8 @@ from paceline.serving.engine.buckets import BucketNames
 from paceline.serving.engine.decode import DecodeRunner
 from paceline.serving.engine.inbox import Call, EngineInbox
 from paceline.serving.engine.output import FeedbackSink, RoundOutput, TraceSink
-from paceline.serving.engine.pins import DrafterPins
 from paceline.serving.engine.prefill import PrefillRunner
-from paceline.serving.engine.running import RunningRequest, StopStringChecker
+from paceline.serving.engine.running import DrafterPins, RunningRequest, StopStringChecker
 from paceline.serving.engine.scheduler import Deadlines, Scheduler
 from paceline.serving.loading.calibration import EngineProbe
 from paceline.serving.loading.graphs import EngineGraphs, default_backend, prepare

@@ -24,8 +24,17 @@ from paceline.serving.budget.controller import BudgetController
 from paceline.serving.budget.stats import DraftKey
 from paceline.serving.drafters.interface import Frontier, Proposal
 from paceline.serving.trees.calibration import NUM_RANK_CLASSES, ScoreCalibration
-from paceline.serving.trees.candidates import DEPTH, OWNER, PARENT, TOKEN, Candidates, HostProposal, Ranked, pack_trees
-from paceline.serving.trees.product_table import table_candidates
+from paceline.serving.trees.candidates import (
+    DEPTH,
+    OWNER,
+    PARENT,
+    TOKEN,
+    Candidates,
+    HostProposal,
+    Ranked,
+    pack_trees,
+    table_candidates,
+)
 from paceline.serving.trees.propose import DraftGroup, RoundDraft, propose_blocks
 
 
