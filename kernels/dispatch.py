@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -13,15 +14,8 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
-from paceline.kernels.reference import draft_ingest as draft_ingest_ref
-from paceline.kernels.reference import kv_rows as kv_commit_ref
-from paceline.kernels.reference import kv_rows as kv_scatter_ref
-from paceline.kernels.reference import rope_scatter as rope_scatter_ref
-from paceline.kernels.reference import slot_attention as slot_attention_ref
-from paceline.kernels.reference import topk_lse as topk_lse_ref
-from paceline.kernels.reference import tree_accept as tree_accept_ref
-from paceline.kernels.reference import tree_attention as tree_attention_ref
-from paceline.kernels.reference import tree_build as tree_build_ref
+from paceline.kernels.reference.tree_accept import RowPaths
+from paceline.kernels.reference.tree_build import BuiltTrees
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +40,8 @@ class Kernels:
     commit_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     rope_scatter: Callable[..., torch.Tensor]
     topk_lse: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    accept_rows: Callable[..., tree_accept_ref.RowPaths]
-    build_trees: Callable[..., tree_build_ref.BuiltTrees]
+    accept_rows: Callable[..., RowPaths]
+    build_trees: Callable[..., BuiltTrees]
     slot_attention: Callable[..., torch.Tensor]
     draft_ingest: Callable[..., None]
 
@@ -80,7 +74,7 @@ def _select(device_type: str, backend: str) -> Kernels:
     if backend == "auto":
         # Triton is imported for CUDA only: a CPU host may lack it, and its import takes time.
         backend = "triton" if device_type == "cuda" and _has_triton() and not _is_interpreted() else "reference"
-    kernels = _reference() if backend == "reference" else _triton(device_type)
+    kernels = _load("reference", "reference", is_capturable=False) if backend == "reference" else _triton(device_type)
     log.info("kernels selected backend=%s device=%s", kernels.backend, device_type)
     return kernels
 
@@ -95,23 +89,6 @@ def _is_interpreted() -> bool:
     return is_interpreted()
 
 
-def _reference() -> Kernels:
-    return Kernels(
-        backend="reference",
-        is_capturable=False,
-        plan_attention=tree_attention_ref.plan_attention,
-        tree_attention=tree_attention_ref.tree_attention,
-        scatter_rows=kv_scatter_ref.scatter_rows,
-        commit_rows=kv_commit_ref.commit_rows,
-        rope_scatter=rope_scatter_ref.rope_scatter,
-        topk_lse=topk_lse_ref.topk_lse,
-        accept_rows=tree_accept_ref.accept_rows,
-        build_trees=tree_build_ref.build_trees,
-        slot_attention=slot_attention_ref.slot_attention,
-        draft_ingest=draft_ingest_ref.draft_ingest,
-    )
-
-
 def _triton(device_type: str) -> Kernels:
     if not _has_triton():
         raise ConfigError("kernel backend triton needs the package triton: install it, or use the reference backend")
@@ -120,30 +97,27 @@ def _triton(device_type: str) -> Kernels:
             "kernel backend triton must run on a CUDA device, or on the CPU in triton's interpreter with "
             f"TRITON_INTERPRET=1 set before triton is first imported (for tests), got device {device_type}"
         )
-    from paceline.kernels.gpu import attention_plan as tree_attention_plan
-    from paceline.kernels.gpu import (
-        draft_ingest,
-        rope_scatter,
-        slot_attention,
-        topk_lse,
-        tree_accept,
-        tree_attention,
-        tree_build,
-    )
-    from paceline.kernels.gpu import kv_rows as kv_commit
-    from paceline.kernels.gpu import kv_rows as kv_scatter
+    return _load("triton", "gpu", is_capturable=not _is_interpreted())
 
-    return Kernels(
-        backend="triton",
-        is_capturable=not _is_interpreted(),
-        plan_attention=tree_attention_plan.plan_attention,
-        tree_attention=tree_attention.tree_attention,
-        scatter_rows=kv_scatter.scatter_rows,
-        commit_rows=kv_commit.commit_rows,
-        rope_scatter=rope_scatter.rope_scatter,
-        topk_lse=topk_lse.topk_lse,
-        accept_rows=tree_accept.accept_rows,
-        build_trees=tree_build.build_trees,
-        slot_attention=slot_attention.slot_attention,
-        draft_ingest=draft_ingest.draft_ingest,
-    )
+
+_MODULE_OF = {
+    "plan_attention": "tree_attention",
+    "tree_attention": "tree_attention",
+    "scatter_rows": "kv_rows",
+    "commit_rows": "kv_rows",
+    "rope_scatter": "rope_scatter",
+    "topk_lse": "topk_lse",
+    "accept_rows": "tree_accept",
+    "build_trees": "tree_build",
+    "slot_attention": "slot_attention",
+    "draft_ingest": "draft_ingest",
+}
+"""Kernel -> module of each backend's folder that holds it under the same name."""
+
+
+def _load(backend: str, folder: str, *, is_capturable: bool) -> Kernels:
+    kernels: dict[str, Any] = {
+        name: getattr(importlib.import_module(f"paceline.kernels.{folder}.{module}"), name)
+        for name, module in _MODULE_OF.items()
+    }
+    return Kernels(backend=backend, is_capturable=is_capturable, **kernels)

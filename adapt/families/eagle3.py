@@ -25,7 +25,7 @@ from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
 from paceline.adapt.families.row_batch import RowBatch, draft_index, head_loss, row_chunks
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.errors import ConfigError
-from paceline.serving.drafters.rope import rope_cos_sin
+from paceline.serving.drafters.network import rope_cos_sin
 from paceline.serving.eagle3 import drafter
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
 from paceline.serving.sampling.request import RequestTrace

@@ -29,8 +29,7 @@ from paceline.adapt.families.row_batch import RowBatch, soft_cross_entropy
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.errors import ConfigError
 from paceline.serving.drafters.family import DrafterFamily
-from paceline.serving.drafters.network import TargetHandles
-from paceline.serving.drafters.rope import rope_cos_sin
+from paceline.serving.drafters.network import TargetHandles, rope_cos_sin
 from paceline.serving.parallel_head import drafter
 from paceline.serving.parallel_head.model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel, block_visibility
 from paceline.serving.sampling.request import RequestTrace

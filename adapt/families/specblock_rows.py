@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.adapt.families.row_batch import RowBatch
-from paceline.serving.drafters.rope import rope_cos_sin
+from paceline.serving.drafters.network import rope_cos_sin
 from paceline.serving.specblock.model import SpecBlockModel
 
 

@@ -17,8 +17,7 @@ import torch
 
 from paceline.bench.shapes.kernel_shapes import DRAFT_LAYERS, NUM_CANDIDATES, NUM_LEAVES, NUM_SLOTS, Shape
 from paceline.kernels.dispatch import Kernels
-from paceline.kernels.reference.tree_build import unpack_bits
-from paceline.kernels.reference.tree_pack import pack_trees
+from paceline.kernels.reference.tree_build import pack_trees, unpack_bits
 
 _PAGE_ROWS = 16
 _TREE_CANDIDATES = NUM_SLOTS * NUM_CANDIDATES * (1 + NUM_LEAVES)

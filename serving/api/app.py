@@ -23,9 +23,8 @@ from paceline.serving.api.http import (
     read_body,
     token_check,
 )
-from paceline.serving.api.prompts import Prompts, with_tokens
+from paceline.serving.api.prompts import Prompts, TokenRoutes, with_tokens
 from paceline.serving.api.requests import check_model, engine_requests, request_id_of
-from paceline.serving.api.tokenize import TokenRoutes
 from paceline.serving.sampling.request import GenerationRequest
 from paceline.serving.sampling.text_stream import TextStream, TokenText
 

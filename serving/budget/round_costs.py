@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.kernels.reference.attention_groups import CALL_PAIRS
+from paceline.kernels.reference.tree_attention import CALL_PAIRS
 from paceline.serving.budget.cost_model import CostCurve, CostModel, log2_bucket
 from paceline.serving.budget.node_split import Padding
 from paceline.serving.budget.stats import RoundObservation

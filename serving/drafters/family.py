@@ -14,10 +14,9 @@ import torch
 
 from paceline.errors import DrafterMismatchError
 from paceline.kernels.dispatch import Kernels
-from paceline.serving.drafters.forward import FusedForward
+from paceline.serving.drafters.forward import DrafterForward, choose_head_dtype
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafters.network import DrafterConfig, DrafterModel, TargetHandles, check_state
-from paceline.serving.drafters.ops import choose_head_dtype
 
 
 class TrainedDrafter(ABC):
@@ -26,9 +25,9 @@ class TrainedDrafter(ABC):
     Not thread-safe; owned by the engine.
     """
 
-    forward_class: ClassVar[type[FusedForward]]
+    forward_class: ClassVar[type[DrafterForward]]
     config: DrafterConfig
-    forward: FusedForward
+    forward: DrafterForward
 
     def __init__(
         self,

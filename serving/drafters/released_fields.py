@@ -1,24 +1,26 @@
 """Files of a released drafter: config.json and safetensors, in one file or in shards.
 
 Only safetensors are read: other weight files can run code when they are opened. Tensor names are brought to one form, so
-that what follows knows one name for each tensor. All layouts share settings, reduced vocabularies and checks: a setting or tensor that our networks cannot express is refused by the name of its feature, never dropped.
+that what follows knows one name for each tensor. All layouts share settings, reduced vocabularies and checks: a setting or tensor that our
+networks cannot express is refused by the name of its feature, never dropped.
 Shape legend: V target vocabulary, Vd draft vocabulary, Dm target hidden size.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.network import TargetHandles
+from paceline.serving.drafters.network import DrafterConfig, OwnHeadConfig, TargetHandles
 
 _CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -83,6 +85,12 @@ def _weight_files(folder: Path) -> list[Path]:
     raise DrafterMismatchError(f"drafter folder {folder} must hold {_SINGLE} or {_INDEX} with its shards")
 
 
+Parts = tuple[tuple[str, tuple[int, ...]], ...]
+"""Released tensors of one input, and their shapes, that are stacked by rows to one of ours."""
+Layout = dict[str, Parts]
+"""Tensor of ours -> what it is made of."""
+H = TypeVar("H", bound=OwnHeadConfig)
+
 _FEATURES = (  # part of a surplus tensor's name -> what it means
     ("scale", "quantised weights"),
     ("zero_point", "quantised weights"),
@@ -142,6 +150,19 @@ class ReleasedSettings:
             "use_sliding_window", not self.values.get("layer_types")
         ):
             self.refuse_unless("sliding_window", (), "layers with a sliding window")
+
+    def common(self, hidden_size: int, rms_eps: float) -> dict[str, Any]:
+        """Fields of a DrafterConfig that all releases call the same. rms_eps: where none is written."""
+        heads = self.integer("num_attention_heads")
+        return {
+            "hidden_size": hidden_size,
+            "intermediate_size": self.integer("intermediate_size"),
+            "num_heads": heads,
+            "num_kv_heads": self.integer("num_key_value_heads", heads),
+            "head_dim": self.integer("head_dim", hidden_size // heads),
+            "rms_eps": self.number("rms_norm_eps", rms_eps),
+            "rope_theta": self.rope_theta(),
+        }
 
     def rope_theta(self) -> float:
         """Base of the rotary angles, 10000 where none is written."""
@@ -242,9 +263,44 @@ def draft_token_ids(tensors: Mapping[str, torch.Tensor], num_draft_ids: int, voc
     return None if torch.equal(ids, torch.arange(vocab_size)) else ids
 
 
-def stack_rows(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> torch.Tensor:
-    """Weights (out, in) of several projections of one input as one, in float32."""
-    return torch.cat([tensors[n].float() for n in names])
+def take_vocabulary(config: H, tensors: Mapping[str, torch.Tensor], state: dict[str, torch.Tensor]) -> H:
+    """Put the reduced vocabulary of a release into a drafter's state; the settings without one where it is the target's."""
+    ids = draft_token_ids(tensors, config.num_draft_ids, config.vocab_size)
+    if ids is None:
+        return dataclasses.replace(config, draft_vocab_size=None)
+    state |= {"draft_token_ids": ids, "log_coverage": torch.zeros(())}
+    return config
+
+
+def projections(c: DrafterConfig, prefix: str, names: str = "qkv", width: int | None = None) -> Parts:
+    """The released projections of queries, keys and values of a layer. width: of what they read; None = the hidden size."""
+    rows = {"q": c.num_heads, "k": c.num_kv_heads, "v": c.num_kv_heads}
+    columns = c.hidden_size if width is None else width
+    return tuple((f"{prefix}self_attn.{n}_proj.weight", (rows[n] * c.head_dim, columns)) for n in names)
+
+
+def layer_output(c: DrafterConfig, ours: str, prefix: str) -> Layout:
+    """What follows attention in a released Llama layer, as `add_output` names it. ours, prefix: before the names."""
+    h, wide = c.hidden_size, c.intermediate_size
+    return {
+        ours + "o_proj.weight": ((prefix + "self_attn.o_proj.weight", (h, c.num_heads * c.head_dim)),),
+        ours + "post_norm": ((prefix + "post_attention_layernorm.weight", (h,)),),
+        ours + "gate_up_proj.weight": tuple((f"{prefix}mlp.{n}_proj.weight", (wide, h)) for n in ("gate", "up")),
+        ours + "down_proj.weight": ((prefix + "mlp.down_proj.weight", (h, wide)),),
+    }
+
+
+def take_tensors(
+    tensors: Mapping[str, torch.Tensor], layout: Layout, vocabulary: tuple[int, int] | None = None
+) -> dict[str, torch.Tensor]:
+    """Our state in float32, of a release that holds exactly the layout's tensors.
+
+    vocabulary: (Vd, V) where a reduced one may be told. Raises: DrafterMismatchError, as check_tensors.
+    """
+    shapes = {name: shape for parts in layout.values() for name, shape in parts}
+    tables = {} if vocabulary is None else {"d2t": vocabulary[:1], "t2d": vocabulary[1:]}
+    check_tensors(tensors, {**shapes, **tables}, optional=tables)
+    return {ours: torch.cat([tensors[name].float() for name, _ in parts]) for ours, parts in layout.items()}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -2,7 +2,8 @@
 
 Shape legend: B requests, R new rows, L longest context, S draft slots of a call, K candidates, F leaves, W leaves of a
 request (grid width), N = B * W grid rows, D columns of tree rows so far, H drafter hidden size, Hq/Hkv query/KV heads,
-Dh head dim, C KV width of a row (2 * Hkv * Dh: keys, then values).
+Dh head dim, C KV width of a row (2 * Hkv * Dh: keys, then values), T drafter tokens, V target vocabulary,
+Q = (Hq + 2 * Hkv) * Dh.
 The row at position j holds the target's feature at j and the token at j + 1, and its output proposes the token at j + 2.
 A drafted token's row holds the drafter's hidden state that proposed it; it sees the context and its own ancestors. Tree
 rows live in a buffer of the round and never in the pool, where the accepted tokens' rows are written later with true
@@ -12,16 +13,56 @@ Source: EAGLE-3 (arXiv 2503.01840).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
 from paceline.serving.drafters.family import DrafterFamily, TrainedDrafter
+from paceline.serving.drafters.forward import DrafterForward, Own, leaf_grid
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
-from paceline.serving.drafters.ops import leaf_grid
-from paceline.serving.eagle3.forward import EagleForward
+from paceline.serving.drafters.network import rms_norm, rotate_pairs
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
+
+
+class EagleForward(DrafterForward):
+    """The fused weights of one drafter and the operations around its attention calls."""
+
+    float32_weights = ("beta", "log_coverage")
+    config: EagleConfig
+
+    def _fused(self, own: Own) -> Iterator[tuple[str, torch.Tensor]]:
+        c, e = self.config, self.config.embed_size
+        qkv = self._paired_heads(own("qkv_proj.weight"))
+        embedded = rms_norm(self._embed.to(self.device, torch.float32), own("embed_norm"), c.rms_eps)
+        yield "fc", own("fc.weight").T
+        yield "token_table", embedded @ qkv[:, :e].T  # (V, Q)
+        yield "qkv", (qkv[:, e:] * own("hidden_norm")).T
+        yield from self._fused_output(own)
+        yield "beta", own("log_beta").exp()
+        yield from self._fused_vocab(own, c.draft_vocab_size is not None)
+        if c.norm_before_residual:
+            yield "hidden_norm", own("hidden_norm")
+
+    def enter(self, hidden: torch.Tensor, token_ids: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """Rows of hidden states (T, H) and the tokens behind them (T,) -> rotated queries, keys and values (T, Q)."""
+        c, w = self.config, self.weights
+        qkv = torch.addmm(w["token_table"].index_select(0, token_ids), self.norm(hidden), w["qkv"])
+        rotate_pairs(qkv, angles, c.num_heads + c.num_kv_heads, c.head_dim)
+        return qkv
+
+    def finish(self, x: torch.Tensor, attended: torch.Tensor, i: int = 0) -> torch.Tensor:
+        """Output projection and MLP: x (T, H), attended (T, Hq * Dh) -> the rows' own hidden states (T, H)."""
+        if self.config.norm_before_residual:
+            x = self.norm(x) * self.weights["hidden_norm"]
+        return super().finish(x, attended, i)
+
+    def heads(self, hidden: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Best K target tokens (T, K) int64 and their calibrated log-probabilities, falling. factor: (T, 1)."""
+        top, ids = self.in_target_vocab(*self.best(self.norm(hidden), factor, self.num_candidates))
+        return ids, top
+
 
 _SPARE_LEAVES = 8
 

@@ -27,11 +27,9 @@ from paceline.serving.engine.buckets import BucketNames
 from paceline.serving.engine.decode import DecodeRunner
 from paceline.serving.engine.inbox import Call, EngineInbox
 from paceline.serving.engine.output import FeedbackSink, RoundOutput, TraceSink
-from paceline.serving.engine.pins import DrafterPins
 from paceline.serving.engine.prefill import PrefillRunner
-from paceline.serving.engine.queues import Deadlines
-from paceline.serving.engine.running import RunningRequest, StopStringChecker
-from paceline.serving.engine.scheduler import Scheduler
+from paceline.serving.engine.running import DrafterPins, RunningRequest, StopStringChecker
+from paceline.serving.engine.scheduler import Deadlines, Scheduler
 from paceline.serving.loading.calibration import EngineProbe
 from paceline.serving.loading.graphs import EngineGraphs, default_backend, prepare
 from paceline.serving.loading.kv_size import pool_row_bytes, settle_kv_bytes

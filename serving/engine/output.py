@@ -15,8 +15,7 @@ import torch
 
 from paceline.clock import Clock
 from paceline.contracts import RoundStats
-from paceline.serving.engine.pins import DrafterPins
-from paceline.serving.engine.running import RunningRequest, TraceRows
+from paceline.serving.engine.running import DrafterPins, RunningRequest, TraceRows
 from paceline.serving.engine.scheduler import Scheduler
 from paceline.serving.sampling.draw import token_logprobs
 from paceline.serving.sampling.request import RequestStatus, RequestTrace, RoundEvent, TokenLogprob

@@ -25,9 +25,9 @@ from paceline.serving.drafters.network import (
     add_output,
     finish_layer,
     rms_norm,
+    rotate,
     scaling_check,
 )
-from paceline.serving.drafters.rope import rotate
 
 DRAFTER_TYPES = {"jetspec": True, "dflash": False}
 """Drafter type -> whether its block is causal."""

@@ -15,11 +15,13 @@ import torch
 from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.drafters.released_fields import (
+    Layout,
     ReleasedSettings,
     check_shared,
-    check_tensors,
     fit_hidden_size,
-    stack_rows,
+    layer_output,
+    projections,
+    take_tensors,
 )
 from paceline.serving.parallel_head.model import ParallelHeadConfig
 
@@ -45,52 +47,27 @@ def convert_parallel_head(
 
     Raises: DrafterMismatchError, naming what does not fit the target or cannot be expressed.
     """
-    config = _settings(values, target)
-    c, h = config, config.hidden_size
+    c = _settings(values, target)
+    h = c.hidden_size
     check_shared(tensors, "embed_tokens.weight", target.embed_weight, "a token embedding of its own")
     check_shared(tensors, "lm_head.weight", target.head_weight, "an output head of its own")
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (h, c.feature_size),
-        "hidden_norm.weight": (h,),
-        "norm.weight": (h,),
+    layout: Layout = {
+        "cond_proj.weight": (("fc.weight", (h, c.feature_size)),),
+        "cond_norm": (("hidden_norm.weight", (h,)),),
+        "final_norm": (("norm.weight", (h,)),),
     }
     for i in range(c.num_layers):
         n = f"layers.{i}."
-        shapes |= {
-            n + "input_layernorm.weight": (h,),
-            n + "self_attn.q_proj.weight": (c.num_heads * c.head_dim, h),
-            n + "self_attn.k_proj.weight": (c.num_kv_heads * c.head_dim, h),
-            n + "self_attn.v_proj.weight": (c.num_kv_heads * c.head_dim, h),
-            n + "self_attn.q_norm.weight": (c.head_dim,),
-            n + "self_attn.k_norm.weight": (c.head_dim,),
-            n + "self_attn.o_proj.weight": (h, c.num_heads * c.head_dim),
-            n + "post_attention_layernorm.weight": (h,),
-            n + "mlp.gate_proj.weight": (c.intermediate_size, h),
-            n + "mlp.up_proj.weight": (c.intermediate_size, h),
-            n + "mlp.down_proj.weight": (h, c.intermediate_size),
+        layout |= layer_output(c, n, n)
+        layout |= {
+            n + "input_norm": ((n + "input_layernorm.weight", (h,)),),
+            n + "q_proj.weight": projections(c, n, "q"),
+            n + "kv_proj.weight": projections(c, n, "kv"),
+            n + "q_norm": ((n + "self_attn.q_norm.weight", (c.head_dim,)),),
+            n + "k_norm": ((n + "self_attn.k_norm.weight", (c.head_dim,)),),
         }
-    check_tensors(tensors, shapes)
-    state = {
-        "is_causal": torch.tensor(c.is_causal),
-        "cond_proj.weight": tensors["fc.weight"].float(),
-        "cond_norm": tensors["hidden_norm.weight"].float(),
-        "final_norm": tensors["norm.weight"].float(),
-        "log_beta": torch.zeros(2, c.num_slots),
-    }
-    for i in range(c.num_layers):
-        n = f"layers.{i}."
-        state |= {
-            n + "input_norm": tensors[n + "input_layernorm.weight"].float(),
-            n + "q_proj.weight": tensors[n + "self_attn.q_proj.weight"].float(),
-            n + "kv_proj.weight": stack_rows(tensors, [f"{n}self_attn.{x}_proj.weight" for x in "kv"]),
-            n + "q_norm": tensors[n + "self_attn.q_norm.weight"].float(),
-            n + "k_norm": tensors[n + "self_attn.k_norm.weight"].float(),
-            n + "o_proj.weight": tensors[n + "self_attn.o_proj.weight"].float(),
-            n + "post_norm": tensors[n + "post_attention_layernorm.weight"].float(),
-            n + "gate_up_proj.weight": stack_rows(tensors, [f"{n}mlp.{x}_proj.weight" for x in ("gate", "up")]),
-            n + "down_proj.weight": tensors[n + "mlp.down_proj.weight"].float(),
-        }
-    return config, state
+    state = take_tensors(tensors, layout)
+    return c, state | {"is_causal": torch.tensor(c.is_causal), "log_beta": torch.zeros(2, c.num_slots)}
 
 
 def _settings(values: Mapping[str, Any], target: TargetHandles) -> ParallelHeadConfig:
@@ -123,20 +100,13 @@ def _settings(values: Mapping[str, Any], target: TargetHandles) -> ParallelHeadC
             f"{_NESTED}.mask_token_id in config.json must be an id in [0, {vocab_size}), got {mask!r}"
         )
     block = s.integer("block_size") if values.get("block_size") is not None else head.integer("block_size")
-    heads = s.integer("num_attention_heads")
     return ParallelHeadConfig(
         is_causal=bool(own.get("causal_head", False)),
-        hidden_size=hidden,
-        intermediate_size=s.integer("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=s.integer("num_key_value_heads", heads),
-        head_dim=s.integer("head_dim", hidden // heads),
+        **s.common(hidden, 1e-6),
         vocab_size=vocab_size,
         feature_size=len(parallel_head_tap_layers(values)) * hidden,
         num_layers=s.integer("num_hidden_layers"),
         num_slots=block - 1,  # the anchor's row drafts nothing
         mask_token_id=mask,
-        rms_eps=s.number("rms_norm_eps", 1e-6),
-        rope_theta=s.rope_theta(),
         rope_scaling=s.rope_scaling(),
     )

@@ -13,9 +13,9 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from paceline.serving.drafters.forward import leaf_grid
 from paceline.serving.drafters.interface import DraftInputs, Frontier
-from paceline.serving.drafters.ops import leaf_grid
-from paceline.serving.drafters.rope import rotate_pairs
+from paceline.serving.drafters.network import rotate_pairs
 from paceline.serving.specblock.forward import SlotForward
 
 _SMALL_QUERIES = 64

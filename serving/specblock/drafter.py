@@ -15,8 +15,8 @@ import torch
 
 from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.family import DrafterFamily, TrainedDrafter
+from paceline.serving.drafters.forward import ScaleCache
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
-from paceline.serving.drafters.ops import ScaleCache
 from paceline.serving.specblock.attention import GatheredAttention
 from paceline.serving.specblock.forward import SlotForward
 from paceline.serving.specblock.graphs import GraphedSpecBlock, num_spare_rows

@@ -13,11 +13,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from paceline.serving.drafters.forward import FusedForward, Own
+from paceline.serving.drafters.forward import DrafterForward, Own, Ranking
 from paceline.serving.drafters.interface import DraftInputs, Frontier, Proposal
-from paceline.serving.drafters.network import rms_norm
-from paceline.serving.drafters.ops import Ranking
-from paceline.serving.drafters.rope import pair_angles
+from paceline.serving.drafters.network import pair_angles, rms_norm
 from paceline.serving.specblock.model import SpecBlockConfig
 
 
@@ -46,7 +44,7 @@ class SlotAttention(Protocol):
         """Attend from the slots of the leaves, whose K/V go nowhere: (F * K, Hq * Dh)."""
 
 
-class SlotForward(FusedForward):
+class SlotForward(DrafterForward):
     """The fused weights of one drafter and its two blocks."""
 
     float32_weights = ("rank_in", "rank_out", "beta", "log_coverage")
@@ -136,7 +134,7 @@ class SlotForward(FusedForward):
         return self._heads(x, scale, rank)
 
     def scales(self, temperatures: torch.Tensor) -> torch.Tensor:
-        """(2, B, K) factors on the logits of the two blocks, as FusedForward.scales."""
+        """(2, B, K) factors on the logits of the two blocks, as DrafterForward.scales."""
         return super().scales(temperatures)[:, :2].transpose(0, 1)
 
     # ---- pieces

@@ -16,12 +16,14 @@ import torch
 from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.drafters.released_fields import (
+    Layout,
     ReleasedSettings,
     check_shared,
-    check_tensors,
-    draft_token_ids,
     fit_hidden_size,
-    stack_rows,
+    layer_output,
+    projections,
+    take_tensors,
+    take_vocabulary,
 )
 from paceline.serving.specblock.model import NUM_RANK_CLASSES, NUM_RANK_FEATURES, SpecBlockConfig
 
@@ -39,41 +41,31 @@ def convert_specblock(
     """
     if _RANK_IN not in tensors or tensors[_RANK_IN].dim() != 2:
         raise DrafterMismatchError(f"released drafter must hold {_RANK_IN} with 2 dimensions; it may be incomplete")
-    config = _settings(values, target, rank_hidden=tensors[_RANK_IN].shape[0])
-    c = config
+    c = _settings(values, target, rank_hidden=tensors[_RANK_IN].shape[0])
     check_shared(tensors, _INPUT + "embed_tokens.weight", target.embed_weight, "a token embedding of its own")
-    check_tensors(tensors, _shapes(c), optional=("d2t", "t2d"))
-    ids = draft_token_ids(tensors, c.num_draft_ids, c.vocab_size)
-    if ids is None:
-        config = SpecBlockConfig.from_dict({**c.to_dict(), "draft_vocab_size": None})
-    state = {
-        "cond_proj.weight": tensors[_INPUT + "condition_proj.weight"].float(),
-        "cond_norm": tensors[_INPUT + "condition_norm.weight"].float(),
-        "token_norm": tensors[_INPUT + "token_norm.weight"].float(),
-        "query_norm": tensors[_INPUT + "query_norm.weight"].float(),
-        "queries": tensors[_INPUT + "position_queries.weight"].float(),
-        "fuse_proj.weight": tensors[_INPUT + "fuse.weight"].float(),
-        "final_norm": tensors["norm.weight"].float(),
-        "lm_head.weight": tensors["lm_head.weight"].float(),
-        "rank_in.weight": tensors[_RANK_IN].float(),
-        "rank_out.weight": tensors[_RANK_OUT].float(),
-        "log_beta": torch.zeros(2, c.num_blocks, c.num_slots),
+    h = c.hidden_size
+    layout: Layout = {
+        "cond_proj.weight": ((_INPUT + "condition_proj.weight", (h, c.feature_size)),),
+        "cond_norm": ((_INPUT + "condition_norm.weight", (h,)),),
+        "token_norm": ((_INPUT + "token_norm.weight", (h,)),),
+        "query_norm": ((_INPUT + "query_norm.weight", (h,)),),
+        "queries": ((_INPUT + "position_queries.weight", (c.num_slots, h)),),
+        "fuse_proj.weight": ((_INPUT + "fuse.weight", (h, 3 * h)),),
+        "final_norm": (("norm.weight", (h,)),),
+        "lm_head.weight": (("lm_head.weight", (c.num_draft_ids, h)),),
+        "rank_in.weight": ((_RANK_IN, (c.rank_hidden, h + NUM_RANK_FEATURES)),),
+        "rank_out.weight": ((_RANK_OUT, (NUM_RANK_CLASSES, c.rank_hidden)),),
     }
     for i in range(c.num_layers):
         n = f"layers.{i}."
-        state |= {
-            n + "input_norm": tensors[n + "input_layernorm.weight"].float(),
-            n + "qkv_proj.weight": stack_rows(tensors, [f"{n}self_attn.{x}_proj.weight" for x in "qkv"]),
-            n + "o_proj.weight": tensors[n + "self_attn.o_proj.weight"].float(),
-            n + "post_norm": tensors[n + "post_attention_layernorm.weight"].float(),
-            n + "gate_up_proj.weight": stack_rows(tensors, [f"{n}mlp.{x}_proj.weight" for x in ("gate", "up")]),
-            n + "down_proj.weight": tensors[n + "mlp.down_proj.weight"].float(),
-        }
+        layout |= layer_output(c, n, n)
+        layout[n + "input_norm"] = ((n + "input_layernorm.weight", (h,)),)
+        layout[n + "qkv_proj.weight"] = projections(c, n)
         if i:
-            state[f"shifts.{i - 1}.weight"] = tensors[f"shift_proj.{i - 1}.weight"].float()
-    if ids is not None:
-        state |= {"draft_token_ids": ids, "log_coverage": torch.zeros(())}
-    return config, state
+            layout[f"shifts.{i - 1}.weight"] = ((f"shift_proj.{i - 1}.weight", (h, 2 * h)),)
+    state = take_tensors(tensors, layout, (c.num_draft_ids, c.vocab_size))
+    state["log_beta"] = torch.zeros(2, c.num_blocks, c.num_slots)
+    return take_vocabulary(c, tensors, state), state
 
 
 def _settings(values: Mapping[str, Any], target: TargetHandles, rank_hidden: int) -> SpecBlockConfig:
@@ -86,12 +78,9 @@ def _settings(values: Mapping[str, Any], target: TargetHandles, rank_hidden: int
     heads = s.integer("num_attention_heads")
     if hidden % heads:
         raise DrafterMismatchError(f"hidden_size must be a multiple of num_attention_heads {heads}, got {hidden}")
+    fields = s.common(hidden, 1e-5) | {"head_dim": hidden // heads}  # the release does not read head_dim
     return SpecBlockConfig(
-        hidden_size=hidden,
-        intermediate_size=s.integer("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=s.integer("num_key_value_heads", heads),
-        head_dim=hidden // heads,  # the release does not read head_dim
+        **fields,
         vocab_size=s.check_vocabulary(target),
         feature_size=_NUM_TAPS * hidden,
         embed_size=hidden,
@@ -99,40 +88,6 @@ def _settings(values: Mapping[str, Any], target: TargetHandles, rank_hidden: int
         num_slots=s.integer("diffspec_draft_token_num"),
         num_blocks=3,  # as many as the release unrolls in training
         draft_vocab_size=s.integer("draft_vocab_size"),
-        rms_eps=s.number("rms_norm_eps", 1e-5),
-        rope_theta=s.rope_theta(),
         rank_hidden=rank_hidden,
         compat_rope=True,
     )
-
-
-def _shapes(c: SpecBlockConfig) -> dict[str, tuple[int, ...]]:
-    h = c.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        _INPUT + "condition_proj.weight": (h, c.feature_size),
-        _INPUT + "position_queries.weight": (c.num_slots, h),
-        _INPUT + "fuse.weight": (h, 3 * h),
-        **{f"{_INPUT}{n}_norm.weight": (h,) for n in ("condition", "token", "query")},
-        "norm.weight": (h,),
-        "lm_head.weight": (c.num_draft_ids, h),
-        _RANK_IN: (c.rank_hidden, h + NUM_RANK_FEATURES),
-        _RANK_OUT: (NUM_RANK_CLASSES, c.rank_hidden),
-        "d2t": (c.num_draft_ids,),
-        "t2d": (c.vocab_size,),
-    }
-    for i in range(c.num_layers):
-        n = f"layers.{i}."
-        shapes |= {
-            n + "input_layernorm.weight": (h,),
-            n + "self_attn.q_proj.weight": (c.num_heads * c.head_dim, h),
-            n + "self_attn.k_proj.weight": (c.num_kv_heads * c.head_dim, h),
-            n + "self_attn.v_proj.weight": (c.num_kv_heads * c.head_dim, h),
-            n + "self_attn.o_proj.weight": (h, c.num_heads * c.head_dim),
-            n + "post_attention_layernorm.weight": (h,),
-            n + "mlp.gate_proj.weight": (c.intermediate_size, h),
-            n + "mlp.up_proj.weight": (c.intermediate_size, h),
-            n + "mlp.down_proj.weight": (h, c.intermediate_size),
-        }
-        if i:
-            shapes[f"shift_proj.{i - 1}.weight"] = (h, 2 * h)
-    return shapes

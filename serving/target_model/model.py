@@ -1,7 +1,7 @@
 """Target model: one packed ragged forward over a transformers model, paged KV, a tree mask and feature taps.
 
-Shape legend: B requests, N packed rows (all requests), W widest tree, L longest context, M rows whose logits are
-wanted, V vocab, m tapped layers, Dm hidden size.
+Shape legend: B requests, N packed rows (all requests), P prompt rows, W widest tree, L longest context, M rows whose
+logits are wanted, V vocab, m tapped layers, Dm hidden size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -381,3 +382,49 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         if ids is not None:
             found.update(ids if isinstance(ids, list | tuple) else [ids])
     return frozenset(int(i) for i in found)
+
+
+def forward_together(
+    target: TargetModel, kv: KVPool, trees: TargetBatch, prompts: TargetBatch
+) -> tuple[TargetOutput, TargetOutput]:
+    """Run the rows of both batches in one forward; returns what each would have got from a forward of its own.
+
+    One forward reads the weights once. It pays where the attention kernel takes ragged rows as they are (kernels that can
+    be captured). The CPU reference pads every request to the one with most rows: with a chunk of 64 rows beside 16 requests
+    of 5 rows it needs twice the time of two forwards, with 64 requests three times; there prompts keep their own forward.
+
+    Args:
+        trees: ancestors given, logits of all rows wanted.
+        prompts: causal (no ancestors), logit_rows given.
+    """
+    num_rows = trees.token_ids.numel()
+    out = target.forward(join_batches(trees, prompts), kv)
+    features = out.features
+    return (
+        TargetOutput(logits=out.logits[:num_rows], features=None if features is None else features[:num_rows]),
+        # A copy: what requests keep of it would keep the rows of the whole round alive.
+        TargetOutput(logits=out.logits[num_rows:], features=None if features is None else features[num_rows:].clone()),
+    )
+
+
+def join_batches(trees: TargetBatch, prompts: TargetBatch) -> TargetBatch:
+    """One batch of (N + P) rows, trees first; a prompt row's ancestors are the earlier rows of its request."""
+    assert trees.ancestors is not None and prompts.ancestors is None
+    assert trees.logit_rows is None and prompts.logit_rows is not None
+    num_rows, device = trees.token_ids.numel(), trees.token_ids.device
+    counts = prompts.cu_rows.diff()
+    local = torch.arange(prompts.token_ids.numel(), device=device) - prompts.cu_rows[:-1].repeat_interleave(counts)
+    width = max(trees.ancestors.shape[1], int(counts.max()))
+    causal = torch.arange(width, device=device) <= local[:, None]  # (P, W) bool
+    length = max(trees.slot_table.shape[1], prompts.slot_table.shape[1])
+    tables = [pad(b.slot_table, (0, length - b.slot_table.shape[1])) for b in (trees, prompts)]
+    return TargetBatch(
+        token_ids=torch.cat((trees.token_ids, prompts.token_ids)),
+        positions=torch.cat((trees.positions, prompts.positions)),
+        cu_rows=torch.cat((trees.cu_rows, prompts.cu_rows[1:] + num_rows)),
+        context_lens=torch.cat((trees.context_lens, prompts.context_lens)),
+        slot_table=torch.cat(tables),
+        out_rows=torch.cat((trees.out_rows, prompts.out_rows)),
+        ancestors=torch.cat((pad(trees.ancestors, (0, width - trees.ancestors.shape[1])), causal)),
+        logit_rows=torch.cat((torch.arange(num_rows, device=device), prompts.logit_rows + num_rows)),
+    )

@@ -2,7 +2,13 @@
 
 The builder of every round on the CPU, of the gate's replay, and off the CPU of what the tree kernel does not take.
 
-Shape legend: B requests of the round, G requests of one drafter, F leaves, S draft slots, R rank classes.
+Bundles are JetSpec's tree: its algorithm pops the heaviest node of a heap and adds all of its W children at once, until
+the budget is full. Scores never rise along a path, so nodes are popped in the order of their scores, and a node is added
+when its parent is popped: sorting by (place of the parent in the order of scores, own place) gives the order of addition,
+of which every beginning is the tree of that size. At equal size the heaviest nodes always have at least its mass.
+Source of bundles: tree_speculation.md 1.7; its node budget counts the root, ours does not.
+
+Shape legend: B requests of the round, G requests of one drafter, F leaves, S draft slots, R rank classes, W bundle width.
 """
 
 from __future__ import annotations
@@ -17,11 +23,49 @@ from paceline.config import TreeConfig
 from paceline.serving.budget.controller import BudgetController
 from paceline.serving.budget.stats import DraftKey
 from paceline.serving.drafters.interface import Frontier, Proposal
-from paceline.serving.trees.bundle import rank_bundles
 from paceline.serving.trees.calibration import NUM_RANK_CLASSES, ScoreCalibration
-from paceline.serving.trees.candidates import OWNER, Candidates, HostProposal, Ranked, pack_trees
-from paceline.serving.trees.product_table import table_candidates
+from paceline.serving.trees.candidates import (
+    DEPTH,
+    OWNER,
+    PARENT,
+    TOKEN,
+    Candidates,
+    HostProposal,
+    Ranked,
+    pack_trees,
+    table_candidates,
+)
 from paceline.serving.trees.propose import DraftGroup, RoundDraft, propose_blocks
+
+
+def rank_bundles(candidates: Candidates, width: int, limit: int) -> Ranked:
+    """The first `limit` candidates of each request by order of addition, siblings with equal tokens merged.
+
+    width: W, children that a node gets at once, at most.
+    """
+    keys = (candidates.columns[PARENT] << 32) + candidates.columns[TOKEN]
+    if len(np.unique(keys)) < len(keys):
+        candidates = candidates.merged()
+    by_score, _ = candidates.best(len(candidates.scores))
+    owners, _, parents, depths, _ = candidates.columns
+    place = np.zeros(len(candidates.scores), dtype=np.int64)
+    place[by_score] = np.arange(len(by_score))
+    # Request after request; a root has no parent and comes first.
+    above = np.where(depths[by_score] == 0, -1, place[parents[by_score]])
+    order = by_score[np.lexsort((place[by_score], above, owners[by_score]))]
+    above = np.where(depths[order] == 0, -1 - owners[order], parents[order])
+    starts = np.flatnonzero(np.append(True, above[1:] != above[:-1]))
+    number = np.arange(len(order)) - starts.repeat(np.diff(np.append(starts, len(order))))
+    is_in = np.zeros(len(candidates.scores), dtype=bool)
+    is_in[order] = number < width
+    for _ in range(int(candidates.columns[DEPTH].max())):  # what hangs below a child that no bundle holds is not there
+        is_in &= is_in[parents]
+    order = order[is_in[order]]
+    ordered = candidates.columns[OWNER, order]
+    local = np.arange(len(order)) - ordered.searchsorted(np.arange(candidates.num_requests))[ordered]
+    kept = local <= limit
+    return candidates.take(order[kept], local[kept])
+
 
 ChooseLeaves = Callable[[list[int], list[float]], Sequence[int]]
 """(request of each leaf, its path mass) -> indices of those to go on from."""

@@ -27,7 +27,6 @@ from paceline.kernels.gpu import launch
 launch.check_tensors = lambda device, **tensors: None  # before the launchers import it: tensors lie on the CPU
 
 from paceline.kernels.gpu import (  # noqa: E402
-    attention_plan,
     draft_ingest,
     kv_rows,
     rope_scatter,
@@ -98,7 +97,7 @@ def launch_attention(
 ):
     """Both phases over `batch` requests of `rows` rows."""
     count = batch * rows
-    plan = attention_plan.plan_attention(
+    plan = tree_attention.plan_attention(
         cu_rows=torch.zeros(batch + 1, dtype=torch.int64),
         context_lens=torch.zeros(batch, dtype=torch.int64),
         slot_table=torch.zeros(batch, length, dtype=torch.int64),

@@ -11,11 +11,18 @@ from paceline.config import TreeConfig
 from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.drafters.interface import Drafter, DraftInputs, Proposal
-from paceline.serving.trees.candidates import Candidates, HostProposal, Ranked, pack_trees, root_columns
-from paceline.serving.trees.device_candidates import DeviceCandidates
+from paceline.serving.target_model.model import TargetBatch
+from paceline.serving.trees.candidates import (
+    Candidates,
+    HostProposal,
+    Ranked,
+    pack_trees,
+    root_columns,
+    table_candidates,
+)
+from paceline.serving.trees.device import DeviceCandidates
 from paceline.serving.trees.host import HostBlocks
 from paceline.serving.trees.policy import TreePolicy, plain_round
-from paceline.serving.trees.product_table import table_candidates
 from paceline.serving.trees.propose import DraftGroup, propose_blocks
 from paceline.serving.trees.tree import TreeBatch
 from tests.helpers.scripted_drafters import RandomDrafter, ScriptedDrafter
@@ -182,3 +189,38 @@ def groups_with_a_broken_drafter(how):
         DraftGroup(drafter=FaultyDrafter(how), inputs=inputs_for([histories[1]]), rows=[1]),
         DraftGroup(drafter=RandomDrafter(VOCAB), inputs=inputs_for([histories[0], histories[2]]), rows=[0, 2]),
     ]
+
+
+def tree_path(parents, node):
+    """The node and its ancestors, root first."""
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def _ancestors(trees):
+    out = torch.zeros(sum(map(len, trees)), max(map(len, trees)), dtype=torch.bool)
+    at = 0
+    for parents in trees:
+        for i in range(len(parents)):
+            out[at + i, tree_path(parents, i)] = True
+        at += len(parents)
+    return out
+
+
+def tree_batch(pages, kv, names, contexts, trees, tokens, **extra):
+    """Tree rows of requests as one forward: each tree a list of parents, its K/V in scratch rows."""
+    depths = [len(tree_path(parents, i)) - 1 for parents in trees for i in range(len(parents))]
+    counts = torch.tensor([len(t) for t in trees])
+    starts = torch.tensor(contexts).repeat_interleave(counts)
+    return TargetBatch(
+        token_ids=torch.tensor(tokens),
+        positions=starts + torch.tensor(depths),
+        cu_rows=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
+        context_lens=torch.tensor(contexts),
+        slot_table=pages.table(names, max(contexts)),
+        out_rows=kv.scratch_rows(len(tokens)),
+        ancestors=_ancestors(trees),
+        **extra,
+    )

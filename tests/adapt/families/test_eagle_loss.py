@@ -12,7 +12,7 @@ from paceline.adapt.families.table import training_family
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.online.update import select_parameters, update_drafter
 from paceline.contracts import ArmSpec
-from paceline.serving.drafters.rope import rope_cos_sin
+from paceline.serving.drafters.network import rope_cos_sin
 from paceline.serving.eagle3.drafter import EagleDrafter
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
 from tests.helpers.drafters import EMBED, FEATURES, V, logged_text

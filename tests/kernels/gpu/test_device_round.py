@@ -5,8 +5,7 @@ import torch
 
 from paceline.kernels.reference import tree_accept as tree_accept_ref
 from paceline.kernels.reference import tree_build as tree_build_ref
-from paceline.kernels.reference.tree_build import unpack_bits
-from paceline.kernels.reference.tree_pack import pack_trees
+from paceline.kernels.reference.tree_build import pack_trees, unpack_bits
 
 pytest.importorskip("triton")
 from paceline.kernels.gpu import tree_accept, tree_build

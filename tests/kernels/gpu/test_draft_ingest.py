@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.kernels.reference.draft_ingest import draft_ingest as ingest_reference
-from paceline.serving.drafters.rope import rope_cos_sin
+from paceline.serving.drafters.network import rope_cos_sin
 from tests.helpers.launches import count_launches
 
 pytest.importorskip("triton")

@@ -13,7 +13,7 @@ import torch
 
 from paceline.kernels.dispatch import select_kernels
 from paceline.kernels.gpu import tree_attention as module
-from paceline.kernels.gpu.attention_plan import TilePlan, plan_attention
+from paceline.kernels.gpu.tree_attention import TilePlan, plan_attention
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 TREE = [-1, 0, 0, 1, 1, 2]

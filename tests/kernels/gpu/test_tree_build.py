@@ -6,7 +6,7 @@ import torch
 from paceline.kernels.reference.tree_build import build_trees as build_reference
 from paceline.kernels.reference.tree_build import unpack_bits
 from paceline.serving.drafters.interface import Proposal
-from paceline.serving.trees.device_candidates import DeviceCandidates
+from paceline.serving.trees.device import DeviceCandidates
 from tests.helpers.launches import count_launches
 from tests.helpers.trees import on_host, trees_of
 

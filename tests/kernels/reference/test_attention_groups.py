@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from paceline.kernels.reference import tree_attention as tree_attention_ref
-from paceline.kernels.reference.attention_groups import MAX_GROUPS, group_requests
-from paceline.kernels.reference.tree_attention import plan_attention, tree_attention
+from paceline.kernels.reference.tree_attention import MAX_GROUPS, group_requests, plan_attention, tree_attention
 
 
 def padded_pairs(groups, rows, keys):

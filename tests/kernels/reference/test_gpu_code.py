@@ -19,14 +19,12 @@ SHARED_BYTES = 99 * 1024
 """Shared memory of one program on the GPUs that have least of it (sm_86, sm_89, sm_120)."""
 KERNELS = {
     "draft_ingest": {"_write_kernel"},
-    "kv_commit": {"_copy_kernel"},
-    "kv_scatter": {"_scatter_kernel"},
+    "kv_rows": {"_copy_kernel", "_scatter_kernel"},
     "rope_scatter": {"_rope_kernel"},
     "slot_attention": {"_partial_kernel", "_merge_kernel"},
     "topk_lse": {"_block_kernel", "_merge_kernel"},
     "tree_accept": {"_accept_rows_kernel"},
-    "tree_attention": {"_context_kernel", "_own_kernel"},
-    "tree_attention_plan": {"_tile_kernel", "_pack_kernel"},
+    "tree_attention": {"_context_kernel", "_own_kernel", "_pack_kernel", "_tile_kernel"},
     "tree_build": {"_build_kernel"},
 }
 

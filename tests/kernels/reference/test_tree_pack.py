@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from paceline.kernels.reference.tree_build import build_trees, unpack_bits
-from paceline.kernels.reference.tree_pack import pack_trees
-from paceline.serving.trees.device_candidates import DeviceCandidates
+from paceline.kernels.reference.tree_build import build_trees, pack_trees, unpack_bits
+from paceline.serving.trees.device import DeviceCandidates
 from tests.helpers.trees import on_host, trees_of
 
 

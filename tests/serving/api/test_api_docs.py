@@ -16,7 +16,7 @@ from paceline.serving.api.access_log import AccessRecord
 from paceline.serving.api.app import make_router
 from paceline.serving.api.bodies import REFUSED, ChatBody, CompletionBody, Metadata, StreamOptions
 from paceline.serving.api.generation import ApiParts
-from paceline.serving.api.tokenize import DetokenizeBody, TokenizeChat, TokenizePrompt
+from paceline.serving.api.prompts import DetokenizeBody, TokenizeChat, TokenizePrompt
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_engine
 from tests.helpers.fakes import tiny_target
 

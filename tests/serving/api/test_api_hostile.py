@@ -15,7 +15,7 @@ from paceline.errors import RequestError
 from paceline.serving.api.app import build_api
 from paceline.serving.api.bodies import REFUSED, ChatBody, CompletionBody
 from paceline.serving.api.generation import ApiParts
-from paceline.serving.api.tokenize import DetokenizeBody, TokenizeChat, TokenizePrompt
+from paceline.serving.api.prompts import DetokenizeBody, TokenizeChat, TokenizePrompt
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties
 from paceline.serving.sampling.request import SamplingParams
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine

@@ -6,16 +6,12 @@ import torch
 
 from paceline.adapt.families.eagle3 import unrolled_hidden
 from paceline.config import TreeConfig
-from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.eagle3.drafter import EagleDrafter
-from paceline.serving.loading.families import load_drafter, save_drafter
 from paceline.serving.trees.policy import TreePolicy
 from paceline.serving.trees.propose import DraftGroup
 from tests.helpers.drafters import (
-    FEATURES,
     TOLERANCE,
-    FakeTarget,
     Request,
     V,
     make_inputs,
@@ -158,58 +154,6 @@ def test_a_reduced_draft_vocabulary_proposes_target_ids_and_pays_for_coverage():
     expected = path_logits(model, embed, request, chain[:-1]).log_softmax(-1).topk(5)
     assert proposal.token_ids[0].tolist() == (expected.indices + 15).tolist()
     assert torch.allclose(proposal.logprobs[0], expected.values - 0.25, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("head", [None, torch.bfloat16])
-def test_bfloat16_drafting_stays_close_to_float32(head):
-    if head is not None and not torch.cpu._is_avx512_bf16_supported():
-        pytest.skip("this CPU has no bfloat16 products")
-    rng = np.random.default_rng(2)
-    model, embed = tiny_eagle(num_slots=1)
-    request = Request("r", rng, 40, 20, list(range(40)))
-    out = []
-    for dtype, head_dtype in ((torch.float32, None), (torch.float32 if head else torch.bfloat16, head)):
-        drafter = EagleDrafter(model, embed, dtype=dtype, head_dtype=head_dtype, num_candidates=1)
-        drafter.load_state(model.state_dict())
-        drafter.alloc(40)
-        inputs = make_inputs([request], [(0, 20)])
-        first = drafter.propose(inputs)
-        leaf = Frontier(request=torch.tensor([0]), slot=torch.tensor([0]), token_ids=torch.tensor([7]))
-        out.append(torch.stack([first.logprobs, drafter.expand(inputs, first, leaf).logprobs]))
-    assert torch.allclose(out[0], out[1], atol=0.3)
-
-
-def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path):
-    model, embed = tiny_eagle(draft_vocab_size=20)
-    save_drafter(tmp_path, model, "abc")
-    drafter = load_drafter(tmp_path, FakeTarget(embed), version="v1")
-    assert isinstance(drafter, EagleDrafter) and drafter.version == "v1" and drafter.config == model.config
-    assert all(
-        torch.equal(t, EagleDrafter(model, embed).forward.weights[k]) for k, t in drafter.forward.weights.items()
-    )
-    with pytest.raises(DrafterMismatchError, match="trained for target"):
-        load_drafter(tmp_path, FakeTarget(embed, version="other"))
-    with pytest.raises(DrafterMismatchError, match="vocabulary"):
-        load_drafter(tmp_path, FakeTarget(embed, vocab_size=V + 1))
-    with pytest.raises(DrafterMismatchError, match="features"):
-        load_drafter(tmp_path, FakeTarget(embed, feature_size=FEATURES + 1))
-
-
-def test_new_weights_replace_the_old_in_place_and_wrong_ones_change_nothing():
-    rng = np.random.default_rng(4)
-    (model, embed), (other, _) = tiny_eagle(0), tiny_eagle(1)
-    request = Request("r", rng, 40, 20, list(range(40)))
-    drafter = EagleDrafter(model, embed)
-    drafter.alloc(40)
-    storage = {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
-    good = other.state_dict()
-    for bad in ({**good, "surplus": torch.ones(1)}, {**good, "final_norm": torch.full((16,), float("nan"))}):
-        with pytest.raises(DrafterMismatchError):
-            drafter.load_state(bad)
-    assert_slots_match(drafter.propose(make_inputs([request], [(0, 20)])), 0, model, embed, request, [])
-    drafter.load_state(good)
-    assert storage == {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
-    assert_slots_match(drafter.propose(make_inputs([request], [(0, 20)])), 0, other, embed, request, [])
 
 
 def brute_force_tree(model, embed, request, num_nodes, max_frontier, num_candidates):

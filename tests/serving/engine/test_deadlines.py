@@ -1,7 +1,7 @@
 """Deadlines expire once, in order, and ended requests do not pile up."""
 
-from paceline.serving.engine.queues import Deadlines
 from paceline.serving.engine.running import RunningRequest
+from paceline.serving.engine.scheduler import Deadlines
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.serving.engine.rows import RoundRows
+from paceline.serving.engine.decode import RoundRows
 from paceline.serving.sampling.draw import argmax_rows
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.trees.verify import AcceptPlan

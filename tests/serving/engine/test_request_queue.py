@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from paceline.serving.engine.queues import RequestQueue
+from paceline.serving.engine.scheduler import RequestQueue
 from tests.helpers.running_requests import make_request
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.serving.engine.rows import RoundRows
+from paceline.serving.engine.decode import RoundRows
 from paceline.serving.engine.running import RunningRequest
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.target_model.kv_cache import KVPool, PageAllocator

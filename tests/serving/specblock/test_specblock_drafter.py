@@ -5,13 +5,10 @@ import pytest
 import torch
 
 from paceline.adapt.families.specblock_rows import block1_forward, next_block_forward
-from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.interface import Frontier
-from paceline.serving.loading.families import load_drafter, save_drafter
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from tests.helpers.drafters import (
     TOLERANCE,
-    FakeTarget,
     Request,
     V,
     assert_proposal_matches,
@@ -151,18 +148,6 @@ def test_without_a_rank_head_path_scores_alone_decide():
     assert drafter.propose(make_inputs([request], [(0, 9)])).widths.tolist() == [[6] * 4]
 
 
-def test_bfloat16_drafting_stays_close_to_float32():
-    rng = np.random.default_rng(2)
-    model, embed = tiny_specblock()
-    request = Request("r", rng, 40, 20, list(range(40)))
-    out = []
-    for dtype in (torch.float32, torch.bfloat16):
-        drafter = SpecBlockDrafter(model, embed, dtype=dtype, num_candidates=1)
-        drafter.alloc(40)
-        out.append(drafter.propose(make_inputs([request], [(0, 20)])).logprobs)
-    assert torch.allclose(out[0], out[1], atol=0.3)
-
-
 def test_a_reduced_draft_vocabulary_proposes_target_ids_and_pays_for_coverage():
     rng = np.random.default_rng(2)
     model, embed = tiny_specblock(draft_vocab_size=30)
@@ -176,54 +161,6 @@ def test_a_reduced_draft_vocabulary_proposes_target_ids_and_pays_for_coverage():
     expected = torch.log_softmax(reference_logits(model, embed, request, [])[0], -1).topk(5)
     assert proposal.token_ids[0].tolist() == (expected.indices + 15).tolist()
     assert torch.allclose(proposal.logprobs[0], expected.values - 0.25, atol=TOLERANCE)
-
-
-def test_new_weights_replace_the_old_in_place():
-    rng = np.random.default_rng(4)
-    (model, embed), (other, _) = tiny_specblock(0), tiny_specblock(1)
-    request = Request("r", rng, 40, 20, list(range(40)))
-    drafter = SpecBlockDrafter(model, embed)
-    storage = {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
-    drafter.load_state(other.state_dict())
-    assert storage == {k: t.data_ptr() for k, t in drafter.forward.weights.items()}
-    drafter.alloc(40)
-    assert_proposal_matches(
-        drafter.propose(make_inputs([request], [(0, 20)])), 0, reference_logits(other, embed, request, [])[0]
-    )
-
-
-def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path):
-    model, embed = tiny_specblock()
-    save_drafter(tmp_path, model, "abc")
-    drafter = load_drafter(tmp_path, FakeTarget(embed), version="v1")
-    assert drafter.version == "v1"
-    with pytest.raises(DrafterMismatchError, match="trained for target"):
-        load_drafter(tmp_path, FakeTarget(embed, version="other"))
-    with pytest.raises(DrafterMismatchError, match="vocabulary"):
-        load_drafter(tmp_path, FakeTarget(embed, vocab_size=V + 1))
-    with pytest.raises(DrafterMismatchError, match="must hold"):
-        load_drafter(tmp_path / "nowhere", FakeTarget(embed))
-    (tmp_path / "drafter.safetensors").write_bytes(b"damaged")
-    with pytest.raises(DrafterMismatchError, match="must hold"):
-        load_drafter(tmp_path, FakeTarget(embed))
-
-
-def test_wrong_weights_are_refused_before_anything_changes():
-    model, embed = tiny_specblock()
-    drafter = SpecBlockDrafter(model, embed)
-    before = {k: t.clone() for k, t in drafter.forward.weights.items()}
-    good = {k: t.clone() for k, t in model.state_dict().items()}
-    for name, value in (
-        ("final_norm", torch.full((16,), float("nan"))),
-        ("final_norm", torch.ones(17)),
-        ("surplus", torch.ones(1)),
-    ):
-        with pytest.raises(DrafterMismatchError):
-            drafter.load_state({**good, name: value})
-    good.pop("final_norm")
-    with pytest.raises(DrafterMismatchError):
-        drafter.load_state(good)
-    assert all(torch.equal(before[k], t) for k, t in drafter.forward.weights.items())
 
 
 def test_a_bfloat16_output_head_stays_close_and_takes_new_weights():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.serving.loading.graphed import GraphedTarget
+from paceline.serving.loading.graphs import GraphedTarget
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.graph_capture import EagerGraphs, capture_all

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.kernels.dispatch import select_kernels
-from paceline.serving.loading.graphed import GraphedTarget
+from paceline.serving.loading.graphs import GraphedTarget
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.target_model.graph_capture import EagerGraphs, capture_all
 from paceline.serving.target_model.kv_cache import PageAllocator

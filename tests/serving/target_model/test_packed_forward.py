@@ -9,8 +9,7 @@ import torch
 
 from paceline.kernels.dispatch import select_kernels
 from paceline.serving.target_model.kv_cache import PageAllocator
-from paceline.serving.target_model.model import TargetBatch
-from paceline.serving.target_model.packed import forward_together
+from paceline.serving.target_model.model import TargetBatch, forward_together
 from tests.helpers.engines import VOCAB, FeatureDrafter, Run, Sinks, finish, greedy, make_engine, target
 from tests.helpers.fakes import prefill
 from tests.helpers.scripted_drafters import RandomDrafter

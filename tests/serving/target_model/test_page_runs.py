@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.serving.target_model.page_runs import PageRuns
+from paceline.serving.target_model.kv_cache import PageRuns
 
 
 def test_pages_come_in_order_behind_the_last_one():

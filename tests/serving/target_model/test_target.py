@@ -8,8 +8,9 @@ import torch
 from paceline.errors import ConfigError
 from paceline.kernels.dispatch import select_kernels
 from paceline.serving.target_model.kv_cache import PageAllocator
-from paceline.serving.target_model.model import TargetBatch, TargetModel, checkpoint_version, default_tap_layers
+from paceline.serving.target_model.model import TargetModel, checkpoint_version, default_tap_layers
 from tests.helpers.fakes import plain_logits, prefill, tiny_model, tiny_target, tiny_tokenizer
+from tests.helpers.trees import tree_batch, tree_path
 
 # float32 sums in another order: about 1e-6 on logits of size 5.
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
@@ -42,39 +43,6 @@ def _tokens(count, seed=0):
     return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _path(parents, node):
-    path = [node]
-    while parents[path[0]] >= 0:
-        path.insert(0, parents[path[0]])
-    return path
-
-
-def _ancestors(trees):
-    out = torch.zeros(sum(map(len, trees)), max(map(len, trees)), dtype=torch.bool)
-    at = 0
-    for parents in trees:
-        for i in range(len(parents)):
-            out[at + i, _path(parents, i)] = True
-        at += len(parents)
-    return out
-
-
-def _tree_batch(pages, kv, names, contexts, trees, tokens, **extra):
-    depths = [len(_path(parents, i)) - 1 for parents in trees for i in range(len(parents))]
-    counts = torch.tensor([len(t) for t in trees])
-    starts = torch.tensor(contexts).repeat_interleave(counts)
-    return TargetBatch(
-        token_ids=torch.tensor(tokens),
-        positions=starts + torch.tensor(depths),
-        cu_rows=torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))),
-        context_lens=torch.tensor(contexts),
-        slot_table=pages.table(names, max(contexts)),
-        out_rows=kv.scratch_rows(len(tokens)),
-        ancestors=_ancestors(trees),
-        **extra,
-    )
-
-
 @pytest.mark.parametrize("chunk", [1, 5, 23])
 def test_chunked_prefill_equals_one_ordinary_forward(target, chunk):
     kv, pages = target.new_kv_pool(8, 4, 0), PageAllocator(8, 4)
@@ -91,11 +59,11 @@ def test_tree_rows_equal_sequential_decoding_of_their_paths(target):
     for name, prompt in zip(names, prompts, strict=True):
         prefill(target, kv, pages, name, prompt)
     tokens = _tokens(11, seed=3)
-    got = target.forward(_tree_batch(pages, kv, names, contexts, trees, tokens), kv).logits
+    got = target.forward(tree_batch(pages, kv, names, contexts, trees, tokens), kv).logits
     at = 0
     for prompt, parents in zip(prompts, trees, strict=True):
         for i in range(len(parents)):
-            path = [tokens[at + j] for j in _path(parents, i)]
+            path = [tokens[at + j] for j in tree_path(parents, i)]
             torch.testing.assert_close(got[at + i], plain_logits(target, prompt + path)[-1], **TOLERANCE)
         at += len(parents)
 
@@ -104,8 +72,8 @@ def test_accepted_rows_are_committed_and_rejected_rows_leave_no_trace(target):
     kv, pages = target.new_kv_pool(8, 4, 16), PageAllocator(8, 4)
     prompt, tokens = _tokens(9), _tokens(len(TREE), seed=5)
     prefill(target, kv, pages, "a", prompt)
-    target.forward(_tree_batch(pages, kv, ["a"], [9], [TREE], tokens), kv)
-    path = _path(TREE, 4)
+    target.forward(tree_batch(pages, kv, ["a"], [9], [TREE], tokens), kv)
+    path = tree_path(TREE, 4)
     pages.ensure("a", 9 + len(path) + 1)
     kv.commit(kv.scratch_rows(len(TREE))[path], pages.rows("a", 9, 9 + len(path)))
     kv.data[:, kv.scratch_start :] = float("nan")
@@ -118,7 +86,7 @@ def test_rows_behind_the_context_need_no_scratch(target):
     kv, pages = target.new_kv_pool(8, 4, 16), PageAllocator(8, 4)
     prompt, tokens = _tokens(9), _tokens(len(TREE), seed=5)
     prefill(target, kv, pages, "a", prompt)
-    batch = _tree_batch(pages, kv, ["a"], [9], [TREE], tokens)
+    batch = tree_batch(pages, kv, ["a"], [9], [TREE], tokens)
     expected = target.forward(batch, kv).logits
     pages.ensure("a", 9 + len(TREE))
     batch.out_rows = pages.rows("a", 9, 9 + len(TREE))
@@ -129,11 +97,11 @@ def test_only_wanted_rows_get_logits_and_features_are_layer_outputs(target):
     kv, pages = target.new_kv_pool(8, 4, 16), PageAllocator(8, 4)
     prompt, tokens = _tokens(6), _tokens(len(TREE), seed=1)
     prefill(target, kv, pages, "a", prompt)
-    full = target.forward(_tree_batch(pages, kv, ["a"], [6], [TREE], tokens), kv)
-    some = target.forward(_tree_batch(pages, kv, ["a"], [6], [TREE], tokens, logit_rows=torch.tensor([4, 0])), kv)
+    full = target.forward(tree_batch(pages, kv, ["a"], [6], [TREE], tokens), kv)
+    some = target.forward(tree_batch(pages, kv, ["a"], [6], [TREE], tokens, logit_rows=torch.tensor([4, 0])), kv)
     torch.testing.assert_close(some.logits, full.logits[[4, 0]], **TOLERANCE)
     assert some.features.shape == (len(TREE), target.feature_size)
-    path = _path(TREE, 6)
+    path = tree_path(TREE, 6)
     ids = torch.tensor([prompt + [tokens[i] for i in path]])
     with torch.inference_mode():
         states = target.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
@@ -146,8 +114,8 @@ def test_one_request_alone_equals_the_same_request_in_a_batch(target):
     for name, count in (("a", 5), ("b", 12)):
         prefill(target, kv, pages, name, _tokens(count, seed=count))
     tokens = _tokens(len(TREE) + 2, seed=8)
-    both = target.forward(_tree_batch(pages, kv, ["a", "b"], [5, 12], [TREE, [-1, 0]], tokens), kv).logits
-    alone = target.forward(_tree_batch(pages, kv, ["b"], [12], [[-1, 0]], tokens[-2:]), kv).logits
+    both = target.forward(tree_batch(pages, kv, ["a", "b"], [5, 12], [TREE, [-1, 0]], tokens), kv).logits
+    alone = target.forward(tree_batch(pages, kv, ["b"], [12], [[-1, 0]], tokens[-2:]), kv).logits
     torch.testing.assert_close(both[-2:], alone, **TOLERANCE)
 
 

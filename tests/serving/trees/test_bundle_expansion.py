@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.serving.trees.bundle import rank_bundles
 from paceline.serving.trees.candidates import Candidates, HostProposal
+from paceline.serving.trees.host import rank_bundles
 from tests.helpers.scripted_drafters import RandomDrafter
 from tests.helpers.table_drafter import bundle_tree, draft_tables, paths_of, random_edges, random_tables
 from tests.helpers.trees import VOCAB, TwinDrafter, inputs_for, trees_of

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from paceline.serving.drafters.interface import Proposal
-from paceline.serving.trees.device_candidates import DeviceCandidates
+from paceline.serving.trees.device import DeviceCandidates
 from paceline.serving.trees.policy import TreePolicy
 from paceline.serving.trees.propose import DraftGroup
 from paceline.serving.trees.verify import accept

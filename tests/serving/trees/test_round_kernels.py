@@ -17,13 +17,12 @@ from paceline.kernels.gpu import draft_ingest, rope_scatter, slot_attention, top
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.eagle3.drafter import EagleDrafter
 from paceline.serving.loading import calibration as engine_calibration
-from paceline.serving.loading.graphed import GraphedTarget
+from paceline.serving.loading.graphs import GraphedTarget
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetModel
-from paceline.serving.trees.device import LargestTrees
-from paceline.serving.trees.device_candidates import DeviceCandidates
+from paceline.serving.trees.device import DeviceCandidates, LargestTrees
 from paceline.serving.trees.policy import TreePolicy
 from paceline.serving.trees.verify import accept
 from tests.helpers.drafters import make_inputs, new_requests, tiny_eagle, tiny_head, tiny_specblock
@@ -43,9 +42,9 @@ from tests.helpers.trees import (
     nodes_of,
     on_host,
     random_round,
+    tree_batch,
     trees_of,
 )
-from tests.serving.target_model.test_target import _tree_batch
 
 
 @pytest.fixture(params=["spec", "triton"])
@@ -126,7 +125,7 @@ def test_the_target_with_rope_in_one_kernel_equals_the_modules(kernels, kind, dt
             prefill(target, kv, pages, name, torch.randint(3, 64, (length,), generator=rng).tolist())
         trees = [[-1, 0, 0, 1], [-1, 0]]
         tokens = torch.randint(3, 64, (6,), generator=rng).tolist()
-        out = target.forward(_tree_batch(pages, kv, ["a", "b"], [9, 2], trees, tokens), kv)
+        out = target.forward(tree_batch(pages, kv, ["a", "b"], [9, 2], trees, tokens), kv)
         results.append((out.logits, out.features, kv.data))
     tolerance = TOLERANCE if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.05}  # a rounding step after 2 layers
     for got, expected in zip(results[1], results[0], strict=True):
