@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.adapt.families.family import TrainingFamily
-from paceline.adapt.families.fresh import even_taps, reduce_vocab, target_embedding
-from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
+from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, even_taps, reduce_vocab, target_embedding
 from paceline.adapt.families.row_batch import RowBatch, draft_index, head_loss, row_chunks
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.errors import ConfigError

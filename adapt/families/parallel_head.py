@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.adapt.families.family import TrainingFamily
-from paceline.adapt.families.fresh import even_taps
-from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
+from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, even_taps
 from paceline.adapt.families.row_batch import RowBatch, soft_cross_entropy
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.errors import ConfigError

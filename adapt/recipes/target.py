@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.adapt.data import corpus
 from paceline.errors import ConfigError
-from paceline.paths import open_atomic
+from paceline.paths import open_atomic, write_atomic
 from paceline.records import Setting, Threads, count, record, require
 
 log = logging.getLogger(__name__)
@@ -322,11 +322,11 @@ def _write_provenance(
 ) -> None:
     sources = "\n".join(f"- {d}: {corpus.licence(d, data)}" for d in recipe.domains)
     rows = "\n".join(f"| {d} | {v:.3f} |" for d, v in losses.items())
-    (out / "PROVENANCE.md").write_text(
+    write_atomic(
+        out / "PROVENANCE.md",
         f"# Provenance of the target\n\nTrained from random initial weights by this project's own recipe.\n\n"
         f"Command: `{command}`\n\nSeed {recipe.seed}; {tokens:,} training tokens; {seconds / 60:.0f} minutes of "
         f"optimizer time; torch {torch.__version__} on {platform.machine()}.\n\n## Data and licences\n\n{sources}\n\n"
         f"## Held-out loss (3% of documents by hash)\n\n| domain | nats per token |\n|---|---|\n{rows}\n\n"
         f"## Recipe\n\n```json\n{json.dumps(asdict(recipe), indent=1)}\n```\n",
-        encoding="utf-8",
     )

@@ -202,8 +202,7 @@ def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> 
 def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
     if any(v.policy in HINDSIGHT for v in chosen):
         raise ConfigError("policies must not name 'oracle' or 'bound' in a live replay: what training would bring is not known there")  # fmt: skip
-    from paceline.bench.replay.live import run_live
-    from paceline.bench.replay.live_text import SMALL, LiveConfig
+    from paceline.bench.replay.live import SMALL, LiveConfig, run_live
 
     rows, scenarios, notes = run_live(
         chosen, config=SMALL if options.source == "live-small" else LiveConfig(), num_orders=options.seeds, data=options.data,

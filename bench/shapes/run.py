@@ -14,8 +14,7 @@ from rich.table import Table
 from paceline.bench.common.engine_run import set_threads
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import new_table, progress, say_file
-from paceline.bench.shapes.costs import Forward, Part, total, verify_forward
-from paceline.bench.shapes.drafters import DRAFTERS, MAX_DEPTH, DraftPlan, num_params
+from paceline.bench.shapes.costs import DRAFTERS, MAX_DEPTH, DraftPlan, Forward, Part, num_params, total, verify_forward
 from paceline.bench.shapes.kernel_shapes import MODELS, Shape
 from paceline.bench.shapes.timing import estimate_on_cpu, time_on_gpu
 from paceline.records import DEVICES, JsonFile, Setting, Threads, record, require

@@ -7,8 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from paceline.bench.replay.report import checks, suggest
-from paceline.bench.replay.stats import advice, cell_rows, regret
+from paceline.bench.replay.report import advice, cell_rows, checks, regret, suggest
 from paceline.cli.main import app
 from paceline.config import load_config
 from paceline.errors import PacelineError

@@ -5,8 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from paceline.bench.replay.live import run_live
-from paceline.bench.replay.live_text import LiveConfig
+from paceline.bench.replay.live import LiveConfig, run_live
 from paceline.bench.replay.plan import variants
 from paceline.bench.replay.run import RUNS_FILE
 from paceline.errors import ConfigError

@@ -8,8 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline.bench.shapes import kernel_shapes
-from paceline.bench.shapes.costs import verify_forward
-from paceline.bench.shapes.drafters import DraftPlan, eagle3_forwards
+from paceline.bench.shapes.costs import DraftPlan, eagle3_forwards, verify_forward
 from paceline.bench.shapes.timing import estimate_on_cpu, time_on_gpu
 from paceline.cli.main import app
 from paceline.errors import PacelineError
