@@ -6,7 +6,7 @@ Shape legend: H drafter hidden size, F fused feature size, m tapped layers, V ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated as A
 from typing import Any
@@ -87,6 +87,10 @@ class TargetShape:
     head_dim: int
     num_layers: int
     rms_eps: float
+
+    def of_a_layer(self) -> dict[str, Any]:
+        """All sizes but the number of layers."""
+        return {name: value for name, value in asdict(self).items() if name != "num_layers"}
 
 
 def target_shape(target_dir: Path) -> TargetShape:

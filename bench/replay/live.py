@@ -12,7 +12,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -158,27 +158,15 @@ class MergedStore:
         return self._owner[shard_id].read_shard(shard_id)
 
 
-@dataclass
 class LiveOutcomes:
     """Trains with adapt/online/trainer.py on the texts that the replay has served so far; scores by exact replay."""
 
-    labels: tuple[str, ...]
-    stores: dict[str, TraceStore]
-    train_shards: dict[str, list[ShardInfo]]
-    score_shards: dict[str, list[ShardInfo]]
-    registry: DrafterRegistry
-    first_version: str
-    handle: TargetHandle
-    cache: Path
-    text_id: str
-    """Names the texts and the target in the keys of kept results."""
-    say: Say
-    served: np.ndarray  # (T, D) rows traced up to the end of each step
-    names: dict[str, str] = field(default_factory=dict)
-    """Version of the replay -> version of the registry."""
-
-    def __post_init__(self) -> None:
-        self.names[FIRST] = self.first_version
+    def __init__(self, service: LiveService, served: np.ndarray) -> None:
+        """served: (T, D) rows traced up to the end of each step."""
+        self.service, self.served = service, served
+        self.labels = service.config.buckets
+        self.names = {FIRST: service.first}
+        """Version of the replay -> version of the registry."""
         self._lengths: dict[str, np.ndarray] = {}
 
     def lengths(self, version: str) -> np.ndarray:
@@ -189,18 +177,22 @@ class LiveOutcomes:
         return self._lengths[real]
 
     def _length(self, version: str, bucket: str) -> float:
-        path = self.cache / "scores" / f"{version}-{bucket}-{self.text_id}.json"
+        path = self.service.cache / "scores" / f"{version}-{bucket}-{self.service.text_id}.json"
         if path.is_file():
             return float(json.loads(path.read_text(encoding="utf-8"))["acceptance_length"])
-        self.say(f"scoring {version} on {bucket}")
-        manifest = self.registry.get_manifest(version)
-        state = self.registry.load_state(version, target_version=self.handle.version)
+        self.service.say(f"scoring {version} on {bucket}")
+        manifest = self.service.registry.get_manifest(version)
+        state = self.service.registry.load_state(version, target_version=self.service.handle.version)
         drafter = build_drafter(
-            {**manifest.config, "drafter_type": manifest.drafter_type}, state, self.handle, version=version,
+            {**manifest.config, "drafter_type": manifest.drafter_type}, state, self.service.handle, version=version,
             target_version=manifest.target_version,
         )  # fmt: skip
-        traces = [t for s in self.score_shards[bucket] for t in self.stores[bucket].read_shard(s.shard_id)]
-        scores = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.handle.device)[version]
+        traces = [
+            t for s in self.service.score_shards[bucket] for t in self.service.stores[bucket].read_shard(s.shard_id)
+        ]
+        scores = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.service.handle.device)[
+            version
+        ]
         length = sum(s.num_tokens for s in scores) / max(sum(s.num_rounds for s in scores), 1)
         write_atomic(path, json.dumps({"acceptance_length": length, "num_requests": len(scores)}))
         return length
@@ -209,7 +201,7 @@ class LiveOutcomes:
         """Shards of a bucket whose rows were served up to a step; a bucket that came round again has them all."""
         rows = float(self.served[step, self.labels.index(bucket)])
         out, total = [], 0
-        for shard in self.train_shards[bucket]:
+        for shard in self.service.train_shards[bucket]:
             total += shard.num_rows
             if total > rows:
                 break
@@ -220,7 +212,7 @@ class LiveOutcomes:
         base = self.names[order.base]
         shards = self._seen(order.bucket, order.step)
         rehearsal = [s for b in self.labels if b != order.bucket for s in self._seen(b, order.step)]
-        facts = [base, order.bucket, msgspec.to_builtins(order.arm), len(shards), len(rehearsal), round(order.time_limit_s), self.text_id]  # fmt: skip
+        facts = [base, order.bucket, msgspec.to_builtins(order.arm), len(shards), len(rehearsal), round(order.time_limit_s), self.service.text_id]  # fmt: skip
         job_id = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         result = self._result(job_id, order, base, shards, rehearsal)
         version = None
@@ -235,23 +227,27 @@ class LiveOutcomes:
         )  # fmt: skip
 
     def _result(self, job_id: str, order: TrainOrder, base: str, shards: list[str], rehearsal: list[str]) -> TrainResult:  # fmt: skip
-        path = self.cache / "jobs" / f"{job_id}.json"
+        path = self.service.cache / "jobs" / f"{job_id}.json"
         if path.is_file():
             return msgspec.json.decode(path.read_bytes(), type=TrainResult)
-        self.say(f"training {order.arm.name} on {order.arm.num_rows} rows of {order.bucket}")
+        self.service.say(f"training {order.arm.name} on {order.arm.num_rows} rows of {order.bucket}")
         job = TrainJob(
             job_id=job_id,
             bucket=order.bucket,
             arm=order.arm,
             base_version=base,
-            first_version=self.first_version,
+            first_version=self.service.first,
             shard_ids=shards,
             rehearsal_shard_ids=rehearsal,
             seed=int(job_id[:6], 16),
             time_limit_s=order.time_limit_s,
         )
         result = run_training_job(
-            job, MergedStore(self.stores), self.registry, self.handle, shadow=ShadowConfig(num_nodes=NUM_NODES)
+            job,
+            MergedStore(self.service.stores),
+            self.service.registry,
+            self.service.handle,
+            shadow=ShadowConfig(num_nodes=NUM_NODES),
         )
         write_atomic(path, msgspec.json.encode(result))
         return result
@@ -352,15 +348,10 @@ class LiveService:
         seed = order if seed is None else seed
         config = self.config
         traffic, served = self._traffic(order)
-        outcomes = LiveOutcomes(
-            labels=traffic.labels, stores=self.stores, train_shards=self.train_shards, score_shards=self.score_shards,
-            registry=self.registry, first_version=self.first, handle=self.handle, cache=self.cache,
-            text_id=self.text_id, say=self.say, served=served,
-        )  # fmt: skip
         settings = {"epoch_s": config.epoch_s, **dict(variant.settings)}
         policy = policy_config(variant.policy, settings, seed)
         learned = {FIRST: {b: n for b, n in self.learned.items() if b in traffic.labels}}
-        return World(traffic, outcomes, policy, seed=seed, learned=learned)
+        return World(traffic, LiveOutcomes(self, served), policy, seed=seed, learned=learned)
 
     def _traffic(self, order: int) -> tuple[Traffic, np.ndarray]:
         """Phases of equal device time under the first drafter, and the rows traced up to each step (T, D)."""
@@ -373,11 +364,7 @@ class LiveService:
             plain_s=self.seconds["plain_s"], batch_size=config.batch_size, tokens_per_request=float(config.max_new_tokens),
             num_replicas=max(1, math.ceil(config.load)),
         )  # fmt: skip
-        first = LiveOutcomes(
-            labels=labels, stores=self.stores, train_shards=self.train_shards, score_shards=self.score_shards,
-            registry=self.registry, first_version=self.first, handle=self.handle, cache=self.cache,
-            text_id=self.text_id, say=self.say, served=np.zeros((1, len(labels))),
-        ).lengths(FIRST)  # fmt: skip
+        first = LiveOutcomes(self, np.zeros((1, len(labels)))).lengths(FIRST)
         for phase, d in enumerate(ORDERS[order]):
             rate = config.load / float(traffic.token_s(first)[d])
             tokens[phase * per_phase : (phase + 1) * per_phase, d] = rate * config.step_s

@@ -238,7 +238,7 @@ def _decisions(rows: Sequence[Row]) -> dict[str, dict[str, list[dict[str, Any]]]
     return out
 
 
-def print_report(report: dict[str, Any], console: Console, *, is_sweep: bool = False) -> None:
+def print_report(report: dict[str, Any], console: Console) -> None:
     """Tables: over all cells, per cell, which policy to run, checks."""
     console.print(_overall_table(report))
     if len(report["scenarios"]) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import random
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from typing import Annotated as A
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.markup import escape
 
@@ -20,21 +18,19 @@ from paceline.bench.common.terminal import Bar, new_table, progress
 from paceline.bench.common.workloads import load_prompts
 from paceline.bench.serve.cell import CellRunner, Load
 from paceline.bench.serve.client import StreamClient, StreamRequest, find_features
-from paceline.bench.serve.local_service import local_service, watch_lag
+from paceline.bench.serve.local_service import LOAD, REQUESTS, SERVER, ServerOptions, watch_lag
 from paceline.bench.serve.server_metrics import NOT_OFFERED, acceptance_between, read_page
 from paceline.bench.serve.stats import CHUNKS, summarize
 from paceline.bench.serve.stream_stats import percentiles_ms
-from paceline.records import DataFolder, JsonFile, Setting, record, require
+from paceline.records import Setting, record, require
 
 ROUTES = ("completions", "chat")
-SERVER, LOAD, REQUESTS = "Server", "Load", "Requests"
-"""Headings of options in --help."""
 MIN_WAVES = 4
 """Requests of a closed loop are at least so many times its clients: fewer leave no time at full load."""
 
 
 @record()
-class ServeBenchOptions:
+class ServeBenchOptions(ServerOptions):
     """Closed loops (--concurrency) and open ones (--rate) of streaming requests against any OpenAI-compatible server: time
     to the first token, gaps between chunks, output and user tokens per second with 95% intervals, ramp-up and drain left
     out; acceptance where the server tells it.
@@ -44,13 +40,6 @@ class ServeBenchOptions:
     Example: paceline bench serve --url http://127.0.0.1:8000 --concurrency 1,8,32 --json serve.json.
     """
 
-    url: A[str, Setting("Address of the server, with or without /v1.", panel=SERVER)] = "http://127.0.0.1:8000"
-    is_local: A[
-        bool,
-        Setting(
-            "Start `paceline serve` for this run, on a free port, and stop it afterwards.", flag="serve", panel=SERVER
-        ),
-    ] = False
     model: A[str | None, Setting("Default: the first that /v1/models names.", panel=SERVER)] = None
     route: A[str, Setting("completions | chat.", panel=SERVER, choices=ROUTES)] = "completions"
     concurrencies: A[
@@ -76,11 +65,7 @@ class ServeBenchOptions:
     ] = 64  # fmt: skip
     warmup: A[int, Setting("Requests before each load that are not counted.", panel=LOAD, ge=0)] = 8
     max_s: A[float, Setting("A load sends no request later than this.", flag="seconds", panel=LOAD, gt=0)] = 120.0
-    max_tokens: A[int, Setting("Longest answer.", panel=REQUESTS, ge=1)] = 128
     temperature: A[float, Setting("0 = greedy.", panel=REQUESTS, ge=0)] = 0.0
-    buckets: A[
-        tuple[str, ...], Setting("Comma list of traffic classes, taken in turn.", panel=REQUESTS, non_empty=True)
-    ] = ("tools", "code", "math", "facts")
     names_buckets: A[
         bool,
         Setting(
@@ -88,9 +73,6 @@ class ServeBenchOptions:
             flag="name-buckets", panel=REQUESTS,
         ),
     ] = False  # fmt: skip
-    timeout_s: A[
-        float, Setting("Seconds of silence after which a stream counts as dead.", flag="timeout", panel=REQUESTS, gt=0)
-    ] = 120.0
     num_tries: A[
         int,
         Setting(
@@ -111,12 +93,9 @@ class ServeBenchOptions:
         Setting("Bearer token; better given as the environment variable.", panel=SERVER, env="PACELINE_API_TOKEN"),
     ] = None
     note: A[str, Setting("Words kept in the JSON: which server, started how, what else ran.")] = ""
-    seed: A[int, Setting("Seed of prompts, arrivals and sampling.", ge=0)] = 0
-    data: DataFolder = None
-    json: JsonFile = None
 
     def __post_init__(self) -> None:
-        require(self.url.startswith(("http://", "https://")), "url must begin with http:// or https://", self.url)
+        ServerOptions.__post_init__(self)  # a class with slots has no super() without arguments
         require(bool(self.concurrencies or self.rates_per_s), "concurrency and rate must not both be empty", "")
         try:
             is_object = isinstance(json.loads(self.extra_body), dict)
@@ -173,13 +152,7 @@ def run_serve_bench(options: ServeBenchOptions, console: Console) -> dict[str, A
     """
     shown = dataclasses.replace(options, api_key="given" if options.api_key else None)  # never written to a file
     plan, num_repeated = plan_requests(options)
-    with contextlib.ExitStack() as stack:
-        url = options.url
-        if options.is_local:
-            with console.status("starting a local service (about 30 s)"):
-                url = stack.enter_context(local_service())
-            console.print(f"local service at {url}", highlight=False)
-        url = url.rstrip("/").removesuffix("/v1")
+    with options.server(console) as url:
         extra = {"url": url, "num_repeated_prompts": num_repeated, "cells": []}
         result = ResultFile(options.json, command="bench serve", options=shown, extra=extra)
         document = asyncio.run(_run(options, url, plan, result, console))
@@ -190,12 +163,9 @@ def run_serve_bench(options: ServeBenchOptions, console: Console) -> dict[str, A
 async def _run(
     options: ServeBenchOptions, url: str, plan: Sequence[tuple[list[StreamRequest], list[StreamRequest]]], result: ResultFile, console: Console
 ) -> dict[str, Any]:  # fmt: skip
-    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=max((*options.concurrencies, 64)))
-    timeout = httpx.Timeout(options.timeout_s, connect=10.0)
     is_chat = options.route == "chat"
     lags_s: list[float] = []
-    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as http:
+    async with options.client(url, options.api_key) as http:
         features = await find_features(http, url, is_chat=is_chat, model=options.model, extra=options.extra)
         result.update(server={k: getattr(features, k) for k in ("model", "has_token_ids", "has_usage", "has_done")})
         client = StreamClient(
