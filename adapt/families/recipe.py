@@ -25,14 +25,9 @@ from paceline.serving.sampling.request import RequestTrace
 class DrafterRecipe:
     """Text, shape and schedule of one drafter; what is None, its family decides."""
 
-    drafter: A[
-        str, Setting("Kind of drafter (`drafter_type` of the result): specblock | eagle3 | jetspec | dflash.")
-    ] = "specblock"
+    drafter: A[str, Setting("Kind of drafter of the result: specblock | eagle3 | jetspec | dflash.")] = "specblock"
     domains: A[
-        tuple[str, ...],
-        Setting(
-            "Comma list of domains whose prompts are continued; '' = the .jsonl and .txt files of the data folder."
-        ),
+        tuple[str, ...], Setting("Comma list of domains that are continued; '' = the .jsonl and .txt files of --data.")
     ] = ("tools", "code")
     text: RegenerateConfig = field(default_factory=RegenerateConfig)
     epochs: A[float, Setting("Passes over that text.", ge=0.01)] = 3.0
@@ -42,9 +37,7 @@ class DrafterRecipe:
     """Rows of a batch, padding included."""
     max_rows: int = 1024
     """Longer requests are cut."""
-    learning_rate: A[
-        float | None, Setting("Peak of the learning rate; default: the kind's own.", ge=1e-8, le=1.0)
-    ] = None  # fmt: skip
+    learning_rate: A[float | None, Setting("Its peak; default: the kind's own.", ge=1e-8, le=1.0)] = None
     warmup_share: float = 0.05
     final_share: float = 0.02
     """Learning rate at the end over its peak."""
@@ -54,20 +47,11 @@ class DrafterRecipe:
     """Draft tokens of a call."""
     draft_vocab_size: A[
         int | None,
-        Setting(
-            "Draft only the tokens that the target writes most often, so many of them; default: all.",
-            flag="draft-vocab",
-        ),
+        Setting("Draft only so many tokens, those the target writes most; default: all.", flag="draft-vocab"),
     ] = None
-    edge_rank: A[
-        int | None,
-        Setting("Rank of the previous-token correction of jetspec and dflash scores; default: no correction."),
-    ] = None
+    edge_rank: A[int | None, Setting("Rank of jetspec's and dflash's previous-token correction; default: none.")] = None
     without: A[
-        tuple[str, ...],
-        Setting(
-            "Comma list of SpecBlock's parts to leave out (ablations): shift, inheritance, valid-prefix, rank-head."
-        ),
+        tuple[str, ...], Setting("SpecBlock's parts to leave out: shift, inheritance, valid-prefix, rank-head.")
     ] = ()
     loss: Any = None
     """The family's loss settings, a dataclass."""

@@ -53,10 +53,9 @@ class TrainDrafterOptions:
     target: A[str, Setting("'bundled' or the folder of a local transformers checkpoint.")]
     out: A[Path, Setting("Folder for weights, config, PROVENANCE.md, shards and the checkpoint.")]
     recipe: DrafterRecipe = field(default_factory=DrafterRecipe)
-    data: A[
-        Path | None,
-        Setting("Folder of text data (docs/drafters.md); needed by every domain but code.", is_folder=True),
-    ] = None
+    data: A[Path | None, Setting("Folder of text data (docs/drafters.md); only code needs none.", is_folder=True)] = (
+        None
+    )
     num_threads: Threads = None
     device: A[str, Setting("cpu | cuda.", choices=("cpu", "cuda"))] = "cpu"
 

@@ -36,15 +36,7 @@ CHAT_TEMPLATE = (
 class TargetRecipe:
     """Sizes, tokens and schedule of a target."""
 
-    num_tokens: A[
-        int,
-        Setting(
-            "Training tokens in all; the last of them run with a falling learning rate.",
-            flag="tokens",
-            parser=count,
-            ge=1,
-        ),
-    ] = 5_400_000
+    num_tokens: A[int, Setting("Training tokens in all.", flag="tokens", parser=count, ge=1)] = 5_400_000
     hidden_size: A[int, Setting("Hidden size.", flag="width", ge=1)] = 128
     num_layers: A[int, Setting("Layers.", flag="layers", ge=1)] = 32
     intermediate_size: int = 384
@@ -64,11 +56,8 @@ class TargetRecipe:
     seed: A[int, Setting("Seed of weights and windows.", ge=0)] = 1
 
     def __post_init__(self) -> None:
-        require(
-            self.num_tokens >= self.step_tokens,
-            f"tokens must be at least one batch, {self.step_tokens}",
-            self.num_tokens,
-        )
+        is_batch = self.num_tokens >= self.step_tokens
+        require(is_batch, f"tokens must be at least one batch, {self.step_tokens}", self.num_tokens)
 
     @property
     def step_tokens(self) -> int:

@@ -44,7 +44,6 @@ from paceline.bench.replay.plan import Task, Variant
 from paceline.bench.replay.run import RUNS_FILE, Row, read_finished, row_of
 from paceline.config import EngineConfig
 from paceline.contracts import Group, TrainJob, TrainResult
-from paceline.errors import ConfigError
 from paceline.paths import resolve_drafter, write_atomic
 from paceline.serving.loading.families import build_drafter, read_drafter_files
 from paceline.serving.target_model.model import TargetModel
@@ -270,14 +269,10 @@ def run_live(
     """(rows, scenarios, notes); seed i stands for order i. Everything slow is kept in `cache` (the --resume folder).
 
     config: size of the replay. load: devices that the traffic keeps busy with the first drafter; None = that of the configuration.
-    Raises: ConfigError when a bucket has no prompts, `num_orders` is below 1 or `load` not above 0.
+    Raises: ConfigError when a bucket has no prompts.
     """
-    if num_orders < 1:
-        raise ConfigError(f"seeds must be >= 1, got {num_orders}")
     config = config or LiveConfig()
     if load is not None:
-        if not 0 < load < float("inf"):
-            raise ConfigError(f"load must be > 0 and finite, got {load}")
         config = dataclasses.replace(config, load=load)
     if cache is None:
         with tempfile.TemporaryDirectory(prefix="paceline-replay-") as folder:

@@ -18,7 +18,7 @@ from paceline.bench.common.terminal import Bar, new_table, progress, say_file
 from paceline.bench.common.workloads import load_prompts
 from paceline.bench.serve.client import REFUSED, StreamClient, StreamRequest, StreamResult, find_features
 from paceline.bench.serve.local_service import ServerOptions, watch_lag
-from paceline.bench.serve.stream_stats import StreamTotals, explain_difference, first_difference, percentiles_ms
+from paceline.bench.serve.stats import StreamTotals, explain_difference, first_difference, percentiles_ms
 from paceline.records import Setting, record, require
 
 _SAVE_EVERY_S = 10.0

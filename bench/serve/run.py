@@ -20,8 +20,7 @@ from paceline.bench.serve.cell import CellRunner, Load
 from paceline.bench.serve.client import StreamClient, StreamRequest, find_features
 from paceline.bench.serve.local_service import LOAD, REQUESTS, SERVER, ServerOptions, watch_lag
 from paceline.bench.serve.server_metrics import NOT_OFFERED, acceptance_between, read_page
-from paceline.bench.serve.stats import CHUNKS, summarize
-from paceline.bench.serve.stream_stats import percentiles_ms
+from paceline.bench.serve.stats import CHUNKS, percentiles_ms, summarize
 from paceline.records import Setting, record, require
 
 ROUTES = ("completions", "chat")
@@ -44,53 +43,30 @@ class ServeBenchOptions(ServerOptions):
     route: A[str, Setting("completions | chat.", panel=SERVER, choices=ROUTES)] = "completions"
     concurrencies: A[
         tuple[int, ...],
-        Setting(
-            "Comma list of closed loops: clients that send again when answered; '' for none.",
-            flag="concurrency", panel=LOAD, ge=1, le=4096,
-        ),
+        Setting("Comma list of closed loops: clients that send again when answered; '' for none.", flag="concurrency", panel=LOAD, ge=1, le=4096),
     ] = (1, 4, 16)  # fmt: skip
     rates_per_s: A[
         tuple[float, ...],
-        Setting(
-            "Comma list of open loops, after the closed ones: requests per second, arriving at random (Poisson).",
-            flag="rate", panel=LOAD, gt=0,
-        ),
+        Setting("Comma list of open loops: requests per second, arriving at random (Poisson).", flag="rate", panel=LOAD, gt=0),
     ] = ()  # fmt: skip
     num_requests: A[
         int,
-        Setting(
-            f"Requests of a load, at least; a closed loop sends {MIN_WAVES} times its clients if that is more.",
-            flag="requests", panel=LOAD, ge=1,
-        ),
+        Setting(f"Requests of a load, at least; of a closed loop {MIN_WAVES} times its clients.", flag="requests", panel=LOAD, ge=1),
     ] = 64  # fmt: skip
     warmup: A[int, Setting("Requests before each load that are not counted.", panel=LOAD, ge=0)] = 8
     max_s: A[float, Setting("A load sends no request later than this.", flag="seconds", panel=LOAD, gt=0)] = 120.0
     temperature: A[float, Setting("0 = greedy.", panel=REQUESTS, ge=0)] = 0.0
     names_buckets: A[
-        bool,
-        Setting(
-            "Send each prompt's traffic class as x-paceline-bucket, as clients of Paceline do.",
-            flag="name-buckets", panel=REQUESTS,
-        ),
-    ] = False  # fmt: skip
+        bool, Setting("Send x-paceline-bucket, as clients of Paceline do.", flag="name-buckets", panel=REQUESTS)
+    ] = False
     num_tries: A[
-        int,
-        Setting(
-            "How often a request is sent while the answer is 429 (Retry-After is kept).",
-            flag="tries",
-            panel=REQUESTS,
-            ge=1,
-        ),
+        int, Setting("Times that a request is sent while the answer is 429.", flag="tries", panel=REQUESTS, ge=1)
     ] = 8
     extra_body: A[
-        str,
-        Setting(
-            "JSON object added to every request, such as '{\"ignore_eos\": true}'; null drops a field.", panel=REQUESTS
-        ),
+        str, Setting("JSON object added to requests, as '{\"ignore_eos\": true}'; null drops a field.", panel=REQUESTS)
     ] = "{}"
     api_key: A[
-        str | None,
-        Setting("Bearer token; better given as the environment variable.", panel=SERVER, env="PACELINE_API_TOKEN"),
+        str | None, Setting("Bearer token; better in the environment.", panel=SERVER, env="PACELINE_API_TOKEN")
     ] = None
     note: A[str, Setting("Words kept in the JSON: which server, started how, what else ran.")] = ""
 

@@ -29,14 +29,14 @@ from paceline.adapt.online.trainer import ShadowConfig
 from paceline.bench.common.engine_run import encode, load_target, set_threads
 from paceline.bench.common.result_file import write_json
 from paceline.bench.common.terminal import progress, say_file
-from paceline.bench.common.workloads import load_prompts
+from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
 from paceline.bench.shadow.decode import Decoded, RealRounds, Workload, decode
 from paceline.bench.shadow.report import compare, judge, print_report
 from paceline.bench.shadow.versions import VersionPlan, VersionShop, plan_versions
 from paceline.config import TreeConfig
 from paceline.errors import ConfigError
 from paceline.paths import write_atomic
-from paceline.records import DTYPES, DataFolder, JsonFile, Model, Setting, Threads, record, require
+from paceline.records import DataFolder, Dtype, JsonFile, Model, Setting, Threads, record, require
 from paceline.serving.sampling.request import RequestTrace, SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
@@ -51,43 +51,26 @@ class ShadowCheckOptions:
     Exit code 1 if a paired error exceeds 2%.
     """
 
-    num_versions: A[
-        int, Setting("Drafter versions: the bundled one and trained ones.", flag="versions", ge=1)
-    ] = 6  # fmt: skip
-    buckets: A[tuple[str, ...], Setting("Comma list of traffic classes.", non_empty=True)] = (
-        "tools", "code", "math", "facts",
-    )  # fmt: skip
-    temperatures: A[
-        tuple[float, ...], Setting("Comma list of temperatures.", flag="temperature", ge=0, non_empty=True)
-    ] = (0.0, 0.8)
+    num_versions: A[int, Setting("Drafter versions: the first and trained ones.", flag="versions", ge=1)] = 6
+    buckets: A[tuple[str, ...], Setting("Comma list of traffic classes.", non_empty=True)] = BUNDLED_BUCKETS
+    temperatures: A[tuple[float, ...], Setting("Comma list.", flag="temperature", ge=0, non_empty=True)] = (0.0, 0.8)
     num_prompts: A[int, Setting("Requests per row.", ge=2)] = 24
     max_tokens: A[int, Setting("New tokens per request at most.", ge=3)] = 96
     num_train_prompts: A[
         int, Setting("Requests per bucket whose traces the versions learn from.", flag="train-prompts", ge=8)
     ] = 48
     num_adaptive_prompts: A[
-        int,
-        Setting(
-            "Requests per row that are also decoded with the adaptive budget, for information; 0 = none.",
-            flag="adaptive-prompts", ge=0,
-        ),
-    ] = 4  # fmt: skip
+        int, Setting("Requests per row that the adaptive budget decodes, too; 0 = none.", flag="adaptive-prompts", ge=0)
+    ] = 4
     batch: A[int, Setting("Requests decoded together.", ge=1)] = 8
     model: Model = "bundled"
     drafter: A[str, Setting("The first version: a bundled drafter's name, or a folder.")] = "bundled"
-    dtype: A[
-        str,
-        Setting(
-            "auto (as the service) | float32 (text does not depend on rounding) | bfloat16 | float16.", choices=DTYPES
-        ),
-    ] = "auto"
+    dtype: Dtype = "auto"
     num_threads: Threads = 1
     seed: A[int, Setting("Seed of prompts, sampling and training.", ge=0)] = 0
     data: DataFolder = None
     json: JsonFile = None
-    work: A[
-        Path | None, Setting("Folder that keeps traces, versions and rows; a second run goes on there.")
-    ] = None  # fmt: skip
+    work: A[Path | None, Setting("Folder that keeps traces, versions and rows; a second run goes on there.")] = None
 
     def __post_init__(self) -> None:
         fits = self.num_adaptive_prompts <= self.num_prompts
