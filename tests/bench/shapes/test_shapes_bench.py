@@ -63,10 +63,10 @@ def test_one_layer_stands_for_all_of_its_kind():
     [
         (["--models", "gpt-2"], "models must be among llama-3.1-8b, qwen3-8b"),
         (["--contexts", "0"], "contexts must be"),
-        (["--batch", ""], "batch must be"),
+        (["--batch", ""], "batch must not be empty"),
         (["--depth", "9"], "depth must be in [1, 8]"),
         (["--nodes", "0"], "nodes must be >= 1"),
-        (["--device", "tpu"], "device must be auto, cpu or cuda"),
+        (["--device", "tpu"], "device must be one of auto, cpu, cuda"),
     ],
 )
 def test_bad_options_are_answered_in_one_sentence(arguments, message):
