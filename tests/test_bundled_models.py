@@ -6,8 +6,8 @@ import re
 import pytest
 
 from paceline import paths
-from paceline.adapt.families.table import FAMILIES
 from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.families.training import FAMILIES
 from paceline.adapt.recipes.learning_curve import CURVE_FILE, read_curve
 from paceline.bench.common.engine_run import load_named_drafter, trained_domains
 from paceline.bench.drafters.arms import weights_of

@@ -43,11 +43,8 @@ class RegenerateConfig:
 
     num_tokens: A[
         int,
-        Setting(
-            "Tokens that the target writes as training text, at least, over all domains; 128 requests at a time.",
-            flag="tokens", parser=count, ge=1,
-        ),
-    ] = 400_000  # fmt: skip
+        Setting("Tokens of text that the target writes at least, over all domains.", flag="tokens", parser=count, ge=1),
+    ] = 400_000
     max_new_tokens: int = 160
     max_prompt_tokens: int = 256
     temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)

@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.adapt.families.family import TrainingFamily
-from paceline.adapt.families.fresh import even_taps, reduce_vocab, target_embedding
-from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
+from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, even_taps, reduce_vocab, target_embedding
 from paceline.adapt.families.row_batch import RowBatch, draft_index, head_loss, row_chunks
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.errors import ConfigError
@@ -176,18 +175,13 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
         raise ConfigError(f"num_layers of an EAGLE-3 drafter must be 1, got {recipe.num_layers}")
     assert recipe.num_slots is not None and isinstance(recipe.loss, EagleLossConfig)
     return EagleConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        **shape.of_a_layer(),
         vocab_size=target.vocab_size,
         feature_size=target.feature_size,
         embed_size=target.embed_weight.shape[1],
         num_slots=recipe.num_slots,
         num_steps=recipe.loss.num_steps,
         draft_vocab_size=recipe.draft_vocab_size,
-        rms_eps=shape.rms_eps,
     )
 
 

@@ -1,8 +1,12 @@
-"""Drafter recipe: text, shape, schedule and precision, with their defaults."""
+"""Drafter recipe: text, shape, schedule and precision, and what a fresh drafter takes over from its training text.
+
+Shape legend: H drafter hidden size, F fused feature size, m tapped layers, V target vocabulary, Vd draft vocabulary.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated as A
 from typing import Any
@@ -11,21 +15,19 @@ import torch
 from transformers import AutoConfig
 
 from paceline.adapt.data.regenerate import RegenerateConfig
+from paceline.adapt.families.target_handle import TargetHandle
 from paceline.records import Setting, record
+from paceline.serving.drafters.network import TargetHandles
+from paceline.serving.sampling.request import RequestTrace
 
 
 @record()
 class DrafterRecipe:
     """Text, shape and schedule of one drafter; what is None, its family decides."""
 
-    drafter: A[
-        str, Setting("Kind of drafter (`drafter_type` of the result): specblock | eagle3 | jetspec | dflash.")
-    ] = "specblock"
+    drafter: A[str, Setting("Kind of drafter of the result: specblock | eagle3 | jetspec | dflash.")] = "specblock"
     domains: A[
-        tuple[str, ...],
-        Setting(
-            "Comma list of domains whose prompts are continued; '' = the .jsonl and .txt files of the data folder."
-        ),
+        tuple[str, ...], Setting("Comma list of domains that are continued; '' = the .jsonl and .txt files of --data.")
     ] = ("tools", "code")
     text: RegenerateConfig = field(default_factory=RegenerateConfig)
     epochs: A[float, Setting("Passes over that text.", ge=0.01)] = 3.0
@@ -35,9 +37,7 @@ class DrafterRecipe:
     """Rows of a batch, padding included."""
     max_rows: int = 1024
     """Longer requests are cut."""
-    learning_rate: A[
-        float | None, Setting("Peak of the learning rate; default: the kind's own.", ge=1e-8, le=1.0)
-    ] = None  # fmt: skip
+    learning_rate: A[float | None, Setting("Its peak; default: the kind's own.", ge=1e-8, le=1.0)] = None
     warmup_share: float = 0.05
     final_share: float = 0.02
     """Learning rate at the end over its peak."""
@@ -47,20 +47,11 @@ class DrafterRecipe:
     """Draft tokens of a call."""
     draft_vocab_size: A[
         int | None,
-        Setting(
-            "Draft only the tokens that the target writes most often, so many of them; default: all.",
-            flag="draft-vocab",
-        ),
+        Setting("Draft only so many tokens, those the target writes most; default: all.", flag="draft-vocab"),
     ] = None
-    edge_rank: A[
-        int | None,
-        Setting("Rank of the previous-token correction of jetspec and dflash scores; default: no correction."),
-    ] = None
+    edge_rank: A[int | None, Setting("Rank of jetspec's and dflash's previous-token correction; default: none.")] = None
     without: A[
-        tuple[str, ...],
-        Setting(
-            "Comma list of SpecBlock's parts to leave out (ablations): shift, inheritance, valid-prefix, rank-head."
-        ),
+        tuple[str, ...], Setting("SpecBlock's parts to leave out: shift, inheritance, valid-prefix, rank-head.")
     ] = ()
     loss: Any = None
     """The family's loss settings, a dataclass."""
@@ -80,6 +71,10 @@ class TargetShape:
     head_dim: int
     num_layers: int
     rms_eps: float
+
+    def of_a_layer(self) -> dict[str, Any]:
+        """All sizes but the number of layers."""
+        return {name: value for name, value in asdict(self).items() if name != "num_layers"}
 
 
 def target_shape(target_dir: Path) -> TargetShape:
@@ -107,3 +102,51 @@ def has_native_bf16(device: torch.device) -> bool:
 def _cpu_flags() -> str:
     path = Path("/proc/cpuinfo")
     return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+_MAX_TRACES, _ROWS_PER_TRACE = 256, 8
+
+
+@torch.no_grad()
+def even_taps(weight: torch.Tensor, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
+    """Divide a projection's columns (H, F) by each tap's root mean square: deep taps would drown shallow ones."""
+    num_taps = max(1, target.feature_size // target.embed_weight.shape[1])
+    rows = torch.cat([t.features[:: max(1, len(t.token_ids) // _ROWS_PER_TRACE)] for t in traces[:_MAX_TRACES]]).float()  # type: ignore[index]
+    width = weight.shape[1] // num_taps
+    for i in range(num_taps):
+        span = slice(i * width, (i + 1) * width)
+        rms = rows[:, span].pow(2).mean().sqrt().clamp_min(1e-6)
+        weight[:, span] /= rms
+
+
+@torch.no_grad()
+def reduce_vocab(model: Any, traces: Sequence[RequestTrace]) -> None:
+    """Choose the draft vocabulary of a model that has a reduced one (buffers draft_token_ids and log_coverage)."""
+    c = model.config
+    if c.draft_vocab_size is not None:
+        ids, log_coverage = most_frequent_tokens(traces, c.draft_vocab_size, c.vocab_size)
+        model.draft_token_ids.copy_(ids)
+        model.log_coverage.copy_(log_coverage)
+
+
+def target_embedding(target: TargetHandles, device: torch.device) -> torch.Tensor:
+    """What most losses read of the target: its token embedding (V, E) float32, without gradient."""
+    return target.embed_weight.detach().to(device, torch.float32)
+
+
+def most_frequent_tokens(
+    traces: Sequence[RequestTrace], num_tokens: int, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The draft vocabulary: the tokens that the target wrote most often, by rising id, and their share of its output.
+
+    Returns: (Vd,) int64 target ids, and the log of the smoothed share of output tokens among them, () float32 <= 0.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.float64)
+    for trace in traces:
+        counts += torch.bincount(
+            torch.tensor(trace.token_ids[trace.prompt_len :], dtype=torch.int64), minlength=vocab_size
+        )
+    ids = counts.argsort(descending=True, stable=True)[:num_tokens].sort().values
+    # One imagined token of each side: a text that never left the draft vocabulary does not prove that none will.
+    share = (counts[ids].sum() + 1) / (counts.sum() + (1 if num_tokens == vocab_size else 2))
+    return ids, share.log().float()

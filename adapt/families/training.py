@@ -1,6 +1,6 @@
-"""Training loop of drafters: batches, AdamW with a rate of its own for calibration, clipping, divergence.
+"""Training loop of drafters, and the table of the families that it can train: batches, AdamW with a rate of its own for calibration, clipping, divergence.
 
-A recipe trains from random weights, an online update a few parameters of a served version; both are runs of this loop.
+A new family adds its module and one line here. A recipe trains from random weights, an online update a few parameters of a served version; both are runs of this loop.
 """
 
 from __future__ import annotations
@@ -13,11 +13,23 @@ from typing import Any
 
 import torch
 
+from paceline.adapt.families import eagle3, parallel_head, specblock
+from paceline.adapt.families.family import TrainingFamily
 from paceline.adapt.families.row_batch import collate
-from paceline.adapt.families.table import training_family
-from paceline.errors import DrafterMismatchError
+from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.sampling.request import RequestTrace
+
+FAMILIES: dict[str, TrainingFamily] = {
+    f.name: f for f in (specblock.FAMILY, eagle3.FAMILY, parallel_head.JETSPEC, parallel_head.DFLASH)
+}
+
+
+def training_family(name: str) -> TrainingFamily:
+    """The family of a `drafter_type`. Raises: ConfigError, naming the known ones."""
+    if name not in FAMILIES:
+        raise ConfigError(f"drafter must be one of {', '.join(FAMILIES)}, got {name!r}")
+    return FAMILIES[name]
 
 
 def warmup_cosine(rise: float, fall: float, final_share: float = 0.0) -> float:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from paceline.adapt.data.split import MIN_HELD_OUT, ShardReader, TrainData, count_rows, load_train_data
-from paceline.adapt.families.table import training_family
 from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.families.training import training_family
 from paceline.adapt.gate.gate import GateResult, RequestScore, gate, score_version
 from paceline.adapt.gate.shadow import ShadowStoppedError, shadow_scores
 from paceline.adapt.online.update import UpdateStoppedError, update_drafter

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from paceline.adapt.data.split import count_rows
-from paceline.adapt.families.table import training_family
-from paceline.adapt.families.training import TrainingRun, warmup_cosine
+from paceline.adapt.families.training import TrainingRun, training_family, warmup_cosine
 from paceline.contracts import ArmSpec
 from paceline.errors import ConfigError
 from paceline.serving.drafters.network import DrafterModel

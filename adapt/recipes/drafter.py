@@ -21,9 +21,8 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.family import summarise
 from paceline.adapt.families.recipe import DrafterRecipe, has_native_bf16, target_shape
 from paceline.adapt.families.row_batch import collate
-from paceline.adapt.families.table import training_family
 from paceline.adapt.families.target_handle import TargetHandle, load_target_handle
-from paceline.adapt.families.training import StepReport, TrainingRun, warmup_cosine
+from paceline.adapt.families.training import StepReport, TrainingRun, training_family, warmup_cosine
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.recipes.learning_curve import LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
@@ -54,10 +53,9 @@ class TrainDrafterOptions:
     target: A[str, Setting("'bundled' or the folder of a local transformers checkpoint.")]
     out: A[Path, Setting("Folder for weights, config, PROVENANCE.md, shards and the checkpoint.")]
     recipe: DrafterRecipe = field(default_factory=DrafterRecipe)
-    data: A[
-        Path | None,
-        Setting("Folder of text data (docs/drafters.md); needed by every domain but code.", is_folder=True),
-    ] = None
+    data: A[Path | None, Setting("Folder of text data (docs/drafters.md); only code needs none.", is_folder=True)] = (
+        None
+    )
     num_threads: Threads = None
     device: A[str, Setting("cpu | cuda.", choices=("cpu", "cuda"))] = "cpu"
 

@@ -60,7 +60,8 @@ def write_provenance(
     table += "".join(
         f"| {d} | " + " | ".join(f"{r[n]:.3f}" if n in r else "" for n in names) + " |\n" for d, r in results.items()
     )
-    (out / "PROVENANCE.md").write_text(
+    write_atomic(
+        out / "PROVENANCE.md",
         f"# Provenance of the drafter\n\nTrained from random initial weights by this project's own recipe, on text that "
         f"the target itself wrote (target version `{text['target_version']}`).\n\nCommand: `{command}`\n\n"
         f"Seed {recipe['seed']}; {text['tokens']:,} output tokens in {text['requests']:,} requests "
@@ -73,5 +74,4 @@ def write_provenance(
         f"slots 0..S of block B are all right; acceptance length by exact replay with {num_nodes} draft nodes.\n\n"
         f"{table}\n## Recipe\n\n```json\n{json.dumps(recipe, indent=1)}\n```\n\n"
         f"## Architecture\n\n```json\n{json.dumps(config, indent=1)}\n```\n",
-        encoding="utf-8",
     )

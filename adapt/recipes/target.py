@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.adapt.data import corpus
 from paceline.errors import ConfigError
-from paceline.paths import open_atomic
+from paceline.paths import open_atomic, write_atomic
 from paceline.records import Setting, Threads, count, record, require
 
 log = logging.getLogger(__name__)
@@ -36,15 +36,7 @@ CHAT_TEMPLATE = (
 class TargetRecipe:
     """Sizes, tokens and schedule of a target."""
 
-    num_tokens: A[
-        int,
-        Setting(
-            "Training tokens in all; the last of them run with a falling learning rate.",
-            flag="tokens",
-            parser=count,
-            ge=1,
-        ),
-    ] = 5_400_000
+    num_tokens: A[int, Setting("Training tokens in all.", flag="tokens", parser=count, ge=1)] = 5_400_000
     hidden_size: A[int, Setting("Hidden size.", flag="width", ge=1)] = 128
     num_layers: A[int, Setting("Layers.", flag="layers", ge=1)] = 32
     intermediate_size: int = 384
@@ -64,11 +56,8 @@ class TargetRecipe:
     seed: A[int, Setting("Seed of weights and windows.", ge=0)] = 1
 
     def __post_init__(self) -> None:
-        require(
-            self.num_tokens >= self.step_tokens,
-            f"tokens must be at least one batch, {self.step_tokens}",
-            self.num_tokens,
-        )
+        is_batch = self.num_tokens >= self.step_tokens
+        require(is_batch, f"tokens must be at least one batch, {self.step_tokens}", self.num_tokens)
 
     @property
     def step_tokens(self) -> int:
@@ -322,11 +311,11 @@ def _write_provenance(
 ) -> None:
     sources = "\n".join(f"- {d}: {corpus.licence(d, data)}" for d in recipe.domains)
     rows = "\n".join(f"| {d} | {v:.3f} |" for d, v in losses.items())
-    (out / "PROVENANCE.md").write_text(
+    write_atomic(
+        out / "PROVENANCE.md",
         f"# Provenance of the target\n\nTrained from random initial weights by this project's own recipe.\n\n"
         f"Command: `{command}`\n\nSeed {recipe.seed}; {tokens:,} training tokens; {seconds / 60:.0f} minutes of "
         f"optimizer time; torch {torch.__version__} on {platform.machine()}.\n\n## Data and licences\n\n{sources}\n\n"
         f"## Held-out loss (3% of documents by hash)\n\n| domain | nats per token |\n|---|---|\n{rows}\n\n"
         f"## Recipe\n\n```json\n{json.dumps(asdict(recipe), indent=1)}\n```\n",
-        encoding="utf-8",
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.errors import ConfigError
+from paceline.paths import write_atomic
 from paceline.records import Setting, record
 from paceline.serving.loading.families import build_model, save_drafter
 from paceline.serving.loading.released import read_released
@@ -51,12 +52,12 @@ def import_drafter(
     taps = config.get("tap_layers")
     save_drafter(result, model, target.version, tap_layers=taps)
     count = sum(p.numel() for p in model.parameters())
-    (result / "PROVENANCE.md").write_text(
+    write_atomic(
+        result / "PROVENANCE.md",
         f"# Provenance of the drafter\n\nImported from the released files in the folder `{source.name}`; nothing was "
         f"trained. The licence is the release's.\n\nTarget: the folder `{Path(target_dir).resolve().name}`, version "
         f"`{target.version}`; that the release was trained for exactly this target cannot be seen in its files: sizes, "
         f"vocabulary and copied tensors were compared. It reads the outputs of target layers {taps}. {count:,} parameters."
         f"\n\n## Architecture\n\n```json\n{json.dumps(config, indent=1)}\n```\n",
-        encoding="utf-8",
     )
     return config

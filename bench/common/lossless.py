@@ -40,9 +40,7 @@ class LosslessReport:
 class LosslessChecker:
     """Holds the target in fp32 and checks answers one by one."""
 
-    def __init__(self, target_dir: Path, num_threads: int | None = None) -> None:
-        if num_threads:
-            torch.set_num_threads(num_threads)
+    def __init__(self, target_dir: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
 
     @torch.inference_mode()

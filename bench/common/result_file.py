@@ -66,6 +66,16 @@ def write_json(path: Path, values: Any) -> None:
         raise ConfigError(f"json must name a file that can be written, got {path}: {e.strerror}") from e
 
 
+def read_json(path: Path) -> Any:
+    """The document of a file. Raises: ConfigError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"{path} must be a readable file: {e.strerror}") from e
+    except ValueError as e:
+        raise ConfigError(f"{path} must be a JSON document of a benchmark: {e}") from e
+
+
 def plain_values(options: Any) -> dict[str, Any]:
     """The fields of a dataclass as JSON values."""
     return {k: str(v) if isinstance(v, Path) else v for k, v in dataclasses.asdict(options).items()}

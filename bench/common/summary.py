@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated as A
 from typing import Any
 
 from rich.console import Console
 
+from paceline.bench.common.result_file import read_json
 from paceline.errors import ConfigError
-from paceline.paths import check_output
+from paceline.paths import write_atomic
+from paceline.records import Setting, record, require
 
 RAW = frozenset(
     (
@@ -101,24 +104,29 @@ def lines_of(value: Any, indent: int = 0) -> str:
     return begin + lines + margin[:-1] + end
 
 
-def run_summary(result: Path, out: Path, console: Console) -> dict[str, Any]:
-    """Write the summary of a result file and return it.
+@record()
+class SummaryOptions:
+    """Estimates with intervals, counts and options: small enough to be kept beside the page that quotes it.
 
-    Raises: ConfigError when `result` is no JSON document of a benchmark, or `out` is the same file or cannot be written.
+    Example: paceline bench summary engine.json docs/results/bench_engine.json.
     """
-    if result.resolve() == out.resolve():
-        raise ConfigError(f"out must be another file than the result, got {out}")
-    try:
-        document = json.loads(result.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ConfigError(f"{result} must be a readable file: {e.strerror}") from e
-    except ValueError as e:
-        raise ConfigError(f"{result} must be a JSON document of a benchmark: {e}") from e
+
+    result: A[Path, Setting("Result that --json wrote.", is_argument=True)]
+    out: A[Path, Setting("The summary's file.", is_argument=True, is_output=True)]
+
+    def __post_init__(self) -> None:
+        require(self.result.resolve() != self.out.resolve(), "out must be another file than the result", str(self.out))
+
+
+def run_summary(options: SummaryOptions, console: Console) -> dict[str, Any]:
+    """Write the summary of a result file and return it. Raises: ConfigError when it is no JSON document of a benchmark."""
+    document = read_json(options.result)
     if not isinstance(document, dict) or document.get("is_summary"):
-        raise ConfigError(f"{result} must be a whole JSON document of a benchmark, not a part or a summary of one")
+        raise ConfigError(
+            f"{options.result} must be a whole JSON document of a benchmark, not a part or a summary of one"
+        )
     summary = summary_of(document)
     text = lines_of(summary) + "\n"
-    check_output(out, "out")
-    out.write_text(text, encoding="utf-8")
-    console.print(f"{out}: {len(text.encode()):,} bytes of {result.stat().st_size:,}")
+    write_atomic(options.out, text)
+    console.print(f"{options.out}: {len(text.encode()):,} bytes of {options.result.stat().st_size:,}", soft_wrap=True)
     return summary

@@ -10,7 +10,6 @@ that cells with as many groups draw the same ones and are no independent evidenc
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated as A
@@ -20,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from scipy import stats
 
-from paceline.bench.common.result_file import FORMAT, write_json
+from paceline.bench.common.result_file import FORMAT, read_json, write_json
 from paceline.bench.common.terminal import interval_text, new_table
 from paceline.bench.engine.cells import PLAIN
 from paceline.bootstrap import interval, resampled
@@ -69,12 +68,7 @@ class CompareOptions:
 
 def read_result(path: Path) -> dict[str, Any]:
     """A document of one of COMMANDS; raises ConfigError when it is none."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ConfigError(f"{path} must be a readable file: {e.strerror}") from e
-    except ValueError as e:
-        raise ConfigError(f"{path} must be a JSON document of a benchmark: {e}") from e
+    document = read_json(path)
     if not isinstance(document, dict) or document.get("command") not in COMMANDS or document.get("format") != FORMAT:
         raise ConfigError(f"{path} must be a result of {' or '.join(COMMANDS)} in format {FORMAT}")
     if document.get("is_summary"):

@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.bench.common.recorders import Round
 from paceline.bench.engine.arms import GroupTiming
-from paceline.bench.serve.stream_stats import percentiles_ms
+from paceline.bench.serve.stats import percentiles_ms
 from paceline.bootstrap import interval, ratio_interval, resampled
 
 Requests = Sequence[tuple[Hashable, Sequence[Round]]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Annotated as A
 from typing import Any
 
 from rich.console import Console
@@ -12,19 +14,126 @@ from paceline.bench.common.lossless import LosslessChecker
 from paceline.bench.common.result_file import ResultFile, plain_values
 from paceline.bench.common.terminal import progress, say_file
 from paceline.bench.common.workloads import read_questions
-from paceline.bench.drafters.arms import ArmSpec, arm_specs, build_arms
+from paceline.bench.drafters.arms import ArmSpec, arm_specs, build_arms, check_policies
 from paceline.bench.drafters.cells import drafting_row, random_gaps, speed_prediction, summarise
-from paceline.bench.drafters.options import ALL, BenchOptions
 from paceline.bench.drafters.table import acceptance_table, print_end, summary_table
-from paceline.bench.drafters.workload_split import Workload, domain_workload, load_workloads, random_workload
-from paceline.bench.engine.arms import Arm, BenchGroup, EngineArm, GroupTiming, TransformersArm
+from paceline.bench.drafters.workload_split import (
+    EMBEDDINGS,
+    Workload,
+    domain_workload,
+    load_workloads,
+    random_workload,
+)
+from paceline.bench.engine.arms import (
+    GENERATE,
+    LOOKUP,
+    Arm,
+    BenchGroup,
+    EngineArm,
+    GroupTiming,
+    make_groups,
+    run_alternating,
+    transformers_arms,
+)
 from paceline.bench.engine.cells import PLAIN, cell_row, lossless_row
-from paceline.bench.engine.groups import make_groups, run_alternating
-from paceline.bench.engine.run import GENERATE, LOOKUP, RANDOM, RANDOM_PROMPT_TOKENS, pick_device
+from paceline.bench.engine.run import (
+    CELLS,
+    RANDOM,
+    RANDOM_PROMPT_TOKENS,
+    SIZE,
+    Temperatures,
+    TurnOptions,
+    pick_device,
+)
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.paths import resolve_model
+from paceline.records import (
+    DRAFTER_NAMES,
+    HtmlFile,
+    Setting,
+    record,
+    require,
+)
 from paceline.serving.target_model.model import TargetModel
+
+ALL = "all"
+"""Stands for every bucket of the data, and random."""
+
+
+@record()
+class BenchOptions(TurnOptions):
+    """What to compare."""
+
+    drafters: A[
+        tuple[str, ...],
+        Setting(f"Comma list of {', '.join(DRAFTER_NAMES)}, or folders.", panel=CELLS, non_empty=True),
+    ] = ("lookup", "specblock")
+    policies: A[
+        tuple[str, ...],
+        Setting(
+            "Comma list: adaptive, bastion (each drafter at its own best), fixed, ddtree, bundle (equal budgets, see "
+            "--nodes). docs/drafters.md.",
+            panel=CELLS,
+        ),
+    ] = ("adaptive", "fixed")  # fmt: skip
+    nodes: A[
+        tuple[int, ...],
+        Setting("Comma list: draft nodes of policies with a fixed budget, equal for every drafter.", panel=CELLS),
+    ] = (8,)
+    temperatures: Temperatures = (0.0, 0.8, 1.0)
+    buckets: A[
+        tuple[str, ...],
+        Setting("Comma list of domains (tools, code, math, facts, or those in --data), random, all, or ''.", panel=CELLS),
+    ] = (ALL,)  # fmt: skip
+    input_tokens: A[
+        tuple[int, ...],
+        Setting("Comma list of input lengths: adds load buckets low-N, mixed-N, high-N, random-N.", flag="isl", panel=CELLS, ge=2),
+    ] = ()  # fmt: skip
+    num_prompts: A[int, Setting("Counted requests of a cell, at least.", panel=SIZE, ge=1)] = 24
+    embedding: A[
+        str,
+        Setting("What unlike prompts are chosen by: tfidf, or hidden (states of the target).", choices=EMBEDDINGS),
+    ] = "tfidf"
+    baseline: A[
+        str | None, Setting("'transformers' adds generate() and prompt lookup.", panel=CELLS, choices=("transformers",))
+    ] = None
+    html: HtmlFile = None
+
+    def __post_init__(self) -> None:
+        require("none" not in self.drafters, "drafters must be drafters (plain always runs)", ",".join(self.drafters))
+        check_policies(self.policies, self.nodes)
+        has_cells = bool(self.buckets or self.input_tokens)
+        require(has_cells, "buckets must name at least one bucket where there is no --isl", "")
+
+    def num_counted(self, batch: int) -> int:
+        """Counted requests of a cell."""
+        size = self.group_size(batch)
+        return max(self.min_groups, -(-self.num_prompts // size)) * size
+
+
+@record()
+class DraftersCommand:
+    """Every drafter under every policy and plain decoding run the same prompts in turn, group by group: acceptance length,
+    speedup over plain and drafting cost with 95% intervals. Exit code 1 where an answer is not the target's own. How to
+    read it: docs/benchmarks.md.
+
+    Example: paceline bench drafters --quick --drafters specblock,eagle3 --html drafters.html.
+    """
+
+    options: BenchOptions = dataclasses.field(default_factory=BenchOptions)
+    is_quick: A[
+        bool, Setting("About a minute: defaults become few prompts, greedy, tools and random.", flag="quick")
+    ] = False
+
+    def chosen(self) -> BenchOptions:
+        """What is compared."""
+        if not self.is_quick:
+            return self.options
+        return self.options.shortened(
+            temperatures=(0.0,), buckets=("tools", RANDOM) if self.options.data is None else self.options.buckets,
+            num_prompts=4, min_groups=2, waves=1, warmup_groups=1, max_tokens=48, num_check=1,
+        )  # fmt: skip
 
 
 def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any]:
@@ -142,11 +251,7 @@ def _arms(
     config = EngineConfig(max_running=batch, max_waiting=max(256, batch), prefix_caching=False)
     out: list[Arm] = [*build_arms(specs, target, config, context_tokens=longest + options.max_tokens)]
     if options.baseline is not None:
-        from paceline.bench.engine.transformers_baseline import TransformersBaseline
-
-        pad = target.tokenizer.pad_token_id or 0
-        model = TransformersBaseline(str(resolve_model(options.model)), target.dtype, pad, device)
-        out += [TransformersArm(n, model, lookup=n == LOOKUP) for n in (GENERATE, LOOKUP)]
+        out += transformers_arms((GENERATE, LOOKUP), options.model, target, device)
     return out
 
 

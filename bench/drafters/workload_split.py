@@ -21,7 +21,7 @@ from scipy import sparse
 
 from paceline.bench.common.engine_run import encode
 from paceline.bench.common.workloads import Question
-from paceline.bench.engine.groups import random_prompts
+from paceline.bench.engine.arms import random_prompts
 from paceline.errors import ConfigError
 from paceline.serving.target_model.model import TargetModel
 

@@ -1,8 +1,8 @@
-"""Arms: ways of generating that run one group of requests, and where its time goes.
+"""Arms: ways of generating that take turns at groups of requests, and where a group's time goes.
 
 `batch` requests of a group run at once: when one ends, the next one starts, until none is left. Three stretches are told
 apart: until the first `batch` requests have their first tokens, the full-batch part (from there to the end of the round
-after which fewer than `batch` run), and the draining tail.
+after which fewer than `batch` run), and the draining tail. Another arm begins each group, so that drift hits all alike.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from paceline.bench.common.recorders import CountedDrafter, DraftCalls, Round, RoundRecorder
-from paceline.bench.engine.transformers_baseline import TransformersBaseline
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import PacelineError
+from paceline.paths import resolve_model
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
@@ -28,6 +30,9 @@ from paceline.serving.engine.output import FeedbackSink
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
 from paceline.serving.target_model.model import TargetModel
+
+GENERATE, LOOKUP = "transformers", "transformers_lookup"
+"""Names of the arms that are not our engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +152,7 @@ class EngineArm:
         )
         index = {f"{self.name}-{group.tag}-{i}": i for i in range(num_requests)}
         calls = DraftCalls() if self._drafter is None else self._drafter.calls
-        self._wait()
+        _wait(engine.target.device)
         start = self._read(seen)
         began = start.seconds
 
@@ -188,7 +193,7 @@ class EngineArm:
                     full_end = self._read(seen)
                 elif full_start is None and is_full and seen.num_started >= group.batch:
                     full_start = self._read(seen)
-        self._wait()
+        _wait(engine.target.device)
         end = self._read(seen)
         for i in range(num_requests):
             event = seen.last.get(i)
@@ -224,9 +229,10 @@ class EngineArm:
             part_s=stats["round_part_s"],
         )
 
-    def _wait(self) -> None:
-        if self.engine.target.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.target.device)
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _between(a: Stretch, b: Stretch) -> Stretch:
@@ -238,12 +244,25 @@ def _between(a: Stretch, b: Stretch) -> Stretch:
     )
 
 
+class _FirstToken(StoppingCriteria):
+    """Notes when generate() first asks whether to stop, which it does after every forward; never stops it."""
+
+    def __init__(self) -> None:
+        self.at_s: float | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        if self.at_s is None:
+            self.at_s = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
 class TransformersArm:
     """transformers' own generate(), or its prompt lookup decoding, which takes one request at a time."""
 
-    def __init__(self, name: str, model: TransformersBaseline, *, lookup: bool) -> None:
+    def __init__(self, name: str, model: Any, pad_token_id: int, *, lookup: bool) -> None:
+        """model: an unmodified AutoModelForCausalLM where it is to run."""
         self.name = name
-        self._model, self._lookup = model, lookup
+        self._model, self._pad, self._lookup = model, pad_token_id, lookup
 
     def supports(self, batch: int) -> bool:
         return batch == 1 or not self._lookup
@@ -252,12 +271,48 @@ class TransformersArm:
         token_ids: list[tuple[int, ...]] = []
         seconds, ttft_s = 0.0, list[float]()
         for at in range(0, len(group.prompts), group.batch):  # generate() has no continuous batching
-            prompts = group.prompts[at : at + group.batch]
-            texts, took_s, first_s = self._model.generate(prompts, group.params[at], lookup=self._lookup)
+            texts, took_s, first_s = self._generate(group.prompts[at : at + group.batch], group.params[at])
             token_ids += texts
             seconds += took_s
             ttft_s.append(first_s)
         return GroupTiming(token_ids=tuple(token_ids), seconds=seconds, ttft_s=tuple(ttft_s))
+
+    @torch.inference_mode()
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> tuple[list[tuple[int, ...]], float, float]:
+        """(New token ids of each prompt up to its end token, seconds, seconds to the first token) of one batch."""
+        length, device = max(len(p) for p in prompts), self._model.device
+        ids = torch.tensor([[self._pad] * (length - len(p)) + list(p) for p in prompts], device=device)
+        mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts], device=device)
+        options: dict[str, Any] = {"do_sample": params.temperature > 0}
+        if params.ignore_eos:
+            options["min_new_tokens"] = params.max_tokens
+        if params.temperature > 0:
+            options |= {"temperature": params.temperature, "top_k": 0, "top_p": 1.0}
+        if self._lookup:
+            options["prompt_lookup_num_tokens"] = 8
+        first = _FirstToken()
+        torch.manual_seed(params.seed or 0)
+        _wait(device)
+        began = time.perf_counter()
+        out = self._model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=params.max_tokens, pad_token_id=self._pad,
+            stopping_criteria=StoppingCriteriaList([first]), **options,
+        )[:, length:].cpu()  # fmt: skip
+        seconds = time.perf_counter() - began
+        eos = self._model.generation_config.eos_token_id
+        ends = torch.isin(out, torch.tensor(-1 if eos is None else eos)) & (not params.ignore_eos)
+        first_end = torch.where(ends.any(1), ends.int().argmax(1) + 1, out.shape[1])
+        token_ids = [tuple(row[:n]) for row, n in zip(out.tolist(), first_end.tolist(), strict=True)]
+        return token_ids, seconds, (first.at_s or began) - began
+
+
+def transformers_arms(names: Sequence[str], model: str, target: TargetModel, device: str) -> list[TransformersArm]:
+    """Arms among GENERATE and LOOKUP, with one copy of the model in the target's number type."""
+    loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=target.dtype).eval().to(device)
+    pad = target.tokenizer.pad_token_id or 0
+    return [TransformersArm(n, loaded, pad, lookup=n == LOOKUP) for n in names]
 
 
 def new_engine(
@@ -280,3 +335,56 @@ def new_engine(
     engine = Engine(target, slots, config, feedback=feedback)
     engine.warm_up()
     return engine
+
+
+def make_groups(
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    bucket: str,
+    batch: int,
+    group_size: int,
+    temperature: float,
+    max_tokens: int,
+    seed: int,
+    ignore_eos: bool = False,
+    label: str = "",
+) -> list[BenchGroup]:
+    """Cut prompts into groups of group_size requests, of which `batch` run at once; a rest that fills no group is left out.
+
+    Request i of the list draws with seed + i in every arm. label: part of the tag, where a cell has several lists.
+    """
+    out = []
+    for i, at in enumerate(range(0, len(prompts) - group_size + 1, group_size)):
+        params = tuple(
+            SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + at + j, ignore_eos=ignore_eos)
+            for j in range(group_size)
+        )
+        tag = f"{bucket}-{batch}-{temperature:g}-{label}{i}"
+        texts = tuple(prompts[at : at + group_size])
+        out.append(BenchGroup(tag=tag, bucket=bucket, prompts=texts, params=params, batch=batch))
+    return out
+
+
+def run_alternating(
+    arms: Sequence[Arm], groups: Sequence[BenchGroup], *, num_warmup: int, on_group: Callable[[], None]
+) -> dict[str, list[GroupTiming]]:
+    """Run all groups in all arms in turn; timings by arm, without those of the first num_warmup groups.
+
+    on_group: called after each group. Raises: PacelineError when a request fails.
+    """
+    timings: dict[str, list[GroupTiming]] = {a.name: [] for a in arms}
+    for i, group in enumerate(groups):
+        turn = i % len(arms)
+        for arm in itertools.chain(arms[turn:], arms[:turn]):
+            timing = arm.run(group)
+            if i >= num_warmup:
+                timings[arm.name].append(timing)
+        on_group()
+    return timings
+
+
+def random_prompts(target: TargetModel, count: int, num_tokens: int, seed: int) -> list[tuple[int, ...]]:
+    """Prompts of uniformly random token ids without end tokens: a bound that real text never reaches."""
+    rng = np.random.default_rng(seed)
+    allowed = np.setdiff1d(np.arange(target.vocab_size), sorted(target.eos_token_ids))
+    return [tuple(row) for row in rng.choice(allowed, (count, num_tokens)).tolist()]

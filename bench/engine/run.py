@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import field
 from typing import Annotated as A
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -20,9 +20,18 @@ from paceline.bench.common.lossless import LosslessChecker
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import interval_text, new_table, number_text, progress, say_file
 from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
-from paceline.bench.engine.arms import Arm, EngineArm, TransformersArm, new_engine
+from paceline.bench.engine.arms import (
+    GENERATE,
+    LOOKUP,
+    Arm,
+    EngineArm,
+    make_groups,
+    new_engine,
+    random_prompts,
+    run_alternating,
+    transformers_arms,
+)
 from paceline.bench.engine.cells import FLOOR, PLAIN, SPECULATIVE, cell_row, crossovers, lossless_row, overall_verdict
-from paceline.bench.engine.groups import make_groups, random_prompts, run_alternating
 from paceline.bench.engine.shapes import SHAPES, ShapesOptions
 from paceline.config import EngineConfig
 from paceline.contracts import Group
@@ -31,7 +40,6 @@ from paceline.paths import resolve_model
 from paceline.records import DRAFTERS, DataFolder, Device, Dtype, JsonFile, Model, Setting, Threads, record, require
 from paceline.serving.target_model.model import TargetModel
 
-GENERATE, LOOKUP = "transformers", "transformers_lookup"
 ARMS = (PLAIN, SPECULATIVE, GENERATE, LOOKUP)
 RANDOM = "random"
 """Bucket of random token ids: an upper or lower bound that real text never reaches, shown next to real text."""
@@ -40,79 +48,68 @@ CELLS, SIZE = "Cells", "Size of a cell"
 """Headings of options in --help."""
 
 
-@record()
-class EngineBenchOptions:
-    """What to measure."""
+Batches = A[
+    tuple[int, ...],
+    Setting("Comma list: requests that run together.", flag="batch", panel=CELLS, ge=1, le=1024, non_empty=True),
+]
+Temperatures = A[
+    tuple[float, ...], Setting("Comma list; 0 = greedy.", flag="temperature", panel=CELLS, ge=0, non_empty=True)
+]
+MinGroups = A[int, Setting("Counted groups of a cell, at least.", flag="groups", panel=SIZE, ge=1)]
+Waves = A[int, Setting("Requests of a group over the batch; one that ends is followed by the next.", panel=SIZE, ge=1)]
+NumCheck = A[int, Setting("Answers a cell and arm checked in fp32, besides those unlike plain's; 0 = compare only.", flag="check", panel=SIZE, ge=0)]  # fmt: skip
+Own = TypeVar("Own", bound="TurnOptions")
 
-    batches: A[
-        tuple[int, ...],
-        Setting("Comma list: requests that run together.", flag="batch", panel=CELLS, ge=1, le=1024, non_empty=True),
-    ] = (1, 4, 16, 64)
-    temperatures: A[
-        tuple[float, ...],
-        Setting(
-            "Comma list; 0 = greedy, and is checked to be lossless.",
-            flag="temperature",
-            panel=CELLS,
-            ge=0,
-            non_empty=True,
-        ),
-    ] = (0.0, 0.8)
-    buckets: A[
-        tuple[str, ...],
-        Setting(
-            "Comma list of tools, code (the drafter knows them), math, facts (it does not), random (token ids).",
-            panel=CELLS, non_empty=True,
-        ),
-    ] = ("tools", "code")  # fmt: skip
-    arms: A[
-        tuple[str, ...],
-        Setting(
-            "plain and any of speculative, transformers, transformers_lookup (only at batch 1).",
-            panel=CELLS,
-            choices=ARMS,
-        ),
-    ] = ARMS
-    num_prompts: A[
-        int, Setting("Counted requests of a cell, at least.", flag="prompts", panel=SIZE, ge=1)
-    ] = 24  # fmt: skip
-    min_groups: A[
-        int,
-        Setting(
-            "Counted groups of a cell, at least: more of them, narrower intervals.", flag="groups", panel=SIZE, ge=1
-        ),
-    ] = 6
-    warmup_groups: A[
-        int,
-        Setting(
-            "First groups of a cell that are not counted: the budget controller learns, caches and pages are touched.",
-            flag="warmup", panel=SIZE, ge=0,
-        ),
-    ] = 3  # fmt: skip
-    waves: A[
-        int,
-        Setting(
-            "Requests of a group over the batch: one that ends is followed by the next, so long as any.",
-            panel=SIZE,
-            ge=1,
-        ),
-    ] = 3
+
+@record()
+class TurnOptions:
+    """Options of a benchmark whose arms take turns, group by group."""
+
+    batches: Batches = (1, 8)
+    temperatures: Temperatures = (0.0, 0.8)
+    min_groups: MinGroups = 4
+    warmup_groups: A[int, Setting("First groups of a cell, not counted.", flag="warmup", panel=SIZE, ge=0)] = 3
+    waves: Waves = 2
     max_tokens: A[int, Setting("New tokens per request at most.", panel=SIZE, ge=2)] = 128
-    ignore_eos: A[
-        bool, Setting("Always generate max-tokens: more rounds at full batch, less real text.", panel=SIZE)
-    ] = False
-    num_check: A[
-        int, Setting("Greedy answers a cell checked in fp32; 0 = only compare engines.", flag="check", panel=SIZE, ge=0)
-    ] = 8
-    prefill_chunk_tokens: A[int, Setting("Prompt rows that a round may prefill.", flag="prefill-chunk", ge=1)] = 256
+    ignore_eos: A[bool, Setting("Always generate max-tokens: more rounds at full batch.", panel=SIZE)] = False
+    num_check: NumCheck = 4
     model: Model = "bundled"
-    drafter: A[str, Setting(f"{DRAFTERS}.")] = "specblock"
     dtype: Dtype = "auto"
     device: Device = "auto"
     num_threads: Threads = None
     seed: A[int, Setting("Seed of prompts and sampling.", ge=0)] = 0
     data: DataFolder = None
     json: JsonFile = None
+
+    def group_size(self, batch: int) -> int:
+        """Requests of a group; alone, a request is a group."""
+        return batch if batch == 1 else batch * self.waves
+
+    def shortened(self: Own, **small: Any) -> Own:
+        """A run on the same code path, too short for conclusions: `small` where options were left at their defaults."""
+        default = type(self)()
+        return dataclasses.replace(self, **{k: v for k, v in small.items() if getattr(self, k) == getattr(default, k)})
+
+
+@record()
+class EngineBenchOptions(TurnOptions):
+    """What to measure."""
+
+    batches: Batches = (1, 4, 16, 64)
+    buckets: A[
+        tuple[str, ...],
+        Setting("Comma list of tools, code (the drafter knows them), math, facts (it does not), random (token ids).", panel=CELLS, non_empty=True),
+    ] = ("tools", "code")  # fmt: skip
+    arms: A[
+        tuple[str, ...],
+        Setting("plain and any of speculative, transformers, transformers_lookup (only at batch 1).", panel=CELLS, choices=ARMS),
+    ] = ARMS  # fmt: skip
+    num_prompts: A[int, Setting("Counted requests of a cell, at least.", flag="prompts", panel=SIZE, ge=1)] = 24
+    min_groups: MinGroups = 6
+    waves: Waves = 3
+    num_check: NumCheck = 8
+    prefill_chunk_tokens: A[int, Setting("Prompt rows that a round may prefill.", flag="prefill-chunk", ge=1)] = 256
+    drafter: A[str, Setting(f"{DRAFTERS}.")] = "specblock"
 
     def __post_init__(self) -> None:
         given = ",".join(self.arms)
@@ -125,25 +122,6 @@ class EngineBenchOptions:
     def num_groups(self, batch: int) -> int:
         """Counted groups of a cell."""
         return max(self.min_groups, -(-self.num_prompts // self.group_size(batch)))
-
-    def group_size(self, batch: int) -> int:
-        """Requests of a group; alone, a request is a group."""
-        return batch if batch == 1 else batch * self.waves
-
-
-def quick(options: EngineBenchOptions) -> EngineBenchOptions:
-    """A run of about a minute on the same code path: too short for conclusions, long enough to see that it works.
-
-    Only options that were left at their defaults change.
-    """
-    small: dict[str, Any] = {
-        "batches": (1, 8), "temperatures": (0.0,), "buckets": options.buckets[:1], "num_prompts": 4, "min_groups": 4,
-        "warmup_groups": 2, "max_tokens": 64, "num_check": 2,
-    }  # fmt: skip
-    default = EngineBenchOptions()
-    return dataclasses.replace(
-        options, **{k: v for k, v in small.items() if getattr(options, k) == getattr(default, k)}
-    )
 
 
 @record()
@@ -173,7 +151,12 @@ class EngineCommand:
 
     def chosen(self) -> EngineBenchOptions:
         """What is measured without --shapes."""
-        return quick(self.options) if self.is_quick else self.options
+        if not self.is_quick:
+            return self.options
+        return self.options.shortened(
+            batches=(1, 8), temperatures=(0.0,), buckets=self.options.buckets[:1], num_prompts=4, min_groups=4,
+            warmup_groups=2, max_tokens=64, num_check=2,
+        )  # fmt: skip
 
     def shapes_options(self) -> ShapesOptions:
         """What is measured with --shapes."""
@@ -228,10 +211,9 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
 
 
 def pick_device(name: str) -> str:
+    """What auto stands for. Raises: ConfigError where there is no such device."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu or cuda, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda needs a GPU that torch can use; use --device cpu")
     return name
@@ -272,11 +254,8 @@ def _arms(options: EngineBenchOptions, target: TargetModel, device: str, *, long
         engine = new_engine(target, drafter, version=options.drafter, num_tokens=num_tokens, config=config)
         out.append(EngineArm(SPECULATIVE, engine, Group.ADAPTIVE))
     if GENERATE in options.arms or LOOKUP in options.arms:
-        from paceline.bench.engine.transformers_baseline import TransformersBaseline
-
-        pad = target.tokenizer.pad_token_id or 0
-        model = TransformersBaseline(str(resolve_model(options.model)), target.dtype, pad, device)
-        out += [TransformersArm(n, model, lookup=n == LOOKUP) for n in (GENERATE, LOOKUP) if n in options.arms]
+        names = [n for n in (GENERATE, LOOKUP) if n in options.arms]
+        out += transformers_arms(names, options.model, target, device)
     return out
 
 

@@ -179,16 +179,10 @@ class SoakOptions:
     concurrency: A[int, Setting("Requests that run at once; up to twice as many wait or run.", ge=1)] = 16
     max_tokens: A[int, Setting("Longest answer.", ge=1)] = 96
     kv_share: A[
-        float,
-        Setting(
-            "KV pages as a share of what all requests need at full length; the fewer, the more preemptions.", gt=0, le=4
-        ),
+        float, Setting("KV pages over what all requests need; the fewer, the more preemptions.", gt=0, le=4)
     ] = 0.2
     max_growth_mib_per_h: A[
-        float,
-        Setting(
-            "MiB per hour of resident memory, over the second half, that count as a leak.", flag="max-growth", gt=0
-        ),
+        float, Setting("MiB per hour of resident memory, second half, that are a leak.", flag="max-growth", gt=0)
     ] = 32.0
     sample_s: A[float, Setting("Seconds between samples of resident memory.", flag="sample", gt=0)] = 1.0
     model: Model = "bundled"

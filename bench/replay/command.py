@@ -22,7 +22,7 @@ from paceline.bench.replay.plan import Task, Variant, parse_sweep, plan, policy_
 from paceline.bench.replay.report import FORMAT, build_report, print_report, write_suggestion
 from paceline.bench.replay.run import Row, RunOne, row_of, run_all
 from paceline.errors import ConfigError
-from paceline.records import HtmlFile, JsonFile, Setting, record
+from paceline.records import DataFolder, HtmlFile, JsonFile, Setting, record
 
 LIVE = ("live", "live-small")
 """Names of replays that really train."""
@@ -54,35 +54,21 @@ class ReplayOptions:
         ),
     ] = "never,always,interval,payoff,oracle"
     seeds: A[
-        int,
-        Setting("Seeds of each cell and policy; for live: orders of the traffic, at most 3; for off-policy: logs."),
+        int, Setting("Seeds of a cell and policy; live: orders of the traffic, at most 3; off-policy: logs.", ge=1)
     ] = 10
     first_seed: A[int, Setting("First seed, to extend an earlier replay; not for live.")] = 0
     sweep: A[
-        tuple[str, ...],
-        Setting("KEY=V1,V2,... of a policy setting; repeat the option for combinations.", is_repeated=True),
+        tuple[str, ...], Setting("KEY=V1,V2,... of a policy setting; repeated for combinations.", is_repeated=True)
     ] = ()
-    workers: A[int, Setting("Processes on this computer; not for live.")] = 1
-    ray: A[
-        str | None, Setting("Address of a Ray cluster to run on instead ('auto' = local one); not for live.")
-    ] = None  # fmt: skip
-    resume: A[
-        Path | None, Setting("Folder with one line for each finished run; a killed replay goes on from there.")
-    ] = None
-    data: A[
-        Path | None,
-        Setting(
-            "Folder of text data for live replays (docs/drafters.md); default: the bundled prompts.", is_folder=True
-        ),
-    ] = None
-    load: A[
-        float | None, Setting("Devices that the traffic of a live replay keeps busy: a fleet shares one update.")
-    ] = None
+    workers: A[int, Setting("Processes on this computer; not for live.", ge=1)] = 1
+    ray: A[str | None, Setting("Address of a Ray cluster to run on ('auto' = local one); not for live.")] = None
+    resume: A[Path | None, Setting("Folder with a line for each finished run; a killed replay goes on there.")] = None
+    data: DataFolder = None
+    load: A[float | None, Setting("Devices that live traffic keeps busy: a fleet shares one update.", gt=0)] = None
     json: JsonFile = None
     html: HtmlFile = None
     suggest: A[
-        Path | None,
-        Setting("Write the best policy settings as YAML for 'paceline serve --config'.", is_output=True),
+        Path | None, Setting("Write the best settings as YAML for 'paceline serve --config'.", is_output=True)
     ] = None
 
     def __post_init__(self) -> None:
@@ -202,8 +188,7 @@ def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> 
 def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
     if any(v.policy in HINDSIGHT for v in chosen):
         raise ConfigError("policies must not name 'oracle' or 'bound' in a live replay: what training would bring is not known there")  # fmt: skip
-    from paceline.bench.replay.live import run_live
-    from paceline.bench.replay.live_text import SMALL, LiveConfig
+    from paceline.bench.replay.live import SMALL, LiveConfig, run_live
 
     rows, scenarios, notes = run_live(
         chosen, config=SMALL if options.source == "live-small" else LiveConfig(), num_orders=options.seeds, data=options.data,

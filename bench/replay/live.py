@@ -11,8 +11,8 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from paceline.adapt.data.regenerate import Regenerator
 from paceline.adapt.data.trace_store import ShardInfo, TraceStore
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.adapt.gate.shadow import shadow_scores
@@ -29,15 +30,119 @@ from paceline.bandit.replay.outcomes import FIRST, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import policy_config
 from paceline.bandit.replay.world import World
-from paceline.bench.common.engine_run import load_target
+from paceline.bench.common.engine_run import (
+    build_engine,
+    encode,
+    greedy_or_sampled,
+    load_named_drafter,
+    load_target,
+    run_group,
+)
 from paceline.bench.common.terminal import progress
-from paceline.bench.replay.live_text import LiveConfig, Say, capture, round_seconds, split_shards
+from paceline.bench.common.workloads import load_prompts
 from paceline.bench.replay.plan import Task, Variant
 from paceline.bench.replay.run import RUNS_FILE, Row, read_finished, row_of
-from paceline.contracts import TrainJob, TrainResult
-from paceline.errors import ConfigError
+from paceline.config import EngineConfig
+from paceline.contracts import Group, TrainJob, TrainResult
 from paceline.paths import resolve_drafter, write_atomic
 from paceline.serving.loading.families import build_drafter, read_drafter_files
+from paceline.serving.target_model.model import TargetModel
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveConfig:
+    """Size of a live replay."""
+
+    buckets: tuple[str, ...] = ("tools", "math", "facts")
+    """A, B and C; the bundled drafter knows the first."""
+    num_requests: int = 160
+    """Texts per bucket."""
+    max_new_tokens: int = 96
+    num_scored: int = 32
+    """Texts per bucket, never trained on, that say a version's acceptance length."""
+    shard_requests: int = 8
+    temperature: float = 0.8
+    phase_s: float = 180.0
+    load: float = 1.0
+    """Devices that a phase keeps busy with the first drafter."""
+    batch_size: int = 4
+    step_s: float = 5.0
+    epoch_s: float = 10.0
+    seed: int = 0
+
+    def text_key(self, source: str) -> str:
+        """Identity of the captured texts."""
+        names = ("num_requests", "max_new_tokens", "shard_requests", "temperature", "seed")
+        text = json.dumps([source, {k: v for k, v in asdict(self).items() if k in names}], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+SMALL = LiveConfig(num_requests=48, max_new_tokens=48, num_scored=8, phase_s=60.0)
+"""A replay of minutes on two slow cores."""
+
+
+def capture(
+    target: TargetModel, bucket: str, config: LiveConfig, folder: Path, text_id: str, data: Path | None, say: Say
+) -> TraceStore:
+    """Texts of a bucket as shards with the target's features; written by the target, resumed shard by shard."""
+    store = TraceStore(folder / f"{bucket}-{text_id}")
+    done = sum(1 for _ in store.list_shards(bucket))
+    prompts = load_prompts(bucket, data, config.num_requests, config.seed)
+    room = max(target.context_tokens - config.max_new_tokens - 2, 8)
+    encoded = [encode(target, p.text)[-room:] for p in prompts]
+    writer: Regenerator | None = None
+    for number, at in enumerate(range(0, len(encoded), config.shard_requests)):
+        if number < done:
+            continue
+        say(f"writing {bucket} texts, {at} of {len(encoded)}")
+        if writer is None:
+            writer = Regenerator(
+                target,
+                batch_requests=config.shard_requests,
+                max_request_tokens=max(map(len, encoded)) + config.max_new_tokens,
+                topk=8,
+            )
+        batch = encoded[at : at + config.shard_requests]
+        traces = writer.run(
+            batch,
+            [config.temperature] * len(batch),
+            max_new_tokens=config.max_new_tokens,
+            seed=config.seed * 1_000_003 + number,
+            bucket=bucket,
+            name=f"{bucket}-{config.seed}-{number}",
+        )
+        store.write_shard(traces, bucket)
+    return store
+
+
+def split_shards(store: TraceStore, config: LiveConfig) -> tuple[list[ShardInfo], list[ShardInfo]]:
+    """(shards to train on, shards to score on): the newest ones are scored only."""
+    shards = store.list_shards()
+    count = max(1, -(-config.num_scored // config.shard_requests))
+    return shards[:-count], shards[-count:]
+
+
+def round_seconds(target: TargetModel, drafter: str, config: LiveConfig, path: Path, say: Say) -> dict[str, float]:
+    """Device seconds of a round per request with ('drafted_s') and without ('plain_s') a draft, measured in the engine.
+
+    The value is kept in `path`: later runs of a replay must price versions alike.
+    """
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    say("measuring round times")
+    engine = build_engine(target, load_named_drafter(drafter, target), EngineConfig(), drafter)
+    out = {}
+    prompts = [encode(target, p.text) for p in load_prompts(config.buckets[0], None, config.batch_size, config.seed)]
+    params = [greedy_or_sampled(0.0, config.max_new_tokens, i) for i in range(len(prompts))]
+    for name, group in (("drafted_s", Group.ADAPTIVE), ("plain_s", Group.PLAIN)):
+        runs = [run_group(engine, prompts, params, group=group, bucket="measure", tag=f"{name}-{i}") for i in range(3)]
+        outputs = [o for run in runs[1:] for o in run.outputs]
+        out[name] = sum(o.stats.round_ms for o in outputs) / 1000.0 / max(sum(o.stats.num_rounds for o in outputs), 1)
+    write_atomic(path, json.dumps(out))
+    return out
+
 
 NUM_NODES = 8
 
@@ -52,27 +157,15 @@ class MergedStore:
         return self._owner[shard_id].read_shard(shard_id)
 
 
-@dataclass
 class LiveOutcomes:
     """Trains with adapt/online/trainer.py on the texts that the replay has served so far; scores by exact replay."""
 
-    labels: tuple[str, ...]
-    stores: dict[str, TraceStore]
-    train_shards: dict[str, list[ShardInfo]]
-    score_shards: dict[str, list[ShardInfo]]
-    registry: DrafterRegistry
-    first_version: str
-    handle: TargetHandle
-    cache: Path
-    text_id: str
-    """Names the texts and the target in the keys of kept results."""
-    say: Say
-    served: np.ndarray  # (T, D) rows traced up to the end of each step
-    names: dict[str, str] = field(default_factory=dict)
-    """Version of the replay -> version of the registry."""
-
-    def __post_init__(self) -> None:
-        self.names[FIRST] = self.first_version
+    def __init__(self, service: LiveService, served: np.ndarray) -> None:
+        """served: (T, D) rows traced up to the end of each step."""
+        self.service, self.served = service, served
+        self.labels = service.config.buckets
+        self.names = {FIRST: service.first}
+        """Version of the replay -> version of the registry."""
         self._lengths: dict[str, np.ndarray] = {}
 
     def lengths(self, version: str) -> np.ndarray:
@@ -83,18 +176,22 @@ class LiveOutcomes:
         return self._lengths[real]
 
     def _length(self, version: str, bucket: str) -> float:
-        path = self.cache / "scores" / f"{version}-{bucket}-{self.text_id}.json"
+        path = self.service.cache / "scores" / f"{version}-{bucket}-{self.service.text_id}.json"
         if path.is_file():
             return float(json.loads(path.read_text(encoding="utf-8"))["acceptance_length"])
-        self.say(f"scoring {version} on {bucket}")
-        manifest = self.registry.get_manifest(version)
-        state = self.registry.load_state(version, target_version=self.handle.version)
+        self.service.say(f"scoring {version} on {bucket}")
+        manifest = self.service.registry.get_manifest(version)
+        state = self.service.registry.load_state(version, target_version=self.service.handle.version)
         drafter = build_drafter(
-            {**manifest.config, "drafter_type": manifest.drafter_type}, state, self.handle, version=version,
+            {**manifest.config, "drafter_type": manifest.drafter_type}, state, self.service.handle, version=version,
             target_version=manifest.target_version,
         )  # fmt: skip
-        traces = [t for s in self.score_shards[bucket] for t in self.stores[bucket].read_shard(s.shard_id)]
-        scores = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.handle.device)[version]
+        traces = [
+            t for s in self.service.score_shards[bucket] for t in self.service.stores[bucket].read_shard(s.shard_id)
+        ]
+        scores = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.service.handle.device)[
+            version
+        ]
         length = sum(s.num_tokens for s in scores) / max(sum(s.num_rounds for s in scores), 1)
         write_atomic(path, json.dumps({"acceptance_length": length, "num_requests": len(scores)}))
         return length
@@ -103,7 +200,7 @@ class LiveOutcomes:
         """Shards of a bucket whose rows were served up to a step; a bucket that came round again has them all."""
         rows = float(self.served[step, self.labels.index(bucket)])
         out, total = [], 0
-        for shard in self.train_shards[bucket]:
+        for shard in self.service.train_shards[bucket]:
             total += shard.num_rows
             if total > rows:
                 break
@@ -114,7 +211,7 @@ class LiveOutcomes:
         base = self.names[order.base]
         shards = self._seen(order.bucket, order.step)
         rehearsal = [s for b in self.labels if b != order.bucket for s in self._seen(b, order.step)]
-        facts = [base, order.bucket, msgspec.to_builtins(order.arm), len(shards), len(rehearsal), round(order.time_limit_s), self.text_id]  # fmt: skip
+        facts = [base, order.bucket, msgspec.to_builtins(order.arm), len(shards), len(rehearsal), round(order.time_limit_s), self.service.text_id]  # fmt: skip
         job_id = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         result = self._result(job_id, order, base, shards, rehearsal)
         version = None
@@ -129,23 +226,27 @@ class LiveOutcomes:
         )  # fmt: skip
 
     def _result(self, job_id: str, order: TrainOrder, base: str, shards: list[str], rehearsal: list[str]) -> TrainResult:  # fmt: skip
-        path = self.cache / "jobs" / f"{job_id}.json"
+        path = self.service.cache / "jobs" / f"{job_id}.json"
         if path.is_file():
             return msgspec.json.decode(path.read_bytes(), type=TrainResult)
-        self.say(f"training {order.arm.name} on {order.arm.num_rows} rows of {order.bucket}")
+        self.service.say(f"training {order.arm.name} on {order.arm.num_rows} rows of {order.bucket}")
         job = TrainJob(
             job_id=job_id,
             bucket=order.bucket,
             arm=order.arm,
             base_version=base,
-            first_version=self.first_version,
+            first_version=self.service.first,
             shard_ids=shards,
             rehearsal_shard_ids=rehearsal,
             seed=int(job_id[:6], 16),
             time_limit_s=order.time_limit_s,
         )
         result = run_training_job(
-            job, MergedStore(self.stores), self.registry, self.handle, shadow=ShadowConfig(num_nodes=NUM_NODES)
+            job,
+            MergedStore(self.service.stores),
+            self.service.registry,
+            self.service.handle,
+            shadow=ShadowConfig(num_nodes=NUM_NODES),
         )
         write_atomic(path, msgspec.json.encode(result))
         return result
@@ -168,14 +269,10 @@ def run_live(
     """(rows, scenarios, notes); seed i stands for order i. Everything slow is kept in `cache` (the --resume folder).
 
     config: size of the replay. load: devices that the traffic keeps busy with the first drafter; None = that of the configuration.
-    Raises: ConfigError when a bucket has no prompts, `num_orders` is below 1 or `load` not above 0.
+    Raises: ConfigError when a bucket has no prompts.
     """
-    if num_orders < 1:
-        raise ConfigError(f"seeds must be >= 1, got {num_orders}")
     config = config or LiveConfig()
     if load is not None:
-        if not 0 < load < float("inf"):
-            raise ConfigError(f"load must be > 0 and finite, got {load}")
         config = dataclasses.replace(config, load=load)
     if cache is None:
         with tempfile.TemporaryDirectory(prefix="paceline-replay-") as folder:
@@ -246,15 +343,10 @@ class LiveService:
         seed = order if seed is None else seed
         config = self.config
         traffic, served = self._traffic(order)
-        outcomes = LiveOutcomes(
-            labels=traffic.labels, stores=self.stores, train_shards=self.train_shards, score_shards=self.score_shards,
-            registry=self.registry, first_version=self.first, handle=self.handle, cache=self.cache,
-            text_id=self.text_id, say=self.say, served=served,
-        )  # fmt: skip
         settings = {"epoch_s": config.epoch_s, **dict(variant.settings)}
         policy = policy_config(variant.policy, settings, seed)
         learned = {FIRST: {b: n for b, n in self.learned.items() if b in traffic.labels}}
-        return World(traffic, outcomes, policy, seed=seed, learned=learned)
+        return World(traffic, LiveOutcomes(self, served), policy, seed=seed, learned=learned)
 
     def _traffic(self, order: int) -> tuple[Traffic, np.ndarray]:
         """Phases of equal device time under the first drafter, and the rows traced up to each step (T, D)."""
@@ -267,11 +359,7 @@ class LiveService:
             plain_s=self.seconds["plain_s"], batch_size=config.batch_size, tokens_per_request=float(config.max_new_tokens),
             num_replicas=max(1, math.ceil(config.load)),
         )  # fmt: skip
-        first = LiveOutcomes(
-            labels=labels, stores=self.stores, train_shards=self.train_shards, score_shards=self.score_shards,
-            registry=self.registry, first_version=self.first, handle=self.handle, cache=self.cache,
-            text_id=self.text_id, say=self.say, served=np.zeros((1, len(labels))),
-        ).lengths(FIRST)  # fmt: skip
+        first = LiveOutcomes(self, np.zeros((1, len(labels)))).lengths(FIRST)
         for phase, d in enumerate(ORDERS[order]):
             rate = config.load / float(traffic.token_s(first)[d])
             tokens[phase * per_phase : (phase + 1) * per_phase, d] = rate * config.step_s

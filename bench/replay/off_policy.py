@@ -30,8 +30,7 @@ from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import draw_world, learned_rows, policy_config
 from paceline.bandit.replay.world import World
 from paceline.bench.common.terminal import new_table
-from paceline.bench.replay.live import ORDERS, LiveService
-from paceline.bench.replay.live_text import SMALL, LiveConfig
+from paceline.bench.replay.live import ORDERS, SMALL, LiveConfig, LiveService
 from paceline.bench.replay.plan import Task, Variant
 from paceline.bench.replay.run import Row, row_of, run_all
 

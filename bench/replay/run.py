@@ -76,8 +76,6 @@ def run_all(
 
     Raises: ConfigError for a damaged folder; PacelineError when a worker process died.
     """
-    if workers < 1:
-        raise ConfigError(f"workers must be >= 1, got {workers}")
     done = read_finished(resume) if resume is not None else {}
     todo = [t for t in tasks if t.key not in done]
     with _appender(resume) as append, progress(console, title, len(tasks)) as bar:

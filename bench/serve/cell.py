@@ -138,7 +138,7 @@ class CellRunner:
         try:
             while True:
                 result = await self._client.stream(request)
-                is_refused = (result.problem or "").split(":", 1)[0] == REFUSED
+                is_refused = result.kind == REFUSED
                 answer.num_refused += is_refused
                 if not is_refused or answer.num_refused >= self._num_tries:
                     break

@@ -66,9 +66,14 @@ class StreamResult:
     """Paceline's own account of the answer (the `paceline` object)."""
 
     @property
+    def kind(self) -> str | None:
+        """The problem's one word."""
+        return None if self.problem is None else self.problem.split(":", 1)[0]
+
+    @property
     def is_lost(self) -> bool:
         """Whether the connection failed or fell silent, as with a server that is gone."""
-        return self.problem is not None and self.problem.split(":", 1)[0] in LOST
+        return self.kind in LOST
 
 
 class _Delta(msgspec.Struct):

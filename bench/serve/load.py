@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import random
 import time
@@ -18,9 +17,9 @@ from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import Bar, new_table, progress, say_file
 from paceline.bench.common.workloads import load_prompts
 from paceline.bench.serve.client import REFUSED, StreamClient, StreamRequest, StreamResult, find_features
-from paceline.bench.serve.local_service import local_service, watch_lag
-from paceline.bench.serve.stream_stats import StreamTotals, explain_difference, first_difference, percentiles_ms
-from paceline.records import DataFolder, JsonFile, Setting, record, require
+from paceline.bench.serve.local_service import ServerOptions, watch_lag
+from paceline.bench.serve.stats import StreamTotals, explain_difference, first_difference, percentiles_ms
+from paceline.records import Setting, record, require
 
 _SAVE_EVERY_S = 10.0
 _REFUSED_WAIT_S = 0.25
@@ -31,40 +30,26 @@ _GONE = "the server at {} does not answer any more"
 
 
 @record()
-class StreamLoadOptions:
+class StreamLoadOptions(ServerOptions):
     """Errors, answers without [DONE], lost tokens, time to the first token, gaps between chunks, tokens per second over
-    time; with --check, greedy answers are asked again one at a time and compared.
+    time; with --check, greedy answers are asked again one at a time and compared. Each request asks for a quarter of
+    --max-tokens to all of them.
 
     Exit code 1 on any error or changed answer. docs/benchmarks.md.
     """
 
-    url: A[str, Setting("Address of the server, without /v1.")] = "http://127.0.0.1:8000"
-    is_local: A[
-        bool, Setting("Start `paceline serve` for this run, on a free port, and stop it afterwards.", flag="serve")
-    ] = False
     clients: A[int, Setting("Clients; each sends its next request when its answer is complete.", ge=1, le=4096)] = 32
     minutes: A[float, Setting("Minutes of load; answers then under way may finish.", gt=0)] = 10.0
-    max_tokens: A[int, Setting("Longest answer; each asks for a quarter of it to all of it.", ge=1)] = 128
     temperatures: A[
-        tuple[float, ...],
-        Setting("Comma list; each request draws one.", flag="temperature", ge=0, non_empty=True),
+        tuple[float, ...], Setting("Comma list; each request draws one.", flag="temperature", ge=0, non_empty=True)
     ] = (0.0, 0.8)
-    buckets: A[tuple[str, ...], Setting("Comma list of traffic classes.", non_empty=True)] = (
-        "tools", "code", "math", "facts",
-    )  # fmt: skip
     is_chat: A[bool, Setting("Use /v1/chat/completions.", flag="chat")] = False
     is_checking: A[bool, Setting("Ask greedy answers again at the end and compare.", flag="check")] = False
     num_check: A[int, Setting("With --check: how many.", ge=1)] = 32
-    timeout_s: A[float, Setting("Seconds of silence after which a stream counts as dead.", flag="timeout", gt=0)] = (
-        120.0
-    )
     api_token: A[str | None, Setting("Bearer token of the server.", env="PACELINE_API_TOKEN")] = None
-    seed: A[int, Setting("Seed of prompts, lengths and sampling.", ge=0)] = 0
-    data: DataFolder = None
-    json: JsonFile = None
 
     def __post_init__(self) -> None:
-        require(self.url.startswith(("http://", "https://")), "url must begin with http:// or https://", self.url)
+        ServerOptions.__post_init__(self)  # a class with slots has no super() without arguments
         has_greedy = not self.is_checking or 0.0 in self.temperatures
         require(has_greedy, "temperature must include 0 with --check, which compares greedy answers", self.temperatures)
 
@@ -76,13 +61,7 @@ def run_stream_load(options: StreamLoadOptions, console: Console) -> dict[str, A
     """
     shown = dataclasses.replace(options, api_token="given" if options.api_token else None)  # never written to a file
     prompts = {b: [p.text for p in load_prompts(b, options.data, 64, options.seed)] for b in options.buckets}
-    with contextlib.ExitStack() as stack:
-        url = options.url
-        if options.is_local:
-            with console.status("starting a local service (about 30 s)"):
-                url = stack.enter_context(local_service())
-            console.print(f"local service at {url}", highlight=False)
-        url = url.rstrip("/").removesuffix("/v1")
+    with options.server(console) as url:
         result = ResultFile(options.json, command="bench streams", options=shown, extra={"url": url})
         document = asyncio.run(_Load(options, url, prompts, result, console).run())
     _print(document, console)
@@ -105,10 +84,7 @@ class _Load:
 
     async def run(self) -> dict[str, Any]:
         options = self._options
-        headers = {"authorization": f"Bearer {options.api_token}"} if options.api_token else {}
-        limits = httpx.Limits(max_connections=options.clients + 4, max_keepalive_connections=options.clients + 4)
-        timeout = httpx.Timeout(options.timeout_s, connect=10.0)
-        async with httpx.AsyncClient(base_url=self._url, headers=headers, limits=limits, timeout=timeout) as http:
+        async with options.client(self._url, options.api_token) as http:
             features = await find_features(http, self._url, is_chat=options.is_chat)
             self._result.update(server={"model": features.model, "has_token_ids": features.has_token_ids, "has_usage": features.has_usage})  # fmt: skip
             client = StreamClient(http, is_chat=options.is_chat, features=features)

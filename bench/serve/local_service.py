@@ -1,4 +1,4 @@
-"""Local service: a Paceline service started for one measurement, and the lag of the load generator beside it.
+"""Local service: the server that a benchmark loads, one started for it or another, and the lag of the load generator.
 
 A load generator's late event loop is no fault of the server that it measures.
 """
@@ -13,14 +13,62 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Annotated as A
 
 import httpx
+from rich.console import Console
 
+from paceline.bench.common.workloads import BUNDLED_BUCKETS
 from paceline.errors import PacelineError
+from paceline.records import DataFolder, JsonFile, Setting, record, require
 
 TICK_S = 0.05
+SERVER, LOAD, REQUESTS = "Server", "Load", "Requests"
+"""Headings of options in --help."""
+
+
+@record()
+class ServerOptions:
+    """Options of a benchmark that streams answers of a server."""
+
+    url: A[str, Setting("Address of the server, with or without /v1.", panel=SERVER)] = "http://127.0.0.1:8000"
+    is_local: A[bool, Setting("Start `paceline serve` for this run, on a free port.", flag="serve", panel=SERVER)] = (
+        False
+    )
+    max_tokens: A[int, Setting("Longest answer.", panel=REQUESTS, ge=1)] = 128
+    buckets: A[tuple[str, ...], Setting("Comma list of traffic classes.", panel=REQUESTS, non_empty=True)] = (
+        BUNDLED_BUCKETS
+    )
+    timeout_s: A[
+        float, Setting("Seconds of silence after which a stream counts as dead.", flag="timeout", panel=REQUESTS, gt=0)
+    ] = 120.0
+    seed: A[int, Setting("Seed of prompts, arrivals and sampling.", ge=0)] = 0
+    data: DataFolder = None
+    json: JsonFile = None
+
+    def __post_init__(self) -> None:
+        require(self.url.startswith(("http://", "https://")), "url must begin with http:// or https://", self.url)
+
+    @contextmanager
+    def server(self, console: Console) -> Iterator[str]:
+        """The server's address, of one that is started for so long where that is asked for."""
+        with ExitStack() as stack:
+            url = self.url
+            if self.is_local:
+                with console.status("starting a local service (about 30 s)"):
+                    url = stack.enter_context(local_service())
+                console.print(f"local service at {url}", highlight=False)
+            yield url.rstrip("/").removesuffix("/v1")
+
+    def client(self, url: str, token: str | None) -> httpx.AsyncClient:
+        """A client of that server with as many connections as are asked for."""
+        return httpx.AsyncClient(
+            base_url=url, headers={"authorization": f"Bearer {token}"} if token else {},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=httpx.Timeout(self.timeout_s, connect=10.0),
+        )  # fmt: skip
 
 
 async def watch_lag(lags_s: list[float], on_tick: Callable[[float], None]) -> None:

@@ -1,27 +1,122 @@
-"""Server benchmark: speed of an OpenAI-compatible server under closed and open loads."""
+"""Server benchmark: options, requests and reports of the speed of an OpenAI-compatible server under closed and open loads."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
+import json
 import random
 from collections.abc import Sequence
+from typing import Annotated as A
 from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.markup import escape
 
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import Bar, new_table, progress
+from paceline.bench.common.workloads import load_prompts
 from paceline.bench.serve.cell import CellRunner, Load
 from paceline.bench.serve.client import StreamClient, StreamRequest, find_features
-from paceline.bench.serve.local_service import local_service, watch_lag
-from paceline.bench.serve.options import ServeBenchOptions, plan_requests
+from paceline.bench.serve.local_service import LOAD, REQUESTS, SERVER, ServerOptions, watch_lag
 from paceline.bench.serve.server_metrics import NOT_OFFERED, acceptance_between, read_page
-from paceline.bench.serve.stats import CHUNKS, summarize
-from paceline.bench.serve.stream_stats import percentiles_ms
+from paceline.bench.serve.stats import CHUNKS, percentiles_ms, summarize
+from paceline.records import Setting, record, require
+
+ROUTES = ("completions", "chat")
+MIN_WAVES = 4
+"""Requests of a closed loop are at least so many times its clients: fewer leave no time at full load."""
+
+
+@record()
+class ServeBenchOptions(ServerOptions):
+    """Closed loops (--concurrency) and open ones (--rate) of streaming requests against any OpenAI-compatible server: time
+    to the first token, gaps between chunks, output and user tokens per second with 95% intervals, ramp-up and drain left
+    out; acceptance where the server tells it.
+
+    Exit code 1 on any error. docs/benchmarks.md.
+
+    Example: paceline bench serve --url http://127.0.0.1:8000 --concurrency 1,8,32 --json serve.json.
+    """
+
+    model: A[str | None, Setting("Default: the first that /v1/models names.", panel=SERVER)] = None
+    route: A[str, Setting("completions | chat.", panel=SERVER, choices=ROUTES)] = "completions"
+    concurrencies: A[
+        tuple[int, ...],
+        Setting("Comma list of closed loops: clients that send again when answered; '' for none.", flag="concurrency", panel=LOAD, ge=1, le=4096),
+    ] = (1, 4, 16)  # fmt: skip
+    rates_per_s: A[
+        tuple[float, ...],
+        Setting("Comma list of open loops: requests per second, arriving at random (Poisson).", flag="rate", panel=LOAD, gt=0),
+    ] = ()  # fmt: skip
+    num_requests: A[
+        int,
+        Setting(f"Requests of a load, at least; of a closed loop {MIN_WAVES} times its clients.", flag="requests", panel=LOAD, ge=1),
+    ] = 64  # fmt: skip
+    warmup: A[int, Setting("Requests before each load that are not counted.", panel=LOAD, ge=0)] = 8
+    max_s: A[float, Setting("A load sends no request later than this.", flag="seconds", panel=LOAD, gt=0)] = 120.0
+    temperature: A[float, Setting("0 = greedy.", panel=REQUESTS, ge=0)] = 0.0
+    names_buckets: A[
+        bool, Setting("Send x-paceline-bucket, as clients of Paceline do.", flag="name-buckets", panel=REQUESTS)
+    ] = False
+    num_tries: A[
+        int, Setting("Times that a request is sent while the answer is 429.", flag="tries", panel=REQUESTS, ge=1)
+    ] = 8
+    extra_body: A[
+        str, Setting("JSON object added to requests, as '{\"ignore_eos\": true}'; null drops a field.", panel=REQUESTS)
+    ] = "{}"
+    api_key: A[
+        str | None, Setting("Bearer token; better in the environment.", panel=SERVER, env="PACELINE_API_TOKEN")
+    ] = None
+    note: A[str, Setting("Words kept in the JSON: which server, started how, what else ran.")] = ""
+
+    def __post_init__(self) -> None:
+        ServerOptions.__post_init__(self)  # a class with slots has no super() without arguments
+        require(bool(self.concurrencies or self.rates_per_s), "concurrency and rate must not both be empty", "")
+        try:
+            is_object = isinstance(json.loads(self.extra_body), dict)
+        except ValueError:
+            is_object = False
+        require(is_object, "extra-body must be a JSON object", self.extra_body)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return json.loads(self.extra_body)
+
+    def loads(self) -> list[Load]:
+        """Every load, closed ones first."""
+        return [*(Load(concurrency=c) for c in self.concurrencies), *(Load(rate_per_s=r) for r in self.rates_per_s)]
+
+    def count(self, load: Load) -> int:
+        """Counted requests of a load."""
+        return max(self.num_requests, MIN_WAVES * (load.concurrency or 1))
+
+
+def plan_requests(options: ServeBenchOptions) -> tuple[list[tuple[list[StreamRequest], list[StreamRequest]]], int]:
+    """((warm-up requests, counted requests) of each load, requests whose prompt an earlier one had).
+
+    Prompts go round the buckets and are repeated only when a bucket has no more: a server with a prefix cache would
+    find a repeated one there.
+    """
+    sizes = [(options.warmup, options.count(load)) for load in options.loads()]
+    total = sum(a + b for a, b in sizes)
+    each = -(-total // len(options.buckets))
+    pools = {b: load_prompts(b, options.data, each, options.seed) for b in options.buckets}
+    requests = [
+        StreamRequest(
+            prompt=pools[bucket][i // len(options.buckets)].text, bucket=bucket, max_tokens=options.max_tokens,
+            temperature=options.temperature, seed=options.seed + i,
+        )
+        for i in range(total)
+        for bucket in [options.buckets[i % len(options.buckets)]]
+    ]  # fmt: skip
+    num_repeated = total - len({(r.bucket, r.prompt) for r in requests})
+    plan, at = [], 0
+    for warmup, counted in sizes:
+        plan.append((requests[at : at + warmup], requests[at + warmup : at + warmup + counted]))
+        at += warmup + counted
+    return plan, num_repeated
+
 
 _OPEN_WARMUP_CLIENTS = 4
 
@@ -33,13 +128,7 @@ def run_serve_bench(options: ServeBenchOptions, console: Console) -> dict[str, A
     """
     shown = dataclasses.replace(options, api_key="given" if options.api_key else None)  # never written to a file
     plan, num_repeated = plan_requests(options)
-    with contextlib.ExitStack() as stack:
-        url = options.url
-        if options.is_local:
-            with console.status("starting a local service (about 30 s)"):
-                url = stack.enter_context(local_service())
-            console.print(f"local service at {url}", highlight=False)
-        url = url.rstrip("/").removesuffix("/v1")
+    with options.server(console) as url:
         extra = {"url": url, "num_repeated_prompts": num_repeated, "cells": []}
         result = ResultFile(options.json, command="bench serve", options=shown, extra=extra)
         document = asyncio.run(_run(options, url, plan, result, console))
@@ -50,12 +139,9 @@ def run_serve_bench(options: ServeBenchOptions, console: Console) -> dict[str, A
 async def _run(
     options: ServeBenchOptions, url: str, plan: Sequence[tuple[list[StreamRequest], list[StreamRequest]]], result: ResultFile, console: Console
 ) -> dict[str, Any]:  # fmt: skip
-    headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=max((*options.concurrencies, 64)))
-    timeout = httpx.Timeout(options.timeout_s, connect=10.0)
     is_chat = options.route == "chat"
     lags_s: list[float] = []
-    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as http:
+    async with options.client(url, options.api_key) as http:
         features = await find_features(http, url, is_chat=is_chat, model=options.model, extra=options.extra)
         result.update(server={k: getattr(features, k) for k in ("model", "has_token_ids", "has_usage", "has_done")})
         client = StreamClient(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.bench.common.engine_run import run_group
+from paceline.bench.common.recorders import Round, RoundRecorder
 from paceline.config import EngineConfig, TreeConfig
-from paceline.contracts import Group, RoundStats
+from paceline.contracts import Group
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
@@ -51,36 +52,28 @@ class Decoded:
     rounds: list[RealRounds]
 
 
-class _Sink:
-    """Keeps every round and every trace."""
+class _Traces:
+    """Keeps every trace."""
 
     def __init__(self, on_trace: Callable[[], None]) -> None:
-        self.rows: dict[str, list[tuple[int, int, int]]] = {}
-        """Request -> draft, accepted and emitted tokens of its rounds."""
-        self.traces: dict[str, RequestTrace] = {}
+        self.kept: dict[str, RequestTrace] = {}
         self._on_trace = on_trace
-
-    def record_rounds(self, rows: RoundStats) -> None:
-        counts = zip(rows.num_draft_tokens, rows.num_accepted_tokens, rows.num_emitted_tokens, strict=True)
-        for request_id, row in zip(rows.request_id, counts, strict=True):
-            self.rows.setdefault(request_id, []).append(row)
 
     def wants(self, request_id: str, bucket: str) -> bool:
         return True
 
     def record_trace(self, trace: RequestTrace) -> None:
-        self.traces[trace.request_id] = trace
+        self.kept[trace.request_id] = trace
         self._on_trace()
 
 
-def _summarise(rows: Sequence[tuple[int, int, int]]) -> RealRounds:
-    drafted, accepted, emitted = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
+def _summarise(rounds: Sequence[Round]) -> RealRounds:
     return RealRounds(
-        num_rounds=len(rows),
-        num_drafted_rounds=sum(n > 0 for n in drafted),
-        num_draft_tokens=sum(drafted),
-        num_accepted_tokens=sum(accepted),
-        num_emitted_tokens=sum(emitted),
+        num_rounds=len(rounds),
+        num_drafted_rounds=sum(r.num_draft_tokens > 0 for r in rounds),
+        num_draft_tokens=sum(r.num_draft_tokens for r in rounds),
+        num_accepted_tokens=sum(r.num_accepted_tokens for r in rounds),
+        num_emitted_tokens=sum(r.num_emitted_tokens for r in rounds),
     )
 
 
@@ -103,15 +96,16 @@ def decode(
         on_request: called when a request has finished.
     Raises: PacelineError when a request ends in an error.
     """
-    sink = _Sink(on_request)
+    recorder, traces = RoundRecorder(), _Traces(on_request)
     slots = DrafterSlots() if drafter is None else DrafterSlots(drafter, version)
     config = EngineConfig(
         max_running=batch, max_waiting=max(256, len(work.prompts)), tree=tree or TreeConfig(), prefix_caching=False
     )
-    engine = Engine(target, slots, config, feedback=sink, traces=sink)
+    engine = Engine(target, slots, config, feedback=recorder, traces=traces)
     if config.tree.policy in ("adaptive", "bastion") and drafter is not None:
         engine.warm_up()
     group = Group.PLAIN if drafter is None else Group.ADAPTIVE
     run_group(engine, work.prompts, work.params, group=group, bucket=work.bucket, tag=work.name)
     ids = [work.request_id(i) for i in range(len(work.prompts))]
-    return Decoded(traces=[sink.traces[i] for i in ids], rounds=[_summarise(sink.rows.get(i, [])) for i in ids])
+    rounds = recorder.take(ids, [p.max_tokens for p in work.params])
+    return Decoded(traces=[traces.kept[i] for i in ids], rounds=list(map(_summarise, rounds)))

@@ -17,7 +17,7 @@ import torch
 
 from paceline.adapt.data.split import load_train_data
 from paceline.adapt.data.trace_store import TraceStore
-from paceline.adapt.families.table import training_family
+from paceline.adapt.families.training import training_family
 from paceline.adapt.online.update import update_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bandit.beliefs.arms import default_arms

@@ -1,17 +1,29 @@
-"""Costs: bytes that a forward must move and operations that it must do, counted from the sizes of its matrices.
+"""Costs: bytes and operations of a round's forwards, of the target and of each drafter at its published size for it.
 
 Bytes: every weight matrix once, the committed K and V that the rows attend to once for each request (all rows of a request
 share one read), and the K and V that the forward keeps. Left out: activations, embedding rows, masks and logits, which
 are small beside them. Operations: two for each multiplication with a weight, four times rows x keys x heads x head size for
 attention; norms, activations and sampling are left out.
+
+| drafter | layout | calls a round |
+|---|---|---|
+| SpecBlock (arXiv 2605.07243) | condition 3H -> H, fusion 3H -> H, 2 layers, shift 2H -> H, own head over 32000 tokens, rank head | one per block of 4 tokens: block 1 over the newly accepted rows, block 2 over some leaves |
+| EAGLE-3 (arXiv 2503.01840) | features 3H -> H, 1 layer whose attention reads 2H, own head over 32000 tokens | one per depth, the best `topk` nodes of the depth before in each |
+| DFlash (arXiv 2602.06036) and JetSpec | features 5H -> H, 5 layers of the target's family, the target's own head | one, over a block of 16 rows: an anchor and 15 draft tokens |
+
+DFlash's block is bidirectional and JetSpec's causal: their matrices and costs are equal. For Llama-3.1-8B, for which neither is
+published, the layers are Llama's. K draft slots, H hidden size, r newly accepted rows of a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated as A
 
-from paceline.bench.shapes.kernel_shapes import Shape
+from paceline.bench.shapes.kernel_shapes import ACCEPTED_TOKENS, DRAFT_LAYERS, NUM_LEAVES, NUM_SLOTS, Shape
+from paceline.records import Setting, record
+from paceline.serving.specblock.model import NUM_RANK_CLASSES, NUM_RANK_FEATURES
 
 ELEMENT_BYTES = 2
 """bfloat16 weights, K and V."""
@@ -146,3 +158,114 @@ def total(forwards: Sequence[Forward]) -> dict[str, int]:
         "weight_bytes": sum(f.weight_bytes for f in forwards), "kv_bytes": sum(f.kv_bytes for f in forwards),
         "bytes": sum(f.num_bytes for f in forwards), "flops": sum(f.flops for f in forwards),
     }  # fmt: skip
+
+
+DRAFT_VOCAB = 32_000
+TAPS = 3
+"""Target layers whose hidden states SpecBlock and EAGLE-3 read."""
+SPECBLOCK_LAYERS = 2
+RANK_HIDDEN = 256
+MAX_DEPTH = 2 * NUM_SLOTS
+"""SpecBlock drafts two blocks."""
+DRAFT_BLOCK = 16
+"""Rows of a DFlash or JetSpec block."""
+
+
+@record()
+class DraftPlan:
+    """What is drafted each round."""
+
+    depth: A[
+        int,
+        Setting(f"Deepest token of SpecBlock (two blocks of {NUM_SLOTS}) and EAGLE-3, equal; a DFlash block always has 15.", ge=1, le=MAX_DEPTH),
+    ] = 8  # fmt: skip
+    topk: A[int, Setting("Nodes that EAGLE-3 continues at each depth.", ge=1)] = 10
+    leaves: A[int, Setting("Leaves that SpecBlock's second block continues.", ge=1)] = NUM_LEAVES
+    accepted: A[
+        int, Setting("Accepted tokens of the round before, which the first call takes in with the bonus token.", ge=0)
+    ] = ACCEPTED_TOKENS
+
+    @property
+    def num_new(self) -> int:
+        """Rows of a request that the first call takes in."""
+        return self.accepted + 1
+
+
+def specblock_forwards(shape: Shape, plan: DraftPlan) -> list[Forward]:
+    """Block 1, and block 2 where the depth asks for one."""
+    forwards = [_specblock_block(shape, plan, is_first=True)]
+    if plan.depth > NUM_SLOTS:
+        forwards.append(_specblock_block(shape, plan, is_first=False))
+    return forwards
+
+
+def _specblock_block(shape: Shape, plan: DraftPlan, *, is_first: bool) -> Forward:
+    """A block over its rows (block 1: newly accepted ones, block 2: leaves); block 1's heads see the newest row only.
+
+    The fusion multiplies condition and token once a row and the learned queries once a call.
+    """
+    h, b = shape.hidden_size, shape.requests
+    rows = b * (plan.num_new if is_first else plan.leaves)
+    read = b * NUM_SLOTS if is_first else rows * NUM_SLOTS  # rows that the output heads see
+    parts: list[Part] = [LinearCost(name="condition", inputs=TAPS * h, outputs=h, rows=rows)] if is_first else []
+    parts += [
+        LinearCost(name="fusion of rows", inputs=2 * h, outputs=h, rows=rows, num_vectors=2 * h),
+        LinearCost(name="fusion of slots", inputs=h, outputs=h, rows=NUM_SLOTS, num_vectors=(1 + NUM_SLOTS) * h),
+        LayersCost(
+            name="layers", shape=shape, count=SPECBLOCK_LAYERS, rows=rows * NUM_SLOTS, kv_rows=shape.context * NUM_SLOTS,
+            kept_rows=rows * NUM_SLOTS if is_first else 0, num_vectors=2 * h,
+        ),
+        LinearCost(name="shift", inputs=2 * h, outputs=h, rows=rows * NUM_SLOTS),
+        LinearCost(name="head", inputs=h, outputs=DRAFT_VOCAB, rows=read, num_vectors=h),
+        LinearCost(name="rank head in", inputs=h + NUM_RANK_FEATURES, outputs=RANK_HIDDEN, rows=read),
+        LinearCost(name="rank head out", inputs=RANK_HIDDEN, outputs=NUM_RANK_CLASSES, rows=read),
+    ]  # fmt: skip
+    return Forward(name="block 1" if is_first else "block 2", parts=tuple(parts))
+
+
+def eagle3_forwards(shape: Shape, plan: DraftPlan) -> list[Forward]:
+    """One call per depth: the first over the newly accepted rows, the others over `topk` nodes each."""
+    h, b = shape.hidden_size, shape.requests
+
+    def step(name: str, rows: int, read: int, earlier: int, *, has_features: bool) -> Forward:
+        features = LinearCost(name="features", inputs=TAPS * h, outputs=h, rows=rows)
+        layer = LayersCost(
+            name="layer", shape=shape, count=1, rows=rows, kv_rows=shape.context + earlier, kept_rows=rows, input_factor=2,
+            num_vectors=3 * h,
+        )  # fmt: skip
+        head = LinearCost(name="head", inputs=h, outputs=DRAFT_VOCAB, rows=read, num_vectors=h)
+        return Forward(name=name, parts=(features, layer, head) if has_features else (layer, head))
+
+    first = step("step 1", b * plan.num_new, b, 0, has_features=True)
+    rows = b * plan.topk
+    return [first, *(step(f"step {i}", rows, rows, (i - 2) * plan.topk, has_features=False) for i in range(2, plan.depth + 1))]  # fmt: skip
+
+
+def table_forwards(shape: Shape, plan: DraftPlan) -> list[Forward]:
+    """DFlash's and JetSpec's one call; the head is the target's and sees the draft rows, not the anchor."""
+    h, b = shape.hidden_size, shape.requests
+    new, block = b * plan.num_new, b * DRAFT_BLOCK
+    parts = (
+        LinearCost(name="features", inputs=DRAFT_LAYERS * h, outputs=h, rows=new, num_vectors=2 * h),
+        LayersCost(
+            name="layers", shape=shape, count=DRAFT_LAYERS, rows=block, kv_rows=shape.context, kept_rows=new, kv_only_rows=new,
+            num_vectors=2 * h + 2 * shape.head_dim,
+        ),
+        LinearCost(
+            name="target's head", inputs=h, outputs=shape.vocab_size, rows=b * (DRAFT_BLOCK - 1), is_targets=True
+        ),
+    )  # fmt: skip
+    return [Forward(name="block of 16", parts=parts)]
+
+
+DRAFTERS: dict[str, Callable[[Shape, DraftPlan], list[Forward]]] = {
+    "specblock": specblock_forwards,
+    "eagle3": eagle3_forwards,
+    "jetspec": table_forwards,
+    "dflash": table_forwards,
+}
+
+
+def num_params(forwards: list[Forward]) -> int:
+    """Parameters of a drafter; its first call touches all of them."""
+    return forwards[0].num_own_params

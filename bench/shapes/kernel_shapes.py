@@ -7,7 +7,10 @@ SpecBlock (arXiv 2605.07243) and of a five-layer table drafter (JetSpec, DFlash)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated as A
 from typing import Any
+
+from paceline.records import Setting
 
 NUM_SLOTS = 4
 """Draft slots of a SpecBlock block."""
@@ -71,6 +74,8 @@ MODELS = {
     "llama-3.1-8b": Shape(model="llama-3.1-8b", num_layers=32, ffn_size=14336, vocab_size=128256, **_COMMON),
     "qwen3-8b": Shape(model="qwen3-8b", num_layers=36, ffn_size=12288, vocab_size=151936, **_COMMON),
 }
+Models = A[tuple[str, ...], Setting(f"Comma list of {', '.join(MODELS)}.", choices=tuple(MODELS), non_empty=True)]
+"""Option of the targets whose sizes are used."""
 
 
 def weight_bytes(shape: Shape, element_bytes: int = 2) -> int:

@@ -21,9 +21,9 @@ from rich.console import Console
 from paceline.bench.common.result_file import write_json
 from paceline.bench.common.terminal import new_table, progress, say_file
 from paceline.bench.shapes.kernel_cases import CASES, Bench, Case
-from paceline.bench.shapes.kernel_shapes import MODELS, Shape, floor_bytes, kv_bytes, weight_bytes
+from paceline.bench.shapes.kernel_shapes import MODELS, Models, Shape, floor_bytes, kv_bytes, weight_bytes
 from paceline.kernels.dispatch import select_kernels
-from paceline.records import DEVICES, DTYPES, JsonFile, Setting, record, require
+from paceline.records import DTYPES, Device, JsonFile, Setting, record, require
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LIMITS = {"context": 131072, "requests": 256, "nodes": 256}
@@ -44,32 +44,23 @@ class KernelBenchOptions:
     """
 
     kernels: A[
-        tuple[str, ...],
-        Setting(f"Comma list of all, {', '.join(CASES)}.", choices=("all", *CASES), non_empty=True),
+        tuple[str, ...], Setting(f"Comma list of all, {', '.join(CASES)}.", choices=("all", *CASES), non_empty=True)
     ] = ("all",)
-    models: A[
-        tuple[str, ...],
-        Setting(
-            f"Comma list of the targets whose sizes are used: {', '.join(MODELS)}.",
-            choices=tuple(MODELS),
-            non_empty=True,
-        ),
-    ] = tuple(MODELS)
+    models: Models = tuple(MODELS)
     contexts: A[
-        tuple[int, ...],
-        Setting("Comma list of committed tokens per request.", ge=1, le=131072, non_empty=True),
+        tuple[int, ...], Setting("Comma list of committed tokens per request.", ge=1, le=131072, non_empty=True)
     ] = (1024, 8192, 32768)
-    requests: A[
-        tuple[int, ...], Setting("Comma list of requests in a round.", ge=1, le=256, non_empty=True)
-    ] = (1, 8, 64)  # fmt: skip
+    requests: A[tuple[int, ...], Setting("Comma list of requests in a round.", ge=1, le=256, non_empty=True)] = (
+        1,
+        8,
+        64,
+    )
     nodes: A[
         tuple[int, ...],
-        Setting(
-            "Comma list of draft nodes per request; each request verifies one row more.", ge=1, le=256, non_empty=True
-        ),
+        Setting("Comma list of draft nodes per request; one row more is verified.", ge=1, le=256, non_empty=True),
     ] = (1, 16, 64)
     repeats: A[int, Setting("Timed calls per cell, of which the median counts.", ge=1, le=10_000)] = 20
-    device: A[str, Setting("auto (cuda if there is one) | cpu | cuda.", choices=DEVICES)] = "auto"
+    device: Device = "auto"
     dtype: A[
         str, Setting("auto (bfloat16 on cuda, float32 on cpu) | float32 | bfloat16 | float16.", choices=DTYPES)
     ] = "auto"

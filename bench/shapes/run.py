@@ -14,11 +14,10 @@ from rich.table import Table
 from paceline.bench.common.engine_run import set_threads
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import new_table, progress, say_file
-from paceline.bench.shapes.costs import Forward, Part, total, verify_forward
-from paceline.bench.shapes.drafters import DRAFTERS, MAX_DEPTH, DraftPlan, num_params
-from paceline.bench.shapes.kernel_shapes import MODELS, Shape
+from paceline.bench.shapes.costs import DRAFTERS, MAX_DEPTH, DraftPlan, Forward, Part, num_params, total, verify_forward
+from paceline.bench.shapes.kernel_shapes import MODELS, Models, Shape
 from paceline.bench.shapes.timing import estimate_on_cpu, time_on_gpu
-from paceline.records import DEVICES, JsonFile, Setting, Threads, record, require
+from paceline.records import Device, JsonFile, Setting, Threads, record, require
 
 LIMIT = 0.52
 """Upper end of what the SpecBlock paper claims: 44 to 52% of EAGLE-3's drafting cost."""
@@ -34,22 +33,20 @@ class DrafterShapesOptions:
     Example: paceline bench shapes --contexts 1024,8192 --json shapes.json. docs/benchmarks.md.
     """
 
-    models: A[
-        tuple[str, ...], Setting(f"Comma list of {', '.join(MODELS)}.", choices=tuple(MODELS), non_empty=True)
-    ] = tuple(MODELS)
+    models: Models = tuple(MODELS)
     contexts: A[
         tuple[int, ...],
-        Setting("Comma list of committed tokens per request; times are taken at the first.", ge=1, non_empty=True),
+        Setting("Comma list of tokens per request; times are taken at the first.", ge=1, non_empty=True),
     ] = (1024, 8192, 32768)
     batches: A[
         tuple[int, ...],
-        Setting("Comma list of requests in a round; times are taken at the first.", flag="batch", ge=1, non_empty=True),
+        Setting("Comma list of requests; times are taken at the first.", flag="batch", ge=1, non_empty=True),
     ] = (1, 8)
     nodes: A[int, Setting("Draft nodes verified per request, the same for every drafter.", ge=1)] = 60
     plan: DraftPlan = field(default_factory=DraftPlan)
     is_timing: A[bool, Setting("Take times; otherwise only count.", flag="time/--no-time")] = True
     repeats: A[int, Setting("Timed runs, of which the best (CPU) or the median (GPU) counts.", ge=1)] = 5
-    device: A[str, Setting("auto (cuda if there is one) | cpu | cuda.", choices=DEVICES)] = "auto"
+    device: Device = "auto"
     num_threads: Threads = None
     json: JsonFile = None
 

@@ -10,14 +10,15 @@ from rich.console import Console
 from paceline.cli.options import command
 
 if TYPE_CHECKING:
+    from paceline.bench.common.summary import SummaryOptions
     from paceline.bench.drafters.compare import CompareOptions
     from paceline.bench.drafters.curves import CurvesOptions
-    from paceline.bench.drafters.options import DraftersCommand
+    from paceline.bench.drafters.run import DraftersCommand
     from paceline.bench.engine.run import EngineCommand
     from paceline.bench.engine.soak import SoakOptions
     from paceline.bench.serve.load import StreamLoadOptions
-    from paceline.bench.serve.options import ServeBenchOptions
-    from paceline.bench.shadow.workloads import ShadowCheckOptions
+    from paceline.bench.serve.run import ServeBenchOptions
+    from paceline.bench.shadow.check import ShadowCheckOptions
     from paceline.bench.shapes.kernels import KernelBenchOptions
     from paceline.bench.shapes.run import DrafterShapesOptions
     from paceline.infra.replica.feedback_cost import FeedbackCostOptions
@@ -27,7 +28,7 @@ bench_app = typer.Typer(
 )
 
 
-@command(bench_app, "drafters", "paceline.bench.drafters.options:DraftersCommand")
+@command(bench_app, "drafters", "paceline.bench.drafters.run:DraftersCommand")
 def bench_drafters(options: DraftersCommand, console: Console) -> bool:
     """Compare drafters and policies: acceptance length, speedup over plain, drafting cost."""
     from paceline.bench.drafters.run import run_bench_drafters
@@ -82,7 +83,7 @@ def bench_streams(options: StreamLoadOptions, console: Console) -> bool:
     return has_failed(run_stream_load(options, console))
 
 
-@command(bench_app, "serve", "paceline.bench.serve.options:ServeBenchOptions")
+@command(bench_app, "serve", "paceline.bench.serve.run:ServeBenchOptions")
 def bench_serve(options: ServeBenchOptions, console: Console) -> bool:
     """Measure the speed of a server under closed and open loads."""
     from paceline.bench.serve.run import has_failed, run_serve_bench
@@ -90,7 +91,7 @@ def bench_serve(options: ServeBenchOptions, console: Console) -> bool:
     return has_failed(run_serve_bench(options, console))
 
 
-@command(bench_app, "shadow", "paceline.bench.shadow.workloads:ShadowCheckOptions")
+@command(bench_app, "shadow", "paceline.bench.shadow.check:ShadowCheckOptions")
 def bench_shadow(options: ShadowCheckOptions, console: Console) -> bool:
     """Compare shadow scores with real decoding."""
     from paceline.bench.shadow.check import run_shadow_check
@@ -120,3 +121,11 @@ def bench_shapes(options: DrafterShapesOptions, console: Console) -> None:
     from paceline.bench.shapes.run import run_drafter_shapes
 
     run_drafter_shapes(options, console)
+
+
+@command(bench_app, "summary", "paceline.bench.common.summary:SummaryOptions")
+def bench_summary(options: SummaryOptions, console: Console) -> None:
+    """Reduce a result to its estimates, intervals and counts."""
+    from paceline.bench.common.summary import run_summary
+
+    run_summary(options, console)

@@ -31,8 +31,9 @@ def add_training(app: typer.Typer) -> None:
 def train_target(options: TrainTargetOptions, console: Console) -> None:
     """Train a small target from a data folder; resumes where it stopped."""
     from paceline.adapt.recipes.target import train_target as train
+    from paceline.bench.common.engine_run import set_threads
 
-    _set_threads(options.num_threads)
+    set_threads(options.num_threads)
     recipe = dataclasses.replace(options.recipe, intermediate_size=3 * options.recipe.hidden_size)
     words = f"paceline train-target {given_words(options, hidden=_MACHINE)}"
     with _training_bar("target", console) as report:
@@ -46,9 +47,10 @@ def train_target(options: TrainTargetOptions, console: Console) -> None:
 def train_drafter(options: TrainDrafterOptions, console: Console) -> None:
     """Train a drafter for a target on text that the target itself writes; resumes."""
     from paceline.adapt.recipes.drafter import train_drafter as train
+    from paceline.bench.common.engine_run import set_threads
     from paceline.paths import resolve_model
 
-    _set_threads(options.num_threads)
+    set_threads(options.num_threads)
     shown = options if options.target == "bundled" else dataclasses.replace(options, target="DIR")
     words = f"paceline train-drafter {given_words(shown, hidden=_MACHINE)}"
     source = resolve_model(options.target)
@@ -66,13 +68,6 @@ def import_drafter(options: ImportOptions, console: Console) -> None:
 
     config = run(options.folder, options.out, resolve_model(options.target), tap_layers=options.taps)
     console.print(f"{config['drafter_type']} written to {options.out}; target layers {config.get('tap_layers')}")
-
-
-def _set_threads(num_threads: int | None) -> None:
-    if num_threads is not None:
-        import torch
-
-        torch.set_num_threads(num_threads)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from paceline.adapt.gate.replay_round import AcceptRound, follow_text
+from paceline.adapt.gate.shadow import AcceptRound, follow_text
 from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.interface import Drafter, DraftInputs
 from paceline.serving.trees.tree import TreeBatch

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from paceline.adapt.families import row_batch
 from paceline.adapt.families.eagle3 import EagleLossConfig, training_loss, unrolled_hidden
-from paceline.adapt.families.fresh import most_frequent_tokens
+from paceline.adapt.families.recipe import most_frequent_tokens
 from paceline.adapt.families.row_batch import collate
-from paceline.adapt.families.table import training_family
+from paceline.adapt.families.training import training_family
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.online.update import select_parameters, update_drafter
 from paceline.contracts import ArmSpec

@@ -8,10 +8,9 @@ import torch
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.recipe import DrafterRecipe
-from paceline.adapt.families.table import training_family
 from paceline.adapt.families.target_handle import load_target_handle
-from paceline.adapt.gate.replay_round import fixed_rounds
-from paceline.adapt.gate.shadow import replay_rounds, shadow_scores
+from paceline.adapt.families.training import training_family
+from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds, shadow_scores
 from paceline.adapt.online.trainer import run_training_job
 from paceline.adapt.online.update import update_drafter
 from paceline.adapt.recipes.drafter import train_drafter

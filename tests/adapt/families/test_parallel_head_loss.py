@@ -17,7 +17,7 @@ from paceline.adapt.families.parallel_head import (
     supervised_anchors,
 )
 from paceline.adapt.families.row_batch import collate
-from paceline.adapt.families.table import training_family
+from paceline.adapt.families.training import training_family
 from paceline.errors import ConfigError
 from paceline.serving.parallel_head.model import ParallelHeadConfig, ParallelHeadModel
 from tests.helpers.drafters import HIDDEN, SIZES, V, logged_text

@@ -6,8 +6,7 @@ import torch
 from paceline.adapt.families import row_batch
 from paceline.adapt.families import specblock as specblock_loss
 from paceline.adapt.families.row_batch import collate
-from paceline.adapt.families.specblock import LossConfig, training_loss
-from paceline.adapt.families.specblock_rows import block1_forward
+from paceline.adapt.families.specblock import LossConfig, block1_forward, training_loss
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel, rank_class, rank_features
 from tests.helpers.drafters import EMBED, SIZES, V, logged_text
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from paceline.adapt.gate.replay_round import fixed_rounds, follow_text
-from paceline.adapt.gate.shadow import replay_rounds
+from paceline.adapt.gate.shadow import fixed_rounds, follow_text, replay_rounds
 from paceline.serving.drafters.interface import DraftInputs
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.specblock.drafter import SpecBlockDrafter

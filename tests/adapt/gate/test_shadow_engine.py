@@ -3,8 +3,7 @@
 import pytest
 
 from paceline.adapt.gate import shadow
-from paceline.adapt.gate.replay_round import fixed_rounds
-from paceline.adapt.gate.shadow import replay_rounds, shadow_scores
+from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds, shadow_scores
 from tests.helpers.replay import whole_tree
 from tests.helpers.served import FRONTIER, NODES, engine_rounds, make_drafter, serve
 from tests.helpers.trees import draft_fixed

@@ -20,8 +20,8 @@ from paceline.adapt.data.regenerate import (
 )
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.recipe import target_shape
-from paceline.adapt.families.table import training_family
 from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.families.training import training_family
 from paceline.adapt.recipes.drafter import DrafterRecipe, plan_batches, rate_at, train_drafter
 from paceline.adapt.recipes.learning_curve import read_curve
 from paceline.errors import ConfigError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.bench.common.summary import LINE_LENGTH, RAW, lines_of, run_summary, summary_of
+from paceline.bench.common.summary import LINE_LENGTH, RAW, SummaryOptions, lines_of, run_summary, summary_of
 from paceline.errors import ConfigError
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
@@ -87,14 +87,15 @@ def test_the_command_writes_beside_the_result_and_never_over_it(tmp_path):
     result, out = tmp_path / "r.json", tmp_path / "new" / "s.json"
     result.write_text(json.dumps(DOCUMENT))
     console = Console(quiet=True)
-    assert run_summary(result, out, console) == json.loads(out.read_text()) == summary_of(DOCUMENT)
+    options = SummaryOptions(result=result, out=out)
+    assert run_summary(options, console) == json.loads(out.read_text()) == summary_of(DOCUMENT)
     with pytest.raises(ConfigError, match="out must be another file"):
-        run_summary(result, result, console)
+        SummaryOptions(result=result, out=result)
     with pytest.raises(ConfigError, match="not a part or a summary"):
-        run_summary(out, tmp_path / "again.json", console)
+        run_summary(SummaryOptions(result=out, out=tmp_path / "again.json"), console)
     (tmp_path / "torn.json").write_text('{"cells": [')
     with pytest.raises(ConfigError, match="must be a JSON document"):
-        run_summary(tmp_path / "torn.json", out, console)
+        run_summary(SummaryOptions(result=tmp_path / "torn.json", out=out), console)
 
 
 def test_the_kept_results_are_summaries_and_small():

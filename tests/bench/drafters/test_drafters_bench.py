@@ -12,7 +12,7 @@ from paceline.bench.drafters import arms as draft_arms
 from paceline.bench.drafters import run as drafters
 from paceline.bench.drafters import workload_split
 from paceline.bench.drafters.html import write_html
-from paceline.bench.drafters.options import BenchOptions, quick
+from paceline.bench.drafters.run import BenchOptions, DraftersCommand
 from paceline.cli.main import app
 from paceline.config import TreeConfig
 from paceline.errors import ConfigError, PacelineError
@@ -258,7 +258,7 @@ def test_bad_options_are_answered_in_one_sentence(arguments, message):
 
 
 def test_quick_shrinks_what_was_not_asked_for_and_nothing_else():
-    small = quick(BenchOptions(num_prompts=9, nodes=(3,)))
+    small = DraftersCommand(options=BenchOptions(num_prompts=9, nodes=(3,)), is_quick=True).chosen()
     assert small.num_prompts == 9 and small.nodes == (3,) and small.batches == (1, 8)
     assert small.temperatures == (0.0,) and small.buckets == ("tools", "random") and small.num_counted(8) == 16
 

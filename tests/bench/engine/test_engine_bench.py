@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine
 from paceline.bench.engine.cells import lossless_row
-from paceline.bench.engine.run import EngineBenchOptions, quick
+from paceline.bench.engine.run import EngineBenchOptions, EngineCommand
 from paceline.cli.main import app
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
@@ -78,7 +78,7 @@ def test_bad_options_are_answered_in_one_sentence(arguments, message):
 
 
 def test_quick_shrinks_what_was_not_asked_for_and_nothing_else():
-    small = quick(EngineBenchOptions(batches=(2,), max_tokens=100))
+    small = EngineCommand(options=EngineBenchOptions(batches=(2,), max_tokens=100), is_quick=True).chosen()
     assert small.batches == (2,) and small.max_tokens == 100
     assert small.temperatures == (0.0,) and small.buckets == ("tools",) and small.num_groups(2) == 4
 

@@ -1,7 +1,6 @@
-"""Claims of bench/engine/groups.py."""
+"""Claims of bench/engine/arms.py."""
 
-from paceline.bench.engine.arms import GroupTiming
-from paceline.bench.engine.groups import make_groups, run_alternating
+from paceline.bench.engine.arms import GroupTiming, make_groups, run_alternating
 
 
 class Recorder:

@@ -8,7 +8,7 @@ from rich.console import Console
 from scipy import stats
 from typer.testing import CliRunner
 
-from paceline.bench.replay.live_text import LiveConfig
+from paceline.bench.replay.live import LiveConfig
 from paceline.bench.replay.off_policy import (
     CELL,
     KEEP,

@@ -7,8 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from paceline.bench.replay.report import checks, suggest
-from paceline.bench.replay.stats import advice, cell_rows, regret
+from paceline.bench.replay.report import advice, cell_rows, checks, regret, suggest
 from paceline.cli.main import app
 from paceline.config import load_config
 from paceline.errors import PacelineError
@@ -45,7 +44,9 @@ def test_a_small_grid_end_to_end(tmp_path):
         (["nope"], "scenario must be"),
         (["small", "--policies", "greedy"], "policies must be among"),
         (["small", "--sweep", "nope=1"], "sweep must be"),
-        (["small", "--seeds", "0"], "seeds must be"),
+        (["small", "--seeds", "0"], "seeds must be >= 1"),
+        (["small", "--workers", "0"], "workers must be >= 1"),
+        (["live", "--load", "0"], "load must be > 0"),
         (["absent.yaml"], "readable file"),
         (["absent.jsonl"], "readable file"),
         (["live-small", "--policies", "payoff,oracle"], "live replay"),

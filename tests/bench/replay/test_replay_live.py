@@ -5,11 +5,9 @@ import json
 import pytest
 from rich.console import Console
 
-from paceline.bench.replay.live import run_live
-from paceline.bench.replay.live_text import LiveConfig
+from paceline.bench.replay.live import LiveConfig, run_live
 from paceline.bench.replay.plan import variants
 from paceline.bench.replay.run import RUNS_FILE
-from paceline.errors import ConfigError
 
 TINY = LiveConfig(num_requests=40, max_new_tokens=24, num_scored=8, phase_s=40.0)
 QUIET = Console(quiet=True)
@@ -35,8 +33,3 @@ def test_jobs_are_real_and_kept(tmp_path):
     again, _, _ = run_live(chosen, config=TINY, num_orders=1, data=None, cache=tmp_path, console=QUIET)
     assert again == rows
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*.json")} == written
-
-
-def test_the_number_of_orders_must_be_at_least_one():
-    with pytest.raises(ConfigError, match="seeds must be >= 1"):
-        run_live([], config=TINY, num_orders=0, data=None, cache=None, console=QUIET)

@@ -112,15 +112,6 @@ def test_a_scenario_file_with_a_mistake_is_refused_in_one_sentence(tmp_path, tex
     assert "\n" not in str(caught.value)
 
 
-def test_workers_and_seeds_must_be_at_least_one():
-    with pytest.raises(ConfigError, match="workers"):
-        run_all(_tasks(1), workers=0, resume=None, console=QUIET)
-    with pytest.raises(ConfigError, match="seeds"):
-        plan(CELLS, variants(("never",), {}), 0)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
 def test_a_ray_cluster_gives_the_rows_of_one_process():
     import ray
 

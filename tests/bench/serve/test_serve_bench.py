@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from paceline.bench.serve.cell import CellRunner, Load
 from paceline.bench.serve.client import ServerFeatures, StreamClient, StreamRequest, find_features
-from paceline.bench.serve.options import MIN_WAVES, ServeBenchOptions, plan_requests
+from paceline.bench.serve.run import MIN_WAVES, ServeBenchOptions, plan_requests
 from paceline.cli.main import app
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PacelineError

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from paceline.bench.serve.client import StreamRequest, StreamResult
-from paceline.bench.serve.stream_stats import (
+from paceline.bench.serve.stats import (
     NEAR_TIE_NATS,
     StreamTotals,
     explain_difference,

@@ -11,11 +11,10 @@ from typer.testing import CliRunner
 from paceline.adapt.gate.gate import RequestScore
 from paceline.bench.common.engine_run import load_target
 from paceline.bench.shadow import check as shadow_check
-from paceline.bench.shadow.check import run_shadow_check
+from paceline.bench.shadow.check import ShadowCheckOptions, make_workloads, run_shadow_check
 from paceline.bench.shadow.decode import RealRounds
 from paceline.bench.shadow.report import MAX_ERROR_PERCENT, MIN_ROUNDS, compare, error_interval, judge
 from paceline.bench.shadow.versions import plan_versions
-from paceline.bench.shadow.workloads import ShadowCheckOptions, make_workloads
 from paceline.cli.main import app
 from paceline.errors import ConfigError
 from paceline.serving.loading.families import save_drafter

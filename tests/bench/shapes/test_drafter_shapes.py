@@ -11,18 +11,20 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from paceline.bench.engine.shapes import SHAPES
-from paceline.bench.shapes.costs import LayersCost, total, verify_forward
-from paceline.bench.shapes.drafters import (
+from paceline.bench.shapes.costs import (
     DRAFT_VOCAB,
     DRAFTERS,
     RANK_HIDDEN,
     SPECBLOCK_LAYERS,
     TAPS,
     DraftPlan,
+    LayersCost,
     eagle3_forwards,
     num_params,
     specblock_forwards,
     table_forwards,
+    total,
+    verify_forward,
 )
 from paceline.bench.shapes.kernel_shapes import MODELS, NUM_SLOTS, Shape, floor_bytes, kv_bytes
 from paceline.bench.shapes.run import LIMIT, context_at_limit, specblock_over_eagle3

@@ -8,8 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline.bench.shapes import kernel_shapes
-from paceline.bench.shapes.costs import verify_forward
-from paceline.bench.shapes.drafters import DraftPlan, eagle3_forwards
+from paceline.bench.shapes.costs import DraftPlan, eagle3_forwards, verify_forward
 from paceline.bench.shapes.timing import estimate_on_cpu, time_on_gpu
 from paceline.cli.main import app
 from paceline.errors import PacelineError
@@ -64,10 +63,10 @@ def test_one_layer_stands_for_all_of_its_kind():
     [
         (["--models", "gpt-2"], "models must be among llama-3.1-8b, qwen3-8b"),
         (["--contexts", "0"], "contexts must be"),
-        (["--batch", ""], "batch must be"),
+        (["--batch", ""], "batch must not be empty"),
         (["--depth", "9"], "depth must be in [1, 8]"),
         (["--nodes", "0"], "nodes must be >= 1"),
-        (["--device", "tpu"], "device must be auto, cpu or cuda"),
+        (["--device", "tpu"], "device must be one of auto, cpu, cuda"),
     ],
 )
 def test_bad_options_are_answered_in_one_sentence(arguments, message):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paceline.adapt.families.recipe import DrafterRecipe
-from paceline.adapt.families.table import FAMILIES as TRAINING_FAMILIES
-from paceline.adapt.families.table import training_family
+from paceline.adapt.families.training import FAMILIES as TRAINING_FAMILIES
+from paceline.adapt.families.training import training_family
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.paths import bundled
 from paceline.serving.drafters.slots import DrafterSlots

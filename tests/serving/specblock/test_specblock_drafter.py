@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.adapt.families.specblock_rows import block1_forward, next_block_forward
+from paceline.adapt.families.specblock import block1_forward, next_block_forward
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from tests.helpers.drafters import (
