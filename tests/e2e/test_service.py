@@ -429,9 +429,8 @@ def test_a_drafter_that_accepts_nothing_changes_no_text_and_stops_drafting(place
         answer.check_complete()
         assert answer.version == place.others[0]
     drafted = [sum(a.stats[-1]["num_draft_tokens"] for a in answers) / len(answers) for answers in (early, late)]
-    print(drafted)
     assert drafted[0] > 0  # it was tried
-    assert drafted[1] < 1.0  # and switched off, but for rare probes
+    assert drafted[1] < drafted[0] / 8  # and switched off, but for rare probes
     place.post("rollback").raise_for_status()
     place.wait_version(place.first)
     assert ask_in_turn(place.url, 1)[0].version == place.first

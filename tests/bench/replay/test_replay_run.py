@@ -124,7 +124,9 @@ def test_workers_and_seeds_must_be_at_least_one():
 def test_a_ray_cluster_gives_the_rows_of_one_process():
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        address="local", num_cpus=1, include_dashboard=False, log_to_driver=False
+    )  # others may run on this computer
     try:
         rows = run_all(_tasks(1), workers=1, resume=None, console=QUIET, ray_address="auto")
     finally:
