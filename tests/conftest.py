@@ -2,8 +2,8 @@
 
 Triton decides between compiler and interpreter when it is first imported, and transformers imports it: without an
 accelerator the interpreter is chosen here, before any test module. TRITON_INTERPRET=0 or 1 overrides.
-With several workers (`make test`), modules are spread over them whole, and everything that starts services, clusters or
-browsers stays with one worker: it shares ports and session fixtures, and its clocks suffer from company of its own kind.
+With several workers (`make test`), modules are spread over them whole: the first worker begins with those that start
+clusters, services or browsers, whose time passes in waiting, and the others with those that compute.
 """
 
 import functools
@@ -33,21 +33,26 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if _has_accelerator else "1")
 
 @functools.cache  # asked once a test
 def has_services(module: Path) -> bool:
-    """Whether a test module starts services, clusters or browsers."""
-    return not {"e2e", "infra"}.isdisjoint(module.parts) or any(
-        m in module.read_text("utf-8") for m in ("mark.ray", "mark.browser")
-    )
+    """Whether a test module starts clusters, services or browsers."""
+    return any(mark in module.read_text("utf-8") for mark in ("mark.ray", "mark.browser"))
 
 
 @pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Modules go whole to one process, those that start services all to the same one."""
+    """Modules go whole to one process: the first begins with those that start services, the others end with them."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModule(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            name = nodeid.split("::", 1)[0]
-            module = config.rootpath / name
-            return "services" if module.is_file() and has_services(module) else name
+            return nodeid.split("::", 1)[0]
+
+        def _assign_work_unit(self, node: Any) -> None:
+            services = [n for n in self.workqueue if (path := config.rootpath / n).is_file() and has_services(path)]
+            services.sort(key=lambda n: "/e2e/" not in n)  # the longest first
+            others = [n for n in self.workqueue if n not in services]
+            is_first = node is next(iter(self.assigned_work))
+            name = [*services, *others][0] if is_first else [*others, *reversed(services)][0]
+            self.workqueue.move_to_end(name, last=False)
+            super()._assign_work_unit(node)
 
     return ByModule(config, log)

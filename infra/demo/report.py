@@ -7,28 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
 from rich.table import Table
 
-from paceline.bench.common.html_page import write_page
+from paceline.bench.common.html_page import plots, write_page
 from paceline.contracts import Group
 from paceline.infra.demo.stats import Answer
 
 _COLORS = {Group.ADAPTIVE: "#0b7285", Group.STATIC: "#c2410c", Group.PLAIN: "#6b7280"}
 _PHASE_COLUMNS = ("phase", "traffic", "T", "static accept.", "adaptive accept.", "plain tok/s", "static tok/s", "adaptive tok/s", "saved s", "net s")  # fmt: skip
-_TEMPLATES = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-_PAGE = _TEMPLATES.from_string("""
+_PAGE = """
 <h1>Paceline demo report</h1>
 <p>Target {{ result.target.name }}, drafter {{ result.drafter.name }}, policy {{ result.policy }},
 {{ result.hardware.cpu }}, {{ result.hardware.cores }} cores. Dotted lines: phases. Purple: decisions acted on. Green: swaps.</p>
-{{ plots | safe }}
-{% macro table(columns, rows) %}
-<table><tr>{% for name in columns %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for row in rows %}
-<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table>
-{% endmacro %}
+{{ figures }}
 <h2>Phases</h2>
 {{ table(phase_columns, phases) }}
 <h2>Figures</h2>
@@ -37,7 +28,7 @@ _PAGE = _TEMPLATES.from_string("""
 {% endfor %}
 <h2>Decisions</h2>
 {{ table(decision_columns, decisions) }}
-""")
+"""
 
 
 def _cell(value: float | None, form: str = ".2f") -> str:
@@ -119,16 +110,18 @@ def _rolling(answers: list[Answer], group: Group, width: int = 10) -> tuple[list
 
 def write_html(result: dict, answers: list[Answer], path: Path) -> None:
     """Write a page that needs no network: time lines of acceptance length and speed, decisions, ledger, the table."""
-    body = _PAGE.render(
+    write_page(
+        path,
+        "Paceline demo report",
+        _PAGE,
         result=result,
-        plots=_time_lines(result, answers).to_html(full_html=False, include_plotlyjs=True),
+        figures=plots([_time_lines(result, answers)]),
         phase_columns=_PHASE_COLUMNS,
         phases=_phase_rows(result),
         summary=summary_lines(result),
         decision_columns=("t", "action", "bucket", "what", "expected saving s", "expected cost s", "realised cost s", "outcome", "reason"),
         decisions=map(_decision_row, result["decisions"]),
     )  # fmt: skip
-    write_page(path, title="Paceline demo report", body=body)
 
 
 def _decision_row(d: dict) -> list[str]:

@@ -14,10 +14,11 @@ import pytest
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bench.common.workloads import load_prompts
 from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig, TreeConfig
-from paceline.infra.app import run_service, stop_service
-from tests.e2e.service_load import wait_for
+from paceline.infra.app import Service
+from tests.helpers.service_load import outer_listeners, running, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(560)]
+TOKEN = {"authorization": "Bearer t"}
 BUCKET = "math"
 """A bucket that the bundled drafter was not trained on."""
 PATIENCE_S = 400.0
@@ -29,7 +30,7 @@ class Traffic(threading.Thread):
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
-        self._client = httpx.Client(base_url=url, timeout=120)
+        self._client = httpx.Client(base_url=url, timeout=120, headers=TOKEN)
         self._prompts = itertools.cycle(load_prompts(BUCKET, None, 240))
         self.is_over = False
         self.num_answers = 0
@@ -53,12 +54,14 @@ class Traffic(threading.Thread):
         return answer["paceline"]
 
 
-@pytest.fixture
-def url_and_data(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     config = ServiceConfig(
         model_name="adaptation",
         device="cpu",
-        data_dir=str(tmp_path / "data"),
+        data_dir=str(tmp_path_factory.mktemp("adaptation") / "data"),
+        host="0.0.0.0",
+        api_token="t",
         port=0,
         # a fixed budget: acceptance length then tells of the drafter, not of whether speculation pays here
         engine=EngineConfig(num_threads=1, tree=TreeConfig(max_draft_tokens=8, policy="fixed")),
@@ -66,18 +69,19 @@ def url_and_data(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         rollout=RolloutConfig(canary_percent=50, min_requests=4, max_requests=20, max_s=60.0, quiet_s=1.0),
         policy=PolicyConfig(policy="always", epoch_s=3.0, min_rows=800, min_dwell_s=1.0, holdback_percent=10),
     )
-    service = run_service(config)
-    try:
-        yield service.url, Path(config.data_dir)
-    finally:
-        stop_service(service)
+    with running(config) as service:
+        yield service
 
 
-def test_a_shift_is_learned_gated_and_swapped_in(url_and_data: tuple[str, Path]) -> None:
-    url, data_dir = url_and_data
+def test_host_opens_the_http_port_and_no_other(service: Service) -> None:
+    assert {(ip, port) for ip, port, _ in outer_listeners()[1]} == {("0.0.0.0", service.config.port)}
+
+
+def test_a_shift_is_learned_gated_and_swapped_in(service: Service) -> None:
+    url = service.url
 
     def state() -> dict[str, Any]:
-        return httpx.get(f"{url}/paceline/state", timeout=30).json()
+        return httpx.get(f"{url}/paceline/state", headers=TOKEN, timeout=30).json()
 
     def adapted() -> dict[str, Any] | None:
         now = state()
@@ -96,7 +100,7 @@ def test_a_shift_is_learned_gated_and_swapped_in(url_and_data: tuple[str, Path])
     trained = [d for d in state()["decisions"] if d["action"] == "train" and d["version"] == version]
     assert [d["outcome"] for d in trained] == ["accepted"] and trained[0]["bucket"] == BUCKET
 
-    registry = DrafterRegistry(data_dir / "registry")
+    registry = DrafterRegistry(Path(service.config.data_dir) / "registry")
     manifest = registry.get_manifest(version)
     assert manifest.parent == first and manifest.bucket == BUCKET and manifest.num_train_rows > 0
     assert registry.get_manifest(first).parent is None

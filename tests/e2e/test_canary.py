@@ -22,7 +22,7 @@ from paceline.contracts import is_canary
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.loading.families import read_drafter_files
-from tests.e2e.service_load import fresh_state, wait_for
+from tests.helpers.service_load import fresh_state, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 PERCENT, NUM_TOKENS, WIDTH, MOST = 10, 24, 4, 200

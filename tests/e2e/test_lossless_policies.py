@@ -12,7 +12,7 @@ from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.drafters.text import make_text_drafter
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.kv_size import pool_row_bytes
-from tests.e2e.test_lossless import (
+from tests.helpers.lossless import (
     NUM_PROMPTS,
     PAGE,
     SAMPLED,

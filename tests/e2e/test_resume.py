@@ -11,7 +11,7 @@ import pytest
 
 from paceline.config import IngressConfig
 from paceline.infra.app import Service
-from tests.e2e.service_load import (
+from tests.helpers.service_load import (
     MAX_TOKENS,
     RESTART_S,
     fresh_state,

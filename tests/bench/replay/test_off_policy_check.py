@@ -1,6 +1,7 @@
 """Estimates from randomised logs agree with what the policies net when they are run."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,16 +9,13 @@ from rich.console import Console
 from scipy import stats
 from typer.testing import CliRunner
 
-from paceline.bench.replay.live import LiveConfig
 from paceline.bench.replay.off_policy import (
     CELL,
     KEEP,
-    METHODS,
     Variant,
     check_one,
     explore,
     run_check,
-    run_live_check,
     simulated_world,
     summarise,
 )  # fmt: skip
@@ -49,27 +47,17 @@ def test_the_logging_policy_acts_as_often_as_it_says():
 
 
 def test_a_check_repeats_by_seed():
-    task = Task(scenario=CELL, variant=PAYOFF, seed=1)
+    task = Task(scenario=replace(CELL, duration_s=900.0), variant=PAYOFF, seed=1)
     assert check_one(task, draws=2) == check_one(task, draws=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_doubly_robust_estimates_cover_the_truth_and_err_no_more_than_importance_sampling():
-    (found,) = run_check([PAYOFF], 12, workers=1, console=QUIET, draws=3, study=6)
+    (found,) = run_check([PAYOFF], 12, workers=1, console=QUIET, draws=2, study=6)
     assert found["doubly robust"]["rmse"] <= found["IPS"]["rmse"]
     assert is_consistent(*found["covers_log"]) and is_consistent(*found["covers_told"])
     assert abs(found["doubly robust"]["bias"]) <= 3.0 * found["doubly robust"]["bias_error"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_live_check_really_trains_and_keeps_its_jobs(tmp_path):
-    tiny = LiveConfig(num_requests=40, max_new_tokens=24, num_scored=8, phase_s=40.0)
-    chosen = [Variant(policy="payoff", settings=(("min_rows", 160), ("horizon_s", 600.0)))]
-    (found,) = run_live_check(chosen, 2, cache=tmp_path, data=None, console=QUIET, draws=2, config=tiny)
-    assert found["num_logs"] == 2 and found["covers_log"][1] == 2
-    assert np.isfinite([found[name]["rmse"] for name in METHODS]).all()
 
 
 def _row(truth, dr, low, high, verdict="estimated"):

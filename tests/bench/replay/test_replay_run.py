@@ -36,8 +36,8 @@ def test_two_processes_give_the_rows_of_one():
 
 def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_result(tmp_path):
     scenario = tmp_path / "cells.yaml"
-    scenario.write_text("regime_s: 300\nduration_s: 1800\ncells:\n  - {name: a}\n  - {name: b, recurrence: fresh}\n")
-    command = [sys.executable, "-m", "paceline.cli.main", "replay", str(scenario), "--policies", "payoff,oracle", "--seeds", "6", "--resume"]  # fmt: skip
+    scenario.write_text("regime_s: 300\nduration_s: 1200\ncells:\n  - {name: a}\n  - {name: b, recurrence: fresh}\n")
+    command = [sys.executable, "-m", "paceline.cli.main", "replay", str(scenario), "--policies", "payoff,oracle", "--seeds", "4", "--resume"]  # fmt: skip
     killed = tmp_path / "killed"
     process = subprocess.Popen([*command, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -50,9 +50,9 @@ def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_result(tmp_path):
     with (killed / RUNS_FILE).open("ab") as f:
         f.write(b'{"key": "torn')  # what a kill within a write leaves
     first = read_finished(killed)
-    assert 2 <= len(first) < 24
     before = os.stat(killed / RUNS_FILE).st_size
-    tasks = plan(read_scenarios(str(scenario)), variants(("payoff", "oracle"), {}), 6)
+    tasks = plan(read_scenarios(str(scenario)), variants(("payoff", "oracle"), {}), 4)
+    assert 2 <= len(first) < len(tasks)
     resumed = run_all(tasks, workers=1, resume=killed, console=QUIET)
     assert os.stat(killed / RUNS_FILE).st_size > before and set(first) <= {r["key"] for r in resumed}
     assert json.dumps(resumed) == json.dumps(run_all(tasks, workers=1, resume=None, console=QUIET))
@@ -115,7 +115,9 @@ def test_a_scenario_file_with_a_mistake_is_refused_in_one_sentence(tmp_path, tex
 def test_a_ray_cluster_gives_the_rows_of_one_process():
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        address="local", num_cpus=1, include_dashboard=False, log_to_driver=False
+    )  # others may run on this computer
     try:
         rows = run_all(_tasks(1), workers=1, resume=None, console=QUIET, ray_address="auto")
     finally:

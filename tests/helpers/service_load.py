@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import ipaddress
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import torch
 
+from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import EngineConfig, PolicyConfig, ServiceConfig
 from paceline.infra.app import Service, run_service, stop_service
-from paceline.serving.loading.families import save_drafter
+from paceline.serving.loading.families import read_drafter_files, save_drafter
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import greedy_continuation, plain_logits, tiny_model, tiny_target, tiny_tokenizer
@@ -46,6 +49,12 @@ def write_drafter(folder: Path, target: TargetModel, seed: int, hidden_size: int
         save_drafter(folder, SpecBlockModel(config), target.version)
 
 
+def put_drafter(registry: DrafterRegistry, target: TargetModel, folder: Path, seed: int, **shape: int) -> str:
+    write_drafter(folder, target, seed, **shape)
+    settings, state = read_drafter_files(folder)
+    return registry.put(state, drafter_type="specblock", config=settings, target_version=target.version).version
+
+
 def tiny_config(root: Path, name: str, **changes: Any) -> ServiceConfig:
     """Write the model and its first drafter below `root`; a service of two replicas that never trains."""
     write_model(root / "model")
@@ -66,6 +75,21 @@ def running(config: ServiceConfig) -> Iterator[Service]:
         yield service
     finally:
         stop_service(service)
+
+
+def outer_listeners() -> tuple[set[str], list[tuple[str, int, str]]]:
+    """Names of this process and all below it that listen on TCP; address, port and name of what listens beyond loopback."""
+    names, outer = set(), []
+    for process in (here := psutil.Process(), *here.children(recursive=True)):
+        try:
+            name, connections = " ".join(process.cmdline()) or process.name(), process.net_connections("tcp")
+        except psutil.NoSuchProcess:  # ended meanwhile
+            continue
+        for ip, port in (c.laddr for c in connections if c.status == psutil.CONN_LISTEN):
+            names.add(name)
+            if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback:
+                outer.append((ip, port, name))
+    return names, outer
 
 
 def replica_of(url: str) -> dict[str, Any]:

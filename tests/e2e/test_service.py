@@ -1,4 +1,4 @@
-"""What clients see when parts of a running two-replica service are killed, poisoned or swapped: nothing is lost silently."""
+"""What clients see of a running two-replica service, also when its parts are killed, poisoned or swapped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +17,10 @@ from typing import Any
 
 import httpx
 import msgspec
+import openai
 import pytest
 import ray
+from ray._private import ray_constants
 
 from paceline.adapt.data.blob_io import pack_tensors
 from paceline.adapt.versions.registry import DrafterRegistry, shapes_hash
@@ -26,7 +30,8 @@ from paceline.infra.app import Service
 from paceline.infra.controller.actor import get_controller
 from paceline.serving.loading.families import read_drafter_files
 from paceline.serving.target_model.model import TargetModel
-from tests.e2e.service_load import (
+from tests.helpers.fakes import greedy_continuation
+from tests.helpers.service_load import (
     NUM_PROMPTS,
     RESTART_S,
     Answer,
@@ -35,6 +40,8 @@ from tests.e2e.service_load import (
     leave_streams,
     long_body,
     new_client,
+    outer_listeners,
+    put_drafter,
     replica_of,
     replicas_of,
     running,
@@ -115,12 +122,6 @@ class Place:
         return last[0]
 
 
-def put_drafter(registry: DrafterRegistry, target: TargetModel, folder: Path, seed: int, **shape: int) -> str:
-    write_drafter(folder, target, seed, **shape)
-    settings, state = read_drafter_files(folder)
-    return registry.put(state, drafter_type="specblock", config=settings, target_version=target.version).version
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("faults")
@@ -133,6 +134,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         place.first = place.state()["first_version"]
         place.wait_version(place.first)
         yield place
+
+
+@pytest.fixture(scope="module")
+def client(place: Place) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{place.url}/v1", api_key="unused", max_retries=0)
+
+
+def run_as_client(address: str, **environment: str) -> subprocess.Popen[str]:
+    """A driver in a process of its own that tries to run code in the Ray at `address`."""
+    code = (
+        "import sys, ray\n"
+        "ray.init(address=sys.argv[1], log_to_driver=False)\n"
+        "print('ran', ray.get(ray.remote(lambda: 6 * 7).options(num_cpus=0).remote()))\n"
+    )
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+    # without this variable a client looks for a Ray on 127.0.0.1 at the computer's outer address
+    environment = {**kept, ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, address], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 def ask_all(url: str, num_requests: int, **options: Any) -> list[Answer]:
@@ -155,6 +177,86 @@ def ask_in_turn(url: str, num_requests: int, **options: Any) -> list[Answer]:
     return asyncio.run(main())
 
 
+def test_greedy_answers_over_http_are_the_targets_own(place: Place, client: openai.OpenAI) -> None:
+    for group in ("adaptive", "static", "plain"):
+        answer = client.completions.create(
+            model="faults", prompt=[5, 9, 33], max_tokens=24, temperature=0,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+            extra_headers={"x-paceline-group": group, "x-paceline-bucket": "b"},
+        )  # fmt: skip
+        choice = answer.choices[0].model_dump()
+        assert choice["token_ids"] == greedy_continuation(place.target, [5, 9, 33], 24)
+        assert answer.usage is not None and answer.usage.completion_tokens == 24
+        has_drafter = answer.paceline["drafter_version"] != ""  # type: ignore[attr-defined]
+        assert has_drafter == (group != "plain")
+
+
+def test_streams_and_errors_pass_through_serve(place: Place, client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "hi"}]
+    options: Any = {"max_tokens": 12, "seed": 1, "extra_body": {"ignore_eos": True}}
+    ask = {"model": "faults", "messages": messages, **options}
+    whole = client.chat.completions.create(**ask)
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 12
+    assert "," not in (whole._request_id or ",")
+    with pytest.raises(openai.BadRequestError, match="suffix is not supported") as refused:
+        client.completions.create(model="faults", prompt="a", suffix="b")
+    assert "," not in (refused.value.request_id or ",")
+    assert len(client.completions.create(model="faults", prompt="a", n=3).choices) == 3
+    raw = httpx.post(f"{place.url}/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 3})
+    assert raw.text.endswith("data: [DONE]\n\n")
+
+
+def test_requests_are_in_the_access_log_under_the_id_that_the_client_saw(place: Place, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="faults", prompt="a secret", max_tokens=5, extra_body={"ignore_eos": True})
+
+    def log() -> str:
+        return "".join(p.read_text() for p in Path(place.service.config.data_dir).glob("access-*.log"))
+
+    text = wait_for(lambda: answer._request_id in (text := log()) and text, "a line of the access log")  # type: ignore[operator]
+    (line,) = [e for e in map(json.loads, text.splitlines()) if e.get("request_id") == answer._request_id]
+    assert (line["status"], line["route"], line["completion_tokens"]) == (200, "/v1/completions", 5)
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize("path", ["/paceline/state", "/paceline/swap", "/metrics"])
+def test_without_tokens_what_the_service_tells_about_itself_stays_on_this_computer(place: Place, path: str) -> None:
+    assert httpx.get(f"{place.url}{path}").status_code == 200
+    assert httpx.get(f"{place.url}{path}", headers={"host": "rebound.example"}).status_code == 403
+    assert httpx.get(f"{place.url}{path}", headers={"x-forwarded-for": "10.0.0.7"}).status_code == 403
+
+
+def test_nothing_of_the_service_listens_beyond_loopback(place: Place, client: openai.OpenAI) -> None:
+    client.completions.create(model="faults", prompt="abc", max_tokens=2)
+    names, outer = outer_listeners()
+    parts = ("gcs_server", "raylet", "Agent", "Proxy", "Replica", "ServeController", "redis")
+    assert [p for p in parts if not any(p in name for name in names)] == [], names
+    assert outer == []
+
+
+def test_ray_runs_nothing_for_a_client_without_its_token(place: Place, tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    assert address.startswith("127.0.0.1:")
+    clients = [
+        run_as_client(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=os.environ["RAY_AUTH_TOKEN"]),
+        run_as_client(address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="guess"),
+        run_as_client(address, RAY_AUTH_MODE="disabled"),
+        run_as_client(address, HOME=str(tmp_path)),
+    ]
+    invited, *others = [c.communicate(timeout=120)[0] for c in clients]
+    assert "ran 42" in invited, invited[-2000:]
+    for process, output in zip(clients[1:], others, strict=True):
+        assert process.returncode != 0 and "ran" not in output.split()
+        assert "Unauthenticated" in output or "AuthenticationError" in output, output[-2000:]
+
+
+def test_metrics_and_health(place: Place) -> None:
+    text = httpx.get(f"{place.url}/metrics").text
+    assert "paceline_emitted_tokens_total" in text and "paceline_redis_up 1.0" in text
+    assert httpx.get(f"{place.url}/healthz").json()["status"] == "ok"
+
+
 def test_200_requests_at_once_are_answered_or_told_when_to_come_back(place: Place) -> None:
     answers = ask_all(place.url, 200)
     assert len(answers) == 200
@@ -162,6 +264,7 @@ def test_200_requests_at_once_are_answered_or_told_when_to_come_back(place: Plac
         answer.check_complete()
     assert sum(a.num_refusals for a in answers) > 0  # more than the queues of both replicas hold
     wait_for(place.are_idle, "empty engines")
+    wait_for(lambda: list(Path(place.service.config.data_dir, "traces").rglob("*.safetensors")), "a trace shard")
 
 
 def test_swaps_under_live_streams_drop_nothing_and_mix_no_versions(place: Place) -> None:
@@ -327,7 +430,7 @@ def test_a_drafter_that_accepts_nothing_changes_no_text_and_stops_drafting(place
         assert answer.version == place.others[0]
     drafted = [sum(a.stats[-1]["num_draft_tokens"] for a in answers) / len(answers) for answers in (early, late)]
     assert drafted[0] > 0  # it was tried
-    assert drafted[1] < 1.0  # and switched off, but for rare probes
+    assert drafted[1] < drafted[0] / 8  # and switched off, but for rare probes
     place.post("rollback").raise_for_status()
     place.wait_version(place.first)
     assert ask_in_turn(place.url, 1)[0].version == place.first
