@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from paceline.bench.common.result_file import ResultFile
-from paceline.bench.common.terminal import Bar, new_table, progress
+from paceline.bench.common.terminal import Bar, new_table, progress, say_file
 from paceline.bench.common.workloads import load_prompts
 from paceline.bench.serve.cell import CellRunner, Load
 from paceline.bench.serve.client import StreamClient, StreamRequest, find_features
@@ -220,8 +220,7 @@ def print_serve_bench(document: dict[str, Any], console: Console) -> None:
         console.print("[yellow]the server never sends \\[DONE][/yellow]: an answer with a finish reason counts as whole", soft_wrap=True)  # fmt: skip
     if document["num_repeated_prompts"]:
         console.print(f"{document['num_repeated_prompts']} requests repeat an earlier prompt; a prefix cache makes their first token faster", soft_wrap=True)  # fmt: skip
-    if document["options"]["json"]:
-        console.print(f"JSON: {document['options']['json']}", soft_wrap=True)
+    say_file(console, "JSON", document["options"]["json"])
 
 
 def _figure(value: dict[str, Any] | None) -> str:

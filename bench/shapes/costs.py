@@ -48,14 +48,6 @@ class LinearCost:
         return self.inputs * self.outputs + self.num_vectors
 
     @property
-    def weight_bytes(self) -> int:
-        return ELEMENT_BYTES * self.num_params
-
-    @property
-    def kv_bytes(self) -> int:
-        return 0
-
-    @property
     def flops(self) -> int:
         return 2 * self.rows * self.inputs * self.outputs
 
@@ -88,10 +80,6 @@ class LayersCost:
         return self.count * (attention + 3 * s.hidden_size * s.ffn_size + self.num_vectors)
 
     @property
-    def weight_bytes(self) -> int:
-        return ELEMENT_BYTES * self.num_params
-
-    @property
     def kv_bytes(self) -> int:
         rows = self.shape.requests * self.kv_rows + self.kept_rows
         return ELEMENT_BYTES * self.count * rows * self.shape.kv_width
@@ -121,11 +109,11 @@ class Forward:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(p.weight_bytes for p in self.parts)
+        return ELEMENT_BYTES * sum(p.num_params for p in self.parts)
 
     @property
     def kv_bytes(self) -> int:
-        return sum(p.kv_bytes for p in self.parts)
+        return sum(p.kv_bytes for p in self.parts if isinstance(p, LayersCost))
 
     @property
     def num_bytes(self) -> int:
