@@ -176,18 +176,11 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
         raise ConfigError(f"num_layers of an EAGLE-3 drafter must be 1, got {recipe.num_layers}")
     assert recipe.num_slots is not None and isinstance(recipe.loss, EagleLossConfig)
     return EagleConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=target.vocab_size,
-        feature_size=target.feature_size,
+        **shape.sizes(target),
         embed_size=target.embed_weight.shape[1],
         num_slots=recipe.num_slots,
         num_steps=recipe.loss.num_steps,
         draft_vocab_size=recipe.draft_vocab_size,
-        rms_eps=shape.rms_eps,
     )
 
 

@@ -278,17 +278,10 @@ def _family(serving: DrafterFamily, loss: ParallelLossConfig) -> TrainingFamily:
         assert recipe.num_layers is not None and recipe.num_slots is not None
         return ParallelHeadConfig(
             is_causal=DRAFTER_TYPES[serving.name],
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            vocab_size=target.vocab_size,
-            feature_size=target.feature_size,
+            **shape.sizes(target),
             num_layers=recipe.num_layers,
             num_slots=recipe.num_slots,
             edge_rank=recipe.edge_rank or 0,
-            rms_eps=shape.rms_eps,
         )
 
     def update_loss(model: ParallelHeadModel, trains_backbone: bool) -> ParallelLossConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated as A
@@ -12,6 +13,7 @@ from transformers import AutoConfig
 
 from paceline.adapt.data.regenerate import RegenerateConfig
 from paceline.records import Setting, record
+from paceline.serving.drafters.network import TargetHandles
 
 
 @record()
@@ -80,6 +82,12 @@ class TargetShape:
     head_dim: int
     num_layers: int
     rms_eps: float
+
+    def sizes(self, target: TargetHandles) -> dict[str, Any]:
+        """Fields of a DrafterConfig whose layers are shaped like these and which reads this target."""
+        own = dataclasses.asdict(self)
+        del own["num_layers"]  # a drafter's own
+        return {**own, "vocab_size": target.vocab_size, "feature_size": target.feature_size}
 
 
 def target_shape(target_dir: Path) -> TargetShape:

@@ -266,19 +266,12 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
     assert recipe.num_layers is not None and recipe.num_slots is not None
     assert isinstance(recipe.loss, LossConfig)
     whole = SpecBlockConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=target.vocab_size,
-        feature_size=target.feature_size,
+        **shape.sizes(target),
         embed_size=target.embed_weight.shape[1],
         num_layers=recipe.num_layers,
         num_slots=recipe.num_slots,
         num_blocks=recipe.loss.num_blocks,
         draft_vocab_size=recipe.draft_vocab_size,
-        rms_eps=shape.rms_eps,
         rank_hidden=min(256, max(16, shape.hidden_size // 2)),
         rank_topk=min(20, target.vocab_size),
     )
