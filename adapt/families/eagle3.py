@@ -175,9 +175,7 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
         raise ConfigError(f"num_layers of an EAGLE-3 drafter must be 1, got {recipe.num_layers}")
     assert recipe.num_slots is not None and isinstance(recipe.loss, EagleLossConfig)
     return EagleConfig(
-        **shape.of_a_layer(),
-        vocab_size=target.vocab_size,
-        feature_size=target.feature_size,
+        **shape.sizes(target),
         embed_size=target.embed_weight.shape[1],
         num_slots=recipe.num_slots,
         num_steps=recipe.loss.num_steps,

@@ -277,9 +277,7 @@ def _family(serving: DrafterFamily, loss: ParallelLossConfig) -> TrainingFamily:
         assert recipe.num_layers is not None and recipe.num_slots is not None
         return ParallelHeadConfig(
             is_causal=DRAFTER_TYPES[serving.name],
-            **shape.of_a_layer(),
-            vocab_size=target.vocab_size,
-            feature_size=target.feature_size,
+            **shape.sizes(target),
             num_layers=recipe.num_layers,
             num_slots=recipe.num_slots,
             edge_rank=recipe.edge_rank or 0,

@@ -5,8 +5,9 @@ Shape legend: H drafter hidden size, F fused feature size, m tapped layers, V ta
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated as A
 from typing import Any
@@ -72,9 +73,11 @@ class TargetShape:
     num_layers: int
     rms_eps: float
 
-    def of_a_layer(self) -> dict[str, Any]:
-        """All sizes but the number of layers."""
-        return {name: value for name, value in asdict(self).items() if name != "num_layers"}
+    def sizes(self, target: TargetHandles) -> dict[str, Any]:
+        """Fields of a DrafterConfig whose layers are shaped like these and which reads this target."""
+        own = dataclasses.asdict(self)
+        del own["num_layers"]  # a drafter's own
+        return {**own, "vocab_size": target.vocab_size, "feature_size": target.feature_size}
 
 
 def target_shape(target_dir: Path) -> TargetShape:

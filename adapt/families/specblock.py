@@ -387,9 +387,7 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
     assert recipe.num_layers is not None and recipe.num_slots is not None
     assert isinstance(recipe.loss, LossConfig)
     whole = SpecBlockConfig(
-        **shape.of_a_layer(),
-        vocab_size=target.vocab_size,
-        feature_size=target.feature_size,
+        **shape.sizes(target),
         embed_size=target.embed_weight.shape[1],
         num_layers=recipe.num_layers,
         num_slots=recipe.num_slots,

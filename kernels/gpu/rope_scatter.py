@@ -111,17 +111,9 @@ def rope_scatter(
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys, write K/V rows into one layer's pool, return the rotated queries.
 
-    Rows >= R and positions >= P are undefined: finding them would stall the device. Otherwise as the reference.
+    As the reference; query, key and value are float32, bfloat16 or float16, with unit stride in Dh like the pool, cos and
+    sin contiguous. Rows >= R and positions >= P are undefined: finding them would stall the device.
 
-    Args:
-        query: (N, H, Dh); key, value: (N, Hkv, Dh); float32, bfloat16 or float16, unit stride in Dh.
-        pool: (R, 2, Hkv, Dh) of this layer, unit stride in Dh; rows are written in the pool's dtype.
-        rows: (N,) int64 pool rows, which must not repeat; negative ones are not written.
-        positions: (N,) int64 in [0, P).
-        cos, sin: (P, Dh), contiguous.
-        q_norm, k_norm: (Dh,) weights of the RMS norm over each head; None = no norm.
-        eps: of the RMS norm.
-        is_adjacent: pairs are neighbours instead of halves; the tables' columns lie as those of the heads do.
     Returns: (N, H, Dh) of the query's dtype, contiguous.
     Raises: ValueError on a wrong shape, dtype, stride or device.
     Syncs: none.

@@ -29,11 +29,6 @@ class LocalEngineClient:
         grammar = request.params.grammar
         return self._engine.grammars.prepare(grammar) if grammar is not None else None
 
-    def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
-        if not self._thread.is_alive:
-            raise EngineStoppedError("the engine of this replica has stopped; send the request again")
-        self._engine.submit(request, on_event)
-
     def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
         if not self._thread.is_alive:
             raise EngineStoppedError("the engine of this replica has stopped; send the request again")

@@ -50,16 +50,16 @@ class EngineClient(Protocol):
     """All that the routes need of an engine; every method is thread-safe, and all but `prepare` return at once."""
 
     def prepare(self, request: GenerationRequest) -> object:
-        """Compile the request's grammar, if it has one: some seconds, and none for a `submit` while the result is held.
+        """Compile the request's grammar, if it has one: some seconds, and none for a `submit_all` while the result is held.
 
         Raises: RequestError, CapacityError.
         """
 
-    def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
-        """Admit a request; events come from another thread. Raises RequestError, CapacityError, EngineStoppedError."""
-
     def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
-        """Admit all of the requests or none; otherwise like `submit`."""
+        """Admit all of the requests or none; events come from another thread.
+
+        Raises: RequestError, CapacityError, EngineStoppedError.
+        """
 
     def abort(self, request_id: str) -> None:
         """Stop a request at the next round boundary; unknown and finished ids are ignored."""
@@ -87,7 +87,7 @@ class ApiParts:
     tokenizer: Any
     admitted: Callable[[str], Awaitable[None]] | None = None
     """For a client that submits to another process: returns once the engine has taken the request of this id, raises what
-    `submit` raises. None = `submit` itself does."""
+    `submit_all` raises. None = `submit_all` itself does."""
     api_token: str | None = None
     holdback_percent: Callable[[], int] = lambda: 0
     """Share of requests without an explicit group that keep the first drafter."""
@@ -187,10 +187,7 @@ class Generation:
         if self._parts.admitted is None and self.requests[0].params.grammar is not None:
             # compiling must not hold up the event loop, however many others compile meanwhile; choices share their grammar
             held = await compile_in_thread(lambda: self._parts.client.prepare(self.requests[0]))
-        if len(self.requests) == 1:
-            self._parts.client.submit(self.requests[0], self._on_event)
-        else:
-            self._parts.client.submit_all(self.requests, self._on_event)
+        self._parts.client.submit_all(self.requests, self._on_event)
         del held
         if self._parts.admitted is not None:
             try:

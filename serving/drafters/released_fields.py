@@ -298,7 +298,7 @@ def take_tensors(
     vocabulary: (Vd, V) where a reduced one may be told. Raises: DrafterMismatchError, as check_tensors.
     """
     shapes = {name: shape for parts in layout.values() for name, shape in parts}
-    tables = {} if vocabulary is None else {"d2t": vocabulary[:1], "t2d": vocabulary[1:]}
+    tables: dict[str, tuple[int, ...]] = {} if vocabulary is None else {"d2t": vocabulary[:1], "t2d": vocabulary[1:]}
     check_tensors(tensors, {**shapes, **tables}, optional=tables)
     return {ours: torch.cat([tensors[name].float() for name, _ in parts]) for ours, parts in layout.items()}
 

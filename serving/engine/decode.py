@@ -265,8 +265,8 @@ class DecodeRunner:
         assert table is not None
         context_lens = upload([r.context_len for r in requests], self._target.device)
         num_keys = max(r.context_len for r in requests)
-        draft, model_s, catch_up_s = self._draft(batch, table[:, :num_keys])
-        tree = draft.tree
+        draft = self._draft(batch, table[:, :num_keys])
+        tree, model_s = draft.tree, draft.model_s + self._catch_up_s
         self.num_rows = tree.token_ids.numel()
 
         verify_start = self._timer()
@@ -303,7 +303,7 @@ class DecodeRunner:
             prompt_s = verify_s * prompts.token_ids.numel() / (prompts.token_ids.numel() + self.num_rows)
             verify_s -= prompt_s
             start += prompt_s
-        self._finish_round(batch, draft, plan, out, start, model_s, catch_up_s, verify_s)
+        self._finish_round(batch, draft, plan, out, start, model_s, verify_s)
         part_s = self.part_s
         build_s = draft.draft_s - draft.model_s
         part_s["draft"] += model_s
@@ -355,11 +355,8 @@ class DecodeRunner:
         drafter = self._slots.drafter(slot)
         return drafter is not None and drafter.caps.num_slots > 0
 
-    def _draft(self, batch: _Batch, table: torch.Tensor) -> tuple[RoundDraft, float, float]:
-        """Draft for the requests that the policy wants drafted.
-
-        Returns: trees, seconds inside drafters, and how many of them went into backlogs that no typical round has.
-        """
+    def _draft(self, batch: _Batch, table: torch.Tensor) -> RoundDraft:
+        """Draft for the requests that the policy wants drafted, after the backlogs that no typical round has."""
         requests = batch.requests
         context_rows = sum(r.context_len for r in requests)
         # With one token left there is nothing to gain from a draft.
@@ -388,7 +385,7 @@ class DecodeRunner:
                 self._slots.mark_failed(slot, reason)
             elif draft.is_drafted[group.rows[0]]:
                 mark_ingested([requests[row] for row in group.rows])
-        return draft, draft.model_s + self._catch_up_s, self._catch_up_s
+        return draft
 
     def _group(self, batch: _Batch, slot: str, rows: list[int], table: torch.Tensor) -> DraftGroup | None:
         """Inputs of one drafting pass; None when the drafter fails while it catches up."""
@@ -425,7 +422,6 @@ class DecodeRunner:
         out: TargetOutput,
         start: float,
         model_s: float,
-        catch_up_s: float,
         verify_s: float,
     ) -> None:
         requests, tree = batch.requests, draft.tree
@@ -476,7 +472,7 @@ class DecodeRunner:
         self.num_rounds += 1
         round_s = self._timer() - start
         self._policy.observe(
-            draft, plan, verify_s=verify_s, round_s=round_s - catch_up_s, catch_up_s=catch_up_s,
+            draft, plan, verify_s=verify_s, round_s=round_s - self._catch_up_s, catch_up_s=self._catch_up_s,
             num_catch_up_rows=self._num_catch_up_rows,
         )  # fmt: skip
         if self._output.feedback is not None:

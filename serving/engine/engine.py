@@ -223,6 +223,9 @@ class Engine:
             grammar = self.grammars.start(params.grammar, stop_token_ids=stops, ignores_eos=params.ignore_eos)
         if not params.ignore_eos or grammar is not None:  # with ignore_eos a grammar draws it only where it must end
             stops |= self.target.eos_token_ids
+        checker = None
+        if params.stop:
+            checker = StopStringChecker(self._token_text, params.stop, prompt, skip_special=params.skip_special_tokens)
         return RunningRequest(
             request=request,
             on_event=on_event,
@@ -230,17 +233,11 @@ class Engine:
             seed=params.seed if params.seed is not None else 0,
             token_limit=token_limit,
             stop_token_ids=stops,
-            stop_checker=self._stop_checker(request),
+            stop_checker=checker,
             counts=TokenCounts(prompt, self.target.vocab_size, self.target.device) if has_penalties(params) else None,
             submitted_s=self._clock.now(),
             grammar=grammar,
         )
-
-    def _stop_checker(self, request: GenerationRequest) -> StopStringChecker | None:
-        params, prompt = request.params, request.prompt_token_ids
-        if not params.stop:
-            return None
-        return StopStringChecker(self._token_text, params.stop, prompt, skip_special=params.skip_special_tokens)
 
     def now(self) -> float:
         """Seconds of the engine's clock, in which deadlines are given."""
@@ -332,10 +329,6 @@ class Engine:
                 probe.calibrate_draft(self.policy, self.policy.mixed(drafter), self.config.max_running)
             except Exception as e:  # a broken drafter costs speed, never the engine
                 self.slots.mark_failed(slot, f"calibration raised {type(e).__name__}: {e}")
-
-    def clear_prefix_cache(self) -> int:
-        """Forget every cached page that no request uses; returns how many. Engine thread, between rounds."""
-        return self.allocator.clear_cache()
 
     def fail_all(self, error: str) -> None:
         """End every request with finish reason 'error' and refuse new ones; the engine cannot be used afterwards."""

@@ -50,10 +50,6 @@ class EngineInbox:
         """Nothing to take; read without the lock, once per round."""
         return not (self._arrived or self._calls or self._aborts)
 
-    def put(self, request: RunningRequest) -> None:
-        """Queue one request; raises like `put_all`."""
-        self.put_all([request])
-
     def put_all(self, requests: Sequence[RunningRequest]) -> None:
         """Queue all of the requests or none; each gets its arrival number and, without one of its own, a seed.
 

@@ -144,13 +144,7 @@ class GraphedTarget:
             self._cu_rows[b + 1 : sizes[1] + 1].fill_(n)
             self._ancestors[n : sizes[0]].zero_()
         self._tails.replay(sizes)
-        plan = {name: static[:b] for name, static in self._plan.items()}
-        return AcceptPlan(
-            path=plan["path"],
-            path_token_ids=plan["path_token_ids"],
-            num_accepted_tokens=plan["num_accepted_tokens"],
-            bonus_token_ids=plan["bonus_token_ids"],
-        )
+        return AcceptPlan(**{name: static[:b] for name, static in self._plan.items()})
 
     def _forward_job(self, rows: int, requests: int, width: int) -> Callable[[GraphBackend], None]:
         def capture(backend: GraphBackend) -> None:

@@ -35,16 +35,12 @@ class Splice:
         """Gives the request a seed when it has none, so that every engine draws the same."""
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=random.getrandbits(62)))
-        self._request = request
+        self.request = request
         self._token_ids: list[int] = []
         self._ended: RequestStats | None = None  # sums over the engines that are gone
         self._offset_ms = 0.0
         self._latest: RequestStats | None = None
         self.num_tries = 0
-
-    @property
-    def request(self) -> GenerationRequest:
-        return self._request
 
     def next_request(self, elapsed_ms: float = 0.0) -> GenerationRequest:
         """What the next engine is given: the request behind the tokens so far, under an id of its own.
@@ -52,7 +48,7 @@ class Splice:
         The id differs from try to try, since an engine that only seems dead may still work under the last one.
         elapsed_ms: since the request came.
         """
-        request, self._offset_ms, self._ended = self._request, elapsed_ms, self._latest
+        request, self._offset_ms, self._ended = self.request, elapsed_ms, self._latest
         if self.num_tries > 0:
             request = replace(request, request_id=f"{request.request_id}~{self.num_tries}")
         if self._latest is not None:  # prompt log-probabilities came with the first event
@@ -64,16 +60,16 @@ class Splice:
         """The event as the client sees it: under the request's own id, statistics summed."""
         self._token_ids += event.token_ids
         self._latest = stats = self._sum(event.stats)
-        return replace(event, request_id=self._request.request_id, stats=stats)
+        return replace(event, request_id=self.request.request_id, stats=stats)
 
     def end(self, finish_reason: str, error: str | None = None, elapsed_ms: float = 0.0) -> RoundEvent:
         """A last event that no engine sent."""
         stats = self._latest or RequestStats(
             drafter_version="", num_rounds=0, num_draft_tokens=0, num_accepted_tokens=0, num_emitted_tokens=0,
-            draft_ms=0.0, verify_ms=0.0, total_ms=0.0, bucket=self._request.bucket,
+            draft_ms=0.0, verify_ms=0.0, total_ms=0.0, bucket=self.request.bucket,
         )  # fmt: skip
         return RoundEvent(
-            request_id=self._request.request_id, token_ids=(), num_accepted_tokens=0, logprobs=None, stop_match=None,
+            request_id=self.request.request_id, token_ids=(), num_accepted_tokens=0, logprobs=None, stop_match=None,
             finish_reason=finish_reason, stats=replace(stats, total_ms=elapsed_ms), error=error,
         )  # fmt: skip
 
@@ -162,34 +158,28 @@ class ResumingClient:
         self._max_silence_s = max_silence_s
         self._heard_s = timer()
         self._pumps: dict[str, _Pump] = {}
-        self._refusals: dict[
-            str, asyncio.Future[None]
-        ] = {}  # of requests that ended before anybody asked; see `admitted`
+        self._refusals: dict[str, asyncio.Future[None]] = {}
+        """Of requests that ended before anybody asked; see `admitted`."""
         self.counters = ResumeCounters()
 
     # ---- EngineClient -------------------------------------------------------------------------------------------
     def prepare(self, request: GenerationRequest) -> None:
         """Nothing to do: grammars are compiled where the engine is."""
 
-    def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
-        if request.request_id in self._pumps:
-            raise RequestError(f"request_id must be unique among unfinished requests, got {request.request_id!r}")
-        loop = asyncio.get_running_loop()
-        admitted: asyncio.Future[None] = loop.create_future()
-        task = loop.create_task(self._pump(Splice(request), on_event, admitted))
-        self._pumps[request.request_id] = _Pump(task, admitted)
-        self.counters.num_requests += 1
-
     def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
         """Each choice may go to another engine; `admitted` tells for each."""
         known = [r.request_id for r in requests if r.request_id in self._pumps]
         if known:
             raise RequestError(f"request_id must be unique among unfinished requests, got {known[0]!r}")
+        loop = asyncio.get_running_loop()
         for request in requests:
-            self.submit(request, on_event)
+            admitted: asyncio.Future[None] = loop.create_future()
+            task = loop.create_task(self._pump(Splice(request), on_event, admitted))
+            self._pumps[request.request_id] = _Pump(task, admitted)
+            self.counters.num_requests += 1
 
     async def admitted(self, request_id: str) -> None:
-        """Return once an engine has taken a submitted request; raises what that engine's `submit` raised."""
+        """Return once an engine has taken a submitted request; raises what that engine's `submit_all` raised."""
         pump = self._pumps.get(request_id)
         future = pump.admitted if pump is not None else self._refusals.pop(request_id, None)
         if future is not None:

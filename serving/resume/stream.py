@@ -74,7 +74,7 @@ async def stream_events(
         held: object = None
         if request.params.grammar is not None:  # compiling must not hold up the event loop, whatever others compile
             held = await compile_in_thread(lambda: client.prepare(request))
-        client.submit(request, on_event)
+        client.submit_all([request], on_event)
         del held
     except (RequestError, CapacityError, EngineStoppedError) as e:
         kind: Refusal = next(k for k, error in _ERRORS.items() if isinstance(e, error))

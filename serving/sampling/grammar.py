@@ -89,7 +89,7 @@ class GrammarFactory:
         Raises: RequestError (grammar wrong, unsatisfiable, too large or too slow; tokenizer without support),
             CapacityError (others are compiling).
         """
-        compiled = self._known(spec)
+        compiled = self.prepare(spec)
         with self._lock:
             matcher = compiled.matcher.deep_copy()
         return GrammarState(
@@ -102,9 +102,6 @@ class GrammarFactory:
 
     def prepare(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile a grammar; a `start` takes no time while the caller holds the result. Raises like `start`."""
-        return self._known(spec)
-
-    def _known(self, spec: GrammarSpec) -> CompiledGrammar:
         with self._lock:
             compiled = self._held.get(spec)
             if compiled is not None:

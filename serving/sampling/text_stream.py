@@ -90,17 +90,13 @@ class TextStream:
         self._window = window
         self._window_read = len(window)
         self._held = ""
-        self._is_stopped = False
+        self.is_stopped = False
+        """A stop string was met; no further text will be sent."""
         self.text = ""
         """Everything sent so far."""
         self.starts: list[int] = []
         """For each token pushed, the number of characters before it; a character's bytes all begin where it does."""
         self._num_decoded = 0
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string was met; no further text will be sent."""
-        return self._is_stopped
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take new tokens and return the text that is complete and cannot be part of a stop string."""
@@ -116,7 +112,7 @@ class TextStream:
         """Return the text still held back; with `stop_match` only what comes before that string."""
         tail = self._utf8.decode(b"", final=True) if self._tokens.is_byte_level else self._flush_window()
         self._num_decoded += len(tail)
-        if self._is_stopped:
+        if self.is_stopped:
             return ""
         rest = self._held + tail
         cut = self._find_stop(rest)
@@ -124,13 +120,13 @@ class TextStream:
             at = rest.find(stop_match)
             cut = at if at >= 0 else None
         if cut is not None:
-            rest, self._is_stopped = rest[:cut], True
+            rest, self.is_stopped = rest[:cut], True
         self._held = ""
         self.text += rest
         return rest
 
     def _send(self, fresh: str) -> str:
-        if self._is_stopped or not fresh:
+        if self.is_stopped or not fresh:
             return ""
         if not self._stop:
             self.text += fresh
@@ -138,7 +134,7 @@ class TextStream:
         text = self._held + fresh
         cut = self._find_stop(text)
         if cut is not None:
-            self._is_stopped, self._held = True, ""
+            self.is_stopped, self._held = True, ""
             out = text[:cut]
         else:
             keep = self._num_held(text)

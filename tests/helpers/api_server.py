@@ -77,19 +77,16 @@ class ScriptedEngine:
         """Scripts need no grammar."""
 
     def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
+        if self.submit_error is not None:
+            raise self.submit_error
         for request in requests:
-            self.submit(request, on_event)
+            if len(self.requests) >= self.max_requests:
+                raise CapacityError("the queue is full")
+            self.requests.append(request)
+            threading.Thread(target=self._speak, args=(request, on_event), daemon=True).start()
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)
-
-    def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
-        if self.submit_error is not None:
-            raise self.submit_error
-        if len(self.requests) >= self.max_requests:
-            raise CapacityError("the queue is full")
-        self.requests.append(request)
-        threading.Thread(target=self._speak, args=(request, on_event), daemon=True).start()
 
     def _speak(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         params = request.params

@@ -87,31 +87,6 @@ def make_trace(request_id="r", *, bucket="math", prompt_len=3, num_outputs=5, si
     )
 
 
-def inputs_for(histories):
-    """Inputs of a drafter that reads only the text."""
-    num = len(histories)
-    zeros = torch.zeros(num, dtype=torch.int64)
-    return DraftInputs(
-        request_ids=[f"r{i}" for i in range(num)],
-        context_lens=torch.tensor([len(h) - 1 for h in histories]),
-        anchor_token_ids=torch.tensor([h[-1] for h in histories]),
-        temperatures=torch.zeros(num),
-        slot_table=zeros[:, None],
-        cu_new=torch.zeros(num + 1, dtype=torch.int64),
-        new_positions=zeros[:0],
-        new_token_ids=zeros[:0],
-        new_features=None,
-        new_slots=zeros[:0],
-        histories=histories,
-    )
-
-
-def present(proposal, request, slot):
-    """Candidates of a slot that are there."""
-    keep = proposal.logprobs[request, slot] > -torch.inf
-    return proposal.token_ids[request, slot][keep].tolist()
-
-
 class Request:
     """A scripted request: its text, features, pool rows and how far it has been committed and ingested."""
 

@@ -172,7 +172,7 @@ def test_broken_answers_name_their_end(lines: Lines, end: str | None, code: str,
 
 def test_an_internal_error_is_logged_with_the_request_id(lines: Lines, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(ScriptedEngine):
-        def submit(self, request: Any, on_event: Any) -> None:
+        def submit_all(self, requests: Any, on_event: Any) -> None:
             raise ZeroDivisionError(SECRET)
 
     with serve_app(build_api(ApiParts(client=Broken(), tokenizer=TOKENIZER, has_access_log=True))) as base:

@@ -169,9 +169,9 @@ def test_grammars_of_others_in_between_do_not_make_the_event_loop_compile(
         return compile_grammar(tokenizer, spec)
 
     monkeypatch.setattr("paceline.serving.sampling.grammar.compile_grammar", traced)
-    submit = client.submit
+    submit_all = client.submit_all
 
-    def after_others(request: GenerationRequest, on_event: Any) -> None:
+    def after_others(requests: Any, on_event: Any) -> None:
         for i in range(20):
             grammar = GrammarSpec(kind="regex", text=f"[a-z]{{{i + 5}}}")
             client.prepare(
@@ -179,10 +179,10 @@ def test_grammars_of_others_in_between_do_not_make_the_event_loop_compile(
             )
         gc.collect()  # what nobody holds is gone
         before = len(compiled)
-        submit(request, on_event)
+        submit_all(requests, on_event)
         assert len(compiled) == before == 21
 
-    monkeypatch.setattr(client, "submit", after_others)
+    monkeypatch.setattr(client, "submit_all", after_others)
     params = SamplingParams(max_tokens=4, grammar=GrammarSpec(kind="regex", text="[a-z]{4}"))
     raw = encode(GenerationRequest(request_id="r", prompt_token_ids=(5,), params=params))
 

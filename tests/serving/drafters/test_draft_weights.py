@@ -179,29 +179,6 @@ def test_every_drafter_gets_kv_for_all_pool_rows():
     assert all(slots._slots[n].drafter.num_pool_rows == 64 for n in ("A", "B", "first"))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["pin", "unpin", "stage", "publish", "fail"]), st.integers(0, 5))))
-def test_pins_balance_and_a_pinned_slot_never_changes_version(operations):
-    slots = make_slots(first=WeightDrafter(1.0))
-    pins: list[tuple[str | None, str]] = []
-    number = 1
-    for name, value in operations:
-        if name == "pin":
-            pins.append(slots.pin([Group.ADAPTIVE, Group.STATIC, Group.PLAIN][value % 3]))
-        elif name == "unpin" and pins:
-            slots.unpin(pins.pop(value % len(pins))[0])
-        elif name == "stage":
-            number += 1
-            slots.stage(f"v{number}", state(float(number)))
-        elif name == "publish" and slots._staged is not None:
-            slots.publish()
-        elif name == "fail" and value == 0:
-            slots.mark_failed(slots._live, "test")
-        held = slots.versions()
-        for slot, version in pins:
-            assert slot is None or held[slot] == version
-        assert sum(slots.num_pins().values()) == sum(slot is not None for slot, _ in pins)
-
-
 def ids_of(version: str, percent: int, is_own: bool, num: int = 5) -> list[str]:
     return [i for i in (f"r{k}" for k in range(1000)) if is_canary(i, version, percent) == is_own][:num]
 
@@ -297,14 +274,19 @@ def test_what_is_not_resident_or_is_live_cannot_be_a_canary():
             slots.set_canary(version, 10)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["pin", "unpin", "stage", "publish", "canary", "off"]), st.integers(0, 99))))
-def test_pins_hold_their_version_through_any_sequence_of_canaries(operations):
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["pin", "unpin", "stage", "publish", "canary", "off", "fail"]), st.integers(0, 99))
+    )
+)
+def test_pins_balance_and_hold_their_version_through_any_sequence_of_canaries_and_failures(operations):
     slots = make_slots(first=WeightDrafter(1.0))
     pins: list[tuple[str | None, str]] = []
     number = 1
     for name, value in operations:
         if name == "pin":
-            pins.append(slots.pin(Group.ADAPTIVE, f"r{value}"))
+            group = Group.STATIC if value % 5 == 0 else Group.PLAIN if value % 5 == 1 else Group.ADAPTIVE
+            pins.append(slots.pin(group, f"r{value}"))
         elif name == "unpin" and pins:
             slots.unpin(pins.pop(value % len(pins))[0])
         elif name == "stage":
@@ -316,7 +298,13 @@ def test_pins_hold_their_version_through_any_sequence_of_canaries(operations):
             slots.set_canary(slots._slots[slots._staged].version, value)
         elif name == "off":
             slots.set_canary("", 0)
+        elif name == "fail" and value % 7 == 0:
+            slots.mark_failed(slots._live, "test")
         held = slots.versions()
         assert all(held[slot] == version for slot, version in pins if slot is not None)
-        assert all(float(slots.drafter(s).weight[0]) == float(v[1:]) for s, v in pins if s is not None)
+        drafted = [(slots.drafter(slot), version) for slot, version in pins]
+        assert all(float(d.weight[0]) == float(v[1:]) for d, v in drafted if d is not None), (
+            "a failed one drafts nothing"
+        )
+        assert sum(slots.num_pins().values()) == sum(slot is not None for slot, _ in pins)
         assert len(held) <= 3 and slots.canary_version != slots.live_version

@@ -143,7 +143,7 @@ def test_pages_balance_after_ten_thousand_random_operations():
             if slots.stage(f"v{i}", {"weights": torch.tensor(i)}):
                 engine.call_between_rounds(slots.publish)
         else:
-            engine.call_between_rounds(engine.clear_prefix_cache)
+            engine.call_between_rounds(engine.allocator.clear_cache)
         if i % 4 == 0:
             engine.check_integrity()
     while engine.step():

@@ -280,7 +280,7 @@ def test_a_client_that_leaves_frees_the_engine(place: Place) -> None:
             events: list = []
             params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
             request = GenerationRequest(request_id="r", prompt_token_ids=tuple(PROMPT), params=params)
-            place.client.submit(request, events.append)
+            place.client.submit_all([request], events.append)
             await place.client.admitted("r")
             place.client.abort("r")
             num_seen = len(events)
@@ -288,7 +288,7 @@ def test_a_client_that_leaves_frees_the_engine(place: Place) -> None:
                 await asyncio.sleep(0.01)
             assert place.engines[0].stats()["num_aborted"] == 1 and place.way.num_cancelled == 1
             assert len(events) == num_seen  # nothing comes after
-            place.client.submit(request, events.append)  # the id is free again
+            place.client.submit_all([request], events.append)  # the id is free again
             while not (events and events[-1].finish_reason):
                 await asyncio.sleep(0.01)
 
@@ -303,7 +303,7 @@ def test_a_deadline_that_passes_while_no_engine_is_there_ends_the_request(place:
             request = GenerationRequest(
                 request_id="r", prompt_token_ids=tuple(PROMPT), params=SamplingParams(), deadline_s=time.time() + 0.2
             )
-            place.client.submit(request, events.append)
+            place.client.submit_all([request], events.append)
             await place.client.admitted("r")
             while not events:
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The suffix drafter proposes what followed most often, from bounded memory."""
+"""Text drafters propose what followed: prompt lookup the newest match, the suffix drafter the most frequent ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,70 @@ import torch
 from paceline.errors import ConfigError
 from paceline.paths import TEXT_DRAFTERS, resolve_drafter
 from paceline.serving.drafters.interface import Frontier
-from paceline.serving.drafters.text import MAX_CONTEXT, RecentTexts, SuffixDrafter, make_text_drafter
+from paceline.serving.drafters.text import (
+    MAX_CONTEXT,
+    PromptLookupDrafter,
+    RecentTexts,
+    SuffixDrafter,
+    make_text_drafter,
+)
 from tests.helpers.trees import draft_fixed, inputs_for, present
+
+BOTH = pytest.mark.parametrize("kind", [PromptLookupDrafter, SuffixDrafter])
+
+
+@BOTH
+def test_no_match_proposes_nothing(kind):
+    drafter = kind()
+    p = drafter.propose(inputs_for([[1, 2, 3], [5]]))
+    assert not (p.logprobs > -torch.inf).any()
+    assert draft_fixed(drafter, inputs_for([[1, 2, 3]]), 8).token_ids.tolist() == [3]
+
+
+@BOTH
+def test_scores_are_valid_log_masses_and_equal_in_a_batch(kind):
+    rng = np.random.default_rng(0)
+    histories = [[1, 2, 5, 1, 2, 6, 1, 2, 7, 1, 2], *(rng.integers(0, 4, n).tolist() for n in (2, 30, 200, 90))]
+    p = kind().propose(inputs_for(histories))
+    assert (p.logprobs.exp().sum(2) <= 1 + 1e-6).all() and (p.logprobs <= 0).all()
+    assert (p.logprobs[:, :, :-1] >= p.logprobs[:, :, 1:]).all(), "best first, absent last"
+    for i, history in enumerate(histories):
+        alone = kind().propose(inputs_for([history]))
+        assert torch.equal(alone.token_ids[0], p.token_ids[i]) and torch.equal(alone.logprobs[0], p.logprobs[i])
+
+
+@BOTH
+def test_text_grows_between_calls_and_is_forgotten(kind):
+    grown, text = kind(), np.random.default_rng(1).integers(0, 5, 120).tolist()
+    history = text[:3]
+    for end in (4, 5, 9, 40, 41, 120):
+        history += text[len(history) : end]
+        p, fresh = grown.propose(inputs_for([history])), kind().propose(inputs_for([history]))
+        assert torch.equal(p.token_ids, fresh.token_ids) and torch.equal(p.logprobs, fresh.logprobs)
+    grown.release("r0")
+    assert present(grown.propose(inputs_for([[7, 8, 9, 7, 8]])), 0, 0) == [9]
+
+
+@BOTH
+def test_reentry_continues_an_alternative(kind):
+    history = [3, 4, 10, 11, 12, 7, 3, 4, 20, 21, 8, 3, 4, 20, 21, 9, 3, 4]
+    drafter, inputs = kind(), inputs_for([history])
+    p = drafter.propose(inputs)
+    assert present(p, 0, 0) == [20, 10]
+    frontier = Frontier(request=torch.tensor([0]), slot=torch.tensor([0]), token_ids=torch.tensor([10]))
+    block = drafter.expand(inputs, p, frontier)
+    assert [present(block, 0, s)[0] for s in range(2)] == [11, 12]
+    assert {10, 11, 12, 20, 21} <= set(draft_fixed(drafter, inputs, 12).token_ids.tolist())
+
+
+def test_prompt_lookup_is_led_by_the_longest_and_then_the_newest_match():
+    history = [1, 2, 3, 4, 10, 11, 12, 9, 3, 4, 20, 21, 22, 1, 2, 3, 4]
+    p = PromptLookupDrafter().propose(inputs_for([history]))
+    assert [present(p, 0, s)[0] for s in range(3)] == [10, 11, 12]
+    history = [3, 4, 10, 11, 7, 3, 4, 20, 21, 8, 3, 4]
+    p = PromptLookupDrafter().propose(inputs_for([history]))
+    assert present(p, 0, 0) == [20, 10]
+    assert present(p, 0, 1) == [21]
 
 
 def test_the_most_frequent_continuation_leads_and_the_newest_wins_ties():
@@ -31,48 +93,6 @@ def test_a_longer_match_outweighs_a_more_frequent_shorter_one():
     p = SuffixDrafter().propose(inputs_for([history]))
     assert present(p, 0, 0)[:2] == [8, 7], "9 3 4 was followed by 8 once, 3 4 by 7 three times"
     assert present(p, 0, 1)[0] == 2
-
-
-def test_scores_are_valid_log_masses_and_equal_in_a_batch():
-    rng = np.random.default_rng(0)
-    histories = [rng.integers(0, 4, n).tolist() for n in (2, 30, 200, 90)]
-    drafter = SuffixDrafter()
-    p = drafter.propose(inputs_for(histories))
-    assert (p.logprobs.exp().sum(2) <= 1 + 1e-6).all() and (p.logprobs <= 0).all()
-    assert (p.logprobs[:, :, :-1] >= p.logprobs[:, :, 1:]).all(), "best first, absent last"
-    for i, history in enumerate(histories):
-        alone = SuffixDrafter().propose(inputs_for([history]))
-        assert torch.equal(alone.token_ids[0], p.token_ids[i]) and torch.equal(alone.logprobs[0], p.logprobs[i])
-
-
-def test_no_match_proposes_nothing():
-    drafter = SuffixDrafter()
-    p = drafter.propose(inputs_for([[1, 2, 3], [5]]))
-    assert not (p.logprobs > -torch.inf).any()
-    assert draft_fixed(drafter, inputs_for([[1, 2, 3]]), 8).token_ids.tolist() == [3]
-
-
-def test_text_grows_between_calls_and_is_forgotten():
-    grown, text = SuffixDrafter(), np.random.default_rng(1).integers(0, 5, 120).tolist()
-    history = text[:3]
-    for end in (4, 5, 9, 40, 41, 120):
-        history += text[len(history) : end]
-        p, fresh = grown.propose(inputs_for([history])), SuffixDrafter().propose(inputs_for([history]))
-        assert torch.equal(p.token_ids, fresh.token_ids) and torch.equal(p.logprobs, fresh.logprobs)
-    grown.release("r0")
-    assert present(grown.propose(inputs_for([[7, 8, 9, 7, 8]])), 0, 0) == [9]
-
-
-def test_reentry_continues_an_alternative():
-    history = [3, 4, 10, 11, 12, 7, 3, 4, 20, 21, 8, 3, 4, 20, 21, 9, 3, 4]
-    drafter = SuffixDrafter()
-    inputs = inputs_for([history])
-    p = drafter.propose(inputs)
-    assert present(p, 0, 0) == [20, 10]
-    frontier = Frontier(request=torch.tensor([0]), slot=torch.tensor([0]), token_ids=torch.tensor([10]))
-    block = drafter.expand(inputs, p, frontier)
-    assert [present(block, 0, s)[0] for s in range(2)] == [11, 12]
-    assert {10, 11, 12, 20, 21} <= set(draft_fixed(drafter, inputs, 12).token_ids.tolist())
 
 
 def test_what_is_counted_of_a_long_text_is_bounded_and_is_its_newest_part():
