@@ -15,7 +15,7 @@ from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bench.common.workloads import load_prompts
 from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig, TreeConfig
 from paceline.infra.app import Service
-from tests.helpers.service_load import outer_listeners, running, wait_for
+from tests.helpers.service_load import HTTP, outer_listeners, running, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(560)]
 TOKEN = {"authorization": "Bearer t"}
@@ -81,7 +81,7 @@ def test_a_shift_is_learned_gated_and_swapped_in(service: Service) -> None:
     url = service.url
 
     def state() -> dict[str, Any]:
-        return httpx.get(f"{url}/paceline/state", headers=TOKEN, timeout=30).json()
+        return HTTP.get(f"{url}/paceline/state", headers=TOKEN, timeout=30).json()
 
     def adapted() -> dict[str, Any] | None:
         now = state()

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -22,7 +21,7 @@ from paceline.contracts import is_canary
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.loading.families import read_drafter_files
-from tests.helpers.service_load import fresh_state, wait_for
+from tests.helpers.service_load import HTTP, fresh_state, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 PERCENT, NUM_TOKENS, WIDTH, MOST = 10, 24, 4, 200
@@ -45,7 +44,7 @@ class Place:
         return fresh_state(self.service.url)
 
     def order(self, command: str, **values: str) -> None:
-        httpx.post(f"{self.service.url}/paceline/{command}", json=values, timeout=60).raise_for_status()
+        HTTP.post(f"{self.service.url}/paceline/{command}", json=values, timeout=60).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +95,13 @@ class Client:
     def __init__(self, url: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(resolve_model("bundled"))
         self._prompts = [tokenizer.encode(p.text) for p in bundled_prompts("tools")[:40]]
-        self._url, self._lock, self._next = url, threading.Lock(), 0
+        self._url, self._lock, self.num_sent = url, threading.Lock(), 0
         self.answers: list[tuple[list[int], list[int]]] = []
         self.versions: dict[str, str] = {}
 
     def send(self, group: str = "adaptive") -> None:
         with self._lock:
-            k, self._next = self._next, self._next + 1
+            k, self.num_sent = self.num_sent, self.num_sent + 1
         prompt, request_id = self._prompts[k % len(self._prompts)], f"load-{k}"
         body = {
             "prompt": prompt,
@@ -112,7 +111,7 @@ class Client:
             "return_token_ids": True,
         }
         headers = {"x-request-id": request_id, "x-paceline-bucket": "tools", "x-paceline-group": group}
-        response = httpx.post(f"{self._url}/v1/completions", json=body, headers=headers, timeout=120)
+        response = HTTP.post(f"{self._url}/v1/completions", json=body, headers=headers, timeout=120)
         response.raise_for_status()
         answer = response.json()
         (choice,) = answer["choices"]
@@ -141,11 +140,11 @@ def test_a_poisoned_drafter_goes_within_200_requests_and_no_output_changes(place
     assert set(client.versions.values()) == {place.first}
     place.order("canary", version=place.poisoned)
     wait_canary(place, place.poisoned)
-    begun = client._next
+    begun = client.num_sent
     while place.state()["rollout"]["status"] == "canary":
-        assert client._next - begun < MOST, place.state()["rollout"]
+        assert client.num_sent - begun < MOST, place.state()["rollout"]
         client.send_many(8)
-    sent = client._next - begun
+    sent = client.num_sent - begun
     state = place.state()
     last = state["rollout"]["last"]
     assert (last["version"], last["outcome"]) == (place.poisoned, "rolled_back"), last

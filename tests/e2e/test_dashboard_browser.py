@@ -27,6 +27,7 @@ from paceline.serving.loading.families import read_drafter_files
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers import service_load
 from tests.helpers.browser_page import Watch, open_browser, watched_page
+from tests.helpers.service_load import HTTP
 
 pytestmark = [pytest.mark.browser, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 SCREENSHOTS = os.environ.get("PACELINE_SCREENSHOTS")
@@ -58,7 +59,7 @@ class Place:
 
     def state(self) -> dict[str, Any]:
         """The service's state while its controller answers, {} otherwise."""
-        found = httpx.get(f"{self.url}/paceline/state", timeout=30).json()
+        found = HTTP.get(f"{self.url}/paceline/state", timeout=30).json()
         return found if found["has_controller"] else {}
 
     def traffic(self, stop: threading.Event) -> None:
@@ -93,7 +94,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         sender = threading.Thread(target=lambda: made.traffic(stop), daemon=True)
         try:
             first = wait_for(
-                lambda: httpx.get(f"{service.url}/paceline/state", timeout=30).json().get("version"), "a live version"
+                lambda: HTTP.get(f"{service.url}/paceline/state", timeout=30).json().get("version"), "a live version"
             )
             made = Place(service, browser, first, another_version(config, first))
             wait_for(made.state, "a controller")
@@ -152,7 +153,7 @@ def test_charts_show_the_traffic_of_the_running_service_as_it_goes_on(place: Pla
         watch.wait(IS_SETTLED, [speed, SETTLED_S])
         shown = {t["meta"]["group"]: t for t in watch.traces(speed) if t["meta"]["group"] != "canary"}
         newest = max(x for t in shown.values() for x in t["x"])
-        state = httpx.get(f"{place.url}/dashboard/api/state", timeout=30).json()
+        state = HTTP.get(f"{place.url}/dashboard/api/state", timeout=30).json()
         for group, line in shown.items():
             # late rows may still change the newest bins
             at = max(i for i, y in enumerate(line["y"]) if y is not None and line["x"][i] < newest - SETTLED_S)
@@ -168,7 +169,7 @@ def test_charts_show_the_traffic_of_the_running_service_as_it_goes_on(place: Pla
 
 def order(place: Place, command: str, **values: str) -> None:
     headers, path = {"authorization": f"Bearer {ADMIN}"}, f"/dashboard/api/commands/{command}"
-    httpx.post(f"{place.url}{path}", json=values, headers=headers, timeout=60).raise_for_status()
+    HTTP.post(f"{place.url}{path}", json=values, headers=headers, timeout=60).raise_for_status()
 
 
 def test_operator_pins_and_rolls_back_through_the_page(place: Place) -> None:
@@ -208,8 +209,8 @@ def test_operator_pins_and_rolls_back_through_the_page(place: Place) -> None:
 
 def test_commands_without_the_token_are_refused_by_the_service(place: Place) -> None:
     for path in ("/dashboard/api/commands/pin", "/paceline/pin"):
-        assert httpx.post(f"{place.url}{path}", json={"version": place.other}, timeout=30).status_code == 401
-    forwarded = httpx.get(f"{place.url}/dashboard/api/state", headers={"host": "rebound.example"}, timeout=30)
+        assert HTTP.post(f"{place.url}{path}", json={"version": place.other}, timeout=30).status_code == 401
+    forwarded = HTTP.get(f"{place.url}/dashboard/api/state", headers={"host": "rebound.example"}, timeout=30)
     assert forwarded.status_code == 401, "another name in the Host header is not this computer: it needs the token"
 
 

@@ -12,6 +12,7 @@ import pytest
 from paceline.config import IngressConfig
 from paceline.infra.app import Service
 from tests.helpers.service_load import (
+    HTTP,
     MAX_TOKENS,
     RESTART_S,
     fresh_state,
@@ -35,27 +36,27 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def metric(url: str, name: str) -> float:
-    text = httpx.get(f"{url}/metrics", timeout=30).text  # an error while a replica is being lost has no such line
+    text = HTTP.get(f"{url}/metrics", timeout=30).text  # an error while a replica is being lost has no such line
     return next((float(s.split()[1]) for s in text.splitlines() if s.startswith(f"paceline_{name} ")), -1.0)
 
 
 def test_the_ingress_passes_on_what_engines_answer(service: Service) -> None:
     url = service.url
-    assert httpx.get(f"{url}/healthz").json()["status"] == "ok"
-    card = httpx.get(f"{url}/v1/models").json()["data"][0]
+    assert HTTP.get(f"{url}/healthz").json()["status"] == "ok"
+    card = HTTP.get(f"{url}/v1/models").json()["data"][0]
     assert card["id"] == "resume" and card["max_model_len"] > 64
     assert metric(url, "emitted_tokens_total") >= 0
-    assert httpx.get(f"{url}/paceline/swap").json()["slots"]
-    page = httpx.get(f"{url}/dashboard", follow_redirects=True)
+    assert HTTP.get(f"{url}/paceline/swap").json()["slots"]
+    page = HTTP.get(f"{url}/dashboard", follow_redirects=True)
     assert page.status_code == 200 and "content-security-policy" in page.headers
-    assert len(httpx.get(f"{url}/dashboard/static/plotly.min.js").content) > 10**6
+    assert len(HTTP.get(f"{url}/dashboard/static/plotly.min.js").content) > 10**6
     with httpx.stream("GET", f"{url}/dashboard/api/events", timeout=30) as events:
         assert next(events.iter_lines()) == "event: update"
     fresh_state(url)  # the controller is there
-    refused = httpx.post(f"{url}/paceline/pin", json={"version": "00000000aaaa"}, timeout=30)
+    refused = HTTP.post(f"{url}/paceline/pin", json={"version": "00000000aaaa"}, timeout=30)
     assert refused.status_code == 400 and "not in the registry" in refused.text
-    assert httpx.get(f"{url}/paceline/state", headers={"host": "evil.example"}).status_code == 403
-    bad = httpx.post(f"{url}/v1/completions", json={"prompt": [5, 10**6], "stream": True})
+    assert HTTP.get(f"{url}/paceline/state", headers={"host": "evil.example"}).status_code == 403
+    bad = HTTP.post(f"{url}/v1/completions", json={"prompt": [5, 10**6], "stream": True})
     assert bad.status_code == 400 and bad.json()["error"]["param"] == "prompt"
 
 

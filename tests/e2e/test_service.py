@@ -32,6 +32,7 @@ from paceline.serving.loading.families import read_drafter_files
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import greedy_continuation
 from tests.helpers.service_load import (
+    HTTP,
     NUM_PROMPTS,
     RESTART_S,
     Answer,
@@ -71,11 +72,11 @@ class Place:
         return self.service.url
 
     def get(self, route: str) -> dict[str, Any]:
-        response = httpx.get(f"{self.url}{route}", timeout=30)
+        response = HTTP.get(f"{self.url}{route}", timeout=30)
         return response.json() if response.status_code == 200 else {}
 
     def post(self, command: str, **values: str) -> httpx.Response:
-        return httpx.post(f"{self.url}/paceline/{command}", json=values, timeout=60)
+        return HTTP.post(f"{self.url}/paceline/{command}", json=values, timeout=60)
 
     def state(self) -> dict[str, Any]:
         return fresh_state(self.url)
@@ -204,7 +205,7 @@ def test_streams_and_errors_pass_through_serve(place: Place, client: openai.Open
         client.completions.create(model="faults", prompt="a", suffix="b")
     assert "," not in (refused.value.request_id or ",")
     assert len(client.completions.create(model="faults", prompt="a", n=3).choices) == 3
-    raw = httpx.post(f"{place.url}/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 3})
+    raw = HTTP.post(f"{place.url}/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 3})
     assert raw.text.endswith("data: [DONE]\n\n")
 
 
@@ -222,9 +223,9 @@ def test_requests_are_in_the_access_log_under_the_id_that_the_client_saw(place: 
 
 @pytest.mark.parametrize("path", ["/paceline/state", "/paceline/swap", "/metrics"])
 def test_without_tokens_what_the_service_tells_about_itself_stays_on_this_computer(place: Place, path: str) -> None:
-    assert httpx.get(f"{place.url}{path}").status_code == 200
-    assert httpx.get(f"{place.url}{path}", headers={"host": "rebound.example"}).status_code == 403
-    assert httpx.get(f"{place.url}{path}", headers={"x-forwarded-for": "10.0.0.7"}).status_code == 403
+    assert HTTP.get(f"{place.url}{path}").status_code == 200
+    assert HTTP.get(f"{place.url}{path}", headers={"host": "rebound.example"}).status_code == 403
+    assert HTTP.get(f"{place.url}{path}", headers={"x-forwarded-for": "10.0.0.7"}).status_code == 403
 
 
 def test_nothing_of_the_service_listens_beyond_loopback(place: Place, client: openai.OpenAI) -> None:
@@ -252,9 +253,9 @@ def test_ray_runs_nothing_for_a_client_without_its_token(place: Place, tmp_path:
 
 
 def test_metrics_and_health(place: Place) -> None:
-    text = httpx.get(f"{place.url}/metrics").text
+    text = HTTP.get(f"{place.url}/metrics").text
     assert "paceline_emitted_tokens_total" in text and "paceline_redis_up 1.0" in text
-    assert httpx.get(f"{place.url}/healthz").json()["status"] == "ok"
+    assert HTTP.get(f"{place.url}/healthz").json()["status"] == "ok"
 
 
 def test_200_requests_at_once_are_answered_or_told_when_to_come_back(place: Place) -> None:
@@ -450,7 +451,7 @@ def test_ten_seconds_without_redis_lose_no_request_and_no_count(place: Place) ->
                 os.kill(pid, signal.SIGKILL)
                 kills += 1
             if kills % 8 == 0:
-                assert httpx.get(f"{place.url}/healthz", timeout=30).status_code == 200
+                assert HTTP.get(f"{place.url}/healthz", timeout=30).status_code == 200
             time.sleep(0.05)
         is_up = lambda: all(r["feedback"]["redis_up"] for r in place.replicas().values())  # noqa: E731
         wait_for(is_up, "Redis back in every replica")
@@ -519,4 +520,4 @@ def test_requests_of_a_killed_replica_break_off_visibly_and_the_rest_succeed(pla
         answer.check_complete()
         assert answer.version == place.others[0]
     wait_for(place.are_idle, "empty engines")
-    assert httpx.get(f"{place.url}/healthz", timeout=30).json()["status"] == "ok"
+    assert HTTP.get(f"{place.url}/healthz", timeout=30).json()["status"] == "ok"

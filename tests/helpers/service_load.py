@@ -29,6 +29,8 @@ VOCAB, WIDTH, NUM_PROMPTS, MAX_TOKENS = 300, 32, 16, 64
 PROMPTS = [[3 + (17 * i + 5 * k) % (VOCAB - 3) for k in range(2 + i)] for i in range(NUM_PROMPTS)]
 MAX_TRIES = 60
 NUM_REPLICAS = 2
+HTTP = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+"""Every request has a connection of its own, as one of `httpx.get`, which also reads all certificates each time."""
 RESTART_S = 200.0
 """A process that imports torch and Ray starts in about 10 s; much later where everything else runs too."""
 
@@ -94,7 +96,7 @@ def outer_listeners() -> tuple[set[str], list[tuple[str, int, str]]]:
 
 def replica_of(url: str) -> dict[str, Any]:
     """The part of the state of the replica that answers, {} when none does."""
-    response = httpx.get(f"{url}/paceline/state", timeout=30)
+    response = HTTP.get(f"{url}/paceline/state", timeout=30)
     return (response.json().get("replica") if response.status_code == 200 else None) or {}
 
 
@@ -296,7 +298,7 @@ def fresh_state(url: str) -> dict[str, Any]:
     asked = time.time()
 
     def read() -> dict[str, Any] | None:
-        response = httpx.get(f"{url}/paceline/state", timeout=30)
+        response = HTTP.get(f"{url}/paceline/state", timeout=30)
         state = response.json() if response.status_code == 200 else {}
         return state if state.get("has_controller") and state["ts"] > asked else None
 
