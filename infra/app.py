@@ -1,4 +1,4 @@
-"""How is a service put together: the Serve application, and the one-computer service of the command line?"""
+"""Service: the Serve application, and the one-computer service of the command line."""
 
 from __future__ import annotations
 

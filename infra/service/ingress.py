@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from paceline.config import ServiceConfig
 from paceline.errors import CapacityError, ConfigError, EngineStoppedError
-from paceline.infra.service.deployment import DeploymentLimits, EngineReplica, bind_engine, close_grpc_port
+from paceline.infra.service.deployment import DeploymentLimits, RunningReplica, bind_engine, close_grpc_port
 from paceline.infra.service.ingress_metrics import render_ingress_metrics
 from paceline.infra.service.parts import StorePaths
 from paceline.infra.state.log import configure_logging
@@ -40,16 +40,24 @@ PROBE_TIMEOUT_S = 5.0
 INGRESS_CPUS = 0.25
 
 
-class EngineBehindIngress(EngineReplica):
+class EngineBehindIngress:
     """An engine replica without HTTP of its own. Everything crosses as bytes: Ray's own encoding is slower."""
 
     def __init__(self, factory: str, config: dict[str, Any]) -> None:
-        super().__init__(factory, config)
-        self._app = build_api(self.parts.api)
+        self._running = RunningReplica(factory, config)
+        self._api = self._running.parts.api
+        self._app = build_api(self._api)
+
+    async def check_health(self) -> None:
+        self._running.check_health()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_running"):
+            await self._running.close()
 
     async def facts(self) -> bytes:
         """Encoded EngineFacts."""
-        api = self.parts.api
+        api = self._api
         age_s = api.client.heartbeat_age_s()
         if age_s > api.max_silence_s:
             raise EngineStoppedError(f"the engine has been silent for {age_s:.0f} s")
@@ -57,7 +65,7 @@ class EngineBehindIngress(EngineReplica):
 
     async def generate(self, raw: bytes) -> AsyncGenerator[bytes, None]:
         """Encoded StreamItems of an encoded GenerationRequest."""
-        api = self.parts.api
+        api = self._api
         async with contextlib.aclosing(stream_events(api.client, raw, max_silence_s=api.max_silence_s)) as items:
             async for item in items:
                 yield item

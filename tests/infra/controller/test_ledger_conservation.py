@@ -23,6 +23,7 @@ from paceline.infra.state.desired import ensure_first_version, read_desired, wri
 from paceline.infra.state.export import log_records
 from paceline.infra.state.redis_clients import Keys, patient_client
 from tests.helpers.faults import MODES, Fault, Killed
+from tests.helpers.feedback import round_rows
 from tests.helpers.hosts import ledger, make_host, stored
 from tests.helpers.scripted import MemoryRegistry, MemoryStore, Shard
 
@@ -105,7 +106,9 @@ class Service:
             ms = (10.0 if version == "v1" else 8.0) + busy + 0.3 * rng.standard_normal()
             request = f"q{self.seq}-{i % 12}"
             rows.append((request, "math", group, version, True, i, 4, 2, 3, 1, 1.0, 6.0, ms, busy, now))
-        batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=self.seq, target_version="t", num_dropped=0)
+        batch = make_batch(
+            [round_rows(rows)], replica_id="a", boot_epoch=1, seq=self.seq, target_version="t", num_dropped=0
+        )
         for _ in range(copies):
             self.client.xadd(self.keys.feedback, {"v": encode(batch)})
         self.num_rows += len(rows)

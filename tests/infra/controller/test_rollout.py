@@ -19,10 +19,11 @@ from paceline.infra.controller.rollout import (
     judge,
     take_reports,
 )
+from paceline.infra.controller.session import rollout_view
 from paceline.infra.controller.snapshot import CanaryRollout, IdleRollout
-from paceline.infra.controller.view import rollout_view
 from paceline.infra.replica.feedback import make_batch
 from paceline.records import build
+from tests.helpers.feedback import round_rows
 
 CONFIG = RolloutConfig(canary_percent=50, quiet_s=1.0, max_requests=60, max_s=500.0, freeze_s=100.0)
 SPEED = {"v1": 300.0, "v2": 300.0}
@@ -45,7 +46,7 @@ def row(
 
 
 def batch(*rows: tuple) -> FeedbackBatch:
-    return make_batch(list(rows), replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
+    return make_batch([round_rows(list(rows))], replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
 
 
 def version_of(canary: Canary, request_id: str) -> str:
