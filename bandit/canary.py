@@ -1,4 +1,4 @@
-"""Is a canary's drafter worse than the incumbent, or surely not slower by more than a margin, however often one looks?
+"""Canary test: evidence that a canary is worse than the incumbent, or not slower by a margin, valid at every look.
 
 Unit: the request. Rounds of one request resemble each other, so a request enters once, with two scores: its log rate
 v = log(emitted tokens / device-seconds of its rounds), and its log tokens per round, which says less about speed but is

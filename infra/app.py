@@ -1,4 +1,4 @@
-"""How is a service put together: the Serve application, and the one-computer service of the command line?"""
+"""Service: the Serve application, the one-computer service, and `paceline serve` that keeps it in the foreground."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray._raylet import Config as RaySettings  # type: ignore[attr-defined]
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
+from rich.console import Console
 
 from paceline.clock import SystemClock
 from paceline.config import ServiceConfig, to_dict
@@ -27,11 +28,11 @@ from paceline.infra.controller.actor import stop_controller
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas
 from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
 from paceline.infra.service.parts import StorePaths, is_adaptive, replica_values
-from paceline.infra.service.stop_signals import kept_sigterm
+from paceline.infra.service.stop_signals import StopSignals, kept_sigterm
 from paceline.infra.state.desired import ensure_first_version
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis, configured_redis_url, resolve_redis
-from paceline.infra.web.access import configured_admin_token
+from paceline.infra.web.access import Access, configured_admin_token
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.records import build as build_record
 
@@ -284,3 +285,44 @@ def _stop(config: ServiceConfig, redis: EmbeddedRedis | None, owns_ray: bool, *,
                 log.exception("stopping the %s failed", name)
     if redis is not None:
         redis.stop()
+
+
+def dashboard_words(url: str, access: Access) -> str:
+    """Where the dashboard is and who may use it, or why nobody may."""
+    if (reason := access.closed()) is not None:
+        return f"dashboard {reason}"
+    if access.admin_token is not None:
+        return f"dashboard {url}/dashboard (with controls)"
+    who = "this computer only" if access.api_token is None else "with the API token"
+    return f"dashboard {url}/dashboard (read-only, {who}: --admin-token adds controls)"
+
+
+def serve_forever(config: ServiceConfig, console: Console) -> None:
+    """Start the service, print how to reach it, and stop everything cleanly on Ctrl-C or SIGTERM.
+
+    Raises: PacelineError when the service cannot start.
+    """
+    service = None
+    with StopSignals() as signals:
+        try:
+            with console.status("starting Ray, Redis, the replicas and the controller (about 30 s)"):
+                service = run_service(config)
+            console.print(
+                f"Paceline serves {config.model_name!r} at {service.url}/v1 (drafter {config.drafter}, policy "
+                f"{config.policy.policy}); data in {config.data_dir}; Ctrl-C stops it",
+                highlight=False,
+            )
+            console.print(
+                f"  curl {service.url}/v1/completions -H 'content-type: application/json' "
+                f'-d \'{{"model": "{config.model_name}", "prompt": "Hello", "max_tokens": 32}}\'',
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+            console.print(
+                f"  {dashboard_words(service.url, Access.of(service.config))}", highlight=False, soft_wrap=True
+            )
+            while not signals.stop.wait(0.5):
+                pass
+        finally:
+            if service is not None:
+                with console.status("stopping: running requests may finish"):
+                    stop_service(service)

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import paceline.infra.serve as serve_command
+import paceline.infra.app as serve_command
 from paceline.cli.main import app
 from paceline.cli.options import command, given_words
 from paceline.errors import ConfigError

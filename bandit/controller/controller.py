@@ -12,15 +12,12 @@ import numpy as np
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.observation import FeedbackSums, HostContext, JobCosts, fold
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
-from paceline.bandit.controller.epoch import close_epoch
-from paceline.bandit.controller.history import learn_history
+from paceline.bandit.controller.epoch import close_epoch, learn_history
 from paceline.bandit.controller.jobs import finish_job
-from paceline.bandit.controller.policy_update import remember_epoch
+from paceline.bandit.controller.policy_inputs import build_view, remember_epoch
 from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRecord, pack_rng, unpack_rng
 from paceline.bandit.controller.view import PolicyView, policy_view
-from paceline.bandit.controller.view_builder import build_view
-from paceline.bandit.ledger.bank import Bank
-from paceline.bandit.ledger.ledger import contradictions, entry_id
+from paceline.bandit.ledger.ledger import Bank, contradictions, entry_id
 from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.bandit.policies.pricing import PricedJob, price_jobs, recall_rate
 from paceline.bandit.policies.table import POLICIES, SELF_FUNDED, Choice, View, make_policy

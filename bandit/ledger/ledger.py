@@ -1,4 +1,7 @@
-"""Ledger: device-seconds spent and saved as running totals; its entries leave as they are booked and are kept elsewhere."""
+"""Ledger: device-seconds spent and saved as running totals, and the bank, what may still be spent of them.
+
+Entries leave as they are booked and are kept elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -74,3 +77,31 @@ def contradictions(
         if abs(saved - (d.realised_saving_s or 0.0)) > tolerance_s:
             found.append(f"decision {d.decision_id} saved {d.realised_saving_s}, its entries sum to {saved:.6f} s")
     return found
+
+
+class Bank(msgspec.Struct, frozen=True, kw_only=True):
+    """Balance = starting balance + measured savings less one standard error - spent - reserved; all device-seconds.
+
+    Spending only out of the balance bounds the loss by `start_s` (bandits with knapsacks, Badanidiyuru et al. 2013,
+    arXiv 1305.2545): whatever was saved was measured, so the worst case is the starting balance.
+    """
+
+    start_s: float
+    saved_s: float
+    saved_error_s: float
+    spent_s: float
+    reserved_s: float = 0.0
+    """Held for the job in flight."""
+
+    @property
+    def balance_s(self) -> float:
+        credit = self.saved_s - self.saved_error_s if self.saved_s > 0 else self.saved_s
+        return self.start_s + max(credit, min(self.saved_s, 0.0)) - self.spent_s - self.reserved_s
+
+    def time_limit_s(self, job_time_limit_s: float, slowdown_s: float, after_s: float) -> float:
+        """Longest run of a job that the balance covers.
+
+        `slowdown_s` device-seconds of interference accrue per second of the job; `after_s` is kept for shadow scoring
+        and staging, which follow it.
+        """
+        return max(min(job_time_limit_s, (self.balance_s - after_s) / (1.0 + max(slowdown_s, 0.0))), 0.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from paceline.bandit.policies.payoff import PayoffPolicy
@@ -147,13 +150,22 @@ class NeverPolicy:
         return hold(view, "policy", template, at="", num=0, recalls=0)
 
 
-class AlwaysPolicy:
-    """Trains the largest arm on the bucket with most fresh rows as soon as rows suffice, whatever it costs."""
+class EagerPolicy:
+    """Trains the largest arm on the bucket with most fresh rows as soon as rows suffice, whatever it costs.
+
+    'always' does so at every epoch, 'interval' starts one job per interval_s.
+    """
+
+    def __init__(self, *, has_interval: bool) -> None:
+        self._has_interval = has_interval
 
     def choose(self, view: View, rng: np.random.Generator) -> Choice:
         held = not_now(view)
         if held is not None:
             return held
+        if self._has_interval and view.since_job_s < view.config.interval_s:
+            template = "The last job started {since:.0f} s ago, and one starts every {interval:.0f} s."
+            return hold(view, "interval", template, since=view.since_job_s, interval=view.config.interval_s)
         belief, needed = fullest(view), view.config.min_rows
         job = largest_job(view, belief.bucket)
         if job is None or belief.fresh_rows < needed:
@@ -163,21 +175,10 @@ class AlwaysPolicy:
         return train(job, template, bucket=job.bucket, fresh=belief.fresh_rows, needed=needed, policy=policy)
 
 
-class IntervalPolicy(AlwaysPolicy):
-    """Like always, but one job per interval_s."""
-
-    def choose(self, view: View, rng: np.random.Generator) -> Choice:
-        held = not_now(view)
-        if held is None and view.since_job_s < view.config.interval_s:
-            template = "The last job started {since:.0f} s ago, and one starts every {interval:.0f} s."
-            return hold(view, "interval", template, since=view.since_job_s, interval=view.config.interval_s)
-        return super().choose(view, rng)
-
-
-POLICIES: dict[str, type[Policy]] = {
+POLICIES: dict[str, Callable[[], Policy]] = {
     "never": NeverPolicy,
-    "always": AlwaysPolicy,
-    "interval": IntervalPolicy,
+    "always": partial(EagerPolicy, has_interval=False),
+    "interval": partial(EagerPolicy, has_interval=True),
     "payoff": PayoffPolicy,
     "dual_ema": DualEmaPolicy,
     "cara": CaraPolicy,

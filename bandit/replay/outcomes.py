@@ -86,8 +86,8 @@ class SimulatedOutcomes:
     def __post_init__(self) -> None:
         self._lengths = {FIRST: self.first}
 
-    @classmethod
-    def draw(cls, scenario: Scenario, num_domains: int, rng: np.random.Generator) -> SimulatedOutcomes:
+    @staticmethod
+    def draw(scenario: Scenario, num_domains: int, rng: np.random.Generator) -> SimulatedOutcomes:
         """The truth of one seed. Domain 0 is known to the first drafter; under 'steady' all are."""
         known = np.zeros(num_domains, dtype=bool)
         known[0] = True
@@ -96,7 +96,7 @@ class SimulatedOutcomes:
         first = np.where(known, rng.uniform(2.2, 2.8, num_domains), rng.uniform(1.3, 1.8, num_domains))
         room = scenario.headroom * rng.uniform(0.5, 1.1, num_domains)
         steps = scenario.num_steps
-        return cls(
+        return SimulatedOutcomes(
             scenario=scenario,
             first=first,
             ceiling=np.where(known, first * 1.02, first + room),

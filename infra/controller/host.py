@@ -7,7 +7,6 @@ belongs to the loop's thread.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,16 +17,18 @@ import redis
 from redis.exceptions import RedisError
 
 from paceline.clock import Clock, SystemClock
-from paceline.errors import ConfigError, FencedError, PacelineError
+from paceline.errors import FencedError, PacelineError
 from paceline.infra.controller.jobs import Launcher
-from paceline.infra.controller.session import HostConfig, MakeController, Session, restore_controller
+from paceline.infra.controller.orders import CommandQueue
+from paceline.infra.controller.session import HostConfig, MakeController, Session, restore_controller, snapshot_view
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
 from paceline.infra.controller.surroundings import Shards, Versions
-from paceline.infra.controller.view import snapshot_view
 from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, consumer_client
 
 logger = logging.getLogger(__name__)
+
+_STOPPED = "the controller has stopped"
 
 
 class ControllerHost:
@@ -58,7 +59,7 @@ class ControllerHost:
         self._client: redis.Redis | None = None
         self._session: Session | None = None
         self._breaker = Breaker()
-        self._commands: queue.Queue[tuple[Callable[[], Any], Future]] = queue.Queue()
+        self._commands = CommandQueue()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -88,12 +89,11 @@ class ControllerHost:
     def step(self, block_ms: int = 250) -> int:
         """Carry out waiting commands, then one pass; see Session.step."""
         self.session.books.settle()
-        self._run_commands()
+        self._commands.run(self._commit_command)
         num_entries = self.session.step(block_ms)
         self._publish_snapshot()
         return num_entries
 
-    # ---- thread -------------------------------------------------------------------------------------------------
     def start(self) -> ControllerHost:
         """Run in a background thread until `stop`; connects with backoff, never raises."""
         if self._thread is None:
@@ -122,11 +122,11 @@ class ControllerHost:
             except Exception as e:
                 self._errors.note("controller pass failed", e)
                 self._pause(self._breaker.failed())
-        self._fail_commands("the controller has stopped")
+        self._commands.fail(_STOPPED)
 
     def _pause(self, seconds: float) -> None:
         self._publish_snapshot()
-        self._fail_commands("Redis is unreachable, nothing was changed; try again when it is back")
+        self._commands.fail("Redis is unreachable, nothing was changed; try again when it is back")
         self._stop.wait(seconds)
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -139,56 +139,19 @@ class ControllerHost:
             return
         try:
             if not self.is_fenced:
-                session.books.settle()
-                session.jobs.stop(min(3.0, timeout_s / 2))
-                session.books.flush()
-                session.books.store.save_file(session.state)
+                session.close(min(3.0, timeout_s / 2))
         except (RedisError, OSError, PacelineError) as e:
             logger.warning("the controller's last commit failed, the one before it stands: %s", e)
         self._client.close()
 
-    # ---- commands -----------------------------------------------------------------------------------------------
     def call(self, fn: Callable[[], Any]) -> Future:
         """Run `fn` in the loop's thread and commit; the future has its result or error. Thread-safe."""
-        future: Future = Future()
-        if self._stop.is_set() or self.is_fenced:
-            future.set_exception(PacelineError("the controller has stopped"))
-        else:
-            self._commands.put((fn, future))
-        return future
+        return self._commands.put(fn, refused=_STOPPED if self._stop.is_set() or self.is_fenced else "")
 
-    def _run_commands(self) -> None:
-        while (command := self._next_command()) is not None:
-            fn, future = command
-            try:
-                result = fn()
-                self.session.books.flush(always=True)
-                self._publish_snapshot()
-            except (ConfigError, PacelineError, ValueError) as e:
-                future.set_exception(e)
-                if isinstance(e, FencedError):
-                    raise
-            except Exception as e:
-                future.set_exception(PacelineError(f"not done: {e}"))
-                raise
-            else:
-                future.set_result(result)
+    def _commit_command(self) -> None:
+        self.session.books.flush(always=True)
+        self._publish_snapshot()
 
-    def _fail_commands(self, text: str) -> None:
-        while (command := self._next_command()) is not None:
-            command[1].set_exception(PacelineError(text))
-
-    def _next_command(self) -> tuple[Callable[[], Any], Future] | None:
-        """The next one that its caller still waits for."""
-        while True:
-            try:
-                fn, future = self._commands.get_nowait()
-            except queue.Empty:
-                return None
-            if future.set_running_or_notify_cancel():
-                return fn, future
-
-    # ---- view ---------------------------------------------------------------------------------------------------
     def snapshot(self) -> Snapshot:
         """What is live, decisions, ledger, traffic, job, stream and Redis. Thread-safe, never blocks."""
         with self._lock:
@@ -202,12 +165,7 @@ class ControllerHost:
 
     def traffic(self, since: float = 0.0) -> list[TrafficBin]:
         """Time bins of traffic that end after `since`, oldest first; see TrafficStats.series. Thread-safe, never blocks."""
-        for _ in range(20):
-            try:
-                return self._session.state.traffic.series(since) if self._session is not None else []
-            except RuntimeError:  # the loop's thread added a bucket to the open bin while it was read
-                continue
-        return []
+        return self._session.state.traffic.series(since) if self._session is not None else []
 
     def _publish_snapshot(self) -> None:
         if self._session is not None:

@@ -1,8 +1,12 @@
-"""Orders: the policy's decisions and the operator's commands are carried out."""
+"""Orders: the policy's decisions and the operator's commands, how these wait, and how both are carried out."""
 
 from __future__ import annotations
 
 import logging
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -10,6 +14,7 @@ from paceline.bandit.beliefs.observation import HostContext
 from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
 from paceline.contracts import Decision, DesiredState
+from paceline.errors import FencedError, PacelineError
 from paceline.infra.controller.jobs import Jobs
 from paceline.infra.controller.lives import Lives, WeightPool
 from paceline.infra.controller.store import Books
@@ -21,6 +26,54 @@ logger = logging.getLogger(__name__)
 
 COMMANDS = ("pause", "set_policy", "set_bank", "train", "pin", "unpin", "canary", "rollback")
 """Methods of Orders that operators may call."""
+
+
+class CommandQueue:
+    """Commands that other threads give to the controller's thread, which runs them between two passes."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.Queue[tuple[Callable[[], Any], Future]] = queue.Queue()
+
+    def put(self, fn: Callable[[], Any], *, refused: str = "") -> Future:
+        """Have `fn` run; the future has its result or error. `refused`: the reason why it will not. Thread-safe."""
+        future: Future = Future()
+        if refused:
+            future.set_exception(PacelineError(refused))
+        else:
+            self._waiting.put((fn, future))
+        return future
+
+    def run(self, commit: Callable[[], None]) -> None:
+        """Run what waits, each with a `commit` of its own, whose error is the command's error too."""
+        while (command := self._next()) is not None:
+            fn, future = command
+            try:
+                result = fn()
+                commit()
+            except (PacelineError, ValueError) as e:
+                future.set_exception(e)
+                if isinstance(e, FencedError):
+                    raise
+            except Exception as e:
+                future.set_exception(PacelineError(f"not done: {e}"))
+                raise
+            else:
+                future.set_result(result)
+
+    def fail(self, text: str) -> None:
+        """Refuse what waits."""
+        while (command := self._next()) is not None:
+            command[1].set_exception(PacelineError(text))
+
+    def _next(self) -> tuple[Callable[[], Any], Future] | None:
+        """The next one that its caller still waits for."""
+        while True:
+            try:
+                fn, future = self._waiting.get_nowait()
+            except queue.Empty:
+                return None
+            if future.set_running_or_notify_cancel():
+                return fn, future
 
 
 class Orders:

@@ -119,15 +119,19 @@ class TrafficStats(msgspec.Struct, kw_only=True):
         return recent
 
     def series(self, since: float = 0.0) -> list[TrafficBin]:
-        """The bins that end after `since`, oldest first."""
-        return [
-            TrafficBin(ts=n * BIN_S, buckets={b: {g: s.view() for g, s in gs.items()} for b, gs in cells.items()})
-            for n, cells in list(self.bins)
-            if (n + 1) * BIN_S > since
-        ]
-
-    def num_rows(self) -> int:
-        return sum(s.rounds for groups in self.totals.values() for s in groups.values())
+        """The bins that end after `since`, oldest first. Thread-safe, never blocks."""
+        for _ in range(20):
+            try:
+                return [
+                    TrafficBin(
+                        ts=n * BIN_S, buckets={b: {g: s.view() for g, s in gs.items()} for b, gs in cells.items()}
+                    )
+                    for n, cells in list(self.bins)
+                    if (n + 1) * BIN_S > since
+                ]
+            except RuntimeError:  # the controller's thread added a bucket to the open bin while it was read
+                continue
+        return []
 
 
 def _cell(cells: dict[str, dict[str, GroupTotals]], bucket: str, group: str) -> GroupTotals:

@@ -1,4 +1,4 @@
-"""How does whoever starts a replica see that it is capturing graphs?"""
+"""Capture progress: a bar or log lines for whoever starts a replica that captures graphs."""
 
 from __future__ import annotations
 

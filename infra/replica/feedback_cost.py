@@ -1,4 +1,4 @@
-"""What do feedback and traces cost? One engine serves every prompt with and without them, alternating, in one process."""
+"""Feedback cost: one engine serves every prompt with and without feedback and traces, alternating, in one process."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def close_grpc_port() -> None:
     serve_replica.add_port_to_grpc_server = lambda server, address: 0  # a server without a port
 
 
-class EngineReplica:
-    """One replica. Contains no logic."""
+class RunningReplica:
+    """One replica's parts from their making to their end, whatever reaches them."""
 
     def __init__(self, factory: str, config: dict[str, Any]) -> None:
         close_grpc_port()
@@ -89,11 +89,7 @@ class EngineReplica:
         self._is_closed = False
         log.info("replica ready id=%s", replica_id)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        self.parts.api.sends_request_id = False  # Serve's middleware does it
-        return build_api(self.parts.api)
-
-    async def check_health(self) -> None:
+    def check_health(self) -> None:
         """Raise when the engine thread is dead or silent; Redis and the controller do not matter here."""
         thread = self.parts.thread
         if thread.error is not None:
@@ -102,12 +98,11 @@ class EngineReplica:
         if not thread.is_alive or age_s > self.parts.api.max_silence_s:
             raise RuntimeError(f"the engine thread has been silent for {age_s:.0f} s")
 
-    async def __del__(self) -> None:
-        """Serve calls this once after the last request, or after graceful_shutdown_timeout_s."""
-        if getattr(self, "parts", None) is None or self._is_closed:
-            return
-        self._is_closed = True
-        await asyncio.to_thread(self._close)
+    async def close(self) -> None:
+        """Drain the engine, then close what belongs to it; once."""
+        if not self._is_closed:
+            self._is_closed = True
+            await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
         self.parts.thread.stop(drain=True, timeout_s=self.parts.drain_s)
@@ -116,6 +111,25 @@ class EngineReplica:
                 close()
             except Exception:  # the others must still be closed
                 log.exception("closing %s failed", close)
+
+
+class EngineReplica:
+    """A replica that is its own HTTP ingress."""
+
+    def __init__(self, factory: str, config: dict[str, Any]) -> None:
+        self._running = RunningReplica(factory, config)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        self._running.parts.api.sends_request_id = False  # Serve's middleware does it
+        return build_api(self._running.parts.api)
+
+    async def check_health(self) -> None:
+        self._running.check_health()
+
+    async def __del__(self) -> None:
+        """Serve calls this once after the last request, or after graceful_shutdown_timeout_s."""
+        if hasattr(self, "_running"):
+            await self._running.close()
 
 
 def bind_replicas(factory: str, config: dict[str, Any], limits: DeploymentLimits) -> Application:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import BackpressureConfig
@@ -21,15 +24,15 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from paceline.config import ServiceConfig
 from paceline.errors import CapacityError, ConfigError, EngineStoppedError
-from paceline.infra.service.deployment import DeploymentLimits, EngineReplica, bind_engine, close_grpc_port
-from paceline.infra.service.ingress_metrics import render_ingress_metrics
+from paceline.infra.service.deployment import DeploymentLimits, RunningReplica, bind_engine, close_grpc_port
 from paceline.infra.service.parts import StorePaths
 from paceline.infra.state.log import configure_logging
+from paceline.infra.web.metrics import MetricSpec, metric_spec
 from paceline.paths import resolve_model
 from paceline.records import build
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
-from paceline.serving.resume.client import MAX_SILENCE_S, ResumingClient
+from paceline.serving.resume.client import MAX_SILENCE_S, ResumeCounters, ResumingClient
 from paceline.serving.resume.relay import answer_http, relay_router
 from paceline.serving.resume.stream import EngineFacts, decode_facts, encode, stream_events
 
@@ -40,16 +43,24 @@ PROBE_TIMEOUT_S = 5.0
 INGRESS_CPUS = 0.25
 
 
-class EngineBehindIngress(EngineReplica):
+class EngineBehindIngress:
     """An engine replica without HTTP of its own. Everything crosses as bytes: Ray's own encoding is slower."""
 
     def __init__(self, factory: str, config: dict[str, Any]) -> None:
-        super().__init__(factory, config)
-        self._app = build_api(self.parts.api)
+        self._running = RunningReplica(factory, config)
+        self._api = self._running.parts.api
+        self._app = build_api(self._api)
+
+    async def check_health(self) -> None:
+        self._running.check_health()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_running"):
+            await self._running.close()
 
     async def facts(self) -> bytes:
         """Encoded EngineFacts."""
-        api = self.parts.api
+        api = self._api
         age_s = api.client.heartbeat_age_s()
         if age_s > api.max_silence_s:
             raise EngineStoppedError(f"the engine has been silent for {age_s:.0f} s")
@@ -57,7 +68,7 @@ class EngineBehindIngress(EngineReplica):
 
     async def generate(self, raw: bytes) -> AsyncGenerator[bytes, None]:
         """Encoded StreamItems of an encoded GenerationRequest."""
-        api = self.parts.api
+        api = self._api
         async with contextlib.aclosing(stream_events(api.client, raw, max_silence_s=api.max_silence_s)) as items:
             async for item in items:
                 yield item
@@ -183,3 +194,29 @@ def bind_resuming(
         ray_actor_options={"num_cpus": INGRESS_CPUS, "num_gpus": 0},
     )
     return deployment.bind(engine, ingress_values)  # type: ignore[attr-defined]
+
+
+INGRESS_METRICS: tuple[tuple[str, MetricSpec], ...] = (
+    ("num_requests", metric_spec("ingress_requests", "counter", "1", "Requests that this ingress sent to engines")),
+    ("num_broken", metric_spec("ingress_broken", "counter", "1", "Answers whose replica was lost while it wrote them")),
+    ("num_resumed", metric_spec("ingress_resumed", "counter", "1", "Answers that another replica took over")),
+    ("num_given_up", metric_spec("ingress_given_up", "counter", "1", "Requests that failed because no replica finished them")),
+)  # fmt: skip
+"""Attribute of ResumeCounters -> metric."""
+
+
+class _Counters:
+    def __init__(self, counters: ResumeCounters) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterable[Metric]:
+        for name, spec in INGRESS_METRICS:
+            value = float(getattr(self._counters, name))
+            yield CounterMetricFamily(spec.name, f"{spec.text} (unit {spec.unit})", value=value)
+
+
+def render_ingress_metrics(counters: ResumeCounters) -> bytes:
+    """Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Counters(counters))  # type: ignore[arg-type]
+    return generate_latest(registry)

@@ -54,7 +54,7 @@ def demo(options: DemoOptions, console: Console) -> bool:
 @command(app, "serve", "paceline.config:ServeOptions")
 def serve(options: ServeOptions, console: Console) -> None:
     """Serve a model with an OpenAI-compatible API until Ctrl-C."""
-    from paceline.infra.serve import serve_forever
+    from paceline.infra.app import serve_forever
 
     _log("INFO" if options.verbose else "WARNING")
     serve_forever(options.service(), console)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from paceline.infra.service.ingress_metrics import INGRESS_METRICS
+from paceline.infra.service.ingress import INGRESS_METRICS
 from paceline.infra.web.engine_metrics import REPLICA_METRICS
 from paceline.infra.web.metrics import CONTROLLER_METRICS, MetricSpec
 

@@ -3,7 +3,7 @@ import pytest
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.observation import HostContext
 from paceline.bandit.beliefs.regime import BucketRegime
-from paceline.bandit.controller.history import learn_history
+from paceline.bandit.controller.epoch import learn_history
 from paceline.bandit.controller.state import ControllerState
 
 FULL = default_arms()[2]

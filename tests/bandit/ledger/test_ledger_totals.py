@@ -20,7 +20,7 @@ from paceline.bandit.ledger.totals import (
     fold_entries,
 )
 from paceline.contracts import LedgerEntry
-from tests.bandit.ledger.test_savings import _epoch, _stats
+from tests.helpers.epochs import epoch, stats
 
 
 def _entry(i: int, kind: str = "training", **fields) -> LedgerEntry:
@@ -97,9 +97,9 @@ def test_the_interval_covers_the_true_saving(epochs):
     for _ in range(runs):
         savings, totals, true = Savings(), LedgerTotals(), 0.0
         for i in range(epochs):
-            adaptive = _stats("adaptive", "v1", 0.008, 12, rng)
+            adaptive = stats("adaptive", "v1", 0.008, 12, rng)
             true += adaptive.num_tokens * 0.002
-            for b in savings.close(_epoch(i, adaptive, _stats("static", "v0", 0.010, 5, rng)), "v0"):
+            for b in savings.close(epoch(i, adaptive, stats("static", "v0", 0.010, 5, rng)), "v0"):
                 ts = 30.0 * (i + 1)
                 totals.add(_entry(i, "saving", ts=ts, seconds=b.seconds, standard_error_s=b.standard_error_s))
         low, high = totals.saved_interval_s()

@@ -1,33 +1,8 @@
 import numpy as np
 import pytest
 
-from paceline.bandit.beliefs.observation import BucketObservation, VersionStats
-from paceline.bandit.beliefs.ratio import RatioSums
 from paceline.bandit.ledger.savings import Savings
-
-
-def _stats(group: str, version: str, seconds_per_token: float, requests: int, rng) -> VersionStats:
-    pool = RatioSums()
-    for _ in range(requests):
-        tokens = float(rng.integers(60, 140))
-        pool.add(tokens * seconds_per_token * (1 + 0.15 * rng.standard_normal()), tokens)
-    return VersionStats(
-        group=group,
-        version=version,
-        num_tokens=round(pool.x),
-        device_s=pool.y,
-        num_rounds=round(pool.x),
-        drafted_rounds=0,
-        drafted_s=0.0,
-        plain_s=0.0,
-        plain_tokens=0,
-        time_per_token=pool,
-        acceptance_length=RatioSums(),
-    )
-
-
-def _epoch(i: int, *stats: VersionStats) -> BucketObservation:
-    return BucketObservation(bucket="a", start=30.0 * i, end=30.0 * (i + 1), batch_size=4.0, stats=stats)
+from tests.helpers.epochs import epoch, stats
 
 
 def test_the_booked_saving_covers_the_true_one_within_its_error():
@@ -36,10 +11,10 @@ def test_the_booked_saving_covers_the_true_one_within_its_error():
     for _ in range(60):
         savings, true, booked = Savings(), 0.0, 0.0
         for i in range(8):
-            adaptive = _stats("adaptive", "v1", 0.008, 18, rng)
+            adaptive = stats("adaptive", "v1", 0.008, 18, rng)
             true += adaptive.num_tokens * 0.002
             booked += sum(
-                b.seconds for b in savings.close(_epoch(i, adaptive, _stats("static", "v0", 0.010, 4, rng)), "v0")
+                b.seconds for b in savings.close(epoch(i, adaptive, stats("static", "v0", 0.010, 4, rng)), "v0")
             )
         off.append((booked - true) / savings.standard_error_s())
     assert abs(np.mean(off)) < 0.6 and np.mean(np.abs(off) < 2.0) > 0.9
@@ -49,20 +24,19 @@ def test_no_saving_is_booked_for_the_first_version_or_without_a_holdback():
     rng = np.random.default_rng(1)
     savings = Savings()
     assert (
-        savings.close(_epoch(0, _stats("adaptive", "v0", 0.01, 20, rng), _stats("static", "v0", 0.01, 5, rng)), "v0")
-        == []
+        savings.close(epoch(0, stats("adaptive", "v0", 0.01, 20, rng), stats("static", "v0", 0.01, 5, rng)), "v0") == []
     )
     alone = Savings()
-    assert alone.close(_epoch(0, _stats("adaptive", "v1", 0.005, 20, rng)), "v0") == []
+    assert alone.close(epoch(0, stats("adaptive", "v1", 0.005, 20, rng)), "v0") == []
 
 
 def test_tokens_that_wait_for_a_sample_are_booked_when_it_comes():
     rng = np.random.default_rng(2)
     savings = Savings()
-    first = _stats("adaptive", "v1", 0.005, 20, rng)
-    assert savings.close(_epoch(0, first), "v0") == []
-    second = _stats("adaptive", "v1", 0.005, 20, rng)
-    (booking,) = savings.close(_epoch(1, second, _stats("static", "v0", 0.010, 6, rng)), "v0")
+    first = stats("adaptive", "v1", 0.005, 20, rng)
+    assert savings.close(epoch(0, first), "v0") == []
+    second = stats("adaptive", "v1", 0.005, 20, rng)
+    (booking,) = savings.close(epoch(1, second, stats("static", "v0", 0.010, 6, rng)), "v0")
     assert booking.num_tokens == first.num_tokens + second.num_tokens
     assert booking.seconds == pytest.approx(0.005 * booking.num_tokens, rel=0.25)
 
@@ -71,7 +45,7 @@ def test_a_worse_version_books_a_loss():
     rng = np.random.default_rng(3)
     savings = Savings()
     (booking,) = savings.close(
-        _epoch(0, _stats("adaptive", "v1", 0.012, 20, rng), _stats("static", "v0", 0.008, 8, rng)), "v0"
+        epoch(0, stats("adaptive", "v1", 0.012, 20, rng), stats("static", "v0", 0.008, 8, rng)), "v0"
     )
     assert booking.seconds < 0
 
@@ -81,10 +55,10 @@ def test_a_noisy_estimate_is_pulled_towards_nothing_saved():
     seen = []
     for savings, requests in ((few, 4), (many, 400)):
         (booking,) = savings.close(
-            _epoch(
+            epoch(
                 0,
-                _stats("adaptive", "v1", 0.008, requests, np.random.default_rng(4)),
-                _stats("static", "v0", 0.010, requests, np.random.default_rng(4)),
+                stats("adaptive", "v1", 0.008, requests, np.random.default_rng(4)),
+                stats("static", "v0", 0.010, requests, np.random.default_rng(4)),
             ),
             "v0",
         )
@@ -95,8 +69,8 @@ def test_a_noisy_estimate_is_pulled_towards_nothing_saved():
 def test_tokens_of_a_text_that_is_gone_are_not_valued_at_the_rate_of_the_next_one():
     rng = np.random.default_rng(5)
     savings = Savings()
-    assert savings.close(_epoch(0, _stats("adaptive", "v1", 0.005, 20, rng)), "v0") == []  # wait for a hold-back sample
+    assert savings.close(epoch(0, stats("adaptive", "v1", 0.005, 20, rng)), "v0") == []  # wait for a hold-back sample
     savings.reset_bucket("a")
-    new = _stats("adaptive", "v1", 0.008, 20, rng)
-    (booking,) = savings.close(_epoch(1, new, _stats("static", "v0", 0.010, 6, rng)), "v0")
+    new = stats("adaptive", "v1", 0.008, 20, rng)
+    (booking,) = savings.close(epoch(1, new, stats("static", "v0", 0.010, 6, rng)), "v0")
     assert booking.num_tokens == new.num_tokens

@@ -4,10 +4,9 @@ import pytest
 
 from paceline.bandit.controller.decision_log import parse_log
 from paceline.bandit.replay.logged import prepare
-from paceline.bandit.replay.record import record
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import draw_world, learned_rows, policy_config
-from paceline.bandit.replay.world import World
+from paceline.bandit.replay.world import World, record
 
 CELL = Scenario(name="x", regime_s=600.0, duration_s=1500.0, recurrence="fresh", train_cost=0.3)
 

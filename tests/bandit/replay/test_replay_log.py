@@ -9,10 +9,9 @@ import pytest
 from paceline.bandit.controller.decision_log import LoggedJob, read_log
 from paceline.bandit.replay.gain_fit import MIN_JOBS, fit_gains
 from paceline.bandit.replay.logged import prepare, replay_logged
-from paceline.bandit.replay.record import record
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import draw_world, learned_rows, policy_config
-from paceline.bandit.replay.world import World
+from paceline.bandit.replay.world import World, record
 from paceline.contracts import ArmSpec
 from paceline.errors import ConfigError
 

@@ -125,7 +125,7 @@ def test_a_safe_setting_is_suggested_before_a_higher_but_risky_one():
 
 
 def test_a_decision_log_is_valued_by_its_own_randomisation(tmp_path):
-    from paceline.bandit.replay.record import record
+    from paceline.bandit.replay.world import record
     from paceline.bench.replay.off_policy import CELL, Variant, simulated_world
 
     path, names = tmp_path / "replay.jsonl", {n: tmp_path / n for n in ("r.json", "r.html")}

@@ -19,8 +19,8 @@ from paceline.infra.controller.rollout import (
     judge,
     take_reports,
 )
+from paceline.infra.controller.session import rollout_view
 from paceline.infra.controller.snapshot import CanaryRollout, IdleRollout
-from paceline.infra.controller.view import rollout_view
 from paceline.infra.replica.feedback import make_batch
 from paceline.records import build
 from tests.helpers.feedback import round_rows

@@ -12,8 +12,8 @@ from rich.console import Console
 from starlette.exceptions import HTTPException
 
 from paceline.errors import PacelineError
+from paceline.infra.app import dashboard_words
 from paceline.infra.controller.snapshot import Snapshot, VersionInfo
-from paceline.infra.serve import dashboard_words
 from paceline.infra.service.versions import ServiceAddress, print_versions
 from paceline.infra.web.access import Access
 from paceline.infra.web.state_routes import service_router

@@ -15,7 +15,7 @@ from paceline.contracts import Decision, LedgerEntry, ReplicaReport
 from paceline.infra.controller.snapshot import CanaryRollout, IdleRollout, LedgerSums, Snapshot, TrialEnd, VersionInfo
 from paceline.infra.web.decision import compare, decision_page, words
 from paceline.infra.web.export import as_csv
-from paceline.infra.web.ledger import breakdown, over_time
+from paceline.infra.web.sections import breakdown, over_time
 from paceline.infra.web.words import answers, decision_title, net_interval, rollout_words, shares
 
 
