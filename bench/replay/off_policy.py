@@ -25,10 +25,9 @@ from paceline.bandit.off_policy.sequence import pooled
 from paceline.bandit.policies.table import Choice, View
 from paceline.bandit.policies.view import hold
 from paceline.bandit.replay.logged import prepare
-from paceline.bandit.replay.world import record
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import draw_world, learned_rows, policy_config
-from paceline.bandit.replay.world import World
+from paceline.bandit.replay.world import World, record
 from paceline.bench.common.terminal import new_table
 from paceline.bench.replay.live import ORDERS, SMALL, LiveConfig, LiveService
 from paceline.bench.replay.plan import Task, Variant
