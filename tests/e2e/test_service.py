@@ -423,15 +423,15 @@ def test_a_damaged_or_unknown_manifest_is_refused_at_once(place: Place) -> None:
 def test_a_drafter_that_accepts_nothing_changes_no_text_and_stops_drafting(place: Place) -> None:
     place.make_live(place.first)
     place.make_live(place.others[0])
-    early = ask_in_turn(place.url, 8, bucket="nothing", num_tokens=32)
-    ask_in_turn(place.url, 16, bucket="nothing", num_tokens=32)
-    late = ask_in_turn(place.url, 16, bucket="nothing", num_tokens=32)
-    for answer in (*early, *late):
+    answers = ask_in_turn(place.url, 40, bucket="nothing", num_tokens=32)
+    for answer in answers:
         answer.check_complete()
         assert answer.version == place.others[0]
-    drafted = [sum(a.stats[-1]["num_draft_tokens"] for a in answers) / len(answers) for answers in (early, late)]
-    assert drafted[0] > 0  # it was tried
-    assert drafted[1] < drafted[0] / 8  # and switched off, but for rare probes
+    drafted = [a.stats[-1]["num_draft_tokens"] for a in answers]
+    assert sum(drafted) > 0  # it was tried
+    assert (
+        sum(drafted[24:]) < 16 * 5.0
+    )  # and switched off, but for rare probes; always on, each would have about 30 rounds' trees
     place.post("rollback").raise_for_status()
     place.wait_version(place.first)
     assert ask_in_turn(place.url, 1)[0].version == place.first
