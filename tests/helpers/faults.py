@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,7 @@ class Fault:
 
         def fsync(fd: int) -> None:
             def tear() -> None:
-                if os.fstat(fd).st_size > 10:
+                if stat.S_ISREG(os.fstat(fd).st_mode) and os.fstat(fd).st_size > 10:  # a folder cannot be torn
                     os.truncate(fd, os.fstat(fd).st_size - 10)
 
             self.around(lambda: real(fd), tear=tear)
