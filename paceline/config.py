@@ -43,13 +43,6 @@ class TreeConfig:
     ] = "adaptive"  # fmt: skip
     bundle_width: A[int, Setting(ge=1)] = 7
     """Policy `bundle`: children that a node gets at once, at most."""
-    probe_share: A[float, Setting(gt=0, le=0.1)] = 0.005
-    """Policy `adaptive`: part of the time that looking whether drafting pays by now may cost, and as much for whether it still
-    does, in the long run."""
-    max_probe_rounds: A[int, Setting(ge=16)] = 512
-    """Policy `adaptive`: rounds of a traffic class and batch size between two such probes, at most."""
-    max_probe_s: A[float, Setting(gt=0)] = 30.0
-    """Policy `adaptive`: busy seconds between two probes, at most, also where probe_share is exceeded by that."""
     mix: A[
         str,
         Setting(

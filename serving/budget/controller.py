@@ -27,7 +27,7 @@ class BudgetController:
         self.config = config
         self.costs = RoundCosts(cost)
         self._rule = RateRule(self.costs) if config.policy in ("adaptive", "bastion") else FixedRule()
-        self._switch = Switch(config, self.costs) if config.policy == "adaptive" else None
+        self._switch = Switch(self.costs) if config.policy == "adaptive" else None
 
     def states(self) -> list[tuple[DraftKey, str]]:
         """Every class that the switch knows with trial | on | off | probe; from any thread, may be one round old."""
@@ -77,6 +77,16 @@ class BudgetController:
             for i in [i for i, key in enumerate(keys) if key in probed]:
                 nodes[i] = max(nodes[i], min(PROBE_NODES, available[i]))
         return nodes
+
+    def choose_one(
+        self, masses: Sequence[float], key: DraftKey | None, context_rows: int, num_drafting: int = 1
+    ) -> int:
+        """`choose` for a lone request; masses: estimated path masses of its candidates, falling, all above 0."""
+        masses = masses[: self.config.max_draft_tokens]
+        num = self._rule.choose_one(masses, context_rows, num_drafting)
+        if self._switch is not None and key is not None and self._switch.is_probing(key, 1):
+            num = max(num, min(PROBE_NODES, len(masses)))
+        return num
 
     def choose_leaves(
         self, keys: Sequence[DraftKey], masses: Sequence[float], context_rows: int, num_requests: int

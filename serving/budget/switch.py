@@ -1,12 +1,10 @@
 """Switch: decides for every traffic class and batch size whether drafting makes more tokens per second than plain decoding.
 
-A drafted round emits `tokens` for a request and takes `time` plain rounds of the same batch: drafting pays while
-tokens > time, and in a batch with others while it makes more of its time than they do. What a class has lost within its
-MEMORY is the mean loss of a round times the rounds; it stops drafting once that exceeds what is allowed: LOSS at first, nothing
-once the memory is full. Of gains it remembers CREDIT. A class that is off is probed for PROBE_ROUNDS, and on as long as the probe gains, until past and
-present together pay. Plain rounds interrupt drafting now and then, to compare times.
-Both kinds of probe cost TreeConfig.probe_share of the time in the long run; max_probe_rounds and max_probe_s bound the wait
-whatever was measured. Times are compared only across a change of mode (`_Pace`): all else that moves them is the machine.
+Both rates are measured in plain rounds: drafting a request emits `tokens` per round and takes `time` plain rounds of the
+same batch. A class drafts while tokens / time > 1; of several classes in one batch, those draft that make the rate of the
+whole batch largest. What is off is drafted again in short probes, what is on is interrupted by single plain rounds: the
+price of either kind of probe sets how often it comes, and MAX_WAIT bounds it whatever was measured.
+Times are compared only across a change of mode (`_Pace`): everything else that moves them is the machine.
 Every method is a pure function of its arguments and the observations so far; no clock, no randomness.
 
 Shape legend: B requests of the round.
@@ -15,33 +13,37 @@ Shape legend: B requests of the round.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
-from paceline.config import TreeConfig
 from paceline.serving.budget.cost_model import log2_bucket
 from paceline.serving.budget.round_costs import RoundCosts
 from paceline.serving.budget.stats import DraftKey, RoundObservation
 
-MEMORY = 512
-"""Drafted rounds that the mean of emitted tokens remembers. Answers differ: about ten lone ones are behind a full memory."""
-LOSS = 16.0
-"""Rounds that an early verdict may cost. After n rounds it lets the mean be LOSS / n below what pays: about the standard error
-that one lone answer leaves (half of its mean after 30 rounds)."""
-PAST = 64
-"""Rounds that the past counts for in a probe, at most, so that a few probes overrule any past."""
-CREDIT = 64.0
-"""Rounds of gain that are remembered, at most, so that what pays well and then no more is noticed as soon as what pays little."""
-PROBE_REQUESTS = 4
-"""Requests that a trial or probe drafts for, at most: they tell as much as all of a large batch and cost less."""
+MAX_KEYS = 512
+"""Classes remembered: clients name buckets, so they must not decide how much is kept."""
+MEMORY = 128
+"""Drafted rounds that the mean of emitted tokens remembers. Answers differ: about four lone ones are behind a verdict."""
+TRIAL_ROUNDS = 12
+"""Drafted rounds of a class of which nothing alike is known, before the first verdict."""
 PROBE_ROUNDS = 4
-"""Least rounds of a trial or probe; catching up after plain rounds is paid once for all of them."""
+"""Drafted rounds of a probe; catching up after plain rounds is paid once for all of them."""
+PROBE_REQUESTS = 4
+"""Requests that a trial or a probe drafts for, at most: they tell as much as all of a large batch and cost less."""
 PROBE_NODES = 4
-"""Least nodes of a request in a trial or probe: where none is verified nothing is learnt."""
-FIRST_WAIT = 16
-"""Least rounds between probes."""
-EARLY = 8
-"""How often probes come right after drafting has stopped, over the long run; from probe to probe the wait doubles until then."""
+"""Least nodes of a request in a trial or a probe: where none is verified nothing is learnt."""
+PAST = 8 * PROBE_ROUNDS
+"""Rounds that the past counts for in a probe, at most, so that a few probes overrule any past."""
+SHARE, EARLY_SHARE = 0.005, 0.04
+"""Part of the time that either kind of probe may cost, in the long run and right after drafting has stopped: from probe to
+probe the wait doubles."""
+FIRST_WAIT, MAX_WAIT = 16, 512
+"""Least and most rounds between probes."""
+HOPELESS = 0.75
+"""A trial or probe ends after half of its rounds with a rate below this."""
+WAIT_REQUESTS = 32
+"""A round of more requests than this counts for more than one while waiting: the wait is bounded in tokens, too."""
 FIRST_PLAIN = 3
 """Plain rounds with which a batch size begins, for a pace to compare with."""
 CONTACT = 8
@@ -55,49 +57,73 @@ _MAX_MISS = 0.7
 
 
 @dataclass(slots=True)
+class Probe:
+    """What one trial or probe has shown by itself."""
+
+    tokens: float = 0.0
+    """Sum of the tokens that its rounds emitted for a request."""
+    num_rounds: int = 0
+    catch_up: float = 0.0
+    """Plain rounds spent on rows that plain rounds had left behind."""
+
+
+@dataclass(slots=True)
 class Record:
     """What is known of drafting for one class at one batch size."""
 
-    state: str = "trial"
-    """trial | on | off | probe."""
     tokens: float = 0.0
     """Mean of the tokens that a drafted round emits for a request, bonus included."""
-    weight: int = 0
+    weight: float = 0.0
     """Rounds behind it, at most MEMORY."""
-    nodes: float = PROBE_NODES
-    """Mean of the nodes of a drafted request."""
-    time: float = 1.0
-    """Plain rounds that a round takes in which all requests draft; a forecast until measured."""
+    time: float | None = None
+    """Plain rounds that a round takes in which all requests draft; None: not even predicted yet."""
     num_times: float = 0.0
     """Rounds' worth of measurements behind it."""
-    left: int = PROBE_ROUNDS
-    """Rounds until a trial or probe may end."""
-    gain: float = 0.0
-    """Tokens that the trial or probe has gained for a request by itself."""
-    cost: float = 0.0
-    """Plain rounds that it has lost, catching up included."""
+    nodes: float = PROBE_NODES
+    """Mean of the nodes of a drafted request."""
+    left: int = 0
+    """Rounds left of a trial or probe."""
+    is_idle: bool = False
+    """Whether no request drafts: the class is off, or catching up pays for none."""
     wait: float = 0.0
-    """Rounds until the next probe; counts down while nothing is drafted."""
-    due_s: float = 0.0
-    """Busy seconds of the engine at which it comes at the latest."""
+    """Rounds until the next probe; counts down while idle."""
     num_lost: int = 0
     """Probes in a row after which drafting stayed off."""
+    probe: Probe | None = None
+    """The latest one while it runs or its verdict holds."""
+    state: str = "trial"
+    """trial | on | off | probe: for metrics."""
 
-    @property
-    def is_probing(self) -> bool:
-        """Whether the class is on trial or probed."""
-        return self.state in ("trial", "probe")
+    def child(self) -> Record:
+        """A record that begins with what is known here."""
+        past = min(self.weight, PAST)
+        return Record(
+            self.tokens, past, self.time, 0.0, self.nodes, self.left, self.is_idle, self.wait, state=self.state
+        )
 
-    def begin(self, state: str) -> None:
-        """Begin a trial or probe."""
-        self.state, self.left, self.gain, self.cost = state, PROBE_ROUNDS, 0.0, 0.0
-        self.weight = min(self.weight, PAST) if state == "probe" else 0
+    def begin_probe(self) -> None:
+        """Draft for some rounds, whatever the past says."""
+        self.state, self.left, self.probe, self.is_idle = "probe", PROBE_ROUNDS, Probe(), False
+        self.weight = min(self.weight, PAST)
 
-    def note(self, tokens: float, nodes: float) -> None:
-        """Fold the means of one drafted round."""
+    def note(self, tokens: float, nodes: float, catch_up: float) -> None:
+        """One drafted round; it ends trials and probes that are over."""
         self.weight = min(self.weight + 1, MEMORY)
         self.tokens += (tokens - self.tokens) / self.weight
         self.nodes += (nodes - self.nodes) / self.weight
+        if self.left == 0:
+            return
+        self.left -= 1
+        self.probe = own = self.probe or Probe()
+        own.tokens += tokens
+        own.num_rounds += 1
+        own.catch_up += catch_up
+        own_rate, time = own.tokens / own.num_rounds, self.time or 1.0
+        half = (TRIAL_ROUNDS if self.state == "trial" else PROBE_ROUNDS) / 2
+        if own.num_rounds >= half and max(own_rate, self.tokens) < HOPELESS * time:
+            self.left = 0
+        if self.left == 0 and self.tokens <= time < own_rate:  # the past says no and the present yes: more of it
+            self.left = PROBE_ROUNDS
 
 
 @dataclass(slots=True)
@@ -123,53 +149,79 @@ class _Pace:
         self.since_change += 1
 
     @property
+    def since_plain(self) -> int:
+        """Drafted rounds since the latest plain one."""
+        return self.since_change if self.is_drafted else 0
+
+    @property
     def is_contact(self) -> bool:
         """Whether the other mode has told the pace just now: then a round that misses it tells of the modes' times."""
         return self.before >= FIRST_PLAIN and self.since_change <= CONTACT
 
 
-class Switch:
-    """One per engine; the engine's thread only, but for `states`. The engine bounds versions and buckets."""
+@dataclass(slots=True)
+class _Class:
+    """One key's records by log2 of the batch size."""
 
-    def __init__(self, config: TreeConfig, costs: RoundCosts) -> None:
-        self._config = config
+    records: dict[int, Record] = field(default_factory=dict)
+    latest: int = 0
+    """Batch size (log2) of the latest decision."""
+
+    def near(self, size: int) -> Record | None:
+        """The record of the nearest batch size at which the class has drafted; the smaller of two."""
+        known = [s for s, r in self.records.items() if r.weight > 0]
+        return self.records[min(known, key=lambda s: (abs(s - size), s))] if known else None
+
+
+class Switch:
+    """One per engine; the engine's thread only, but for `states`."""
+
+    def __init__(self, costs: RoundCosts) -> None:
         self._costs = costs
-        self._records: dict[tuple[DraftKey, int], Record] = {}  # by class and log2 of the batch size
-        self._latest: dict[DraftKey, Record] = {}
+        self._classes: OrderedDict[DraftKey, _Class] = OrderedDict()
+        self._versions: OrderedDict[tuple[str, bool], _Class] = OrderedDict()
+        """What all buckets of a version have shown, greedy and sampled apart: where new buckets begin."""
         self._paces: dict[int, _Pace] = {}
-        self._busy_s = 0.0
 
     def record(self, key: DraftKey, num_requests: int) -> Record:
-        """What decides for a class. A new batch size begins as the nearest one that the class knows; a new class has a trial
-        of its own, with the times of its version."""
+        """What decides for a class: its own record, until it has drafted that of its version."""
         size = log2_bucket(num_requests)
-        found = self._records.get((key, size))
-        if found is None:
-            alike = [at for at in self._records if at[0][0] == key[0] and at[0][2] == key[2]]
-            if not alike:
-                found = Record()
-            else:
-                near = min(alike, key=lambda at: (at[0] != key, abs(at[1] - size), at[1]))
-                known = self._records[near]
-                found = replace(known, weight=min(known.weight, PAST), num_times=0.0)
-                if near[0] != key:
-                    found.wait, found.num_lost = 0.0, 0
-                    found.begin("trial")
-            self._records[key, size] = found
-        return found
+        own = self._classes.get(key)
+        version = self._class(self._versions, (key[0], key[2]))
+        for known in (own, version):
+            if known is not None and size in known.records:
+                return known.records[size]
+            near = None if known is None else known.near(size)
+            if known is not None and near is not None:
+                found = known.records[size] = near.child()
+                found.time, found.left = None, 0
+                return found
+        return version.records.setdefault(size, Record(left=TRIAL_ROUNDS))
 
     def is_probing(self, key: DraftKey, num_requests: int) -> bool:
         """Whether the class is on trial or probed in this round."""
-        return self.record(key, num_requests).is_probing
+        return self.record(key, num_requests).left > 0
 
     def states(self) -> list[tuple[DraftKey, str]]:
-        """Every class with trial | on | off | probe at its latest batch size; from any thread, may be a round old."""
-        return [(key, record.state) for key, record in self._latest.copy().items()]
+        """Every class that has drafted or waits, with trial | on | off | probe; from any thread, may be a round old."""
+        for _ in range(20):
+            try:
+                return [(key, self._state(key, own)) for key, own in list(self._classes.items())]
+            except RuntimeError:  # the engine's thread met a new class meanwhile
+                continue
+        return []
+
+    def _state(self, key: DraftKey, own: _Class) -> str:
+        shared = self._versions.get((key[0], key[2]))
+        found = own.records.get(own.latest) or (shared and shared.records.get(own.latest))
+        return found.state if found else "trial"
 
     def forget(self, version: str) -> None:
         """Drop what is known of a drafter version."""
-        self._records = {at: record for at, record in self._records.items() if at[0][0] != version}
-        self._latest = {key: record for key, record in self._latest.items() if key[0] != version}
+        for key in [k for k in self._classes if k[0] == version]:
+            del self._classes[key]
+        for pair in [k for k in self._versions if k[0] == version]:
+            del self._versions[pair]
 
     def wants(
         self,
@@ -184,52 +236,93 @@ class Switch:
         that each request is expected to get still; catching up must pay within them.
         """
         num_requests, wants = len(keys), [False] * len(keys)
-        rows = _rows(keys)
+        rows: dict[DraftKey, list[int]] = {}
+        for i, key in enumerate(keys):
+            if key is not None:
+                rows.setdefault(key, []).append(i)
         pace = self._paces.setdefault(log2_bucket(num_requests), _Pace())
         if not rows or pace.num_plain < FIRST_PLAIN:
             return wants
-        on: list[tuple[Record, list[int]]] = []
+        probed: list[tuple[Record, list[int]]] = []
+        known: list[tuple[Record, list[int]]] = []
+        waited: set[int] = set()
         for key, own in rows.items():
-            record = self._latest[key] = self.record(key, num_requests)
+            self._class(self._classes, key).latest = log2_bucket(num_requests)
+            record = self.record(key, num_requests)
             if record.num_times < 1:
                 record.time = self._forecast(record.nodes, context_rows, num_requests)
-            if record.wait > 0:
-                record.wait -= 1
-                if record.wait <= 0 or self._busy_s >= record.due_s:
-                    record.wait = 0.0
+            if record.left == 0 and record.is_idle and id(record) not in waited:
+                waited.add(id(record))  # several new classes wait together
+                record.wait -= max(1.0, len(own) / WAIT_REQUESTS)
+                if record.wait <= 0:
                     self._begin_probe(record, context_rows, num_requests)
-            if record.state != "off":
-                on.append((record, own))
-        tokens, time = _sums([(record, len(own)) for record, own in on if record.state == "on"], num_requests)
-        saved = max(1 - time / tokens, 0.0)  # of a plain round
-        if pace.is_drafted and pace.since_change >= self._wait(saved, pace.num_contacts):
+            (probed if record.left > 0 else known).append((record, own))
+        rate = self._switch(known, num_requests)
+        if pace.since_plain >= _wait(1 - 1 / rate, pace.num_contacts):
             return wants
-        saved_s = self._plain_s(context_rows, num_requests) / num_requests * saved  # a token
-        for record, own in on:
-            if record.is_probing:
-                for i in _probed(own, backlogs):
-                    wants[i] = True
+        saved_s = self._plain_s(context_rows, num_requests) / num_requests * (1 - 1 / rate)  # a token
+        for record, own in known:
+            if record.state != "on":
                 continue
             for i in own:
                 wants[i] = backlogs[i] <= FREE_BACKLOG or self._costs.catch_up_s(backlogs[i]) <= horizons[i] * saved_s
-            if any(wants[i] for i in own):
-                record.wait = 0.0
-            elif record.wait <= 0:  # catching up pays for none
-                self._rest(record, self._config.max_probe_rounds)
+            if record.is_idle != (is_idle := not any(wants[i] for i in own)):
+                record.is_idle, record.wait = is_idle, MAX_WAIT
+        for _, own in probed:
+            for i in self._probe_requests(own, backlogs):
+                wants[i] = True
         return wants
 
-    def _rest(self, record: Record, num_rounds: float) -> None:
-        record.wait, record.due_s = num_rounds, self._busy_s + self._config.max_probe_s
+    def _class(self, classes: OrderedDict, key: object) -> _Class:
+        found: _Class | None = classes.get(key)
+        if found is None:
+            found = classes[key] = _Class()
+            if len(classes) > MAX_KEYS:
+                classes.popitem(last=False)
+        else:
+            classes.move_to_end(key)
+        return found
 
-    def _wait(self, cost: float, num_before: int) -> float:
-        """Rounds until the next probe, of which each costs so many plain rounds, after so many alike."""
-        paid = cost / self._config.probe_share * min(2.0**num_before / EARLY, 1.0)
-        return min(max(paid, FIRST_WAIT), self._config.max_probe_rounds)
+    def _probe_requests(self, own: list[int], backlogs: Sequence[int]) -> list[int]:
+        """Those already drafted for in this probe, else from the middle: the newest are not like the others."""
+        if len(own) <= PROBE_REQUESTS:
+            return own
+        own = sorted(own, key=backlogs.__getitem__)
+        start = 0 if backlogs[own[PROBE_REQUESTS - 1]] <= FREE_BACKLOG else (len(own) - PROBE_REQUESTS) // 2
+        return own[start : start + PROBE_REQUESTS]
 
     def _begin_probe(self, record: Record, context_rows: int, num_requests: int) -> None:
-        record.begin("probe")
-        if num_requests > PROBE_REQUESTS:  # no whole batch will tell: measured times grow old
+        record.begin_probe()
+        if (
+            num_requests > PROBE_REQUESTS and record.time is not None
+        ):  # no whole batch will tell: measured times grow old
             record.time = math.sqrt(record.time * self._forecast(record.nodes, context_rows, num_requests))
+
+    def _switch(self, known: list[tuple[Record, list[int]]], num_requests: int) -> float:
+        """Turn classes on and off: those on together make the highest rate. Returns it, in plain rounds' rates."""
+        tokens = time = float(num_requests)
+        # Of sums of gains over sums of times the best set is a prefix of the classes in this order.
+        known.sort(key=lambda k: -(k[0].tokens - 1) / max((k[0].time or 1.0) - 1, 1e-9))
+        for record, own in known:
+            more_tokens = tokens + len(own) * (record.tokens - 1)
+            more_time = time + len(own) * ((record.time or 1.0) - 1)
+            if more_tokens / more_time > tokens / time:
+                tokens, time = more_tokens, more_time
+                record.state, record.probe = "on", None
+                if record.weight >= MEMORY / 2:
+                    record.num_lost = 0
+            elif record.state != "off":
+                self._stop(record, num_requests)
+        return tokens / time
+
+    def _stop(self, record: Record, num_requests: int) -> None:
+        """Turn off; the next probe comes the later, the more this one cost."""
+        share = min(PROBE_REQUESTS / num_requests, 1.0)
+        cost = PROBE_ROUNDS * share * max((record.time or 1.0) - record.tokens, 0.0)
+        cost += 0.0 if record.probe is None else record.probe.catch_up
+        record.wait = _wait(cost, record.num_lost)
+        record.num_lost += 1
+        record.state, record.probe, record.is_idle = "off", None, True
 
     def _plain_s(self, context_rows: int, num_requests: int) -> float:
         return self._forecast_s(context_rows, num_requests) * self._paces[log2_bucket(num_requests)].scale
@@ -246,24 +339,29 @@ class Switch:
 
     def observe(self, seen: RoundObservation) -> None:
         """Fold one verified round."""
-        if not seen.round_s > 0:
-            return
         num_requests = len(seen.keys)
-        self._busy_s += seen.round_s + seen.catch_up_s
         size = log2_bucket(num_requests)
         pace = self._paces.setdefault(size, _Pace())
-        drafted = _rows([k if d else None for k, d in zip(seen.keys, seen.is_drafted, strict=True)])
+        drafted: dict[DraftKey, list[int]] = {}
+        for i, key in enumerate(seen.keys):
+            if key is not None and seen.is_drafted[i]:
+                drafted.setdefault(key, []).append(i)
+        before = [r for key in dict.fromkeys(seen.keys) if key is not None and (r := self._own(key, size)) is not None]
         pace.turn(is_drafted=bool(drafted))
         if not drafted:
-            known = [self._records.get((key, size)) for key in dict.fromkeys(seen.keys) if key is not None]
-            self._learn_plain(pace, seen, [r for r in known if r is not None and r.state == "on"])
-        elif pace.scale > 0:
-            records = [(self.record(key, num_requests), own) for key, own in drafted.items()]
-            self._learn_time(pace, seen, records)
-            self._book(seen, records)
+            self._learn_plain(pace, seen, before)
+            return
+        for key, rows in drafted.items():
+            self._learn_key(key, rows, seen, num_requests)
+        self._learn_time(pace, seen, {key: len(rows) for key, rows in drafted.items()})
+
+    def _own(self, key: DraftKey, size: int) -> Record | None:
+        own = self._classes.get(key)
+        return None if own is None else own.records.get(size)
 
     def _learn_plain(self, pace: _Pace, seen: RoundObservation, records: list[Record]) -> None:
-        """records: those that would have drafted."""
+        if not seen.round_s > 0:
+            return
         ratio = seen.round_s / self._forecast_s(seen.context_rows, len(seen.keys))
         pace.num_plain += 1
         if pace.scale <= 0:
@@ -275,84 +373,55 @@ class Switch:
                 pace.num_contacts += 1
             rate = max(_RATE, 1 / (1 + pace.num_contacts))
             for record in records:
-                record.time = max(record.time * math.exp(-rate * miss), 1.0)
+                if record.state == "on" and record.time is not None:
+                    record.time = max(record.time * math.exp(-rate * miss), 1.0)
         pace.scale *= math.exp(max(rate, 1 / pace.num_plain) * miss)
 
-    def _learn_time(self, pace: _Pace, seen: RoundObservation, records: list[tuple[Record, list[int]]]) -> None:
+    def _learn_key(self, key: DraftKey, rows: list[int], seen: RoundObservation, num_requests: int) -> None:
+        size = log2_bucket(num_requests)
+        record = self.record(key, num_requests)
+        own = self._class(self._classes, key)
+        shared = self._versions[key[0], key[2]].records.get(size)
+        if record is shared:
+            own.records[size] = record = shared.child()
+        elif shared is None:
+            shared = self._versions[key[0], key[2]].records[size] = record.child()
+        count = len(rows)
+        tokens = 1 + sum(seen.num_accepted_tokens[i] for i in rows) / count
+        nodes = sum(seen.num_nodes[i] for i in rows) / count
+        plain_s = self._plain_s(seen.context_rows, num_requests)
+        catch_up = seen.catch_up_s / plain_s * count / sum(seen.is_drafted) if plain_s > 0 else 0.0
+        for one in (record, shared):
+            one.note(tokens, nodes, catch_up)
+
+    def _learn_time(self, pace: _Pace, seen: RoundObservation, counts: dict[DraftKey, int]) -> None:
+        if not seen.round_s > 0 or pace.scale <= 0:
+            return
         num_requests = len(seen.keys)
-        _, total = _sums([(record, len(own)) for record, own in records], num_requests)
-        expected = total / num_requests
+        records = {key: self.record(key, num_requests) for key in counts}
+        expected = 1.0
+        for key, record in records.items():
+            record.time = record.time or self._forecast(record.nodes, seen.context_rows, num_requests)
+            expected += counts[key] / num_requests * (record.time - 1)
         miss = _clipped(seen.round_s / (self._plain_s(seen.context_rows, num_requests) * expected))
         if not pace.is_contact:
             pace.scale *= math.exp(_RATE * miss)
             return
-        for record, own in records:
-            share = len(own) / num_requests * record.time / expected  # of the round's time that the class answers for
+        for key, record in records.items():
+            time = record.time or 1.0
+            share = counts[key] / num_requests * time / expected  # of the round's time that the class answers for
             record.num_times += share
             rate = max(_RATE, share / record.num_times)
-            record.time = max(record.time * math.exp(rate * share * miss), 1.0)
-
-    def _book(self, seen: RoundObservation, records: list[tuple[Record, list[int]]]) -> None:
-        """Enter one drafted round into the accounts."""
-        num_requests = len(seen.keys)
-        took = (seen.round_s + seen.catch_up_s) / self._plain_s(seen.context_rows, num_requests)
-        made = 1 + sum(seen.num_accepted_tokens) / num_requests
-        tokens, time = _sums([(record, len(own)) for record, own in records], num_requests)
-        for record, own in records:
-            count = len(own)
-            # What the batch makes without the class is what the class's time would bring otherwise.
-            others = max((tokens - count * max(record.tokens - 1, 0)) / (time - count * (record.time - 1)), 1.0)
-            worth = 1 + others * (record.time - 1)
-            emitted = 1 + sum(seen.num_accepted_tokens[i] for i in own) / count
-            record.note(emitted, sum(seen.num_nodes[i] for i in own) / count)
-            if record.is_probing:
-                record.left, record.gain = record.left - 1, record.gain + emitted - worth
-                record.cost += took - made / others if record.state == "probe" else 0.0
-            if record.left <= 0:
-                self._judge(record, worth)
-
-    def _judge(self, record: Record, worth: float) -> None:
-        """worth: tokens that the time of a drafted round would bring otherwise."""
-        balance = (record.tokens / worth - 1) * record.weight  # rounds gained within the memory
-        if balance > 0:
-            record.state, record.cost = "on", 0.0
-            if balance >= LOSS:
-                record.num_lost = 0
-            if balance > CREDIT:
-                record.weight = max(int(record.weight * CREDIT / balance), min(record.weight, PAST))
-            return
-        if record.state == "probe":
-            is_over = record.gain <= 0  # the past may say no and the present yes: more of it
-        else:
-            is_over = -balance > LOSS * (1 - record.weight / MEMORY)
-        if is_over:
-            self._rest(record, self._wait(record.cost, record.num_lost))
-            record.num_lost += 1
-            record.state, record.cost = "off", 0.0
+            record.time = max(time * math.exp(rate * share * miss), 1.0)
+            shared = self._versions[key[0], key[2]].records.get(log2_bucket(num_requests))
+            if shared is not None:
+                shared.time = record.time
 
 
-def _rows(keys: Sequence[DraftKey | None]) -> dict[DraftKey, list[int]]:
-    """The requests of every class."""
-    rows: dict[DraftKey, list[int]] = {}
-    for i, key in enumerate(keys):
-        if key is not None:
-            rows.setdefault(key, []).append(i)
-    return rows
-
-
-def _sums(records: Sequence[tuple[Record, int]], num_requests: int) -> tuple[float, float]:
-    """Tokens, and time in plain rounds, of a batch in which so many requests of each class draft; both times B."""
-    tokens = num_requests + sum(count * max(record.tokens - 1, 0) for record, count in records)
-    return tokens, num_requests + sum(count * (record.time - 1) for record, count in records)
-
-
-def _probed(own: list[int], backlogs: Sequence[int]) -> list[int]:
-    """Those already drafted for in this probe, else from the middle: the newest are not like the others."""
-    if len(own) <= PROBE_REQUESTS:
-        return own
-    own = sorted(own, key=backlogs.__getitem__)
-    start = 0 if backlogs[own[PROBE_REQUESTS - 1]] <= FREE_BACKLOG else (len(own) - PROBE_REQUESTS) // 2
-    return own[start : start + PROBE_REQUESTS]
+def _wait(cost: float, num_before: int) -> float:
+    """Rounds until the next probe, of which each costs so many plain rounds, after so many alike."""
+    first = max(cost / EARLY_SHARE, FIRST_WAIT)
+    return min(max(cost / SHARE, FIRST_WAIT), first * 2.0 ** min(num_before, 10), MAX_WAIT)
 
 
 def _clipped(ratio: float) -> float:

@@ -9,11 +9,10 @@ from paceline.config import TreeConfig
 from paceline.serving.budget.controller import BudgetController
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.budget.stats import RoundObservation
-from paceline.serving.budget.switch import LOSS, PROBE_NODES, PROBE_REQUESTS
+from paceline.serving.budget.switch import MAX_WAIT, PROBE_NODES, PROBE_REQUESTS, TRIAL_ROUNDS
 from tests.helpers.budget_world import Traffic, World
 
 KEY = ("v1", "math", True)
-MAX_WAIT = TreeConfig().max_probe_rounds
 
 
 def controller(world: World) -> BudgetController:
@@ -99,19 +98,15 @@ def test_whatever_is_measured_the_rounds_between_two_drafts_are_bounded(seed, nu
 
 
 @pytest.mark.parametrize("life", [1, 7, 100])
-def test_classes_that_come_and_go_have_a_trial_each_and_are_probed_at_bounded_cost(life):
-    def key(at):
-        return ("v", f"bucket {at // life % 16}", True)
-
-    num_rounds = 16 * 1500
+def test_classes_that_come_and_go_do_not_starve_probes_nor_get_a_trial_each(life):
+    world = World(traffics=[])
     drafting = serve(
-        controller(World(traffics=[])), lambda at: [key(at)] * 2, num_rounds,
+        controller(world), lambda at: [("v", f"bucket {at // life}", True)] * 2, 8000,
         lambda _, n: 5e-3 * (1 + (n > 0)), lambda *_: 0,
     )  # fmt: skip
-    for bucket in range(16):
-        own = [drafting[at] for at in range(num_rounds) if at // life % 16 == bucket]
-        assert np.diff([0, *np.flatnonzero(own), len(own)]).max() <= MAX_WAIT + 5
-        assert 20 < np.count_nonzero(own) < 0.06 * len(own)
+    gaps = np.diff([0, *np.flatnonzero(drafting), 8000])
+    assert gaps.max() <= MAX_WAIT + life + 5
+    assert np.mean(np.array(drafting) > 0) < 0.05
 
 
 def test_a_mistaken_time_does_not_lock_drafting_out():
@@ -129,7 +124,7 @@ def test_the_best_set_of_classes_drafts_together():
     good, bad = ("v", "code", True), ("v", "facts", True)
     drafting = []
     ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 4e-3 + 1e-3 * rows))
-    for _ in range(800):
+    for _ in range(400):
         keys = [good, bad, good, None]
         wants = ctrl.wants_draft(keys, 400)
         drafting.append(wants)
@@ -141,7 +136,7 @@ def test_the_best_set_of_classes_drafts_together():
                 context_rows=400, draft_s=1e-3, verify_s=s - 1e-3, round_s=s,
             )
         )  # fmt: skip
-    shares = np.mean(drafting[100:], axis=0)
+    shares = np.mean(drafting[50:], axis=0)
     assert shares[0] > 0.9 and shares[2] > 0.9 and shares[1] < 0.15 and shares[3] == 0
     assert dict(ctrl.states()) == {good: "on", bad: "off"}
 
@@ -156,7 +151,7 @@ def test_a_trial_gives_few_requests_a_least_number_of_nodes_for_a_limited_time()
         nodes = ctrl.choose(np.full((num_requests, 16), 1e-4), [key] * num_requests, 100)
         assert (nodes == PROBE_NODES).all() or num_requests == 40
         drafting = serve(ctrl, [key] * num_requests, 60, lambda _, n: 5e-3 * (1 + 3 * (n > 0)), lambda *_: 0)
-        assert 0 < sum(n > 0 for n in drafting) <= 2 * LOSS
+        assert 0 < sum(n > 0 for n in drafting) <= TRIAL_ROUNDS + 4
 
 
 def test_catching_up_has_to_pay_within_what_an_answer_still_gets():
@@ -168,11 +163,11 @@ def test_catching_up_has_to_pay_within_what_an_answer_still_gets():
     assert ctrl.wants_draft([KEY], 100, [400], [40]) == [False]
 
 
-def test_versions_are_forgotten():
+def test_versions_are_forgotten_and_classes_bounded():
     ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 5e-3))
-    keys = [(f"v{i % 2}", f"bucket {i}", True) for i in range(70)]
+    keys = [(f"v{i % 2}", f"bucket {i}", True) for i in range(700)]
     serve(ctrl, keys, 20, lambda *_: 5e-3, lambda *_: 1)
-    assert len(ctrl.states()) == 70
+    assert len(ctrl.states()) <= 512
     ctrl.forget("v0")
     assert ctrl.states() and all(version == "v1" for (version, _, _), _ in ctrl.states())
     ctrl.forget("v1")
