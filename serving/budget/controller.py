@@ -78,16 +78,6 @@ class BudgetController:
                 nodes[i] = max(nodes[i], min(PROBE_NODES, available[i]))
         return nodes
 
-    def choose_one(
-        self, masses: Sequence[float], key: DraftKey | None, context_rows: int, num_drafting: int = 1
-    ) -> int:
-        """`choose` for a lone request; masses: estimated path masses of its candidates, falling, all above 0."""
-        masses = masses[: self.config.max_draft_tokens]
-        num = self._rule.choose_one(masses, context_rows, num_drafting)
-        if self._switch is not None and key is not None and self._switch.is_probing(key, 1):
-            num = max(num, min(PROBE_NODES, len(masses)))
-        return num
-
     def choose_leaves(
         self, keys: Sequence[DraftKey], masses: Sequence[float], context_rows: int, num_requests: int
     ) -> list[int]:

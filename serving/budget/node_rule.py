@@ -35,10 +35,6 @@ class NodeRule(Protocol):
         """Nodes per request, (B,) int64, from the path masses (B, M) of its candidates, falling, 0 = absent."""
         ...
 
-    def choose_one(self, masses: Sequence[float], context_rows: int, num_drafting: int) -> int:
-        """`choose` for a lone request; masses: all above 0."""
-        ...
-
     def choose_leaves(
         self, keys: Sequence[DraftKey], masses: Sequence[float], context_rows: int, num_requests: int
     ) -> list[int]:
@@ -59,10 +55,6 @@ class FixedRule:
     def choose(self, masses: np.ndarray, context_rows: int, num_drafting: int) -> np.ndarray:
         """See NodeRule."""
         return np.asarray((masses > 0).sum(1))
-
-    def choose_one(self, masses: Sequence[float], context_rows: int, num_drafting: int) -> int:
-        """See NodeRule."""
-        return len(masses)
 
     def choose_leaves(
         self, keys: Sequence[DraftKey], masses: Sequence[float], context_rows: int, num_requests: int
@@ -99,7 +91,7 @@ class RateRule:
         """See NodeRule; splits every total as node_split.py says."""
         num_requests, available = masses.shape[0], (masses > 0).sum(1)
         if num_requests == 1:
-            return np.array([self.choose_one(masses[0, : available[0]].tolist(), context_rows, num_drafting)])
+            return np.array([self._choose_one(masses[0, : available[0]].tolist(), context_rows, num_drafting)])
         fixed_s = self._costs.draft_s(num_drafting) + self._costs.aux_s(num_drafting)
 
         def times(start: int, stop: int) -> np.ndarray:
@@ -107,8 +99,8 @@ class RateRule:
 
         return best_split(masses, available, times, self._costs.padding(context_rows, num_requests))
 
-    def choose_one(self, masses: Sequence[float], context_rows: int, num_drafting: int) -> int:
-        """See NodeRule."""
+    def _choose_one(self, masses: Sequence[float], context_rows: int, num_drafting: int) -> int:
+        """`choose` for a lone request, without arrays; masses: all above 0."""
         fixed_s = self._costs.draft_s(num_drafting) + self._costs.aux_s(num_drafting)
         best, best_rate, gain = 0, 1.0 / (fixed_s + self._costs.verify.seconds(1, context_rows)), 1.0
         for num, mass in enumerate(masses, 1):

@@ -76,7 +76,7 @@ def test_bastion_equals_its_greedy_stop_where_times_are_convex_and_beats_it_on_a
             if masses[greedy] * (fixed_s + now) <= (1 + masses[:greedy].sum()) * (after - now):
                 break
             greedy += 1
-        chosen = budget.choose_one(masses.tolist(), KEY, 0)
+        chosen = budget.choose(masses[None], [KEY], 0)[0]
         assert rate(chosen) == max(rate(n) for n in range(25))
         rates[name] = rate(chosen) / rate(greedy)
     assert rates["convex"] == pytest.approx(1.0, abs=1e-9)
@@ -87,7 +87,7 @@ def test_a_greedy_stop_would_miss_a_plateau_behind_a_dear_step():
     budget = BudgetController(TreeConfig(policy="bastion", max_draft_tokens=16), CostModel(staircase))
     masses = [0.7] * 16
     first_step = masses[0] * (budget.costs.draft_s(1) + staircase(1)) <= staircase(2) - staircase(1)
-    assert not first_step and budget.choose_one(masses, KEY, 0) == 16
+    assert not first_step and budget.choose(np.array([masses]), [KEY], 0)[0] == 16
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -121,4 +121,4 @@ def test_fixed_policies_reenter_every_leaf_and_spend_the_whole_budget():
     assert budget.choose_leaves([KEY] * 3, [0.1, 1e-9, 0.5], 10, 1) == [2, 0, 1]
     masses = np.array([[0.9, 0.8, 1e-9, 0.0, 0.0, 0.0], [0.5] * 6])
     assert budget.choose(masses, [KEY] * 2, 10).tolist() == [3, 5]
-    assert budget.choose_one([0.5] * 9, KEY, 10) == 5
+    assert budget.choose(np.full((1, 9), 0.5), [KEY], 10)[0] == 5
