@@ -144,7 +144,7 @@ class GraphedTarget:
             self._cu_rows[b + 1 : sizes[1] + 1].fill_(n)
             self._ancestors[n : sizes[0]].zero_()
         self._tails.replay(sizes)
-        return AcceptPlan(**{name: static[:b] for name, static in self._plan.items()})
+        return AcceptPlan(**{name: static[:b] for name, static in self._plan.items()})  # type: ignore[arg-type]
 
     def _forward_job(self, rows: int, requests: int, width: int) -> Callable[[GraphBackend], None]:
         def capture(backend: GraphBackend) -> None:
