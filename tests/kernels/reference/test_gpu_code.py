@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 SHARED_BYTES = 99 * 1024
 """Shared memory of one program on the GPUs that have least of it (sm_86, sm_89, sm_120)."""
 KERNELS = {
-    "attention_plan": {"_tile_kernel", "_pack_kernel"},
     "draft_ingest": {"_write_kernel"},
     "kv_rows": {"_copy_kernel", "_scatter_kernel"},
     "rope_scatter": {"_rope_kernel"},
