@@ -181,16 +181,19 @@ def catch_up(
         return 0
     num_done = 0
     while True:
-        budget, stops = chunk_rows, []
-        for r in requests:
+        budget, rows, stops = chunk_rows, [], []
+        for i, r in enumerate(requests):
             num_rows = max(0, min(budget, r.context_len - 1 - r.drafted_len))
-            budget -= num_rows
-            stops.append(r.drafted_len + num_rows)
-        if budget == chunk_rows:
+            if num_rows:  # the others would be padded to it
+                budget -= num_rows
+                rows.append(i)
+                stops.append(r.drafted_len + num_rows)
+        if not rows:
             return num_done
         num_done += chunk_rows - budget
-        drafter.ingest(draft_inputs(requests, slot_table, temperatures, features, stops))
-        mark_ingested(requests, stops)
+        own, index = [requests[i] for i in rows], upload(rows, slot_table.device)
+        drafter.ingest(draft_inputs(own, slot_table[index], temperatures[index], features, stops))
+        mark_ingested(own, stops)
 
 
 @dataclass(slots=True)
