@@ -45,6 +45,22 @@ class RoundCosts:
             verify_s = self.verify.seconds(rows, context_rows, num_requests)
         return verify_s + self.draft_s(num_drafting) + self.aux_s(num_drafting)
 
+    def plain_s(self, seen: RoundObservation) -> float:
+        """What a drafted round would have taken had nobody drafted, by its verify forward and the calibrated shape."""
+        num_requests, context_rows = len(seen.keys), seen.context_rows
+        plain_s = self.verify.seconds(num_requests, context_rows, num_requests)
+        drafted_s = self.verify.seconds(num_requests + sum(seen.num_nodes), context_rows, num_requests)
+        return (seen.verify_s - self._padded_s(seen)) * plain_s / drafted_s + self.aux_s(0)
+
+    def _padded_s(self, seen: RoundObservation) -> float:
+        """Part of a round's verify forward that went into padding."""
+        num_requests = len(seen.keys)
+        padding = self.padding(seen.context_rows, num_requests) if any(seen.is_drafted) else None
+        if padding is None:
+            return 0.0
+        num_rows = num_requests + sum(seen.num_nodes)
+        return min(padding.seconds(num_requests, 1 + max(seen.num_nodes), num_rows), seen.verify_s / 2)
+
     def drafted_verify_s(self, rows: float, context_rows: int, num_requests: int) -> float:
         """The verify forward of a drafted round, with what padding has taken in such rounds."""
         padding_s = self._padding_s.get(log2_bucket(num_requests), 0.0)
@@ -87,12 +103,11 @@ class RoundCosts:
     def observe(self, seen: RoundObservation) -> None:
         """Fold one verified round."""
         num_requests, num_drafting = len(seen.keys), sum(seen.is_drafted)
-        num_rows, padding_s = num_requests + sum(seen.num_nodes), 0.0
+        num_rows = num_requests + sum(seen.num_nodes)
         if num_requests > 1 and seen.longest_context is not None and seen.context_rows > 0:
             self._skew += _RATE * (seen.longest_context * num_requests / seen.context_rows - self._skew)
-        padding = self.padding(seen.context_rows, num_requests)
-        if padding is not None and num_drafting > 0:
-            padding_s = min(padding.seconds(num_requests, 1 + max(seen.num_nodes), num_rows), seen.verify_s / 2)
+        padding_s = self._padded_s(seen)
+        if num_drafting > 0 and self.pair_s > 0 and num_requests > 1:
             bucket = log2_bucket(num_requests)
             old_s = self._padding_s.get(bucket, padding_s / self.speed)
             self._padding_s[bucket] = old_s + _RATE * (padding_s / self.speed - old_s)

@@ -4,7 +4,8 @@ Both rates are measured in plain rounds: drafting a request emits `tokens` per r
 same batch. A class drafts while tokens / time > 1; of several classes in one batch, those draft that make the rate of the
 whole batch largest. What is off is drafted again in short probes, what is on is interrupted by single plain rounds: the
 price of either kind of probe sets how often it comes, and MAX_WAIT bounds it whatever was measured.
-Times are compared only across a change of mode (`_Pace`): everything else that moves them is the machine.
+What a plain round takes now is told by the verify forward of any round and the shape of the calibrated times; how wrong
+that is, by rounds before and after a change of mode (`_Size`): everything else that moves times is the machine.
 Every method is a pure function of its arguments and the observations so far; no clock, no randomness.
 
 Shape legend: B requests of the round.
@@ -17,14 +18,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.serving.budget.cost_model import log2_bucket
 from paceline.serving.budget.round_costs import RoundCosts
 from paceline.serving.budget.stats import DraftKey, RoundObservation
 
 MAX_KEYS = 512
 """Classes remembered: clients name buckets, so they must not decide how much is kept."""
-MEMORY = 128
-"""Drafted rounds that the mean of emitted tokens remembers. Answers differ: about four lone ones are behind a verdict."""
+MEMORY, MEMORY_ROUNDS = 128, 8
+"""Drafts that the mean of emitted tokens remembers, or rounds if those hold more. Answers differ: about four lone ones are
+behind a verdict."""
 TRIAL_ROUNDS = 12
 """Drafted rounds of a class of which nothing alike is known, before the first verdict."""
 PROBE_ROUNDS = 4
@@ -34,7 +35,7 @@ PROBE_REQUESTS = 4
 PROBE_NODES = 4
 """Least nodes of a request in a trial or a probe: where none is verified nothing is learnt."""
 PAST = 8 * PROBE_ROUNDS
-"""Rounds that the past counts for in a probe, at most, so that a few probes overrule any past."""
+"""Drafts that the past counts for in a probe, at most, so that a few probes overrule any past."""
 SHARE, EARLY_SHARE = 0.005, 0.04
 """Part of the time that either kind of probe may cost, in the long run and right after drafting has stopped: from probe to
 probe the wait doubles."""
@@ -42,16 +43,17 @@ FIRST_WAIT, MAX_WAIT = 16, 512
 """Least and most rounds between probes."""
 HOPELESS = 0.75
 """A trial or probe ends after half of its rounds with a rate below this."""
+MARGIN = 1.05
+"""Rate with which a batch larger than its probes begins to draft: what all of it would take is forecast, and all of it has
+to catch up first."""
 WAIT_REQUESTS = 32
 """A round of more requests than this counts for more than one while waiting: the wait is bounded in tokens, too."""
-FIRST_PLAIN = 3
-"""Plain rounds with which a batch size begins, for a pace to compare with."""
 CONTACT = 8
 """Rounds after a change of mode in which the times of both modes are compared."""
 FREE_BACKLOG = 16
 """Rows that a drafter ingests in passing."""
 _RATE = 0.1
-"""Least weight of one round in the machine's pace or in a class's time."""
+"""Least weight of one round in a measured time."""
 _MAX_MISS = 0.7
 """Largest logarithm of measured over expected time that counts: hiccups of any length are all alike."""
 
@@ -63,8 +65,8 @@ class Probe:
     tokens: float = 0.0
     """Sum of the tokens that its rounds emitted for a request."""
     num_rounds: int = 0
-    catch_up: float = 0.0
-    """Plain rounds spent on rows that plain rounds had left behind."""
+    cost: float = 0.0
+    """Plain rounds that it took beyond those that its tokens would have taken."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class Record:
     tokens: float = 0.0
     """Mean of the tokens that a drafted round emits for a request, bonus included."""
     weight: float = 0.0
-    """Rounds behind it, at most MEMORY."""
+    """Drafts behind it, at most MEMORY or those of MEMORY_ROUNDS."""
     time: float | None = None
     """Plain rounds that a round takes in which all requests draft; None: not even predicted yet."""
     num_times: float = 0.0
@@ -106,18 +108,18 @@ class Record:
         self.state, self.left, self.probe, self.is_idle = "probe", PROBE_ROUNDS, Probe(), False
         self.weight = min(self.weight, PAST)
 
-    def note(self, tokens: float, nodes: float, catch_up: float) -> None:
+    def note(self, num_drafts: int, tokens: float, nodes: float, cost: float) -> None:
         """One drafted round; it ends trials and probes that are over."""
-        self.weight = min(self.weight + 1, MEMORY)
-        self.tokens += (tokens - self.tokens) / self.weight
-        self.nodes += (nodes - self.nodes) / self.weight
+        self.weight = min(self.weight + num_drafts, max(MEMORY, MEMORY_ROUNDS * num_drafts))
+        self.tokens += (tokens - self.tokens) * num_drafts / self.weight
+        self.nodes += (nodes - self.nodes) * num_drafts / self.weight
         if self.left == 0:
             return
         self.left -= 1
         self.probe = own = self.probe or Probe()
         own.tokens += tokens
         own.num_rounds += 1
-        own.catch_up += catch_up
+        own.cost += cost
         own_rate, time = own.tokens / own.num_rounds, self.time or 1.0
         half = (TRIAL_ROUNDS if self.state == "trial" else PROBE_ROUNDS) / 2
         if own.num_rounds >= half and max(own_rate, self.tokens) < HOPELESS * time:
@@ -127,36 +129,40 @@ class Record:
 
 
 @dataclass(slots=True)
-class _Pace:
-    """How fast the machine is now at one batch size, in plain rounds, whichever mode runs."""
+class _Size:
+    """How wrong the calibrated times are at one batch size: what drafted rounds tell of plain ones."""
 
-    scale: float = 0.0
-    """Seconds of a plain round over its forecast."""
-    num_plain: int = 0
+    bias: float = 0.0
+    """Logarithm of a plain round's time over what the drafted rounds beside it tell."""
+    num_compared: int = 0
     is_drafted: bool = False
     """Mode of the latest round."""
     since_change: int = 0
     """Rounds in this mode."""
-    before: int = 0
-    """Rounds that the other mode had run then."""
-    num_contacts: int = 0
-    """Times that plain decoding was compared with the drafting before it."""
-
-    def turn(self, *, is_drafted: bool) -> None:
-        """Note the mode of a round."""
-        if is_drafted != self.is_drafted:
-            self.before, self.since_change, self.is_drafted = self.since_change, 0, is_drafted
-        self.since_change += 1
+    now: float = 0.0
+    """Mean of the latest ones' logarithm of plain time over calibrated time."""
+    other: float = 0.0
+    """That of the other mode, when it ended."""
+    num_left: int = 0
+    """Rounds that are compared with it yet: as many as it lasted, at most CONTACT."""
 
     @property
     def since_plain(self) -> int:
         """Drafted rounds since the latest plain one."""
         return self.since_change if self.is_drafted else 0
 
-    @property
-    def is_contact(self) -> bool:
-        """Whether the other mode has told the pace just now: then a round that misses it tells of the modes' times."""
-        return self.before >= FIRST_PLAIN and self.since_change <= CONTACT
+    def note(self, *, is_drafted: bool, level: float) -> None:
+        """One round. The modes are compared across a change: everything else that moves times is the machine."""
+        if is_drafted != self.is_drafted:
+            self.other, self.num_left = self.now, min(self.since_change, CONTACT)
+            self.since_change, self.is_drafted = 0, is_drafted
+        self.since_change += 1
+        self.now += (level - self.now) * max(1 / self.since_change, 2 * _RATE)
+        if self.num_left > 0:
+            self.num_left -= 1
+            self.num_compared += 1
+            found = _clipped(self.other - self.now if is_drafted else self.now - self.other)
+            self.bias += (found - self.bias) * max(_RATE, 1 / (1 + self.num_compared))
 
 
 @dataclass(slots=True)
@@ -181,11 +187,11 @@ class Switch:
         self._classes: OrderedDict[DraftKey, _Class] = OrderedDict()
         self._versions: OrderedDict[tuple[str, bool], _Class] = OrderedDict()
         """What all buckets of a version have shown, greedy and sampled apart: where new buckets begin."""
-        self._paces: dict[int, _Pace] = {}
+        self._sizes: dict[int, _Size] = {}
 
     def record(self, key: DraftKey, num_requests: int) -> Record:
         """What decides for a class: its own record, until it has drafted that of its version."""
-        size = log2_bucket(num_requests)
+        size = _log2_size(num_requests)
         own = self._classes.get(key)
         version = self._class(self._versions, (key[0], key[2]))
         for known in (own, version):
@@ -240,14 +246,14 @@ class Switch:
         for i, key in enumerate(keys):
             if key is not None:
                 rows.setdefault(key, []).append(i)
-        pace = self._paces.setdefault(log2_bucket(num_requests), _Pace())
-        if not rows or pace.num_plain < FIRST_PLAIN:
+        if not rows:
             return wants
+        size = _log2_size(num_requests)
         probed: list[tuple[Record, list[int]]] = []
         known: list[tuple[Record, list[int]]] = []
         waited: set[int] = set()
         for key, own in rows.items():
-            self._class(self._classes, key).latest = log2_bucket(num_requests)
+            self._class(self._classes, key).latest = size
             record = self.record(key, num_requests)
             if record.num_times < 1:
                 record.time = self._forecast(record.nodes, context_rows, num_requests)
@@ -257,15 +263,22 @@ class Switch:
                 if record.wait <= 0:
                     self._begin_probe(record, context_rows, num_requests)
             (probed if record.left > 0 else known).append((record, own))
-        rate = self._switch(known, num_requests)
-        if pace.since_plain >= _wait(1 - 1 / rate, pace.num_contacts):
+        rate = self._switch(known, context_rows, num_requests)
+        state = self._sizes.setdefault(size, _Size())
+        if state.since_plain >= _wait(1 - 1 / rate, state.num_compared):
             return wants
-        saved_s = self._plain_s(context_rows, num_requests) / num_requests * (1 - 1 / rate)  # a token
-        for record, own in known:
-            if record.state != "on":
-                continue
-            for i in own:
+        saved_s = self._costs.round_s(num_requests, 0, context_rows, num_requests) / num_requests * (1 - 1 / rate)
+        on = [k for k in known if k[0].state == "on"]
+        for _, own in on:
+            for i in own:  # a token saves saved_s
                 wants[i] = backlogs[i] <= FREE_BACKLOG or self._costs.catch_up_s(backlogs[i]) <= horizons[i] * saved_s
+        num_drafting = sum(wants)
+        if num_drafting < sum(len(own) for _, own in on):
+            nodes = max(record.nodes for record, _ in on)
+            padding = self._padding(nodes, num_drafting, context_rows, num_requests)
+            if padding > num_drafting / num_requests * (rate - 1):
+                wants = [False] * num_requests
+        for record, own in on:
             if record.is_idle != (is_idle := not any(wants[i] for i in own)):
                 record.is_idle, record.wait = is_idle, MAX_WAIT
         for _, own in probed:
@@ -295,41 +308,53 @@ class Switch:
         record.begin_probe()
         if (
             num_requests > PROBE_REQUESTS and record.time is not None
-        ):  # no whole batch will tell: measured times grow old
+        ):  # no whole batch will tell: what was measured ages
             record.time = math.sqrt(record.time * self._forecast(record.nodes, context_rows, num_requests))
 
-    def _switch(self, known: list[tuple[Record, list[int]]], num_requests: int) -> float:
+    def _switch(self, known: list[tuple[Record, list[int]]], context_rows: int, num_requests: int) -> float:
         """Turn classes on and off: those on together make the highest rate. Returns it, in plain rounds' rates."""
         tokens = time = float(num_requests)
+        best, rate = 0, 1.0
         # Of sums of gains over sums of times the best set is a prefix of the classes in this order.
         known.sort(key=lambda k: -(k[0].tokens - 1) / max((k[0].time or 1.0) - 1, 1e-9))
-        for record, own in known:
-            more_tokens = tokens + len(own) * (record.tokens - 1)
-            more_time = time + len(own) * ((record.time or 1.0) - 1)
-            if more_tokens / more_time > tokens / time:
-                tokens, time = more_tokens, more_time
+        for num, (record, own) in enumerate(known, 1):
+            margin = MARGIN if num_requests > PROBE_REQUESTS and record.state != "on" else 1.0
+            tokens += len(own) * (record.tokens - 1)
+            time += len(own) * ((record.time or 1.0) * margin - 1)
+            num_drafting = sum(len(k[1]) for k in known[:num])
+            found = tokens / (
+                time + num_requests * self._padding(record.nodes, num_drafting, context_rows, num_requests)
+            )
+            if found > rate:
+                best, rate = num, found
+        for num, (record, _) in enumerate(known):
+            if num < best:
+                if record.state == "probe":
+                    record.num_lost = max(record.num_lost - 1, 0)
                 record.state, record.probe = "on", None
-                if record.weight >= MEMORY / 2:
-                    record.num_lost = 0
             elif record.state != "off":
                 self._stop(record, num_requests)
-        return tokens / time
+        return rate
+
+    def _padding(self, nodes: float, num_drafting: int, context_rows: int, num_requests: int) -> float:
+        """Plain rounds that padding takes where few of the requests draft; in the time of a whole batch it is contained."""
+        padding = self._costs.padding(context_rows, num_requests) if _is_few(num_drafting, num_requests) else None
+        if padding is None:
+            return 0.0
+        widest = 1 + math.ceil(nodes)
+        padded_s = padding.seconds(num_requests, widest, num_requests + num_drafting * widest)
+        return padded_s / self._costs.round_s(num_requests, 0, context_rows, num_requests)
 
     def _stop(self, record: Record, num_requests: int) -> None:
         """Turn off; the next probe comes the later, the more this one cost."""
-        share = min(PROBE_REQUESTS / num_requests, 1.0)
-        cost = PROBE_ROUNDS * share * max((record.time or 1.0) - record.tokens, 0.0)
-        cost += 0.0 if record.probe is None else record.probe.catch_up
+        if record.probe is not None:
+            cost = record.probe.cost * PROBE_ROUNDS / record.probe.num_rounds
+        else:
+            share = min(PROBE_REQUESTS / num_requests, 1.0)
+            cost = PROBE_ROUNDS * share * max((record.time or 1.0) - record.tokens, 0.0)
         record.wait = _wait(cost, record.num_lost)
         record.num_lost += 1
         record.state, record.probe, record.is_idle = "off", None, True
-
-    def _plain_s(self, context_rows: int, num_requests: int) -> float:
-        return self._forecast_s(context_rows, num_requests) * self._paces[log2_bucket(num_requests)].scale
-
-    def _forecast_s(self, context_rows: int, num_requests: int) -> float:
-        """Seconds of a plain forward as they were at start: only its shape over sizes and contexts matters."""
-        return float(self._costs.verify.prior(num_requests, context_rows, num_requests))
 
     def _forecast(self, nodes: float, context_rows: int, num_requests: int) -> float:
         """Plain rounds of a round that drafts so many nodes for every request, from the measured costs of its parts."""
@@ -339,83 +364,62 @@ class Switch:
 
     def observe(self, seen: RoundObservation) -> None:
         """Fold one verified round."""
+        if not seen.round_s > 0:
+            return
         num_requests = len(seen.keys)
-        size = log2_bucket(num_requests)
-        pace = self._paces.setdefault(size, _Pace())
         drafted: dict[DraftKey, list[int]] = {}
         for i, key in enumerate(seen.keys):
             if key is not None and seen.is_drafted[i]:
                 drafted.setdefault(key, []).append(i)
-        before = [r for key in dict.fromkeys(seen.keys) if key is not None and (r := self._own(key, size)) is not None]
-        pace.turn(is_drafted=bool(drafted))
+        size = self._sizes.setdefault(_log2_size(num_requests), _Size())
+        plain_s = self._costs.plain_s(seen) if drafted else seen.round_s
+        num_drafting = sum(map(len, drafted.values()))
+        is_whole = not _is_few(num_drafting, num_requests)  # a few pay for the padding of all
+        if is_whole or not drafted:
+            level = math.log(plain_s / self._costs.verify.prior(num_requests, seen.context_rows, num_requests))
+            size.note(is_drafted=is_whole, level=level)
         if not drafted:
-            self._learn_plain(pace, seen, before)
             return
+        plain_s *= math.exp(size.bias)
+        # what the round took beyond a plain one, by class
+        extra = (seen.round_s + seen.catch_up_s) / plain_s - 1
         for key, rows in drafted.items():
-            self._learn_key(key, rows, seen, num_requests)
-        self._learn_time(pace, seen, {key: len(rows) for key, rows in drafted.items()})
+            tokens = 1 + sum(seen.num_accepted_tokens[i] for i in rows) / len(rows)
+            nodes = sum(seen.num_nodes[i] for i in rows) / len(rows)
+            cost = extra * len(rows) / num_drafting - (tokens - 1) * len(rows) / num_requests
+            for record in self._records(key, num_requests):
+                record.note(len(rows), tokens, nodes, cost)
+        if is_whole:
+            counts = {key: len(rows) for key, rows in drafted.items()}
+            self._learn_time(seen.round_s / plain_s, counts, seen.context_rows, num_requests)
 
-    def _own(self, key: DraftKey, size: int) -> Record | None:
-        own = self._classes.get(key)
-        return None if own is None else own.records.get(size)
-
-    def _learn_plain(self, pace: _Pace, seen: RoundObservation, records: list[Record]) -> None:
-        if not seen.round_s > 0:
-            return
-        ratio = seen.round_s / self._forecast_s(seen.context_rows, len(seen.keys))
-        pace.num_plain += 1
-        if pace.scale <= 0:
-            pace.scale = ratio
-            return
-        miss, rate = _clipped(ratio / pace.scale), _RATE
-        if pace.is_contact and pace.num_plain > FIRST_PLAIN:
-            if pace.since_change == 1:
-                pace.num_contacts += 1
-            rate = max(_RATE, 1 / (1 + pace.num_contacts))
-            for record in records:
-                if record.state == "on" and record.time is not None:
-                    record.time = max(record.time * math.exp(-rate * miss), 1.0)
-        pace.scale *= math.exp(max(rate, 1 / pace.num_plain) * miss)
-
-    def _learn_key(self, key: DraftKey, rows: list[int], seen: RoundObservation, num_requests: int) -> None:
-        size = log2_bucket(num_requests)
+    def _records(self, key: DraftKey, num_requests: int) -> tuple[Record, Record]:
+        """Those of a class that has drafted and of its version."""
+        size = _log2_size(num_requests)
         record = self.record(key, num_requests)
         own = self._class(self._classes, key)
-        shared = self._versions[key[0], key[2]].records.get(size)
+        version = self._versions[key[0], key[2]]
+        shared = version.records.get(size)
         if record is shared:
             own.records[size] = record = shared.child()
         elif shared is None:
-            shared = self._versions[key[0], key[2]].records[size] = record.child()
-        count = len(rows)
-        tokens = 1 + sum(seen.num_accepted_tokens[i] for i in rows) / count
-        nodes = sum(seen.num_nodes[i] for i in rows) / count
-        plain_s = self._plain_s(seen.context_rows, num_requests)
-        catch_up = seen.catch_up_s / plain_s * count / sum(seen.is_drafted) if plain_s > 0 else 0.0
-        for one in (record, shared):
-            one.note(tokens, nodes, catch_up)
+            shared = version.records[size] = record.child()
+        return record, shared
 
-    def _learn_time(self, pace: _Pace, seen: RoundObservation, counts: dict[DraftKey, int]) -> None:
-        if not seen.round_s > 0 or pace.scale <= 0:
-            return
-        num_requests = len(seen.keys)
-        records = {key: self.record(key, num_requests) for key in counts}
+    def _learn_time(self, times: float, counts: dict[DraftKey, int], context_rows: int, num_requests: int) -> None:
+        """times: plain rounds that a round has taken in which so many requests of each class drafted."""
+        records = {key: self._records(key, num_requests) for key in counts}
         expected = 1.0
-        for key, record in records.items():
-            record.time = record.time or self._forecast(record.nodes, seen.context_rows, num_requests)
+        for key, (record, _) in records.items():
+            record.time = record.time or self._forecast(record.nodes, context_rows, num_requests)
             expected += counts[key] / num_requests * (record.time - 1)
-        miss = _clipped(seen.round_s / (self._plain_s(seen.context_rows, num_requests) * expected))
-        if not pace.is_contact:
-            pace.scale *= math.exp(_RATE * miss)
-            return
-        for key, record in records.items():
+        miss = _clipped(math.log(times / expected))
+        for key, (record, shared) in records.items():
             time = record.time or 1.0
             share = counts[key] / num_requests * time / expected  # of the round's time that the class answers for
             record.num_times += share
             rate = max(_RATE, share / record.num_times)
-            record.time = max(time * math.exp(rate * share * miss), 1.0)
-            shared = self._versions[key[0], key[2]].records.get(log2_bucket(num_requests))
-            if shared is not None:
-                shared.time = record.time
+            shared.time = record.time = max(time * math.exp(rate * share * miss), 1.0)
 
 
 def _wait(cost: float, num_before: int) -> float:
@@ -424,6 +428,16 @@ def _wait(cost: float, num_before: int) -> float:
     return min(max(cost / SHARE, FIRST_WAIT), first * 2.0 ** min(num_before, 10), MAX_WAIT)
 
 
-def _clipped(ratio: float) -> float:
+def _clipped(miss: float) -> float:
     """The logarithm of a measured over an expected time, bounded."""
-    return min(max(math.log(ratio), -_MAX_MISS), _MAX_MISS)
+    return min(max(miss, -_MAX_MISS), _MAX_MISS)
+
+
+def _is_few(num_drafting: int, num_requests: int) -> bool:
+    """Whether most requests of a round do not draft."""
+    return 2 * num_drafting < num_requests
+
+
+def _log2_size(num_requests: int) -> int:
+    """Class of batch sizes: those up to a power of two, which is what engines are limited to."""
+    return (num_requests - 1).bit_length()
