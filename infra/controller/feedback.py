@@ -9,12 +9,9 @@ import msgspec
 import redis
 from redis.exceptions import RedisError, ResponseError
 
-from paceline.bandit.controller.controller import Controller
-from paceline.clock import Clock
 from paceline.contracts import FeedbackBatch, decode
 from paceline.infra.controller.lives import Lives
 from paceline.infra.controller.store import Books
-from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.redis_clients import FEEDBACK_GROUP, Keys, stream_entries
 
 logger = logging.getLogger(__name__)
@@ -98,19 +95,8 @@ class Feedback:
     bounded: what follows keeps state per bucket.
     """
 
-    def __init__(
-        self,
-        consumer: FeedbackConsumer,
-        books: Books,
-        *,
-        lives: Lives,
-        policy: Controller,
-        errors: ErrorCount,
-        clock: Clock,
-    ) -> None:
-        self.consumer = consumer
-        self._books, self._lives, self._policy = books, lives, policy
-        self._errors, self._clock = errors, clock
+    def __init__(self, consumer: FeedbackConsumer, books: Books, lives: Lives) -> None:
+        self.consumer, self._books, self._lives = consumer, books, lives
         self.lag: int | None = None
         """Entries that waited at the last look; None = unknown."""
 
@@ -143,7 +129,7 @@ class Feedback:
         return len(entries)
 
     def _is_new(self, batch: FeedbackBatch) -> bool:
-        state, now = self._books.state, self._clock.now()
+        state, now = self._books.state, self._books.clock.now()
         key = f"{batch.replica_id}:{batch.boot_epoch}"
         seq, _ = state.watermarks.get(key, (0, 0.0))
         if batch.seq <= seq:
@@ -162,9 +148,9 @@ class Feedback:
         batch = state.traffic.bounded(batch)
         self._lives.observe(batch)
         try:
-            self._policy.observe(batch)
+            self._books.policy.observe(batch)
         except Exception as e:  # one bad batch must not stop the stream; it is counted and logged
-            self._errors.note("the policy refused a feedback batch", e)
+            self._books.errors.note("the policy refused a feedback batch", e)
 
 
 def _text(value: bytes | str) -> str:

@@ -20,8 +20,9 @@ from paceline.clock import Clock, SystemClock
 from paceline.errors import FencedError, PacelineError
 from paceline.infra.controller.jobs import Launcher
 from paceline.infra.controller.orders import CommandQueue
-from paceline.infra.controller.session import HostConfig, MakeController, Session, restore_controller, snapshot_view
+from paceline.infra.controller.session import MakeController, Session, restore_controller, snapshot_view
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
+from paceline.infra.controller.store import HostConfig
 from paceline.infra.controller.surroundings import Shards, Versions
 from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, consumer_client
@@ -169,6 +170,6 @@ class ControllerHost:
 
     def _publish_snapshot(self) -> None:
         if self._session is not None:
-            view = snapshot_view(self._session, self._clock.now(), self._errors)
+            view = snapshot_view(self._session)
             with self._lock:
                 self._snapshot = view

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -18,13 +17,11 @@ import redis
 
 from paceline.adapt.versions.lifecycle import VersionLife
 from paceline.bandit.controller.controller import Controller
-from paceline.bandit.controller.view import LedgerCell
 from paceline.clock import Clock
-from paceline.config import PolicyConfig, RolloutConfig, TraceConfig
-from paceline.contracts import ArmSpec
+from paceline.config import RolloutConfig
 from paceline.errors import PacelineError
 from paceline.infra.controller.feedback import READ_COUNT, Feedback, FeedbackConsumer
-from paceline.infra.controller.jobs import START_S, Jobs, Launcher, TrainCoordinator
+from paceline.infra.controller.jobs import Jobs, Launcher, TrainCoordinator
 from paceline.infra.controller.lives import Lives, WeightPool
 from paceline.infra.controller.orders import Orders
 from paceline.infra.controller.rollout import RolloutState
@@ -44,7 +41,7 @@ from paceline.infra.controller.snapshot import (
     VersionInfo,
     VersionStage,
 )
-from paceline.infra.controller.store import Books, ControllerStore, HostState
+from paceline.infra.controller.store import Books, ControllerStore, HostConfig, HostState
 from paceline.infra.controller.surroundings import Shards, Surroundings, Versions
 from paceline.infra.controller.traffic import TrafficStats
 from paceline.infra.state.desired import configured_desired
@@ -54,34 +51,6 @@ from paceline.infra.state.redis_clients import Keys
 logger = logging.getLogger(__name__)
 
 MakeController = Callable[[bytes], Controller]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostConfig:
-    """What a controller host is told at its start."""
-
-    redis_url: str = field(repr=False)
-    model: str
-    data_dir: Path | None = None
-    """Snapshot file and decision log; None = Redis only."""
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    trace: TraceConfig | None = None
-    """Limits of the trace store that the controller enforces, so that they hold while no replica writes; None = none."""
-    arms: tuple[ArmSpec, ...] | None = None
-    target_version: str = ""
-    """Only shards of this target are trained on, only its versions are used; '' = any."""
-    first_version: str = ""
-    """The drafter that the service was given; '' = what the desired state names."""
-    lease_ttl_s: float = 10.0
-    start_s: float = START_S
-    """A worker may take this long from its launch to its first heartbeat."""
-    stop_grace_s: float = 10.0
-    commit_every_s: float = 0.5
-    """Period of commits while nothing waits for them."""
-    context_every_s: float = 2.0
-    """Period of looking at stores and replica reports."""
-    snapshot_every_s: float = 30.0
 
 
 def restore_controller(config: HostConfig, stored: bytes, clock: Clock) -> Controller:
@@ -107,8 +76,7 @@ class Session:
         clock: Clock,
     ) -> None:
         """Take over (epoch), restore everything, put the configuration into force. Raises redis errors."""
-        self.config, self._errors, self._clock = config, errors, clock
-        self._context_due = 0.0
+        self.config, self._context_due = config, 0.0
         keys, folder = Keys(config.model), None if config.data_dir is None else Path(config.data_dir).expanduser()
         store = ControllerStore(
             client,
@@ -132,53 +100,20 @@ class Session:
         if state.config_policy != config.policy.policy:  # the operator configured another one since
             state.config_policy = state.policy = config.policy.policy
         self.controller.set_policy(state.policy)
-        coordinator = TrainCoordinator(
-            config.redis_url,
-            keys,
-            launcher,
-            clock=clock,
-            owner=store.owner,
-            ttl_s=config.lease_ttl_s,
-            start_s=config.start_s,
-            stop_grace_s=config.stop_grace_s,
-        )
-        self.books = books = Books(
-            store,
-            state,
-            self.controller,
-            clock=clock,
-            commit_every_s=config.commit_every_s,
-            file_every_s=config.snapshot_every_s,
-        )
-        self.surroundings = around = Surroundings(
-            shards,
-            registry,
-            client,
-            keys,
-            state,
-            target_version=config.target_version,
-            trace=config.trace,
-            errors=errors,
-            clock=clock,
-        )
-        self.pool = WeightPool(books, around, max_bytes=config.rollout.pool_bytes)
-        holdback = config.policy.holdback_percent
-        self.lives = Lives(
-            config.rollout, books, around, self.controller, holdback_percent=holdback, errors=errors, clock=clock
-        )
-        self.feedback = Feedback(consumer, books, lives=self.lives, policy=self.controller, errors=errors, clock=clock)
-        self.jobs = Jobs(
-            config.policy, coordinator, client, books, around, self.lives, self.controller, errors=errors, clock=clock
-        )
-        self.orders = Orders(
-            self.controller, books, around, self.pool, self.lives, self.jobs, errors=errors, clock=clock
-        )
+        coordinator = TrainCoordinator(config, client, launcher, clock=clock, owner=store.owner)
+        self.books = books = Books(config, store, state, self.controller, errors=errors, clock=clock)
+        self.surroundings = around = Surroundings(books, shards, registry)
+        self.pool = WeightPool(books, around)
+        self.lives = Lives(books, around)
+        self.feedback = Feedback(consumer, books, self.lives)
+        self.jobs = Jobs(books, around, self.lives, coordinator)
+        self.orders = Orders(books, around, self.pool, self.lives, self.jobs)
         self._begin(is_restored)
         self._refresh()
 
     def _begin(self, is_restored: bool) -> None:
         """The first commits: adopt a newer record of the set-up, then put the configuration into force."""
-        config, books, state, now = self.config, self.books, self.state, self._clock.now()
+        config, books, state, now = self.config, self.books, self.state, self.books.clock.now()
         before, epoch = state.desired, books.store.epoch
         started = {
             "text": f"controller started, epoch {epoch}",
@@ -207,8 +142,8 @@ class Session:
         try:
             self.pool.tend()
         except (OSError, PacelineError) as e:
-            self._errors.note("limits of the version pool could not be enforced", e)
-        self.lives.follow_reports(self._clock.now())
+            self.books.errors.note("limits of the version pool could not be enforced", e)
+        self.lives.follow_reports(self.books.clock.now())
         self.feedback.look_at_lag()
 
     def close(self, patience_s: float) -> None:
@@ -225,7 +160,7 @@ class Session:
         """
         self.books.settle()
         num_entries = self.feedback.read(block_ms)
-        now = self._clock.now()
+        now = self.books.clock.now()
         if now >= self._context_due:
             self._context_due = now + self.config.context_every_s
             self._refresh()
@@ -240,15 +175,16 @@ class Session:
 NUM_DECISIONS = 500
 
 
-def snapshot_view(session: Session, now: float, errors: ErrorCount) -> Snapshot:
+def snapshot_view(session: Session) -> Snapshot:
     """Assemble the record; a policy that cannot be shown is noted among the errors."""
+    now = session.books.clock.now()
     state, store, around, config = session.state, session.books.store, session.surroundings, session.config
     controller, totals = session.controller, session.controller.ledger_totals()
     desired, pending = state.desired, state.pending
     try:
         bandit = controller.snapshot()
     except Exception as e:
-        errors.note("the policy could not be shown", e)
+        session.books.errors.note("the policy could not be shown", e)
         bandit = None
     return Snapshot(
         ts=now,
@@ -267,7 +203,7 @@ def snapshot_view(session: Session, now: float, errors: ErrorCount) -> Snapshot:
         notes=[Note(ts=ts, text=text) for ts, text in state.notes],
         decisions=list(store.decisions.values())[-NUM_DECISIONS:],
         ledger=ledger_sums(totals.by_kind()),
-        ledger_cells=msgspec.convert(totals.rows(), list[LedgerCell]),
+        ledger_cells=totals.rows(),
         saved_interval_s=totals.saved_interval_s(),
         ledger_entries=list(store.ledger),
         buckets=bucket_traffic(state.traffic, now),

@@ -5,16 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
-import redis
-
-from paceline.clock import Clock
-from paceline.config import TraceConfig
 from paceline.contracts import DrafterManifest, ReplicaReport
 from paceline.errors import DrafterMismatchError, ManifestError, PacelineError
-from paceline.infra.controller.store import HostState
+from paceline.infra.controller.store import Books
 from paceline.infra.state.desired import read_reports
-from paceline.infra.state.log import ErrorCount
-from paceline.infra.state.redis_clients import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -45,23 +39,9 @@ class Versions(Protocol):
 class Surroundings:
     """The latest look at them; only shards and versions of this target count."""
 
-    def __init__(
-        self,
-        shards: Shards,
-        registry: Versions,
-        client: redis.Redis,
-        keys: Keys,
-        state: HostState,
-        *,
-        target_version: str,
-        trace: TraceConfig | None,
-        errors: ErrorCount,
-        clock: Clock,
-    ) -> None:
-        """`target_version` '' = any; `trace`: limits of the trace store that hold while no replica writes, None = none."""
-        self.registry = registry
-        self._shards, self._client, self._keys, self._state = shards, client, keys, state
-        self._target, self._trace, self._errors, self._clock = target_version, trace, errors, clock
+    def __init__(self, books: Books, shards: Shards, registry: Versions) -> None:
+        self._books, self._state, self._shards, self.registry = books, books.state, shards, registry
+        self._target, self._trace = books.config.target_version, books.config.trace
         self._sweep_due = 0.0
         self.reports: list[ReplicaReport] = []
         self.versions: list[DrafterManifest] = []
@@ -77,17 +57,17 @@ class Surroundings:
         try:
             self._look_at_stores()
         except (OSError, PacelineError) as e:
-            self._errors.note("trace store or registry cannot be read", e)
-        self.reports = read_reports(self._client, self._keys)
+            self._books.errors.note("trace store or registry cannot be read", e)
+        self.reports = read_reports(self._books.store.client, self._books.store.keys)
         for report in self.reports:
             self._note_swap(report)
-        now = self._clock.now()
+        now = self._books.clock.now()
         if self._trace is not None and now >= self._sweep_due:
             self._sweep_due = now + _SWEEP_S
             try:
                 self._shards.enforce_limits(self._trace.max_bytes, self._trace.max_age_s, now)
             except (OSError, PacelineError) as e:
-                self._errors.note("limits of the trace store could not be enforced", e)
+                self._books.errors.note("limits of the trace store could not be enforced", e)
 
     def own_shards(self) -> list[Any]:
         """Shards of this target, oldest first, as they are now. Raises OSError, PacelineError."""

@@ -9,13 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import BackpressureConfig
@@ -27,7 +24,7 @@ from paceline.errors import CapacityError, ConfigError, EngineStoppedError
 from paceline.infra.service.deployment import DeploymentLimits, RunningReplica, bind_engine, close_grpc_port
 from paceline.infra.service.parts import StorePaths
 from paceline.infra.state.log import configure_logging
-from paceline.infra.web.metrics import MetricSpec, metric_spec
+from paceline.infra.web.metrics import MetricSpec, metric_spec, render
 from paceline.paths import resolve_model
 from paceline.records import build
 from paceline.serving.api.app import build_api
@@ -205,18 +202,6 @@ INGRESS_METRICS: tuple[tuple[str, MetricSpec], ...] = (
 """Attribute of ResumeCounters -> metric."""
 
 
-class _Counters:
-    def __init__(self, counters: ResumeCounters) -> None:
-        self._counters = counters
-
-    def collect(self) -> Iterable[Metric]:
-        for name, spec in INGRESS_METRICS:
-            value = float(getattr(self._counters, name))
-            yield CounterMetricFamily(spec.name, f"{spec.text} (unit {spec.unit})", value=value)
-
-
 def render_ingress_metrics(counters: ResumeCounters) -> bytes:
     """Prometheus' text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Counters(counters))  # type: ignore[arg-type]
-    return generate_latest(registry)
+    return render((spec, getattr(counters, name)) for name, spec in INGRESS_METRICS)

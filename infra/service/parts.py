@@ -17,6 +17,7 @@ from paceline.contracts import DesiredState
 from paceline.errors import PacelineError
 from paceline.infra.controller.actor import ControllerSpec, ensure_controller
 from paceline.infra.controller.snapshot import state_json
+from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.capture_progress import capture_progress
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.replica.watcher import ReplicaWatcher
@@ -25,8 +26,8 @@ from paceline.infra.state.log import configure_logging
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.web.access import Access
 from paceline.infra.web.dashboard_routes import dashboard_router
-from paceline.infra.web.engine_metrics import render_metrics, speculation_rows
 from paceline.infra.web.feed import DashboardFeed
+from paceline.infra.web.metrics import render_metrics, speculation_rows
 from paceline.infra.web.state_routes import ServiceView, service_router
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.records import build
@@ -158,20 +159,24 @@ def controller_spec(
     """What the controller actor is built from; config.redis_url must be resolved."""
     assert config.redis_url is not None
     paths = StorePaths.of(config)
-    return ControllerSpec(
+    host = HostConfig(
         redis_url=config.redis_url,
         model=config.model_name,
-        data_dir=str(paths.data_dir),
+        data_dir=paths.data_dir,
+        policy=config.policy,
+        rollout=config.rollout,
+        trace=config.trace,
+        target_version=target_version,
+        first_version=first_version,
+        start_s=config.trainer_resources.start_timeout_s,
+    )
+    return ControllerSpec(
+        host=host,
         trace_root=paths.traces,
         registry_root=paths.registry,
         target_dir=str(resolve_model(config.model)),
-        target_version=target_version,
-        policy=to_dict(config.policy),
-        first_version=first_version,
         trainer_threads=config.trainer_threads,
-        rollout=to_dict(config.rollout),
-        trace=to_dict(config.trace),
-        trainer_resources=to_dict(config.trainer_resources),
+        trainer_resources=config.trainer_resources,
         deployed_at=deployed_at,
     )
 

@@ -171,7 +171,7 @@ def _export_ledger(options: ExportOptions, out: Path, manifest: dict, report: Re
         spent, saved = totals.spent_s(), totals.saved_s()
         manifest["ledger"] = {
             "spent_s": spent, "saved_s": saved, "net_s": saved - spent, "saved_interval_s": list(totals.saved_interval_s()),
-            "cells": totals.rows(),
+            "cells": msgspec.to_builtins(totals.rows()),
         }  # fmt: skip
 
 
