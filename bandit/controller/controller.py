@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bandit.beliefs.observation import FeedbackSums, HostContext, JobCosts, fold
+from paceline.bandit.beliefs.observation import FeedbackSums, HostContext, JobCosts, fold, summed
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
 from paceline.bandit.controller.epoch import close_epoch, learn_history
 from paceline.bandit.controller.jobs import finish_job
@@ -59,10 +59,11 @@ class Controller:
 
     def observe(self, batch: FeedbackBatch | FeedbackSums) -> None:
         """Fold one batch; the caller gives each batch once."""
-        self._state.num_rows_dropped += batch.num_dropped
-        fold(self._state.windows, batch)
-        self._state.round_costs.fold(batch)
-        self._state.interference.fold(batch)
+        feedback = batch if isinstance(batch, FeedbackSums) else summed(batch)
+        self._state.num_rows_dropped += feedback.num_dropped
+        fold(self._state.windows, feedback)
+        self._state.round_costs.fold(feedback)
+        self._state.interference.fold(feedback)
 
     def tick(self, now: float, context: HostContext) -> list[Decision]:
         """New decisions; [] between epoch ends. At most one of them is not 'hold'.

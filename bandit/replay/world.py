@@ -268,17 +268,8 @@ class World:
             ):
                 cells += self._cell(k, d, group, version, float(tokens[d]) * share, float(lengths[d]), slow)
         drafted, plain = sum(c.drafted_rounds for c in cells), sum(c.num_rounds - c.drafted_rounds for c in cells)
-        return FeedbackSums(
-            replica_id="replay",
-            boot_epoch=1,
-            seq=k + 1,
-            batch_size=traffic.batch_size,
-            cells=cells,
-            rounds=[
-                *self._rounds(k, drafted, is_drafted=True),
-                *self._rounds(k, plain, is_drafted=False),
-            ],
-        )
+        rounds = [*self._rounds(k, drafted, is_drafted=True), *self._rounds(k, plain, is_drafted=False)]
+        return FeedbackSums(cells=cells, rounds=rounds)
 
     def _cell(
         self, k: int, d: int, group: Group, version: str, tokens: float, length: float, slow: float
@@ -306,6 +297,7 @@ class World:
                 bucket=traffic.labels[d],
                 group=str(group),
                 version=version,
+                batch_size=traffic.batch_size,
                 num_rounds=num_rounds,
                 drafted_rounds=drafted,
                 drafted_s=drafted_s,
