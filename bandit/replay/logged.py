@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
@@ -66,7 +67,6 @@ class LoggedOutcomes(SimulatedOutcomes):
         gain, se = float(job.gain or 0.0), job.gain_se
         truth = TrainTruth(
             status=job.status,
-            version=None,
             train_s=min(job.train_s, order.time_limit_s),
             shadow_s=job.shadow_s,
             seen_gain=gain,
@@ -87,10 +87,7 @@ class LoggedOutcomes(SimulatedOutcomes):
                 new[d] = self._lengths[order.base][d] * scored[job.version] / base
         self._lengths[version] = new
         self.names[version] = job.version
-        return TrainTruth(
-            status="accepted", version=version, train_s=truth.train_s, shadow_s=truth.shadow_s, seen_gain=gain,
-            seen_lower=truth.seen_lower, reason=truth.reason,
-        )  # fmt: skip
+        return msgspec.structs.replace(truth, version=version)
 
     def redraw(self, rng: np.random.Generator) -> None:
         """Forget the results of logged jobs, and draw anew what the gain model leaves open."""

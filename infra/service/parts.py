@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +125,6 @@ class ServedDrafters:
         return dict(self.engine.output.num_errors)
 
 
-@dataclass(slots=True)
-class _Adaptation:
-    """The parts that only a trainable drafter with a Redis has."""
-
-    watcher: ReplicaWatcher | None = None
-    closers: list[Callable[[], None]] = field(default_factory=list)
-
-
 def make_slots(config: ServiceConfig, target: TargetHandles, registry: DrafterRegistry) -> DrafterSlots:
     """Drafter slots with the first drafter live; its weights are put into the registry under their content id.
 
@@ -219,18 +211,23 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     with capture_progress() as progress:
         engine.warm_up(progress)
     thread.start(is_warmed_up=True)
-    closers: list[Callable[[], None]] = []
     serving = ServingState(engine, config.policy.holdback_percent if needs_taps else 0)
-    adaptation = _Adaptation()
+    watcher: ReplicaWatcher | None = None
+    closers: list[Callable[[], None]] = [] if traces is None else [traces.close]
     if feedback is not None:
         feedback.start()
-        if needs_taps:
-            spec = controller_spec(config, target.version, first_version=slots.first_version, deployed_at=deployed_at)
-            drafters = ServedDrafters(slots, registry, engine, target.version)
-            adaptation = _adapt(config, spec, drafters, serving, replica_id, feedback)
         closers.append(feedback.close)
-    if traces is not None:
-        closers.insert(0, traces.close)
+        if needs_taps:
+            drafters = ServedDrafters(slots, registry, engine, target.version)
+            watcher = ReplicaWatcher(
+                config.redis_url, keys, drafters, replica_id=replica_id, followers=serving, feedback=feedback
+            ).start()
+            spec = controller_spec(config, target.version, first_version=slots.first_version, deployed_at=deployed_at)
+            supervisor = ControllerSupervisor(spec)
+            supervisor.start()
+            closers = [supervisor.stop, watcher.stop, *closers]
+    if ranks is not None:
+        closers.append(ranks.close)
 
     def counters() -> dict[str, Any]:
         out: dict[str, Any] = {"engine": engine.stats(), "training": engine.output.is_training}
@@ -249,8 +246,8 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         target_version=target.version,
         slots=slots,
         counters=counters,
-        watcher=adaptation.watcher,
-        is_adaptive=adaptation.watcher is not None,
+        watcher=watcher,
+        is_adaptive=watcher is not None,
     )
     access, dashboard = Access.of(config), DashboardFeed(view.state, view.traffic)
     return ReplicaParts(
@@ -270,7 +267,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             open_routers=(service_router(view, access, dashboard.run), dashboard_router(view, access, dashboard)),
         ),
         thread=thread,
-        closers=[dashboard.close, *adaptation.closers, *closers, *([ranks.close] if ranks is not None else [])],
+        closers=[dashboard.close, *closers],
     )
 
 
@@ -288,20 +285,6 @@ def limit_threads(num_threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(num_threads)
-
-
-def _adapt(
-    config: ServiceConfig, spec: ControllerSpec, drafters: ServedDrafters, serving: ServingState, replica_id: str,
-    feedback: FeedbackPublisher,
-) -> _Adaptation:  # fmt: skip
-    """Start following the desired state and keep the controller alive."""
-    assert config.redis_url is not None
-    watcher = ReplicaWatcher(
-        config.redis_url, Keys(config.model_name), drafters, replica_id=replica_id, followers=serving, feedback=feedback
-    ).start()
-    supervisor = ControllerSupervisor(spec)
-    supervisor.start()
-    return _Adaptation(watcher=watcher, closers=[supervisor.stop, watcher.stop])
 
 
 class ControllerSupervisor:
