@@ -15,7 +15,8 @@ from paceline.bandit.ledger.totals import fold_entries
 from paceline.bandit.off_policy.estimate import decision_key
 from paceline.bandit.off_policy.forced import ForcedWorld, epochs_by_step
 from paceline.bandit.off_policy.sequence import Branch, Net, Trajectory, estimate
-from paceline.bandit.replay.logged import MATCH_ROWS, LoggedService, logged_config, logged_outcomes
+from paceline.bandit.replay.logged import MATCH_ROWS, LoggedService, logged_outcomes, logged_settings
+from paceline.bandit.replay.simulate import policy_config
 from paceline.contracts import Decision
 
 DRAWS = 6
@@ -55,12 +56,8 @@ def value_policy(
     if draws < 2:
         raise ValueError(f"draws must be >= 2, got {draws}")
     if policy == "never":
-        net = Net(
-            total_s=0.0, low_s=0.0, high_s=0.0, ips_s=0.0, snips_s=0.0, direct_s=0.0, untried=0.0, final_weight=1.0,
-            effective_decisions=0.0, num_acts=0, agreement=1.0,
-        )  # fmt: skip
         return PolicyNet(
-            net=net, num_decisions=service.traffic.num_steps, logged_s=sum(realised_steps(service)), verdict="exact",
+            net=Net(), num_decisions=service.traffic.num_steps, logged_s=sum(realised_steps(service)), verdict="exact",
             why="nothing is ever trained, so the net is 0 by definition", num_missed=0,
         )  # fmt: skip
     trajectory, missed = trace(service, policy, settings, draws=draws, seed=seed, report=report)
@@ -104,7 +101,7 @@ def trace(
     steps, realised = service.traffic.num_steps, realised_steps(service)
     orders = logged_orders(service)
     world = ForcedWorld(
-        service.traffic, logged_outcomes(service, seed), logged_config(service, policy, settings, seed), seed=seed,
+        service.traffic, logged_outcomes(service, seed), policy_config(policy, logged_settings(service, settings), seed), seed=seed,
         slowdown=service.scenario.slowdown, epochs=epochs_by_step(service), orders=orders,
         learned=service.learned(),
     )  # fmt: skip

@@ -111,7 +111,7 @@ class ControllerHost:
                 self.step()
                 if self._breaker.succeeded():
                     logger.info("redis is back; the controller goes on")
-                    self.session.feedback.consumer.restart()
+                    self.session.feedback.restart()
             except FencedError as e:
                 self.is_fenced = True
                 self._errors.last = str(e)

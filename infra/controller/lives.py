@@ -7,6 +7,7 @@ moment the process is killed at. Weights are deleted only after the commit that 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import msgspec
 
@@ -89,12 +90,13 @@ class Lives:
         if self._state.lifecycle.with_status(_S.LIVE) != {desired.version}:
             self._make_live(desired.version, desired.reason or "desired", now, left=_S.RETIRED, force=True)
         if canary is None and desired.canary_version:  # the state that judged it is lost
-            self._books.pending.desired = msgspec.structs.replace(
-                desired, gen=0, canary_version="", canary_percent=0, ts=now,
-                reason=f"canary {desired.canary_version} called off: nothing is known of its trial",
-            )  # fmt: skip
+            text = f"canary {desired.canary_version} called off: nothing is known of its trial"
+            self._change(desired, text, now, canary_version="", canary_percent=0)
 
     # ---- the desired record -------------------------------------------------------------------------------------
+    def _change(self, base: DesiredState, reason: str, now: float, **fields: Any) -> None:
+        self._books.pending.desired = msgspec.structs.replace(base, gen=0, reason=reason, ts=now, **fields)
+
     def want(
         self, version: str, reason: str, now: float, decision_id: int, *, left: DrafterStatus = _S.RETIRED, force: bool = False
     ) -> None:  # fmt: skip
@@ -146,10 +148,8 @@ class Lives:
             version, base.version, config, now=now, decision_id=decision_id, bucket=bucket, arm=arm
         )
         self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
-        self._books.pending.desired = msgspec.structs.replace(
-            base, gen=0, canary_version=version, canary_percent=config.canary_percent, reason=f"canary: {reason}", ts=now,
-            holdback_percent=self._holdback_percent,
-        )  # fmt: skip
+        canary = {"canary_version": version, "canary_percent": config.canary_percent}
+        self._change(base, f"canary: {reason}", now, **canary, holdback_percent=self._holdback_percent)
 
     # ---- the canary ---------------------------------------------------------------------------------------------
     def observe(self, batch: FeedbackBatch) -> None:
@@ -188,10 +188,8 @@ class Lives:
             return
         self.book_swap(now, is_superseded=True)
         self._close_canary(verdict, now)
-        self._books.pending.desired = msgspec.structs.replace(
-            desired, gen=0, canary_version="", canary_percent=0, ts=now,
-            reason=f"canary {canary.version} {verdict.outcome.value.replace('_', ' ')}: {verdict.reason}",
-        )  # fmt: skip
+        text = f"canary {canary.version} {verdict.outcome.value.replace('_', ' ')}: {verdict.reason}"
+        self._change(desired, text, now, canary_version="", canary_percent=0)
 
     def _close_canary(self, verdict: Verdict, now: float, *, left: DrafterStatus = _S.RETIRED) -> None:
         """End the trial in state, life cycle and policy; the caller writes the desired record.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -20,7 +19,7 @@ from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
 from paceline.config import RolloutConfig
 from paceline.errors import PacelineError
-from paceline.infra.controller.feedback import READ_COUNT, Feedback, FeedbackConsumer
+from paceline.infra.controller.feedback import READ_COUNT, Feedback
 from paceline.infra.controller.jobs import Jobs, Launcher, TrainCoordinator
 from paceline.infra.controller.lives import Lives, WeightPool
 from paceline.infra.controller.orders import Orders
@@ -45,8 +44,7 @@ from paceline.infra.controller.store import Books, ControllerStore, HostConfig, 
 from paceline.infra.controller.surroundings import Shards, Surroundings, Versions
 from paceline.infra.controller.traffic import TrafficStats
 from paceline.infra.state.desired import configured_desired
-from paceline.infra.state.log import ErrorCount, LogFile
-from paceline.infra.state.redis_clients import Keys
+from paceline.infra.state.log import ErrorCount
 
 logger = logging.getLogger(__name__)
 
@@ -77,19 +75,11 @@ class Session:
     ) -> None:
         """Take over (epoch), restore everything, put the configuration into force. Raises redis errors."""
         self.config, self._context_due = config, 0.0
-        keys, folder = Keys(config.model), None if config.data_dir is None else Path(config.data_dir).expanduser()
-        store = ControllerStore(
-            client,
-            keys,
-            snapshot_path=None if folder is None else folder / "controller.msgpack",
-            log_file=None if folder is None else LogFile(folder / "decisions.jsonl"),
-        )
+        store = ControllerStore(client, config)
         store.acquire_epoch()
         self.state = state = store.load()
         if state.epoch >= store.epoch:  # Redis lost its data and the file knows a higher epoch
             store.acquire_epoch(at_least=state.epoch)
-        consumer = FeedbackConsumer(client, keys)
-        consumer.ensure_group()
         is_restored = state.commit > 0
         try:
             self.controller = make_controller(state.controller)
@@ -105,9 +95,10 @@ class Session:
         self.surroundings = around = Surroundings(books, shards, registry)
         self.pool = WeightPool(books, around)
         self.lives = Lives(books, around)
-        self.feedback = Feedback(consumer, books, self.lives)
+        self.feedback = Feedback(books, self.lives)
         self.jobs = Jobs(books, around, self.lives, coordinator)
         self.orders = Orders(books, around, self.pool, self.lives, self.jobs)
+        self.feedback.ensure_group()
         self._begin(is_restored)
         self._refresh()
 
@@ -173,6 +164,8 @@ class Session:
 
 
 NUM_DECISIONS = 500
+_OF_CANARY = ("version", "incumbent", "since", "bucket", "arm", "decision_id", "num_drafted_rounds", "num_excluded")
+"""What a snapshot shows of a trial as the trial has it."""
 
 
 def snapshot_view(session: Session) -> Snapshot:
@@ -245,28 +238,19 @@ def rollout_view(state: RolloutState, config: RolloutConfig, now: float) -> Idle
     """The trial's numbers, what is frozen, how the last trial ended."""
     canary, last = state.canary, msgspec.convert(state.last, TrialEnd)
     frozen = {bucket: until for bucket, until in state.frozen.items() if until > now}
+    common = {"frozen_until": frozen, "last": last, "alpha": config.alpha, "margin": config.margin}
     if canary is None:
-        return IdleRollout(frozen_until=frozen, last=last, alpha=config.alpha, margin=config.margin, reason=last.reason)
+        return IdleRollout(**common, reason=last.reason)
     test = canary.test
     incumbent, own = test.num_requests
     return CanaryRollout(
-        frozen_until=frozen,
-        last=last,
-        alpha=config.alpha,
-        margin=config.margin,
-        version=canary.version,
-        incumbent=canary.incumbent,
+        **common,
+        **{name: getattr(canary, name) for name in _OF_CANARY},
         share_percent=canary.percent,
-        since=canary.since,
-        bucket=canary.bucket,
-        arm=canary.arm,
-        decision_id=canary.decision_id,
         num_requests=incumbent + own,
         num_canary_requests=own,
-        num_drafted_rounds=canary.num_drafted_rounds,
         min_drafted_rounds=config.min_drafted_rounds,
         num_open=len(canary.open),
-        num_excluded=canary.num_excluded,
         num_errors=list(test.errors),
         ratio=test.ratio(),
         log_evidence=Evidence(slower=test.evidence_worse(), fast_enough=test.evidence_fast_enough()),

@@ -162,11 +162,11 @@ class _SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
 class ControllerStore:
     """Redis, snapshot file and log file of one controller. Owner = one start of the controller."""
 
-    def __init__(
-        self, client: redis.Redis, keys: Keys, *, snapshot_path: Path | None = None, log_file: LogFile | None = None
-    ) -> None:
-        self.client, self.keys = client, keys
-        self._path, self._log_file = snapshot_path, log_file
+    def __init__(self, client: redis.Redis, config: HostConfig) -> None:
+        self.client, self.keys = client, Keys(config.model)
+        folder = None if config.data_dir is None else Path(config.data_dir).expanduser()
+        self._path = None if folder is None else folder / "controller.msgpack"
+        self._log_file = None if folder is None else LogFile(folder / "decisions.jsonl")
         self._num_filed = 0
         """Ledger entries that the log file has; the others are written back when Redis loses its data."""
         self.owner = uuid.uuid4().hex
