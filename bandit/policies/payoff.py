@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -75,11 +77,8 @@ class PayoffPolicy:
             "payoff",
             "{arm} on {bucket} would save {saving:.1f} s for {cost:.1f} s, less than {factor:.2f} times its cost.",
             at=best.bucket,
-            arm=best.arm.name,
-            bucket=best.bucket,
-            saving=max(best.saving_s, 0.0),
-            cost=best.cost.total_s,
             factor=view.config.hysteresis,
+            **{**_about(best), "saving": max(best.saving_s, 0.0)},
         )
 
     def _unfunded(self, view: View, paying: list[PricedJob]) -> Choice:
@@ -91,11 +90,8 @@ class PayoffPolicy:
             "the bank holds {balance:.1f} s.",
             at=best.bucket,
             margin=view.cost_margin,
-            arm=best.arm.name,
-            bucket=best.bucket,
-            saving=best.saving_s,
-            cost=best.cost.total_s,
             balance=view.balance_s,
+            **_about(best),
         )
 
     def _late(self, view: View, job: PricedJob) -> Choice | None:
@@ -113,16 +109,13 @@ class PayoffPolicy:
             "{arm} on {rows} rows of {bucket} should lift acceptance length {before:.2f} to {after:.2f} and save "
             "{saving:.1f} s at {load:.0f} tokens/s over {horizon:.0f} s for {cost:.1f} s (bank {balance:.1f} s).",
             probabilities=probabilities,
-            arm=job.arm.name,
             rows=job.arm.num_rows,
-            bucket=job.bucket,
             before=belief.length,
             after=job.length_after,
-            saving=job.saving_s,
             load=belief.load,
             horizon=view.horizon_s,
-            cost=job.cost.total_s,
             balance=view.balance_s,
+            **_about(job),
         )
 
     def _recall(self, view: View) -> Choice | None:
@@ -149,6 +142,10 @@ class PayoffPolicy:
         is_sure = recall.gain > max(least, RECALL_Z * recall.gain_se)
         is_paid = recall.saving_s > view.config.hysteresis * recall.cost_s
         return is_sure and is_paid and (recall.is_floor or recall.cost_s <= view.balance_s)
+
+
+def _about(job: PricedJob) -> dict[str, Any]:
+    return {"arm": job.arm.name, "bucket": job.bucket, "saving": job.saving_s, "cost": job.cost.total_s}
 
 
 def waiting_s(job: PricedJob, jobs: list[PricedJob]) -> float:

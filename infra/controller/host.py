@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import redis
@@ -23,9 +23,12 @@ from paceline.infra.controller.orders import CommandQueue
 from paceline.infra.controller.session import MakeController, Session, restore_controller, snapshot_view
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
 from paceline.infra.controller.store import HostConfig
-from paceline.infra.controller.surroundings import Shards, Versions
 from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, consumer_client
+
+if TYPE_CHECKING:  # both load torch
+    from paceline.adapt.data.trace_store import TraceStore
+    from paceline.adapt.versions.registry import DrafterRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +42,8 @@ class ControllerHost:
         self,
         config: HostConfig,
         *,
-        store: Shards,
-        registry: Versions,
+        store: TraceStore,
+        registry: DrafterRegistry,
         launcher: Launcher,
         clock: Clock | None = None,
         make_controller: MakeController | None = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -41,10 +42,14 @@ from paceline.infra.controller.snapshot import (
     VersionStage,
 )
 from paceline.infra.controller.store import Books, ControllerStore, HostConfig, HostState
-from paceline.infra.controller.surroundings import Shards, Surroundings, Versions
+from paceline.infra.controller.surroundings import Surroundings
 from paceline.infra.controller.traffic import TrafficStats
 from paceline.infra.state.desired import configured_desired
 from paceline.infra.state.log import ErrorCount
+
+if TYPE_CHECKING:  # both load torch
+    from paceline.adapt.data.trace_store import TraceStore
+    from paceline.adapt.versions.registry import DrafterRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +71,8 @@ class Session:
         config: HostConfig,
         client: redis.Redis,
         *,
-        shards: Shards,
-        registry: Versions,
+        shards: TraceStore,
+        registry: DrafterRegistry,
         launcher: Launcher,
         make_controller: MakeController,
         errors: ErrorCount,

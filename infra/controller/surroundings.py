@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.contracts import DrafterManifest, ReplicaReport
 from paceline.errors import DrafterMismatchError, ManifestError, PacelineError
 from paceline.infra.controller.store import Books
 from paceline.infra.state.desired import read_reports
+
+if TYPE_CHECKING:  # both load torch
+    from paceline.adapt.data.trace_store import ShardInfo, TraceStore
+    from paceline.adapt.versions.registry import DrafterRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -16,30 +20,10 @@ _MAX_SWAPS = 500
 _SWEEP_S = 30.0
 
 
-class Shards(Protocol):
-    """The trace store."""
-
-    def list_shards(self, bucket: str | None = None) -> list[Any]: ...
-
-    def enforce_limits(self, max_bytes: int, max_age_s: float, now: float) -> int: ...
-
-
-class Versions(Protocol):
-    """The drafter registry."""
-
-    def get_manifest(self, version: str, *, target_version: str | None = None) -> DrafterManifest: ...
-
-    def list(self) -> list[DrafterManifest]: ...
-
-    def has_weights(self, version: str) -> bool: ...
-
-    def delete_weights(self, version: str) -> None: ...
-
-
 class Surroundings:
     """The latest look at them; only shards and versions of this target count."""
 
-    def __init__(self, books: Books, shards: Shards, registry: Versions) -> None:
+    def __init__(self, books: Books, shards: TraceStore, registry: DrafterRegistry) -> None:
         self._books, self._state, self._shards, self.registry = books, books.state, shards, registry
         self._target, self._trace = books.config.target_version, books.config.trace
         self._sweep_due = 0.0
@@ -69,7 +53,7 @@ class Surroundings:
             except (OSError, PacelineError) as e:
                 self._books.errors.note("limits of the trace store could not be enforced", e)
 
-    def own_shards(self) -> list[Any]:
+    def own_shards(self) -> list[ShardInfo]:
         """Shards of this target, oldest first, as they are now. Raises OSError, PacelineError."""
         return [s for s in self._shards.list_shards() if self._target in ("", s.target_version)]
 
