@@ -168,9 +168,9 @@ Z90 = 1.645
 
 
 class ArmPosterior(msgspec.Struct, frozen=True, kw_only=True):
-    """Share of the reachable gain (headroom) that endless training with an arm would close, with its central 90% interval.
+    """Share of the reachable gain (headroom) that endless training with an arm would close, in [0, 1] and beyond.
 
-    1 = all of it; the misfit of the curve is not part of it.
+    low and high hold the central 90%; the misfit of the curve is not part of it.
     """
 
     arm: str
@@ -201,7 +201,8 @@ def arm_posteriors(gains: GainModel) -> list[ArmPosterior]:
             prior_sd = share * math.hypot(K_SD, ARM_SD)
             rows.append(
                 ArmPosterior(
-                    arm=name.removeprefix("arm:"), bucket=bucket, mean=middle, low=middle - Z90 * sd, high=middle + Z90 * sd,
+                    arm=name.removeprefix("arm:"), bucket=bucket,
+                    mean=middle, low=middle - Z90 * sd, high=middle + Z90 * sd,
                     prior_mean=share * K_MEAN, prior_low=share * K_MEAN - Z90 * prior_sd,
                     prior_high=share * K_MEAN + Z90 * prior_sd,
                 )

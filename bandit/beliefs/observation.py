@@ -1,6 +1,7 @@
 """Observations: feedback folded into open epochs, and what each bucket cost per group and drafter version in a closed one.
 
-Feedback arrives row by row (FeedbackBatch, which `summed` reduces), or summed already from a log or a simulated service.
+Feedback arrives row by row (FeedbackBatch, which `summed` reduces), or summed already: from a log or a simulated
+service.
 """
 
 from __future__ import annotations
@@ -135,6 +136,14 @@ class BucketObservation(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens(self, group: str | None = None) -> int:
         """Emitted tokens of a group, or of all groups."""
         return sum(s.num_tokens for s in self.stats if group is None or s.group == group)
+
+    def lengths(self) -> dict[str, RatioSums]:
+        """Version -> acceptance length of its drafted rounds, all drafter groups together."""
+        pools: dict[str, RatioSums] = {}
+        for s in self.stats:
+            if s.version and speculative(s) and s.drafted_rounds:
+                pools.setdefault(s.version, RatioSums()).merge(s.acceptance_length)
+        return pools
 
     def load(self, group: str | None = None) -> float:
         """Emitted tokens per second of the epoch."""

@@ -153,8 +153,8 @@ class Controller:
         self._state.next_decision_id += 1
         chosen = {} if choice is None else {name: getattr(choice, name) for name in ("bucket", "propensity", "reason")}
         fields: dict[str, Any] = {
-            "bucket": "", "arm": None, "version": None, "propensity": 1.0, "expected_gain": 0.0, "expected_saving_s": 0.0,
-            "expected_cost_s": 0.0, **chosen, **known,
+            "bucket": "", "arm": None, "version": None, "propensity": 1.0,
+            "expected_gain": 0.0, "expected_saving_s": 0.0, "expected_cost_s": 0.0, **chosen, **known,
         }  # fmt: skip
         number, policy = self._state.next_decision_id - 1, self._state.policy
         return Decision(decision_id=number, ts=now, action=action, policy=policy, context=context, **fields)

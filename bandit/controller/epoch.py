@@ -7,8 +7,7 @@ import math
 
 from paceline.bandit.beliefs.belief import ACTIVE_SHARE, STEADY, BucketBelief, BucketMeter, epoch_weight
 from paceline.bandit.beliefs.gain_model import further_share
-from paceline.bandit.beliefs.observation import BucketObservation, HostContext, close, speculative
-from paceline.bandit.beliefs.ratio import RatioSums
+from paceline.bandit.beliefs.observation import BucketObservation, HostContext, close
 from paceline.bandit.beliefs.recall import MANIFEST_REQUESTS
 from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
 from paceline.bandit.controller.state import ControllerState
@@ -64,11 +63,7 @@ def close_epoch(state: ControllerState, now: float, context: HostContext) -> lis
 
 
 def _has_drifted(state: ControllerState, seen: BucketObservation, start: float) -> bool:
-    lengths: dict[str, RatioSums] = {}
-    for stats in seen.stats:
-        if stats.version and speculative(stats) and stats.drafted_rounds:
-            lengths.setdefault(stats.version, RatioSums()).merge(stats.acceptance_length)
-    return state.buckets.setdefault(seen.bucket, BucketRegime(start)).update(lengths)
+    return state.buckets.setdefault(seen.bucket, BucketRegime(start)).update(seen.lengths())
 
 
 def _forget_bucket(state: ControllerState, name: str, start: float) -> None:

@@ -136,7 +136,7 @@ class ControllerState(msgspec.Struct):
         arm: str | None,
         standard_error_s: float = 0.0,
     ) -> None:
-        """Add a ledger entry, once for each (owner, kind, detail), and carry it into the realised sums of decision `owner`."""
+        """Add a ledger entry, once for each (owner, kind, detail), and carry it into its decision's realised sums."""
         entry = LedgerEntry(
             entry_id=entry_id(owner, kind, detail), ts=now, kind=kind, bucket=bucket, version=version, seconds=seconds,
             arm=arm, standard_error_s=standard_error_s,

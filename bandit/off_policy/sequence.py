@@ -54,7 +54,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Net(msgspec.Struct, frozen=True, kw_only=True):
-    """Net of a policy over one log, device-seconds, with a 95% interval; by default that of a policy that never acts."""
+    """Net of a policy over one log, device-seconds, with a 95% interval; by default of one that never acts."""
 
     total_s: float = 0.0
     low_s: float = 0.0

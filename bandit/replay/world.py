@@ -59,9 +59,16 @@ class RunResult(msgspec.Struct, kw_only=True):
 
 
 def planned_result(
-    traffic: Traffic, never_s: np.ndarray, flow: np.ndarray, spent: dict[str, float], events: list[dict[str, Any]], **nums: int
-) -> RunResult:  # fmt: skip
-    """The result of a plan that nobody decided; `never_s` and `flow` (saved less spent): (T,) device-seconds by step."""
+    traffic: Traffic,
+    never_s: np.ndarray,
+    flow: np.ndarray,
+    spent: dict[str, float],
+    events: list[dict[str, Any]],
+    *,
+    num_accepted: int,
+    num_swaps: int = 0,
+) -> RunResult:
+    """The result of a given plan; `never_s` and `flow` (saved less spent): (T,) device-seconds by step."""
     steps, total = traffic.num_steps, np.concatenate([[0.0], np.cumsum(flow)])
     at = sorted({*range(0, steps + 1, max(steps // 60, 1)), steps})
     never, net = float(never_s.sum()), float(total[-1])
@@ -74,8 +81,9 @@ def planned_result(
         curve=[round(float(total[k]), 4) for k in at],
         times=[k * traffic.step_s for k in at],
         num_jobs=len(events),
+        num_accepted=num_accepted,
+        num_swaps=num_swaps,
         events=events,
-        **nums,
     )
 
 

@@ -46,7 +46,10 @@ class Feedback:
         self._cursor = "0"
 
     def _entries(self, block_ms: int) -> list[tuple[bytes, dict[bytes, bytes] | None]]:
-        """(id, fields) of up to READ_COUNT entries; waits at most block_ms for new ones. Raises redis errors, NOGROUP after a flush."""
+        """(id, fields) of up to READ_COUNT entries; waits at most block_ms for new ones.
+
+        Raises redis errors, NOGROUP after a flush.
+        """
         if self._cursor is not None:
             reply = self._client.xreadgroup(
                 FEEDBACK_GROUP, CONSUMER, {self._keys.feedback: self._cursor}, count=READ_COUNT

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -58,8 +59,11 @@ class ControllerHost:
         self.config, self.shards, self.registry, self.launcher = config, store, registry, launcher
         self.is_fenced = False
         self._errors, self._clock = ErrorCount(), clock or SystemClock()
-        self._make_controller = make_controller or (lambda stored: restore_controller(config, stored, self._clock))
         self._make_client = make_client
+        self._make_session = partial(
+            Session, config, shards=store, registry=registry, launcher=launcher, errors=self._errors, clock=self._clock,
+            make_controller=make_controller or (lambda stored: restore_controller(config, stored, self._clock)),
+        )  # fmt: skip
         self._client: redis.Redis | None = None
         self._session: Session | None = None
         self._breaker = Breaker()
@@ -77,16 +81,7 @@ class ControllerHost:
     def connect(self) -> None:
         """Take over and restore everything; raises redis errors. Repeated calls start over from what is stored."""
         self._client = self._make_client(self.config.redis_url)
-        self._session = Session(
-            self.config,
-            self._client,
-            shards=self.shards,
-            registry=self.registry,
-            launcher=self.launcher,
-            make_controller=self._make_controller,
-            errors=self._errors,
-            clock=self._clock,
-        )
+        self._session = self._make_session(self._client)
         self._breaker.succeeded()
         self._publish_snapshot()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -243,7 +243,7 @@ def rollout_view(state: RolloutState, config: RolloutConfig, now: float) -> Idle
     """The trial's numbers, what is frozen, how the last trial ended."""
     canary, last = state.canary, msgspec.convert(state.last, TrialEnd)
     frozen = {bucket: until for bucket, until in state.frozen.items() if until > now}
-    common = {"frozen_until": frozen, "last": last, "alpha": config.alpha, "margin": config.margin}
+    common: dict[str, Any] = {"frozen_until": frozen, "last": last, "alpha": config.alpha, "margin": config.margin}
     if canary is None:
         return IdleRollout(**common, reason=last.reason)
     test = canary.test

@@ -188,7 +188,7 @@ class FeedbackPublisher:
             pipe.xadd(self._keys.feedback, {"v": data}, maxlen=self._config.max_stream_entries, approximate=True)
         try:
             replies = pipe.execute(raise_on_error=False)
-        except (*OUTAGE_ERRORS, RedisError) as e:
+        except (RedisError, OSError) as e:
             self._note_outage(e)
             return False
         for (_, rows, _), reply in zip(batches, replies, strict=True):

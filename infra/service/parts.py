@@ -218,6 +218,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         feedback.start()
         closers.append(feedback.close)
         if needs_taps:
+            assert config.redis_url is not None, "feedback is sent to it"
             drafters = ServedDrafters(slots, registry, engine, target.version)
             watcher = ReplicaWatcher(
                 config.redis_url, keys, drafters, replica_id=replica_id, followers=serving, feedback=feedback

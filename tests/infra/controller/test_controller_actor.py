@@ -49,9 +49,11 @@ def cluster():
 def spec(cluster, shared_redis, keys, tmp_path):
     made = ControllerSpec(
         host=HostConfig(
-            redis_url=shared_redis.url, model=keys.model, data_dir=tmp_path, target_version="t", policy=PolicyConfig(policy="never")
+            redis_url=shared_redis.url, model=keys.model, data_dir=tmp_path, target_version="t",
+            policy=PolicyConfig(policy="never"),
         ),
-        trace_root=str(tmp_path / "traces"), registry_root=str(tmp_path / "registry"), target_dir=str(tmp_path / "no-target"),
+        trace_root=str(tmp_path / "traces"), registry_root=str(tmp_path / "registry"),
+        target_dir=str(tmp_path / "no-target"),
     )  # fmt: skip
     yield made
     stop_controller(keys.model)
