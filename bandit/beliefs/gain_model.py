@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -168,12 +167,25 @@ Z90 = 1.645
 """Half-width of a central 90% interval of a normal distribution, in standard deviations."""
 
 
-def arm_posteriors(gains: GainModel) -> list[dict[str, Any]]:
-    """One row for each arm that was ever priced, and one for each arm and bucket; reads only, nothing is learned.
+class ArmPosterior(msgspec.Struct, frozen=True, kw_only=True):
+    """Share of the reachable gain (headroom) that endless training with an arm would close, in [0, 1] and beyond.
 
-    `mean`, `low` and `high` are the share of the reachable gain (headroom) that endless training with the arm would close:
-    1 = all of it; the interval holds 90%. bucket None = over all buckets. The misfit of the curve is not part of it.
+    low and high hold the central 90%; the misfit of the curve is not part of it.
     """
+
+    arm: str
+    bucket: str | None
+    """None = over all buckets."""
+    mean: float
+    low: float
+    high: float
+    prior_mean: float
+    prior_low: float
+    prior_high: float
+
+
+def arm_posteriors(gains: GainModel) -> list[ArmPosterior]:
+    """One row for each arm that was ever priced, and one for each arm and bucket; reads only, nothing is learned."""
     mean, cov = np.asarray(gains.mean), np.asarray(gains.cov)
     buckets = [n.removeprefix("bucket:") for n in gains.names if n.startswith("bucket:")]
     rows = []
@@ -188,17 +200,13 @@ def arm_posteriors(gains: GainModel) -> list[dict[str, Any]]:
             middle, sd = float(x @ mean), math.sqrt(max(float(x @ cov @ x), 0.0))
             prior_sd = share * math.hypot(K_SD, ARM_SD)
             rows.append(
-                {
-                    "arm": name.removeprefix("arm:"),
-                    "bucket": bucket,
-                    "mean": middle,
-                    "low": middle - Z90 * sd,
-                    "high": middle + Z90 * sd,
-                    "prior_mean": share * K_MEAN,
-                    "prior_low": share * K_MEAN - Z90 * prior_sd,
-                    "prior_high": share * K_MEAN + Z90 * prior_sd,
-                }
-            )
+                ArmPosterior(
+                    arm=name.removeprefix("arm:"), bucket=bucket,
+                    mean=middle, low=middle - Z90 * sd, high=middle + Z90 * sd,
+                    prior_mean=share * K_MEAN, prior_low=share * K_MEAN - Z90 * prior_sd,
+                    prior_high=share * K_MEAN + Z90 * prior_sd,
+                )
+            )  # fmt: skip
     return rows
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from paceline.bandit.beliefs.observation import FeedbackSums
-from paceline.contracts import FeedbackBatch
 
 MIN_ROWS = 20
 """Rounds without training that a baseline needs."""
@@ -19,13 +18,8 @@ class Mean(msgspec.Struct):
     n: float = 0.0
     mean: float = 0.0
 
-    def add(self, value: float, memory: float = float("inf")) -> None:
-        """Fold one value; past `memory` values the mean is exponential."""
-        self.n = min(self.n + 1.0, memory)
-        self.mean += (value - self.mean) / self.n
-
-    def add_many(self, value: float, count: float, memory: float = float("inf")) -> None:
-        """Fold `count` values whose mean is `value`."""
+    def add(self, value: float, count: float, memory: float = float("inf")) -> None:
+        """Fold `count` values whose mean is `value`; past `memory` values the mean is exponential."""
         self.n = min(self.n + count, memory)
         self.mean += (value - self.mean) * min(count / self.n, 1.0)
 
@@ -47,24 +41,12 @@ class Interference(msgspec.Struct):
     training: dict[int, Mean] = {}
     """Of the open epoch."""
 
-    def fold(self, batch: FeedbackBatch | FeedbackSums) -> None:
-        """Add a batch's rows."""
-        if isinstance(batch, FeedbackSums):
-            for seen in batch.rounds:
-                key = seen.batch_size * 2 + seen.is_drafted
-                if seen.is_training:
-                    self.training.setdefault(key, Mean()).add_many(seen.mean_s, seen.num_rounds)
-                else:
-                    self.idle.setdefault(key, Mean()).add_many(seen.mean_s, seen.num_rounds, MEMORY_ROWS)
-            return
-        for size, drafted, ms, busy in zip(
-            batch.batch_size, batch.num_draft_tokens, batch.share_ms, batch.is_training, strict=True
-        ):
-            key = size * 2 + (drafted > 0)
-            if busy:
-                self.training.setdefault(key, Mean()).add(ms / 1000.0)
-            else:
-                self.idle.setdefault(key, Mean()).add(ms / 1000.0, MEMORY_ROWS)
+    def fold(self, feedback: FeedbackSums) -> None:
+        """Add its rounds."""
+        for seen in feedback.rounds:
+            means, memory = (self.training, float("inf")) if seen.is_training else (self.idle, MEMORY_ROWS)
+            key = seen.batch_size * 2 + seen.is_drafted
+            means.setdefault(key, Mean()).add(seen.mean_s, seen.num_rounds, memory)
 
     def close(self) -> Slowdown | None:
         """End the epoch. None when no job ran or no round has a baseline; unmatched rounds get the matched slow-down."""

@@ -65,8 +65,7 @@ class CostModel(msgspec.Struct):
 
     def predict(self, arm: ArmSpec, *, busy: float, num_replicas: int) -> JobCost:
         """Cost of one job; busy = device-seconds that serving uses per second."""
-        scale = self.by_arm[arm.name].value() if arm.name in self.by_arm else self.all_jobs.value()
-        training = prior_training_s(arm) * scale
+        training = prior_training_s(arm) * self._scale(arm)
         shadow = SHADOW_PRIOR_S * self.shadow.value()
         return JobCost(
             training_s=training,
@@ -85,11 +84,7 @@ class CostModel(msgspec.Struct):
 
     def update(self, arm: ArmSpec, train_s: float, shadow_s: float, staging_s: float, num_replicas: int) -> None:
         """Learn from a finished job that was not cut short; seconds measured, staging_s 0 when nothing was staged."""
-        self.num_measured += 1
-        ratio = train_s / prior_training_s(arm)
-        start = self.all_jobs.value()
-        self.by_arm.setdefault(arm.name, Scale(PRIOR_WEIGHT, PRIOR_WEIGHT * start)).update(ratio)
-        self.all_jobs.update(ratio)
+        self._measured(arm, train_s / prior_training_s(arm))
         if shadow_s > 0:
             self.shadow.update(shadow_s / SHADOW_PRIOR_S)
         if staging_s > 0:
@@ -97,12 +92,20 @@ class CostModel(msgspec.Struct):
 
     def update_cut_short(self, arm: ArmSpec, train_s: float) -> None:
         """Learn from a job that was stopped: it would have cost at least this much, so only an excess teaches."""
-        scale = self.by_arm[arm.name].value() if arm.name in self.by_arm else self.all_jobs.value()
         ratio = train_s / prior_training_s(arm)
+        if ratio > self._scale(arm):
+            self._measured(arm, ratio)
+        else:
+            self.num_measured += 1
+
+    def _scale(self, arm: ArmSpec) -> float:
+        return self.by_arm.get(arm.name, self.all_jobs).value()
+
+    def _measured(self, arm: ArmSpec, ratio: float) -> None:
         self.num_measured += 1
-        if ratio > scale:
-            self.by_arm.setdefault(arm.name, Scale(PRIOR_WEIGHT, PRIOR_WEIGHT * scale)).update(ratio)
-            self.all_jobs.update(ratio)
+        start = self.all_jobs.value()
+        self.by_arm.setdefault(arm.name, Scale(PRIOR_WEIGHT, PRIOR_WEIGHT * start)).update(ratio)
+        self.all_jobs.update(ratio)
 
     def observe_slowdown(self, relative: float, weight: float) -> None:
         """Blend in a measured relative slow-down; weight in [0, 1]."""

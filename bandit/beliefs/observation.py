@@ -1,25 +1,25 @@
 """Observations: feedback folded into open epochs, and what each bucket cost per group and drafter version in a closed one.
 
-Feedback arrives row by row (FeedbackBatch), or summed already (FeedbackSums: from a log or a simulated service).
+Feedback arrives row by row (FeedbackBatch, which `summed` reduces), or summed already: from a log or a simulated
+service.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
-import numpy as np
 
 from paceline.bandit.beliefs.ratio import RatioSums
 from paceline.contracts import FeedbackBatch, Group
 
 
 class CellSums(msgspec.Struct, frozen=True, kw_only=True):
-    """Rounds of one (bucket, group, drafter version), summed by request."""
+    """Rounds of one (bucket, group, drafter version) at one batch size, summed by request."""
 
     bucket: str
     group: str
     version: str
+    batch_size: int = 1
+    """Requests in the rounds."""
     num_rounds: int
     """Rounds, with or without a draft."""
     drafted_rounds: int
@@ -47,13 +47,8 @@ class RoundMean(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FeedbackSums(msgspec.Struct, frozen=True, kw_only=True):
-    """What one producer reports for a span of time; folded like a FeedbackBatch, once per (replica, boot, seq)."""
+    """What producers report for a span of time."""
 
-    replica_id: str
-    boot_epoch: int
-    seq: int
-    batch_size: int
-    """Requests in the rounds."""
     cells: list[CellSums]
     rounds: list[RoundMean] = []
     num_dropped: int = 0
@@ -142,78 +137,74 @@ class BucketObservation(msgspec.Struct, frozen=True, kw_only=True):
         """Emitted tokens of a group, or of all groups."""
         return sum(s.num_tokens for s in self.stats if group is None or s.group == group)
 
+    def lengths(self) -> dict[str, RatioSums]:
+        """Version -> acceptance length of its drafted rounds, all drafter groups together."""
+        pools: dict[str, RatioSums] = {}
+        for s in self.stats:
+            if s.version and speculative(s) and s.drafted_rounds:
+                pools.setdefault(s.version, RatioSums()).merge(s.acceptance_length)
+        return pools
+
     def load(self, group: str | None = None) -> float:
         """Emitted tokens per second of the epoch."""
         return self.num_tokens(group) / max(self.end - self.start, 1e-9)
 
 
-def _codes(values: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
-    names, codes = np.unique(np.asarray(list(values), dtype=object).astype(str), return_inverse=True)
-    return names, codes.reshape(-1)
-
-
-def fold(windows: dict[str, Window], batch: FeedbackBatch | FeedbackSums) -> None:
-    """Add a batch's rows to the open epochs, in place. Device seconds = share_ms / 1000; rows in any order."""
-    if isinstance(batch, FeedbackSums):
-        for cell_sums in batch.cells:
-            _fold_sums(windows, cell_sums, batch.batch_size)
-        return
-    n = len(batch.request_id)
-    if n == 0:
-        return
-    axes = [_codes(c) for c in (batch.bucket, batch.group, batch.drafter_version, batch.request_id)]
-    key = np.zeros(n, dtype=np.int64)
-    for names, codes in axes:
-        key = key * len(names) + codes
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    seconds = np.asarray(batch.share_ms, dtype=np.float64) / 1000.0
-    tokens = np.asarray(batch.num_emitted_tokens, dtype=np.float64)
-    drafted = np.asarray(batch.num_draft_tokens) > 0
-    kept = np.asarray(batch.num_accepted_tokens, dtype=np.float64) + 1.0
-
-    def total(weights: np.ndarray) -> np.ndarray:
-        return np.bincount(inverse, weights=weights, minlength=len(first))
-
-    sums = {
-        "rounds": total(np.ones(n)),
-        "s": total(seconds),
-        "tokens": total(tokens),
-        "drafted": total(drafted.astype(np.float64)),
-        "kept": total(np.where(drafted, kept, 0.0)),
-        "drafted_s": total(np.where(drafted, seconds, 0.0)),
-        "plain_tokens": total(np.where(drafted, 0.0, tokens)),
-        "batch": total(np.asarray(batch.batch_size, dtype=np.float64)),
-    }
-    for u, i in enumerate(first):
-        window = windows.setdefault(batch.bucket[i], Window())
-        cell = window.cells.setdefault(batch.group[i], {}).setdefault(batch.drafter_version[i], Cell())
-        cell.num_rounds += int(sums["rounds"][u])
-        cell.drafted_rounds += int(sums["drafted"][u])
-        cell.drafted_s += float(sums["drafted_s"][u])
-        cell.plain_s += float(sums["s"][u] - sums["drafted_s"][u])
-        cell.plain_tokens += int(sums["plain_tokens"][u])
-        entry = cell.requests.setdefault(batch.request_id[i], [0.0, 0.0, 0.0, 0.0])
-        for j, name in enumerate(("s", "tokens", "drafted", "kept")):
-            entry[j] += float(sums[name][u])
-        window.batch_rows += int(sums["rounds"][u])
-        window.batch_sum += round(sums["batch"][u])
-
-
-def _fold_sums(windows: dict[str, Window], sums: CellSums, batch_size: int) -> None:
-    window = windows.setdefault(sums.bucket, Window())
-    cell = window.cells.setdefault(sums.group, {}).setdefault(sums.version, Cell())
-    cell.num_rounds += sums.num_rounds
-    cell.drafted_rounds += sums.drafted_rounds
-    cell.drafted_s += sums.drafted_s
-    cell.plain_s += sums.plain_s
-    cell.plain_tokens += sums.plain_tokens
-    for request_id, values in sums.requests.items():
+def summed(batch: FeedbackBatch) -> FeedbackSums:
+    """A batch's rows, in any order, as sums. Device seconds = share_ms / 1000."""
+    cells: dict[tuple[str, str, str, int], Cell] = {}
+    rounds: dict[tuple[int, bool, bool], list[float]] = {}
+    rows = zip(
+        batch.bucket, batch.group, batch.drafter_version, batch.batch_size, batch.request_id, batch.share_ms,
+        batch.num_emitted_tokens, batch.num_draft_tokens, batch.num_accepted_tokens, batch.is_training, strict=True,
+    )  # fmt: skip
+    for bucket, group, version, size, request_id, share_ms, tokens, num_drafts, num_accepted, is_training in rows:
+        seconds, is_drafted = share_ms / 1000.0, num_drafts > 0
+        cell = cells.setdefault((bucket, group, version, size), Cell())
+        cell.num_rounds += 1
         entry = cell.requests.setdefault(request_id, [0.0, 0.0, 0.0, 0.0])
-        for j, value in enumerate(values):
-            entry[j] += value
-    window.batch_rows += sums.num_rounds
-    window.batch_sum += sums.num_rounds * batch_size
+        entry[0] += seconds
+        entry[1] += tokens
+        if is_drafted:
+            cell.drafted_s += seconds
+            cell.drafted_rounds += 1
+            entry[2] += 1.0
+            entry[3] += num_accepted + 1.0
+        else:
+            cell.plain_s += seconds
+            cell.plain_tokens += tokens
+        seen = rounds.setdefault((size, is_drafted, is_training), [0, 0.0])
+        seen[0] += 1
+        seen[1] += seconds
+    return FeedbackSums(
+        cells=[
+            CellSums(bucket=b, group=g, version=v, batch_size=size, **msgspec.structs.asdict(cell))
+            for (b, g, v, size), cell in cells.items()
+        ],
+        rounds=[
+            RoundMean(batch_size=size, is_drafted=drafted, is_training=busy, num_rounds=int(n), mean_s=total_s / n)
+            for (size, drafted, busy), (n, total_s) in rounds.items()
+        ],
+        num_dropped=batch.num_dropped,
+    )
+
+
+def fold(windows: dict[str, Window], feedback: FeedbackSums) -> None:
+    """Add sums to the open epochs, in place."""
+    for sums in feedback.cells:
+        window = windows.setdefault(sums.bucket, Window())
+        cell = window.cells.setdefault(sums.group, {}).setdefault(sums.version, Cell())
+        cell.num_rounds += sums.num_rounds
+        cell.drafted_rounds += sums.drafted_rounds
+        cell.drafted_s += sums.drafted_s
+        cell.plain_s += sums.plain_s
+        cell.plain_tokens += sums.plain_tokens
+        for request_id, values in sums.requests.items():
+            entry = cell.requests.setdefault(request_id, [0.0, 0.0, 0.0, 0.0])
+            for j, value in enumerate(values):
+                entry[j] += value
+        window.batch_rows += sums.num_rounds
+        window.batch_sum += sums.num_rounds * sums.batch_size
 
 
 def close(bucket: str, window: Window, start: float, end: float) -> BucketObservation:

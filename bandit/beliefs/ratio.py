@@ -32,21 +32,13 @@ class RatioSums(msgspec.Struct):
 
     def merge(self, other: RatioSums) -> None:
         """Add another pool's units."""
-        self.n += other.n
-        self.y += other.y
-        self.x += other.x
-        self.yy += other.yy
-        self.xx += other.xx
-        self.xy += other.xy
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def discount(self, factor: float) -> None:
         """Weigh everything seen so far by `factor` in [0, 1]."""
-        self.n *= factor
-        self.y *= factor
-        self.x *= factor
-        self.yy *= factor
-        self.xx *= factor
-        self.xy *= factor
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) * factor)
 
     def ratio(self) -> float | None:
         """sum(y) / sum(x), None without data."""

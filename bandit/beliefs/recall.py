@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from paceline.bandit.beliefs.observation import BucketObservation, speculative
+from paceline.bandit.beliefs.observation import BucketObservation
 from paceline.bandit.beliefs.ratio import RatioSums
 from paceline.contracts import TrainResult
 
@@ -46,11 +46,7 @@ class ScoreTable(msgspec.Struct):
     def observe(self, observation: BucketObservation) -> None:
         """Fold one epoch's realised acceptance, hold-back group included."""
         keep = 0.5 ** ((observation.end - observation.start) / HALF_LIFE_S)
-        by_version: dict[str, RatioSums] = {}
-        for stats in observation.stats:
-            if stats.version and speculative(stats) and stats.drafted_rounds:
-                by_version.setdefault(stats.version, RatioSums()).merge(stats.acceptance_length)
-        for version, pool in by_version.items():
+        for version, pool in observation.lengths().items():
             realised = self._score(observation.bucket, version).realised
             realised.discount(keep)
             realised.merge(pool)

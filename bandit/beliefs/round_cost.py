@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
 from paceline.bandit.beliefs.belief import FAST, PLAIN_SHARE, BatchCost
 from paceline.bandit.beliefs.observation import FeedbackSums
-from paceline.contracts import FeedbackBatch, Group
+from paceline.contracts import Group
 
 HALF_LIFE_S = 300.0
 """Of the price of a round at one batch size: hardware and tree budget change slowly."""
@@ -53,44 +52,18 @@ class RoundCosts(msgspec.Struct):
 
     sums: dict[str, dict[int, RoundSums]] = {}
 
-    def fold(self, batch: FeedbackBatch | FeedbackSums) -> None:
-        """Add a batch's rows; requests without a drafter are left out."""
-        if isinstance(batch, FeedbackSums):
-            for cell in batch.cells:
-                if cell.group == Group.PLAIN:
-                    continue
-                sums = self._at(cell.bucket, size_class(batch.batch_size))
-                sums.drafted_s += cell.drafted_s
-                sums.drafted_rounds += cell.drafted_rounds
-                sums.plain_s += cell.plain_s
-                sums.plain_rounds += cell.num_rounds - cell.drafted_rounds
-                if cell.group == Group.ADAPTIVE:
-                    sums.tokens += sum(values[1] for values in cell.requests.values())
-            return
-        self._fold_rows(batch)
-
-    def _fold_rows(self, batch: FeedbackBatch) -> None:
-        buckets = np.asarray(batch.bucket, dtype=object)
-        groups = np.asarray(batch.group, dtype=object)
-        sizes = np.asarray([size_class(b) for b in batch.batch_size], dtype=np.int64)
-        seconds = np.asarray(batch.share_ms, dtype=np.float64) / 1000.0
-        tokens = np.asarray(batch.num_emitted_tokens, dtype=np.float64)
-        is_drafted = np.asarray(batch.num_draft_tokens) > 0
-        has_drafter = groups != str(Group.PLAIN)
-        for bucket in sorted(set(batch.bucket)):
-            for size in np.unique(sizes[buckets == bucket]).tolist():
-                rows = (buckets == bucket) & (sizes == size) & has_drafter
-                if not rows.any():
-                    continue
-                sums = self._at(bucket, size)
-                sums.drafted_s += float(seconds[rows & is_drafted].sum())
-                sums.drafted_rounds += float((rows & is_drafted).sum())
-                sums.plain_s += float(seconds[rows & ~is_drafted].sum())
-                sums.plain_rounds += float((rows & ~is_drafted).sum())
-                sums.tokens += float(tokens[rows & (groups == str(Group.ADAPTIVE))].sum())
-
-    def _at(self, bucket: str, size: int) -> RoundSums:
-        return self.sums.setdefault(bucket, {}).setdefault(size, RoundSums())
+    def fold(self, feedback: FeedbackSums) -> None:
+        """Add its cells; requests without a drafter are left out."""
+        for cell in feedback.cells:
+            if cell.group == Group.PLAIN:
+                continue
+            sums = self.sums.setdefault(cell.bucket, {}).setdefault(size_class(cell.batch_size), RoundSums())
+            sums.drafted_s += cell.drafted_s
+            sums.drafted_rounds += cell.drafted_rounds
+            sums.plain_s += cell.plain_s
+            sums.plain_rounds += cell.num_rounds - cell.drafted_rounds
+            if cell.group == Group.ADAPTIVE:
+                sums.tokens += sum(values[1] for values in cell.requests.values())
 
     def fade(self, seconds: float) -> None:
         """Begin a new epoch, `seconds` after the last one began; called before its rows are folded."""

@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bandit.beliefs.observation import FeedbackSums, HostContext, JobCosts, fold
+from paceline.bandit.beliefs.observation import FeedbackSums, HostContext, JobCosts, fold, summed
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
 from paceline.bandit.controller.epoch import close_epoch, learn_history
 from paceline.bandit.controller.jobs import finish_job
 from paceline.bandit.controller.policy_inputs import build_view, remember_epoch
 from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRecord, pack_rng, unpack_rng
 from paceline.bandit.controller.view import PolicyView, policy_view
-from paceline.bandit.ledger.ledger import Bank, contradictions, entry_id
+from paceline.bandit.ledger.ledger import Bank, contradictions
 from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.bandit.policies.pricing import PricedJob, price_jobs, recall_rate
 from paceline.bandit.policies.table import POLICIES, SELF_FUNDED, Choice, View, make_policy
@@ -59,10 +59,11 @@ class Controller:
 
     def observe(self, batch: FeedbackBatch | FeedbackSums) -> None:
         """Fold one batch; the caller gives each batch once."""
-        self._state.num_rows_dropped += batch.num_dropped
-        fold(self._state.windows, batch)
-        self._state.round_costs.fold(batch)
-        self._state.interference.fold(batch)
+        feedback = batch if isinstance(batch, FeedbackSums) else summed(batch)
+        self._state.num_rows_dropped += feedback.num_dropped
+        fold(self._state.windows, feedback)
+        self._state.round_costs.fold(feedback)
+        self._state.interference.fold(feedback)
 
     def tick(self, now: float, context: HostContext) -> list[Decision]:
         """New decisions; [] between epoch ends. At most one of them is not 'hold'.
@@ -112,18 +113,11 @@ class Controller:
             state.last_hold = key
         else:
             state.last_hold = ""
-        common: dict[str, Any] = {
-            "ts": now,
-            "bucket": choice.bucket,
-            "policy": state.policy,
-            "propensity": choice.propensity,
-            "reason": choice.reason,
-        }
         facts = {
             **self._facts(view, choice.bucket), "compared": choice.numbers, "probabilities": choice.probabilities,
         }  # fmt: skip
         if choice.job is not None:
-            decision = self._order(choice.job, view, now, context, common, facts)
+            decision = self._order(choice, choice.job, view, now, context, facts)
         elif choice.recall is not None:
             recall = choice.recall
             maker = state.actions.get(state.owner.get(context.live_version, 0))
@@ -133,43 +127,40 @@ class Controller:
                 and state.regime is not None
                 and state.last_swap >= state.regime.start
             )
-            decision = Decision(
-                decision_id=self._next_id(),
-                action="rollback" if is_regression else "recall",
-                arm=None,
+            decision = self._decision(
+                "rollback" if is_regression else "recall",
+                now,
+                {**facts, "gain_se": recall.gain_se, "left_version": context.live_version},
+                choice,
                 version=recall.version,
-                context={**facts, "gain_se": recall.gain_se, "left_version": context.live_version},
                 expected_gain=recall.gain,
                 expected_saving_s=recall.saving_s,
                 expected_cost_s=recall.cost_s,
-                **common,
             )
             state.owner[recall.version] = decision.decision_id
             state.last_swap = now
         else:
-            decision = Decision(
-                decision_id=self._next_id(),
-                action="hold",
-                arm=None,
-                version=context.live_version or None,
-                context={**facts, "code": choice.code},
-                expected_gain=0.0,
-                expected_saving_s=0.0,
-                expected_cost_s=0.0,
-                **common,
-            )
+            facts["code"] = choice.code
+            decision = self._decision("hold", now, facts, choice, version=context.live_version or None)
         state.remember(decision)
         log.info("decision id=%d action=%s reason=%s", decision.decision_id, decision.action, decision.reason)
         return [decision]
 
+    def _decision(
+        self, action: str, now: float, context: dict[str, Any], choice: Choice | None = None, **known: Any
+    ) -> Decision:
+        """A decision with the next id; `known` are fields that differ from those of an action that changes nothing."""
+        self._state.next_decision_id += 1
+        chosen = {} if choice is None else {name: getattr(choice, name) for name in ("bucket", "propensity", "reason")}
+        fields: dict[str, Any] = {
+            "bucket": "", "arm": None, "version": None, "propensity": 1.0,
+            "expected_gain": 0.0, "expected_saving_s": 0.0, "expected_cost_s": 0.0, **chosen, **known,
+        }  # fmt: skip
+        number, policy = self._state.next_decision_id - 1, self._state.policy
+        return Decision(decision_id=number, ts=now, action=action, policy=policy, context=context, **fields)
+
     def _order(
-        self,
-        job: PricedJob,
-        view: View,
-        now: float,
-        context: HostContext,
-        common: dict[str, Any],
-        facts: dict[str, Any],
+        self, choice: Choice, job: PricedJob, view: View, now: float, context: HostContext, facts: dict[str, Any]
     ) -> Decision:
         state, belief = self._state, view.beliefs[job.bucket]
         limit = self._config.job_time_limit_s
@@ -177,12 +168,10 @@ class Controller:
             busy = sum(b.busy for b in view.beliefs.values() if b.is_active)
             after = job.cost.shadow_s + job.cost.staging_s
             limit = self.bank().time_limit_s(limit, state.costs.slowdown * busy, after)
-        decision = Decision(
-            decision_id=self._next_id(),
-            action="train",
-            arm=job.arm.name,
-            version=None,
-            context={
+        decision = self._decision(
+            "train",
+            now,
+            {
                 **facts,
                 "arm": msgspec.to_builtins(job.arm),
                 "base_version": context.live_version,
@@ -192,10 +181,11 @@ class Controller:
                 "length_after": job.length_after,
                 "cost": msgspec.to_builtins(job.cost),
             },
+            choice,
+            arm=job.arm.name,
             expected_gain=job.gain,
             expected_saving_s=job.saving_s,
             expected_cost_s=job.cost.total_s,
-            **common,
         )
         state.job = JobRecord(
             decision_id=decision.decision_id,
@@ -228,10 +218,6 @@ class Controller:
             "num_recalls_priced": len(view.recalls),
         }
 
-    def _next_id(self) -> int:
-        self._state.next_decision_id += 1
-        return self._state.next_decision_id - 1
-
     def arm_of(self, decision: Decision) -> ArmSpec:
         """The ArmSpec of a train decision (num_rows = rows to use). Raises ValueError for other actions."""
         if decision.action != "train":
@@ -259,16 +245,8 @@ class Controller:
         decision = self._state.actions.get(decision_id)
         if decision is None:
             return None
-        entry = LedgerEntry(
-            entry_id=entry_id(decision_id, "staging", tag),
-            ts=now,
-            kind="staging",
-            bucket=decision.bucket,
-            version=decision.version,
-            seconds=seconds,
-            arm=decision.arm or self._state.made_by.get(decision.version or ""),
-        )
-        self._state.book(entry, decision_id)
+        arm = decision.arm or self._state.made_by.get(decision.version or "")
+        self._state.book("staging", tag, seconds, now, decision_id, decision.bucket, decision.version, arm)
         return self._state.actions[decision_id]
 
     def canary_ended(self, decision_id: int, outcome: str) -> Decision | None:
@@ -298,21 +276,7 @@ class Controller:
         if action not in ("pin", "rollback"):
             raise ValueError(f"action must be 'pin' or 'rollback', got {action!r}")
         left = state.context.live_version if state.context is not None else ""
-        decision = Decision(
-            decision_id=self._next_id(),
-            ts=now,
-            bucket="",
-            action=action,
-            arm=None,
-            version=version,
-            policy=state.policy,
-            context={"left_version": left},
-            expected_gain=0.0,
-            expected_saving_s=0.0,
-            expected_cost_s=0.0,
-            propensity=1.0,
-            reason=reason,
-        )
+        decision = self._decision(action, now, {"left_version": left}, version=version, reason=reason)
         if action == "pin":
             state.pinned = version
         else:

@@ -7,15 +7,13 @@ import math
 
 from paceline.bandit.beliefs.belief import ACTIVE_SHARE, STEADY, BucketBelief, BucketMeter, epoch_weight
 from paceline.bandit.beliefs.gain_model import further_share
-from paceline.bandit.beliefs.observation import BucketObservation, HostContext, close, speculative
-from paceline.bandit.beliefs.ratio import RatioSums
+from paceline.bandit.beliefs.observation import BucketObservation, HostContext, close
 from paceline.bandit.beliefs.recall import MANIFEST_REQUESTS
 from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
 from paceline.bandit.controller.state import ControllerState
-from paceline.bandit.ledger.ledger import entry_id
 from paceline.bandit.policies.pricing import MAX_HEADROOM, PRIOR_BEST_LENGTH
 from paceline.config import PolicyConfig
-from paceline.contracts import Group, LedgerEntry
+from paceline.contracts import Group
 
 
 def close_epoch(state: ControllerState, now: float, context: HostContext) -> list[str]:
@@ -65,11 +63,7 @@ def close_epoch(state: ControllerState, now: float, context: HostContext) -> lis
 
 
 def _has_drifted(state: ControllerState, seen: BucketObservation, start: float) -> bool:
-    lengths: dict[str, RatioSums] = {}
-    for stats in seen.stats:
-        if stats.version and speculative(stats) and stats.drafted_rounds:
-            lengths.setdefault(stats.version, RatioSums()).merge(stats.acceptance_length)
-    return state.buckets.setdefault(seen.bucket, BucketRegime(start)).update(lengths)
+    return state.buckets.setdefault(seen.bucket, BucketRegime(start)).update(seen.lengths())
 
 
 def _forget_bucket(state: ControllerState, name: str, start: float) -> None:
@@ -87,19 +81,9 @@ def _forget_bucket(state: ControllerState, name: str, start: float) -> None:
 def _book_savings(state: ControllerState, name: str, seen: BucketObservation, now: float, first_version: str) -> None:
     for booking in state.savings.close(seen, first_version):
         owner = state.owner.get(booking.version)
-        state.book(
-            LedgerEntry(
-                entry_id=entry_id(owner, "saving", f"e{state.epoch}:{name}:{booking.version}"),
-                ts=now,
-                kind="saving",
-                bucket=name,
-                version=booking.version,
-                seconds=booking.seconds,
-                arm=state.made_by.get(booking.version),
-                standard_error_s=booking.standard_error_s,
-            ),
-            owner,
-        )
+        version, detail = booking.version, f"e{state.epoch}:{name}:{booking.version}"
+        arm, error_s = state.made_by.get(version), booking.standard_error_s
+        state.book("saving", detail, booking.seconds, now, owner, name, version, arm, error_s)
 
 
 def _book_interference(state: ControllerState, start: float, now: float) -> None:
@@ -111,18 +95,8 @@ def _book_interference(state: ControllerState, start: float, now: float) -> None
     owner = state.last_job_id if is_ours else None
     decision = state.actions.get(owner) if owner is not None else None
     if slowdown.seconds > 0:
-        state.book(
-            LedgerEntry(
-                entry_id=entry_id(owner, "interference", f"e{state.epoch}"),
-                ts=now,
-                kind="interference",
-                bucket=decision.bucket if decision is not None else "",
-                version=None,
-                seconds=slowdown.seconds,
-                arm=decision.arm if decision is not None else None,
-            ),
-            owner,
-        )
+        bucket, arm = (decision.bucket, decision.arm) if decision is not None else ("", None)
+        state.book("interference", f"e{state.epoch}", slowdown.seconds, now, owner, bucket, None, arm)
 
 
 def drifted_buckets(state: ControllerState) -> set[str]:

@@ -9,11 +9,10 @@ from paceline.bandit.beliefs.gain_model import POWER
 from paceline.bandit.beliefs.observation import JobCosts
 from paceline.bandit.controller.epoch import bucket_beliefs, learned_rows
 from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRecord
-from paceline.bandit.ledger.ledger import entry_id
 from paceline.bandit.policies.pricing import price_recalls
 from paceline.bandit.policies.table import SELF_FUNDED
 from paceline.config import PolicyConfig
-from paceline.contracts import LedgerEntry, TrainResult
+from paceline.contracts import TrainResult
 
 CUT_SHARE = 0.97
 """A job that used this share of its time limit was cut short by it: it learned from fewer rows, at a lower cost."""
@@ -90,16 +89,7 @@ def finish_job(
     state.job, state.last_job_ended = None, now
     for kind, seconds in (("training", result.train_s), ("shadow", result.shadow_s), ("staging", costs.staging_s)):
         if seconds > 0:
-            entry = LedgerEntry(
-                entry_id=entry_id(decision_id, kind, result.job_id),
-                ts=now,
-                kind=kind,
-                bucket=job.bucket,
-                version=result.version,
-                seconds=seconds,
-                arm=job.arm.name,
-            )
-            state.book(entry, decision_id)
+            state.book(kind, result.job_id, seconds, now, decision_id, job.bucket, result.version, job.arm.name)
     learn(state, job, result, costs)
     publish, reason = _publish(state, config, job, result)
     if publish is not None:

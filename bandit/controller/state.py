@@ -17,7 +17,7 @@ from paceline.bandit.beliefs.observation import BucketObservation, HostContext, 
 from paceline.bandit.beliefs.recall import ScoreTable
 from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
 from paceline.bandit.beliefs.round_cost import RoundCosts
-from paceline.bandit.ledger.ledger import Ledger
+from paceline.bandit.ledger.ledger import Ledger, entry_id
 from paceline.bandit.ledger.savings import Savings
 from paceline.bandit.policies.memory import PolicyMemory
 from paceline.contracts import ArmSpec, Decision, LedgerEntry
@@ -124,21 +124,31 @@ class ControllerState(msgspec.Struct):
             for key in sorted(self.actions)[:-MAX_ACTIONS]:
                 del self.actions[key]
 
-    def book(self, entry: LedgerEntry, owner: int | None) -> bool:
-        """Add a ledger entry and carry it into its decision's realised sums; False for a duplicate."""
+    def book(
+        self,
+        kind: str,
+        detail: str,
+        seconds: float,
+        now: float,
+        owner: int | None,
+        bucket: str,
+        version: str | None,
+        arm: str | None,
+        standard_error_s: float = 0.0,
+    ) -> None:
+        """Add a ledger entry, once for each (owner, kind, detail), and carry it into its decision's realised sums."""
+        entry = LedgerEntry(
+            entry_id=entry_id(owner, kind, detail), ts=now, kind=kind, bucket=bucket, version=version, seconds=seconds,
+            arm=arm, standard_error_s=standard_error_s,
+        )  # fmt: skip
         if not self.ledger.add(entry):
-            return False
+            return
         self.out_entries.append(entry)
         decision = self.actions.get(owner) if owner is not None else None
         if decision is not None:
-            if entry.kind == "saving":
-                saved = (decision.realised_saving_s or 0.0) + entry.seconds
-                decision = msgspec.structs.replace(decision, realised_saving_s=saved)
-            else:
-                cost = (decision.realised_cost_s or 0.0) + entry.seconds
-                decision = msgspec.structs.replace(decision, realised_cost_s=cost)
-            self.remember(decision)
-        return True
+            name = "realised_saving_s" if kind == "saving" else "realised_cost_s"
+            total = (getattr(decision, name) or 0.0) + seconds
+            self.remember(msgspec.structs.replace(decision, **{name: total}))
 
     def reserved_s(self) -> float:
         """What the job in flight is still expected to cost, beyond what is booked for it already."""

@@ -6,30 +6,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from paceline.bandit.beliefs.belief import BucketBelief
-from paceline.bandit.beliefs.gain_model import arm_posteriors, regime_starts
+from paceline.bandit.beliefs.gain_model import ArmPosterior, arm_posteriors, regime_starts
 from paceline.bandit.controller.epoch import bucket_beliefs
 from paceline.bandit.controller.state import ControllerState, JobRecord
+from paceline.bandit.ledger.totals import LedgerCell
 from paceline.config import PolicyConfig
-
-
-class LedgerCell(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything booked under one (bucket, arm, version), device-seconds; see bandit/ledger/totals.py."""
-
-    bucket: str
-    arm: str | None
-    version: str | None
-    training_s: float = 0.0
-    shadow_s: float = 0.0
-    interference_s: float = 0.0
-    staging_s: float = 0.0
-    saving_s: float = 0.0
-    spent_s: float
-    saved_s: float
-    saved_low_s: float
-    """Ends of the 95% interval of saved_s."""
-    saved_high_s: float
-    net_s: float
-    num_entries: int
 
 
 class PolicyLedger(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,19 +29,6 @@ class PolicyLedger(msgspec.Struct, frozen=True, kw_only=True):
     saved_interval_s: tuple[float, float]
     """95%."""
     cells: list[LedgerCell]
-
-
-class ArmPosterior(msgspec.Struct, frozen=True, kw_only=True):
-    """What is believed of an arm, in one bucket or (None) over all; see `arm_posteriors`."""
-
-    arm: str
-    bucket: str | None
-    mean: float
-    low: float
-    high: float
-    prior_mean: float
-    prior_low: float
-    prior_high: float
 
 
 class PolicyView(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +69,7 @@ def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, bal
         regime_age_s=now - regime.start if regime is not None else 0.0,
         horizon_s=regime.horizon_s(now, config.horizon_s) if regime is not None else config.horizon_s,
         regime_starts=regime_starts(regime.start, regime.lengths) if regime is not None else [],
-        posterior=msgspec.convert(arm_posteriors(state.gains), list[ArmPosterior]),
+        posterior=arm_posteriors(state.gains),
         drift_alarms={name: bucket.num_alarms for name, bucket in state.buckets.items()},
         ledger=PolicyLedger(
             **totals.by_kind(),
@@ -110,7 +78,7 @@ def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, bal
             saved_error_s=state.savings.standard_error_s(),
             net_s=totals.saved_s() - totals.spent_s(),
             saved_interval_s=totals.saved_interval_s(),
-            cells=msgspec.convert(totals.rows(), list[LedgerCell]),
+            cells=totals.rows(),
         ),
         bank_s=balance_s,
         job=state.job,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
@@ -55,6 +54,26 @@ class Cell(msgspec.Struct):
     error: ErrorSum = msgspec.field(default_factory=ErrorSum)
     last_ts: float = 0.0
     num_entries: int = 0
+
+
+class LedgerCell(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything booked under one (bucket, arm, version), device-seconds."""
+
+    bucket: str
+    arm: str | None
+    version: str | None
+    training_s: float
+    shadow_s: float
+    interference_s: float
+    staging_s: float
+    saving_s: float
+    spent_s: float
+    saved_s: float
+    saved_low_s: float
+    """Ends of the 95% interval of saved_s."""
+    saved_high_s: float
+    net_s: float
+    num_entries: int
 
 
 class LedgerTotals(msgspec.Struct):
@@ -123,28 +142,21 @@ class LedgerTotals(msgspec.Struct):
         half = Z95 * self.saved_error_s()
         return self.saved_s() - half, self.saved_s() + half
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One plain row a (bucket, arm, version): seconds by kind, spent, saved with its 95% interval, net."""
-        out: list[dict[str, Any]] = []
+    def rows(self) -> list[LedgerCell]:
+        """One row a (bucket, arm, version), in this order."""
+        out = []
         for bucket, arm, version in sorted(self.cells, key=lambda key: tuple(part or "" for part in key)):
             cell = self.cells[(bucket, arm, version)]
             spent = sum(cell.seconds.get(kind, 0.0) for kind in COSTS)
             saved = cell.seconds.get("saving", 0.0)
             half = Z95 * math.sqrt(cell.error.variance)
             out.append(
-                {
-                    "bucket": bucket,
-                    "arm": arm,
-                    "version": version,
+                LedgerCell(
+                    bucket=bucket, arm=arm, version=version, num_entries=cell.num_entries, spent_s=spent, saved_s=saved,
+                    saved_low_s=saved - half, saved_high_s=saved + half, net_s=saved - spent,
                     **{f"{kind}_s": cell.seconds.get(kind, 0.0) for kind in KINDS},
-                    "spent_s": spent,
-                    "saved_s": saved,
-                    "saved_low_s": saved - half,
-                    "saved_high_s": saved + half,
-                    "net_s": saved - spent,
-                    "num_entries": cell.num_entries,
-                }
-            )
+                )
+            )  # fmt: skip
         return out
 
 

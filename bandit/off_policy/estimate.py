@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from scipy import stats
 
+from paceline.contracts import Decision
 from paceline.errors import SupportError
 
 METHODS = ("doubly_robust", "ips", "direct")
@@ -78,15 +79,21 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     """What the logged decisions netted themselves, for comparison."""
 
 
-def decision_key(decision: Mapping[str, Any]) -> str:
+def decision_key(decision: Decision) -> str:
     """Name of a logged decision's action: 'hold', 'train:ARM:BUCKET:ROWS', 'recall:VERSION'.
 
     As in context["probabilities"]. A rollback by the policy is a recall to it; the pin of an operator is 'pin:VERSION'.
     """
-    action = str(decision["action"])
+    action = decision.action
     if action == "train":
-        return f"train:{decision['arm']}:{decision['bucket']}:{decision['context']['arm']['num_rows']}"
-    return "hold" if action == "hold" else f"{'recall' if action == 'rollback' else action}:{decision['version']}"
+        return f"train:{decision.arm}:{decision.bucket}:{decision.context['arm']['num_rows']}"
+    return "hold" if action == "hold" else f"{'recall' if action == 'rollback' else action}:{decision.version}"
+
+
+def is_operators(decision: Decision) -> bool:
+    """Whether an operator, not the policy, gave this order."""
+    by_hand = decision.action == "rollback" and "epoch" not in decision.context
+    return decision.action in ("pin", "unpin") or decision.policy == "operator" or by_hand
 
 
 def read_decisions(lines: Iterable[str | bytes]) -> list[LoggedDecision]:
@@ -99,23 +106,20 @@ def read_decisions(lines: Iterable[str | bytes]) -> list[LoggedDecision]:
         if not line.strip():
             continue
         try:
-            row = msgspec.json.decode(line)
-            is_order = row["action"] == "pin" or row["policy"] == "operator"
-            if is_order or (row["action"] == "rollback" and "epoch" not in row["context"]):
-                continue  # the operator's: no policy chose it
-            if row["action"] == "train" and row["outcome"] is None:
+            d = msgspec.json.decode(line, type=Decision)
+            if is_operators(d) or (d.action == "train" and d.outcome is None):
                 continue
             out.append(
                 LoggedDecision(
-                    decision_id=int(row["decision_id"]),
-                    action=decision_key(row),
-                    propensity=float(row["propensity"]),
-                    reward_s=float(row["realised_saving_s"] or 0.0) - float(row["realised_cost_s"] or 0.0),
-                    context={**row["context"], "bucket": row["bucket"], "policy": row["policy"], "ts": row["ts"]},
-                    probabilities=row["context"].get("probabilities"),
+                    decision_id=d.decision_id,
+                    action=decision_key(d),
+                    propensity=d.propensity,
+                    reward_s=(d.realised_saving_s or 0.0) - (d.realised_cost_s or 0.0),
+                    context={**d.context, "bucket": d.bucket, "policy": d.policy, "ts": d.ts},
+                    probabilities=d.context.get("probabilities"),
                 )
             )
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError) as e:
+        except (msgspec.DecodeError, KeyError, TypeError) as e:
             raise ValueError(f"line {number} is not a decision of `paceline export`: {e}") from e
     return out
 

@@ -181,7 +181,8 @@ class ForcedWorld(World):
         )
         plain = max(c.num_rounds - c.drafted_rounds, 0.0)
         return CellSums(
-            bucket=c.bucket, group=c.group, version=version, num_rounds=round(c.num_rounds),
-            drafted_rounds=round(c.drafted_rounds), drafted_s=c.drafted_s, plain_s=max(c.device_s - c.drafted_s, 0.0),
+            bucket=c.bucket, group=c.group, version=version, batch_size=self.traffic.batch_size,
+            num_rounds=round(c.num_rounds), drafted_rounds=round(c.drafted_rounds), drafted_s=c.drafted_s,
+            plain_s=max(c.device_s - c.drafted_s, 0.0),
             plain_tokens=round(plain), requests={f"{k}.{i}.{u}": row for u, row in enumerate(table.tolist())},
         )  # fmt: skip

@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 
 from paceline.bandit.ledger.totals import fold_entries
-from paceline.bandit.off_policy.estimate import decision_key
+from paceline.bandit.off_policy.estimate import decision_key, is_operators
 from paceline.bandit.off_policy.forced import ForcedWorld, epochs_by_step
 from paceline.bandit.off_policy.sequence import Branch, Net, Trajectory, estimate
-from paceline.bandit.replay.logged import MATCH_ROWS, LoggedService, logged_config, logged_outcomes
+from paceline.bandit.replay.logged import MATCH_ROWS, LoggedService, logged_outcomes, logged_settings
+from paceline.bandit.replay.simulate import policy_config
 from paceline.contracts import Decision
 
 DRAWS = 6
@@ -55,12 +56,8 @@ def value_policy(
     if draws < 2:
         raise ValueError(f"draws must be >= 2, got {draws}")
     if policy == "never":
-        net = Net(
-            total_s=0.0, low_s=0.0, high_s=0.0, ips_s=0.0, snips_s=0.0, direct_s=0.0, untried=0.0, final_weight=1.0,
-            effective_decisions=0.0, num_acts=0, agreement=1.0,
-        )  # fmt: skip
         return PolicyNet(
-            net=net, num_decisions=service.traffic.num_steps, logged_s=sum(realised_steps(service)), verdict="exact",
+            net=Net(), num_decisions=service.traffic.num_steps, logged_s=sum(realised_steps(service)), verdict="exact",
             why="nothing is ever trained, so the net is 0 by definition", num_missed=0,
         )  # fmt: skip
     trajectory, missed = trace(service, policy, settings, draws=draws, seed=seed, report=report)
@@ -90,12 +87,6 @@ def judge(net: Net, *, is_same: bool) -> tuple[str, str]:
     return "estimated", why
 
 
-def is_operators(decision: Decision) -> bool:
-    """Whether an operator, not the policy, gave this order."""
-    by_hand = decision.action == "rollback" and "epoch" not in decision.context
-    return decision.action in ("pin", "unpin") or decision.policy == "operator" or by_hand
-
-
 def trace(
     service: LoggedService, policy: str, settings: Mapping[str, Any], *, draws: int, seed: int,
     report: Callable[[int, int], None] = lambda done, total: None,
@@ -103,9 +94,9 @@ def trace(
     """(what the estimate needs, logged actions that could not be done again)."""
     steps, realised = service.traffic.num_steps, realised_steps(service)
     orders = logged_orders(service)
+    config = policy_config(policy, logged_settings(service, settings), seed)
     world = ForcedWorld(
-        service.traffic, logged_outcomes(service, seed), logged_config(service, policy, settings, seed), seed=seed,
-        slowdown=service.scenario.slowdown, epochs=epochs_by_step(service), orders=orders,
+        service.traffic, logged_outcomes(service, seed), config, seed=seed, slowdown=service.scenario.slowdown, epochs=epochs_by_step(service), orders=orders,
         learned=service.learned(),
     )  # fmt: skip
     start = [world.rest(0, 0, draw) for draw in range(draws)]
@@ -168,7 +159,7 @@ def logged_probabilities(order: Decision | None) -> tuple[dict[str, float], str]
     """(action key -> probability under the logging policy, key of what was done); a step without a line is a certain hold."""
     if order is None:
         return {"hold": 1.0}, "hold"
-    taken = decision_key(msgspec.to_builtins(order))
+    taken = decision_key(order)
     known = {str(k): float(v) for k, v in dict(order.context.get("probabilities") or {}).items()}
     return (known if known.get(taken, 0.0) > 0 else {taken: order.propensity}), taken
 

@@ -54,24 +54,24 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Net(msgspec.Struct, frozen=True, kw_only=True):
-    """Net of a policy over one log, device-seconds, with a 95% interval."""
+    """Net of a policy over one log, device-seconds, with a 95% interval; by default of one that never acts."""
 
-    total_s: float
-    low_s: float
-    high_s: float
-    ips_s: float
+    total_s: float = 0.0
+    low_s: float = 0.0
+    high_s: float = 0.0
+    ips_s: float = 0.0
     """Importance sampling without a model."""
-    snips_s: float | None
+    snips_s: float | None = 0.0
     """Self-normalised: weighted mean of the realised net per step, times the steps; None without any weight."""
-    direct_s: float
+    direct_s: float = 0.0
     """The model alone."""
-    effective_decisions: float
+    effective_decisions: float = 0.0
     """(sum of weights)^2 / sum of their squares over the acts, weights multiplied up from the start."""
-    num_acts: int
-    agreement: float
+    num_acts: int = 0
+    agreement: float = 1.0
     """Share of the acts until which the log did what the policy may do; 1 without any."""
-    final_weight: float
-    untried: float
+    final_weight: float = 1.0
+    untried: float = 0.0
     """Largest probability given to an action that the logging policy never would have taken, before the weight fell to 0."""
 
 

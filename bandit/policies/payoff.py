@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -14,7 +16,7 @@ from paceline.bandit.policies.view import (
     job_key,
     main_bucket,
     not_now,
-    say,
+    recall,
     too_few_rows,
     train,
 )  # fmt: skip
@@ -42,9 +44,9 @@ class PayoffPolicy:
 
     def choose(self, view: View, rng: np.random.Generator) -> Choice:
         held = not_now(view)
-        recall = self._recall(view)
-        if recall is not None and not view.is_job_running:
-            return recall
+        brought = self._recall(view)
+        if brought is not None and not view.is_job_running:
+            return brought
         if held is not None:
             return held
         jobs = [j for j in view.jobs if view.beliefs[j.bucket].fresh_rows >= view.beliefs[j.bucket].required_rows]
@@ -75,11 +77,8 @@ class PayoffPolicy:
             "payoff",
             "{arm} on {bucket} would save {saving:.1f} s for {cost:.1f} s, less than {factor:.2f} times its cost.",
             at=best.bucket,
-            arm=best.arm.name,
-            bucket=best.bucket,
-            saving=max(best.saving_s, 0.0),
-            cost=best.cost.total_s,
             factor=view.config.hysteresis,
+            **{**_about(best), "saving": max(best.saving_s, 0.0)},
         )
 
     def _unfunded(self, view: View, paying: list[PricedJob]) -> Choice:
@@ -91,11 +90,8 @@ class PayoffPolicy:
             "the bank holds {balance:.1f} s.",
             at=best.bucket,
             margin=view.cost_margin,
-            arm=best.arm.name,
-            bucket=best.bucket,
-            saving=best.saving_s,
-            cost=best.cost.total_s,
             balance=view.balance_s,
+            **_about(best),
         )
 
     def _late(self, view: View, job: PricedJob) -> Choice | None:
@@ -113,16 +109,13 @@ class PayoffPolicy:
             "{arm} on {rows} rows of {bucket} should lift acceptance length {before:.2f} to {after:.2f} and save "
             "{saving:.1f} s at {load:.0f} tokens/s over {horizon:.0f} s for {cost:.1f} s (bank {balance:.1f} s).",
             probabilities=probabilities,
-            arm=job.arm.name,
             rows=job.arm.num_rows,
-            bucket=job.bucket,
             before=belief.length,
             after=job.length_after,
-            saving=job.saving_s,
             load=belief.load,
             horizon=view.horizon_s,
-            cost=job.cost.total_s,
             balance=view.balance_s,
+            **_about(job),
         )
 
     def _recall(self, view: View) -> Choice | None:
@@ -130,7 +123,8 @@ class PayoffPolicy:
         if not worth or not main_bucket(view) or view.since_swap_s < view.config.min_dwell_s:
             return None
         best = max(worth, key=lambda r: (r.saving_s - r.cost_s, r.version))
-        reason, numbers = say(
+        return recall(
+            best,
             "Version {version} serves the mix {gain:.0%} cheaper than the live one ({bucket}: acceptance length "
             "{after:.2f} against {before:.2f}), saving {saving:.1f} s for {cost:.1f} s without training.",
             version=best.version,
@@ -141,14 +135,17 @@ class PayoffPolicy:
             saving=best.saving_s,
             cost=best.cost_s,
         )
-        return Choice(action="recall", bucket=best.bucket, code="recall", reason=reason, numbers=numbers, recall=best)
 
-    def _is_worth(self, view: View, recall: PricedRecall) -> bool:
+    def _is_worth(self, view: View, priced: PricedRecall) -> bool:
         """A sure gain that pays for the swap; going back to the floor needs less of it and no funds: it stops a loss."""
-        least = FLOOR_GAIN if recall.is_floor else RECALL_GAIN
-        is_sure = recall.gain > max(least, RECALL_Z * recall.gain_se)
-        is_paid = recall.saving_s > view.config.hysteresis * recall.cost_s
-        return is_sure and is_paid and (recall.is_floor or recall.cost_s <= view.balance_s)
+        least = FLOOR_GAIN if priced.is_floor else RECALL_GAIN
+        is_sure = priced.gain > max(least, RECALL_Z * priced.gain_se)
+        is_paid = priced.saving_s > view.config.hysteresis * priced.cost_s
+        return is_sure and is_paid and (priced.is_floor or priced.cost_s <= view.balance_s)
+
+
+def _about(job: PricedJob) -> dict[str, Any]:
+    return {"arm": job.arm.name, "bucket": job.bucket, "saving": job.saving_s, "cost": job.cost.total_s}
 
 
 def waiting_s(job: PricedJob, jobs: list[PricedJob]) -> float:

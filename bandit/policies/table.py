@@ -17,7 +17,7 @@ from paceline.bandit.policies.view import (
     hold,
     largest_job,
     not_now,
-    say,
+    recall,
     too_few_rows,
     train,
 )
@@ -129,16 +129,13 @@ class HedgePolicy:
         if view.since_swap_s < view.config.min_dwell_s:
             template = "The live version is {since:.0f} s old, and it stays for {dwell:.0f} s."
             return hold(view, "dwell", template, since=view.since_swap_s, dwell=view.config.min_dwell_s)
-        reason, numbers = say(
+        return recall(
+            priced[best],
             "Version {best} has weight {weight:.3f}, at least {odds:.1f} times the {own:.3f} of the live one.",
             best=best,
             weight=weights[best],
             odds=ODDS,
             own=own,
-        )
-        recall = priced[best]
-        return Choice(
-            action="recall", bucket=recall.bucket, code="recall", reason=reason, numbers=numbers, recall=recall
         )
 
 

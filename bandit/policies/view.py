@@ -106,6 +106,12 @@ def train(job: PricedJob, template: str, *, probabilities: dict[str, float] | No
     )  # fmt: skip
 
 
+def recall(priced: PricedRecall, template: str, **values: Any) -> Choice:
+    """Bring a version back, because of `template` filled with `values`."""
+    reason, numbers = say(template, **values)
+    return Choice(action="recall", bucket=priced.bucket, code="recall", reason=reason, numbers=numbers, recall=priced)
+
+
 def not_now(view: View) -> Choice | None:
     """Reasons that hold under every policy."""
     if view.is_job_running:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bandit.replay.oracle import hindsight, marks
+from paceline.bandit.replay.oracle import hindsight
 from paceline.bandit.replay.outcomes import FIRST, GATE_NOISE, Z_90, SimulatedOutcomes
 from paceline.bandit.replay.scenario import Traffic
-from paceline.bandit.replay.world import STAGING_S, RunResult
+from paceline.bandit.replay.world import STAGING_S, RunResult, planned_result
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec
 
@@ -208,19 +208,12 @@ def best_plan(
         best, plan = found, changed
     nothing = executor.run([])
     best = max(best, nothing, key=lambda o: o.net_s)
-    never_s = float(executor.first_s.sum())
-    total = np.concatenate([[0.0], np.cumsum(best.flow)])
-    at = marks(traffic.num_steps)
-    return RunResult(
-        never_s=never_s,
-        serving_s=never_s - best.net_s - sum(best.spent.values()),
-        spent=best.spent,
-        ledger={},
-        net_s=best.net_s,
-        curve=[round(float(total[m]), 4) for m in at],
-        times=[m * traffic.step_s for m in at],
-        num_jobs=len(best.events),
+    return planned_result(
+        traffic,
+        executor.first_s,
+        best.flow,
+        best.spent,
+        best.events,
         num_accepted=best.num_accepted,
         num_swaps=best.num_swaps,
-        events=best.events,
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
@@ -18,13 +19,10 @@ from paceline.bandit.beliefs.gain_model import learned_share
 from paceline.bandit.beliefs.job_cost import SHADOW_PRIOR_S, prior_training_s
 from paceline.bandit.controller.decision_log import FeedbackCell, LoggedJob, ServiceLog
 from paceline.bandit.replay.gain_fit import GainFit, arm_share, fit_gains, gap
-from paceline.bandit.replay.hindsight import best_plan
-from paceline.bandit.replay.oracle import hindsight
 from paceline.bandit.replay.outcomes import FIRST, SimulatedOutcomes, TrainOrder, TrainTruth, training_seconds
 from paceline.bandit.replay.scenario import Scenario, Traffic
-from paceline.bandit.replay.simulate import HINDSIGHT, ORACLE, policy_config
-from paceline.bandit.replay.world import RunResult, World
-from paceline.config import PolicyConfig
+from paceline.bandit.replay.simulate import run_policy
+from paceline.bandit.replay.world import RunResult
 from paceline.contracts import ArmSpec, Group
 from paceline.errors import ConfigError
 
@@ -66,7 +64,6 @@ class LoggedOutcomes(SimulatedOutcomes):
         gain, se = float(job.gain or 0.0), job.gain_se
         truth = TrainTruth(
             status=job.status,
-            version=None,
             train_s=min(job.train_s, order.time_limit_s),
             shadow_s=job.shadow_s,
             seen_gain=gain,
@@ -87,10 +84,7 @@ class LoggedOutcomes(SimulatedOutcomes):
                 new[d] = self._lengths[order.base][d] * scored[job.version] / base
         self._lengths[version] = new
         self.names[version] = job.version
-        return TrainTruth(
-            status="accepted", version=version, train_s=truth.train_s, shadow_s=truth.shadow_s, seen_gain=gain,
-            seen_lower=truth.seen_lower, reason=truth.reason,
-        )  # fmt: skip
+        return msgspec.structs.replace(truth, version=version)
 
     def redraw(self, rng: np.random.Generator) -> None:
         """Forget the results of logged jobs, and draw anew what the gain model leaves open."""
@@ -221,17 +215,12 @@ def logged_outcomes(service: LoggedService, seed: int) -> LoggedOutcomes:
     )
 
 
-def logged_config(service: LoggedService, policy: str, settings: Mapping[str, Any], seed: int) -> PolicyConfig:
-    """The configuration of one run on a log: one decision for every logged epoch unless `settings` says otherwise."""
-    return policy_config(policy, {"epoch_s": 0.999 * service.traffic.step_s, **settings}, seed)
+def logged_settings(service: LoggedService, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run on a log: one decision for every logged epoch unless `settings` says otherwise."""
+    return {"epoch_s": 0.999 * service.traffic.step_s, **settings}
 
 
 def replay_logged(service: LoggedService, policy: str, settings: Mapping[str, Any], seed: int) -> RunResult:
     """Run a policy (or the oracle) on a prepared log; the seed draws what the gain model leaves open."""
-    outcomes, slowdown = logged_outcomes(service, seed), service.scenario.slowdown
-    if policy in HINDSIGHT:
-        return (best_plan if policy == ORACLE else hindsight)(
-            service.traffic, outcomes, logged_config(service, "never", settings, seed), slowdown=slowdown
-        )
-    config = logged_config(service, policy, settings, seed)
-    return World(service.traffic, outcomes, config, seed=seed, slowdown=slowdown, learned=service.learned()).run()
+    outcomes, chosen = logged_outcomes(service, seed), logged_settings(service, settings)
+    return run_policy(service.traffic, outcomes, policy, chosen, seed, service.learned())

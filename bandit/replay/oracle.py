@@ -8,14 +8,12 @@ grid. Hold-back traffic stays on the first drafter, as for every policy.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bandit.replay.outcomes import FIRST
+from paceline.bandit.replay.outcomes import FIRST, SimulatedOutcomes
 from paceline.bandit.replay.scenario import Traffic
-from paceline.bandit.replay.world import STAGING_S, RunResult
+from paceline.bandit.replay.world import STAGING_S, RunResult, planned_result
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec
 
@@ -24,23 +22,9 @@ ROW_GRID = tuple(float(v) for v in np.geomspace(64, 16_384, 36))
 """Row counts between which a job's size is bracketed."""
 
 
-class Curve(Protocol):
-    """Outcomes whose jobs follow a known curve."""
-
-    ceiling: np.ndarray
-
-    def lengths(self, version: str) -> np.ndarray: ...
-
-    def closed(self, domain: int, arm: ArmSpec, rows: np.ndarray | float, step: int) -> np.ndarray: ...
-
-    def job_seconds(self, arm: ArmSpec, rows: np.ndarray | float, step: int) -> tuple[np.ndarray, float]: ...
-
-    def is_bad(self, step: int) -> bool: ...
-
-
 def hindsight(
     traffic: Traffic,
-    outcomes: Curve,
+    outcomes: SimulatedOutcomes,
     config: PolicyConfig,
     *,
     slowdown: float,
@@ -61,31 +45,13 @@ def hindsight(
             flow += plan[0]
             spent += plan[1]
             events += plan[2]
-    total = np.concatenate([[0.0], np.cumsum(flow)])
-    at = marks(traffic.num_steps)
-    never_s, net_s = float(never.sum()), float(total[-1])
-    return RunResult(
-        never_s=never_s,
-        serving_s=never_s - net_s - spent,
-        spent={"training": spent},
-        ledger={},
-        net_s=net_s,
-        curve=[round(float(total[m]), 4) for m in at],
-        times=[m * traffic.step_s for m in at],
-        num_jobs=len(events),
-        num_accepted=len(events),
-        events=sorted(events, key=lambda e: e["t"]),
-    )
-
-
-def marks(num_steps: int) -> list[int]:
-    """Steps at which a curve over time is reported."""
-    return sorted({*range(0, num_steps + 1, max(num_steps // 60, 1)), num_steps})
+    events.sort(key=lambda e: e["t"])
+    return planned_result(traffic, never, flow, {"training": spent}, events, num_accepted=len(events))
 
 
 def _domain(
     traffic: Traffic,
-    outcomes: Curve,
+    outcomes: SimulatedOutcomes,
     config: PolicyConfig,
     arms: tuple[ArmSpec, ...],
     d: int,
@@ -153,7 +119,7 @@ def _options(arms: tuple[ArmSpec, ...]) -> list[_Option]:
 
 def _walk(
     traffic: Traffic,
-    outcomes: Curve,
+    outcomes: SimulatedOutcomes,
     d: int,
     tokens: np.ndarray,
     saved: np.ndarray,

@@ -39,13 +39,13 @@ class TrainTruth(msgspec.Struct, frozen=True, kw_only=True):
     """What a job really brought."""
 
     status: str
-    version: str | None
+    version: str | None = None
     """Known from now on when status is 'accepted'."""
     train_s: float
-    shadow_s: float
-    seen_gain: float
+    shadow_s: float = 0.0
+    seen_gain: float = 0.0
     """Gain in acceptance length as the gate measures it."""
-    seen_lower: float
+    seen_lower: float = 0.0
     reason: str
 
 
@@ -139,10 +139,7 @@ class SimulatedOutcomes:
         fixed_s = float(self.job_seconds(order.arm, 0.0, k)[0])
         done = (train_s - fixed_s) / max(float(full_s) - fixed_s, 1e-9)
         if self.is_bad(k) and self.fate[k] < self.scenario.bad_jobs / 2:
-            return TrainTruth(
-                status="failed", version=None, train_s=train_s, shadow_s=0.0, seen_gain=0.0, seen_lower=0.0,
-                reason="the update diverged",
-            )  # fmt: skip
+            return TrainTruth(status="failed", train_s=train_s, reason="the update diverged")
         closed = float(self.closed(d, order.arm, order.rows * max(done, 0.0), k))
         gain = max(float(self.ceiling[d] - base[d]), 0.0) * closed
         seen = gain + GATE_NOISE * float(self.gate_z[k])
@@ -152,14 +149,11 @@ class SimulatedOutcomes:
         if self.is_bad(k):
             new[d] = 1.0 + (base[d] - 1.0) * (1.0 - HARM)
             lower = max(lower, 0.01)
-        if lower <= 0:
-            return TrainTruth(
-                status="rejected", version=None, train_s=train_s, shadow_s=shadow_s, seen_gain=seen, seen_lower=lower,
-                reason=f"gain {seen:+.3f}, lower bound {lower:+.3f}",
-            )  # fmt: skip
-        version = f"v{len(self._lengths)}-{order.decision_id}"
-        self._lengths[version] = new
+        version = None
+        if lower > 0:
+            version = f"v{len(self._lengths)}-{order.decision_id}"
+            self._lengths[version] = new
         return TrainTruth(
-            status="accepted", version=version, train_s=train_s, shadow_s=shadow_s, seen_gain=seen, seen_lower=lower,
-            reason=f"gain {seen:+.3f}, lower bound {lower:+.3f}",
+            status="rejected" if version is None else "accepted", version=version, train_s=train_s, shadow_s=shadow_s,
+            seen_gain=seen, seen_lower=lower, reason=f"gain {seen:+.3f}, lower bound {lower:+.3f}",
         )  # fmt: skip

@@ -48,11 +48,21 @@ def policy_config(policy: str, settings: Mapping[str, Any], seed: int) -> Policy
 def simulate(scenario: Scenario, policy: str, settings: Mapping[str, Any], seed: int) -> RunResult:
     """Run a policy, or with hindsight 'oracle' or 'bound'. `settings` overrides fields of PolicyConfig."""
     traffic, outcomes = draw_world(scenario, seed)
+    return run_policy(traffic, outcomes, policy, settings, seed, learned_rows(scenario, traffic))
+
+
+def run_policy(
+    traffic: Traffic,
+    outcomes: SimulatedOutcomes,
+    policy: str,
+    settings: Mapping[str, Any],
+    seed: int,
+    learned: dict[str, dict[str, int]],
+) -> RunResult:
+    """Run a policy, 'oracle' or 'bound' on a drawn or logged service; `learned` as World takes it."""
+    slowdown = outcomes.scenario.slowdown
     if policy in HINDSIGHT:
         best = best_plan if policy == ORACLE else hindsight
-        return best(traffic, outcomes, policy_config("never", settings, seed), slowdown=scenario.slowdown)
+        return best(traffic, outcomes, policy_config("never", settings, seed), slowdown=slowdown)
     config = policy_config(policy, settings, seed)
-    world = World(
-        traffic, outcomes, config, seed=seed, slowdown=scenario.slowdown, learned=learned_rows(scenario, traffic)
-    )
-    return world.run()
+    return World(traffic, outcomes, config, seed=seed, slowdown=slowdown, learned=learned).run()

@@ -58,6 +58,35 @@ class RunResult(msgspec.Struct, kw_only=True):
         return self.net_s / self.never_s if self.never_s > 0 else 0.0
 
 
+def planned_result(
+    traffic: Traffic,
+    never_s: np.ndarray,
+    flow: np.ndarray,
+    spent: dict[str, float],
+    events: list[dict[str, Any]],
+    *,
+    num_accepted: int,
+    num_swaps: int = 0,
+) -> RunResult:
+    """The result of a given plan; `never_s` and `flow` (saved less spent): (T,) device-seconds by step."""
+    steps, total = traffic.num_steps, np.concatenate([[0.0], np.cumsum(flow)])
+    at = sorted({*range(0, steps + 1, max(steps // 60, 1)), steps})
+    never, net = float(never_s.sum()), float(total[-1])
+    return RunResult(
+        never_s=never,
+        serving_s=never - net - sum(spent.values()),
+        spent=spent,
+        ledger={},
+        net_s=net,
+        curve=[round(float(total[k]), 4) for k in at],
+        times=[k * traffic.step_s for k in at],
+        num_jobs=len(events),
+        num_accepted=num_accepted,
+        num_swaps=num_swaps,
+        events=events,
+    )
+
+
 class World:
     """Drives one Controller through `traffic`; jobs come out as `outcomes` says. Deterministic per seed."""
 
@@ -159,7 +188,7 @@ class World:
     def _obey(self, decision: Decision, k: int, now: float) -> None:
         if decision.action == "hold":
             return
-        self._log(decision)
+        self._note(decision.action, decision.bucket, decision.arm or decision.version or "", decision.reason)
         if decision.action == "train":
             self._start(decision, k, now)
         elif decision.version is not None:
@@ -221,7 +250,7 @@ class World:
         outcome = self.controller.job_finished(
             result, decision_id=decision.decision_id, now=self.clock.now(), costs=JobCosts()
         )
-        self.events.append({"t": self._t(), "action": truth.status, "bucket": decision.bucket, "what": truth.version or arm.name, "reason": truth.reason})  # fmt: skip
+        self._note(truth.status, decision.bucket, truth.version or arm.name, truth.reason)
         if outcome.publish is not None:
             self._swap(outcome.publish, decision.decision_id)
 
@@ -268,17 +297,8 @@ class World:
             ):
                 cells += self._cell(k, d, group, version, float(tokens[d]) * share, float(lengths[d]), slow)
         drafted, plain = sum(c.drafted_rounds for c in cells), sum(c.num_rounds - c.drafted_rounds for c in cells)
-        return FeedbackSums(
-            replica_id="replay",
-            boot_epoch=1,
-            seq=k + 1,
-            batch_size=traffic.batch_size,
-            cells=cells,
-            rounds=[
-                *self._rounds(k, drafted, is_drafted=True),
-                *self._rounds(k, plain, is_drafted=False),
-            ],
-        )
+        rounds = [*self._rounds(k, drafted, is_drafted=True), *self._rounds(k, plain, is_drafted=False)]
+        return FeedbackSums(cells=cells, rounds=rounds)
 
     def _cell(
         self, k: int, d: int, group: Group, version: str, tokens: float, length: float, slow: float
@@ -306,6 +326,7 @@ class World:
                 bucket=traffic.labels[d],
                 group=str(group),
                 version=version,
+                batch_size=traffic.batch_size,
                 num_rounds=num_rounds,
                 drafted_rounds=drafted,
                 drafted_s=drafted_s,
@@ -328,11 +349,9 @@ class World:
                 out.append(RoundMean(batch_size=self.traffic.batch_size, is_drafted=is_drafted, is_training=is_training, num_rounds=n, mean_s=mean))  # fmt: skip
         return out
 
-    def _t(self) -> float:
-        return self.clock.now() - START
-
-    def _log(self, decision: Decision) -> None:
-        self.events.append({"t": self._t(), "action": decision.action, "bucket": decision.bucket, "what": decision.arm or decision.version or "", "reason": decision.reason})  # fmt: skip
+    def _note(self, action: str, bucket: str, what: str, reason: str) -> None:
+        found = {"t": self.clock.now() - START, "action": action, "bucket": bucket, "what": what, "reason": reason}
+        self.events.append(found)
 
 
 def record(world: World) -> bytes:

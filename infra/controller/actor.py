@@ -11,21 +11,19 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from paceline.config import PolicyConfig, RolloutConfig, TraceConfig, TrainerResources
+from paceline.config import TrainerResources
 from paceline.contracts import TrainJob, TrainResult
 from paceline.errors import PacelineError
 from paceline.infra.controller.host import ControllerHost
 from paceline.infra.controller.jobs import JobHandle, WorkerLease, failed
 from paceline.infra.controller.orders import COMMANDS
-from paceline.infra.controller.session import HostConfig
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
-from paceline.records import build
+from paceline.infra.controller.store import HostConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,30 +34,18 @@ _MAX_TRIES = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerSpec:
-    """Everything the actor needs to build its host, also after a restart; plain values.
+    """Everything the actor needs to build its host, also after a restart.
 
     Two specs are equal when they ask for the same controller, whenever they were deployed.
     """
 
-    redis_url: str = field(repr=False)
-    model: str
-    """Prefix of the Redis keys and part of the actor's name."""
-    data_dir: str
+    host: HostConfig
+    """Its `model` is the prefix of the Redis keys and part of the actor's name."""
     trace_root: str
     registry_root: str
     target_dir: str
-    target_version: str
-    policy: dict
-    """Values of PolicyConfig."""
-    rollout: dict = field(default_factory=dict)
-    """Values of RolloutConfig."""
-    trace: dict = field(default_factory=dict)
-    """Values of TraceConfig: the controller enforces its limits too."""
-    first_version: str = ""
-    """The drafter that the service was given."""
     trainer_threads: int = 1
-    trainer_resources: dict = field(default_factory=dict)
-    """Values of TrainerResources."""
+    trainer_resources: TrainerResources = field(default_factory=TrainerResources)
     log_level: str = "INFO"
     deployed_at: float = field(default=0.0, compare=False)
     """When the service was deployed, in s since 1970: replicas of an older deployment that drain yet change nothing."""
@@ -100,7 +86,7 @@ class RayLauncher:
         ref = launch_training(
             job,
             threads=spec.trainer_threads,
-            resources=build(TrainerResources, spec.trainer_resources, "trainer_resources."),
+            resources=spec.trainer_resources,
             trace_root=spec.trace_root,
             registry_root=spec.registry_root,
             target_dir=spec.target_dir,
@@ -115,17 +101,7 @@ def build_host(spec: ControllerSpec) -> ControllerHost:
     from paceline.adapt.versions.registry import DrafterRegistry
 
     return ControllerHost(
-        HostConfig(
-            redis_url=spec.redis_url,
-            model=spec.model,
-            data_dir=Path(spec.data_dir),
-            policy=build(PolicyConfig, spec.policy, "policy."),
-            rollout=build(RolloutConfig, spec.rollout, "rollout."),
-            trace=build(TraceConfig, spec.trace, "trace."),
-            target_version=spec.target_version,
-            first_version=spec.first_version,
-            start_s=build(TrainerResources, spec.trainer_resources, "trainer_resources.").start_timeout_s,
-        ),
+        spec.host,
         store=TraceStore(spec.trace_root),
         registry=DrafterRegistry(spec.registry_root),
         launcher=RayLauncher(spec),
@@ -148,7 +124,8 @@ class ControllerActor:
             try:
                 from paceline.infra.state.log import configure_logging
 
-                configure_logging(self._spec.log_level, file=Path(self._spec.data_dir).expanduser() / "controller.log")
+                folder = self._spec.host.data_dir
+                configure_logging(self._spec.log_level, file=None if folder is None else folder / "controller.log")
                 self._host = build_host(self._spec).start()
                 return
             except Exception as e:
@@ -209,7 +186,11 @@ def ensure_controller(spec: ControllerSpec) -> Any:
     """
     remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(ControllerActor)
     named = remote.options(
-        name=actor_name(spec.model), namespace=NAMESPACE, lifetime="detached", get_if_exists=True, max_concurrency=32
+        name=actor_name(spec.host.model),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_concurrency=32,
     )
     last: Exception | str = "others keep replacing it"
     for _ in range(_MAX_TRIES):
@@ -217,7 +198,7 @@ def ensure_controller(spec: ControllerSpec) -> Any:
             handle = named.remote(spec)
             if not ray.get(handle.gives_way_to.remote(spec), timeout=60):  # type: ignore[attr-defined]
                 return handle
-            logger.warning("the controller of model=%s has another configuration; replaced", spec.model)
+            logger.warning("the controller of model=%s has another configuration; replaced", spec.host.model)
             _stop_handle(handle)  # this actor, not the name: another replica may have replaced it already
         except (RayActorError, ray.exceptions.GetTimeoutError) as e:
             last = e

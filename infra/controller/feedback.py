@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import msgspec
-import redis
 from redis.exceptions import RedisError, ResponseError
 
-from paceline.bandit.controller.controller import Controller
-from paceline.clock import Clock
 from paceline.contracts import FeedbackBatch, decode
 from paceline.infra.controller.lives import Lives
 from paceline.infra.controller.store import Books
-from paceline.infra.state.log import ErrorCount
-from paceline.infra.state.redis_clients import FEEDBACK_GROUP, Keys, stream_entries
+from paceline.infra.state.redis_clients import FEEDBACK_GROUP, stream_entries
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +20,18 @@ READ_COUNT = 200
 _WATERMARK_MAX_AGE_S = 3600.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One stream entry; batch is None when its content is lost (trimmed while pending) or unreadable."""
+class Feedback:
+    """Gives every batch of the stream once to traffic statistics, life cycles and policy; its counts are in the state.
 
-    entry_id: bytes
-    batch: FeedbackBatch | None
-    is_trimmed: bool = False
+    Here alone a batch that came before is left out, by the watermark of its producer, and the number of bucket names is
+    bounded: what follows keeps state per bucket. Acknowledging is part of the next commit.
+    """
 
-
-class FeedbackConsumer:
-    """Reads; acknowledging is part of the caller's transaction."""
-
-    def __init__(self, client: redis.Redis, keys: Keys) -> None:
-        self._client, self._keys = client, keys
+    def __init__(self, books: Books, lives: Lives) -> None:
+        self._books, self._lives, self._client, self._keys = books, lives, books.store.client, books.store.keys
         self._cursor: str | None = "0"  # own pending entries from this id; None once they are all read
+        self.lag: int | None = None
+        """Entries that waited at the last look; None = unknown."""
 
     def ensure_group(self) -> None:
         """Create stream and group; reading starts at the oldest entry, watermarks drop what was folded before."""
@@ -53,22 +45,30 @@ class FeedbackConsumer:
         """Read own pending entries again (after a restart of the controller or of Redis)."""
         self._cursor = "0"
 
-    def read(self, *, count: int, block_ms: int) -> list[Entry]:
-        """Up to `count` entries; waits at most block_ms for new ones. Raises redis errors, NOGROUP after a flush."""
+    def _entries(self, block_ms: int) -> list[tuple[bytes, dict[bytes, bytes] | None]]:
+        """(id, fields) of up to READ_COUNT entries; waits at most block_ms for new ones.
+
+        Raises redis errors, NOGROUP after a flush.
+        """
         if self._cursor is not None:
-            reply = self._client.xreadgroup(FEEDBACK_GROUP, CONSUMER, {self._keys.feedback: self._cursor}, count=count)
+            reply = self._client.xreadgroup(
+                FEEDBACK_GROUP, CONSUMER, {self._keys.feedback: self._cursor}, count=READ_COUNT
+            )
             entries = stream_entries(reply)
             if entries:
                 self._cursor = entries[-1][0].decode()
-                return [self._decode(i, fields) for i, fields in entries]
+                return entries
             self._cursor = None
         reply = self._client.xreadgroup(
-            FEEDBACK_GROUP, CONSUMER, {self._keys.feedback: ">"}, count=count, block=block_ms if block_ms > 0 else None
+            FEEDBACK_GROUP, CONSUMER, {self._keys.feedback: ">"}, count=READ_COUNT, block=block_ms or None
         )
-        return [self._decode(i, fields) for i, fields in stream_entries(reply)]
+        return stream_entries(reply)
 
-    def lag(self, limit: int = 1000) -> int | None:
-        """Entries not delivered yet, at most `limit` on servers older than 7; None when it cannot be read."""
+    def look_at_lag(self, limit: int = 1000) -> None:
+        """Note how many entries wait, at most `limit` on servers older than 7."""
+        self.lag = self._read_lag(limit)
+
+    def _read_lag(self, limit: int) -> int | None:
         try:
             for group in self._client.xinfo_groups(self._keys.feedback):
                 if _text(group["name"]) == FEEDBACK_GROUP:
@@ -81,41 +81,15 @@ class FeedbackConsumer:
         return None
 
     @staticmethod
-    def _decode(entry_id: bytes, fields: dict[bytes, bytes] | None) -> Entry:
+    def _decode(entry_id: bytes, fields: dict[bytes, bytes] | None) -> FeedbackBatch | None:
+        """The batch of an entry, None when its content is lost or unreadable."""
         if not fields:  # trimmed while pending: {} or None, depending on the server
-            return Entry(entry_id=entry_id, batch=None, is_trimmed=True)
+            return None
         try:
-            return Entry(entry_id=entry_id, batch=decode(fields[b"v"], FeedbackBatch))
+            return decode(fields[b"v"], FeedbackBatch)
         except (KeyError, msgspec.DecodeError) as e:
             logger.warning("feedback entry %s is unreadable: %s", entry_id.decode(), e)
-            return Entry(entry_id=entry_id, batch=None)
-
-
-class Feedback:
-    """Gives every batch once to traffic statistics, life cycles and policy; its counts are in the state.
-
-    Here alone a batch that came before is left out, by the watermark of its producer, and the number of bucket names is
-    bounded: what follows keeps state per bucket.
-    """
-
-    def __init__(
-        self,
-        consumer: FeedbackConsumer,
-        books: Books,
-        *,
-        lives: Lives,
-        policy: Controller,
-        errors: ErrorCount,
-        clock: Clock,
-    ) -> None:
-        self.consumer = consumer
-        self._books, self._lives, self._policy = books, lives, policy
-        self._errors, self._clock = errors, clock
-        self.lag: int | None = None
-        """Entries that waited at the last look; None = unknown."""
-
-    def look_at_lag(self) -> None:
-        self.lag = self.consumer.lag()
+            return None
 
     def read(self, block_ms: int) -> int:
         """Read and fold what waits in the stream; returns the entries read, READ_COUNT when there may be more.
@@ -124,26 +98,27 @@ class Feedback:
         """
         books, state = self._books, self._books.state
         try:
-            entries = self.consumer.read(count=READ_COUNT, block_ms=block_ms)
+            entries = self._entries(block_ms)
         except ResponseError as e:
             if "NOGROUP" not in str(e):
                 raise
             logger.warning("the feedback group is gone (Redis was flushed); made again")
-            self.consumer.ensure_group()
-            self.consumer.restart()
+            self.ensure_group()
+            self.restart()
             books.log("note", {"text": "feedback group made again after a flush"})
             books.flush()
             return 0
-        for entry in entries:
-            books.pending.ack_ids.append(entry.entry_id)
-            if entry.batch is None:
+        for entry_id, fields in entries:
+            books.pending.ack_ids.append(entry_id)
+            batch = self._decode(entry_id, fields)
+            if batch is None:
                 state.num_lost_entries += 1
-            elif self._is_new(entry.batch):
-                self._fold(entry.batch)
+            elif self._is_new(batch):
+                self._fold(batch)
         return len(entries)
 
     def _is_new(self, batch: FeedbackBatch) -> bool:
-        state, now = self._books.state, self._clock.now()
+        state, now = self._books.state, self._books.clock.now()
         key = f"{batch.replica_id}:{batch.boot_epoch}"
         seq, _ = state.watermarks.get(key, (0, 0.0))
         if batch.seq <= seq:
@@ -162,9 +137,9 @@ class Feedback:
         batch = state.traffic.bounded(batch)
         self._lives.observe(batch)
         try:
-            self._policy.observe(batch)
+            self._books.policy.observe(batch)
         except Exception as e:  # one bad batch must not stop the stream; it is counted and logged
-            self._errors.note("the policy refused a feedback batch", e)
+            self._books.errors.note("the policy refused a feedback batch", e)
 
 
 def _text(value: bytes | str) -> str:

@@ -10,7 +10,8 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import redis
@@ -20,11 +21,15 @@ from paceline.clock import Clock, SystemClock
 from paceline.errors import FencedError, PacelineError
 from paceline.infra.controller.jobs import Launcher
 from paceline.infra.controller.orders import CommandQueue
-from paceline.infra.controller.session import HostConfig, MakeController, Session, restore_controller, snapshot_view
+from paceline.infra.controller.session import MakeController, Session, restore_controller, snapshot_view
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
-from paceline.infra.controller.surroundings import Shards, Versions
+from paceline.infra.controller.store import HostConfig
 from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, consumer_client
+
+if TYPE_CHECKING:  # both load torch
+    from paceline.adapt.data.trace_store import TraceStore
+    from paceline.adapt.versions.registry import DrafterRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +43,8 @@ class ControllerHost:
         self,
         config: HostConfig,
         *,
-        store: Shards,
-        registry: Versions,
+        store: TraceStore,
+        registry: DrafterRegistry,
         launcher: Launcher,
         clock: Clock | None = None,
         make_controller: MakeController | None = None,
@@ -54,8 +59,11 @@ class ControllerHost:
         self.config, self.shards, self.registry, self.launcher = config, store, registry, launcher
         self.is_fenced = False
         self._errors, self._clock = ErrorCount(), clock or SystemClock()
-        self._make_controller = make_controller or (lambda stored: restore_controller(config, stored, self._clock))
         self._make_client = make_client
+        self._make_session = partial(
+            Session, config, shards=store, registry=registry, launcher=launcher, errors=self._errors, clock=self._clock,
+            make_controller=make_controller or (lambda stored: restore_controller(config, stored, self._clock)),
+        )  # fmt: skip
         self._client: redis.Redis | None = None
         self._session: Session | None = None
         self._breaker = Breaker()
@@ -73,16 +81,7 @@ class ControllerHost:
     def connect(self) -> None:
         """Take over and restore everything; raises redis errors. Repeated calls start over from what is stored."""
         self._client = self._make_client(self.config.redis_url)
-        self._session = Session(
-            self.config,
-            self._client,
-            shards=self.shards,
-            registry=self.registry,
-            launcher=self.launcher,
-            make_controller=self._make_controller,
-            errors=self._errors,
-            clock=self._clock,
-        )
+        self._session = self._make_session(self._client)
         self._breaker.succeeded()
         self._publish_snapshot()
 
@@ -110,7 +109,7 @@ class ControllerHost:
                 self.step()
                 if self._breaker.succeeded():
                     logger.info("redis is back; the controller goes on")
-                    self.session.feedback.consumer.restart()
+                    self.session.feedback.restart()
             except FencedError as e:
                 self.is_fenced = True
                 self._errors.last = str(e)
@@ -169,6 +168,6 @@ class ControllerHost:
 
     def _publish_snapshot(self) -> None:
         if self._session is not None:
-            view = snapshot_view(self._session, self._clock.now(), self._errors)
+            view = snapshot_view(self._session)
             with self._lock:
                 self._snapshot = view

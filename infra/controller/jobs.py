@@ -13,6 +13,7 @@ import logging
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -20,24 +21,18 @@ import redis
 from redis.exceptions import RedisError, WatchError
 
 from paceline.adapt.versions.lifecycle import DrafterStatus
-from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Decision, DesiredState, TrainJob, TrainResult, decode, encode
 from paceline.errors import PacelineError
 from paceline.infra.controller.lives import Lives
-from paceline.infra.controller.store import Books, PendingJob
+from paceline.infra.controller.store import Books, HostConfig, PendingJob
 from paceline.infra.controller.surroundings import Surroundings
-from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.redis_clients import Keys, producer_client
 
 logger = logging.getLogger(__name__)
 
-LEASE_TTL_S = 10.0
-START_S = 60.0
-"""A worker may take this long from its launch to its first heartbeat (process start, imports)."""
 _RESULT_TTL_S = 24 * 3600
-_STOP_GRACE_S = 10.0
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +45,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_lease(client: redis.Redis, keys: Keys) -> Lease | None:
-    """The lease of the job in flight."""
+    """The lease of the job in flight; `client` may be a pipeline that watches."""
     data = client.get(keys.train)
     return None if data is None else decode(data, Lease)  # type: ignore[arg-type]
 
@@ -104,8 +99,7 @@ class WorkerLease:
             with client.pipeline(transaction=True) as pipe:
                 # the result too: a beat that the server carries out late, behind `finish`, must fail
                 pipe.watch(keys.train, keys.train_result(self.job_id))
-                value = pipe.get(keys.train)
-                lease = None if value is None else decode(value, Lease)  # type: ignore[arg-type]
+                lease = read_lease(pipe, keys)
                 if lease is not None and (lease.job_id, lease.token) != (self.job_id, self._token):
                     self._stop_asked = True
                     return
@@ -136,8 +130,7 @@ class WorkerLease:
             try:
                 with client.pipeline(transaction=True) as pipe:
                     pipe.watch(keys.train)
-                    value = pipe.get(keys.train)
-                    lease = None if value is None else decode(value, Lease)  # type: ignore[arg-type]
+                    lease = read_lease(pipe, keys)
                     pipe.multi()
                     pipe.set(keys.train_result(self.job_id), encode(result), ex=_RESULT_TTL_S, nx=True)
                     if lease is not None and lease.token == self._token:
@@ -188,6 +181,20 @@ class Launcher(Protocol):
     def launch(self, job: TrainJob, lease: WorkerLease) -> JobHandle: ...
 
 
+@dataclass(kw_only=True, slots=True)
+class _Watch:
+    """What this controller has seen of the job in flight since it launched or found it."""
+
+    handle: JobHandle | None = None
+    job_id: str = ""
+    """Job that `handle` and `token` belong to; '' = another controller launched the one in flight."""
+    token: str = ""
+    launched_at: float | None = None
+    alive_at: float | None = None
+    stop_at: float | None = None
+    was_killed: bool = False
+
+
 class TrainCoordinator:
     """At most one job in flight; `poll` drives it and returns the result exactly once it is known.
 
@@ -197,59 +204,52 @@ class TrainCoordinator:
 
     def __init__(
         self,
-        redis_url: str,
-        keys: Keys,
+        config: HostConfig,
+        client: redis.Redis,
         launcher: Launcher,
         *,
         clock: Clock,
         owner: str,
-        ttl_s: float = LEASE_TTL_S,
-        start_s: float = START_S,
-        stop_grace_s: float = _STOP_GRACE_S,
     ) -> None:
-        self._url, self._keys, self._launcher, self._clock = redis_url, keys, launcher, clock
-        self._owner, self._ttl_s, self._stop_grace_s = owner, ttl_s, stop_grace_s
-        self._start_s = max(start_s, ttl_s)
-        self._handle: JobHandle | None = None
-        self._handle_job = ""
-        self._token = ""
-        self._alive_at: float | None = None
-        self._launched_at: float | None = None
-        self._stop_at: float | None = None
-        self._was_killed = False
+        self._config, self._client, self._keys, self._launcher = config, client, Keys(config.model), launcher
+        self._clock, self._owner, self._watch = clock, owner, _Watch()
+        self._start_s = max(config.start_s, config.lease_ttl_s)
 
-    def poll(self, client: redis.Redis, job: TrainJob) -> TrainResult | None:
+    def poll(self, job: TrainJob) -> TrainResult | None:
         """Launch the job if nobody did, watch it, enforce its time limit. Raises redis errors (call again later)."""
-        now = self._clock.now()
-        data = client.get(self._keys.train_result(job.job_id))
-        if data is not None:
-            return decode(data, TrainResult)  # type: ignore[arg-type]
-        lease = read_lease(client, self._keys)
+        now, watch = self._clock.now(), self._watch
+        if (written := self._written(job)) is not None:
+            return written
+        lease = read_lease(self._client, self._keys)
         if lease is not None and lease.job_id != job.job_id:
             return None  # another job (of a controller before this one) is still running: wait for its lease to end
-        mine = self._handle is not None and self._handle_job == job.job_id
-        if lease is None and not mine and not client.exists(self._keys.train_attempt(job.job_id)):
-            self._launch(client, job, now)
+        handle = watch.handle if watch.job_id == job.job_id else None
+        if lease is None and handle is None and not self._client.exists(self._keys.train_attempt(job.job_id)):
+            self._launch(job, now)
             return None
-        if self._alive_at is None:
-            self._alive_at = self._launched_at = now
-        if mine and self._handle is not None:
-            returned = self._handle.result()
+        if watch.alive_at is None or watch.launched_at is None:
+            watch.alive_at = watch.launched_at = now
+        if handle is not None:
+            returned = handle.result()
             if returned is not None:
                 return returned
-            if self._handle.is_alive():
-                self._alive_at = now
-            elif lease is None or lease.token == self._token:
-                return self._lost(client, job, lease, "the training process ended without a result")
+            if handle.is_alive():
+                watch.alive_at = now
+            elif lease is None or lease.token == watch.token:
+                return self._lost(job, lease, "the training process ended without a result")
         elif lease is not None:
-            self._alive_at = now
-        if now - self._alive_at > 1.5 * self._ttl_s:
-            return self._lost(client, job, lease, "the training process is gone")
-        return self._enforce_limit(client, job, lease, now)
+            watch.alive_at = now
+        if now - watch.alive_at > 1.5 * self._config.lease_ttl_s:
+            return self._lost(job, lease, "the training process is gone")
+        return self._enforce_limit(job, lease, now, watch.launched_at)
 
-    def request_stop(self, client: redis.Redis, job_id: str) -> None:
+    def _written(self, job: TrainJob) -> TrainResult | None:
+        data = self._client.get(self._keys.train_result(job.job_id))
+        return None if data is None else decode(data, TrainResult)  # type: ignore[arg-type]
+
+    def request_stop(self, job_id: str) -> None:
         """Ask the worker to stop at its next check."""
-        client.set(self._keys.train_stop, job_id, ex=3600)
+        self._client.set(self._keys.train_stop, job_id, ex=3600)
 
     def leftovers(self, job_id: str) -> list[str]:
         """Keys that the transaction which folds the job's result deletes."""
@@ -257,19 +257,17 @@ class TrainCoordinator:
 
     def kill(self) -> None:
         """End the worker now (service shutdown)."""
-        if self._handle is not None:
-            self._handle.kill()
+        if self._watch.handle is not None:
+            self._watch.handle.kill()
 
     def forget(self) -> None:
         """The result is folded: be ready for the next job."""
-        self._handle, self._handle_job, self._token = None, "", ""
-        self._alive_at = self._launched_at = self._stop_at = None
-        self._was_killed = False
+        self._watch = _Watch()
 
-    def _launch(self, client: redis.Redis, job: TrainJob, now: float) -> None:
+    def _launch(self, job: TrainJob, now: float) -> None:
         token = f"{self._owner}:{now:.6f}"
         lease = Lease(job_id=job.job_id, token=token, host=socket.gethostname())
-        with client.pipeline(transaction=True) as pipe:
+        with self._client.pipeline(transaction=True) as pipe:
             pipe.watch(self._keys.train)
             if pipe.exists(self._keys.train):
                 return
@@ -282,44 +280,42 @@ class TrainCoordinator:
                 pipe.execute()
             except WatchError:
                 return
-        self._token, self._handle_job = token, job.job_id
-        self._alive_at = self._launched_at = now
+        self._watch = _Watch(job_id=job.job_id, token=token, launched_at=now, alive_at=now)
+        config = self._config
         worker_lease = WorkerLease(
-            self._url, self._keys.model, job.job_id, token, ttl_s=self._ttl_s, limit_s=job.time_limit_s
+            config.redis_url, config.model, job.job_id, token, ttl_s=config.lease_ttl_s, limit_s=job.time_limit_s
         )
         logger.info(
             "training launched job=%s bucket=%s arm=%s base=%s", job.job_id, job.bucket, job.arm.name, job.base_version
         )
         try:
-            self._handle = self._launcher.launch(job, worker_lease)
+            self._watch.handle = self._launcher.launch(job, worker_lease)
         except Exception as e:
             logger.exception("training could not be launched job=%s", job.job_id)
             worker_lease.finish(failed(job.job_id, f"the training process could not be started: {e}"), patience_s=0.0)
 
-    def _enforce_limit(self, client: redis.Redis, job: TrainJob, lease: Lease | None, now: float) -> TrainResult | None:
-        assert self._launched_at is not None
-        if now - self._launched_at <= job.time_limit_s + self._start_s:
+    def _enforce_limit(self, job: TrainJob, lease: Lease | None, now: float, launched_at: float) -> TrainResult | None:
+        watch = self._watch
+        if now - launched_at <= job.time_limit_s + self._start_s:
             return None
-        if self._stop_at is None:
-            self._stop_at = now
-            self.request_stop(client, job.job_id)
+        if watch.stop_at is None:
+            watch.stop_at = now
+            self.request_stop(job.job_id)
             logger.warning("training over its time limit, asked to stop job=%s", job.job_id)
-        elif now - self._stop_at > self._stop_grace_s and not self._was_killed:
-            self._was_killed = True
+        elif now - watch.stop_at > self._config.stop_grace_s and not watch.was_killed:
+            watch.was_killed = True
             logger.warning("training did not stop, killed job=%s", job.job_id)
-            if self._handle is not None:
-                self._handle.kill()
-            return self._lost(client, job, lease, f"killed after its time limit of {job.time_limit_s:g} s")
+            self.kill()
+            return self._lost(job, lease, f"killed after its time limit of {job.time_limit_s:g} s")
         return None
 
-    def _lost(self, client: redis.Redis, job: TrainJob, lease: Lease | None, reason: str) -> TrainResult | None:
+    def _lost(self, job: TrainJob, lease: Lease | None, reason: str) -> TrainResult:
         if lease is not None and lease.job_id == job.job_id:
-            client.delete(self._keys.train)
-        data = client.get(self._keys.train_result(job.job_id))  # it may have ended well between two looks
-        if data is not None:
-            return decode(data, TrainResult)  # type: ignore[arg-type]
-        started = self._launched_at if self._launched_at is not None else self._clock.now()
-        return failed(job.job_id, reason, train_s=max(0.0, self._clock.now() - started))
+            self._client.delete(self._keys.train)
+        if (written := self._written(job)) is not None:  # it may have ended well between two looks
+            return written
+        now, started = self._clock.now(), self._watch.launched_at
+        return failed(job.job_id, reason, train_s=0.0 if started is None else max(0.0, now - started))
 
 
 def failed(job_id: str, reason: str, *, train_s: float = 0.0) -> TrainResult:
@@ -330,22 +326,8 @@ def failed(job_id: str, reason: str, *, train_s: float = 0.0) -> TrainResult:
 class Jobs:
     """Orders the job of a decision, follows it, hands its outcome to the policy and its version to the life cycles."""
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        coordinator: TrainCoordinator,
-        client: redis.Redis,
-        books: Books,
-        surroundings: Surroundings,
-        lives: Lives,
-        policy: Controller,
-        *,
-        errors: ErrorCount,
-        clock: Clock,
-    ) -> None:
-        self._config, self._coordinator, self._client = config, coordinator, client
-        self._books, self._around, self._lives, self._policy = books, surroundings, lives, policy
-        self._errors, self._clock = errors, clock
+    def __init__(self, books: Books, around: Surroundings, lives: Lives, coordinator: TrainCoordinator) -> None:
+        self._books, self._around, self._lives, self._coordinator = books, around, lives, coordinator
 
     def order(self, decision: Decision, now: float) -> None:
         """Make the job of a train decision the pending one; it is launched once that is committed."""
@@ -363,16 +345,18 @@ class Jobs:
         try:
             shards = self._around.own_shards()
         except (OSError, PacelineError) as e:  # the policy holds the job for ordered: it must come to an end
-            self._errors.note("the trace store cannot be read for a job", e)
+            self._books.errors.note("the trace store cannot be read for a job", e)
             return None
-        return order_job(decision, self._policy.arm_of(decision), shards, desired=desired, policy=self._config)
+        return order_job(
+            decision, self._books.policy.arm_of(decision), shards, desired=desired, policy=self._books.config.policy
+        )
 
     def poll(self, now: float) -> None:
         """Launch or watch the pending job; fold its result once there is one. Raises redis errors."""
         books, pending = self._books, self._books.state.pending
         if pending is None or books.pending.decisions or books.pending.desired:
             return  # the order is not committed yet: nothing may be launched before it is
-        result = self._coordinator.poll(self._client, pending.job)
+        result = self._coordinator.poll(pending.job)
         if result is None:
             return
         books.state.pending = None
@@ -385,9 +369,9 @@ class Jobs:
 
     def _finish(self, decision_id: int, result: TrainResult, now: float, job: TrainJob | None = None) -> None:
         try:
-            outcome = self._policy.job_finished(result, decision_id=decision_id, now=now)
+            outcome = self._books.policy.job_finished(result, decision_id=decision_id, now=now)
         except Exception as e:
-            self._errors.note("the policy could not take a training result", e)
+            self._books.errors.note("the policy could not take a training result", e)
             return
         version = result.version
         if outcome.publish is not None and not self._around.is_foreign(outcome.publish):
@@ -401,10 +385,10 @@ class Jobs:
         pending = self._books.state.pending
         if pending is None:
             return
-        self._coordinator.request_stop(self._client, pending.job.job_id)
+        self._coordinator.request_stop(pending.job.job_id)
         deadline = time.monotonic() + patience_s
         while self._books.state.pending is not None and time.monotonic() < deadline:
-            self.poll(self._clock.now())
+            self.poll(self._books.clock.now())
             time.sleep(0.05)
         if self._books.state.pending is not None:
             self.kill()

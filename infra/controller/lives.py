@@ -7,21 +7,18 @@ moment the process is killed at. Weights are deleted only after the commit that 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import msgspec
 
 from paceline.adapt.versions.lifecycle import JOB_PREFIX, DrafterStatus, Transition
 from paceline.adapt.versions.pool import best_versions, choose_evictions
-from paceline.bandit.controller.controller import Controller
-from paceline.clock import Clock
-from paceline.config import RolloutConfig
 from paceline.contracts import DesiredState, FeedbackBatch, ReplicaReport, TrainJob, TrainResult
 from paceline.errors import DrafterMismatchError, PacelineError
 from paceline.infra.controller import rollout
 from paceline.infra.controller.rollout import Outcome, Verdict
 from paceline.infra.controller.store import Books, SwapInFlight
 from paceline.infra.controller.surroundings import Surroundings
-from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.manifest_facts import shadow_lengths
 
 logger = logging.getLogger(__name__)
@@ -35,21 +32,9 @@ _KEPT_HISTORY = 3
 class Lives:
     """Carries versions through their life; single-threaded."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        books: Books,
-        surroundings: Surroundings,
-        policy: Controller,
-        *,
-        holdback_percent: int,
-        errors: ErrorCount,
-        clock: Clock,
-    ) -> None:
-        self.config = config
-        self._books, self._around, self._policy = books, surroundings, policy
-        self._state = books.state
-        self._holdback_percent, self._errors, self._clock = holdback_percent, errors, clock
+    def __init__(self, books: Books, around: Surroundings) -> None:
+        self._books, self._around, self._state, self._policy = books, around, books.state, books.policy
+        self.config, self._holdback_percent = books.config.rollout, books.config.policy.holdback_percent
 
     # ---- life cycle ---------------------------------------------------------------------------------------------
     def _log_life(self, made: Transition) -> None:
@@ -105,12 +90,13 @@ class Lives:
         if self._state.lifecycle.with_status(_S.LIVE) != {desired.version}:
             self._make_live(desired.version, desired.reason or "desired", now, left=_S.RETIRED, force=True)
         if canary is None and desired.canary_version:  # the state that judged it is lost
-            self._books.pending.desired = msgspec.structs.replace(
-                desired, gen=0, canary_version="", canary_percent=0, ts=now,
-                reason=f"canary {desired.canary_version} called off: nothing is known of its trial",
-            )  # fmt: skip
+            text = f"canary {desired.canary_version} called off: nothing is known of its trial"
+            self._change(desired, text, now, canary_version="", canary_percent=0)
 
     # ---- the desired record -------------------------------------------------------------------------------------
+    def _change(self, base: DesiredState, reason: str, now: float, **fields: Any) -> None:
+        self._books.pending.desired = msgspec.structs.replace(base, gen=0, reason=reason, ts=now, **fields)
+
     def want(
         self, version: str, reason: str, now: float, decision_id: int, *, left: DrafterStatus = _S.RETIRED, force: bool = False
     ) -> None:  # fmt: skip
@@ -162,10 +148,8 @@ class Lives:
             version, base.version, config, now=now, decision_id=decision_id, bucket=bucket, arm=arm
         )
         self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
-        self._books.pending.desired = msgspec.structs.replace(
-            base, gen=0, canary_version=version, canary_percent=config.canary_percent, reason=f"canary: {reason}", ts=now,
-            holdback_percent=self._holdback_percent,
-        )  # fmt: skip
+        canary = {"canary_version": version, "canary_percent": config.canary_percent}
+        self._change(base, f"canary: {reason}", now, **canary, holdback_percent=self._holdback_percent)
 
     # ---- the canary ---------------------------------------------------------------------------------------------
     def observe(self, batch: FeedbackBatch) -> None:
@@ -177,7 +161,7 @@ class Lives:
         if canary is not None and any(
             r.replica_id == batch.replica_id and r.canary_version == canary.version for r in self._around.reports
         ):
-            rollout.fold(canary, batch, self._clock.now())
+            rollout.fold(canary, batch, self._books.clock.now())
 
     def judge_canary(self, now: float, *, is_read_up: bool) -> None:
         """Judge the canary in flight by what replicas report and requests show.
@@ -204,10 +188,8 @@ class Lives:
             return
         self.book_swap(now, is_superseded=True)
         self._close_canary(verdict, now)
-        self._books.pending.desired = msgspec.structs.replace(
-            desired, gen=0, canary_version="", canary_percent=0, ts=now,
-            reason=f"canary {canary.version} {verdict.outcome.value.replace('_', ' ')}: {verdict.reason}",
-        )  # fmt: skip
+        text = f"canary {canary.version} {verdict.outcome.value.replace('_', ' ')}: {verdict.reason}"
+        self._change(desired, text, now, canary_version="", canary_percent=0)
 
     def _close_canary(self, verdict: Verdict, now: float, *, left: DrafterStatus = _S.RETIRED) -> None:
         """End the trial in state, life cycle and policy; the caller writes the desired record.
@@ -224,7 +206,7 @@ class Lives:
         try:
             self._policy.canary_ended(canary.decision_id, verdict.outcome.value)
         except Exception as e:
-            self._errors.note("the policy could not take the end of a canary", e)
+            self._books.errors.note("the policy could not take the end of a canary", e)
 
     def order_canary(self, version: str) -> None:
         """Start a canary of a version of the registry by an operator's order.
@@ -240,7 +222,7 @@ class Lives:
             )
         if version == base.version or version == base.canary_version:
             raise DrafterMismatchError(f"drafter {version} is live or on trial already; name another version")
-        now = self._clock.now()
+        now = self._books.clock.now()
         reason = f"canary of {version} ordered by the operator"
         if version in self._state.lifecycle.barred():
             self._admit(version, _S.RETIRED, reason, now)
@@ -294,7 +276,7 @@ class Lives:
 
     def manual(self, action: str, version: str, reason: str, *, left: DrafterStatus = _S.RETIRED) -> None:
         """Make a version live by 'pin' or 'rollback', whatever the policy thinks."""
-        now = self._clock.now()
+        now = self._books.clock.now()
         made = self._policy.manual(action, version, now, reason)
         self.want(version, reason, now, made.decision_id, left=left, force=True)
         logger.warning("drafter %s version=%s reason=%s", action, version, reason)
@@ -320,9 +302,9 @@ class Lives:
 class WeightPool:
     """The weights in the registry: no more bytes than allowed, and none deleted that somebody needs."""
 
-    def __init__(self, books: Books, surroundings: Surroundings, *, max_bytes: int) -> None:
-        self._books, self._around, self._max_bytes = books, surroundings, max_bytes
-        self._state = books.state
+    def __init__(self, books: Books, around: Surroundings) -> None:
+        self._books, self._around, self._state = books, around, books.state
+        self._max_bytes = books.config.rollout.pool_bytes
         self._evicted_at = -1
         """Commit number when a version was last given up; its weights go once a later commit exists."""
 

@@ -11,15 +11,12 @@ from typing import Any
 import msgspec
 
 from paceline.bandit.beliefs.observation import HostContext
-from paceline.bandit.controller.controller import Controller
-from paceline.clock import Clock
 from paceline.contracts import Decision, DesiredState
 from paceline.errors import FencedError, PacelineError
 from paceline.infra.controller.jobs import Jobs
 from paceline.infra.controller.lives import Lives, WeightPool
 from paceline.infra.controller.store import Books
 from paceline.infra.controller.surroundings import Surroundings
-from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.manifest_facts import learned_rows, shadow_lengths
 
 logger = logging.getLogger(__name__)
@@ -79,21 +76,9 @@ class CommandQueue:
 class Orders:
     """Asks the policy and does what it says; does what operators say."""
 
-    def __init__(
-        self,
-        policy: Controller,
-        books: Books,
-        surroundings: Surroundings,
-        pool: WeightPool,
-        lives: Lives,
-        jobs: Jobs,
-        *,
-        errors: ErrorCount,
-        clock: Clock,
-    ) -> None:
-        self._policy, self._books, self._state = policy, books, books.state
-        self._around, self._pool, self._lives, self._jobs = surroundings, pool, lives, jobs
-        self._errors, self._clock = errors, clock
+    def __init__(self, books: Books, around: Surroundings, pool: WeightPool, lives: Lives, jobs: Jobs) -> None:
+        self._books, self._state, self._policy = books, books.state, books.policy
+        self._around, self._pool, self._lives, self._jobs = around, pool, lives, jobs
 
     # ---- the policy ---------------------------------------------------------------------------------------------
     def tick(self, now: float) -> None:
@@ -104,7 +89,7 @@ class Orders:
         try:
             decisions = self._policy.tick(now, self._context(desired, now))
         except Exception as e:  # serving and feedback go on without decisions
-            self._errors.note("the policy failed to decide", e)
+            self._books.errors.note("the policy failed to decide", e)
             return
         closed = self._policy.closed_epoch()
         if closed is not None:  # a replay of the decision log needs the traffic as well (docs/policies.md)
@@ -161,7 +146,7 @@ class Orders:
         desired = self._books.desired
         if desired is None or self._state.pending is not None or self._is_foreign_live(desired):
             raise ValueError("a training job is in flight, or no drafter of this target is live yet; try again later")
-        now = self._clock.now()
+        now = self._books.clock.now()
         decision = self._policy.train_now(bucket, arm, now, self._context(desired, now))
         self._act(decision, now)
         self._books.note(f"training of {arm} on {bucket} ordered (decision {decision.decision_id})")

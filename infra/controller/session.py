@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -18,13 +17,11 @@ import redis
 
 from paceline.adapt.versions.lifecycle import VersionLife
 from paceline.bandit.controller.controller import Controller
-from paceline.bandit.controller.view import LedgerCell
 from paceline.clock import Clock
-from paceline.config import PolicyConfig, RolloutConfig, TraceConfig
-from paceline.contracts import ArmSpec
+from paceline.config import RolloutConfig
 from paceline.errors import PacelineError
-from paceline.infra.controller.feedback import READ_COUNT, Feedback, FeedbackConsumer
-from paceline.infra.controller.jobs import START_S, Jobs, Launcher, TrainCoordinator
+from paceline.infra.controller.feedback import READ_COUNT, Feedback
+from paceline.infra.controller.jobs import Jobs, Launcher, TrainCoordinator
 from paceline.infra.controller.lives import Lives, WeightPool
 from paceline.infra.controller.orders import Orders
 from paceline.infra.controller.rollout import RolloutState
@@ -44,44 +41,19 @@ from paceline.infra.controller.snapshot import (
     VersionInfo,
     VersionStage,
 )
-from paceline.infra.controller.store import Books, ControllerStore, HostState
-from paceline.infra.controller.surroundings import Shards, Surroundings, Versions
+from paceline.infra.controller.store import Books, ControllerStore, HostConfig, HostState
+from paceline.infra.controller.surroundings import Surroundings
 from paceline.infra.controller.traffic import TrafficStats
 from paceline.infra.state.desired import configured_desired
-from paceline.infra.state.log import ErrorCount, LogFile
-from paceline.infra.state.redis_clients import Keys
+from paceline.infra.state.log import ErrorCount
+
+if TYPE_CHECKING:  # both load torch
+    from paceline.adapt.data.trace_store import TraceStore
+    from paceline.adapt.versions.registry import DrafterRegistry
 
 logger = logging.getLogger(__name__)
 
 MakeController = Callable[[bytes], Controller]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostConfig:
-    """What a controller host is told at its start."""
-
-    redis_url: str = field(repr=False)
-    model: str
-    data_dir: Path | None = None
-    """Snapshot file and decision log; None = Redis only."""
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    trace: TraceConfig | None = None
-    """Limits of the trace store that the controller enforces, so that they hold while no replica writes; None = none."""
-    arms: tuple[ArmSpec, ...] | None = None
-    target_version: str = ""
-    """Only shards of this target are trained on, only its versions are used; '' = any."""
-    first_version: str = ""
-    """The drafter that the service was given; '' = what the desired state names."""
-    lease_ttl_s: float = 10.0
-    start_s: float = START_S
-    """A worker may take this long from its launch to its first heartbeat."""
-    stop_grace_s: float = 10.0
-    commit_every_s: float = 0.5
-    """Period of commits while nothing waits for them."""
-    context_every_s: float = 2.0
-    """Period of looking at stores and replica reports."""
-    snapshot_every_s: float = 30.0
 
 
 def restore_controller(config: HostConfig, stored: bytes, clock: Clock) -> Controller:
@@ -99,29 +71,20 @@ class Session:
         config: HostConfig,
         client: redis.Redis,
         *,
-        shards: Shards,
-        registry: Versions,
+        shards: TraceStore,
+        registry: DrafterRegistry,
         launcher: Launcher,
         make_controller: MakeController,
         errors: ErrorCount,
         clock: Clock,
     ) -> None:
         """Take over (epoch), restore everything, put the configuration into force. Raises redis errors."""
-        self.config, self._errors, self._clock = config, errors, clock
-        self._context_due = 0.0
-        keys, folder = Keys(config.model), None if config.data_dir is None else Path(config.data_dir).expanduser()
-        store = ControllerStore(
-            client,
-            keys,
-            snapshot_path=None if folder is None else folder / "controller.msgpack",
-            log_file=None if folder is None else LogFile(folder / "decisions.jsonl"),
-        )
+        self.config, self._context_due = config, 0.0
+        store = ControllerStore(client, config)
         store.acquire_epoch()
         self.state = state = store.load()
         if state.epoch >= store.epoch:  # Redis lost its data and the file knows a higher epoch
             store.acquire_epoch(at_least=state.epoch)
-        consumer = FeedbackConsumer(client, keys)
-        consumer.ensure_group()
         is_restored = state.commit > 0
         try:
             self.controller = make_controller(state.controller)
@@ -132,53 +95,21 @@ class Session:
         if state.config_policy != config.policy.policy:  # the operator configured another one since
             state.config_policy = state.policy = config.policy.policy
         self.controller.set_policy(state.policy)
-        coordinator = TrainCoordinator(
-            config.redis_url,
-            keys,
-            launcher,
-            clock=clock,
-            owner=store.owner,
-            ttl_s=config.lease_ttl_s,
-            start_s=config.start_s,
-            stop_grace_s=config.stop_grace_s,
-        )
-        self.books = books = Books(
-            store,
-            state,
-            self.controller,
-            clock=clock,
-            commit_every_s=config.commit_every_s,
-            file_every_s=config.snapshot_every_s,
-        )
-        self.surroundings = around = Surroundings(
-            shards,
-            registry,
-            client,
-            keys,
-            state,
-            target_version=config.target_version,
-            trace=config.trace,
-            errors=errors,
-            clock=clock,
-        )
-        self.pool = WeightPool(books, around, max_bytes=config.rollout.pool_bytes)
-        holdback = config.policy.holdback_percent
-        self.lives = Lives(
-            config.rollout, books, around, self.controller, holdback_percent=holdback, errors=errors, clock=clock
-        )
-        self.feedback = Feedback(consumer, books, lives=self.lives, policy=self.controller, errors=errors, clock=clock)
-        self.jobs = Jobs(
-            config.policy, coordinator, client, books, around, self.lives, self.controller, errors=errors, clock=clock
-        )
-        self.orders = Orders(
-            self.controller, books, around, self.pool, self.lives, self.jobs, errors=errors, clock=clock
-        )
+        coordinator = TrainCoordinator(config, client, launcher, clock=clock, owner=store.owner)
+        self.books = books = Books(config, store, state, self.controller, errors=errors, clock=clock)
+        self.surroundings = around = Surroundings(books, shards, registry)
+        self.pool = WeightPool(books, around)
+        self.lives = Lives(books, around)
+        self.feedback = Feedback(books, self.lives)
+        self.jobs = Jobs(books, around, self.lives, coordinator)
+        self.orders = Orders(books, around, self.pool, self.lives, self.jobs)
+        self.feedback.ensure_group()
         self._begin(is_restored)
         self._refresh()
 
     def _begin(self, is_restored: bool) -> None:
         """The first commits: adopt a newer record of the set-up, then put the configuration into force."""
-        config, books, state, now = self.config, self.books, self.state, self._clock.now()
+        config, books, state, now = self.config, self.books, self.state, self.books.clock.now()
         before, epoch = state.desired, books.store.epoch
         started = {
             "text": f"controller started, epoch {epoch}",
@@ -207,8 +138,8 @@ class Session:
         try:
             self.pool.tend()
         except (OSError, PacelineError) as e:
-            self._errors.note("limits of the version pool could not be enforced", e)
-        self.lives.follow_reports(self._clock.now())
+            self.books.errors.note("limits of the version pool could not be enforced", e)
+        self.lives.follow_reports(self.books.clock.now())
         self.feedback.look_at_lag()
 
     def close(self, patience_s: float) -> None:
@@ -225,7 +156,7 @@ class Session:
         """
         self.books.settle()
         num_entries = self.feedback.read(block_ms)
-        now = self._clock.now()
+        now = self.books.clock.now()
         if now >= self._context_due:
             self._context_due = now + self.config.context_every_s
             self._refresh()
@@ -238,17 +169,20 @@ class Session:
 
 
 NUM_DECISIONS = 500
+_OF_CANARY = ("version", "incumbent", "since", "bucket", "arm", "decision_id", "num_drafted_rounds", "num_excluded")
+"""What a snapshot shows of a trial as the trial has it."""
 
 
-def snapshot_view(session: Session, now: float, errors: ErrorCount) -> Snapshot:
+def snapshot_view(session: Session) -> Snapshot:
     """Assemble the record; a policy that cannot be shown is noted among the errors."""
+    now = session.books.clock.now()
     state, store, around, config = session.state, session.books.store, session.surroundings, session.config
     controller, totals = session.controller, session.controller.ledger_totals()
     desired, pending = state.desired, state.pending
     try:
         bandit = controller.snapshot()
     except Exception as e:
-        errors.note("the policy could not be shown", e)
+        session.books.errors.note("the policy could not be shown", e)
         bandit = None
     return Snapshot(
         ts=now,
@@ -267,7 +201,7 @@ def snapshot_view(session: Session, now: float, errors: ErrorCount) -> Snapshot:
         notes=[Note(ts=ts, text=text) for ts, text in state.notes],
         decisions=list(store.decisions.values())[-NUM_DECISIONS:],
         ledger=ledger_sums(totals.by_kind()),
-        ledger_cells=msgspec.convert(totals.rows(), list[LedgerCell]),
+        ledger_cells=totals.rows(),
         saved_interval_s=totals.saved_interval_s(),
         ledger_entries=list(store.ledger),
         buckets=bucket_traffic(state.traffic, now),
@@ -309,28 +243,19 @@ def rollout_view(state: RolloutState, config: RolloutConfig, now: float) -> Idle
     """The trial's numbers, what is frozen, how the last trial ended."""
     canary, last = state.canary, msgspec.convert(state.last, TrialEnd)
     frozen = {bucket: until for bucket, until in state.frozen.items() if until > now}
+    common: dict[str, Any] = {"frozen_until": frozen, "last": last, "alpha": config.alpha, "margin": config.margin}
     if canary is None:
-        return IdleRollout(frozen_until=frozen, last=last, alpha=config.alpha, margin=config.margin, reason=last.reason)
+        return IdleRollout(**common, reason=last.reason)
     test = canary.test
     incumbent, own = test.num_requests
     return CanaryRollout(
-        frozen_until=frozen,
-        last=last,
-        alpha=config.alpha,
-        margin=config.margin,
-        version=canary.version,
-        incumbent=canary.incumbent,
+        **common,
+        **{name: getattr(canary, name) for name in _OF_CANARY},
         share_percent=canary.percent,
-        since=canary.since,
-        bucket=canary.bucket,
-        arm=canary.arm,
-        decision_id=canary.decision_id,
         num_requests=incumbent + own,
         num_canary_requests=own,
-        num_drafted_rounds=canary.num_drafted_rounds,
         min_drafted_rounds=config.min_drafted_rounds,
         num_open=len(canary.open),
-        num_excluded=canary.num_excluded,
         num_errors=list(test.errors),
         ratio=test.ratio(),
         log_evidence=Evidence(slower=test.evidence_worse(), fast_enough=test.evidence_fast_enough()),

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from paceline.adapt.versions.lifecycle import DrafterStatus, Transition
-from paceline.bandit.controller.view import LedgerCell, PolicyView
+from paceline.bandit.controller.view import PolicyView
+from paceline.bandit.ledger.totals import LedgerCell
 from paceline.contracts import Decision, LedgerEntry, ReplicaReport
 
 
@@ -208,7 +209,7 @@ class FeedbackCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the tree policy drafts for a bucket; see engine_metrics.speculation_rows."""
+    """Whether the tree policy drafts for a bucket; see metrics.speculation_rows."""
 
     bucket: str
     role: str

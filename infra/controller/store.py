@@ -29,12 +29,13 @@ from paceline.adapt.data.blob_io import write_atomic
 from paceline.adapt.versions.lifecycle import Lifecycle
 from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
-from paceline.contracts import Decision, DesiredState, LedgerEntry, TrainJob, decode, encode
+from paceline.config import PolicyConfig, RolloutConfig, TraceConfig
+from paceline.contracts import ArmSpec, Decision, DesiredState, LedgerEntry, TrainJob, decode, encode
 from paceline.errors import FencedError
 from paceline.infra.controller.rollout import RolloutState
 from paceline.infra.controller.traffic import TrafficStats
 from paceline.infra.state.desired import decode_desired, queue_desired, queue_log
-from paceline.infra.state.log import LogFile, stream_newest_first
+from paceline.infra.state.log import ErrorCount, LogFile, stream_newest_first
 from paceline.infra.state.redis_clients import FEEDBACK_GROUP, OUTAGE_ERRORS, Keys
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,35 @@ MAX_NOTES = 50
 COMMIT_ENTRIES = 500
 """Stream entries after which a commit is due."""
 _MAX_TRIES = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostConfig:
+    """What a controller host is told at its start."""
+
+    redis_url: str = field(repr=False)
+    model: str
+    data_dir: Path | None = None
+    """Snapshot file and decision log; None = Redis only."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    trace: TraceConfig | None = None
+    """Limits of the trace store that the controller enforces, so that they hold while no replica writes; None = none."""
+    arms: tuple[ArmSpec, ...] | None = None
+    target_version: str = ""
+    """Only shards of this target are trained on, only its versions are used; '' = any."""
+    first_version: str = ""
+    """The drafter that the service was given; '' = what the desired state names."""
+    lease_ttl_s: float = 10.0
+    start_s: float = 60.0
+    """A worker may take this long from its launch to its first heartbeat (process start, imports)."""
+    stop_grace_s: float = 10.0
+    commit_every_s: float = 0.5
+    """Period of commits while nothing waits for them."""
+    context_every_s: float = 2.0
+    """Period of looking at stores and replica reports."""
+    snapshot_every_s: float = 30.0
+    """Period of writing the snapshot file."""
 
 
 class PendingJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,11 +162,11 @@ class _SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
 class ControllerStore:
     """Redis, snapshot file and log file of one controller. Owner = one start of the controller."""
 
-    def __init__(
-        self, client: redis.Redis, keys: Keys, *, snapshot_path: Path | None = None, log_file: LogFile | None = None
-    ) -> None:
-        self._client, self._keys = client, keys
-        self._path, self._log_file = snapshot_path, log_file
+    def __init__(self, client: redis.Redis, config: HostConfig) -> None:
+        self.client, self.keys = client, Keys(config.model)
+        folder = None if config.data_dir is None else Path(config.data_dir).expanduser()
+        self._path = None if folder is None else folder / "controller.msgpack"
+        self._log_file = None if folder is None else LogFile(folder / "decisions.jsonl")
         self._num_filed = 0
         """Ledger entries that the log file has; the others are written back when Redis loses its data."""
         self.owner = uuid.uuid4().hex
@@ -147,14 +177,14 @@ class ControllerStore:
 
     def acquire_epoch(self, at_least: int = 0) -> int:
         """Take over: a higher epoch under this owner's name; every controller before this one is fenced from now on."""
-        with self._client.pipeline(transaction=True) as pipe:
+        with self.client.pipeline(transaction=True) as pipe:
             for _ in range(_MAX_TRIES):
                 try:
-                    pipe.watch(self._keys.epoch)
-                    number, _ = _parse_epoch(pipe.get(self._keys.epoch))  # type: ignore[arg-type]
+                    pipe.watch(self.keys.epoch)
+                    number, _ = _parse_epoch(pipe.get(self.keys.epoch))  # type: ignore[arg-type]
                     epoch = max(number, at_least, self.epoch) + 1
                     pipe.multi()
-                    pipe.set(self._keys.epoch, f"{epoch}:{self.owner}")
+                    pipe.set(self.keys.epoch, f"{epoch}:{self.owner}")
                     pipe.execute()
                 except WatchError:
                     continue
@@ -165,22 +195,22 @@ class ControllerStore:
 
     def load(self) -> HostState:
         """State from Redis, else from the snapshot file, else a fresh one; loads decisions and the latest ledger entries."""
-        data = self._client.get(self._keys.state)
+        data = self.client.get(self.keys.state)
         state = None
         if data is not None:
             try:
                 state = decode(data, HostState)  # type: ignore[arg-type]
-                decisions: dict[Any, Any] = self._client.hgetall(self._keys.decisions)  # type: ignore[assignment]
+                decisions: dict[Any, Any] = self.client.hgetall(self.keys.decisions)  # type: ignore[assignment]
                 self.decisions = dict(sorted((int(k), decode(v, Decision)) for k, v in decisions.items()))
             except msgspec.DecodeError as e:
                 logger.error("the controller's state in Redis is damaged, using the snapshot file: %s", e)
         if state is None:
             state = self._load_file()
         if self._log_file is not None:
-            self._log_file.sync(self._client, self._keys)
+            self._log_file.sync(self.client, self.keys)
             lines: Iterable[dict[str, Any]] = self._log_file.newest_first()
         else:
-            lines = stream_newest_first(self._client, self._keys)
+            lines = stream_newest_first(self.client, self.keys)
         self._num_filed = state.num_booked
         self.ledger = deque(list(held_entries(lines, state.num_booked))[::-1], maxlen=MAX_LEDGER)
         return state
@@ -207,7 +237,7 @@ class ControllerStore:
     def copy_log(self, state: HostState) -> None:
         """Append to the log file what the log stream has more."""
         if self._log_file is not None:
-            self._log_file.sync(self._client, self._keys)
+            self._log_file.sync(self.client, self.keys)
             self._num_filed = state.num_booked
 
     def begin_ledger(self, state: HostState) -> None:
@@ -224,7 +254,7 @@ class ControllerStore:
             state.commit, state.desired, state.history = written.commit, written.desired, written.history
             self._remember(commit)
             return
-        with self._client.pipeline(transaction=True) as pipe:
+        with self.client.pipeline(transaction=True) as pipe:
             for _ in range(_MAX_TRIES):
                 try:
                     self._execute(pipe, state, commit)
@@ -238,7 +268,7 @@ class ControllerStore:
         raise FencedError("the controller's keys keep changing under it; run one controller per service")
 
     def _execute(self, pipe: redis.client.Pipeline, state: HostState, commit: Commit) -> None:
-        keys = self._keys
+        keys = self.keys
         pipe.watch(keys.epoch, keys.desired)
         epoch, owner = _parse_epoch(pipe.get(keys.epoch))  # type: ignore[arg-type]
         if owner is None:
@@ -288,10 +318,10 @@ class ControllerStore:
 
     def _written(self, number: int) -> HostState | None:
         """The stored state if commit `number` happened although its reply was lost."""
-        epoch, owner = _parse_epoch(self._client.get(self._keys.epoch))  # type: ignore[arg-type]
+        epoch, owner = _parse_epoch(self.client.get(self.keys.epoch))  # type: ignore[arg-type]
         if owner is not None and owner != self.owner:
             raise FencedError(f"another controller took over (epoch {epoch}, mine is {self.epoch}); this one stops")
-        data = self._client.get(self._keys.state)
+        data = self.client.get(self.keys.state)
         stored = None if data is None else decode(data, HostState)  # type: ignore[arg-type]
         return stored if stored is not None and stored.commit >= number else None
 
@@ -303,11 +333,11 @@ class ControllerStore:
         self._write_back(list(self.ledger)[len(self.ledger) - num_unfiled :], num_committed)
 
     def _write_back(self, entries: list[LedgerEntry] | None = None, num_booked: int = 0) -> None:
-        with self._client.pipeline(transaction=True) as pipe:
+        with self.client.pipeline(transaction=True) as pipe:
             if self.decisions:
-                pipe.hset(self._keys.decisions, mapping={str(i): encode(d) for i, d in self.decisions.items()})
-            _queue_ledger(pipe, self._keys, entries or [], num_booked)
-            queue_log(pipe, self._keys, "note", {"text": "redis lost its data; restored by the controller"})
+                pipe.hset(self.keys.decisions, mapping={str(i): encode(d) for i, d in self.decisions.items()})
+            _queue_ledger(pipe, self.keys, entries or [], num_booked)
+            queue_log(pipe, self.keys, "note", {"text": "redis lost its data; restored by the controller"})
             pipe.execute()
         logger.warning("redis lost its data; %d decisions written back", len(self.decisions))
 
@@ -319,21 +349,23 @@ class ControllerStore:
 
 
 class Books:
-    """The state, and what has come together for its next commit. Everything that changes goes through here."""
+    """The state, and what has come together for its next commit; every part of the controller works on it.
+
+    `policy` decides and is committed with the state; `errors` are those that a pass survives.
+    """
 
     def __init__(
         self,
+        config: HostConfig,
         store: ControllerStore,
         state: HostState,
-        controller: Controller,
+        policy: Controller,
         *,
+        errors: ErrorCount,
         clock: Clock,
-        commit_every_s: float = 0.5,
-        file_every_s: float = 30.0,
     ) -> None:
-        self.store, self.state, self.pending = store, state, Commit()
-        self._controller, self._clock = controller, clock
-        self._commit_every_s, self._file_every_s = commit_every_s, file_every_s
+        self.config, self.store, self.state, self.policy, self.pending = config, store, state, policy, Commit()
+        self.errors, self.clock = errors, clock
         self._commit_due = self._file_due = 0.0
         self._file_commit = -1
 
@@ -349,11 +381,11 @@ class Books:
     def note(self, text: str) -> None:
         """Put a line into the decision log and among the latest notes that dashboards show."""
         self.log("note", {"text": text})
-        self.state.notes = [*self.state.notes, (self._clock.now(), text)][-MAX_NOTES:]
+        self.state.notes = [*self.state.notes, (self.clock.now(), text)][-MAX_NOTES:]
 
     def take_drained(self) -> None:
         """Take over what the policy decided and booked since the last time."""
-        decisions, entries = self._controller.drain()
+        decisions, entries = self.policy.drain()
         self.pending.decisions += decisions
         self.pending.ledger += entries
         self.state.num_booked += len(entries)
@@ -380,14 +412,14 @@ class Books:
             return
         if not self.pending.is_uncertain:
             self.take_drained()
-            self.state.controller = self._controller.state()
+            self.state.controller = self.policy.state()
         self.store.commit(self.state, self.pending)
         self.pending = Commit()
-        now = self._clock.now()
-        self._commit_due = now + self._commit_every_s
+        now = self.clock.now()
+        self._commit_due = now + self.config.commit_every_s
         self.store.copy_log(self.state)
         if now >= self._file_due and self.state.commit != self._file_commit:
-            self._file_due, self._file_commit = now + self._file_every_s, self.state.commit
+            self._file_due, self._file_commit = now + self.config.snapshot_every_s, self.state.commit
             self.store.save_file(self.state)
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-import redis
-
-from paceline.clock import Clock
-from paceline.config import TraceConfig
 from paceline.contracts import DrafterManifest, ReplicaReport
 from paceline.errors import DrafterMismatchError, ManifestError, PacelineError
-from paceline.infra.controller.store import HostState
+from paceline.infra.controller.store import Books
 from paceline.infra.state.desired import read_reports
-from paceline.infra.state.log import ErrorCount
-from paceline.infra.state.redis_clients import Keys
+
+if TYPE_CHECKING:  # both load torch
+    from paceline.adapt.data.trace_store import ShardInfo, TraceStore
+    from paceline.adapt.versions.registry import DrafterRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -22,46 +20,12 @@ _MAX_SWAPS = 500
 _SWEEP_S = 30.0
 
 
-class Shards(Protocol):
-    """The trace store."""
-
-    def list_shards(self, bucket: str | None = None) -> list[Any]: ...
-
-    def enforce_limits(self, max_bytes: int, max_age_s: float, now: float) -> int: ...
-
-
-class Versions(Protocol):
-    """The drafter registry."""
-
-    def get_manifest(self, version: str, *, target_version: str | None = None) -> DrafterManifest: ...
-
-    def list(self) -> list[DrafterManifest]: ...
-
-    def has_weights(self, version: str) -> bool: ...
-
-    def delete_weights(self, version: str) -> None: ...
-
-
 class Surroundings:
     """The latest look at them; only shards and versions of this target count."""
 
-    def __init__(
-        self,
-        shards: Shards,
-        registry: Versions,
-        client: redis.Redis,
-        keys: Keys,
-        state: HostState,
-        *,
-        target_version: str,
-        trace: TraceConfig | None,
-        errors: ErrorCount,
-        clock: Clock,
-    ) -> None:
-        """`target_version` '' = any; `trace`: limits of the trace store that hold while no replica writes, None = none."""
-        self.registry = registry
-        self._shards, self._client, self._keys, self._state = shards, client, keys, state
-        self._target, self._trace, self._errors, self._clock = target_version, trace, errors, clock
+    def __init__(self, books: Books, shards: TraceStore, registry: DrafterRegistry) -> None:
+        self._books, self._state, self._shards, self.registry = books, books.state, shards, registry
+        self._target, self._trace = books.config.target_version, books.config.trace
         self._sweep_due = 0.0
         self.reports: list[ReplicaReport] = []
         self.versions: list[DrafterManifest] = []
@@ -77,19 +41,19 @@ class Surroundings:
         try:
             self._look_at_stores()
         except (OSError, PacelineError) as e:
-            self._errors.note("trace store or registry cannot be read", e)
-        self.reports = read_reports(self._client, self._keys)
+            self._books.errors.note("trace store or registry cannot be read", e)
+        self.reports = read_reports(self._books.store.client, self._books.store.keys)
         for report in self.reports:
             self._note_swap(report)
-        now = self._clock.now()
+        now = self._books.clock.now()
         if self._trace is not None and now >= self._sweep_due:
             self._sweep_due = now + _SWEEP_S
             try:
                 self._shards.enforce_limits(self._trace.max_bytes, self._trace.max_age_s, now)
             except (OSError, PacelineError) as e:
-                self._errors.note("limits of the trace store could not be enforced", e)
+                self._books.errors.note("limits of the trace store could not be enforced", e)
 
-    def own_shards(self) -> list[Any]:
+    def own_shards(self) -> list[ShardInfo]:
         """Shards of this target, oldest first, as they are now. Raises OSError, PacelineError."""
         return [s for s in self._shards.list_shards() if self._target in ("", s.target_version)]
 

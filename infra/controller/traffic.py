@@ -34,11 +34,8 @@ class GroupTotals(msgspec.Struct, kw_only=True):
         self.device_ms += share_ms
 
     def plus(self, other: GroupTotals) -> None:
-        self.rounds += other.rounds
-        self.accepted += other.accepted
-        self.drafted += other.drafted
-        self.emitted += other.emitted
-        self.device_ms += other.device_ms
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def view(self) -> GroupSums:
         """acceptance_length = accepted / rounds + 1; tokens_per_s = emitted tokens per second of device time."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,12 +86,6 @@ def summary_lines(result: dict) -> list[str]:
         f"rounding bound, {lossless['mismatches']} mismatches",
         f"feedback: {feedback['produced']} rows produced, {feedback['delivered']} delivered, {feedback['dropped']} dropped",
     ]
-
-
-def write_json(result: dict, path: Path) -> None:
-    """Write the JSON document."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _rolling(answers: list[Answer], group: Group, width: int = 10) -> tuple[list[float], list[float], list[float]]:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.bench.common.lossless import LosslessChecker, LosslessReport
+from paceline.bench.common.result_file import write_json
 from paceline.config import POLICIES, POLICY_HELP, EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig
 from paceline.errors import PacelineError
 from paceline.infra.controller.snapshot import Snapshot
@@ -274,7 +275,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     for line in demo_report.summary_lines(result):
         console.print(line, highlight=False)
     if options.json:
-        demo_report.write_json(result, options.json)
+        write_json(options.json, result)
         console.print(f"JSON: {options.json}")
     if options.html:
         demo_report.write_html(result, stats.answers, options.html)

@@ -8,13 +8,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from paceline.bench.common.terminal import number_text
 from paceline.contracts import Group
 from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo.stats import Answer, totals
-
-
-def _number(value: float | None, form: str = ".2f") -> str:
-    return "-" if value is None else format(value, form)
 
 
 def groups_table(answers: list[Answer], title: str) -> Table:
@@ -30,9 +27,9 @@ def groups_table(answers: list[Answer], title: str) -> Table:
             group.value,
             str(t.requests),
             f"{t.tokens:,}",
-            "-" if group == Group.PLAIN else _number(t.acceptance_length),
-            _number(t.tokens_per_s, ".0f"),
-            _number(ratio) + ("x" if ratio else ""),
+            "-" if group == Group.PLAIN else number_text(t.acceptance_length, 2),
+            number_text(t.tokens_per_s),
+            number_text(ratio, 2) + ("x" if ratio else ""),
         )
     return table
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from paceline.config import FeedbackConfig
 from paceline.contracts import FeedbackBatch, RoundStats, encode
@@ -188,10 +188,7 @@ class FeedbackPublisher:
             pipe.xadd(self._keys.feedback, {"v": data}, maxlen=self._config.max_stream_entries, approximate=True)
         try:
             replies = pipe.execute(raise_on_error=False)
-        except OUTAGE_ERRORS as e:
-            self._note_outage(e)
-            return False
-        except RedisError as e:
+        except (RedisError, OSError) as e:
             self._note_outage(e)
             return False
         for (_, rows, _), reply in zip(batches, replies, strict=True):
@@ -201,7 +198,7 @@ class FeedbackPublisher:
             self._unacked.popleft()
             if isinstance(reply, Exception):
                 self._num_dropped_refused += rows
-                if not is_out_of_memory(reply) or not isinstance(reply, ResponseError):
+                if not is_out_of_memory(reply):
                     logger.warning("redis refused a feedback batch: %s", reply)
             else:
                 self.num_delivered += rows

@@ -139,19 +139,23 @@ def bind_replicas(factory: str, config: dict[str, Any], limits: DeploymentLimits
 
 def bind_engine(kind: type, factory: str, config: dict[str, Any], limits: DeploymentLimits) -> Application:
     """The deployment `engine` of a class that is made like EngineReplica."""
-    deployment = serve.deployment(
+    return deployment(
+        kind, "engine", limits, num_replicas=limits.num_replicas, max_ongoing_requests=limits.max_ongoing_requests,
+        health_check_period_s=2, health_check_timeout_s=10,
+        # no runtime_env: it would cost a fresh worker process at every start
+        ray_actor_options={"num_cpus": limits.num_cpus, "num_gpus": limits.num_gpus},
+    ).bind(factory, config)  # fmt: skip
+
+
+def deployment(kind: type, name: str, limits: DeploymentLimits, **options: Any) -> Any:
+    """A Serve deployment with what every deployment of the service is told, and `options`."""
+    return serve.deployment(
         kind,
-        name="engine",
-        num_replicas=limits.num_replicas,
-        max_ongoing_requests=limits.max_ongoing_requests,
+        name=name,
         max_queued_requests=limits.max_queued_requests,
         graceful_shutdown_timeout_s=limits.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
-        health_check_period_s=2,
-        health_check_timeout_s=10,
         max_surge_percent=100,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
-        # no runtime_env: it would cost a fresh worker process at every start
-        ray_actor_options={"num_cpus": limits.num_cpus, "num_gpus": limits.num_gpus},
+        **options,
     )
-    return deployment.bind(factory, config)  # type: ignore[attr-defined]

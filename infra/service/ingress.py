@@ -9,25 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import BackpressureConfig
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from paceline.config import ServiceConfig
 from paceline.errors import CapacityError, ConfigError, EngineStoppedError
-from paceline.infra.service.deployment import DeploymentLimits, RunningReplica, bind_engine, close_grpc_port
+from paceline.infra.service.deployment import DeploymentLimits, RunningReplica, bind_engine, close_grpc_port, deployment
 from paceline.infra.service.parts import StorePaths
 from paceline.infra.state.log import configure_logging
-from paceline.infra.web.metrics import MetricSpec, metric_spec
+from paceline.infra.web.metrics import MetricSpec, metric_spec, render
 from paceline.paths import resolve_model
 from paceline.records import build
 from paceline.serving.api.app import build_api
@@ -180,20 +176,12 @@ def bind_resuming(
     """
     engine = bind_engine(EngineBehindIngress, factory, engine_values, limits)
     config = build(ServiceConfig, ingress_values)
-    deployment = serve.deployment(
-        serve.ingress()(ResumeIngress),
-        name="ingress",
-        num_replicas=config.ingress.num_replicas,
+    return deployment(
+        serve.ingress()(ResumeIngress), "ingress", limits, num_replicas=config.ingress.num_replicas,
         # a proxy may send one ingress everything that all engines hold
         max_ongoing_requests=limits.max_ongoing_requests * limits.num_replicas + 64,
-        max_queued_requests=limits.max_queued_requests,
-        graceful_shutdown_timeout_s=limits.graceful_shutdown_timeout_s,
-        graceful_shutdown_wait_loop_s=0.2,
-        max_surge_percent=100,
-        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         ray_actor_options={"num_cpus": INGRESS_CPUS, "num_gpus": 0},
-    )
-    return deployment.bind(engine, ingress_values)  # type: ignore[attr-defined]
+    ).bind(engine, ingress_values)  # fmt: skip
 
 
 INGRESS_METRICS: tuple[tuple[str, MetricSpec], ...] = (
@@ -205,18 +193,6 @@ INGRESS_METRICS: tuple[tuple[str, MetricSpec], ...] = (
 """Attribute of ResumeCounters -> metric."""
 
 
-class _Counters:
-    def __init__(self, counters: ResumeCounters) -> None:
-        self._counters = counters
-
-    def collect(self) -> Iterable[Metric]:
-        for name, spec in INGRESS_METRICS:
-            value = float(getattr(self._counters, name))
-            yield CounterMetricFamily(spec.name, f"{spec.text} (unit {spec.unit})", value=value)
-
-
 def render_ingress_metrics(counters: ResumeCounters) -> bytes:
     """Prometheus' text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Counters(counters))  # type: ignore[arg-type]
-    return generate_latest(registry)
+    return render((spec, getattr(counters, name)) for name, spec in INGRESS_METRICS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from paceline.contracts import DesiredState
 from paceline.errors import PacelineError
 from paceline.infra.controller.actor import ControllerSpec, ensure_controller
 from paceline.infra.controller.snapshot import state_json
+from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.capture_progress import capture_progress
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.replica.watcher import ReplicaWatcher
@@ -25,8 +26,8 @@ from paceline.infra.state.log import configure_logging
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.web.access import Access
 from paceline.infra.web.dashboard_routes import dashboard_router
-from paceline.infra.web.engine_metrics import render_metrics, speculation_rows
 from paceline.infra.web.feed import DashboardFeed
+from paceline.infra.web.metrics import render_metrics, speculation_rows
 from paceline.infra.web.state_routes import ServiceView, service_router
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.records import build
@@ -124,14 +125,6 @@ class ServedDrafters:
         return dict(self.engine.output.num_errors)
 
 
-@dataclass(slots=True)
-class _Adaptation:
-    """The parts that only a trainable drafter with a Redis has."""
-
-    watcher: ReplicaWatcher | None = None
-    closers: list[Callable[[], None]] = field(default_factory=list)
-
-
 def make_slots(config: ServiceConfig, target: TargetHandles, registry: DrafterRegistry) -> DrafterSlots:
     """Drafter slots with the first drafter live; its weights are put into the registry under their content id.
 
@@ -158,20 +151,24 @@ def controller_spec(
     """What the controller actor is built from; config.redis_url must be resolved."""
     assert config.redis_url is not None
     paths = StorePaths.of(config)
-    return ControllerSpec(
+    host = HostConfig(
         redis_url=config.redis_url,
         model=config.model_name,
-        data_dir=str(paths.data_dir),
+        data_dir=paths.data_dir,
+        policy=config.policy,
+        rollout=config.rollout,
+        trace=config.trace,
+        target_version=target_version,
+        first_version=first_version,
+        start_s=config.trainer_resources.start_timeout_s,
+    )
+    return ControllerSpec(
+        host=host,
         trace_root=paths.traces,
         registry_root=paths.registry,
         target_dir=str(resolve_model(config.model)),
-        target_version=target_version,
-        policy=to_dict(config.policy),
-        first_version=first_version,
         trainer_threads=config.trainer_threads,
-        rollout=to_dict(config.rollout),
-        trace=to_dict(config.trace),
-        trainer_resources=to_dict(config.trainer_resources),
+        trainer_resources=config.trainer_resources,
         deployed_at=deployed_at,
     )
 
@@ -214,18 +211,24 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     with capture_progress() as progress:
         engine.warm_up(progress)
     thread.start(is_warmed_up=True)
-    closers: list[Callable[[], None]] = []
     serving = ServingState(engine, config.policy.holdback_percent if needs_taps else 0)
-    adaptation = _Adaptation()
+    watcher: ReplicaWatcher | None = None
+    closers: list[Callable[[], None]] = [] if traces is None else [traces.close]
     if feedback is not None:
         feedback.start()
-        if needs_taps:
-            spec = controller_spec(config, target.version, first_version=slots.first_version, deployed_at=deployed_at)
-            drafters = ServedDrafters(slots, registry, engine, target.version)
-            adaptation = _adapt(config, spec, drafters, serving, replica_id, feedback)
         closers.append(feedback.close)
-    if traces is not None:
-        closers.insert(0, traces.close)
+        if needs_taps:
+            assert config.redis_url is not None, "feedback is sent to it"
+            drafters = ServedDrafters(slots, registry, engine, target.version)
+            watcher = ReplicaWatcher(
+                config.redis_url, keys, drafters, replica_id=replica_id, followers=serving, feedback=feedback
+            ).start()
+            spec = controller_spec(config, target.version, first_version=slots.first_version, deployed_at=deployed_at)
+            supervisor = ControllerSupervisor(spec)
+            supervisor.start()
+            closers = [supervisor.stop, watcher.stop, *closers]
+    if ranks is not None:
+        closers.append(ranks.close)
 
     def counters() -> dict[str, Any]:
         out: dict[str, Any] = {"engine": engine.stats(), "training": engine.output.is_training}
@@ -244,8 +247,8 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         target_version=target.version,
         slots=slots,
         counters=counters,
-        watcher=adaptation.watcher,
-        is_adaptive=adaptation.watcher is not None,
+        watcher=watcher,
+        is_adaptive=watcher is not None,
     )
     access, dashboard = Access.of(config), DashboardFeed(view.state, view.traffic)
     return ReplicaParts(
@@ -265,7 +268,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             open_routers=(service_router(view, access, dashboard.run), dashboard_router(view, access, dashboard)),
         ),
         thread=thread,
-        closers=[dashboard.close, *adaptation.closers, *closers, *([ranks.close] if ranks is not None else [])],
+        closers=[dashboard.close, *closers],
     )
 
 
@@ -283,20 +286,6 @@ def limit_threads(num_threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(num_threads)
-
-
-def _adapt(
-    config: ServiceConfig, spec: ControllerSpec, drafters: ServedDrafters, serving: ServingState, replica_id: str,
-    feedback: FeedbackPublisher,
-) -> _Adaptation:  # fmt: skip
-    """Start following the desired state and keep the controller alive."""
-    assert config.redis_url is not None
-    watcher = ReplicaWatcher(
-        config.redis_url, Keys(config.model_name), drafters, replica_id=replica_id, followers=serving, feedback=feedback
-    ).start()
-    supervisor = ControllerSupervisor(spec)
-    supervisor.start()
-    return _Adaptation(watcher=watcher, closers=[supervisor.stop, watcher.stop])
 
 
 class ControllerSupervisor:

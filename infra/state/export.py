@@ -111,36 +111,25 @@ def log_records(path: Path, kind: str, report: Report = lambda done, total: None
     """
     decisions: dict[tuple[int, int], dict[str, Any]] = {}
     entries: list[dict[str, Any]] = []
-    run, done, total = 1, 0, path.stat().st_size if path.is_file() else 0
-    has_records = False  # of the run so far: a start after which nothing was logged is none
-    if not total:
-        return []
+    run, has_records = 1, False  # of the run so far: a start after which nothing was logged is none
 
     def go_back(num_booked: int) -> None:
         while entries and entries[-1]["run"] == run and entries[-1]["number"] > num_booked:
             entries.pop()
 
-    with path.open("rb") as lines:
-        for index, line in enumerate(lines):
-            done += len(line)
-            if index % 256 == 0:
-                report(done, total)
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # being written, or cut by a crash
-            if "entry_id" in row:  # its own `kind` (training, ...) replaces the log's
-                has_records = True
-                go_back(row["number"] - 1)
-                entries.append({**row, "run": run})
-            elif row.get("kind") == "decision":
-                has_records = True
-                decisions[run, row["decision_id"]] = {**row, "run": run}
-            elif row.get("kind") == "note" and "commit" in row:  # the controller started
-                if row["commit"] > 0:
-                    go_back(row["num_booked"])
-                elif has_records:
-                    run, has_records = run + 1, False
+    for row in _log_lines(path, report):
+        if "entry_id" in row:  # its own `kind` (training, ...) replaces the log's
+            has_records = True
+            go_back(row["number"] - 1)
+            entries.append({**row, "run": run})
+        elif row.get("kind") == "decision":
+            has_records = True
+            decisions[run, row["decision_id"]] = {**row, "run": run}
+        elif row.get("kind") == "note" and "commit" in row:  # the controller started
+            if row["commit"] > 0:
+                go_back(row["num_booked"])
+            elif has_records:
+                run, has_records = run + 1, False
     found = list(decisions.values()) if kind == "decision" else entries
     dropped = ("log_id", "number", "kind") if kind == "decision" else ("log_id", "number")
     return [{name: value for name, value in row.items() if name not in dropped} for row in found]
@@ -153,10 +142,16 @@ def _export_decisions(options: ExportOptions, out: Path, manifest: dict, report:
         _write_rows(out, "replay.jsonl", _log_lines(options.data_dir / "decisions.jsonl"), manifest, "the log is empty")
 
 
-def _log_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The log as it is, without lines that are torn."""
+def _log_lines(path: Path, report: Report = lambda done, total: None) -> Iterator[dict[str, Any]]:
+    """The log as it is, without lines that are torn; nothing when there is no file."""
+    if not path.is_file():
+        return
+    done, total = 0, path.stat().st_size
     with path.open("rb") as lines:
-        for line in lines:
+        for index, line in enumerate(lines):
+            done += len(line)
+            if index % 256 == 0:
+                report(done, total)
             try:
                 yield json.loads(line)
             except ValueError:
@@ -171,7 +166,7 @@ def _export_ledger(options: ExportOptions, out: Path, manifest: dict, report: Re
         spent, saved = totals.spent_s(), totals.saved_s()
         manifest["ledger"] = {
             "spent_s": spent, "saved_s": saved, "net_s": saved - spent, "saved_interval_s": list(totals.saved_interval_s()),
-            "cells": totals.rows(),
+            "cells": msgspec.to_builtins(totals.rows()),
         }  # fmt: skip
 
 

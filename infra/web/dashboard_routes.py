@@ -28,7 +28,7 @@ from paceline.infra.web.access import Access
 from paceline.infra.web.decision import decision_page
 from paceline.infra.web.export import TABLES, as_csv, as_json
 from paceline.infra.web.feed import MAX_PAGES, DashboardFeed, events, parse_have, update
-from paceline.infra.web.state_routes import Commands, run_command
+from paceline.infra.web.state_routes import ServiceView, run_command
 
 FOLDER = Path(__file__).resolve().parents[1] / "page"
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
@@ -100,7 +100,7 @@ async def _joined(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncItera
 class DashboardRoutes:
     """The handlers below /dashboard; each checks tokens itself."""
 
-    view: Commands
+    view: ServiceView
     access: Access
     feed: DashboardFeed
     files: Mapping[str, Path]
@@ -167,7 +167,7 @@ class DashboardRoutes:
         return _json(msgspec.json.encode(await run_command(self.view, name, request)))
 
 
-def dashboard_router(view: Commands, access: Access, feed: DashboardFeed) -> APIRouter:
+def dashboard_router(view: ServiceView, access: Access, feed: DashboardFeed) -> APIRouter:
     """Everything below /dashboard; `feed` is of the same view, and whoever made it closes it."""
     routes = DashboardRoutes(view, access, feed, {p.name: p for p in FOLDER.iterdir() if p.suffix in _TYPES})
     router = APIRouter(prefix="/dashboard")

@@ -1,16 +1,18 @@
-"""Controller metrics: names, units, labels and where in the snapshot each value is, in Prometheus' text format.
+"""Metrics: GET /metrics shows a replica's counters and the controller's values in Prometheus' text format.
 
-Labels never hold request ids, users or version hashes: they would make a series of each.
+All of it is read when scraped. Labels never hold request ids, users or version hashes: they would make a series of each.
+docs/metrics.md is the tables in words: `python tests/helpers/metrics_page.py`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -34,7 +36,7 @@ def metric_spec(name: str, kind: str, unit: str, text: str, *labels: str) -> Met
     return MetricSpec(name=f"paceline_{name}", kind=kind, unit=unit, text=text, labels=labels)
 
 
-_Value = float | None | msgspec.UnsetType | Mapping[tuple[str, ...], float]
+Value = float | None | msgspec.UnsetType | Mapping[tuple[str, ...], float]
 """A value, or values by their labels; None and UNSET: not known, the metric has no sample."""
 
 
@@ -42,24 +44,24 @@ def _age_s(s: Snapshot) -> float | None:
     return None if s.ts is None else max(0.0, time.time() - s.ts)
 
 
-def _canary_requests(s: Snapshot) -> _Value:
+def _canary_requests(s: Snapshot) -> Value:
     if s.canary is None:
         return {}
     own = s.canary.num_canary_requests
     return {("canary",): own, ("incumbent",): s.canary.num_requests - own}
 
 
-def _recent(field: str) -> Callable[[Snapshot], _Value]:
+def _recent(field: str) -> Callable[[Snapshot], Value]:
     """Values of a field of the sums of the latest 30 s, by bucket and group, where they are known."""
 
-    def read(s: Snapshot) -> _Value:
+    def read(s: Snapshot) -> Value:
         found = {(b, g): getattr(sums, field) for b, t in s.buckets.items() for g, sums in t.recent.items()}
         return {labels: value for labels, value in found.items() if value is not None}
 
     return read
 
 
-_TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], _Value]], ...] = (
+_TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], Value]], ...] = (
     (metric_spec("controller_redis_up", "gauge", "1", "1 while the controller reaches Redis"), lambda s: s.redis_up),
     (metric_spec("controller_fenced", "gauge", "1", "1 when a newer controller took over from this one"), lambda s: s.is_fenced),
     (metric_spec("controller_epoch", "gauge", "1", "Starts of controllers of this service"), lambda s: s.epoch),
@@ -101,26 +103,122 @@ _BEFORE_RESTORE = {
 """What a controller can tell that has restored nothing yet."""
 
 
-class ControllerCollector:
-    """Collector over one snapshot."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterable[Metric]:
-        for spec, read in _TABLE:
-            family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-            metric = family(spec.name, f"{spec.text} (unit {spec.unit})", labels=spec.labels)
-            is_known = self._snapshot.ts is not None or spec.name in _BEFORE_RESTORE
-            value = read(self._snapshot) if is_known else None
-            if value is not None and value is not msgspec.UNSET:
-                for labels, number in value.items() if isinstance(value, Mapping) else [((), value)]:
-                    metric.add_metric(labels, float(number))
-            yield metric
+def _family(spec: MetricSpec, value: Value) -> Metric:
+    family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+    metric = family(spec.name, f"{spec.text} (unit {spec.unit})", labels=spec.labels)
+    if value is not None and value is not msgspec.UNSET:
+        for labels, number in value.items() if isinstance(value, Mapping) else [((), value)]:
+            metric.add_metric(labels, float(number))
+    return metric
 
 
-def controller_metrics(snapshot: Snapshot) -> tuple[bytes, str]:
-    """Body and content type for one snapshot of the controller."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ControllerCollector(snapshot))  # type: ignore[arg-type]
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+def render(values: Iterable[tuple[MetricSpec, Value]]) -> bytes:
+    """Prometheus' text of metrics with their values."""
+    families = [_family(spec, value) for spec, value in values]
+    return generate_latest(SimpleNamespace(collect=lambda: families))  # type: ignore[arg-type]
+
+
+def controller_metrics(snapshot: Snapshot) -> bytes:
+    """The text for one snapshot of the controller."""
+    is_restored = snapshot.ts is not None
+    return render(
+        (spec, read(snapshot) if is_restored or spec.name in _BEFORE_RESTORE else None) for spec, read in _TABLE
+    )
+
+
+_Counters = tuple[tuple[str, MetricSpec], ...]
+"""Key of the counters -> metric."""
+
+ENGINE_METRICS: _Counters = (
+    ("num_rounds", metric_spec("rounds", "counter", "1", "Decode rounds")),
+    ("num_tokens", metric_spec("emitted_tokens", "counter", "tokens", "Tokens sent to clients")),
+    ("num_prefill_rows", metric_spec("prefill_rows", "counter", "rows", "Prompt rows run through the target")),
+    ("num_finished", metric_spec("requests_finished", "counter", "1", "Requests that ended by themselves")),
+    ("num_aborted", metric_spec("requests_aborted", "counter", "1", "Requests ended early")),
+    ("num_expired", metric_spec("requests_expired", "counter", "1", "Requests ended because their deadline came; they count as ended early too")),
+    ("num_preemptions", metric_spec("preemptions", "counter", "1", "Requests that lost their pages and went back to the queue")),
+    ("num_callback_errors", metric_spec("callback_errors", "counter", "1", "Events, statistics rows and traces that their taker refused")),
+    ("num_bucket_capped", metric_spec("requests_bucket_capped", "counter", "1", "Requests counted under bucket 'other': too many names (engine.max_buckets)")),
+    ("num_drafter_failures", metric_spec("drafter_failures", "counter", "1", "Drafters switched off because they failed")),
+    ("num_swaps", metric_spec("swaps", "counter", "1", "Drafter versions published")),
+    ("num_buckets", metric_spec("buckets", "gauge", "1", "Buckets that the replica tells apart")),
+    ("num_running", metric_spec("requests_running", "gauge", "1", "Requests in the current round")),
+    ("num_waiting", metric_spec("requests_waiting", "gauge", "1", "Requests in the queue")),
+    ("num_pages", metric_spec("kv_pages", "gauge", "pages", "KV pages of the pool")),
+    ("num_free_pages", metric_spec("kv_pages_free", "gauge", "pages", "KV pages that a request can get: without an owner, or cached and in no use")),
+    ("num_cached_pages", metric_spec("prefix_cache_pages", "gauge", "pages", "KV pages in the prefix cache, those in use included")),
+    ("num_prefix_lookups", metric_spec("prefix_cache_lookups", "counter", "1", "Admissions that looked into the prefix cache")),
+    ("num_prefix_hits", metric_spec("prefix_cache_hits", "counter", "1", "Admissions that found cached rows")),
+    ("num_prefix_hit_tokens", metric_spec("prefix_cache_hit_tokens", "counter", "tokens", "Tokens whose KV rows were found instead of computed, after a preemption too")),
+    ("num_prefix_evictions", metric_spec("prefix_cache_evictions", "counter", "pages", "Cached pages given up because pages were needed")),
+)  # fmt: skip
+FEEDBACK_METRICS: _Counters = (
+    ("produced", metric_spec("feedback_rows_produced", "counter", "rows", "Round statistics recorded")),
+    ("delivered", metric_spec("feedback_rows_delivered", "counter", "rows", "Round statistics that Redis took")),
+    ("dropped", metric_spec("feedback_rows_dropped", "counter", "rows", "Round statistics lost to a full ring or a refusal")),
+    ("redis_up", metric_spec("redis_up", "gauge", "1", "1 while Redis takes feedback, 0 while it is away")),
+)  # fmt: skip
+TRACE_METRICS: _Counters = (
+    ("traces_written", metric_spec("traces_written", "counter", "1", "Feature traces written to the trace store")),
+    ("traces_dropped", metric_spec("traces_dropped", "counter", "1", "Feature traces lost to a full queue or a failing store")),
+)  # fmt: skip
+TRAINING = metric_spec("training", "gauge", "1", "1 while a training job runs for this service")
+SWAP_PAUSE = metric_spec("swap_pause_ms", "gauge", "ms", "Engine-thread pause of the latest swap")
+SPECULATION = metric_spec(
+    "speculation_on", "gauge", "1", "1 while the tree policy drafts for this bucket, 0 while it decodes plainly because drafting does not pay",
+    "bucket", "role", "mode",
+)  # fmt: skip
+REPLICA_METRICS: tuple[MetricSpec, ...] = (
+    *(spec for table in (ENGINE_METRICS, FEEDBACK_METRICS, TRACE_METRICS) for _, spec in table),
+    TRAINING,
+    SWAP_PAUSE,
+    SPECULATION,
+)
+"""Everything that one replica exposes about itself; the middle parts only where it has feedback and traces."""
+
+
+def _replica_values(counters: dict[str, Any], pauses_ms: Sequence[float]) -> Iterable[tuple[MetricSpec, Value]]:
+    for name, table in (("engine", ENGINE_METRICS), ("feedback", FEEDBACK_METRICS), ("traces", TRACE_METRICS)):
+        source = counters.get(name)
+        if source is not None:
+            yield from ((spec, source.get(key) or 0) for key, spec in table)
+    yield TRAINING, bool(counters.get("training"))
+    rows = counters.get("speculation") or []
+    yield SPECULATION, {tuple(str(row[label]) for label in SPECULATION.labels): row["is_on"] for row in rows}
+    if pauses_ms:
+        yield SWAP_PAUSE, pauses_ms[-1]
+
+
+def speculation_rows(
+    states: Iterable[tuple[tuple[str, str, bool], str]], roles: dict[str, str]
+) -> list[dict[str, Any]]:
+    """[{bucket, role, mode, is_on}] of what the tree policy decided; versions without a role are left out.
+
+    Args:
+        states: ((drafter version, bucket, is_greedy), trial | on | off | probe) of every statistic that it keeps.
+        roles: role -> drafter version; a version with several roles gets the first.
+    """
+    by_version: dict[str, str] = {}
+    for role, version in roles.items():
+        by_version.setdefault(version, role)
+    found: dict[tuple[str, str, str], bool] = {}
+    for (version, bucket, is_greedy), state in states:
+        if version in by_version:
+            found[(bucket, by_version[version], "greedy" if is_greedy else "sampled")] = state in ("trial", "on")
+    return [{"bucket": b, "role": r, "mode": m, "is_on": is_on} for (b, r, m), is_on in sorted(found.items())]
+
+
+def render_metrics(
+    counters: dict[str, Any], swap_pause_ms: Sequence[float] = (), controller: Snapshot | None = None
+) -> tuple[bytes, str]:
+    """Body and content type.
+
+    Args:
+        counters: {"engine": Engine.stats(), "feedback": ..., "traces": ..., "training": bool, "speculation": rows of
+            speculation_rows}; all but the first optional.
+        controller: the controller's snapshot, whose metrics are appended; None = it is away.
+    """
+    body = render(_replica_values(counters, swap_pause_ms))
+    if controller is not None:
+        body += controller_metrics(controller)
+    return body, CONTENT_TYPE_LATEST

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bandit.controller.view import LedgerCell
+from paceline.bandit.ledger.totals import LedgerCell
 from paceline.bandit.policies.table import POLICIES
 from paceline.contracts import Decision, LedgerEntry
 from paceline.infra.controller.snapshot import LedgerSums, ReplicaState, Snapshot

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 import ray
@@ -40,13 +40,8 @@ FRESH_S = 0.3
 STALE_S = 30.0
 """A scrape shows a snapshot of up to this age while the controller is away."""
 MAX_COMMAND_BYTES = 64 * 1024
-T = TypeVar("T")
-
-
-class RunState(Protocol):
-    """Awaits what may block, for instance DashboardFeed.run."""
-
-    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
+RunState = Callable[[Callable[[], Snapshot]], Awaitable[Snapshot]]
+"""Awaits what may block, for instance DashboardFeed.run."""
 
 
 class SnapshotCache:
@@ -184,7 +179,7 @@ class ServiceView:
         return self.state()
 
 
-def service_router(view: States, access: Access, run: RunState) -> APIRouter:
+def service_router(view: ServiceView, access: Access, run: RunState) -> APIRouter:
     """GET /paceline/versions and the commands as POST /paceline/<command>; checks tokens itself.
 
     Args:
@@ -205,19 +200,7 @@ def service_router(view: States, access: Access, run: RunState) -> APIRouter:
     return router
 
 
-class Commands(Protocol):
-    """What carries out commands; see ServiceView.command."""
-
-    def command(self, name: str, *args: Any) -> Snapshot: ...
-
-
-class States(Commands, Protocol):
-    """What also tells the service's state; see ServiceView.state."""
-
-    def state(self) -> Snapshot: ...
-
-
-async def run_command(view: Commands, name: str, request: Request) -> CommandResult:
+async def run_command(view: ServiceView, name: str, request: Request) -> CommandResult:
     """Carry out a command that was allowed: the new generation, version and policy.
 
     Raises: HTTPException 404 (no such command), 413, 503 (the controller is away); RequestError for wrong values.

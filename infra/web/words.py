@@ -40,31 +40,29 @@ def answers(state: Snapshot) -> list[dict[str, Any]]:
 
 
 def _is_it_paying(state: Snapshot) -> dict[str, Any]:
-    question = "Is adaptation paying?"
+    out: dict[str, Any] = {"id": "paying", "question": "Is adaptation paying?", "tone": "flat"}
     if state.ts is None:
-        reason = "This service does not adapt: it has no controller, or the controller has not answered yet."
-        return {"id": "paying", "question": question, "verdict": "No adaptation", "tone": "flat", "text": reason}
+        text = "This service does not adapt: it has no controller, or the controller has not answered yet."
+        return {**out, "verdict": "No adaptation", "text": text}
     spent, saved = state.ledger.spent_s, state.ledger.saved_s
     net, low, high = net_interval(state)
     half = (high - low) / 2
     if spent == 0 and saved == 0:
         text = "Nothing was spent and nothing was saved yet: no training job has run."
-        return {"id": "paying", "question": question, "verdict": "Nothing spent yet", "tone": "flat", "text": text}
-    spread = f" ± {half:,.1f}" if half >= 0.05 else ""
+        return {**out, "verdict": "Nothing spent yet", "text": text}
+    spread = f" ± {half:,.1f} s" if half >= 0.05 else ""
     text = (
-        f"Adapted drafters saved {seconds(saved)}{spread and spread + ' s'} of device time and cost {seconds(spent)}; "
+        f"Adapted drafters saved {seconds(saved)}{spread} of device time and cost {seconds(spent)}; "
         f"net {seconds(net, sign=True)} (95% interval {low:+,.1f} to {high:+,.1f} s)."
     )
     if not state.holdback_percent:
         text += " The hold-back share is 0%, so savings are not measured."
+    verdict, tone = "Not proven yet", "flat"
     if low > 0:
         verdict, tone = "Yes", "good"
     elif high < 0:
         verdict, tone = "No, so far", "bad"
-    else:
-        verdict, tone = "Not proven yet", "flat"
-    verdict = f"{verdict}: net {seconds(net, sign=True)}"
-    return {"id": "paying", "question": question, "verdict": verdict, "tone": tone, "text": text}
+    return {**out, "verdict": f"{verdict}: net {seconds(net, sign=True)}", "tone": tone, "text": text}
 
 
 def decision_title(d: Decision) -> str:

@@ -9,7 +9,7 @@ sys.path.insert(0, str(ROOT))
 
 from paceline.config import RolloutConfig  # noqa: E402
 from paceline.infra.controller.host import ControllerHost  # noqa: E402
-from paceline.infra.controller.session import HostConfig  # noqa: E402
+from paceline.infra.controller.store import HostConfig  # noqa: E402
 from tests.helpers.scripted import MemoryRegistry, MemoryStore, ProcessLauncher, ScriptedController  # noqa: E402
 
 

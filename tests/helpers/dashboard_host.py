@@ -30,8 +30,8 @@ from paceline.contracts import (
 )
 from paceline.errors import ManifestError, PacelineError, RequestError
 from paceline.infra.controller.host import ControllerHost
-from paceline.infra.controller.session import HostConfig
 from paceline.infra.controller.snapshot import ReplicaState, Snapshot, TrafficBin
+from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_first_version, write_report
 from paceline.infra.state.redis_clients import Keys, patient_client

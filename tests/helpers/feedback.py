@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.bandit.beliefs.observation import FeedbackSums, summed
 from paceline.contracts import FeedbackBatch, RoundStats
 
 DEFAULTS: dict[str, Any] = {
@@ -29,6 +30,11 @@ def batch(rows: list[dict[str, Any]], *, seq: int = 1, replica: str = "r0", boot
     """One batch; a row names what differs from DEFAULTS."""
     columns = {name: [row.get(name, value) for row in rows] for name, value in DEFAULTS.items()}
     return FeedbackBatch(replica_id=replica, boot_epoch=boot, seq=seq, target_version="t", num_dropped=0, **columns)
+
+
+def sums_of(rows: list[dict[str, Any]]) -> FeedbackSums:
+    """The same as sums."""
+    return summed(batch(rows))
 
 
 def round_rows(rows: list[tuple]) -> RoundStats:

@@ -13,8 +13,7 @@ from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.config import RolloutConfig
 from paceline.contracts import LedgerEntry, decode, encode
 from paceline.infra.controller.host import ControllerHost
-from paceline.infra.controller.session import HostConfig
-from paceline.infra.controller.store import HostState, held_entries
+from paceline.infra.controller.store import HostConfig, HostState, held_entries
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.log import LogFile, stream_newest_first
 from paceline.infra.state.redis_clients import Keys, consumer_client

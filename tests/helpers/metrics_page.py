@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from paceline.infra.service.ingress import INGRESS_METRICS
-from paceline.infra.web.engine_metrics import REPLICA_METRICS
-from paceline.infra.web.metrics import CONTROLLER_METRICS, MetricSpec
+from paceline.infra.web.metrics import CONTROLLER_METRICS, REPLICA_METRICS, MetricSpec
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
 HEAD = """# Metrics

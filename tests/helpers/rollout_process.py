@@ -18,7 +18,7 @@ from paceline.config import RolloutConfig  # noqa: E402
 from paceline.contracts import TrainJob  # noqa: E402
 from paceline.infra.controller.host import ControllerHost  # noqa: E402
 from paceline.infra.controller.jobs import WorkerLease  # noqa: E402
-from paceline.infra.controller.session import HostConfig  # noqa: E402
+from paceline.infra.controller.store import HostConfig  # noqa: E402
 from tests.helpers.scripted import (  # noqa: E402
     MemoryRegistry,
     MemoryStore,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from paceline.bandit.beliefs.interference import Interference
-from tests.helpers.feedback import batch
+from tests.helpers.feedback import sums_of
 
 
 def _rows(n: int, size: int, ms: float, busy: bool, rng) -> list[dict]:
@@ -15,10 +15,10 @@ def _rows(n: int, size: int, ms: float, busy: bool, rng) -> list[dict]:
 def test_slow_down_is_measured_within_equal_batch_sizes():
     rng = np.random.default_rng(0)
     meter = Interference()
-    meter.fold(batch(_rows(200, 1, 10.0, False, rng) + _rows(200, 8, 3.0, False, rng)))
+    meter.fold(sums_of(_rows(200, 1, 10.0, False, rng) + _rows(200, 8, 3.0, False, rng)))
     assert meter.close() is None
     # the job coincides with small batches: their longer share is no interference, the 10% on top is
-    meter.fold(batch(_rows(300, 1, 11.0, True, rng) + _rows(10, 8, 3.3, True, rng), seq=2))
+    meter.fold(sums_of(_rows(300, 1, 11.0, True, rng) + _rows(10, 8, 3.3, True, rng)))
     seen = meter.close()
     assert seen is not None
     assert seen.relative == pytest.approx(0.10, abs=0.02)
@@ -27,13 +27,13 @@ def test_slow_down_is_measured_within_equal_batch_sizes():
 
 def test_rounds_without_a_baseline_are_not_guessed():
     meter = Interference()
-    meter.fold(batch(_rows(50, 4, 10.0, True, np.random.default_rng(1))))
+    meter.fold(sums_of(_rows(50, 4, 10.0, True, np.random.default_rng(1))))
     assert meter.close() is None
 
 
 def test_faster_rounds_during_training_cost_nothing():
     rng = np.random.default_rng(2)
     meter = Interference()
-    meter.fold(batch(_rows(100, 4, 10.0, False, rng) + _rows(100, 4, 9.0, True, rng)))
+    meter.fold(sums_of(_rows(100, 4, 10.0, False, rng) + _rows(100, 4, 9.0, True, rng)))
     seen = meter.close()
     assert seen is not None and seen.seconds == 0.0 and seen.relative < 0

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from paceline.bandit.beliefs.observation import Window, close, fold
-from tests.helpers.feedback import batch
+from tests.helpers.feedback import sums_of
 
 
 def _rows(n: int, seed: int) -> list[dict]:
@@ -29,7 +29,7 @@ def _rows(n: int, seed: int) -> list[dict]:
 def test_every_row_is_counted_once_in_its_bucket_group_and_version():
     rows = _rows(300, 0)
     windows: dict[str, Window] = {}
-    fold(windows, batch(rows))
+    fold(windows, sums_of(rows))
     for name, window in windows.items():
         for stats in close(name, window, 0.0, 10.0).stats:
             own = [
@@ -48,9 +48,9 @@ def test_splitting_a_batch_changes_nothing():
     rows = _rows(200, 1)
     whole: dict[str, Window] = {}
     parts: dict[str, Window] = {}
-    fold(whole, batch(rows))
+    fold(whole, sums_of(rows))
     for i in range(0, 200, 17):
-        fold(parts, batch(rows[i : i + 17], seq=i + 1))
+        fold(parts, sums_of(rows[i : i + 17]))
     for name in whole:
         a, b = close(name, whole[name], 0, 5), close(name, parts[name], 0, 5)
         assert a.batch_size == pytest.approx(b.batch_size)
@@ -61,12 +61,12 @@ def test_splitting_a_batch_changes_nothing():
 
 def test_load_is_tokens_per_second_of_a_group():
     windows: dict[str, Window] = {}
-    fold(windows, batch([{"num_emitted_tokens": 30}, {"num_emitted_tokens": 10, "group": "static"}]))
+    fold(windows, sums_of([{"num_emitted_tokens": 30}, {"num_emitted_tokens": 10, "group": "static"}]))
     seen = close("a", windows["a"], 5.0, 15.0)
     assert seen.load("adaptive") == pytest.approx(3.0) and seen.load() == pytest.approx(4.0)
 
 
 def test_an_empty_batch_opens_no_window():
     windows: dict[str, Window] = {}
-    fold(windows, batch([]))
+    fold(windows, sums_of([]))
     assert windows == {}

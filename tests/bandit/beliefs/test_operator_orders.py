@@ -50,24 +50,22 @@ def test_posterior_of_an_arm_agrees_with_the_models_own_prediction(jobs) -> None
     for bucket, i, gain in jobs:
         gains.update(bucket, arms[i], 1.0, 0.5, gain, 0.05)
     names = list(gains.names)
-    rows = {(r["arm"], r["bucket"]): r for r in arm_posteriors(gains)}
+    rows = {(r.arm, r.bucket): r for r in arm_posteriors(gains)}
     assert gains.names == names and set(rows) == {(a.name, b) for a in arms for b in (None, "a", "b")}
     for arm in arms:
         for bucket in ("a", "b"):
             row = rows[(arm.name, bucket)]
             mean, sd = gains.predict(bucket, arm, 1.0, 1.0)
-            assert row["mean"] == pytest.approx(mean, abs=1e-9)
-            assert (row["high"] - row["low"]) / 2 <= 1.645 * sd + 1e-9, "the misfit of the curve only widens it"
-        assert rows[(arm.name, None)]["prior_mean"] == pytest.approx(K_MEAN * ARM_SHARE[arm.parameters])
+            assert row.mean == pytest.approx(mean, abs=1e-9)
+            assert (row.high - row.low) / 2 <= 1.645 * sd + 1e-9, "the misfit of the curve only widens it"
+        assert rows[(arm.name, None)].prior_mean == pytest.approx(K_MEAN * ARM_SHARE[arm.parameters])
 
 
 def test_without_jobs_the_posterior_is_the_prior() -> None:
     gains, arm = GainModel(), default_arms()[1]
     gains.predict("a", arm, 1.0, 1.0)
-    (row,) = [r for r in arm_posteriors(gains) if r["bucket"] is None]
-    assert (row["mean"], row["low"], row["high"]) == pytest.approx(
-        (row["prior_mean"], row["prior_low"], row["prior_high"])
-    )
+    (row,) = [r for r in arm_posteriors(gains) if r.bucket is None]
+    assert (row.mean, row.low, row.high) == pytest.approx((row.prior_mean, row.prior_low, row.prior_high))
 
 
 @given(st.floats(0, 1e6), st.lists(st.floats(0.1, 1e4), max_size=8))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from paceline.bandit.beliefs.belief import BatchCost
 from paceline.bandit.beliefs.observation import CellSums, FeedbackSums
 from paceline.bandit.beliefs.round_cost import RoundCosts, size_class
-from tests.helpers.feedback import batch
+from tests.helpers.feedback import sums_of
 from tests.helpers.views import make_belief
 
 
@@ -23,7 +23,7 @@ def test_batch_sizes_beyond_four_share_a_class_with_the_next_power_of_two():
 
 def test_prices_are_kept_apart_by_batch_size_and_weighted_by_tokens():
     costs = RoundCosts()
-    costs.fold(batch(_rows(1, 20.0) + _rows(8, 6.0, emitted=6)))
+    costs.fold(sums_of(_rows(1, 20.0) + _rows(8, 6.0, emitted=6)))
     one, eight = costs.batches("a")
     assert (one.round_s, eight.round_s) == (pytest.approx(0.020), pytest.approx(0.006))
     assert (one.share, eight.share) == (pytest.approx(0.25), pytest.approx(0.75))
@@ -32,54 +32,54 @@ def test_prices_are_kept_apart_by_batch_size_and_weighted_by_tokens():
 
 def test_the_price_of_plain_decoding_is_known_where_a_good_part_of_rounds_went_without_a_draft():
     costs = RoundCosts()
-    costs.fold(batch(_rows(8, 9.0) + _rows(8, 4.0, drafted=False, emitted=1) + _rows(1, 20.0)))
+    costs.fold(sums_of(_rows(8, 9.0) + _rows(8, 4.0, drafted=False, emitted=1) + _rows(1, 20.0)))
     one, eight = costs.batches("a")
     assert eight.plain_token_s == pytest.approx(0.004) and one.plain_token_s is None
 
 
 def test_requests_without_a_drafter_set_no_price():
     costs = RoundCosts()
-    costs.fold(batch(_rows(1, 20.0, group="plain")))
+    costs.fold(sums_of(_rows(1, 20.0, group="plain")))
     assert costs.batches("a") == []
 
 
 def test_shares_follow_the_load_at_once_and_prices_are_remembered():
     costs = RoundCosts()
-    costs.fold(batch(_rows(1, 20.0, count=200)))
+    costs.fold(sums_of(_rows(1, 20.0, count=200)))
     for _ in range(6):
         costs.fade(30.0)
-        costs.fold(batch(_rows(8, 6.0)))
+        costs.fold(sums_of(_rows(8, 6.0)))
     shares = {round(b.round_s, 3): b.share for b in costs.batches("a")}
     assert shares[0.006] > 0.95
     costs.fade(30.0)
-    costs.fold(batch(_rows(1, 20.0, count=60)))
+    costs.fold(sums_of(_rows(1, 20.0, count=60)))
     again = {round(b.round_s, 3): b.share for b in costs.batches("a")}
     assert again[0.02] > 0.5
 
 
 def test_the_price_of_drafting_outlasts_a_time_without_drafts_but_a_few_rounds_set_none():
     costs = RoundCosts()
-    costs.fold(batch(_rows(1, 20.0, count=7) + _rows(2, 6.0, count=9)))
+    costs.fold(sums_of(_rows(1, 20.0, count=7) + _rows(2, 6.0, count=9)))
     for _ in range(40):
         costs.fade(1e5)
-        costs.fold(batch([*_rows(1, 4.0, drafted=False, emitted=1), *_rows(2, 3.0, drafted=False, emitted=1)]))
+        costs.fold(sums_of([*_rows(1, 4.0, drafted=False, emitted=1), *_rows(2, 3.0, drafted=False, emitted=1)]))
     one, two = costs.batches("a")
     assert one.round_s is None and one.plain_token_s == pytest.approx(0.004)
     assert two.round_s == pytest.approx(0.006) and two.plain_token_s == pytest.approx(0.003)
-    costs.fold(batch(_rows(2, 60.0, count=4)))  # a probe of few dear rounds is no price
+    costs.fold(sums_of(_rows(2, 60.0, count=4)))  # a probe of few dear rounds is no price
     assert costs.batches("a")[1].round_s == pytest.approx(0.006)
-    costs.fold(batch(_rows(2, 12.0, count=400)))
+    costs.fold(sums_of(_rows(2, 12.0, count=400)))
     assert costs.batches("a")[1].round_s == pytest.approx(0.012, rel=0.05)
 
 
 def test_summed_feedback_counts_like_rows():
     rows, sums = RoundCosts(), RoundCosts()
-    rows.fold(batch(_rows(4, 10.0) + _rows(4, 5.0, drafted=False)))
+    rows.fold(sums_of(_rows(4, 10.0) + _rows(4, 5.0, drafted=False)))
     cell = CellSums(
-        bucket="a", group="adaptive", version="v0", num_rounds=40, drafted_rounds=20, drafted_s=0.2, plain_s=0.1,
+        bucket="a", group="adaptive", version="v0", batch_size=4, num_rounds=40, drafted_rounds=20, drafted_s=0.2, plain_s=0.1,
         plain_tokens=20, requests={"q": [0.3, 80.0, 20.0, 40.0]},
     )  # fmt: skip
-    sums.fold(FeedbackSums(replica_id="r", boot_epoch=1, seq=1, batch_size=4, cells=[cell]))
+    sums.fold(FeedbackSums(cells=[cell]))
     (one,), (two,) = rows.batches("a"), sums.batches("a")
     assert (one.round_s, one.plain_token_s) == pytest.approx((two.round_s, two.plain_token_s)) == (0.01, 0.005)
     assert rows.sums["a"][4].tokens == sums.sums["a"][4].tokens == 80.0

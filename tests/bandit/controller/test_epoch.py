@@ -42,9 +42,7 @@ class _Service:
         return self._serve(cells)
 
     def _serve(self, cells: list[CellSums]) -> dict[str, float]:
-        self.controller.observe(
-            FeedbackSums(replica_id="r", boot_epoch=1, seq=self.seq, batch_size=1, cells=cells, rounds=[])
-        )
+        self.controller.observe(FeedbackSums(cells=cells))
         self.clock.advance(EPOCH_S)
         self.controller.tick(self.clock.now(), self.context)
         return self.loads()

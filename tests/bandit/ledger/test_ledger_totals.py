@@ -48,16 +48,16 @@ ENTRIES = st.lists(
 def test_every_view_of_the_totals_adds_up_to_the_entries(entries):
     totals = fold_entries(entries)
     rows = totals.rows()
-    assert sum(r["num_entries"] for r in rows) == len(entries)
+    assert sum(r.num_entries for r in rows) == len(entries)
     for kind in KINDS:
         own = math.fsum(e.seconds for e in entries if e.kind == kind)
         assert totals.by_kind().get(kind, 0.0) == pytest.approx(own, abs=1e-6)
-        assert sum(r[f"{kind}_s"] for r in rows) == pytest.approx(own, abs=1e-6)
-    assert totals.spent_s() == pytest.approx(sum(r["spent_s"] for r in rows), abs=1e-6)
-    assert totals.saved_s() - totals.spent_s() == pytest.approx(sum(r["net_s"] for r in rows), abs=1e-6)
+        assert sum(getattr(r, f"{kind}_s") for r in rows) == pytest.approx(own, abs=1e-6)
+    assert totals.spent_s() == pytest.approx(sum(r.spent_s for r in rows), abs=1e-6)
+    assert totals.saved_s() - totals.spent_s() == pytest.approx(sum(r.net_s for r in rows), abs=1e-6)
     for r in rows:
-        of_cell = [e for e in entries if (e.bucket, e.arm, e.version) == (r["bucket"], r["arm"], r["version"])]
-        assert r["spent_s"] == pytest.approx(math.fsum(e.seconds for e in of_cell if e.kind in COSTS), abs=1e-6)
+        of_cell = [e for e in entries if (e.bucket, e.arm, e.version) == (r.bucket, r.arm, r.version)]
+        assert r.spent_s == pytest.approx(math.fsum(e.seconds for e in of_cell if e.kind in COSTS), abs=1e-6)
 
 
 @given(ENTRIES)
@@ -116,9 +116,9 @@ def test_cells_are_bounded_and_nothing_is_lost_when_they_merge():
         totals.add(_entry(i, "saving", version=f"v{i}", seconds=2.0, standard_error_s=0.1))
     assert len(totals.cells) <= MAX_CELLS + 1
     assert totals.saved_s() == pytest.approx(2.0 * (MAX_CELLS + 50))
-    older = next(r for r in totals.rows() if r["version"] == MERGED_VERSION)
-    assert older["saving_s"] == pytest.approx(2.0 * older["num_entries"]) and older["num_entries"] >= 50
-    assert totals.rows()[0]["bucket"] == "a"
+    older = next(r for r in totals.rows() if r.version == MERGED_VERSION)
+    assert older.saving_s == pytest.approx(2.0 * older.num_entries) and older.num_entries >= 50
+    assert totals.rows()[0].bucket == "a"
 
 
 def test_an_unknown_kind_is_refused():

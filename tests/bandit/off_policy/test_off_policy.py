@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.bandit.off_policy.estimate import LoggedDecision, decision_key, evaluate, read_decisions
+from paceline.contracts import Decision
 from paceline.errors import SupportError
 
 ACTIONS = ("hold", "train:a:small", "train:a:large")
@@ -183,6 +184,7 @@ def _row(**fields) -> bytes:
     row = {
         "decision_id": 3, "ts": 1.0, "bucket": "a", "action": "train", "arm": "head", "version": "v1", "policy": "payoff",
         "context": {"epoch": 4, "arm": {"num_rows": 900}}, "propensity": 0.95, "realised_saving_s": 5.0, "realised_cost_s": 2.0, "outcome": "accepted",
+        "expected_gain": 0.1, "expected_saving_s": 6.0, "expected_cost_s": 2.0, "reason": "it pays",
     }  # fmt: skip
     return msgspec.json.encode({**row, **fields})
 
@@ -203,4 +205,4 @@ def test_exported_lines_become_decisions_without_orders_and_unfinished_jobs():
     assert found[0].context == {"epoch": 4, "arm": {"num_rows": 900}, "bucket": "a", "policy": "payoff", "ts": 1.0}
     with pytest.raises(ValueError, match="line 2 is not a decision"):
         read_decisions([_row(), b'{"action": "train"}'])
-    assert decision_key({"action": "recall", "version": "v7"}) == "recall:v7"
+    assert decision_key(msgspec.json.decode(_row(action="recall", version="v7"), type=Decision)) == "recall:v7"

@@ -4,12 +4,13 @@ import pytest
 
 from paceline.bandit.off_policy.forced import ForcedWorld, epochs_by_step
 from paceline.bandit.off_policy.log import logged_orders
-from paceline.bandit.replay.logged import logged_config, logged_outcomes
+from paceline.bandit.replay.logged import logged_outcomes, logged_settings
+from paceline.bandit.replay.simulate import policy_config
 
 
 def _forced(service, policy):
     return ForcedWorld(
-        service.traffic, logged_outcomes(service, 0), logged_config(service, policy, {}, 0), seed=0,
+        service.traffic, logged_outcomes(service, 0), policy_config(policy, logged_settings(service, {}), 0), seed=0,
         slowdown=service.scenario.slowdown, epochs=epochs_by_step(service),
         orders=logged_orders(service), learned=service.learned(),
     )  # fmt: skip

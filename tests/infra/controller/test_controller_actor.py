@@ -8,7 +8,7 @@ import pytest
 import ray
 from ray.exceptions import RayError
 
-from paceline.config import PolicyConfig, to_dict
+from paceline.config import PolicyConfig
 from paceline.contracts import TrainJob, encode
 from paceline.infra.controller.actor import (
     ControllerSpec,
@@ -20,6 +20,7 @@ from paceline.infra.controller.actor import (
 )
 from paceline.infra.controller.jobs import WorkerLease
 from paceline.infra.controller.snapshot import Snapshot
+from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_first_version
 from tests.helpers.scripted import ARM, row
@@ -47,9 +48,12 @@ def cluster():
 @pytest.fixture
 def spec(cluster, shared_redis, keys, tmp_path):
     made = ControllerSpec(
-        redis_url=shared_redis.url, model=keys.model, data_dir=str(tmp_path), trace_root=str(tmp_path / "traces"),
-        registry_root=str(tmp_path / "registry"), target_dir=str(tmp_path / "no-target"), target_version="t",
-        policy=to_dict(PolicyConfig(policy="never")),
+        host=HostConfig(
+            redis_url=shared_redis.url, model=keys.model, data_dir=tmp_path, target_version="t",
+            policy=PolicyConfig(policy="never"),
+        ),
+        trace_root=str(tmp_path / "traces"), registry_root=str(tmp_path / "registry"),
+        target_dir=str(tmp_path / "no-target"),
     )  # fmt: skip
     yield made
     stop_controller(keys.model)
@@ -69,7 +73,7 @@ def test_one_controller_is_kept_and_takes_commands_until_it_is_stopped(spec, cli
     for same in (
         now,
         replace(now, deployed_at=9.0),
-        replace(now, deployed_at=4.0, target_version="u"),
+        replace(now, deployed_at=4.0, host=replace(now.host, target_version="u")),
     ):  # of an older deployment
         assert ensure_controller(same)._actor_id == kept._actor_id
     wait_until(lambda: snapshot(keys.model).epoch == 1, timeout_s=90.0)
@@ -88,20 +92,24 @@ def test_redeployment_with_another_configuration_replaces_the_controller(spec, c
     batch = make_batch([row(1)], replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
     client.xadd(keys.feedback, {"v": encode(batch)})
     wait_until(lambda: snapshot(keys.model).feedback.delivered == 1, timeout_s=90.0)
-    other_policy = replace(spec, deployed_at=1.0, policy=to_dict(PolicyConfig(policy="always", holdback_percent=40)))
-    for changed, num_replicas in ((other_policy, 1), (replace(other_policy, deployed_at=2.0, target_version="u"), 3)):
+    other_policy = replace(spec.host, policy=PolicyConfig(policy="always", holdback_percent=40))
+    for deployed_at, host, num_replicas in (
+        (1.0, other_policy, 1),
+        (2.0, replace(other_policy, target_version="u"), 3),
+    ):
+        changed = replace(spec, deployed_at=deployed_at, host=host)
         epoch = snapshot(keys.model).epoch
         with ThreadPoolExecutor(num_replicas) as pool:  # replicas that replace the controller together end with one
             new, *others = pool.map(ensure_controller, [changed] * num_replicas)
         assert new._actor_id != old._actor_id and {h._actor_id for h in others} <= {new._actor_id}
         wait_until(lambda epoch=epoch: (snapshot(keys.model).epoch or 0) > epoch, timeout_s=90.0)
         view = snapshot(keys.model)
-        assert (view.policy, view.holdback_percent, view.target_version) == ("always", 40, changed.target_version)
+        assert (view.policy, view.holdback_percent, view.target_version) == ("always", 40, host.target_version)
         assert view.feedback.delivered == 1, "the state of the one before it was restored"
         with pytest.raises(RayError):
             ray.get(old.pid.remote(), timeout=20)
         old = new
-    assert ray.get(get_controller(spec.model).pid.remote(), timeout=20) == ray.get(old.pid.remote(), timeout=20)
+    assert ray.get(get_controller(spec.host.model).pid.remote(), timeout=20) == ray.get(old.pid.remote(), timeout=20)
 
 
 def test_job_that_fails_or_is_killed_ends_as_failed(spec, keys, wait_until):
@@ -109,7 +117,7 @@ def test_job_that_fails_or_is_killed_ends_as_failed(spec, keys, wait_until):
         job_id="j1", bucket="math", arm=ARM, base_version="v1", first_version="v1", shard_ids=["gone"], rehearsal_shard_ids=[],
         seed=0, time_limit_s=30.0,
     )  # fmt: skip
-    lease = WorkerLease(spec.redis_url, keys.model, "j1", "t", ttl_s=5.0, limit_s=30.0)
+    lease = WorkerLease(spec.host.redis_url, keys.model, "j1", "t", ttl_s=5.0, limit_s=30.0)
     handle = RayLauncher(spec).launch(job, lease)
     wait_until(lambda: not handle.is_alive(), timeout_s=120.0)
     result = handle.result()

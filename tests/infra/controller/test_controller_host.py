@@ -10,8 +10,8 @@ from paceline.config import PolicyConfig
 from paceline.contracts import LedgerEntry, encode
 from paceline.errors import ConfigError, FencedError, ManifestError, PacelineError
 from paceline.infra.controller.host import ControllerHost
-from paceline.infra.controller.session import HostConfig
 from paceline.infra.controller.snapshot import LedgerSums
+from paceline.infra.controller.store import HostConfig
 from paceline.infra.controller.traffic import MAX_BUCKETS
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_first_version, read_desired

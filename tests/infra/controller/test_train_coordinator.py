@@ -9,6 +9,7 @@ import redis
 from paceline.clock import SystemClock
 from paceline.contracts import TrainJob, encode
 from paceline.infra.controller.jobs import Lease, TrainCoordinator, WorkerLease, failed, read_lease
+from paceline.infra.controller.store import HostConfig
 from tests.helpers.scripted import ARM, ProcessLauncher
 
 TTL_S = 1.0
@@ -30,15 +31,16 @@ def launcher(shared_redis, tmp_path):
             h.kill()
 
 
-def coordinator(url, keys, launcher, owner="c1", **options) -> TrainCoordinator:
-    return TrainCoordinator(url, keys, launcher, clock=SystemClock(), owner=owner, ttl_s=TTL_S, **options)
+def coordinator(client, url, keys, launcher, owner="c1", **options) -> TrainCoordinator:
+    config = HostConfig(redis_url=url, model=keys.model, lease_ttl_s=TTL_S, **options)
+    return TrainCoordinator(config, client, launcher, clock=SystemClock(), owner=owner)
 
 
-def wait_result(c, client, j, wait_until):
+def wait_result(c, j, wait_until):
     found = []
 
     def look() -> bool:
-        result = c.poll(client, j)
+        result = c.poll(j)
         if result is not None:
             found.append(result)
         return result is not None
@@ -48,70 +50,70 @@ def wait_result(c, client, j, wait_until):
 
 
 def test_job_runs_under_a_lease_and_reports(shared_redis, client, keys, launcher, wait_until):
-    c = coordinator(shared_redis.url, keys, launcher)
-    assert c.poll(client, job()) is None
+    c = coordinator(client, shared_redis.url, keys, launcher)
+    assert c.poll(job()) is None
     assert read_lease(client, keys).job_id == "j1"
-    result = wait_result(c, client, job(), wait_until)
+    result = wait_result(c, job(), wait_until)
     assert (result.status, result.version) == ("accepted", "v2")
     assert read_lease(client, keys) is None
     assert len(launcher.handles) == 1
 
 
 def test_second_job_waits_for_the_lease(shared_redis, client, keys, launcher):
-    c1, c2 = (coordinator(shared_redis.url, keys, launcher, owner=o) for o in ("c1", "c2"))
+    c1, c2 = (coordinator(client, shared_redis.url, keys, launcher, owner=o) for o in ("c1", "c2"))
     launcher.seconds = 30.0
-    c1.poll(client, job("j1"))
+    c1.poll(job("j1"))
     for _ in range(3):
-        assert c2.poll(client, job("j2")) is None
-        assert c2.poll(client, job("j1")) is None
+        assert c2.poll(job("j2")) is None
+        assert c2.poll(job("j1")) is None
     assert len(launcher.handles) == 1
 
 
 def test_restarted_controller_takes_over_a_running_job(shared_redis, client, keys, launcher, wait_until):
     launcher.seconds = 3.0  # longer than the lease: the worker itself must renew it
-    coordinator(shared_redis.url, keys, launcher).poll(client, job())
-    result = wait_result(coordinator(shared_redis.url, keys, launcher, owner="c2"), client, job(), wait_until)
+    coordinator(client, shared_redis.url, keys, launcher).poll(job())
+    result = wait_result(coordinator(client, shared_redis.url, keys, launcher, owner="c2"), job(), wait_until)
     assert result.status == "accepted"
     assert len(launcher.handles) == 1
 
 
 def test_killed_worker_is_a_failed_job(shared_redis, client, keys, launcher, wait_until):
     launcher.seconds = 60.0
-    c = coordinator(shared_redis.url, keys, launcher)
-    c.poll(client, job())
+    c = coordinator(client, shared_redis.url, keys, launcher)
+    c.poll(job())
     launcher.handles[0].kill()
-    result = wait_result(c, client, job(), wait_until)
+    result = wait_result(c, job(), wait_until)
     assert (result.status, result.reason) == ("failed", "the training process ended without a result")
     assert read_lease(client, keys) is None
 
 
 def test_killed_worker_is_noticed_by_another_controller(shared_redis, client, keys, launcher, wait_until):
     launcher.seconds = 60.0
-    coordinator(shared_redis.url, keys, launcher, start_s=1.0).poll(client, job())
+    coordinator(client, shared_redis.url, keys, launcher, start_s=1.0).poll(job())
     launcher.handles[0].kill()
-    result = wait_result(coordinator(shared_redis.url, keys, launcher, owner="c2"), client, job(), wait_until)
+    result = wait_result(coordinator(client, shared_redis.url, keys, launcher, owner="c2"), job(), wait_until)
     assert (result.status, result.reason) == ("failed", "the training process is gone")
     assert len(launcher.handles) == 1
 
 
 def test_worker_stops_when_asked(shared_redis, client, keys, launcher, wait_until):
     launcher.seconds = 60.0
-    c = coordinator(shared_redis.url, keys, launcher)
-    c.poll(client, job())
-    c.request_stop(client, "j1")
-    assert wait_result(c, client, job(), wait_until).status == "stopped"
+    c = coordinator(client, shared_redis.url, keys, launcher)
+    c.poll(job())
+    c.request_stop("j1")
+    assert wait_result(c, job(), wait_until).status == "stopped"
 
 
 def test_worker_stops_at_its_time_limit(shared_redis, client, keys, launcher, wait_until):
     launcher.seconds = 60.0
-    c = coordinator(shared_redis.url, keys, launcher)
-    assert wait_result(c, client, job(limit_s=0.2), wait_until).status == "stopped"
+    c = coordinator(client, shared_redis.url, keys, launcher)
+    assert wait_result(c, job(limit_s=0.2), wait_until).status == "stopped"
 
 
 def test_deaf_worker_is_killed_after_its_time_limit(shared_redis, client, keys, launcher, wait_until):
     launcher.seconds, launcher.is_deaf = 60.0, True
-    c = coordinator(shared_redis.url, keys, launcher, stop_grace_s=0.3, start_s=1.0)
-    result = wait_result(c, client, job(limit_s=0.2), wait_until)
+    c = coordinator(client, shared_redis.url, keys, launcher, stop_grace_s=0.3, start_s=1.0)
+    result = wait_result(c, job(limit_s=0.2), wait_until)
     assert result.status == "failed" and "time limit of 0.2 s" in result.reason
     assert not launcher.handles[0].is_alive()
 
@@ -121,15 +123,15 @@ def test_launch_that_fails_is_a_failed_job(shared_redis, client, keys, wait_unti
         def launch(self, job, lease):
             raise OSError("no processes left")
 
-    c = coordinator(shared_redis.url, keys, Broken())
-    result = wait_result(c, client, job(), wait_until)
+    c = coordinator(client, shared_redis.url, keys, Broken())
+    result = wait_result(c, job(), wait_until)
     assert result.status == "failed" and "no processes left" in result.reason
 
 
 def test_folded_job_can_be_ordered_again(shared_redis, client, keys, launcher, wait_until):
-    c = coordinator(shared_redis.url, keys, launcher)
+    c = coordinator(client, shared_redis.url, keys, launcher)
     for n in (1, 2):
-        wait_result(c, client, job(), wait_until)
+        wait_result(c, job(), wait_until)
         client.delete(*c.leftovers("j1"))
         c.forget()
         assert len(launcher.handles) == n
@@ -154,8 +156,8 @@ def test_a_heartbeat_behind_the_end_does_not_bring_the_lease_back(shared_redis, 
     client.delete(keys.train_result("j1"))  # the controller folds it
     lease.heartbeat()
     assert read_lease(client, keys) is None
-    c = coordinator(shared_redis.url, keys, launcher)
-    assert wait_result(c, client, job("j2"), wait_until).status == "accepted", "the next job need not wait for it"
+    c = coordinator(client, shared_redis.url, keys, launcher)
+    assert wait_result(c, job("j2"), wait_until).status == "accepted", "the next job need not wait for it"
 
 
 def test_a_heartbeat_that_the_server_carries_out_behind_the_end_fails(shared_redis, client, keys, monkeypatch):

@@ -4,6 +4,7 @@ import json
 
 from rich.console import Console
 
+from paceline.bench.common.result_file import write_json
 from paceline.contracts import Group
 from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo import report as demo_report
@@ -79,7 +80,7 @@ def test_html_report_is_self_contained_and_escapes_reasons(tmp_path):
 
 def test_json_report_reads_back(tmp_path):
     result = _result([_answer(g) for g in GROUP_PATTERN])
-    demo_report.write_json(result, tmp_path / "deep" / "r.json")
+    write_json(tmp_path / "deep" / "r.json", result)
     assert json.loads((tmp_path / "deep" / "r.json").read_text()) == result
 
 

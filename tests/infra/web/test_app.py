@@ -10,7 +10,7 @@ import pytest
 from paceline.config import ServiceConfig, TrainerResources
 from paceline.errors import ConfigError
 from paceline.infra.app import check_gpus, claim_port, run_service
-from paceline.infra.web.engine_metrics import render_metrics
+from paceline.infra.web.metrics import render_metrics
 from tests.helpers.service_load import tiny_config
 
 

@@ -3,13 +3,11 @@
 import csv
 import io
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from paceline.bandit.controller.view import LedgerCell
 from paceline.bandit.ledger.totals import fold_entries
 from paceline.contracts import Decision, LedgerEntry, ReplicaReport
 from paceline.infra.controller.snapshot import CanaryRollout, IdleRollout, LedgerSums, Snapshot, TrialEnd, VersionInfo
@@ -196,7 +194,7 @@ def test_ledger_lines_end_at_the_totals_whatever_was_trimmed(rows, spent_before,
     if entries:
         assert lines["spent_s"][-1] == pytest.approx(spent, abs=1e-3)
         assert lines["net_s"][-1] == pytest.approx(saved - spent, abs=1e-3)
-    split = {r["name"]: r for r in breakdown(msgspec.convert(fold_entries(entries).rows(), list[LedgerCell]), "bucket")}
+    split = {r["name"]: r for r in breakdown(fold_entries(entries).rows(), "bucket")}
     assert set(split) == {e.bucket for e in entries}
     for bucket, r in split.items():
         own = sum(e.seconds for e in entries if e.kind == "saving" and e.bucket == bucket)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paceline.infra.web.engine_metrics import REPLICA_METRICS
-from paceline.infra.web.metrics import CONTROLLER_METRICS
+from paceline.infra.web.metrics import CONTROLLER_METRICS, REPLICA_METRICS
 
 FOLDER = Path(__file__).resolve().parents[3] / "infra" / "grafana"
 DASHBOARD = FOLDER / "paceline_dashboard.json"
