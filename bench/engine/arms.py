@@ -81,6 +81,8 @@ class GroupTiming:
     rounds: tuple[tuple[Round, ...], ...] = ()
     """Per request; () where the arm has no recorder."""
     calls: DraftCalls = field(default_factory=DraftCalls)
+    last: tuple[RoundEvent, ...] = ()
+    """Per request, its last event: totals and how it ended; () for arms that are not an engine."""
 
     @property
     def num_tokens(self) -> int:
@@ -150,7 +152,8 @@ class EngineArm:
         seen = _Progress(
             tokens=[[] for _ in group.prompts], ttft_s=[0.0] * num_requests, chunks=[[] for _ in group.prompts]
         )
-        index = {f"{self.name}-{group.tag}-{i}": i for i in range(num_requests)}
+        prefix = f"{self.name}-{group.tag}" if self.name else group.tag
+        index = {f"{prefix}-{i}": i for i in range(num_requests)}
         calls = DraftCalls() if self._drafter is None else self._drafter.calls
         _wait(engine.target.device)
         start = self._read(seen)
@@ -200,7 +203,8 @@ class EngineArm:
             if event is None or event.finish_reason not in ("stop", "length"):
                 why = "no last event" if event is None else event.error or event.finish_reason
                 raise PacelineError(f"request {i} of group {group.tag} did not finish in arm {self.name!r}: {why}")
-        stats = [seen.last[i].stats for i in range(num_requests)]
+        last = tuple(seen.last[i] for i in range(num_requests))
+        stats = [event.stats for event in last]
         whole = _between(start, end)
         return GroupTiming(
             token_ids=tuple(map(tuple, seen.tokens)),
@@ -217,6 +221,7 @@ class EngineArm:
             if self._recorder is None
             else self._recorder.take(list(index), [p.max_tokens for p in group.params]),
             calls=DraftCalls() if self._drafter is None else self._drafter.calls - calls,
+            last=last,
         )
 
     def _read(self, seen: _Progress) -> Stretch:
@@ -228,6 +233,15 @@ class EngineArm:
             num_rounds=stats["num_rounds"],
             part_s=stats["round_part_s"],
         )
+
+
+def run_group(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, group: Group, bucket: str, tag: str
+) -> GroupTiming:  # fmt: skip
+    """Run prompts together, to the last one's end. Raises: PacelineError when a request ends in an error."""
+    texts = tuple(map(tuple, prompts))
+    together = BenchGroup(tag=tag, bucket=bucket, prompts=texts, params=tuple(params), batch=len(texts))
+    return EngineArm("", engine, group).run(together)
 
 
 def _wait(device: torch.device) -> None:

@@ -30,16 +30,10 @@ from paceline.bandit.replay.outcomes import FIRST, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import policy_config
 from paceline.bandit.replay.world import World
-from paceline.bench.common.engine_run import (
-    build_engine,
-    encode,
-    greedy_or_sampled,
-    load_named_drafter,
-    load_target,
-    run_group,
-)
+from paceline.bench.common.engine_run import build_engine, encode, greedy_or_sampled, load_named_drafter, load_target
 from paceline.bench.common.terminal import progress
 from paceline.bench.common.workloads import load_prompts
+from paceline.bench.engine.arms import run_group
 from paceline.bench.replay.plan import Task, Variant
 from paceline.bench.replay.run import RUNS_FILE, Row, read_finished, row_of
 from paceline.config import EngineConfig
@@ -138,8 +132,8 @@ def round_seconds(target: TargetModel, drafter: str, config: LiveConfig, path: P
     params = [greedy_or_sampled(0.0, config.max_new_tokens, i) for i in range(len(prompts))]
     for name, group in (("drafted_s", Group.ADAPTIVE), ("plain_s", Group.PLAIN)):
         runs = [run_group(engine, prompts, params, group=group, bucket="measure", tag=f"{name}-{i}") for i in range(3)]
-        outputs = [o for run in runs[1:] for o in run.outputs]
-        out[name] = sum(o.stats.round_ms for o in outputs) / 1000.0 / max(sum(o.stats.num_rounds for o in outputs), 1)
+        stats = [event.stats for run in runs[1:] for event in run.last]
+        out[name] = sum(s.round_ms for s in stats) / 1000.0 / max(sum(s.num_rounds for s in stats), 1)
     write_atomic(path, json.dumps(out))
     return out
 

@@ -27,10 +27,12 @@ from paceline.adapt.gate.gate import RequestScore
 from paceline.adapt.gate.shadow import shadow_scores, usable_traces
 from paceline.adapt.online.trainer import ShadowConfig
 from paceline.bench.common.engine_run import encode, load_target, set_threads
-from paceline.bench.common.result_file import write_json
+from paceline.bench.common.recorders import Round
+from paceline.bench.common.result_file import plain_values, write_json
 from paceline.bench.common.terminal import progress, say_file
 from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
-from paceline.bench.shadow.decode import Decoded, RealRounds, Workload, decode
+from paceline.bench.engine.arms import BenchGroup
+from paceline.bench.shadow.decode import Decoded, decode
 from paceline.bench.shadow.report import compare, judge, print_report
 from paceline.bench.shadow.versions import VersionPlan, VersionShop, plan_versions
 from paceline.config import TreeConfig
@@ -40,7 +42,7 @@ from paceline.records import DataFolder, Dtype, JsonFile, Model, Setting, Thread
 from paceline.serving.sampling.request import RequestTrace, SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
-TRAIN_TEMPERATURES = (0.0, 0.8)
+TRAIN_TEMPERATURES, _TRAIN_BATCH = (0.0, 0.8), 16
 
 
 @record()
@@ -95,7 +97,7 @@ def fixed_tree() -> TreeConfig:
     return TreeConfig(max_draft_tokens=gate.num_nodes, max_frontier=gate.max_frontier, policy="fixed")
 
 
-def make_workloads(options: ShadowCheckOptions, target: TargetModel, bucket: str) -> dict[str, Workload]:
+def make_workloads(options: ShadowCheckOptions, target: TargetModel, bucket: str) -> dict[str, BenchGroup]:
     """Requests of one bucket by use, no prompt in two of them: 'train', and 'scored <T>', 'other <T>' per temperature.
 
     Raises: ConfigError when the bucket has too few prompts.
@@ -110,7 +112,8 @@ def make_workloads(options: ShadowCheckOptions, target: TargetModel, bucket: str
     prompts = [tuple(encode(target, text)) for text in texts]
     scored, other, train = (prompts[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(3))
 
-    def make(name: str, chosen: list[tuple[int, ...]], temperatures: Sequence[float], first_seed: int) -> Workload:
+    def make(name: str, chosen: list[tuple[int, ...]], temperatures: Sequence[float], first_seed: int) -> BenchGroup:
+        batch = _TRAIN_BATCH if name == "train" else options.batch
         params = tuple(
             SamplingParams(
                 temperature=temperatures[i % len(temperatures)],
@@ -119,7 +122,7 @@ def make_workloads(options: ShadowCheckOptions, target: TargetModel, bucket: str
             )
             for i in range(len(chosen))
         )
-        return Workload(name=f"{bucket}-{name}", bucket=bucket, prompts=tuple(chosen), params=params)
+        return BenchGroup(tag=f"{bucket}-{name}", bucket=bucket, prompts=tuple(chosen), params=params, batch=batch)
 
     out = {"train": make("train", train, TRAIN_TEMPERATURES, 200_000)}
     for t in options.temperatures:
@@ -183,16 +186,16 @@ class ShadowCheck:
                     done()
         return rows
 
-    def _plain(self, work: Workload) -> list[RequestTrace]:
+    def _plain(self, work: BenchGroup) -> list[RequestTrace]:
         """Traces of plain decoding, in the order of the prompts."""
-        store = TraceStore(self._folder / "plain" / work.name)
+        store = TraceStore(self._folder / "plain" / work.tag)
         shards = store.list_shards()
         if not shards:
-            traces = decode(self._target, None, work, batch=self._options.batch).traces
+            traces = decode(self._target, None, work).traces
             store.write_shard(traces, work.bucket)
             return traces
         found = {t.request_id: t for t in store.read_shard(shards[-1].shard_id)}
-        return [found[work.request_id(i)] for i in range(len(work.prompts))]
+        return [found[f"{work.tag}-{i}"] for i in range(len(work.prompts))]
 
     def _cell(
         self,
@@ -227,14 +230,12 @@ class ShadowCheck:
         self,
         version: str,
         head: dict[str, Any],
-        work: Workload,
+        work: BenchGroup,
         same: list[RequestTrace],
         other: list[RequestTrace],
     ) -> list[dict[str, Any]]:
         """Real decoding at the gate's budget against scores on own, same and other texts."""
-        real = decode(
-            self._target, self._shop.drafter(version), work, version=version, tree=fixed_tree(), batch=self._options.batch
-        )  # fmt: skip
+        real = decode(self._target, self._shop.drafter(version), work, version=version, tree=fixed_tree())
         equal = [i for i, t in enumerate(same) if t.token_ids == real.traces[i].token_ids]
         everyone = list(range(len(same)))
         rows = []
@@ -259,21 +260,21 @@ class ShadowCheck:
             drafters, traces, num_nodes=gate.num_nodes, max_frontier=gate.max_frontier, device=self._device
         )[version]
 
-    def _adaptive(self, version: str, head: dict[str, Any], work: Workload, count: int) -> list[dict[str, Any]]:
+    def _adaptive(self, version: str, head: dict[str, Any], work: BenchGroup, count: int) -> list[dict[str, Any]]:
         """Real decoding as the service does it, one request at a time with the adaptive budget, next to the score at the
         gate's budget on the same texts. The replay has no clock, so it cannot follow a budget made of measured times."""
         few = dataclasses.replace(
-            work, name=f"{work.name}-adaptive", prompts=work.prompts[:count], params=work.params[:count]
+            work, tag=f"{work.tag}-adaptive", prompts=work.prompts[:count], params=work.params[:count], batch=1
         )
-        real = decode(self._target, self._shop.drafter(version), few, version=version, batch=1)
+        real = decode(self._target, self._shop.drafter(version), few, version=version)
         scores = self._score(version, real.traces)
         rounds = _rounds_of(real, scores, list(range(count)))
-        num_rounds = sum(r.num_drafted_rounds for r in rounds)
-        if num_rounds == 0:
+        drafted = [r.num_draft_tokens for own in rounds for r in own if r.num_draft_tokens]
+        if not drafted:
             return []
         figures = compare(scores, rounds, is_paired=True, drafted_only=True)
         row = {**head, "budget": "adaptive", "text": "own", **figures}
-        row["num_draft_tokens"] = round(sum(r.num_draft_tokens for r in rounds) / num_rounds, 2)
+        row["num_draft_tokens"] = round(sum(drafted) / len(drafted), 2)
         return [row]
 
 
@@ -281,8 +282,8 @@ def _named(report: Callable[[str], None], name: str) -> Callable[[str], None]:
     return lambda text: report(f"{name} {text}")
 
 
-def _rounds_of(real: Decoded, scores: Sequence[RequestScore] | None, chosen: Sequence[int]) -> list[RealRounds]:
-    """Round statistics of the chosen requests; only of those that have a score, when scores are given."""
+def _rounds_of(real: Decoded, scores: Sequence[RequestScore] | None, chosen: Sequence[int]) -> list[tuple[Round, ...]]:
+    """Rounds of the chosen requests; only of those that have a score, when scores are given."""
     kept = None if scores is None else {s.request_id for s in scores}
     return [real.rounds[i] for i in chosen if kept is None or real.traces[i].request_id in kept]
 
@@ -295,11 +296,7 @@ def run_shadow_check(options: ShadowCheckOptions, console: Console) -> dict[str,
         with progress(console, "shadow check", check.num_jobs) as bar:
             rows = check.run(bar.name, bar.step)
     result = {
-        "options": {
-            k: str(v) if isinstance(v, Path) else v
-            for k, v in dataclasses.asdict(options).items()
-            if k not in ("work", "json")
-        },
+        "options": {k: v for k, v in plain_values(options).items() if k not in ("work", "json")},
         "dtype": check.dtype,
         "tree": tree_settings(),
         **judge(rows),

@@ -21,7 +21,8 @@ from paceline.adapt.families.training import training_family
 from paceline.adapt.online.update import update_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bench.shadow.decode import Workload, decode
+from paceline.bench.engine.arms import BenchGroup
+from paceline.bench.shadow.decode import decode
 from paceline.errors import ConfigError
 from paceline.paths import resolve_drafter, write_atomic
 from paceline.serving.drafters.family import TrainedDrafter
@@ -75,10 +76,10 @@ class VersionShop:
         self._store = TraceStore(folder / "train_traces")
         self._plans = folder / "versions.json"
 
-    def capture(self, work: Workload) -> None:
+    def capture(self, work: BenchGroup) -> None:
         """Decode a training workload plainly and store its traces, unless its bucket has traces already."""
         if not self._store.list_shards(work.bucket):
-            self._store.write_shard(decode(self._target, None, work, batch=16).traces, work.bucket)
+            self._store.write_shard(decode(self._target, None, work).traces, work.bucket)
 
     def version(self, plan: VersionPlan, report: Report = lambda text: None) -> str:
         """Make the planned version, or find it; its bucket must have been captured. Returns the version id."""

@@ -17,15 +17,9 @@ from rich.table import Table
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
-from paceline.bench.common.engine_run import (
-    encode,
-    greedy_or_sampled,
-    load_named_drafter,
-    load_target,
-    run_group,
-    set_threads,
-)
+from paceline.bench.common.engine_run import encode, greedy_or_sampled, load_named_drafter, load_target, set_threads
 from paceline.bench.common.workloads import load_prompts
+from paceline.bench.engine.arms import run_group
 from paceline.bootstrap import rate_ratio
 from paceline.config import EngineConfig, TraceConfig, TreeConfig
 from paceline.contracts import Group
