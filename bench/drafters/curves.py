@@ -46,10 +46,7 @@ def run_bench_curves(drafters: Sequence[str], html: Path | None, console: Consol
     Raises: ConfigError where one has no curve, or two are called the same.
     """
     curves = read_curves(drafters)
-    table = new_table("Learning curves (nll: nats per row, first draft token)", _HEAD, 1)
-    for row in _rows(curves):
-        table.add_row(*row)
-    console.print(table)
+    console.print(new_table("Learning curves (nll: nats per row, first draft token)", _HEAD, rows=_rows(curves)))
     if html is not None:
         write_curves(curves, html)
         say_file(console, "HTML", html)

@@ -46,6 +46,11 @@ class BenchGroup:
     batch: int
     """Requests that run at once."""
 
+    @property
+    def cell(self) -> tuple[str, int, float]:
+        """(bucket, batch, temperature)."""
+        return self.bucket, self.batch, self.params[0].temperature
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:

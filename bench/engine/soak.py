@@ -58,14 +58,12 @@ def trend(times_s: Sequence[float], values: Sequence[float], *, num_blocks: int 
     used = [b for b in range(num_blocks) if (block == b).any()]
     if len(used) < 4:
         return None
-    x = np.array([t[block == b].mean() for b in used])
-    z = np.array([y[block == b].mean() for b in used])
+    x, z = (np.array([v[block == b].mean() for b in used]) for v in (t, y))
     x, z = x - x.mean(), z - z.mean()
-    spread = float(x @ x)
-    slope = float(x @ z) / spread
+    slope, spread = float(x @ z / (x @ x)), float(x @ x)
     rest = z - slope * x
-    error = float(np.sqrt(rest @ rest / (len(used) - 2) / spread))  # 0, not NaN, for a series that does not move
-    half = float(stats.t.ppf(0.975, len(used) - 2)) * error
+    error = np.sqrt(rest @ rest / (len(used) - 2) / spread)  # 0, not NaN, for a series that does not move
+    half = float(stats.t.ppf(0.975, len(used) - 2) * error)
     return Trend(slope=slope, low=slope - half, high=slope + half, num_samples=len(t))
 
 
@@ -297,17 +295,15 @@ class SoakDriver:
         except AssertionError as e:
             problems.append(f"check_integrity: {e}")
         stats = self._engine.stats()
-        if stats["num_free_pages"] != stats["num_pages"]:  # pages that only the prefix cache holds count as free
-            problems.append(f"{stats['num_pages'] - stats['num_free_pages']} pages are not free after the drain")
-        if self._open:
-            problems.append(f"{len(self._open)} requests never ended")
-        if self._repeated:
-            problems.append(f"{self._repeated} requests ended twice")
-        if stats["num_callback_errors"]:
-            problems.append(f"{stats['num_callback_errors']} callbacks failed")
-        if stats["num_drafter_failures"]:
-            problems.append(f"{stats['num_drafter_failures']} drafter failures")
-        return problems
+        counts = {
+            "pages are not free after the drain": stats["num_pages"]
+            - stats["num_free_pages"],  # but for the prefix cache's
+            "requests never ended": len(self._open),
+            "requests ended twice": self._repeated,
+            "callbacks failed": stats["num_callback_errors"],
+            "drafter failures": stats["num_drafter_failures"],
+        }
+        return problems + [f"{count} {what}" for what, count in counts.items() if count]
 
     def _submit(self) -> None:
         item = self._traffic.next()
@@ -344,7 +340,7 @@ def _sample(at_s: float, engine: Engine, driver: SoakDriver) -> dict[str, float]
 
 def memory_trend(samples: list[dict[str, float]]) -> dict[str, Any]:
     """Slope of resident memory over the second half in MiB per hour, with its interval (null when too few samples)."""
-    times, rss = [s["at_s"] for s in samples], [s["rss_bytes"] for s in samples]
+    times, rss = ([s[key] for s in samples] for key in ("at_s", "rss_bytes"))
     found = trend(*second_half(times, rss))
     scale = 3600 / 2**20
     return {

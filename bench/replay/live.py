@@ -31,6 +31,7 @@ from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import policy_config
 from paceline.bandit.replay.world import World
 from paceline.bench.common.engine_run import build_engine, encode, greedy_or_sampled, load_named_drafter, load_target
+from paceline.bench.common.result_file import kept_json
 from paceline.bench.common.terminal import progress
 from paceline.bench.common.workloads import load_prompts
 from paceline.bench.engine.arms import run_group
@@ -123,8 +124,10 @@ def round_seconds(target: TargetModel, drafter: str, config: LiveConfig, path: P
 
     The value is kept in `path`: later runs of a replay must price versions alike.
     """
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
+    return kept_json(path, lambda: _measure_rounds(target, drafter, config, say))
+
+
+def _measure_rounds(target: TargetModel, drafter: str, config: LiveConfig, say: Say) -> dict[str, float]:
     say("measuring round times")
     engine = build_engine(target, load_named_drafter(drafter, target), EngineConfig(), drafter)
     out = {}
@@ -134,7 +137,6 @@ def round_seconds(target: TargetModel, drafter: str, config: LiveConfig, path: P
         runs = [run_group(engine, prompts, params, group=group, bucket="measure", tag=f"{name}-{i}") for i in range(3)]
         stats = [event.stats for run in runs[1:] for event in run.last]
         out[name] = sum(s.round_ms for s in stats) / 1000.0 / max(sum(s.num_rounds for s in stats), 1)
-    write_atomic(path, json.dumps(out))
     return out
 
 
@@ -171,8 +173,9 @@ class LiveOutcomes:
 
     def _length(self, version: str, bucket: str) -> float:
         path = self.service.cache / "scores" / f"{version}-{bucket}-{self.service.text_id}.json"
-        if path.is_file():
-            return float(json.loads(path.read_text(encoding="utf-8"))["acceptance_length"])
+        return float(kept_json(path, lambda: self._score(version, bucket))["acceptance_length"])
+
+    def _score(self, version: str, bucket: str) -> dict[str, float]:
         self.service.say(f"scoring {version} on {bucket}")
         manifest = self.service.registry.get_manifest(version)
         state = self.service.registry.load_state(version, target_version=self.service.handle.version)
@@ -183,12 +186,10 @@ class LiveOutcomes:
         traces = [
             t for s in self.service.score_shards[bucket] for t in self.service.stores[bucket].read_shard(s.shard_id)
         ]
-        scores = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.service.handle.device)[
-            version
-        ]
+        found = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.service.handle.device)
+        scores = found[version]
         length = sum(s.num_tokens for s in scores) / max(sum(s.num_rounds for s in scores), 1)
-        write_atomic(path, json.dumps({"acceptance_length": length, "num_requests": len(scores)}))
-        return length
+        return {"acceptance_length": length, "num_requests": len(scores)}
 
     def _seen(self, bucket: str, step: int) -> list[str]:
         """Shards of a bucket whose rows were served up to a step; a bucket that came round again has them all."""

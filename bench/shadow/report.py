@@ -110,13 +110,12 @@ def print_report(result: dict[str, Any], console: Console) -> None:
     )
     console.print(table)
     heads = ("budget", "text", "T", "rows", "mean", "mean |error|", "largest |error|")
-    total = new_table("Error in percent of the real acceptance length", heads, 2)
-    for s in result["summary"]:
-        total.add_row(
-            s["budget"], s["text"], f"{s['temperature']:g}", str(s["num_rows"]), f"{s['mean_error_percent']:+.2f}",
-            f"{s['mean_absolute_error_percent']:.2f}", f"{s['largest_absolute_error_percent']:.2f}",
-        )  # fmt: skip
-    console.print(total)
+    rows = [
+        [s["budget"], s["text"], f"{s['temperature']:g}", str(s["num_rows"]), f"{s['mean_error_percent']:+.2f}",
+         f"{s['mean_absolute_error_percent']:.2f}", f"{s['largest_absolute_error_percent']:.2f}"]
+        for s in result["summary"]
+    ]  # fmt: skip
+    console.print(new_table("Error in percent of the real acceptance length", heads, 2, rows=rows))
     if result["num_judged_rows"] == 0:
         console.print(f"no row has {MIN_ROUNDS} rounds: ask for more prompts or tokens")
     verdict = "[green]passed[/green]" if result["passed"] else "[red]failed[/red]"
