@@ -124,12 +124,10 @@ def even_taps(weight: torch.Tensor, traces: Sequence[RequestTrace], target: Targ
 
 @torch.no_grad()
 def reduce_vocab(model: Any, traces: Sequence[RequestTrace]) -> None:
-    """Choose the draft vocabulary of a model that has a reduced one (buffers draft_token_ids and log_coverage)."""
-    c = model.config
-    if c.draft_vocab_size is not None:
-        ids, log_coverage = most_frequent_tokens(traces, c.draft_vocab_size, c.vocab_size)
-        model.draft_token_ids.copy_(ids)
-        model.log_coverage.copy_(log_coverage)
+    """Choose the reduced draft vocabulary of a model (buffers draft_token_ids and log_coverage)."""
+    ids, log_coverage = most_frequent_tokens(traces, model.config.draft_vocab_size, model.config.vocab_size)
+    model.draft_token_ids.copy_(ids)
+    model.log_coverage.copy_(log_coverage)
 
 
 def target_embedding(target: TargetHandles, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,6 @@ from paceline.paths import TEXT_DRAFTERS, resolve_drafter, resolve_model
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
-from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.model import TargetModel, default_tap_layers
 
 
@@ -83,11 +82,6 @@ def build_engine(target: TargetModel, drafter: Drafter | None, config: EngineCon
 def encode(target: TargetModel, text: str) -> list[int]:
     """Token ids of a raw prompt."""
     return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def greedy_or_sampled(temperature: float, max_tokens: int, seed: int) -> SamplingParams:
-    """Sampling parameters of a benchmark request."""
-    return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
 
 
 def set_threads(num_threads: int | None) -> None:

@@ -211,6 +211,11 @@ def run_compare(options: CompareOptions, console: Console) -> dict[str, Any]:
     return result
 
 
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether --fail-below found a regression."""
+    return bool(document["failed"])
+
+
 def _print(result: dict[str, Any], title: str, heads: dict[str, str], console: Console) -> None:
     """The table of the rows. heads: metric -> heading of its ratio."""
     table = new_table(title, ("bucket", "batch", "T", "arm", *(c for head in heads.values() for c in (head, "95%"))))

@@ -16,7 +16,7 @@ from paceline.bench.common.terminal import say_file
 from paceline.bench.common.workloads import read_questions
 from paceline.bench.drafters.arms import ArmSpec, arm_specs, build_arms, check_policies
 from paceline.bench.drafters.cells import drafting_row, random_gaps, speed_prediction, summarise
-from paceline.bench.drafters.table import acceptance_table, print_end, summary_table
+from paceline.bench.drafters.table import acceptance_table, lossless_counts, print_end, summary_table
 from paceline.bench.drafters.workload_split import (
     EMBEDDINGS,
     Workload,
@@ -119,6 +119,16 @@ class DraftersCommand:
             temperatures=(0.0,), buckets=("tools", RANDOM) if self.options.data is None else self.options.buckets,
             num_prompts=4, min_groups=2, waves=1, warmup_groups=1, max_tokens=48, num_check=1,
         )  # fmt: skip
+
+
+def run_command(command: DraftersCommand, console: Console) -> dict[str, Any]:
+    """See run_bench_drafters."""
+    return run_bench_drafters(command.chosen(), console)
+
+
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether an answer was not the target's own."""
+    return bool(lossless_counts(document)["num_mismatches"])
 
 
 def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,20 +101,6 @@ class GroupTiming:
         return max(0.0, self.seconds - sum(self.whole.part_s.values()))
 
 
-class Arm(Protocol):
-    """One way of generating."""
-
-    name: str
-
-    def supports(self, batch: int) -> bool:
-        """Whether groups of this size can run."""
-        ...
-
-    def run(self, group: BenchGroup) -> GroupTiming:
-        """Run one group to its end; raises PacelineError when a request fails."""
-        ...
-
-
 @dataclass(slots=True)
 class _Progress:
     """What the events of a running group have said so far."""
@@ -149,10 +135,14 @@ class EngineArm:
         self._recorder, self._drafter = recorder, drafter
 
     def supports(self, batch: int) -> bool:
+        """Whether groups of this size can run."""
         return batch <= self.engine.config.max_running
 
     def run(self, group: BenchGroup) -> GroupTiming:
-        """See Arm.run. The counters are read four times a group, not once a round."""
+        """Run one group to its end; the counters are read four times a group, not once a round.
+
+        Raises: PacelineError when a request fails.
+        """
         engine, num_requests = self.engine, len(group.prompts)
         seen = _Progress(
             tokens=[[] for _ in group.prompts], ttft_s=[0.0] * num_requests, chunks=[[] for _ in group.prompts]
@@ -160,7 +150,7 @@ class EngineArm:
         prefix = f"{self.name}-{group.tag}" if self.name else group.tag
         index = {f"{prefix}-{i}": i for i in range(num_requests)}
         calls = DraftCalls() if self._drafter is None else self._drafter.calls
-        _wait(engine.target.device)
+        wait(engine.target.device)
         start = self._read(seen)
         began = start.seconds
 
@@ -201,7 +191,7 @@ class EngineArm:
                     full_end = self._read(seen)
                 elif full_start is None and is_full and seen.num_started >= group.batch:
                     full_start = self._read(seen)
-        _wait(engine.target.device)
+        wait(engine.target.device)
         end = self._read(seen)
         for i in range(num_requests):
             event = seen.last.get(i)
@@ -249,7 +239,8 @@ def run_group(
     return EngineArm("", engine, group).run(together)
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Let the device finish what was given to it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -313,7 +304,7 @@ class TransformersArm:
             options["prompt_lookup_num_tokens"] = 8
         first = _FirstToken()
         torch.manual_seed(params.seed or 0)
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         out = self._model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=params.max_tokens, pad_token_id=self._pad,
@@ -325,6 +316,10 @@ class TransformersArm:
         first_end = torch.where(ends.any(1), ends.int().argmax(1) + 1, out.shape[1])
         token_ids = [tuple(row[:n]) for row, n in zip(out.tolist(), first_end.tolist(), strict=True)]
         return token_ids, seconds, (first.at_s or began) - began
+
+
+Arm = EngineArm | TransformersArm
+"""One way of generating."""
 
 
 def transformers_arms(names: Sequence[str], model: str, target: TargetModel, device: str) -> list[TransformersArm]:

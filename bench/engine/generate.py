@@ -7,13 +7,14 @@ from typing import Annotated as A
 from rich.console import Console
 from rich.text import Text
 
-from paceline.bench.common.engine_run import build_engine, encode, greedy_or_sampled, load_named_drafter, load_target
+from paceline.bench.common.engine_run import build_engine, encode, load_named_drafter, load_target
 from paceline.bench.common.recorders import RoundRecorder
 from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import RequestError
 from paceline.records import DTYPES, Drafter, Model, Setting, record
+from paceline.serving.sampling.request import SamplingParams
 
 
 @record()
@@ -41,7 +42,7 @@ def run_generate(options: GenerateOptions, console: Console) -> None:
     prompt, drafter, compare = options.prompt, options.drafter, options.is_comparing
     if not prompt.strip():
         raise RequestError("prompt must not be empty")
-    params = (greedy_or_sampled(options.temperature, options.max_tokens, options.seed),)
+    params = (SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed),)
     target = load_target(options.model, options.dtype, drafters=[drafter])
     text = prompt
     if target.tokenizer.chat_template and "<|" not in prompt:

@@ -35,7 +35,7 @@ from paceline.bench.engine.arms import (
     transformers_arms,
 )
 from paceline.bench.engine.cells import FLOOR, PLAIN, SPECULATIVE, cell_row, crossovers, lossless_row, overall_verdict
-from paceline.bench.engine.shapes import SHAPES, ShapesOptions
+from paceline.bench.engine.shapes import SHAPES, ShapesOptions, run_shapes
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
@@ -186,6 +186,19 @@ class EngineCommand:
             shapes=self.shapes, batches=given.batches, is_scaled_down=self.is_scaled_down, is_quick=self.is_quick,
             device=given.device, num_threads=given.num_threads, seed=given.seed, json=given.json,
         )  # fmt: skip
+
+
+def run_command(command: EngineCommand, console: Console) -> dict[str, Any]:
+    """See run_engine_bench and, with --shapes, run_shapes."""
+    if command.shapes is not None:
+        return run_shapes(command.shapes_options(), console)
+    return run_engine_bench(command.chosen(), console)
+
+
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether speculation surely costs speed, or an answer was not the target's own."""
+    summary = document.get("summary")  # none with --shapes
+    return bool(summary and (summary["verdict"] == "violated" or summary["num_mismatches"]))
 
 
 def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Pretr
 from paceline.bench.common.engine_run import set_threads
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import new_table, progress, say_file
-from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine
+from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine, wait
 from paceline.bench.engine.cells import PLAIN, SPECULATIVE, split_of_rounds
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
@@ -89,11 +89,6 @@ class ShapesOptions:
                 "the same path on small layers (its figures say nothing about an 8B model)"
             )
 
-    @property
-    def torch_device(self) -> torch.device:
-        use_cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
-        return torch.device("cuda" if use_cuda else "cpu")
-
 
 class RejectedDrafter:
     """Confident and hardly ever right: a chain of the token 0 in every round; keeps no state."""
@@ -131,7 +126,7 @@ def run_shapes(options: ShapesOptions, console: Console) -> dict[str, Any]:
     if options.is_quick:
         options = dataclasses.replace(options, batches=options.batches[:2], prompt_tokens=64, max_tokens=16, num_groups=1)  # fmt: skip
     set_threads(options.num_threads)
-    device = options.torch_device
+    device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
     bandwidth = copy_bandwidth(device)
     result = ResultFile(
         options.json, command="bench engine --shapes", options=options,
@@ -181,10 +176,10 @@ def copy_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: 
     sink = torch.empty_like(source)
     best = float("inf")
     for _ in range(repeats + 1):  # the first one touches the pages
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         sink.copy_(source)
-        _wait(device)
+        wait(device)
         best = min(best, time.perf_counter() - began)
     return 2 * size / best
 
@@ -235,11 +230,6 @@ def _row(name: str, target: TargetModel, batch: int, options: ShapesOptions, ban
         split["tokens_per_s"] = round(sum(s.num_tokens for s in stretches) / sum(s.seconds for s in stretches), 2)
         out["arms"][arm_name] = split
     return out
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _table(rows: list[dict[str, Any]], bandwidth: float) -> Table:

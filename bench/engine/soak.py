@@ -250,6 +250,11 @@ def run_soak(options: SoakOptions, console: Console, timer: Callable[[], float] 
     return document
 
 
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether something does not balance or memory surely grows."""
+    return document["verdict"] in ("failed", "leaks")
+
+
 class SoakDriver:
     """Feeds one engine in the caller's thread and counts how every request ends."""
 

@@ -168,7 +168,7 @@ class ShadowCheck:
         versions: dict[str, VersionPlan] = {}
         for plan in self._plans:
             start(f"train {plan.name}")
-            versions[self._shop.version(plan, lambda text, name=plan.name: start(f"train {name} {text}"))] = plan
+            versions[self._shop.version(plan, start)] = plan
             done()
         rows: list[dict[str, Any]] = []
         for bucket in options.buckets:
@@ -234,8 +234,11 @@ class ShadowCheck:
 
     def _score(self, version: str, traces: list[RequestTrace]) -> list[RequestScore]:
         """The gate's score of one version."""
-        drafters, tree = {version: self._shop.drafter(version)}, tree_settings()
-        return shadow_scores(drafters, traces, **tree, device=self._target.device)[version]
+        drafters, tree, device = {version: self._shop.drafter(version)}, ShadowConfig(), self._target.device
+        scores = shadow_scores(
+            drafters, traces, num_nodes=tree.num_nodes, max_frontier=tree.max_frontier, device=device
+        )
+        return scores[version]
 
     def _adaptive(self, head: dict[str, Any], work: BenchGroup, count: int) -> list[dict[str, Any]]:
         """Real decoding as the service does it, one request at a time with the adaptive budget, next to the score at the
@@ -254,6 +257,11 @@ class ShadowCheck:
         row = {**head, "budget": "adaptive", "text": "own", **figures}
         row["num_draft_tokens"] = round(sum(drafted) / len(drafted), 2)
         return [row]
+
+
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether a paired error is too large, or nothing could be judged."""
+    return not document["passed"]
 
 
 def _rounds_of(real: Decoded, scores: Sequence[RequestScore] | None, chosen: Sequence[int]) -> list[tuple[Round, ...]]:
