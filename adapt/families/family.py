@@ -1,6 +1,6 @@
 """Training family: what one kind of drafter says so that it can be trained, updated online and judged.
 
-The training half of a serving DrafterFamily; `table.py` holds all of them. Shape legend: B requests of a batch.
+The training half of a serving DrafterFamily; `training.py` holds all of them. Shape legend: B requests of a batch.
 """
 
 from __future__ import annotations

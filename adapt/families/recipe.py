@@ -99,12 +99,9 @@ def has_native_bf16(device: torch.device) -> bool:
     """Whether bfloat16 products run in hardware."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
-    return bool(getattr(torch.backends.mkldnn, "is_available", bool)()) and "avx512_bf16" in _cpu_flags()
-
-
-def _cpu_flags() -> str:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    flags = Path("/proc/cpuinfo")
+    has_flag = flags.is_file() and "avx512_bf16" in flags.read_text(encoding="utf-8")
+    return has_flag and bool(getattr(torch.backends.mkldnn, "is_available", bool)())
 
 
 _MAX_TRACES, _ROWS_PER_TRACE = 256, 8

@@ -105,15 +105,17 @@ class GroupTiming:
 class _Progress:
     """What the events of a running group have said so far."""
 
-    num_submitted: int = 0
     num_started: int = 0
-    num_finished: int = 0
     num_tokens: int = 0
     tokens: list[list[int]] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     submitted_s: list[float] = field(default_factory=list)
     chunks: list[list[tuple[float, int]]] = field(default_factory=list)
     last: dict[int, RoundEvent] = field(default_factory=dict)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.submitted_s) - len(self.last)
 
 
 class EngineArm:
@@ -166,7 +168,6 @@ class EngineArm:
             seen.num_tokens += len(event.token_ids)
             if event.finish_reason is not None:
                 seen.last[i] = event
-                seen.num_finished += 1
 
         waiting = iter(index.items())
 
@@ -178,15 +179,14 @@ class EngineArm:
                 )  # fmt: skip
                 seen.submitted_s.append(self._timer() - began)
                 engine.submit(request, on_event)
-                seen.num_submitted += 1
 
         submit(group.batch)
         full_start: Stretch | None = None
         full_end: Stretch | None = None
         while engine.step():
-            submit(group.batch - (seen.num_submitted - seen.num_finished))
+            submit(group.batch - seen.num_running)
             if full_end is None:
-                is_full = seen.num_submitted - seen.num_finished == group.batch
+                is_full = seen.num_running == group.batch
                 if full_start is not None and not is_full:
                     full_end = self._read(seen)
                 elif full_start is None and is_full and seen.num_started >= group.batch:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated as A
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Pretr
 from paceline.bench.common.engine_run import set_threads
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import new_table, progress, say_file
-from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine, wait
+from paceline.bench.engine.arms import EngineArm, make_groups, new_engine, random_prompts, run_alternating, wait
 from paceline.bench.engine.cells import PLAIN, SPECULATIVE, split_of_rounds
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
@@ -31,7 +30,6 @@ from paceline.errors import ConfigError
 from paceline.paths import resolve_model
 from paceline.records import DEVICES, Setting, record, require
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
-from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
 NUM_DRAFT_TOKENS = 8
@@ -204,18 +202,12 @@ def _row(name: str, target: TargetModel, batch: int, options: ShapesOptions, ban
         EngineArm(PLAIN, new_engine(target, None, version=PLAIN, num_tokens=num_tokens, config=config), Group.PLAIN),
         EngineArm(SPECULATIVE, new_engine(target, drafter, version="rejected", num_tokens=num_tokens, config=config), Group.ADAPTIVE),
     ]  # fmt: skip
-    rng = np.random.default_rng(options.seed)
-    timings: dict[str, list[GroupTiming]] = {a.name: [] for a in arms}
-    for i in range(options.num_groups + 1):  # the first one warms up
-        prompts = tuple(map(tuple, rng.integers(0, target.vocab_size, (batch, options.prompt_tokens)).tolist()))
-        params = (SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True),) * batch
-        group = BenchGroup(
-            tag=f"{name}-{batch}-{i}", bucket="random", prompts=prompts, params=params, batch=len(prompts)
-        )
-        for arm in arms if i % 2 else arms[::-1]:
-            timing = arm.run(group)
-            if i > 0:
-                timings[arm.name].append(timing)
+    prompts = random_prompts(target, (options.num_groups + 1) * batch, options.prompt_tokens, options.seed)
+    groups = make_groups(
+        prompts, bucket="random", batch=batch, group_size=batch, temperature=0.0, max_tokens=options.max_tokens,
+        seed=options.seed, ignore_eos=True, label=f"{name}-",
+    )  # fmt: skip
+    timings = run_alternating(arms, groups, num_warmup=1, on_group=lambda: None)
     weights, kv = floor_bytes(target, batch, options.prompt_tokens + options.max_tokens / 2)
     floor_ms = 1e3 * (weights + kv) / bandwidth
     out: dict[str, Any] = {
@@ -223,8 +215,8 @@ def _row(name: str, target: TargetModel, batch: int, options: ShapesOptions, ban
         "prompt_tokens": options.prompt_tokens, "weight_bytes": weights, "kv_bytes": kv, "floor_ms": round(floor_ms, 4),
         "num_draft_tokens": NUM_DRAFT_TOKENS, "arms": {},
     }  # fmt: skip
-    for arm_name, groups in timings.items():
-        stretches = [s for g in groups if (s := g.full_batch or g.whole) is not None]
+    for arm_name, own in timings.items():
+        stretches = [s for g in own if (s := g.full_batch or g.whole) is not None]
         split = split_of_rounds(stretches)
         split["over_floor"] = round(split["round_ms"] / floor_ms, 3)
         split["tokens_per_s"] = round(sum(s.num_tokens for s in stretches) / sum(s.seconds for s in stretches), 2)

@@ -11,9 +11,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated as A
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -35,8 +34,7 @@ from paceline.serving.sampling.request import GenerationRequest, RoundEvent, Sam
 NUM_BLOCKS = 12
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trend:
+class Trend(NamedTuple):
     """Slope per second with its 95% interval."""
 
     slope: float
@@ -84,8 +82,7 @@ TEMPERATURES = (0.0, 0.0, 0.5, 1.0)
 GROUPS = (Group.ADAPTIVE, Group.ADAPTIVE, Group.ADAPTIVE, Group.PLAIN)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SoakRequest:
+class SoakRequest(NamedTuple):
     """A request and when it is given up."""
 
     request: GenerationRequest
@@ -137,7 +134,7 @@ class SoakTraffic:
             group=GROUPS[int(rng.integers(len(GROUPS)))],
         )  # fmt: skip
         abort = self._length(1, MAX_ABORT_ROUNDS) - 1 if rng.random() < ABORT_SHARE else None
-        return SoakRequest(request=request, abort_after_rounds=abort)
+        return SoakRequest(request, abort)
 
     def wanted(self, limit: int) -> int:
         """How many requests should be in flight now: bursts and lulls between none and `limit`."""
