@@ -355,15 +355,3 @@ class ServeOptions:
 def to_dict(config: Any) -> dict:
     """Plain values of a configuration, the inverse of build."""
     return dataclasses.asdict(config)
-
-
-def with_tree_options(
-    base: TreeConfig,
-    *,
-    policy: str | None = None,
-    max_draft_tokens: int | None = None,
-    mix: str | None = None,
-) -> TreeConfig:
-    """`base` with what is given; None keeps its value. Raises: ConfigError on a value that is not allowed."""
-    given: dict[str, Any] = {"policy": policy, "max_draft_tokens": max_draft_tokens, "mix": mix}
-    return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from paceline.adapt.data.blob_io import unpack_tensors
 from paceline.adapt.data.trace_store import ShardInfo, TraceStore
@@ -146,32 +145,14 @@ def index_rows(shard: ShardInfo, data: bytes) -> list[TraceRow]:
 
 
 def load_traces(out: Path) -> Iterator[RequestTrace]:
-    """The exported traces in index order, each file read once.
+    """The exported traces in index order, each file read once: the folder of files is a trace store itself.
 
     Raises: TraceError when a file is missing or damaged; FileNotFoundError without an index.
     """
-    name = ""
-    tensors: dict[str, torch.Tensor] = {}
     with (out / INDEX).open("rb") as lines:
-        for line in lines:
-            row = msgspec.json.decode(line, type=TraceRow)
-            if row.file != name:
-                try:
-                    tensors, _ = unpack_tensors((out / row.file).read_bytes())
-                except (OSError, ValueError) as e:
-                    raise TraceError(f"exported file {row.file} is missing or damaged ({e}); export again") from e
-                name = row.file
-            (a, b), (f, g), (o, p) = row.tokens, row.features, row.outputs
-            yield RequestTrace(
-                request_id=row.request_id,
-                bucket=row.bucket,
-                temperature=row.temperature,
-                prompt_len=row.prompt_len,
-                token_ids=tensors["token_ids"][a:b].tolist(),
-                features=tensors["features"][f:g],
-                topk_ids=tensors["topk_ids"][o:p],
-                topk_logprobs=tensors["topk_logprobs"][o:p],
-                target_version=row.target_version,
-                finish_reason=row.finish_reason,
-                extra=row.extra,
-            )
+        files = dict.fromkeys(msgspec.json.decode(line, type=TraceRow).file for line in lines)
+    for file in files:
+        try:
+            yield from TraceStore(out / FOLDER).read_shard(Path(file).stem)
+        except TraceError as e:
+            raise TraceError(f"exported file {file} is missing or damaged ({e}); export again") from e

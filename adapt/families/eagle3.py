@@ -13,21 +13,20 @@ heads, Dh head dim, V target vocabulary, Vd draft vocabulary, k logged log-probs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from paceline.adapt.families.family import TrainingFamily
-from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, even_taps, reduce_vocab, target_embedding
-from paceline.adapt.families.row_batch import RowBatch, draft_index, head_loss, row_chunks
+from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, target_embedding
+from paceline.adapt.families.row_batch import RowBatch, calibrated, draft_index, head_loss, row_chunks
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.errors import ConfigError
 from paceline.serving.drafters.network import rope_cos_sin
 from paceline.serving.eagle3 import drafter
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
-from paceline.serving.sampling.request import RequestTrace
 
 
 def unrolled_hidden(model: EagleModel, batch: RowBatch, embed: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
@@ -160,10 +159,8 @@ def _calibration_loss(
     model: EagleModel, logits: torch.Tensor, text: torch.Tensor, temperatures: torch.Tensor, step: int
 ) -> torch.Tensor:
     """The text's negative log-likelihood as a function of log_beta alone, summed."""
-    is_sampled = temperatures > 0
-    beta = model.log_beta[is_sampled.long(), min(step, model.config.num_steps - 1)].exp()
-    scaled = logits * (beta / torch.where(is_sampled, temperatures.clamp_min(0.05), 1.0))[:, None]
-    return F.cross_entropy(scaled, text, reduction="sum")
+    beta = model.log_beta[:, min(step, model.config.num_steps - 1)].expand(len(text), 2)
+    return F.cross_entropy(calibrated(logits, beta, temperatures), text, reduction="sum")
 
 
 _CALIBRATION = ("log_beta",)
@@ -183,12 +180,6 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
     )
 
 
-def prepare(model: EagleModel, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
-    """Even out the taps and choose the draft vocabulary, if it is a reduced one."""
-    even_taps(model.fc.weight, traces, target)
-    reduce_vocab(model, traces)
-
-
 def update_loss(model: EagleModel, trains_backbone: bool) -> EagleLossConfig:
     """As many steps as the drafter was trained with; every row teaches calibration where rows are cheap."""
     return EagleLossConfig(num_steps=model.config.num_steps, side_share=0.25 if trains_backbone else 1.0)
@@ -202,7 +193,7 @@ FAMILY = TrainingFamily(
     serving=drafter.FAMILY,
     defaults={"learning_rate": 2e-3, "num_layers": 1, "num_slots": 1, "loss": EagleLossConfig()},
     make_config=make_config,
-    prepare=prepare,
+    projection="fc.weight",
     frozen=target_embedding,
     loss=training_loss,
     update_loss=update_loss,

@@ -1,6 +1,6 @@
 """Training family: what one kind of drafter says so that it can be trained, updated online and judged.
 
-The training half of a serving DrafterFamily; `table.py` holds all of them. Shape legend: B requests of a batch.
+The training half of a serving DrafterFamily; `training.py` holds all of them. Shape legend: B requests of a batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
+from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, even_taps, reduce_vocab
 from paceline.adapt.families.row_batch import RowBatch
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.errors import ConfigError
@@ -65,8 +65,8 @@ class TrainingFamily:
     """Values of the recipe's fields that are None: learning_rate, num_layers, num_slots, loss."""
     make_config: Callable[[TargetHandle, TargetShape, DrafterRecipe], DrafterConfig]
     """The default architecture for a target and a complete recipe."""
-    prepare: Callable[[Any, Sequence[RequestTrace], TargetHandle], None]
-    """Set what a fresh model takes over from its training text, before the first step."""
+    projection: str
+    """Name of the weight (H, F) that takes the tapped features in."""
     frozen: Callable[[TargetHandles, torch.device], Any]
     """What the loss reads of the target, on this device: tensors without gradients."""
     loss: TrainingLoss
@@ -106,6 +106,12 @@ class TrainingFamily:
         missing = {name: value for name, value in self.defaults.items() if getattr(recipe, name) is None}
         recipe = dataclasses.replace(recipe, drafter=self.name, **missing)
         return dataclasses.replace(recipe, loss=leave_out(recipe.loss, recipe.without, self.parts))
+
+    def prepare(self, model: DrafterModel, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
+        """Set what a fresh model takes over from its training text: even taps, and the draft vocabulary if it is reduced."""
+        even_taps(model.get_parameter(self.projection), traces, target)
+        if getattr(model.config, "draft_vocab_size", None) is not None:
+            reduce_vocab(model, traces)
 
     def split_scalars(self, model: DrafterModel) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
         """(weights, scalars) of a model among the parameters that require gradients."""

@@ -15,23 +15,22 @@ Source: tree_speculation.md 1.4, 1.5 (JetSpec), 2 (DFlash), 4.3 (edge correction
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Annotated as A
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.adapt.families.family import TrainingFamily
-from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, even_taps
-from paceline.adapt.families.row_batch import RowBatch, soft_cross_entropy
+from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
+from paceline.adapt.families.row_batch import RowBatch, calibrated, soft_cross_entropy
 from paceline.adapt.families.target_handle import TargetHandle
-from paceline.errors import ConfigError
+from paceline.records import Setting, record
 from paceline.serving.drafters.family import DrafterFamily
 from paceline.serving.drafters.network import TargetHandles, rope_cos_sin
 from paceline.serving.parallel_head import drafter
 from paceline.serving.parallel_head.model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel, block_visibility
-from paceline.serving.sampling.request import RequestTrace
 
 
 def supervised_anchors(is_output: torch.Tensor) -> torch.Tensor:
@@ -105,29 +104,21 @@ _MAX_LOGITS = 2**26
 DFLASH_DECAY_SHARE = 7 / 15
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record("loss.")
 class ParallelLossConfig:
     """What is trained on a batch and how it is weighted."""
 
-    objective: str = "forward_kl"
+    objective: A[str, Setting(choices=OBJECTIVES)] = "forward_kl"
     """'forward_kl' to the target's soft distribution (JetSpec) | 'cross_entropy' with the token in the text (DFlash)."""
-    decay_share: float | None = None
+    decay_share: A[float | None, Setting(gt=0)] = None
     """Slot s of S, counted from 0, weighs exp(-s / (decay_share * S)); None = all slots weigh the same."""
-    num_anchors: int | None = 16
+    num_anchors: A[int | None, Setting(ge=1)] = 16
     """Anchors drawn per request and batch; None = every supervised position."""
     edge_share: float = 0.5
     """Share of rows whose logits are corrected by the previous token; only with an edge correction."""
     calibration_weight: float = 0.1
     calibration_share: float = 0.25
     """Share of rows whose calibration loss is computed."""
-
-    def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise ConfigError(f"loss.objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
-        if self.decay_share is not None and not self.decay_share > 0:
-            raise ConfigError(f"loss.decay_share must be > 0 or null, got {self.decay_share!r}")
-        if self.num_anchors is not None and self.num_anchors < 1:
-            raise ConfigError(f"loss.num_anchors must be >= 1 or null, got {self.num_anchors!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,10 +177,8 @@ def _row_losses(
     else:
         loss = F.cross_entropy(logits, rows.text, reduction="none")
     fixed, side, first = logits.detach(), rows.is_side, rows.slots == 0
-    is_sampled = rows.temperatures[side] > 0
-    beta = model.log_beta[is_sampled.long(), rows.slots[side]].exp()
-    scale = beta / torch.where(is_sampled, rows.temperatures[side].clamp_min(0.05), 1.0)
-    calibration = F.cross_entropy(fixed[side] * scale[:, None], rows.text[side], reduction="none")
+    scaled = calibrated(fixed[side], model.log_beta[:, rows.slots[side]].T, rows.temperatures[side])
+    calibration = F.cross_entropy(scaled, rows.text[side], reduction="none")
     return loss, calibration, F.cross_entropy(fixed[first], rows.text[first], reduction="none"), fixed.argmax(-1)
 
 
@@ -263,11 +252,6 @@ def parallel_training_loss(
     return total, report
 
 
-def prepare(model: ParallelHeadModel, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
-    """Even out the taps."""
-    even_taps(model.cond_proj.weight, traces, target)
-
-
 def held_out_loss(config: ParallelLossConfig) -> ParallelLossConfig:
     return dataclasses.replace(config, num_anchors=None, edge_share=1.0, calibration_weight=0.0)
 
@@ -292,7 +276,7 @@ def _family(serving: DrafterFamily, loss: ParallelLossConfig) -> TrainingFamily:
         serving=serving,
         defaults={"learning_rate": 2e-3, "num_layers": 2, "num_slots": 8, "loss": loss},
         make_config=make_config,
-        prepare=prepare,
+        projection="cond_proj.weight",
         frozen=TargetTables.of,
         loss=parallel_training_loss,
         update_loss=update_loss,

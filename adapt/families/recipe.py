@@ -99,12 +99,9 @@ def has_native_bf16(device: torch.device) -> bool:
     """Whether bfloat16 products run in hardware."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
-    return bool(getattr(torch.backends.mkldnn, "is_available", bool)()) and "avx512_bf16" in _cpu_flags()
-
-
-def _cpu_flags() -> str:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    flags = Path("/proc/cpuinfo")
+    has_flag = flags.is_file() and "avx512_bf16" in flags.read_text(encoding="utf-8")
+    return has_flag and bool(getattr(torch.backends.mkldnn, "is_available", bool)())
 
 
 _MAX_TRACES, _ROWS_PER_TRACE = 256, 8
@@ -124,12 +121,10 @@ def even_taps(weight: torch.Tensor, traces: Sequence[RequestTrace], target: Targ
 
 @torch.no_grad()
 def reduce_vocab(model: Any, traces: Sequence[RequestTrace]) -> None:
-    """Choose the draft vocabulary of a model that has a reduced one (buffers draft_token_ids and log_coverage)."""
-    c = model.config
-    if c.draft_vocab_size is not None:
-        ids, log_coverage = most_frequent_tokens(traces, c.draft_vocab_size, c.vocab_size)
-        model.draft_token_ids.copy_(ids)
-        model.log_coverage.copy_(log_coverage)
+    """Choose the reduced draft vocabulary of a model (buffers draft_token_ids and log_coverage)."""
+    ids, log_coverage = most_frequent_tokens(traces, model.config.draft_vocab_size, model.config.vocab_size)
+    model.draft_token_ids.copy_(ids)
+    model.log_coverage.copy_(log_coverage)
 
 
 def target_embedding(target: TargetHandles, device: torch.device) -> torch.Tensor:

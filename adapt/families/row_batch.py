@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from paceline.serving.sampling.request import RequestTrace
@@ -41,21 +42,17 @@ def collate(
 ) -> RowBatch:
     """Pack traces into one batch; requests longer than max_rows rows are cut at the end."""
     lengths = [min(len(t.token_ids), (max_rows or len(t.token_ids)) + 1) for t in traces]
-    longest = max(lengths)
-    first: torch.Tensor = traces[0].features  # type: ignore[assignment]
     widths = [0 if t.topk_ids is None else int(t.topk_ids.shape[-1]) for t in traces]  # type: ignore[attr-defined]
-    k = max(1, *widths) if widths else 1
-    b = len(traces)
-    features = torch.zeros(b, longest - 1, first.shape[-1], dtype=first.dtype)
-    token_ids = torch.zeros(b, longest, dtype=torch.int64)
-    is_output = torch.zeros(b, longest, dtype=torch.bool)
-    topk_ids = torch.zeros(b, longest, k, dtype=torch.int64)
-    topk_logprobs = torch.full((b, longest, k), float("-inf"))
+    rows = [torch.as_tensor(t.features)[: n - 1] for t, n in zip(traces, lengths, strict=True)]
+    features = pad_sequence(rows, batch_first=True)
+    texts = [torch.tensor(t.token_ids[:n]) for t, n in zip(traces, lengths, strict=True)]
+    token_ids = pad_sequence(texts, batch_first=True)
+    is_output = torch.zeros(token_ids.shape, dtype=torch.bool)
+    topk_ids = torch.zeros(*token_ids.shape, max(1, *widths), dtype=torch.int64)
+    topk_logprobs = torch.full(topk_ids.shape, float("-inf"))
+    topk_ids[..., 0] = token_ids
     for i, (trace, length) in enumerate(zip(traces, lengths, strict=True)):
-        features[i, : length - 1] = trace.features[: length - 1]  # type: ignore[index]
-        token_ids[i, :length] = torch.tensor(trace.token_ids[:length])
         is_output[i, trace.prompt_len : length] = True
-        topk_ids[i, :length, 0] = token_ids[i, :length]
         topk_logprobs[i, :length, 0] = 0.0
         count = length - trace.prompt_len
         if widths[i] and count > 0:
@@ -79,6 +76,13 @@ def soft_cross_entropy(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.
     draft_mass = (draft.exp() * (target > 0)).sum(-1)
     loss = -(target * draft.masked_fill(target == 0, 0.0)).sum(-1)
     return loss - rest * torch.log1p(-draft_mass.clamp_max(1 - 1e-6))
+
+
+def calibrated(logits: torch.Tensor, log_beta: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Logits (N, V) over temperature, times the calibration's factor. log_beta: (N, 2), of greedy and sampled requests."""
+    is_sampled = temperatures > 0
+    beta = log_beta.gather(1, is_sampled.long()[:, None])[:, 0].exp()
+    return logits * (beta / torch.where(is_sampled, temperatures.clamp_min(0.05), 1.0))[:, None]
 
 
 def draft_index(draft_token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:

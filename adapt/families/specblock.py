@@ -20,18 +20,12 @@ import torch
 import torch.nn.functional as F
 
 from paceline.adapt.families.family import TrainingFamily, leave_out
-from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, even_taps, reduce_vocab, target_embedding
-from paceline.adapt.families.row_batch import RowBatch, draft_index, head_loss, row_chunks
+from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, target_embedding
+from paceline.adapt.families.row_batch import RowBatch, calibrated, draft_index, head_loss, row_chunks
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.serving.drafters.network import rope_cos_sin
-from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.specblock import drafter
-from paceline.serving.specblock.model import (
-    NUM_RANK_CLASSES,
-    SpecBlockConfig,
-    SpecBlockModel,
-    rank_class,
-)
+from paceline.serving.specblock.model import NUM_RANK_CLASSES, SpecBlockConfig, SpecBlockModel, rank_class
 
 
 @dataclass(kw_only=True, slots=True)
@@ -292,10 +286,8 @@ def _side_losses(
     frequency = (10.0 / counts.clamp_min(1.0)).clamp_max(1.0)[label]
     cross_entropy = -(soft * rank_logits.log_softmax(-1)).sum(-1)
     rank_loss = (distance * frequency * cross_entropy).sum() / frequency.sum() * label.numel()
-    is_sampled = temperatures > 0
-    beta = model.log_beta[is_sampled.long(), min(block, model.config.num_blocks - 1), slot].exp()
-    scaled = logits * (beta / torch.where(is_sampled, temperatures.clamp_min(0.05), 1.0))[:, None]
-    return rank_loss, F.cross_entropy(scaled, text, reduction="sum")
+    beta = model.log_beta[:, min(block, model.config.num_blocks - 1), slot].expand(len(text), 2)
+    return rank_loss, F.cross_entropy(calibrated(logits, beta, temperatures), text, reduction="sum")
 
 
 def training_loss(
@@ -399,12 +391,6 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
     return leave_out(whole, recipe.without, _PARTS)
 
 
-def prepare(model: SpecBlockModel, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
-    """Even out the taps and choose the draft vocabulary, if it is a reduced one."""
-    even_taps(model.cond_proj.weight, traces, target)
-    reduce_vocab(model, traces)
-
-
 def update_loss(model: SpecBlockModel, trains_backbone: bool) -> LossConfig:
     """Without the backbone a row is cheap, so every row teaches calibration; otherwise the default share does."""
     return LossConfig() if trains_backbone else LossConfig(side_share=1.0)
@@ -420,7 +406,7 @@ FAMILY = TrainingFamily(
     serving=drafter.FAMILY,
     defaults={"learning_rate": 2e-3, "num_layers": 2, "num_slots": 4, "loss": LossConfig()},
     make_config=make_config,
-    prepare=prepare,
+    projection="cond_proj.weight",
     frozen=target_embedding,
     loss=training_loss,
     update_loss=update_loss,

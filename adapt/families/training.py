@@ -1,6 +1,7 @@
-"""Training loop of drafters, and the table of the families that it can train: batches, AdamW with a rate of its own for calibration, clipping, divergence.
+"""Training loop of drafters and the table of their families: AdamW with a rate of its own for calibration, clipping.
 
-A new family adds its module and one line here. A recipe trains from random weights, an online update a few parameters of a served version; both are runs of this loop.
+A new family adds its module and one line here. A recipe trains from random weights, an online update a few parameters of a
+served version; both are runs of this loop.
 """
 
 from __future__ import annotations

@@ -120,14 +120,9 @@ class _Texts:
     @classmethod
     def pack(cls, traces: Sequence[RequestTrace], device: torch.device | str) -> _Texts:
         lengths = torch.tensor([len(t.token_ids) for t in traces])
-        tokens = torch.full((len(traces), int(lengths.max())), -1)
-        for row, t in zip(tokens, traces, strict=True):
-            row[: len(t.token_ids)] = torch.tensor(t.token_ids)
-        first = lengths.cumsum(0) - lengths
-        some = torch.as_tensor(traces[0].features)
-        features = torch.zeros(int(lengths.sum()), some.shape[1], dtype=some.dtype)
-        for at, t in zip(first.tolist(), traces, strict=True):
-            features[at : at + len(t.token_ids) - 1] = torch.as_tensor(t.features)
+        texts = [torch.tensor(t.token_ids) for t in traces]
+        tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-1)
+        rows = [torch.nn.functional.pad(torch.as_tensor(t.features), (0, 0, 0, 1)) for t in traces]
         return cls(
             ids=[f"shadow-{i}-{t.request_id}" for i, t in enumerate(traces)],
             histories=[list(t.token_ids) for t in traces],
@@ -135,8 +130,8 @@ class _Texts:
             lengths=lengths.to(device),
             prompt_lens=torch.tensor([t.prompt_len for t in traces], device=device),
             temperatures=torch.tensor([t.temperature for t in traces], dtype=torch.float32, device=device),
-            features=features.to(device),
-            first_rows=first.to(device),
+            features=torch.cat(rows).to(device),
+            first_rows=(lengths.cumsum(0) - lengths).to(device),
         )
 
     def inputs(self, which: torch.Tensor, start: torch.Tensor, stop: torch.Tensor) -> DraftInputs:

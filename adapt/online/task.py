@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -60,12 +61,11 @@ def run_leased_job(
         os.nice(niceness)
     log.info("training started job=%s bucket=%s arm=%s", job.job_id, job.bucket, job.arm.name)
     store, registry = TraceStore(trace_root), DrafterRegistry(registry_root)
+    run = partial(run_training_job, job, store, registry, target_dir, threads=threads, device=device, shadow=shadow)
     if lease is None:
-        return run_training_job(job, store, registry, target_dir, threads=threads, device=device, shadow=shadow)
+        return run()
     with lease:
-        result = run_training_job(
-            job, store, registry, target_dir, threads=threads, device=device, should_stop=lease.should_stop, shadow=shadow
-        )  # fmt: skip
+        result = run(should_stop=lease.should_stop)
     lease.finish(result)
     return result
 

@@ -20,12 +20,13 @@ import torch
 from paceline.adapt.data.split import MIN_HELD_OUT, ShardReader, TrainData, count_rows, load_train_data
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.adapt.families.training import training_family
-from paceline.adapt.gate.gate import GateResult, RequestScore, gate, score_version
+from paceline.adapt.gate.gate import GateResult, gate, score_version
 from paceline.adapt.gate.shadow import ShadowStoppedError, shadow_scores
 from paceline.adapt.online.update import UpdateStoppedError, update_drafter
 from paceline.adapt.versions.registry import DrafterRegistry, check_finite
 from paceline.contracts import DrafterManifest, TrainJob, TrainResult
 from paceline.errors import ManifestError, PacelineError
+from paceline.serving.drafters.family import TrainedDrafter
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.loading.families import build_drafter, build_model
@@ -61,7 +62,7 @@ class _Watch:
         self._clock, self._began = clock, clock()
         self._limit_s, self._asked, self._heartbeat = limit_s, should_stop, heartbeat
         self._next_beat = 0.0
-        self.reason = ""
+        self.reason, self.train_s, self.shadow_s = "", 0.0, 0.0
 
     def elapsed(self) -> float:
         return self._clock() - self._began
@@ -116,29 +117,26 @@ def run_training_job(
     Raises: nothing that service brings about; programming errors only.
     """
     watch = _Watch(job.time_limit_s, should_stop, heartbeat, clock)
-    timing = {"train_s": 0.0, "shadow_s": 0.0}
     try:
         with _torch_threads(threads):
             if isinstance(target_dir, str | Path):
                 taps = None
-                with contextlib.suppress(
-                    ManifestError
-                ):  # said where the job begins; a wrong folder or device comes first
+                with contextlib.suppress(ManifestError):  # said where the job begins; a wrong folder comes first
                     taps = registry.get_manifest(job.base_version).config.get("tap_layers")
                 target_dir = load_target_handle(target_dir, device=device, tap_layers=taps)
-            return _run(job, store, registry, target_dir, watch, timing, progress, shadow or ShadowConfig())
+            return _run(job, store, registry, target_dir, watch, progress, shadow or ShadowConfig())
     except (UpdateStoppedError, ShadowStoppedError):
         log.info("training stopped job=%s reason=%s", job.job_id, watch.reason)
-        return _result(job, "stopped", watch.reason, watch, timing)
+        return _result(job, "stopped", watch.reason, watch)
     except (PacelineError, OSError, RuntimeError, ValueError, MemoryError) as e:
         log.warning("training failed job=%s reason=%s", job.job_id, e, exc_info=not isinstance(e, PacelineError))
-        return _result(job, "failed", f"{type(e).__name__}: {e}", watch, timing)
+        return _result(job, "failed", f"{type(e).__name__}: {e}", watch)
 
 
-def _result(job: TrainJob, status: str, reason: str, watch: _Watch, timing: dict[str, float]) -> TrainResult:
+def _result(job: TrainJob, status: str, reason: str, watch: _Watch) -> TrainResult:
     """The end of a job that reached no verdict; all of its time is booked, as scoring from where the update ended."""
-    train_s = timing["train_s"] or watch.elapsed()
-    shadow_s = watch.elapsed() - train_s if timing["train_s"] else 0.0
+    train_s = watch.train_s or watch.elapsed()
+    shadow_s = watch.elapsed() - train_s if watch.train_s else 0.0
     return TrainResult(
         job_id=job.job_id, status=status, version=None, reason=reason, train_s=train_s, shadow_s=shadow_s
     )
@@ -150,7 +148,6 @@ def _run(
     registry: DrafterRegistry,
     target: TargetHandles,
     watch: _Watch,
-    timing: dict[str, float],
     progress: Progress,
     shadow: ShadowConfig,
 ) -> TrainResult:
@@ -174,8 +171,18 @@ def _run(
     check_finite(state)
     fields: dict = {"drafter_type": base.drafter_type, "config": base.config, "target_version": target.version}
     version = registry.version_of(state, **fields)
-    timing["train_s"] = watch.elapsed()
-    scores = _score(job, registry, base, base_state, version, state, target, data, watch, shadow)
+    watch.train_s = watch.elapsed()
+    drafters: dict[str, Drafter] = {job.base_version: _drafter(base, base_state, target)}
+    drafters[version] = _drafter(base, state, target, version)
+    if job.first_version not in drafters:
+        try:
+            drafters[job.first_version] = load_version(registry, job.first_version, target)
+        except ManifestError as e:
+            log.warning("first drafter is not scored: %s", e)
+    scores = shadow_scores(
+        drafters, data.held_out, num_nodes=shadow.num_nodes, max_frontier=shadow.max_frontier, device=target.device,
+        should_stop=watch.should_stop,
+    )  # fmt: skip
     rng = np.random.default_rng(job.seed)
     verdict = gate(
         version, scores[version], job.base_version, scores[job.base_version], rng,
@@ -184,7 +191,7 @@ def _run(
     first = None
     if job.first_version in scores:
         first = score_version(job.first_version, scores[job.first_version], scores[job.base_version], rng)
-    timing["shadow_s"] = watch.elapsed() - timing["train_s"]
+    watch.shadow_s = watch.elapsed() - watch.train_s
     is_accepted = verdict.is_accepted and version != job.base_version
     if is_accepted:
         registry.put(
@@ -194,22 +201,17 @@ def _run(
             arm=job.arm.name,
             bucket=job.bucket,
             num_train_rows=data.num_rows,
-            metrics=_metrics(verdict, steps, nll, data, timing),
+            metrics=_metrics(verdict, steps, nll, data, watch),
         )
-    log.info(
-        "training %s job=%s version=%s %s",
-        "accepted" if is_accepted else "rejected",
-        job.job_id,
-        version,
-        verdict.reason,
-    )
+    status = "accepted" if is_accepted else "rejected"
+    log.info("training %s job=%s version=%s %s", status, job.job_id, version, verdict.reason)
     return TrainResult(
         job_id=job.job_id,
-        status="accepted" if is_accepted else "rejected",
+        status=status,
         version=version if is_accepted else None,
         reason=verdict.reason,
-        train_s=timing["train_s"],
-        shadow_s=timing["shadow_s"],
+        train_s=watch.train_s,
+        shadow_s=watch.shadow_s,
         candidate=verdict.candidate,
         incumbent=verdict.incumbent,
         first=first,
@@ -234,42 +236,21 @@ def _read(job: TrainJob, store: ShardReader, target_version: str) -> TrainData:
     return data
 
 
-def _score(
-    job: TrainJob,
-    registry: DrafterRegistry,
-    base: DrafterManifest,
-    base_state: dict[str, torch.Tensor],
-    version: str,
-    state: dict[str, torch.Tensor],
-    target: TargetHandles,
-    data: TrainData,
-    watch: _Watch,
-    shadow: ShadowConfig,
-) -> dict[str, list[RequestScore]]:
-    def drafter(manifest: DrafterManifest, weights: dict[str, torch.Tensor], name: str) -> Drafter:
-        config = {**manifest.config, "drafter_type": manifest.drafter_type}
-        return build_drafter(config, weights, target, version=name, target_version=manifest.target_version)
-
-    drafters: dict[str, Drafter] = {job.base_version: drafter(base, base_state, job.base_version)}
-    drafters[version] = drafter(base, state, version)
-    if job.first_version not in drafters:
-        try:
-            first_state = registry.load_state(job.first_version, target_version=target.version)
-            first = registry.get_manifest(job.first_version)
-            drafters[job.first_version] = drafter(first, first_state, job.first_version)
-        except ManifestError as e:
-            log.warning("first drafter is not scored: %s", e)
-    return shadow_scores(
-        drafters,
-        data.held_out,
-        num_nodes=shadow.num_nodes,
-        max_frontier=shadow.max_frontier,
-        device=target.device,
-        should_stop=watch.should_stop,
-    )
+def _drafter(
+    manifest: DrafterManifest, weights: dict[str, torch.Tensor], target: TargetHandles, version: str = ""
+) -> TrainedDrafter:
+    """A drafter of these weights, which are the manifest's own or, under another name, those of another version."""
+    config = {**manifest.config, "drafter_type": manifest.drafter_type}
+    name = version or manifest.version
+    return build_drafter(config, weights, target, version=name, target_version=manifest.target_version)
 
 
-def _metrics(verdict: GateResult, steps: int, nll: float, data: TrainData, timing: dict[str, float]) -> dict:
+def load_version(registry: DrafterRegistry, version: str, target: TargetHandles) -> TrainedDrafter:
+    """A new drafter with the weights of a version, in the number types that the service uses; raises as load_state."""
+    return _drafter(registry.get_manifest(version), registry.load_state(version, target_version=target.version), target)
+
+
+def _metrics(verdict: GateResult, steps: int, nll: float, data: TrainData, watch: _Watch) -> dict:
     return {
         "acceptance_length": verdict.candidate.acceptance_length,
         "incumbent_acceptance_length": verdict.incumbent.acceptance_length,
@@ -280,5 +261,6 @@ def _metrics(verdict: GateResult, steps: int, nll: float, data: TrainData, timin
         "num_rehearsal_rows": count_rows(data.rehearsal),
         "num_steps": steps,
         "train_nll": nll,
-        **timing,
+        "train_s": watch.train_s,
+        "shadow_s": watch.shadow_s,
     }

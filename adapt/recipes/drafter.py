@@ -232,10 +232,12 @@ def train_drafter(
         numbers = evaluate(model, run.frozen, kept, recipe)
         lengths_by_kind = replay_acceptance(model, handle, kept)
         results[domain] = {**numbers, **{f"acceptance_length_{k}": v for k, v in lengths_by_kind.items()}}
+    training = {
+        "command": command, "rows": done.rows, "steps": run.step, "seconds": done.seconds,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }  # fmt: skip
     write_provenance(
-        folder, recipe=asdict(recipe), config=config.to_dict(), text=text, results=results,
-        command=command, num_nodes=_EVAL_NODES, num_rows=done.rows, num_steps=run.step, seconds=done.seconds,
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        folder, recipe=asdict(recipe), config=config.to_dict(), text=text, results=results, num_nodes=_EVAL_NODES, done=training,
     )  # fmt: skip
     return results
 

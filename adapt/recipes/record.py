@@ -40,18 +40,15 @@ def write_provenance(
     config: Mapping[str, Any],
     text: Mapping[str, Any],
     results: Mapping[str, Mapping[str, float]],
-    command: str,
     num_nodes: int,
-    num_rows: int,
-    num_steps: int,
-    seconds: float,
-    num_parameters: int,
+    done: Mapping[str, Any],
 ) -> None:
     """Write PROVENANCE.md: command, seed, text, licences, held-out numbers, recipe, architecture.
 
     Args:
         text: what regeneration reported: target_version, tokens, requests, loops, seconds, sources (domain -> licence).
-        results: domain -> name -> held-out number.
+        results: domain -> name -> held-out number. num_nodes: draft nodes of the replay that gave the lengths.
+        done: command, rows, steps, seconds and parameters of the training.
     """
     licences = [f"- {domain}: {licence}" for domain, licence in text["sources"].items()]
     sources = "\n".join(licences) or "- prompts from the folder given as data"
@@ -63,11 +60,11 @@ def write_provenance(
     write_atomic(
         out / "PROVENANCE.md",
         f"# Provenance of the drafter\n\nTrained from random initial weights by this project's own recipe, on text that "
-        f"the target itself wrote (target version `{text['target_version']}`).\n\nCommand: `{command}`\n\n"
+        f"the target itself wrote (target version `{text['target_version']}`).\n\nCommand: `{done['command']}`\n\n"
         f"Seed {recipe['seed']}; {text['tokens']:,} output tokens in {text['requests']:,} requests "
         f"({text['loops']:,} cut at an exact short loop), written in {text['seconds'] / 60:.0f} minutes; "
-        f"{num_rows:,} supervised rows in {num_steps:,} optimizer steps, {seconds / 60:.0f} minutes; "
-        f"{num_parameters:,} parameters; torch {torch.__version__} on {platform.machine()}.\n\n"
+        f"{done['rows']:,} supervised rows in {done['steps']:,} optimizer steps, {done['seconds'] / 60:.0f} minutes; "
+        f"{done['parameters']:,} parameters; torch {torch.__version__} on {platform.machine()}.\n\n"
         f"Learning curve: `{CURVE_FILE}`, loss and `nll` of the training rows over steps, rows and seconds.\n\n"
         f"## Prompts and their licences\n\n{sources}\n\n"
         f"## Held-out documents\n\n`nll` in nats per row at the first slot; `blockB_slotS` is the share of rows whose "

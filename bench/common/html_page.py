@@ -43,11 +43,16 @@ def plots(figures: Sequence[Any]) -> Markup:
     return Markup("".join(f.to_html(full_html=False, include_plotlyjs=i == 0) for i, f in enumerate(figures)))
 
 
-def trace_menu(per_name: Mapping[str, int], total: int) -> list[dict[str, Any]]:
-    """A drop-down that shows one name's traces at a time. per_name: consecutive traces of each, in order."""
-    buttons, at = [], 0
-    for name, count in per_name.items():
-        visible = [at <= i < at + count for i in range(total)]
+def menu_figure(traces: Mapping[str, Sequence[Any]], **layout: Any) -> Any:
+    """A plotly figure with a drop-down that shows the traces of one name at a time, those of the first one at first."""
+    import plotly.graph_objects as go
+
+    figure, buttons, at = go.Figure(), [], 0
+    total = sum(map(len, traces.values()))
+    for i, (name, own) in enumerate(traces.items()):
+        figure.add_traces([trace.update(visible=i == 0) for trace in own])
+        visible = [at <= j < at + len(own) for j in range(total)]
         buttons.append({"label": name, "method": "update", "args": [{"visible": visible}]})
-        at += count
-    return [{"buttons": buttons, "x": 1.0, "xanchor": "right", "y": 1.15}]
+        at += len(own)
+    menu = {"buttons": buttons, "x": 1.0, "xanchor": "right", "y": 1.15}
+    return figure.update_layout(template="plotly_white", updatemenus=[menu], **layout)

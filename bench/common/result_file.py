@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,13 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path} must be a readable file: {e.strerror}") from e
     except ValueError as e:
         raise ConfigError(f"{path} must be a JSON document of a benchmark: {e}") from e
+
+
+def kept_json(path: Path, make: Callable[[], Any]) -> Any:
+    """The JSON values of a file, which are made and written where there is none."""
+    if not path.is_file():
+        write_atomic(path, json.dumps(make()))
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def plain_values(options: Any) -> dict[str, Any]:

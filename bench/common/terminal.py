@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,12 +11,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 
-def new_table(title: str, columns: Sequence[str], left: int | Collection[str] = 1, caption: str | None = None) -> Table:
+def new_table(
+    title: str, columns: Sequence[str], left: int | Collection[str] = 1, *, rows: Iterable[Sequence[str]] = (),
+    caption: str | None = None,
+) -> Table:  # fmt: skip
     """A table whose first `left` columns (or those of these names) are texts; the others are aligned as numbers."""
     table = Table(title=title, caption=caption)
     for i, name in enumerate(columns):
         is_text = i < left if isinstance(left, int) else name in left
         table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "arm")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

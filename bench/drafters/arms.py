@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from safetensors import safe_open
 
@@ -13,22 +14,16 @@ from paceline.bench.common.engine_run import load_named_drafter, trained_domains
 from paceline.bench.common.recorders import CountedDrafter, RoundRecorder
 from paceline.bench.engine.arms import EngineArm, new_engine
 from paceline.bench.engine.cells import PLAIN
-from paceline.config import EngineConfig, TreeConfig, with_tree_options
+from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
 from paceline.paths import resolve_drafter
 from paceline.serving.target_model.model import TargetModel
 
-FREE_POLICIES: dict[str, Callable[[TreeConfig], TreeConfig]] = {
-    "adaptive": lambda tree: tree,
-    "bastion": lambda tree: with_tree_options(tree, policy="bastion"),
-}
-"""Policies that choose the number of nodes themselves, up to the engine's limit: each drafter at its own best."""
-BUDGET_POLICIES: dict[str, Callable[[TreeConfig, int], TreeConfig]] = {
-    "fixed": lambda tree, n: with_tree_options(tree, policy="fixed", max_draft_tokens=n),
-    "ddtree": lambda tree, n: with_tree_options(tree, policy="ddtree", max_draft_tokens=n),
-    "bundle": lambda tree, n: with_tree_options(tree, policy="bundle", max_draft_tokens=n),
-}
+FREE_POLICIES: dict[str, dict[str, Any]] = {name: {"policy": name} for name in ("adaptive", "bastion")}
+"""Policies that choose the number of nodes themselves, up to the engine's limit: each drafter at its own best. Name -> settings of
+the tree."""
+BUDGET_POLICIES: dict[str, dict[str, Any]] = {name: {"policy": name} for name in ("fixed", "ddtree", "bundle")}
 """Policies with a given number of nodes, the same for every drafter; one arm for each of --nodes."""
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
 
@@ -69,10 +64,9 @@ def arm_specs(drafters: Sequence[str], policies: Sequence[str], nodes: Sequence[
     for drafter in drafters:
         label = drafter.rstrip("/").rsplit("/", 1)[-1]
         num_weights, weight_bytes = weights_of(drafter)
-        trees = {p: FREE_POLICIES[p](TreeConfig()) for p in policies if p in FREE_POLICIES}
-        trees |= {
-            f"{p}{n}": BUDGET_POLICIES[p](TreeConfig(), n) for p in policies if p in BUDGET_POLICIES for n in nodes
-        }
+        trees = {p: TreeConfig(**FREE_POLICIES[p]) for p in policies if p in FREE_POLICIES}
+        budgets = [p for p in policies if p in BUDGET_POLICIES]
+        trees |= {f"{p}{n}": TreeConfig(**BUDGET_POLICIES[p], max_draft_tokens=n) for p in budgets for n in nodes}
         out += [
             ArmSpec(
                 name=f"{label}/{policy}", drafter=drafter, policy=policy, tree=tree, num_weights=num_weights,

@@ -100,14 +100,9 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> tuple[list[str], list[s
     for key in ("system", "num_cpus", "num_threads", "cuda", "packages"):
         look(f"machine {key}", a["machine"].get(key), b["machine"].get(key), mild)
     mild += [f"{name} run is not complete" for name, d in (("first", a), ("second", b)) if not d["is_complete"]]
-    shared = a.get("workloads", {}).keys() & b.get("workloads", {}).keys()
-    grave += [f"prompts of {n} differ" for n in sorted(shared) if _prompts(a, n) != _prompts(b, n)]
+    texts = [{name: w["ids"] for name, w in d.get("workloads", {}).items()} for d in (a, b)]
+    grave += [f"prompts of {n} differ" for n in sorted(texts[0].keys() & texts[1].keys()) if texts[0][n] != texts[1][n]]
     return grave, mild
-
-
-def _prompts(document: dict[str, Any], name: str) -> list[str]:
-    ids: list[str] = document["workloads"][name]["ids"]
-    return ids
 
 
 def compare_cells(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
@@ -119,19 +114,21 @@ def compare_cells(a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
         if other is None:
             continue
         for arm in [n for n in cell["arms"] if n in other["arms"]]:
-            rows = {
-                "tokens_per_s": _speed_ratio(cell, other, arm),
-                "acceptance_length": None if arm == PLAIN else length_ratio((cell, arm), (other, arm)),
-            }
-            if arm != PLAIN:
-                rows["speedup"] = _speedup_ratio(cell, other, arm)
-            where = {"bucket": cell["bucket"], "batch": cell["batch"], "temperature": cell["temperature"], "arm": arm}
-            out.append({**where, **{m: rows.get(m) for m in METRICS}})
+            speeds, plain = ((other["arms"][n], cell["arms"][n]) for n in (arm, PLAIN))
+            speedup = None if arm == PLAIN else _ratio([speeds, plain])
+            length = None if arm == PLAIN else length_ratio((cell, arm), (other, arm))
+            out.append(
+                {**_where(cell, arm), "speedup": speedup, "tokens_per_s": _ratio([speeds]), "acceptance_length": length}
+            )
     return out
 
 
 def _key(cell: dict[str, Any]) -> tuple[str, int, float]:
     return cell["bucket"], cell["batch"], cell["temperature"]
+
+
+def _where(cell: dict[str, Any], arm: str) -> dict[str, Any]:
+    return {"bucket": cell["bucket"], "batch": cell["batch"], "temperature": cell["temperature"], "arm": arm}
 
 
 def log_ratio(own: list[dict[str, Any]], signs: list[int], seed: int) -> tuple[float, np.ndarray]:
@@ -164,14 +161,6 @@ def _ratio(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]
         first = log_ratio(rows[1::2], signs[1::2], 1)
         value, values = second[0] + first[0], second[1] + first[1]
     return ratio_of_logs(value, values, min(counts))
-
-
-def _speed_ratio(a: dict[str, Any], b: dict[str, Any], arm: str) -> dict[str, Any]:
-    return _ratio([(b["arms"][arm], a["arms"][arm])])
-
-
-def _speedup_ratio(a: dict[str, Any], b: dict[str, Any], arm: str) -> dict[str, Any]:
-    return _ratio([(b["arms"][arm], a["arms"][arm]), (b["arms"][PLAIN], a["arms"][PLAIN])])
 
 
 def length_ratio(first: tuple[dict[str, Any], str], second: tuple[dict[str, Any], str]) -> dict[str, Any] | None:
@@ -214,12 +203,7 @@ def run_compare(options: CompareOptions, console: Console) -> dict[str, Any]:
         raise ConfigError("the runs must have a bucket, batch, temperature and arm in common, got none")
     failed = [] if options.fail_below is None else regressions(rows, options.metric, options.fail_below)
     result = {"first": str(options.first), "second": str(options.second), "warnings": [*grave, *mild], "rows": rows, "failed": failed}  # fmt: skip
-    table = new_table("Second run over first run", ("bucket", "batch", "T", "arm", *(c for m in METRICS for c in (m, "95%"))), 1)  # fmt: skip
-    for row in rows:
-        cells = [t for m in METRICS for t in (("", "") if row[m] is None else (f"{row[m]['ratio']:.3f}", interval_text(row[m]["interval"], 3)))]  # fmt: skip
-        style = "red" if row in failed else None
-        table.add_row(row["bucket"], str(row["batch"]), f"{row['temperature']:g}", row["arm"], *cells, style=style)
-    console.print(table)
+    _print(result, "Second run over first run", {m: m for m in METRICS}, console)
     if options.fail_below is not None:
         console.print(f"{len(failed)} of {len(rows)} rows have a {options.metric} surely below {options.fail_below:g} of the first run's")  # fmt: skip
     if options.json is not None:
@@ -227,7 +211,23 @@ def run_compare(options: CompareOptions, console: Console) -> dict[str, Any]:
     return result
 
 
-COLUMNS = ("bucket", "batch", "T", "arm", "tokens/s over", "95%", "acceptance length over", "95%")
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether --fail-below found a regression."""
+    return bool(document["failed"])
+
+
+def _print(result: dict[str, Any], title: str, heads: dict[str, str], console: Console) -> None:
+    """The table of the rows. heads: metric -> heading of its ratio."""
+    table = new_table(title, ("bucket", "batch", "T", "arm", *(c for head in heads.values() for c in (head, "95%"))))
+    for row in result["rows"]:
+        found = [row[m] for m in heads]
+        texts = [t for r in found for t in (("", "") if r is None else (f"{r['ratio']:.3f}", interval_text(r["interval"], 3)))]  # fmt: skip
+        is_all = row["batch"] is None
+        where = (f"all {row['num_cells']}", "", "") if is_all else (row["bucket"], str(row["batch"]), f"{row['temperature']:g}")  # fmt: skip
+        table.add_row(
+            *where, row["arm"], *texts, style="red" if row in result["failed"] else "bold" if is_all else None
+        )
+    console.print(table)
 
 
 def arms_over(document: dict[str, Any], over: str) -> list[dict[str, Any]]:
@@ -249,10 +249,8 @@ def arms_over(document: dict[str, Any], over: str) -> list[dict[str, Any]]:
             num_groups = len(cell["arms"][arm]["group_tokens"])
             logs[arm].append((value, values, num_groups))
             lengths = None if PLAIN in (arm, over) else length_ratio((cell, over), (cell, arm))
-            where = {"bucket": cell["bucket"], "batch": cell["batch"], "temperature": cell["temperature"], "arm": arm}
-            rows.append(
-                {**where, "tokens_per_s": ratio_of_logs(value, values, num_groups), "acceptance_length": lengths}
-            )
+            speed = ratio_of_logs(value, values, num_groups)
+            rows.append({**_where(cell, arm), "tokens_per_s": speed, "acceptance_length": lengths})
     for arm, found in logs.items():
         mean = float(np.mean([value for value, _, _ in found]))
         means = np.mean([values for _, values, _ in found], axis=0)
@@ -267,15 +265,8 @@ def run_compare_arms(path: Path, over: str, console: Console, json_path: Path | 
         raise ConfigError(f"json must be another file than the result, got {json_path}")
     rows = arms_over(read_result(path), over)
     result = {"first": str(path), "over": over, "rows": rows, "failed": []}
-    table = new_table(f"Arms over {over}, same prompts in turn", COLUMNS, 1)
-    for row in rows:
-        speed, length = row["tokens_per_s"], row["acceptance_length"]
-        is_all = row["batch"] is None
-        where = (f"all {row['num_cells']}", "", "") if is_all else (row["bucket"], str(row["batch"]), f"{row['temperature']:g}")  # fmt: skip
-        texts = [f"{speed['ratio']:.3f}", interval_text(speed["interval"], 3)]
-        texts += ["", ""] if length is None else [f"{length['ratio']:.3f}", interval_text(length["interval"], 3)]
-        table.add_row(*where, row["arm"], *texts, style="bold" if is_all else None)
-    console.print(table)
+    heads = {"tokens_per_s": "tokens/s over", "acceptance_length": "acceptance length over"}
+    _print(result, f"Arms over {over}, same prompts in turn", heads, console)
     if json_path is not None:
         write_json(json_path, result)
     return result

@@ -40,16 +40,13 @@ class CurvesOptions:
     html: HtmlFile = None
 
 
-def run_bench_curves(drafters: Sequence[str], html: Path | None, console: Console) -> None:
-    """Print the ends of the drafters' learning curves; with `html`, plot nll over training seconds and over rows.
+def run_bench_curves(options: CurvesOptions, console: Console) -> None:
+    """Print the ends of the drafters' learning curves; with a page, plot nll over training seconds and over rows.
 
     Raises: ConfigError where one has no curve, or two are called the same.
     """
-    curves = read_curves(drafters)
-    table = new_table("Learning curves (nll: nats per row, first draft token)", _HEAD, 1)
-    for row in _rows(curves):
-        table.add_row(*row)
-    console.print(table)
+    curves, html = read_curves(options.drafters), options.html
+    console.print(new_table("Learning curves (nll: nats per row, first draft token)", _HEAD, rows=_rows(curves)))
     if html is not None:
         write_curves(curves, html)
         say_file(console, "HTML", html)

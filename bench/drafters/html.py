@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.common.html_page import COLORS, plots, trace_menu, write_page
+from paceline.bench.common.html_page import COLORS, menu_figure, plots, write_page
 from paceline.bench.common.terminal import number_text
 from paceline.bench.drafters.table import (
     COLUMNS,
@@ -51,7 +51,7 @@ def write_html(document: dict[str, Any], path: Path) -> None:
     write_page(
         path, "Paceline drafters", _PAGE,
         **{key: document[key] for key in ("began", "machine", "device", "target", "options")},
-        plots=plots([_pareto(document), _speedups(document), _depths(document)]), counts=lossless_counts(document),
+        plots=plots([_figure(document, *f) for f in _FIGURES]), counts=lossless_counts(document),
         summary_columns=SUMMARY_COLUMNS, summary_rows=[summary_texts(r) for r in document["summary"]],
         cell_columns=COLUMNS, cell_rows=[cell_texts(c, arm) for c in document["cells"] for arm in c["arms"]],
         gap_columns=GAP_COLUMNS, gap_rows=[gap_texts(r) for r in document["random_gaps"]],
@@ -59,112 +59,74 @@ def write_html(document: dict[str, Any], path: Path) -> None:
     )  # fmt: skip
 
 
-def _views(document: dict[str, Any]) -> dict[tuple[str, float], list[dict[str, Any]]]:
-    """Cells of each (bucket, temperature), by batch."""
-    out: dict[tuple[str, float], list[dict[str, Any]]] = {}
+def _figure(document: dict[str, Any], make: Callable[..., Any], title: str, axes: Sequence[str]) -> Any:
+    """A figure with a menu of views, the (bucket, temperature) pairs, and a trace an arm in each.
+
+    make: (plotly, arm, its color, cells of a view by batch) -> a trace, or None where the arm has nothing to show.
+    """
+    import plotly.graph_objects as go
+
+    views: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for cell in sorted(document["cells"], key=lambda c: c["batch"]):
-        out.setdefault((cell["bucket"], cell["temperature"]), []).append(cell)
-    return out
+        views.setdefault((cell["bucket"], cell["temperature"]), []).append(cell)
+    names = [n for n in dict.fromkeys(arm for c in document["cells"] for arm in c["arms"]) if n != PLAIN]
+    colors = {PLAIN: "#111111", **{n: COLORS[i % len(COLORS)] for i, n in enumerate(names)}}
+    traces = {
+        f"{bucket} T={t:g}": [m for arm, color in colors.items() if (m := make(go, arm, color, cells)) is not None]
+        for (bucket, t), cells in views.items()
+    }
+    return menu_figure(traces, title=title, height=480, xaxis_title=axes[0], yaxis_title=axes[1])
 
 
-def _colors(document: dict[str, Any]) -> dict[str, str]:
-    names = list(dict.fromkeys(arm for c in document["cells"] for arm in c["arms"]))
-    others = [n for n in names if n != PLAIN]
-    return {PLAIN: "#111111", **{n: COLORS[i % len(COLORS)] for i, n in enumerate(others)}}
+def _errors(values: Sequence[float], ends: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Error bars of values whose intervals have these ends."""
+    above = [high - value for value, (_, high) in zip(values, ends, strict=True)]
+    below = [value - low for value, (low, _) in zip(values, ends, strict=True)]
+    return {"type": "data", "symmetric": False, "array": above, "arrayminus": below}
 
 
-def _per_view(document: dict[str, Any], traces: Any, title: str, axes: Sequence[str]) -> Any:
-    """A figure with a menu of views. traces: cells of a view -> its traces."""
-    import plotly.graph_objects as go
-
-    figure, counts = go.Figure(), {}
-    for i, ((bucket, temperature), cells) in enumerate(_views(document).items()):
-        own = traces(cells)
-        counts[f"{bucket} T={temperature:g}"] = len(own)
-        for trace in own:
-            figure.add_trace(trace.update(visible=i == 0))
-    figure.update_layout(
-        title=title, height=480, template="plotly_white", xaxis_title=axes[0], yaxis_title=axes[1],
-        updatemenus=trace_menu(counts, len(figure.data)),
-    )  # fmt: skip
-    return figure
-
-
-def _pareto(document: dict[str, Any]) -> Any:
+def _pareto(go: Any, arm: str, color: str, cells: list[dict[str, Any]]) -> Any:
     """User against output tokens per second: a curve per arm, a point per batch size."""
-    import plotly.graph_objects as go
-
-    colors = _colors(document)
-
-    def traces(cells: list[dict[str, Any]]) -> list[Any]:
-        out = []
-        for arm in [a for a in colors if any(a in c["drafting"] for c in cells)]:
-            own = [c for c in cells if c["drafting"].get(arm, {}).get("user_tokens_per_s", {}).get("mean") is not None]
-            users = [c["drafting"][arm]["user_tokens_per_s"] for c in own]
-            error = None
-            if all(u["interval"] for u in users):
-                error = {
-                    "type": "data", "symmetric": False, "array": [u["interval"][1] - u["mean"] for u in users],
-                    "arrayminus": [u["mean"] - u["interval"][0] for u in users],
-                }  # fmt: skip
-            out.append(
-                go.Scatter(
-                    x=[u["mean"] for u in users], y=[c["arms"][arm]["tokens_per_s"] for c in own], error_x=error,
-                    mode="lines+markers+text", text=[f"batch {c['batch']}" for c in own], textposition="top center",
-                    name=arm, line={"color": colors[arm]},
-                )
-            )  # fmt: skip
-        return out
-
-    return _per_view(document, traces, "Pareto: up and right is better", ("tokens/s of a user", "tokens/s of all"))
+    if not any(arm in c["drafting"] for c in cells):
+        return None
+    own = [c for c in cells if c["drafting"].get(arm, {}).get("user_tokens_per_s", {}).get("mean") is not None]
+    users = [c["drafting"][arm]["user_tokens_per_s"] for c in own]
+    x, ends = ([u[key] for u in users] for key in ("mean", "interval"))
+    return go.Scatter(
+        x=x, y=[c["arms"][arm]["tokens_per_s"] for c in own], error_x=_errors(x, ends) if all(ends) else None,
+        mode="lines+markers+text", text=[f"batch {c['batch']}" for c in own], textposition="top center", name=arm,
+        line={"color": color},
+    )  # fmt: skip
 
 
-def _speedups(document: dict[str, Any]) -> Any:
+def _speedups(go: Any, arm: str, color: str, cells: list[dict[str, Any]]) -> Any:
     """Measured speedup with its interval, and predicted from round times, per batch."""
-    import plotly.graph_objects as go
-
-    colors = _colors(document)
-
-    def traces(cells: list[dict[str, Any]]) -> list[Any]:
-        out = []
-        for arm in [a for a in colors if any(a in c["ratios"] and a in c["drafting"] for c in cells)]:
-            own = [c for c in cells if arm in c["ratios"]]
-            ratios = [c["ratios"][arm]["whole"] for c in own]
-            ends = [r["interval"] or [r["ratio"], r["ratio"]] for r in ratios]
-            predictions = [c["drafting"][arm]["prediction"] for c in own]
-            out.append(
-                go.Bar(
-                    x=[f"batch {c['batch']}" for c in own], y=[r["ratio"] for r in ratios], name=arm,
-                    marker={"color": colors[arm]},
-                    error_y={
-                        "type": "data", "symmetric": False,
-                        "array": [e[1] - r["ratio"] for e, r in zip(ends, ratios, strict=True)],
-                        "arrayminus": [r["ratio"] - e[0] for e, r in zip(ends, ratios, strict=True)],
-                    },
-                    hovertext=["" if p is None else f"from round times: {p['predicted']:.3f}" for p in predictions],
-                )
-            )  # fmt: skip
-        return out
-
-    return _per_view(document, traces, "Speedup over plain decoding, 95%", ("", "times plain"))
+    own = [c for c in cells if arm in c["ratios"]]
+    if not any(arm in c["drafting"] for c in own):
+        return None
+    ratios = [c["ratios"][arm]["whole"] for c in own]
+    y = [r["ratio"] for r in ratios]
+    predictions = [c["drafting"][arm]["prediction"] for c in own]
+    return go.Bar(
+        x=[f"batch {c['batch']}" for c in own], y=y, name=arm, marker={"color": color},
+        error_y=_errors(y, [r["interval"] or [r["ratio"], r["ratio"]] for r in ratios]),
+        hovertext=["" if p is None else f"from round times: {p['predicted']:.3f}" for p in predictions],
+    )  # fmt: skip
 
 
-def _depths(document: dict[str, Any]) -> Any:
+def _depths(go: Any, arm: str, color: str, cells: list[dict[str, Any]]) -> Any:
     """Conditional acceptance by depth in rounds that drafted, at the smallest batch."""
-    import plotly.graph_objects as go
+    if arm == PLAIN or arm not in cells[0]["drafting"]:
+        return None
+    depths = cells[0]["drafting"][arm]["drafted"]["depths"]
+    return go.Scatter(
+        x=[d["depth"] for d in depths], y=[d["conditional"] for d in depths], mode="lines+markers", name=arm,
+        line={"color": color}, text=[f"{d['num_accepted']} of {d['num_at_risk']}" for d in depths],
+    )  # fmt: skip
 
-    colors = _colors(document)
 
-    def traces(cells: list[dict[str, Any]]) -> list[Any]:
-        out, cell = [], cells[0]
-        for arm in [a for a in colors if a != PLAIN and a in cell["drafting"]]:
-            depths = cell["drafting"][arm]["drafted"]["depths"]
-            out.append(
-                go.Scatter(
-                    x=[d["depth"] for d in depths], y=[d["conditional"] for d in depths], mode="lines+markers", name=arm,
-                    line={"color": colors[arm]}, text=[f"{d['num_accepted']} of {d['num_at_risk']}" for d in depths],
-                )
-            )  # fmt: skip
-        return out
-
-    return _per_view(document, traces, "Acceptance of a depth, given the ones before it", ("depth", "conditional rate"))
+_FIGURES = (
+    (_pareto, "Pareto: up and right is better", ("tokens/s of a user", "tokens/s of all")),
+    (_speedups, "Speedup over plain decoding, 95%", ("", "times plain")),
+    (_depths, "Acceptance of a depth, given the ones before it", ("depth", "conditional rate")),
+)

@@ -12,11 +12,11 @@ from rich.console import Console
 from paceline.bench.common.engine_run import load_target, set_threads, target_facts
 from paceline.bench.common.lossless import LosslessChecker
 from paceline.bench.common.result_file import ResultFile, plain_values
-from paceline.bench.common.terminal import progress, say_file
+from paceline.bench.common.terminal import say_file
 from paceline.bench.common.workloads import read_questions
 from paceline.bench.drafters.arms import ArmSpec, arm_specs, build_arms, check_policies
 from paceline.bench.drafters.cells import drafting_row, random_gaps, speed_prediction, summarise
-from paceline.bench.drafters.table import acceptance_table, print_end, summary_table
+from paceline.bench.drafters.table import acceptance_table, lossless_counts, print_end, summary_table
 from paceline.bench.drafters.workload_split import (
     EMBEDDINGS,
     Workload,
@@ -24,17 +24,7 @@ from paceline.bench.drafters.workload_split import (
     load_workloads,
     random_workload,
 )
-from paceline.bench.engine.arms import (
-    GENERATE,
-    LOOKUP,
-    Arm,
-    BenchGroup,
-    EngineArm,
-    GroupTiming,
-    make_groups,
-    run_alternating,
-    transformers_arms,
-)
+from paceline.bench.engine.arms import GENERATE, LOOKUP, Arm, BenchGroup, EngineArm, GroupTiming, transformers_arms
 from paceline.bench.engine.cells import PLAIN, cell_row, lossless_row
 from paceline.bench.engine.run import (
     CELLS,
@@ -44,17 +34,12 @@ from paceline.bench.engine.run import (
     Temperatures,
     TurnOptions,
     pick_device,
+    run_cells,
 )
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.paths import resolve_model
-from paceline.records import (
-    DRAFTER_NAMES,
-    HtmlFile,
-    Setting,
-    record,
-    require,
-)
+from paceline.records import DRAFTER_NAMES, HtmlFile, Setting, record, require
 from paceline.serving.target_model.model import TargetModel
 
 ALL = "all"
@@ -136,6 +121,16 @@ class DraftersCommand:
         )  # fmt: skip
 
 
+def run_command(command: DraftersCommand, console: Console) -> dict[str, Any]:
+    """See run_bench_drafters."""
+    return run_bench_drafters(command.chosen(), console)
+
+
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether an answer was not the target's own."""
+    return bool(lossless_counts(document)["num_mismatches"])
+
+
 def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any]:
     """Measure every (bucket, batch, temperature) cell; prints tables, returns (and keeps on disk) the document.
 
@@ -156,18 +151,20 @@ def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any
     )  # fmt: skip
     arms = _arms(options, specs, target, device, workloads)
     checker = LosslessChecker(resolve_model(options.model)) if options.num_check else None
-    keys = [(w, n, t) for w in workloads for n in sorted(set(options.batches)) for t in options.temperatures]
-    cells: list[dict[str, Any]] = []
-    num_groups = {n: options.num_counted(n) // options.group_size(n) + options.warmup_groups for n in options.batches}  # fmt: skip
-    with progress(console, "groups", sum(num_groups[n] for _, n, _ in keys)) as bar:
-        for workload, batch, temperature in keys:
-            bar.name(f"{workload.name} batch {batch} T={temperature:g}")
-            groups = _groups(options, workload, batch, temperature)
-            usable = [a for a in arms if a.supports(batch)]
-            timings = run_alternating(usable, groups, num_warmup=options.warmup_groups, on_group=bar.step)
-            _check_drafters(arms)
-            cells.append(_cell(options, specs, workload.name, groups[options.warmup_groups :], timings, checker))
-            result.update(cells=cells)
+
+    def groups_of(workload: Workload, batch: int, temperature: float) -> list[BenchGroup]:
+        spare = workload.take_spare(options.warmup_groups * options.group_size(batch))
+        counted = workload.take(options.num_counted(batch))
+        parts = ((spare, "w"), (counted, ""))
+        return [
+            g for prompts, label in parts for g in options.groups(prompts, workload.name, batch, temperature, label)
+        ]
+
+    def row_of(groups: Sequence[BenchGroup], timings: dict[str, list[GroupTiming]]) -> dict[str, Any]:
+        _check_drafters(arms)
+        return _cell(options, specs, groups, timings, checker)
+
+    cells = run_cells(options, options.cells(workloads, groups_of), arms, row_of, result, console)
     kinds = {w.name: w.kind for w in workloads}
     document = result.close(
         summary=summarise(cells, specs, kinds), random_gaps=random_gaps(cells, kinds, _twins(workloads))
@@ -229,20 +226,6 @@ def _twins(workloads: Sequence[Workload]) -> dict[str, str]:
     return {real: twin for real, twin in pairs.items() if twin in names}
 
 
-def _groups(options: BenchOptions, workload: Workload, batch: int, temperature: float) -> list[BenchGroup]:
-    """Groups that are not counted, then the counted ones, whose prompts are the selected ones."""
-    size = options.group_size(batch)
-    lists = {"w": workload.take_spare(options.warmup_groups * size), "": workload.take(options.num_counted(batch))}
-    return [
-        group
-        for label, prompts in lists.items()
-        for group in make_groups(
-            prompts, bucket=workload.name, batch=batch, group_size=size, temperature=temperature,
-            max_tokens=options.max_tokens, seed=options.seed, ignore_eos=options.ignore_eos, label=label,
-        )
-    ]  # fmt: skip
-
-
 def _arms(
     options: BenchOptions, specs: Sequence[ArmSpec], target: TargetModel, device: str, workloads: Sequence[Workload]
 ) -> list[Arm]:
@@ -266,19 +249,17 @@ def _check_drafters(arms: Sequence[Arm]) -> None:
 def _cell(
     options: BenchOptions,
     specs: Sequence[ArmSpec],
-    bucket: str,
     groups: Sequence[BenchGroup],
     timings: dict[str, list[GroupTiming]],
     checker: LosslessChecker | None,
 ) -> dict[str, Any]:
-    batch, temperature = groups[0].batch, groups[0].params[0].temperature
-    row = cell_row(bucket, batch, temperature, timings)
+    row = cell_row(*groups[0].cell, timings)
     drafting, lossless = {PLAIN: drafting_row(None, groups, timings[PLAIN])}, {}
     for spec in specs:
         own = drafting_row(spec, groups, timings[spec.name])
         length = own["acceptance_length"]
         own["prediction"] = None if length is None else speed_prediction(row, spec.name, length["pooled"])
-        own["in_domain"] = bucket in spec.domains
+        own["in_domain"] = row["bucket"] in spec.domains
         drafting[spec.name] = own
         lossless[spec.name] = lossless_row(groups, timings, checker, options.num_check, spec.name)
     return {**row, "drafting": drafting, "lossless": lossless}

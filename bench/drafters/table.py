@@ -24,7 +24,6 @@ SUMMARY_COLUMNS = (
     "pooled",
     "draft share",
 )
-
 GAP_COLUMNS = ("random bucket", "instead of", "batch", "T", "arm", "random", "text", "gap")
 
 
@@ -79,10 +78,8 @@ def summary_texts(row: dict[str, Any]) -> list[str]:
 
 def summary_table(document: dict[str, Any]) -> Table:
     """Every arm over all buckets of a kind."""
-    table = new_table("Over all buckets: geometric mean of the speedups, without random tokens", SUMMARY_COLUMNS, 1)
-    for row in document["summary"]:
-        table.add_row(*summary_texts(row))
-    return table
+    title = "Over all buckets: geometric mean of the speedups, without random tokens"
+    return new_table(title, SUMMARY_COLUMNS, rows=map(summary_texts, document["summary"]))
 
 
 def gap_texts(row: dict[str, Any]) -> list[str]:
@@ -105,10 +102,8 @@ def print_end(document: dict[str, Any], console: Console) -> None:
     for name, reason in document["skipped_buckets"].items():
         console.print(f"[yellow]left out[/yellow] {name}: {reason}", soft_wrap=True)
     if document["random_gaps"]:
-        table = new_table("Random tokens instead of text, tokens per second", GAP_COLUMNS, 2)
-        for row in document["random_gaps"]:
-            table.add_row(*gap_texts(row))
-        console.print(table)
+        title = "Random tokens instead of text, tokens per second"
+        console.print(new_table(title, GAP_COLUMNS, 2, rows=map(gap_texts, document["random_gaps"])))
     for name, workload in document["workloads"].items():
         if workload.get("similarity") is not None:
             console.print(

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +45,11 @@ class BenchGroup:
     params: tuple[SamplingParams, ...]
     batch: int
     """Requests that run at once."""
+
+    @property
+    def cell(self) -> tuple[str, int, float]:
+        """(bucket, batch, temperature)."""
+        return self.bucket, self.batch, self.params[0].temperature
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +86,8 @@ class GroupTiming:
     rounds: tuple[tuple[Round, ...], ...] = ()
     """Per request; () where the arm has no recorder."""
     calls: DraftCalls = field(default_factory=DraftCalls)
+    last: tuple[RoundEvent, ...] = ()
+    """Per request, its last event: totals and how it ended; () for arms that are not an engine."""
 
     @property
     def num_tokens(self) -> int:
@@ -94,33 +101,21 @@ class GroupTiming:
         return max(0.0, self.seconds - sum(self.whole.part_s.values()))
 
 
-class Arm(Protocol):
-    """One way of generating."""
-
-    name: str
-
-    def supports(self, batch: int) -> bool:
-        """Whether groups of this size can run."""
-        ...
-
-    def run(self, group: BenchGroup) -> GroupTiming:
-        """Run one group to its end; raises PacelineError when a request fails."""
-        ...
-
-
 @dataclass(slots=True)
 class _Progress:
     """What the events of a running group have said so far."""
 
-    num_submitted: int = 0
     num_started: int = 0
-    num_finished: int = 0
     num_tokens: int = 0
     tokens: list[list[int]] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
     submitted_s: list[float] = field(default_factory=list)
     chunks: list[list[tuple[float, int]]] = field(default_factory=list)
     last: dict[int, RoundEvent] = field(default_factory=dict)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.submitted_s) - len(self.last)
 
 
 class EngineArm:
@@ -142,17 +137,22 @@ class EngineArm:
         self._recorder, self._drafter = recorder, drafter
 
     def supports(self, batch: int) -> bool:
+        """Whether groups of this size can run."""
         return batch <= self.engine.config.max_running
 
     def run(self, group: BenchGroup) -> GroupTiming:
-        """See Arm.run. The counters are read four times a group, not once a round."""
+        """Run one group to its end; the counters are read four times a group, not once a round.
+
+        Raises: PacelineError when a request fails.
+        """
         engine, num_requests = self.engine, len(group.prompts)
         seen = _Progress(
             tokens=[[] for _ in group.prompts], ttft_s=[0.0] * num_requests, chunks=[[] for _ in group.prompts]
         )
-        index = {f"{self.name}-{group.tag}-{i}": i for i in range(num_requests)}
+        prefix = f"{self.name}-{group.tag}" if self.name else group.tag
+        index = {f"{prefix}-{i}": i for i in range(num_requests)}
         calls = DraftCalls() if self._drafter is None else self._drafter.calls
-        _wait(engine.target.device)
+        wait(engine.target.device)
         start = self._read(seen)
         began = start.seconds
 
@@ -168,7 +168,6 @@ class EngineArm:
             seen.num_tokens += len(event.token_ids)
             if event.finish_reason is not None:
                 seen.last[i] = event
-                seen.num_finished += 1
 
         waiting = iter(index.items())
 
@@ -180,27 +179,27 @@ class EngineArm:
                 )  # fmt: skip
                 seen.submitted_s.append(self._timer() - began)
                 engine.submit(request, on_event)
-                seen.num_submitted += 1
 
         submit(group.batch)
         full_start: Stretch | None = None
         full_end: Stretch | None = None
         while engine.step():
-            submit(group.batch - (seen.num_submitted - seen.num_finished))
+            submit(group.batch - seen.num_running)
             if full_end is None:
-                is_full = seen.num_submitted - seen.num_finished == group.batch
+                is_full = seen.num_running == group.batch
                 if full_start is not None and not is_full:
                     full_end = self._read(seen)
                 elif full_start is None and is_full and seen.num_started >= group.batch:
                     full_start = self._read(seen)
-        _wait(engine.target.device)
+        wait(engine.target.device)
         end = self._read(seen)
         for i in range(num_requests):
             event = seen.last.get(i)
             if event is None or event.finish_reason not in ("stop", "length"):
                 why = "no last event" if event is None else event.error or event.finish_reason
                 raise PacelineError(f"request {i} of group {group.tag} did not finish in arm {self.name!r}: {why}")
-        stats = [seen.last[i].stats for i in range(num_requests)]
+        last = tuple(seen.last[i] for i in range(num_requests))
+        stats = [event.stats for event in last]
         whole = _between(start, end)
         return GroupTiming(
             token_ids=tuple(map(tuple, seen.tokens)),
@@ -217,6 +216,7 @@ class EngineArm:
             if self._recorder is None
             else self._recorder.take(list(index), [p.max_tokens for p in group.params]),
             calls=DraftCalls() if self._drafter is None else self._drafter.calls - calls,
+            last=last,
         )
 
     def _read(self, seen: _Progress) -> Stretch:
@@ -230,7 +230,17 @@ class EngineArm:
         )
 
 
-def _wait(device: torch.device) -> None:
+def run_group(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *, group: Group, bucket: str, tag: str
+) -> GroupTiming:  # fmt: skip
+    """Run prompts together, to the last one's end. Raises: PacelineError when a request ends in an error."""
+    texts = tuple(map(tuple, prompts))
+    together = BenchGroup(tag=tag, bucket=bucket, prompts=texts, params=tuple(params), batch=len(texts))
+    return EngineArm("", engine, group).run(together)
+
+
+def wait(device: torch.device) -> None:
+    """Let the device finish what was given to it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -294,7 +304,7 @@ class TransformersArm:
             options["prompt_lookup_num_tokens"] = 8
         first = _FirstToken()
         torch.manual_seed(params.seed or 0)
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         out = self._model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=params.max_tokens, pad_token_id=self._pad,
@@ -306,6 +316,10 @@ class TransformersArm:
         first_end = torch.where(ends.any(1), ends.int().argmax(1) + 1, out.shape[1])
         token_ids = [tuple(row[:n]) for row, n in zip(out.tolist(), first_end.tolist(), strict=True)]
         return token_ids, seconds, (first.at_s or began) - began
+
+
+Arm = EngineArm | TransformersArm
+"""One way of generating."""
 
 
 def transformers_arms(names: Sequence[str], model: str, target: TargetModel, device: str) -> list[TransformersArm]:

@@ -111,18 +111,19 @@ def ratio_from_parts(plain: dict[str, Any], arm: dict[str, Any]) -> float | None
     return round(b["round_ms"] * arm["acceptance_length"] / a["round_ms"], 4)
 
 
-def cell_row(bucket: str, batch: int, temperature: float, groups: dict[str, list[GroupTiming]]) -> dict[str, Any]:
+def cell_row(bucket: str, batch: int, temperature: float, timings: dict[str, list[GroupTiming]]) -> dict[str, Any]:
     """The figures of a cell: every arm, and every arm's ratio to the plain engine."""
-    plain = groups[PLAIN]
-    arms = {name: arm_summary(g) for name, g in groups.items()}
-    ratios: dict[str, Any] = {}
-    for name, g in groups.items():
-        if name != PLAIN:
-            ratios[name] = {
-                "whole": paired_ratio(whole_rates(g), whole_rates(plain)),
-                "full_batch": paired_ratio(*full_batch_pairs(g, plain)),
-                "from_parts": ratio_from_parts(arms[PLAIN], arms[name]),
-            }
+    plain = timings[PLAIN]
+    arms = {name: arm_summary(g) for name, g in timings.items()}
+    ratios = {
+        name: {
+            "whole": paired_ratio(whole_rates(g), whole_rates(plain)),
+            "full_batch": paired_ratio(*full_batch_pairs(g, plain)),
+            "from_parts": ratio_from_parts(arms[PLAIN], arms[name]),
+        }
+        for name, g in timings.items()
+        if name != PLAIN
+    }
     return {
         "bucket": bucket,
         "batch": batch,

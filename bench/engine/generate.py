@@ -7,19 +7,14 @@ from typing import Annotated as A
 from rich.console import Console
 from rich.text import Text
 
-from paceline.bench.common.engine_run import (  # fmt: skip
-    GroupRun,
-    build_engine,
-    encode,
-    greedy_or_sampled,
-    load_named_drafter,
-    load_target,
-    run_group,
-)
+from paceline.bench.common.engine_run import build_engine, encode, load_named_drafter, load_target
+from paceline.bench.common.recorders import RoundRecorder
+from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import RequestError
 from paceline.records import DTYPES, Drafter, Model, Setting, record
+from paceline.serving.sampling.request import SamplingParams
 
 
 @record()
@@ -47,7 +42,7 @@ def run_generate(options: GenerateOptions, console: Console) -> None:
     prompt, drafter, compare = options.prompt, options.drafter, options.is_comparing
     if not prompt.strip():
         raise RequestError("prompt must not be empty")
-    params = [greedy_or_sampled(options.temperature, options.max_tokens, options.seed)]
+    params = (SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed),)
     target = load_target(options.model, options.dtype, drafters=[drafter])
     text = prompt
     if target.tokenizer.chat_template and "<|" not in prompt:
@@ -56,22 +51,26 @@ def run_generate(options: GenerateOptions, console: Console) -> None:
     if not ids:
         raise RequestError("prompt must not be empty")
     engine = build_engine(target, load_named_drafter(drafter, target), EngineConfig(prefix_caching=False), drafter)
+    engine.output.feedback = recorder = RoundRecorder()
     order = [Group.ADAPTIVE, Group.PLAIN] if compare else [Group.ADAPTIVE]
-    runs: dict[Group, list[GroupRun]] = {g: [] for g in order}
+    runs: dict[Group, list[GroupTiming]] = {g: [] for g in order}
     for i in range(4 if compare else 1):
         for g in order:
-            run = run_group(engine, [ids], params, group=g, bucket="default", tag=f"{g.value}-{i}")
+            group = BenchGroup(tag=str(i), bucket="default", prompts=(tuple(ids),), params=params, batch=1)
+            run = EngineArm(g.value, engine, g, recorder=recorder).run(group)
             if i > 0 or not compare:
                 runs[g].append(run)
-    first = runs[Group.ADAPTIVE][-1].outputs[0]
+    first = runs[Group.ADAPTIVE][-1]
+    (token_ids,), (rounds,), (last,) = first.token_ids, first.rounds, first.last
+    accepted = [False, *(i < r.num_accepted_tokens for r in rounds for i in range(r.num_emitted_tokens))]
     answer = Text()
-    for token, accepted in zip(first.token_ids, first.accepted, strict=True):
-        answer.append(target.tokenizer.decode([token]), style="bold green" if accepted else "")
+    for token, is_accepted in zip(token_ids, accepted, strict=True):
+        answer.append(target.tokenizer.decode([token]), style="bold green" if is_accepted else "")
     console.print(answer)
-    stats = first.stats
+    stats = last.stats
     console.print(
-        f"\n{len(first.token_ids)} tokens in {stats.num_rounds} rounds (green: accepted draft tokens), acceptance length "
-        f"{stats.acceptance_length:.2f}, finished by {first.finish_reason}",
+        f"\n{len(token_ids)} tokens in {stats.num_rounds} rounds (green: accepted draft tokens), acceptance length "
+        f"{stats.acceptance_length:.2f}, finished by {last.finish_reason}",
         highlight=False,
     )
     for g in order:
@@ -79,5 +78,5 @@ def run_generate(options: GenerateOptions, console: Console) -> None:
         console.print(f"{drafter if g == Group.ADAPTIVE else 'plain'}: {rate:.0f} tokens/s", highlight=False)
     if compare:
         a, b = (sum(r.num_tokens for r in runs[g]) / sum(r.seconds for r in runs[g]) for g in order)
-        same = first.token_ids == runs[Group.PLAIN][-1].outputs[0].token_ids
+        same = first.token_ids == runs[Group.PLAIN][-1].token_ids
         console.print(f"ratio {a / b:.2f}; the two texts are {'identical' if same else 'different (rounding: near ties)'}", highlight=False)  # fmt: skip

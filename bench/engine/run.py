@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from typing import Annotated as A
 from typing import Any, TypeVar
@@ -24,7 +25,9 @@ from paceline.bench.engine.arms import (
     GENERATE,
     LOOKUP,
     Arm,
+    BenchGroup,
     EngineArm,
+    GroupTiming,
     make_groups,
     new_engine,
     random_prompts,
@@ -32,7 +35,7 @@ from paceline.bench.engine.arms import (
     transformers_arms,
 )
 from paceline.bench.engine.cells import FLOOR, PLAIN, SPECULATIVE, cell_row, crossovers, lossless_row, overall_verdict
-from paceline.bench.engine.shapes import SHAPES, ShapesOptions
+from paceline.bench.engine.shapes import SHAPES, ShapesOptions, run_shapes
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
@@ -59,6 +62,7 @@ MinGroups = A[int, Setting("Counted groups of a cell, at least.", flag="groups",
 Waves = A[int, Setting("Requests of a group over the batch; one that ends is followed by the next.", panel=SIZE, ge=1)]
 NumCheck = A[int, Setting("Answers a cell and arm checked in fp32, besides those unlike plain's; 0 = compare only.", flag="check", panel=SIZE, ge=0)]  # fmt: skip
 Own = TypeVar("Own", bound="TurnOptions")
+Bucket = TypeVar("Bucket")
 
 
 @record()
@@ -84,6 +88,22 @@ class TurnOptions:
     def group_size(self, batch: int) -> int:
         """Requests of a group; alone, a request is a group."""
         return batch if batch == 1 else batch * self.waves
+
+    def groups(
+        self, prompts: Sequence[tuple[int, ...]], bucket: str, batch: int, temperature: float, label: str = ""
+    ) -> list[BenchGroup]:
+        """The prompts of a cell as groups; label: as make_groups."""
+        return make_groups(
+            prompts, bucket=bucket, batch=batch, group_size=self.group_size(batch), temperature=temperature,
+            max_tokens=self.max_tokens, seed=self.seed, ignore_eos=self.ignore_eos, label=label,
+        )  # fmt: skip
+
+    def cells(
+        self, buckets: Iterable[Bucket], groups_of: Callable[[Bucket, int, float], list[BenchGroup]]
+    ) -> list[list[BenchGroup]]:
+        """The groups of every (bucket, batch, temperature)."""
+        batches = sorted(set(self.batches))
+        return [groups_of(*cell) for cell in itertools.product(buckets, batches, self.temperatures)]
 
     def shortened(self: Own, **small: Any) -> Own:
         """A run on the same code path, too short for conclusions: `small` where options were left at their defaults."""
@@ -168,6 +188,19 @@ class EngineCommand:
         )  # fmt: skip
 
 
+def run_command(command: EngineCommand, console: Console) -> dict[str, Any]:
+    """See run_engine_bench and, with --shapes, run_shapes."""
+    if command.shapes is not None:
+        return run_shapes(command.shapes_options(), console)
+    return run_engine_bench(command.chosen(), console)
+
+
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether speculation surely costs speed, or an answer was not the target's own."""
+    summary = document.get("summary")  # none with --shapes
+    return bool(summary and (summary["verdict"] == "violated" or summary["num_mismatches"]))
+
+
 def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str, Any]:
     """Measure every (bucket, batch, temperature) cell; prints tables, returns (and keeps on disk) the document.
 
@@ -183,31 +216,47 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
     if 0.0 in options.temperatures and options.num_check:
         checker = LosslessChecker(resolve_model(options.model))
     result.update(target=target_facts(target))
-    keys = [(b, n, t) for b in options.buckets for n in sorted(set(options.batches)) for t in options.temperatures]
-    cells: list[dict[str, Any]] = []
-    total = sum(options.num_groups(n) + options.warmup_groups for _, n, _ in keys)
-    with progress(console, "groups", total) as bar:
-        for bucket, batch, temperature in keys:
-            bar.name(f"{bucket} batch {batch} T={temperature:g}")
-            groups = make_groups(
-                prompts[bucket][: (options.warmup_groups + options.num_groups(batch)) * options.group_size(batch)],
-                bucket=bucket, batch=batch, group_size=options.group_size(batch), temperature=temperature,
-                max_tokens=options.max_tokens, seed=options.seed, ignore_eos=options.ignore_eos,
-            )  # fmt: skip
-            usable = [a for a in arms if a.supports(batch)]
-            timings = run_alternating(usable, groups, num_warmup=options.warmup_groups, on_group=bar.step)
-            row = cell_row(bucket, batch, temperature, timings)
-            if temperature == 0:
-                counted = groups[options.warmup_groups :]
-                row["lossless"] = lossless_row(counted, timings, checker, options.num_check)
-            row["memory"] = _memory(arms, device)
-            cells.append(row)
-            result.update(cells=cells)
+
+    def groups_of(bucket: str, batch: int, temperature: float) -> list[BenchGroup]:
+        count = (options.warmup_groups + options.num_groups(batch)) * options.group_size(batch)
+        return options.groups(prompts[bucket][:count], bucket, batch, temperature)
+
+    def row_of(groups: Sequence[BenchGroup], timings: dict[str, list[GroupTiming]]) -> dict[str, Any]:
+        row = cell_row(*groups[0].cell, timings)
+        if row["temperature"] == 0:
+            row["lossless"] = lossless_row(groups, timings, checker, options.num_check)
+        return {**row, "memory": _memory(arms, device)}
+
+    cells = run_cells(options, options.cells(options.buckets, groups_of), arms, row_of, result, console)
     document = result.close(crossovers=crossovers(cells), summary=overall_verdict(cells))
     console.print(cells_table(cells))
     console.print(rounds_table(cells))
     print_summary(document, console)
     return document
+
+
+def run_cells(
+    options: TurnOptions,
+    cells: Sequence[Sequence[BenchGroup]],
+    arms: Sequence[Arm],
+    row_of: Callable[[Sequence[BenchGroup], dict[str, list[GroupTiming]]], dict[str, Any]],
+    result: ResultFile,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """A row for every cell's groups, which the arms run in turn; each row is on disk once it is made.
+
+    row_of: takes the counted groups and what every arm made of them. Raises: PacelineError when a request fails.
+    """
+    rows: list[dict[str, Any]] = []
+    with progress(console, "groups", sum(map(len, cells))) as bar:
+        for groups in cells:
+            bucket, batch, temperature = groups[0].cell
+            bar.name(f"{bucket} batch {batch} T={temperature:g}")
+            usable = [a for a in arms if a.supports(batch)]
+            timings = run_alternating(usable, groups, num_warmup=options.warmup_groups, on_group=bar.step)
+            rows.append(row_of(groups[options.warmup_groups :], timings))
+            result.update(cells=rows)
+    return rows
 
 
 def pick_device(name: str) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated as A
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Pretr
 from paceline.bench.common.engine_run import set_threads
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import new_table, progress, say_file
-from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, new_engine
+from paceline.bench.engine.arms import EngineArm, make_groups, new_engine, random_prompts, run_alternating, wait
 from paceline.bench.engine.cells import PLAIN, SPECULATIVE, split_of_rounds
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
@@ -31,7 +30,6 @@ from paceline.errors import ConfigError
 from paceline.paths import resolve_model
 from paceline.records import DEVICES, Setting, record, require
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
-from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
 NUM_DRAFT_TOKENS = 8
@@ -89,11 +87,6 @@ class ShapesOptions:
                 "the same path on small layers (its figures say nothing about an 8B model)"
             )
 
-    @property
-    def torch_device(self) -> torch.device:
-        use_cuda = self.device == "cuda" or (self.device == "auto" and torch.cuda.is_available())
-        return torch.device("cuda" if use_cuda else "cpu")
-
 
 class RejectedDrafter:
     """Confident and hardly ever right: a chain of the token 0 in every round; keeps no state."""
@@ -131,7 +124,7 @@ def run_shapes(options: ShapesOptions, console: Console) -> dict[str, Any]:
     if options.is_quick:
         options = dataclasses.replace(options, batches=options.batches[:2], prompt_tokens=64, max_tokens=16, num_groups=1)  # fmt: skip
     set_threads(options.num_threads)
-    device = options.torch_device
+    device = torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
     bandwidth = copy_bandwidth(device)
     result = ResultFile(
         options.json, command="bench engine --shapes", options=options,
@@ -181,10 +174,10 @@ def copy_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: 
     sink = torch.empty_like(source)
     best = float("inf")
     for _ in range(repeats + 1):  # the first one touches the pages
-        _wait(device)
+        wait(device)
         began = time.perf_counter()
         sink.copy_(source)
-        _wait(device)
+        wait(device)
         best = min(best, time.perf_counter() - began)
     return 2 * size / best
 
@@ -209,18 +202,12 @@ def _row(name: str, target: TargetModel, batch: int, options: ShapesOptions, ban
         EngineArm(PLAIN, new_engine(target, None, version=PLAIN, num_tokens=num_tokens, config=config), Group.PLAIN),
         EngineArm(SPECULATIVE, new_engine(target, drafter, version="rejected", num_tokens=num_tokens, config=config), Group.ADAPTIVE),
     ]  # fmt: skip
-    rng = np.random.default_rng(options.seed)
-    timings: dict[str, list[GroupTiming]] = {a.name: [] for a in arms}
-    for i in range(options.num_groups + 1):  # the first one warms up
-        prompts = tuple(map(tuple, rng.integers(0, target.vocab_size, (batch, options.prompt_tokens)).tolist()))
-        params = (SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True),) * batch
-        group = BenchGroup(
-            tag=f"{name}-{batch}-{i}", bucket="random", prompts=prompts, params=params, batch=len(prompts)
-        )
-        for arm in arms if i % 2 else arms[::-1]:
-            timing = arm.run(group)
-            if i > 0:
-                timings[arm.name].append(timing)
+    prompts = random_prompts(target, (options.num_groups + 1) * batch, options.prompt_tokens, options.seed)
+    groups = make_groups(
+        prompts, bucket="random", batch=batch, group_size=batch, temperature=0.0, max_tokens=options.max_tokens,
+        seed=options.seed, ignore_eos=True, label=f"{name}-",
+    )  # fmt: skip
+    timings = run_alternating(arms, groups, num_warmup=1, on_group=lambda: None)
     weights, kv = floor_bytes(target, batch, options.prompt_tokens + options.max_tokens / 2)
     floor_ms = 1e3 * (weights + kv) / bandwidth
     out: dict[str, Any] = {
@@ -228,18 +215,13 @@ def _row(name: str, target: TargetModel, batch: int, options: ShapesOptions, ban
         "prompt_tokens": options.prompt_tokens, "weight_bytes": weights, "kv_bytes": kv, "floor_ms": round(floor_ms, 4),
         "num_draft_tokens": NUM_DRAFT_TOKENS, "arms": {},
     }  # fmt: skip
-    for arm_name, groups in timings.items():
-        stretches = [s for g in groups if (s := g.full_batch or g.whole) is not None]
+    for arm_name, own in timings.items():
+        stretches = [s for g in own if (s := g.full_batch or g.whole) is not None]
         split = split_of_rounds(stretches)
         split["over_floor"] = round(split["round_ms"] / floor_ms, 3)
         split["tokens_per_s"] = round(sum(s.num_tokens for s in stretches) / sum(s.seconds for s in stretches), 2)
         out["arms"][arm_name] = split
     return out
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _table(rows: list[dict[str, Any]], bandwidth: float) -> Table:

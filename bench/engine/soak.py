@@ -11,9 +11,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated as A
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -35,8 +34,7 @@ from paceline.serving.sampling.request import GenerationRequest, RoundEvent, Sam
 NUM_BLOCKS = 12
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trend:
+class Trend(NamedTuple):
     """Slope per second with its 95% interval."""
 
     slope: float
@@ -58,14 +56,12 @@ def trend(times_s: Sequence[float], values: Sequence[float], *, num_blocks: int 
     used = [b for b in range(num_blocks) if (block == b).any()]
     if len(used) < 4:
         return None
-    x = np.array([t[block == b].mean() for b in used])
-    z = np.array([y[block == b].mean() for b in used])
+    x, z = (np.array([v[block == b].mean() for b in used]) for v in (t, y))
     x, z = x - x.mean(), z - z.mean()
-    spread = float(x @ x)
-    slope = float(x @ z) / spread
+    slope, spread = float(x @ z / (x @ x)), float(x @ x)
     rest = z - slope * x
-    error = float(np.sqrt(rest @ rest / (len(used) - 2) / spread))  # 0, not NaN, for a series that does not move
-    half = float(stats.t.ppf(0.975, len(used) - 2)) * error
+    error = np.sqrt(rest @ rest / (len(used) - 2) / spread)  # 0, not NaN, for a series that does not move
+    half = float(stats.t.ppf(0.975, len(used) - 2) * error)
     return Trend(slope=slope, low=slope - half, high=slope + half, num_samples=len(t))
 
 
@@ -86,8 +82,7 @@ TEMPERATURES = (0.0, 0.0, 0.5, 1.0)
 GROUPS = (Group.ADAPTIVE, Group.ADAPTIVE, Group.ADAPTIVE, Group.PLAIN)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SoakRequest:
+class SoakRequest(NamedTuple):
     """A request and when it is given up."""
 
     request: GenerationRequest
@@ -139,7 +134,7 @@ class SoakTraffic:
             group=GROUPS[int(rng.integers(len(GROUPS)))],
         )  # fmt: skip
         abort = self._length(1, MAX_ABORT_ROUNDS) - 1 if rng.random() < ABORT_SHARE else None
-        return SoakRequest(request=request, abort_after_rounds=abort)
+        return SoakRequest(request, abort)
 
     def wanted(self, limit: int) -> int:
         """How many requests should be in flight now: bursts and lulls between none and `limit`."""
@@ -252,6 +247,11 @@ def run_soak(options: SoakOptions, console: Console, timer: Callable[[], float] 
     return document
 
 
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether something does not balance or memory surely grows."""
+    return document["verdict"] in ("failed", "leaks")
+
+
 class SoakDriver:
     """Feeds one engine in the caller's thread and counts how every request ends."""
 
@@ -297,17 +297,15 @@ class SoakDriver:
         except AssertionError as e:
             problems.append(f"check_integrity: {e}")
         stats = self._engine.stats()
-        if stats["num_free_pages"] != stats["num_pages"]:  # pages that only the prefix cache holds count as free
-            problems.append(f"{stats['num_pages'] - stats['num_free_pages']} pages are not free after the drain")
-        if self._open:
-            problems.append(f"{len(self._open)} requests never ended")
-        if self._repeated:
-            problems.append(f"{self._repeated} requests ended twice")
-        if stats["num_callback_errors"]:
-            problems.append(f"{stats['num_callback_errors']} callbacks failed")
-        if stats["num_drafter_failures"]:
-            problems.append(f"{stats['num_drafter_failures']} drafter failures")
-        return problems
+        counts = {
+            "pages are not free after the drain": stats["num_pages"]
+            - stats["num_free_pages"],  # but for the prefix cache's
+            "requests never ended": len(self._open),
+            "requests ended twice": self._repeated,
+            "callbacks failed": stats["num_callback_errors"],
+            "drafter failures": stats["num_drafter_failures"],
+        }
+        return problems + [f"{count} {what}" for what, count in counts.items() if count]
 
     def _submit(self) -> None:
         item = self._traffic.next()
@@ -344,7 +342,7 @@ def _sample(at_s: float, engine: Engine, driver: SoakDriver) -> dict[str, float]
 
 def memory_trend(samples: list[dict[str, float]]) -> dict[str, Any]:
     """Slope of resident memory over the second half in MiB per hour, with its interval (null when too few samples)."""
-    times, rss = [s["at_s"] for s in samples], [s["rss_bytes"] for s in samples]
+    times, rss = ([s[key] for s in samples] for key in ("at_s", "rss_bytes"))
     found = trend(*second_half(times, rss))
     scale = 3600 / 2**20
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated as A
@@ -12,7 +11,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from paceline.bandit.controller.decision_log import ServiceLog
+from paceline.bandit.controller.decision_log import read_log
 from paceline.bandit.off_policy.log import value_policy
 from paceline.bandit.replay.logged import LoggedService, prepare, replay_logged
 from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE
@@ -20,7 +19,7 @@ from paceline.bench.common.result_file import write_json
 from paceline.bench.replay.html import write_html
 from paceline.bench.replay.plan import Task, Variant, parse_sweep, plan, policy_names, read_scenarios, variants
 from paceline.bench.replay.report import FORMAT, build_report, print_report, write_suggestion
-from paceline.bench.replay.run import Row, RunOne, row_of, run_all
+from paceline.bench.replay.run import Row, row_of, run_all
 from paceline.errors import ConfigError
 from paceline.records import DataFolder, HtmlFile, JsonFile, Setting, record
 
@@ -129,14 +128,13 @@ def _check(options: ReplayOptions, chosen: list[Variant], console: Console) -> d
         raise ConfigError("html and suggest are not written for off-policy checks; use --json")
     if options.ray is not None:
         raise ConfigError("ray is not used by off-policy checks; use --workers")
-    if options.source == "off-policy" and (options.resume is not None or options.data is not None):
-        raise ConfigError("resume and data concern off-policy-live only")
-    if options.source == "off-policy":
-        found = run_check(
-            chosen, options.seeds, workers=options.workers, console=console, first_seed=options.first_seed
-        )
-    else:
+    if options.source == "off-policy-live":
         found = run_live_check(chosen, options.seeds, cache=options.resume, data=options.data, console=console)
+    elif options.resume is not None or options.data is not None:
+        raise ConfigError("resume and data concern off-policy-live only")
+    else:
+        first = options.first_seed
+        found = run_check(chosen, options.seeds, workers=options.workers, console=console, first_seed=first)
     print_check(found, console)
     report = {"format": FORMAT, "kind": options.source, "num_logs": options.seeds, "keep": KEEP, "policies": found}
     if options.json is not None:
@@ -169,19 +167,17 @@ def _notes(rows: list[Row]) -> list[str]:
 
 
 def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
-    from paceline.bandit.controller.decision_log import read_log
-
-    run_one, service = logged_runner(read_log(Path(options.source)), options.source)
+    service = prepare(read_log(Path(options.source)), Path(options.source).stem)
     scenario = service.scenario
-    rows = run_all(
-        plan([scenario], chosen, options.seeds, options.first_seed), workers=options.workers, resume=options.resume,
-        console=console, ray_address=options.ray, run_one=run_one,
-    )  # fmt: skip
-    off_policy = off_policy_rows(service, chosen, workers=options.workers, console=console, ray_address=options.ray)
+    run = partial(run_all, workers=options.workers, console=console, ray_address=options.ray)
+    tasks = plan([scenario], chosen, options.seeds, options.first_seed)
+    rows = run(tasks, resume=options.resume, run_one=partial(run_logged, service=service))
+    plans = [Task(scenario=scenario, variant=v, seed=0) for v in chosen if v.policy not in HINDSIGHT]
+    estimates = run(plans, resume=None, run_one=partial(run_off_policy, service=service), title="off-policy")
     described = {"name": scenario.name, "duration_s": scenario.duration_s, "step_s": scenario.step_s}
     return build_report(
         rows, kind="logged", source=options.source, scenarios=[described], notes=[*service.notes(), *_notes(rows)],
-        off_policy=off_policy,
+        off_policy=[_off_policy_row(r) for r in estimates],
     )  # fmt: skip
 
 
@@ -203,33 +199,17 @@ def run_logged(task: Task, service: LoggedService) -> Row:
     return row_of(task, msgspec.to_builtins(result))
 
 
-def logged_runner(log: ServiceLog, source: str) -> tuple[RunOne, LoggedService]:
-    """(function of a task, the prepared log). Raises ConfigError for a log without what a replay needs."""
-    service = prepare(log, Path(source).stem)
-    return partial(run_logged, service=service), service
-
-
 def run_off_policy(task: Task, service: LoggedService) -> Row:
     """One policy's estimate as plain values."""
     found = value_policy(service, task.variant.policy, dict(task.variant.settings), seed=task.seed)
     return row_of(task, msgspec.to_builtins(found))
 
 
-def off_policy_rows(
-    service: LoggedService, chosen: Sequence[Variant], *, workers: int, console: Console, ray_address: str | None
-) -> list[dict[str, Any]]:
-    """What the report says about each policy without hindsight; docs/policies.md names the fields."""
-    tasks = [Task(scenario=service.scenario, variant=v, seed=0) for v in chosen if v.policy not in HINDSIGHT]
-    rows = run_all(
-        tasks, workers=workers, resume=None, console=console, ray_address=ray_address,
-        run_one=partial(run_off_policy, service=service), title="off-policy",
-    )  # fmt: skip
-    return [
-        {
-            "label": r["label"], "policy": r["policy"], "settings": r["settings"], "verdict": r["verdict"], "why": r["why"],
-            **{k: None if v is None else round(v, 3) for k, v in r["net"].items()},
-            "mean_s": round(r["net"]["total_s"] / max(r["num_decisions"], 1), 4),
-            "num_decisions": r["num_decisions"], "logged_s": round(r["logged_s"], 3), "num_missed": r["num_missed"],
-        }
-        for r in rows
-    ]  # fmt: skip
+def _off_policy_row(r: Row) -> dict[str, Any]:
+    """What the report says about a policy without hindsight; docs/policies.md names the fields."""
+    return {
+        "label": r["label"], "policy": r["policy"], "settings": r["settings"], "verdict": r["verdict"], "why": r["why"],
+        **{k: None if v is None else round(v, 3) for k, v in r["net"].items()},
+        "mean_s": round(r["net"]["total_s"] / max(r["num_decisions"], 1), 4),
+        "num_decisions": r["num_decisions"], "logged_s": round(r["logged_s"], 3), "num_missed": r["num_missed"],
+    }  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE
-from paceline.bench.common.html_page import COLORS, plots, trace_menu, write_page
+from paceline.bench.common.html_page import COLORS, menu_figure, plots, write_page
 from paceline.bench.replay.report import OFF_POLICY, off_policy_cells
 
 MAX_TIMELINES = 40
@@ -100,33 +100,34 @@ def _bars(report: dict[str, Any]) -> Any:
 def _over_time(report: dict[str, Any]) -> Any:
     import plotly.graph_objects as go
 
-    figure, colors, counts = go.Figure(), _labels(report), {}
+    colors, traces = _labels(report), {}
     has_regret = any(line["regret_percent"] for lines in report["over_time"].values() for line in lines.values())
     field = "regret_percent" if has_regret else "net_percent"
-    for i, (cell, lines) in enumerate(report["over_time"].items()):
+    for cell, lines in report["over_time"].items():
         shown = {k: v for k, v in lines.items() if v[field] and not (has_regret and k in HINDSIGHT)}
-        counts[cell] = len(shown)
-        for label, line in shown.items():
-            figure.add_trace(go.Scatter(x=line["times_s"], y=line[field], name=label, line={"color": colors[label]}, visible=i == 0))  # fmt: skip
+        traces[cell] = [
+            go.Scatter(x=line["times_s"], y=line[field], name=label, line={"color": colors[label]})
+            for label, line in shown.items()
+        ]
     title = "Regret against the oracle over time, % of the run's serving cost" if has_regret else "Cumulated net, % of the run's serving cost"  # fmt: skip
-    figure.update_layout(title=title, height=480, template="plotly_white", updatemenus=trace_menu(counts, len(figure.data)), xaxis_title="seconds")  # fmt: skip
-    return figure
+    return menu_figure(traces, title=title, height=480, xaxis_title="seconds")
 
 
 def _timeline(report: dict[str, Any]) -> Any:
     import plotly.graph_objects as go
 
-    figure, counts = go.Figure(), {}
     symbols = {"train": "triangle-up", "recall": "star", "rollback": "x", "accepted": "circle", "rejected": "circle-open", "failed": "x-open"}  # fmt: skip
-    for i, (cell, by_label) in enumerate(list(report["decisions"].items())[:MAX_TIMELINES]):
-        counts[cell] = len(by_label)
-        for label, events in by_label.items():
-            figure.add_trace(
-                go.Scatter(
-                    x=[e["t"] for e in events], y=[label] * len(events), mode="markers", name=label, visible=i == 0, showlegend=False,
-                    marker={"symbol": [symbols.get(e["action"], "circle") for e in events], "size": 10, "color": _labels(report).get(label)},
-                    text=[html.escape(f"{e['action']} {e['bucket']} {e['what']}: {e['reason']}")[:300] for e in events], hoverinfo="text",
-                )
-            )  # fmt: skip
-    figure.update_layout(title="Decisions of the first seed (triangle: job ordered, circle: accepted, open: rejected, star: recall)", height=420, template="plotly_white", updatemenus=trace_menu(counts, len(figure.data)), xaxis_title="seconds")  # fmt: skip
-    return figure
+    colors = _labels(report)
+    traces = {
+        cell: [
+            go.Scatter(
+                x=[e["t"] for e in events], y=[label] * len(events), mode="markers", name=label, showlegend=False,
+                marker={"symbol": [symbols.get(e["action"], "circle") for e in events], "size": 10, "color": colors.get(label)},
+                text=[html.escape(f"{e['action']} {e['bucket']} {e['what']}: {e['reason']}")[:300] for e in events], hoverinfo="text",
+            )
+            for label, events in by_label.items()
+        ]
+        for cell, by_label in list(report["decisions"].items())[:MAX_TIMELINES]
+    }  # fmt: skip
+    title = "Decisions of the first seed (triangle: job ordered, circle: accepted, open: rejected, star: recall)"
+    return menu_figure(traces, title=title, height=420, xaxis_title="seconds")

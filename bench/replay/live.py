@@ -24,28 +24,24 @@ from paceline.adapt.data.regenerate import Regenerator
 from paceline.adapt.data.trace_store import ShardInfo, TraceStore
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.adapt.gate.shadow import shadow_scores
-from paceline.adapt.online.trainer import ShadowConfig, run_training_job
+from paceline.adapt.online.trainer import ShadowConfig, load_version, run_training_job
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bandit.replay.outcomes import FIRST, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import policy_config
 from paceline.bandit.replay.world import World
-from paceline.bench.common.engine_run import (
-    build_engine,
-    encode,
-    greedy_or_sampled,
-    load_named_drafter,
-    load_target,
-    run_group,
-)
+from paceline.bench.common.engine_run import build_engine, encode, load_named_drafter, load_target
+from paceline.bench.common.result_file import kept_json
 from paceline.bench.common.terminal import progress
 from paceline.bench.common.workloads import load_prompts
+from paceline.bench.engine.arms import run_group
 from paceline.bench.replay.plan import Task, Variant
 from paceline.bench.replay.run import RUNS_FILE, Row, read_finished, row_of
 from paceline.config import EngineConfig
 from paceline.contracts import Group, TrainJob, TrainResult
 from paceline.paths import resolve_drafter, write_atomic
-from paceline.serving.loading.families import build_drafter, read_drafter_files
+from paceline.serving.loading.families import read_drafter_files
+from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
 Say = Callable[[str], None]
@@ -129,18 +125,19 @@ def round_seconds(target: TargetModel, drafter: str, config: LiveConfig, path: P
 
     The value is kept in `path`: later runs of a replay must price versions alike.
     """
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
+    return kept_json(path, lambda: _measure_rounds(target, drafter, config, say))
+
+
+def _measure_rounds(target: TargetModel, drafter: str, config: LiveConfig, say: Say) -> dict[str, float]:
     say("measuring round times")
     engine = build_engine(target, load_named_drafter(drafter, target), EngineConfig(), drafter)
     out = {}
     prompts = [encode(target, p.text) for p in load_prompts(config.buckets[0], None, config.batch_size, config.seed)]
-    params = [greedy_or_sampled(0.0, config.max_new_tokens, i) for i in range(len(prompts))]
+    params = [SamplingParams(temperature=0.0, max_tokens=config.max_new_tokens, seed=i) for i in range(len(prompts))]
     for name, group in (("drafted_s", Group.ADAPTIVE), ("plain_s", Group.PLAIN)):
         runs = [run_group(engine, prompts, params, group=group, bucket="measure", tag=f"{name}-{i}") for i in range(3)]
-        outputs = [o for run in runs[1:] for o in run.outputs]
-        out[name] = sum(o.stats.round_ms for o in outputs) / 1000.0 / max(sum(o.stats.num_rounds for o in outputs), 1)
-    write_atomic(path, json.dumps(out))
+        stats = [event.stats for run in runs[1:] for event in run.last]
+        out[name] = sum(s.round_ms for s in stats) / 1000.0 / max(sum(s.num_rounds for s in stats), 1)
     return out
 
 
@@ -177,24 +174,18 @@ class LiveOutcomes:
 
     def _length(self, version: str, bucket: str) -> float:
         path = self.service.cache / "scores" / f"{version}-{bucket}-{self.service.text_id}.json"
-        if path.is_file():
-            return float(json.loads(path.read_text(encoding="utf-8"))["acceptance_length"])
+        return float(kept_json(path, lambda: self._score(version, bucket))["acceptance_length"])
+
+    def _score(self, version: str, bucket: str) -> dict[str, float]:
         self.service.say(f"scoring {version} on {bucket}")
-        manifest = self.service.registry.get_manifest(version)
-        state = self.service.registry.load_state(version, target_version=self.service.handle.version)
-        drafter = build_drafter(
-            {**manifest.config, "drafter_type": manifest.drafter_type}, state, self.service.handle, version=version,
-            target_version=manifest.target_version,
-        )  # fmt: skip
+        drafter = load_version(self.service.registry, version, self.service.handle)
         traces = [
             t for s in self.service.score_shards[bucket] for t in self.service.stores[bucket].read_shard(s.shard_id)
         ]
-        scores = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.service.handle.device)[
-            version
-        ]
+        found = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.service.handle.device)
+        scores = found[version]
         length = sum(s.num_tokens for s in scores) / max(sum(s.num_rounds for s in scores), 1)
-        write_atomic(path, json.dumps({"acceptance_length": length, "num_requests": len(scores)}))
-        return length
+        return {"acceptance_length": length, "num_requests": len(scores)}
 
     def _seen(self, bucket: str, step: int) -> list[str]:
         """Shards of a bucket whose rows were served up to a step; a bucket that came round again has them all."""

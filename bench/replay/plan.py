@@ -116,17 +116,13 @@ def parse_sweep(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _value(default: Any, text: str, key: str) -> Any:
-    kind = type(default)
+    kind = type(default)  # int, float or str: there are no others
     try:
-        if kind is bool:
-            return {"true": True, "false": False}[text.lower()]
         value = kind(text)
-        dataclasses.replace(PolicyConfig(), **{key: value})
-        return value
-    except ConfigError:
-        raise
-    except (ValueError, KeyError) as e:
+    except ValueError as e:
         raise ConfigError(f"sweep {key} must be {kind.__name__}, got {text!r}") from e
+    dataclasses.replace(PolicyConfig(), **{key: value})
+    return value
 
 
 def variants(policies: Sequence[str], sweep: dict[str, list[Any]]) -> list[Variant]:

@@ -292,16 +292,8 @@ def _advice_table(report: dict[str, Any]) -> Table:
 
 
 OFF_POLICY = (
-    "policy",
-    "net s",
-    "95% interval",
-    "per decision",
-    "model alone",
-    "IPS",
-    "SNIPS",
-    "effective acts",
-    "agreement",
-    "verdict",
+    *("policy", "net s", "95% interval", "per decision", "model alone"),
+    *("IPS", "SNIPS", "effective acts", "agreement", "verdict"),
 )
 """Columns of the off-policy table."""
 
@@ -316,10 +308,7 @@ def off_policy_cells(o: dict[str, Any]) -> list[str]:
 
 def _off_policy_table(rows: Sequence[dict[str, Any]]) -> Table:
     title = f"What the log says: doubly robust net, device-seconds (the log itself: {rows[0]['logged_s']:+.1f})"
-    table = new_table(title, OFF_POLICY, ("policy", "95% interval", "verdict"))
-    for o in rows:
-        table.add_row(*off_policy_cells(o))
-    return table
+    return new_table(title, OFF_POLICY, ("policy", "95% interval", "verdict"), rows=map(off_policy_cells, rows))
 
 
 MAX_LOSS_PERCENT = 1.0

@@ -173,7 +173,18 @@ class StreamClient:
         return "/v1/chat/completions" if self._is_chat else "/v1/completions"
 
     def _body(self, request: StreamRequest, *, is_stream: bool, max_tokens: int | None = None) -> dict[str, Any]:
-        body = _body(request, self._features, is_chat=self._is_chat, is_stream=is_stream, max_tokens=max_tokens)
+        is_chat, features = self._is_chat, self._features
+        body: dict[str, Any] = {
+            "model": features.model,
+            "max_tokens": max_tokens or request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
+            "stream": is_stream,
+            "messages": [{"role": "user", "content": request.prompt}] if is_chat else None,
+            "prompt": None if is_chat else request.prompt,
+            "return_token_ids": features.has_token_ids or None,
+            "stream_options": {"include_usage": True} if features.has_usage and is_stream else None,
+        }
         return {k: v for k, v in {**body, **self._extra}.items() if v is not None}
 
     async def _read(self, request: StreamRequest, result: StreamResult) -> None:
@@ -236,27 +247,6 @@ class StreamClient:
             result.arrivals.append((now, len(ids) if self._features.has_token_ids else 1))
             result.text += text or ""
             result.token_ids += ids
-
-
-def _body(
-    request: StreamRequest, features: ServerFeatures, *, is_chat: bool, is_stream: bool, max_tokens: int | None = None
-) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "model": features.model,
-        "max_tokens": max_tokens or request.max_tokens,
-        "temperature": request.temperature,
-        "seed": request.seed,
-        "stream": is_stream,
-    }
-    if is_chat:
-        body["messages"] = [{"role": "user", "content": request.prompt}]
-    else:
-        body["prompt"] = request.prompt
-    if features.has_token_ids:
-        body["return_token_ids"] = True
-    if features.has_usage and is_stream:
-        body["stream_options"] = {"include_usage": True}
-    return body
 
 
 def _seconds(header: str | None) -> float | None:

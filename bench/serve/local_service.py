@@ -88,7 +88,7 @@ _LOG_LINES = 8
 
 
 @contextmanager
-def local_service(*, drafter: str | None = None, timeout_s: float = START_TIMEOUT_S) -> Iterator[str]:
+def local_service(*, timeout_s: float = START_TIMEOUT_S) -> Iterator[str]:
     """Run `paceline serve` in a process of its own with a folder of its own; gives its URL.
 
     Raises: PacelineError when it ends or does not answer in time; the message has the end of its log.
@@ -97,8 +97,6 @@ def local_service(*, drafter: str | None = None, timeout_s: float = START_TIMEOU
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         log = Path(folder) / "serve.log"
         command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", str(port), "--data-dir", str(Path(folder) / "data")]  # fmt: skip
-        if drafter is not None:
-            command += ["--drafter", drafter]
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:

@@ -223,11 +223,11 @@ def print_serve_bench(document: dict[str, Any], console: Console) -> None:
     say_file(console, "JSON", document["options"]["json"])
 
 
-def _figure(value: dict[str, Any] | None) -> str:
+def _figure(value: dict[str, Any] | None, digits: int = 1) -> str:
     if value is None:
         return "-"
-    interval = value["interval"]
-    return f"{value['value']:.1f}" + (f" [{interval[0]:.1f}, {interval[1]:.1f}]" if interval else "")
+    ends = [f"{end:.{digits}f}" for end in value["interval"] or ()]
+    return f"{value['value']:.{digits}f}" + (f" [{', '.join(ends)}]" if ends else "")
 
 
 def _percentiles(values: dict[str, Any]) -> str:
@@ -235,8 +235,4 @@ def _percentiles(values: dict[str, Any]) -> str:
 
 
 def _acceptance(found: dict[str, Any]) -> str:
-    length = found.get("acceptance_length")
-    if length is None:
-        return found["source"] if found["source"] == NOT_OFFERED else "-"
-    interval = length["interval"]
-    return f"{length['value']:.2f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+    return NOT_OFFERED if found["source"] == NOT_OFFERED else _figure(found.get("acceptance_length"), 2)

@@ -27,20 +27,21 @@ from paceline.adapt.gate.gate import RequestScore
 from paceline.adapt.gate.shadow import shadow_scores, usable_traces
 from paceline.adapt.online.trainer import ShadowConfig
 from paceline.bench.common.engine_run import encode, load_target, set_threads
-from paceline.bench.common.result_file import write_json
+from paceline.bench.common.recorders import Round
+from paceline.bench.common.result_file import kept_json, plain_values, write_json
 from paceline.bench.common.terminal import progress, say_file
 from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
-from paceline.bench.shadow.decode import Decoded, RealRounds, Workload, decode
+from paceline.bench.engine.arms import BenchGroup
+from paceline.bench.shadow.decode import Decoded, decode
 from paceline.bench.shadow.report import compare, judge, print_report
 from paceline.bench.shadow.versions import VersionPlan, VersionShop, plan_versions
 from paceline.config import TreeConfig
 from paceline.errors import ConfigError
-from paceline.paths import write_atomic
 from paceline.records import DataFolder, Dtype, JsonFile, Model, Setting, Threads, record, require
 from paceline.serving.sampling.request import RequestTrace, SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
-TRAIN_TEMPERATURES = (0.0, 0.8)
+TRAIN_TEMPERATURES, _TRAIN_BATCH = (0.0, 0.8), 16
 
 
 @record()
@@ -91,11 +92,11 @@ def tree_settings() -> dict[str, int]:
 
 def fixed_tree() -> TreeConfig:
     """The engine's setting of that tree."""
-    gate = ShadowConfig()
-    return TreeConfig(max_draft_tokens=gate.num_nodes, max_frontier=gate.max_frontier, policy="fixed")
+    tree = tree_settings()
+    return TreeConfig(max_draft_tokens=tree["num_nodes"], max_frontier=tree["max_frontier"], policy="fixed")
 
 
-def make_workloads(options: ShadowCheckOptions, target: TargetModel, bucket: str) -> dict[str, Workload]:
+def make_workloads(options: ShadowCheckOptions, target: TargetModel, bucket: str) -> dict[str, BenchGroup]:
     """Requests of one bucket by use, no prompt in two of them: 'train', and 'scored <T>', 'other <T>' per temperature.
 
     Raises: ConfigError when the bucket has too few prompts.
@@ -110,7 +111,8 @@ def make_workloads(options: ShadowCheckOptions, target: TargetModel, bucket: str
     prompts = [tuple(encode(target, text)) for text in texts]
     scored, other, train = (prompts[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(3))
 
-    def make(name: str, chosen: list[tuple[int, ...]], temperatures: Sequence[float], first_seed: int) -> Workload:
+    def make(name: str, chosen: list[tuple[int, ...]], temperatures: Sequence[float], first_seed: int) -> BenchGroup:
+        batch = _TRAIN_BATCH if name == "train" else options.batch
         params = tuple(
             SamplingParams(
                 temperature=temperatures[i % len(temperatures)],
@@ -119,7 +121,7 @@ def make_workloads(options: ShadowCheckOptions, target: TargetModel, bucket: str
             )
             for i in range(len(chosen))
         )
-        return Workload(name=f"{bucket}-{name}", bucket=bucket, prompts=tuple(chosen), params=params)
+        return BenchGroup(tag=f"{bucket}-{name}", bucket=bucket, prompts=tuple(chosen), params=params, batch=batch)
 
     out = {"train": make("train", train, TRAIN_TEMPERATURES, 200_000)}
     for t in options.temperatures:
@@ -135,7 +137,6 @@ class ShadowCheck:
         """Load the target. Raises: ConfigError when the folder holds results of other settings."""
         self._options, self._folder = options, folder
         self._target = load_target(options.model, options.dtype, drafters=[options.drafter])
-        self._device = self._target.device
         folder.mkdir(parents=True, exist_ok=True)
         settings = options.settings(self._target)
         path = folder / "settings.json"
@@ -167,7 +168,7 @@ class ShadowCheck:
         versions: dict[str, VersionPlan] = {}
         for plan in self._plans:
             start(f"train {plan.name}")
-            versions[self._shop.version(plan, _named(start, f"train {plan.name}"))] = plan
+            versions[self._shop.version(plan, start)] = plan
             done()
         rows: list[dict[str, Any]] = []
         for bucket in options.buckets:
@@ -179,110 +180,92 @@ class ShadowCheck:
                     done()
                 for version, plan in versions.items():
                     start(f"{plan.name} on {bucket} T={t:g}")
-                    rows += self._cell(version, plan, bucket, t, plain["scored"], plain["other"])
+                    rows += self._cell(version, plan, bucket, t, plain)
                     done()
         return rows
 
-    def _plain(self, work: Workload) -> list[RequestTrace]:
+    def _plain(self, work: BenchGroup) -> list[RequestTrace]:
         """Traces of plain decoding, in the order of the prompts."""
-        store = TraceStore(self._folder / "plain" / work.name)
+        store = TraceStore(self._folder / "plain" / work.tag)
         shards = store.list_shards()
         if not shards:
-            traces = decode(self._target, None, work, batch=self._options.batch).traces
+            traces = decode(self._target, None, work).traces
             store.write_shard(traces, work.bucket)
             return traces
         found = {t.request_id: t for t in store.read_shard(shards[-1].shard_id)}
-        return [found[work.request_id(i)] for i in range(len(work.prompts))]
+        return [found[f"{work.tag}-{i}"] for i in range(len(work.prompts))]
 
     def _cell(
-        self,
-        version: str,
-        plan: VersionPlan,
-        bucket: str,
-        temperature: float,
-        same: list[RequestTrace],
-        other: list[RequestTrace],
+        self, version: str, plan: VersionPlan, bucket: str, temperature: float, plain: dict[str, list[RequestTrace]]
     ) -> list[dict[str, Any]]:
+        """The kept rows of a cell. plain: traces of plain decoding by use, 'scored' and 'other'."""
         work = self._work[bucket][f"scored {temperature:g}"]
         head = {
             "version": version, "arm": plan.arm, "trained_on": plan.trained_on, "bucket": bucket,
             "temperature": temperature,
         }  # fmt: skip
-        name, count = f"{version}-{bucket}-{temperature:g}", self._options.num_adaptive_prompts
-        rows = self._kept(name, lambda: self._fixed(version, head, work, same, other))
+        count, kept = self._options.num_adaptive_prompts, self._folder / "rows"
+        name = f"{version}-{bucket}-{temperature:g}"
+        rows = kept_json(kept / f"{name}.json", lambda: self._fixed(head, work, plain["scored"], plain["other"]))
         if count:
-            rows = rows + self._kept(f"{name}-adaptive-{count}", lambda: self._adaptive(version, head, work, count))
-        return rows
-
-    def _kept(self, name: str, make: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """The rows of this name from the work folder, made and written when they are not there."""
-        path = self._folder / "rows" / f"{name}.json"
-        if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
-        rows = make()
-        write_atomic(path, json.dumps(rows))
+            rows += kept_json(kept / f"{name}-adaptive-{count}.json", lambda: self._adaptive(head, work, count))
         return rows
 
     def _fixed(
-        self,
-        version: str,
-        head: dict[str, Any],
-        work: Workload,
-        same: list[RequestTrace],
-        other: list[RequestTrace],
+        self, head: dict[str, Any], work: BenchGroup, same: list[RequestTrace], other: list[RequestTrace]
     ) -> list[dict[str, Any]]:
         """Real decoding at the gate's budget against scores on own, same and other texts."""
-        real = decode(
-            self._target, self._shop.drafter(version), work, version=version, tree=fixed_tree(), batch=self._options.batch
-        )  # fmt: skip
+        version = head["version"]
+        real = decode(self._target, self._shop.drafter(version), work, version=version, tree=fixed_tree())
         equal = [i for i, t in enumerate(same) if t.token_ids == real.traces[i].token_ids]
         everyone = list(range(len(same)))
+        texts = {
+            "own": (real.traces, everyone),
+            "same": ([same[i] for i in equal], equal),
+            "other": (other, everyone),
+        }
         rows = []
-        for text, traces, chosen in (
-            ("own", real.traces, everyone),
-            ("same", [same[i] for i in equal], equal),
-            ("other", other, everyone),
-        ):
+        for text, (traces, chosen) in texts.items():
             if usable_traces(traces):
-                scores = self._score(version, traces)
-                rounds = _rounds_of(real, scores if text != "other" else None, chosen)
-                rows.append(
-                    {**head, "budget": "fixed", "text": text, **compare(scores, rounds, is_paired=text != "other")}
-                )
+                scores, is_paired = self._score(version, traces), text != "other"
+                rounds = _rounds_of(real, scores if is_paired else None, chosen)
+                rows.append({**head, "budget": "fixed", "text": text, **compare(scores, rounds, is_paired=is_paired)})
         return rows
 
     def _score(self, version: str, traces: list[RequestTrace]) -> list[RequestScore]:
         """The gate's score of one version."""
-        gate = ShadowConfig()
-        drafters = {version: self._shop.drafter(version)}
-        return shadow_scores(
-            drafters, traces, num_nodes=gate.num_nodes, max_frontier=gate.max_frontier, device=self._device
-        )[version]
+        drafters, tree, device = {version: self._shop.drafter(version)}, ShadowConfig(), self._target.device
+        scores = shadow_scores(
+            drafters, traces, num_nodes=tree.num_nodes, max_frontier=tree.max_frontier, device=device
+        )
+        return scores[version]
 
-    def _adaptive(self, version: str, head: dict[str, Any], work: Workload, count: int) -> list[dict[str, Any]]:
+    def _adaptive(self, head: dict[str, Any], work: BenchGroup, count: int) -> list[dict[str, Any]]:
         """Real decoding as the service does it, one request at a time with the adaptive budget, next to the score at the
         gate's budget on the same texts. The replay has no clock, so it cannot follow a budget made of measured times."""
+        version = head["version"]
         few = dataclasses.replace(
-            work, name=f"{work.name}-adaptive", prompts=work.prompts[:count], params=work.params[:count]
+            work, tag=f"{work.tag}-adaptive", prompts=work.prompts[:count], params=work.params[:count], batch=1
         )
-        real = decode(self._target, self._shop.drafter(version), few, version=version, batch=1)
+        real = decode(self._target, self._shop.drafter(version), few, version=version)
         scores = self._score(version, real.traces)
         rounds = _rounds_of(real, scores, list(range(count)))
-        num_rounds = sum(r.num_drafted_rounds for r in rounds)
-        if num_rounds == 0:
+        drafted = [r.num_draft_tokens for own in rounds for r in own if r.num_draft_tokens]
+        if not drafted:
             return []
         figures = compare(scores, rounds, is_paired=True, drafted_only=True)
         row = {**head, "budget": "adaptive", "text": "own", **figures}
-        row["num_draft_tokens"] = round(sum(r.num_draft_tokens for r in rounds) / num_rounds, 2)
+        row["num_draft_tokens"] = round(sum(drafted) / len(drafted), 2)
         return [row]
 
 
-def _named(report: Callable[[str], None], name: str) -> Callable[[str], None]:
-    return lambda text: report(f"{name} {text}")
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether a paired error is too large, or nothing could be judged."""
+    return not document["passed"]
 
 
-def _rounds_of(real: Decoded, scores: Sequence[RequestScore] | None, chosen: Sequence[int]) -> list[RealRounds]:
-    """Round statistics of the chosen requests; only of those that have a score, when scores are given."""
+def _rounds_of(real: Decoded, scores: Sequence[RequestScore] | None, chosen: Sequence[int]) -> list[tuple[Round, ...]]:
+    """Rounds of the chosen requests; only of those that have a score, when scores are given."""
     kept = None if scores is None else {s.request_id for s in scores}
     return [real.rounds[i] for i in chosen if kept is None or real.traces[i].request_id in kept]
 
@@ -295,11 +278,7 @@ def run_shadow_check(options: ShadowCheckOptions, console: Console) -> dict[str,
         with progress(console, "shadow check", check.num_jobs) as bar:
             rows = check.run(bar.name, bar.step)
     result = {
-        "options": {
-            k: str(v) if isinstance(v, Path) else v
-            for k, v in dataclasses.asdict(options).items()
-            if k not in ("work", "json")
-        },
+        "options": {k: v for k, v in plain_values(options).items() if k not in ("work", "json")},
         "dtype": check.dtype,
         "tree": tree_settings(),
         **judge(rows),

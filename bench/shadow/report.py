@@ -9,8 +9,8 @@ import numpy as np
 from rich.console import Console
 
 from paceline.adapt.gate.gate import RequestScore, pooled_acceptance_length
+from paceline.bench.common.recorders import Round
 from paceline.bench.common.terminal import new_table
-from paceline.bench.shadow.decode import RealRounds
 from paceline.bootstrap import rate_ratio
 
 MAX_ERROR_PERCENT = 2.0
@@ -19,18 +19,19 @@ MIN_ROUNDS = 200
 
 
 def compare(
-    scores: Sequence[RequestScore], rounds: Sequence[RealRounds], *, is_paired: bool, drafted_only: bool = False
+    scores: Sequence[RequestScore], rounds: Sequence[Sequence[Round]], *, is_paired: bool, drafted_only: bool = False
 ) -> dict[str, Any]:
     """One row's figures: shadow and real acceptance length, error in percent of the real one, 95% bootstrap interval.
 
     Args:
-        scores: replay of each request. rounds: the engine's statistics of each request.
+        scores: replay of each request. rounds: the engine's, of each request.
         is_paired: element i of both is the same request, and both are resampled together; otherwise apart.
         drafted_only: leave out rounds that the engine decoded without a draft (an adaptive budget has many of them).
     """
     shadow = np.array([(s.num_tokens + s.num_unseen_tokens, s.num_rounds) for s in scores], dtype=np.float64)
-    counts = [r.num_drafted_rounds if drafted_only else r.num_rounds for r in rounds]
-    real = np.array([(r.num_accepted_tokens + n, n) for r, n in zip(rounds, counts, strict=True)], dtype=np.float64)
+    counts = [sum(r.num_draft_tokens > 0 for r in own) if drafted_only else len(own) for own in rounds]
+    accepted = [sum(r.num_accepted_tokens for r in own) for own in rounds]
+    real = np.array([(a + n, n) for a, n in zip(accepted, counts, strict=True)], dtype=np.float64)
     out: dict[str, Any] = {
         "shadow_acceptance_length": round(pooled_acceptance_length(scores), 4),
         "real_acceptance_length": round(float(_ratio(real.sum(0))), 4),
@@ -40,7 +41,7 @@ def compare(
         "num_rounds": int(real[:, 1].sum()),
     }
     if is_paired and not drafted_only:  # what the text alone decides: its tokens behind the first over its rounds
-        per_round = sum(r.num_emitted_tokens for r in rounds) / sum(r.num_rounds for r in rounds)
+        per_round = float(np.mean([r.num_emitted_tokens for own in rounds for r in own]))
         replayed = sum(s.num_tokens for s in scores) / sum(s.num_rounds for s in scores)
         out["emitted_error_percent"] = round(100 * (replayed / per_round - 1), 3)
     return out
@@ -109,13 +110,12 @@ def print_report(result: dict[str, Any], console: Console) -> None:
     )
     console.print(table)
     heads = ("budget", "text", "T", "rows", "mean", "mean |error|", "largest |error|")
-    total = new_table("Error in percent of the real acceptance length", heads, 2)
-    for s in result["summary"]:
-        total.add_row(
-            s["budget"], s["text"], f"{s['temperature']:g}", str(s["num_rows"]), f"{s['mean_error_percent']:+.2f}",
-            f"{s['mean_absolute_error_percent']:.2f}", f"{s['largest_absolute_error_percent']:.2f}",
-        )  # fmt: skip
-    console.print(total)
+    rows = [
+        [s["budget"], s["text"], f"{s['temperature']:g}", str(s["num_rows"]), f"{s['mean_error_percent']:+.2f}",
+         f"{s['mean_absolute_error_percent']:.2f}", f"{s['largest_absolute_error_percent']:.2f}"]
+        for s in result["summary"]
+    ]  # fmt: skip
+    console.print(new_table("Error in percent of the real acceptance length", heads, 2, rows=rows))
     if result["num_judged_rows"] == 0:
         console.print(f"no row has {MIN_ROUNDS} rounds: ask for more prompts or tokens")
     verdict = "[green]passed[/green]" if result["passed"] else "[red]failed[/red]"

@@ -18,14 +18,16 @@ import torch
 from paceline.adapt.data.split import load_train_data
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.training import training_family
+from paceline.adapt.online.trainer import load_version
 from paceline.adapt.online.update import update_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bench.shadow.decode import Workload, decode
+from paceline.bench.engine.arms import BenchGroup
+from paceline.bench.shadow.decode import decode
 from paceline.errors import ConfigError
 from paceline.paths import resolve_drafter, write_atomic
 from paceline.serving.drafters.family import TrainedDrafter
-from paceline.serving.loading.families import build_drafter, build_model, read_drafter_files
+from paceline.serving.loading.families import build_model, read_drafter_files
 from paceline.serving.target_model.model import TargetModel
 
 ARM_ORDER = ("full", "head", "calibration")
@@ -75,10 +77,10 @@ class VersionShop:
         self._store = TraceStore(folder / "train_traces")
         self._plans = folder / "versions.json"
 
-    def capture(self, work: Workload) -> None:
+    def capture(self, work: BenchGroup) -> None:
         """Decode a training workload plainly and store its traces, unless its bucket has traces already."""
         if not self._store.list_shards(work.bucket):
-            self._store.write_shard(decode(self._target, None, work, batch=16).traces, work.bucket)
+            self._store.write_shard(decode(self._target, None, work).traces, work.bucket)
 
     def version(self, plan: VersionPlan, report: Report = lambda text: None) -> str:
         """Make the planned version, or find it; its bucket must have been captured. Returns the version id."""
@@ -89,11 +91,8 @@ class VersionShop:
         return known[plan.name]
 
     def drafter(self, version: str) -> TrainedDrafter:
-        """A new drafter with the weights of a version, with the number types that the service uses."""
-        manifest = self._registry.get_manifest(version)
-        config = {**manifest.config, "drafter_type": manifest.drafter_type}
-        state = self._registry.load_state(version, target_version=self._target.version)
-        return build_drafter(config, state, self._target, version=version, target_version=manifest.target_version)
+        """A new drafter with the weights of a version."""
+        return load_version(self._registry, version, self._target)
 
     def _make(self, plan: VersionPlan, report: Report) -> str:
         values, state = read_drafter_files(self._first, self._target)
@@ -125,7 +124,7 @@ class VersionShop:
             seed=self._seed,
             time_share=lambda: 0.0,
             should_stop=lambda: False,
-            progress=lambda done, total, info: report(f"{done}/{total} loss {info['loss']:.3f}"),
+            progress=lambda done, total, info: report(f"train {plan.name} {done}/{total} loss {info['loss']:.3f}"),
         )
         trained = {name: t.detach().cpu() for name, t in model.state_dict().items()}
         first = self.version(VersionPlan(arm="initial", trained_on=None))

@@ -8,6 +8,7 @@ nothing about a GPU.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -88,16 +89,13 @@ class _Cell:
 def plan_cells(options: KernelBenchOptions) -> list[_Cell]:
     """Every kernel with every shape that differs in what its work depends on."""
     cells: dict[tuple[Any, ...], _Cell] = {}
-    for name in options.kernel_names:
-        for model in options.models:
-            for context in options.contexts:
-                for requests in options.requests:
-                    for nodes in options.nodes:
-                        shape = replace(MODELS[model], context=context, requests=requests, nodes=nodes)
-                        key = (name, *(getattr(shape, field) for field in CASES[name].depends))
-                        cell = cells.setdefault(key, _Cell(kernel=name, models=[], shape=shape))
-                        if model not in cell.models:
-                            cell.models.append(model)
+    sizes = (options.contexts, options.requests, options.nodes)
+    for name, model, context, requests, nodes in itertools.product(options.kernel_names, options.models, *sizes):
+        shape = replace(MODELS[model], context=context, requests=requests, nodes=nodes)
+        key = (name, *(getattr(shape, field) for field in CASES[name].depends))
+        cell = cells.setdefault(key, _Cell(kernel=name, models=[], shape=shape))
+        if model not in cell.models:
+            cell.models.append(model)
     return list(cells.values())
 
 
@@ -175,20 +173,18 @@ def _is_counted(name: str, case: Case) -> bool:
 
 def floors(options: KernelBenchOptions, copy_rate: float | None) -> list[dict[str, Any]]:
     """Least bytes of a verify forward in bfloat16, and the seconds that a copy of as many bytes takes (None on CPU)."""
-    rows = []
-    for model in options.models:
-        for requests in options.requests:
-            for context in options.contexts:
-                shape = replace(MODELS[model], context=context, requests=requests)
-                total = floor_bytes(shape)
-                rows.append(
-                    {
-                        "model": model, "requests": requests, "context": context, "weight_bytes": weight_bytes(shape),
-                        "kv_bytes": kv_bytes(shape), "floor_bytes": total,
-                        "floor_ms": None if copy_rate is None else total / copy_rate * 1e3,
-                    }
-                )  # fmt: skip
-    return rows
+    shapes = [
+        replace(MODELS[model], context=context, requests=requests)
+        for model, requests, context in itertools.product(options.models, options.requests, options.contexts)
+    ]
+    return [
+        {
+            "model": s.model, "requests": s.requests, "context": s.context, "weight_bytes": weight_bytes(s),
+            "kv_bytes": kv_bytes(s), "floor_bytes": floor_bytes(s),
+            "floor_ms": None if copy_rate is None else floor_bytes(s) / copy_rate * 1e3,
+        }
+        for s in shapes
+    ]  # fmt: skip
 
 
 def run_bench_kernels(options: KernelBenchOptions, console: Console) -> dict[str, Any]:

@@ -136,7 +136,6 @@ def timed_model(shape: Shape, options: DrafterShapesOptions, on_part: Any) -> di
         def ms(forwards: Sequence[Forward]) -> float:
             return 1e3 * time_on_gpu(forwards, options.repeats)
 
-        rounds = {name: ms([*f, verify]) for name, f in drafts.items()}
     else:
         every = [f for forwards in drafts.values() for f in forwards] + [verify, plain]
         seconds: dict[Part, float] = estimate_on_cpu(every, options.repeats, on_part)
@@ -144,7 +143,7 @@ def timed_model(shape: Shape, options: DrafterShapesOptions, on_part: Any) -> di
         def ms(forwards: Sequence[Forward]) -> float:
             return 1e3 * sum(seconds[p] for f in forwards for p in f.parts)
 
-        rounds = {name: ms([*f, verify]) for name, f in drafts.items()}
+    rounds = {name: ms([*f, verify]) for name, f in drafts.items()}
     draft_ms = {name: ms(f) for name, f in drafts.items()}
     return {
         "kind": "measured" if options.is_cuda else "estimate: CPU time in float32, one layer timed and multiplied",

@@ -17,15 +17,9 @@ from rich.table import Table
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
-from paceline.bench.common.engine_run import (
-    encode,
-    greedy_or_sampled,
-    load_named_drafter,
-    load_target,
-    run_group,
-    set_threads,
-)
+from paceline.bench.common.engine_run import encode, load_named_drafter, load_target, set_threads
 from paceline.bench.common.workloads import load_prompts
+from paceline.bench.engine.arms import run_group
 from paceline.bootstrap import rate_ratio
 from paceline.config import EngineConfig, TraceConfig, TreeConfig
 from paceline.contracts import Group
@@ -35,7 +29,7 @@ from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.records import DRAFTERS, DataFolder, JsonFile, Model, Setting, record, require
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
-from paceline.serving.sampling.request import RequestTrace
+from paceline.serving.sampling.request import RequestTrace, SamplingParams
 
 ARMS = ("none", "feedback", "feedback+traces")
 _SECONDS = {"wall_s": "wall time", "engine_cpu_s": "engine-thread CPU", "process_cpu_s": "process CPU"}
@@ -163,7 +157,11 @@ def _serve(
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("feedback cost", total=len(groups))
         for i, (bucket, prompts) in enumerate([groups[0], *groups]):  # the first group warms up
-            params = [greedy_or_sampled(options.temperature, options.max_tokens, options.seed + i * options.batch + j) for j in range(len(prompts))]  # fmt: skip
+            first_seed = options.seed + i * options.batch
+            params = [
+                SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=first_seed + j)
+                for j in range(len(prompts))
+            ]
             turn = i % len(names)
             for name in names[turn:] + names[:turn]:
                 engine.output.feedback = None if name == "none" else publisher

@@ -1,6 +1,7 @@
-"""KV row moves: accepted scratch rows become canonical rows, all layers, K and V, in one Triton launch.
+"""KV row moves: a forward's K and V enter the pool in one Triton launch a layer, accepted scratch rows become canonical
+rows of all layers in another.
 
-A program takes a narrow strip of columns of one layer, for all rows: it reads every source row, waits for all of its
+A program of the second takes a narrow strip of columns of one layer, for all rows: it reads every source row, waits for all of its
 threads, then writes. Programs share no column, so sources and destinations may overlap in any way, as in the
 reference. The engine needs that: a lone request's tree lies behind its context, and a path moves up within it. More rows
 than one program holds go through a copy of the sources (two launches).
@@ -8,11 +9,7 @@ than one program holds go through a copy of the sources (two launches).
 That the wait (a barrier) orders reads before writes on a GPU is not proven by the interpreter, which runs a program as
 one thread.
 
-Shape legend: Lt layers, R pool rows, M rows to copy, Hkv KV heads, Dh head dim.
-
-How are the K/V rows of a forward written into the pool on a GPU? One launch for K and V of a layer.
-
-Shape legend: R pool rows, N packed rows, Hkv KV heads, Dh head dim.
+Shape legend: Lt layers, R pool rows, N packed rows, M rows to copy, Hkv KV heads, Dh head dim.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launch checks: what must hold before a Triton kernel is launched, shared by all launchers.
+"""Launch: what must hold before a Triton kernel is launched, and the step of attention that kernels share.
 
 Under TRITON_INTERPRET=1, set before triton is first imported, kernels run operation by operation in numpy on the CPU.
 That proves what a kernel computes. It does not prove that the kernel compiles for a GPU, that threads of one program
@@ -70,6 +70,22 @@ def check_integers(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype != torch.int64:
             raise ValueError(f"{name} must be int64, got {tensor.dtype}")
+
+
+@triton.jit
+def fold_keys(query, key, value, is_visible, acc, peak, total, scale):
+    """One step of the online softmax: query (M, Dh), key and value (N, Dh), is_visible (M, N). Scores are log2.
+
+    `peak` is -inf until a row has seen a key.
+    """
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    scores = tl.where(is_visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf - -inf would be NaN
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(peak - shift)
+    acc = acc * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+    return acc, new_peak, total * decay + tl.sum(weights, 1)
 
 
 @lru_cache

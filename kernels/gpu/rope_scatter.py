@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.gpu.launch import check_integers, check_tensors
+from paceline.kernels.gpu.launch import check_integers, check_tensor, check_tensors
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK_H = 4
@@ -123,8 +123,22 @@ def rope_scatter(
         q_norm=q_norm, k_norm=k_norm,
     )  # fmt: skip
     check_integers(rows=rows, positions=positions)
-    _check(query, key, value, pool, rows, positions, cos, sin, q_norm, k_norm)
+    if query.dim() != 3 or query.shape[2] % 2 or query.shape[2] == 0:
+        raise ValueError(f"query must be (N, H, Dh) with an even Dh, got {tuple(query.shape)}")
     num_rows, num_heads, head_dim = query.shape
+    check_tensor("key", key, (num_rows, None, head_dim), _FLOATS, is_contiguous=False)
+    pool_shape = (None, 2, key.shape[1], head_dim)
+    for name, tensor, shape in (("query", query, query.shape), ("value", value, key.shape), ("pool", pool, pool_shape)):
+        check_tensor(name, tensor, shape, _FLOATS, is_contiguous=False)
+    if rows.shape != (num_rows,) or positions.shape != (num_rows,):
+        raise ValueError(f"rows and positions must be ({num_rows},), got {tuple(rows.shape)}, {tuple(positions.shape)}")
+    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[1] != head_dim:
+        raise ValueError(f"cos and sin must be (P, {head_dim}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    if not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError("cos and sin must be contiguous, got strided tables")
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm is not None:
+            check_tensor(name, norm, (head_dim,), norm.dtype)
     num_kv_heads, half = key.shape[1], head_dim // 2
     out = torch.empty(num_rows, num_heads, head_dim, dtype=query.dtype, device=query.device)
     if num_rows == 0:
@@ -140,40 +154,3 @@ def rope_scatter(
         BLOCK_H=_BLOCK_H, BLOCK_D=triton.next_power_of_2(half), num_warps=2,
     )  # fmt: skip
     return out
-
-
-def _check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pool: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-) -> None:
-    if query.dim() != 3 or query.shape[2] % 2 or query.shape[2] == 0:
-        raise ValueError(f"query must be (N, H, Dh) with an even Dh, got {tuple(query.shape)}")
-    num_rows, _, head_dim = query.shape
-    if key.dim() != 3 or key.shape != value.shape or (key.shape[0], key.shape[2]) != (num_rows, head_dim):
-        raise ValueError(
-            f"key and value must be ({num_rows}, Hkv, {head_dim}), got {tuple(key.shape)} and {tuple(value.shape)}"
-        )
-    if pool.shape[1:] != (2, key.shape[1], head_dim):
-        raise ValueError(f"pool must be (R, 2, {key.shape[1]}, {head_dim}), got {tuple(pool.shape)}")
-    if rows.shape != (num_rows,) or positions.shape != (num_rows,):
-        raise ValueError(f"rows and positions must be ({num_rows},), got {tuple(rows.shape)}, {tuple(positions.shape)}")
-    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[1] != head_dim:
-        raise ValueError(f"cos and sin must be (P, {head_dim}), got {tuple(cos.shape)} and {tuple(sin.shape)}")
-    if not (cos.is_contiguous() and sin.is_contiguous()):
-        raise ValueError("cos and sin must be contiguous, got strided tables")
-    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if norm is not None and (norm.shape != (head_dim,) or not norm.is_contiguous()):
-            raise ValueError(f"{name} must be ({head_dim},) and contiguous, got {tuple(norm.shape)}")
-    for name, tensor in (("query", query), ("key", key), ("value", value), ("pool", pool)):
-        if tensor.dtype not in _FLOATS:
-            raise ValueError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"the last axis of {name} must have stride 1, got {tensor.stride(-1)}")

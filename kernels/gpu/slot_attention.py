@@ -13,27 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.gpu.launch import check_tensor, check_tensors, is_interpreted, num_processors
+from paceline.kernels.gpu.launch import check_tensor, check_tensors, fold_keys, is_interpreted, num_processors
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _TILES = {torch.float32: (16, 32), torch.bfloat16: (64, 64), torch.float16: (64, 64)}
 """Query rows and keys of a tile; float32 products run without tensor cores and keep more bytes in registers."""
 _MIN_SPLIT_KEYS = 256
 _LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _fold(q, k, v, visible, acc, top, total, scale):
-    """One step of the online softmax: q (M, Dh), k and v (N, Dh), visible (M, N); scores in base 2."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    scores = tl.where(visible, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=1))
-    safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no key yet
-    weights = tl.exp2(scores - safe_top[:, None])
-    fade = tl.exp2(top - safe_top)
-    acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    total = total * fade + tl.sum(weights, axis=1)
-    return acc, new_top, total
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_tiles", "num_rows", "num_splits", "table_stride"])
@@ -108,7 +94,7 @@ def _partial_kernel(
         k = tl.load(pool + at[:, None] + d[None, :], mask=mask, other=0.0).to(DTYPE)
         v = tl.load(pool + at[:, None] + (HKV * DIM + d)[None, :], mask=mask, other=0.0).to(DTYPE)
         visible = (key[None, :] < limit[:, None]) & inside[None, :]
-        acc, top, total = _fold(q, k, v, visible, acc, top, total, scale)
+        acc, top, total = fold_keys(q, k, v, visible, acc, top, total, scale)
 
     if split == 0:  # the blocks of the tile side by side, each visible to itself alone
         key = tl.arange(0, N_CURRENT)
@@ -123,7 +109,7 @@ def _partial_kernel(
         v = tl.load(current + at[:, None] + (HKV * DIM + d)[None, :], mask=mask, other=0.0).to(DTYPE)
         is_own = (key_local[None, :] == local[:, None]) & (key_slot[None, :] <= slot[:, None])
         visible = is_own & is_live[:, None] & is_used[None, :]
-        acc, top, total = _fold(q, k, v, visible, acc, top, total, scale)
+        acc, top, total = fold_keys(q, k, v, visible, acc, top, total, scale)
 
     is_seen = total > 0.0
     part = acc / tl.where(is_seen, total, 1.0)[:, None]

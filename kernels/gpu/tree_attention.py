@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.kernels.gpu.launch import check_integers, check_tensors, is_interpreted, num_processors
+from paceline.kernels.gpu.launch import check_integers, check_tensors, fold_keys, is_interpreted, num_processors
 
 TILE_FIELDS = 5
 """int32 fields of a tile: request (-1 = padding rows), first folded row within the request, first packed row of the
@@ -185,20 +185,6 @@ _MIN_PART = 128
 
 
 @triton.jit
-def _accumulate(query, key, value, is_visible, acc, peak, total, scale, DTYPE: tl.constexpr):
-    """Online softmax over one block of keys; `peak` is -inf until a row has seen a key. Scores are log2."""
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    scores = tl.where(is_visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf - -inf would be NaN
-    weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(peak - shift)
-    total = total * decay + tl.sum(weights, 1)
-    acc = acc * decay[:, None] + tl.dot(weights.to(DTYPE), value, input_precision="ieee")
-    return acc, new_peak, total
-
-
-@triton.jit
 def _load_query(
     query, start, first_row, count, kv_head, stride_row, stride_head, head_dim,
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
@@ -230,7 +216,7 @@ def _attend_context(
         is_element = is_key[:, None] & (column < head_dim)[None, :]
         key = tl.load(kv + at, mask=is_element, other=0.0).to(DTYPE)
         value = tl.load(kv + stride_value + at, mask=is_element, other=0.0).to(DTYPE)
-        acc, peak, total = _accumulate(query, key, value, is_key[None, :], acc, peak, total, scale, DTYPE)
+        acc, peak, total = fold_keys(query, key, value, is_key[None, :], acc, peak, total, scale)
     return acc, peak, total
 
 
@@ -333,7 +319,7 @@ def _own_kernel(
         else:  # BLOCK_OWN is 32
             word = tl.load(words + row * num_words + begin // 32, mask=is_row, other=0)
             is_visible = ((word[:, None] >> tl.arange(0, BLOCK_OWN)[None, :]) & 1) != 0
-        acc, peak, total = _accumulate(loaded, key, value, is_visible & is_key[None, :], acc, peak, total, scale, DTYPE)
+        acc, peak, total = fold_keys(loaded, key, value, is_visible & is_key[None, :], acc, peak, total, scale)
     if IS_SPLIT:
         part = _part_length(context, num_splits, MIN_PART, BLOCK_N)
         for split in range((context + part - 1) // part):

@@ -1,10 +1,6 @@
-"""KV row moves: accepted scratch rows become canonical rows; plain torch reference.
+"""KV row moves: a forward's rows enter the pool, accepted scratch rows become canonical rows; plain torch reference.
 
-Shape legend: Lt layers, R pool rows, Hkv KV heads, Dh head dim.
-
-How are the K/V rows of a forward written into the pool? Plain torch reference.
-
-Shape legend: R pool rows, N packed rows, Hkv KV heads, Dh head dim.
+Shape legend: Lt layers, R pool rows, N packed rows, M rows to copy, Hkv KV heads, Dh head dim.
 """
 
 from __future__ import annotations

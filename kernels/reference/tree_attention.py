@@ -69,12 +69,12 @@ class AttentionPlan:
     num_rows: int  # N
     num_requests: int  # B
     width: int  # rows of the request with most rows
-    key_rows: torch.Tensor | None  # (B * C,) int64 pool rows, request after request; None = key_slice
-    key_slice: tuple[int, int] | None  # [start, stop) of the pool when one request's keys lie in order
     num_keys: int  # C
-    query_index: torch.Tensor | None  # (B * width,) int64 packed row of each padded row; None = rows are not padded
-    row_index: torch.Tensor | None  # (N,) int64 padded row of each packed row; None = rows are not padded
-    mask: torch.Tensor | None  # (B, 1, width * G, C) additive, 0 or -inf; None = every key is visible
+    key_rows: torch.Tensor | None = None  # (B * C,) int64 pool rows, request after request; None = key_slice
+    key_slice: tuple[int, int] | None = None  # [start, stop) of the pool when one request's keys lie in order
+    query_index: torch.Tensor | None = None  # (B * width,) int64 packed row of each padded row; None = not padded
+    row_index: torch.Tensor | None = None  # (N,) int64 padded row of each packed row; None = rows are not padded
+    mask: torch.Tensor | None = None  # (B, 1, width * G, C) additive, 0 or -inf; None = every key is visible
     parts: list[AttentionPlan] | None = None
     """Requests that are padded apart from each other; everything else then only counts (N, B, width)."""
     packed_rows: torch.Tensor | None = None  # (rows of the part,) int64 packed rows that a part fills, in its order
@@ -112,18 +112,8 @@ def plan_attention(
     if len(groups) == 1:
         return _plan_ragged(counts, contexts, None, *layout)
     parts = [_plan_ragged([counts[i] for i in g], [contexts[i] for i in g], g, *layout) for g in groups]
-    return AttentionPlan(
-        num_rows=num_rows,
-        num_requests=batch,
-        width=max(counts),
-        key_rows=None,
-        key_slice=None,
-        num_keys=max(part.num_keys for part in parts),
-        query_index=None,
-        row_index=None,
-        mask=None,
-        parts=parts,
-    )
+    num_keys = max(part.num_keys for part in parts)
+    return AttentionPlan(num_rows=num_rows, num_requests=batch, width=max(counts), num_keys=num_keys, parts=parts)
 
 
 def _plan_single(
@@ -155,8 +145,6 @@ def _plan_single(
         key_rows=None if key_slice else rows,
         key_slice=key_slice,
         num_keys=total,
-        query_index=None,
-        row_index=None,
         mask=mask,
     )
 
@@ -222,7 +210,6 @@ def _plan_ragged(
         num_requests=batch,
         width=width,
         key_rows=own_rows.reshape(-1),
-        key_slice=None,
         num_keys=num_keys,
         query_index=query_index,
         row_index=row_index,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -10,12 +11,18 @@ from rich.console import Console
 from paceline.cli.options import command
 
 if TYPE_CHECKING:
-    from paceline.infra.service.versions import ListOptions, ServiceAddress, VersionOptions
+    from paceline.infra.service.versions import ListOptions
 
 versions_app = typer.Typer(
     help="List, pin, try and roll back drafter versions of a running service.", no_args_is_help=True
 )
 _MODULE = "paceline.infra.service.versions"
+_CHANGES = {
+    "pin": ("VersionOptions", "Serve this version to new requests until 'versions unpin'; the policy pauses."),
+    "unpin": ("ServiceAddress", "Let the policy decide again."),
+    "rollback": ("ServiceAddress", "Go back to the version before the one that serves now (as a new generation)."),
+    "canary": ("VersionOptions", "Try this version on a share of requests until its verdict."),
+}
 
 
 @command(versions_app, "list", f"{_MODULE}:ListOptions")
@@ -26,31 +33,17 @@ def versions_list(options: ListOptions, console: Console) -> None:
     print_versions(options.service, console, as_json=options.json)
 
 
-def _change(service: ServiceAddress, action: str, console: Console, version: str | None = None) -> None:
-    from paceline.infra.service.versions import change_version
+def _changer(action: str) -> Callable[[Any, Console], None]:
+    def run(options: Any, console: Console) -> None:
+        from paceline.infra.service.versions import change_version
 
-    change_version(service, action, console, version=version)
+        service, version = getattr(options, "service", options), getattr(options, "version", None)
+        change_version(service, action, console, version=version)
 
-
-@command(versions_app, "pin", f"{_MODULE}:VersionOptions")
-def versions_pin(options: VersionOptions, console: Console) -> None:
-    """Serve this version to new requests until 'versions unpin'; the policy pauses."""
-    _change(options.service, "pin", console, options.version)
+    return run
 
 
-@command(versions_app, "unpin", f"{_MODULE}:ServiceAddress")
-def versions_unpin(service: ServiceAddress, console: Console) -> None:
-    """Let the policy decide again."""
-    _change(service, "unpin", console)
-
-
-@command(versions_app, "rollback", f"{_MODULE}:ServiceAddress")
-def versions_rollback(service: ServiceAddress, console: Console) -> None:
-    """Go back to the version before the one that serves now (as a new generation)."""
-    _change(service, "rollback", console)
-
-
-@command(versions_app, "canary", f"{_MODULE}:VersionOptions")
-def versions_canary(options: VersionOptions, console: Console) -> None:
-    """Try this version on a share of requests until its verdict."""
-    _change(options.service, "canary", console, options.version)
+for _name, (_record, _help) in _CHANGES.items():
+    _run = _changer(_name)
+    _run.__doc__ = _help
+    command(versions_app, _name, f"{_MODULE}:{_record}")(_run)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from paceline.config import EngineConfig, TreeConfig, with_tree_options
+from paceline.config import EngineConfig, TreeConfig
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.drafters.text import make_text_drafter
@@ -32,7 +32,7 @@ TREE = TreeConfig(max_draft_tokens=8)
 def make_engine(drafter: Drafter, num_pages: int = 200, **options) -> Engine:
     slots = DrafterSlots(drafter, "v0")
     row_bytes, _ = pool_row_bytes(target(), slots, has_traces=False)
-    tree = with_tree_options(TREE, **options)
+    tree = dataclasses.replace(TREE, **options)
     return Engine(target(), slots, EngineConfig(page_tokens=PAGE, kv_bytes=num_pages * PAGE * row_bytes, tree=tree))
 
 
@@ -140,10 +140,3 @@ def test_mixing_accepts_more_than_a_useless_model_alone_and_keeps_nothing_of_end
         if mix != "none":
             assert engine.policy._text._texts == {} and engine.policy._text._histories == {}
     assert accepted["none"] == 0 and accepted["suffix-recent"] > 20
-
-
-def test_options_change_only_what_is_given():
-    assert with_tree_options(TREE) == TREE
-    changed = with_tree_options(TREE, policy="bundle", max_draft_tokens=40, mix="lookup")
-    assert (changed.policy, changed.max_draft_tokens, changed.mix) == ("bundle", 40, "lookup")
-    assert with_tree_options(TREE, max_draft_tokens=3) == dataclasses.replace(TREE, max_draft_tokens=3)

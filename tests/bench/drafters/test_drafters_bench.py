@@ -14,7 +14,6 @@ from paceline.bench.drafters import workload_split
 from paceline.bench.drafters.html import write_html
 from paceline.bench.drafters.run import BenchOptions, DraftersCommand
 from paceline.cli.main import app
-from paceline.config import TreeConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.paths import bundled
 from paceline.serving.drafters.text import PromptLookupDrafter
@@ -264,7 +263,7 @@ def test_quick_shrinks_what_was_not_asked_for_and_nothing_else():
 
 
 def test_a_new_policy_is_one_entry(monkeypatch):
-    monkeypatch.setitem(draft_arms.BUDGET_POLICIES, "flat", lambda tree, n: TreeConfig(max_draft_tokens=n, max_frontier=0, policy="fixed"))  # fmt: skip
+    monkeypatch.setitem(draft_arms.BUDGET_POLICIES, "flat", {"max_frontier": 0, "policy": "fixed"})
     names = [s.name for s in draft_arms.arm_specs(["lookup"], ["adaptive", "flat"], [2, 4])]
     assert names == ["lookup/adaptive", "lookup/flat2", "lookup/flat4"]
 

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from paceline.adapt.gate.gate import RequestScore
 from paceline.bench.common.engine_run import load_target
+from paceline.bench.common.recorders import Round
 from paceline.bench.shadow import check as shadow_check
 from paceline.bench.shadow.check import ShadowCheckOptions, make_workloads, run_shadow_check
-from paceline.bench.shadow.decode import RealRounds
 from paceline.bench.shadow.report import MAX_ERROR_PERCENT, MIN_ROUNDS, compare, error_interval, judge
 from paceline.bench.shadow.versions import plan_versions
 from paceline.cli.main import app
@@ -26,7 +26,11 @@ BUCKETS = ("tools", "code", "math", "facts")
 
 def rounds(num_rounds, accepted, emitted=None, drafted=None):
     drafted = num_rounds if drafted is None else drafted
-    return RealRounds(num_rounds, drafted, 8 * drafted, accepted, emitted or accepted + num_rounds)
+    totals = [(accepted, emitted or accepted + num_rounds), *[(0, 0)] * (num_rounds - 1)]
+    return [
+        Round(num_draft_tokens=8 * (i < drafted), num_accepted_tokens=a, num_emitted_tokens=e)
+        for i, (a, e) in enumerate(totals)
+    ]
 
 
 # ---- figures
