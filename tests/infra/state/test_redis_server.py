@@ -67,10 +67,9 @@ def test_data_survives_a_stop_and_a_new_process(tmp_path):
         assert patient_client(second.url).get("a") == b"1"
 
 
-def test_data_directory_is_used_by_one_process_only(own_redis, tmp_path, monkeypatch):
-    monkeypatch.setattr(redis_server.time, "monotonic", iter([0.0, 100.0]).__next__)
+def test_data_directory_is_used_by_one_process_only(own_redis, tmp_path):
     with pytest.raises(ConfigError, match="must not be in use by another Paceline"):
-        EmbeddedRedis(tmp_path)._take_lock(timeout_s=5.0)
+        EmbeddedRedis(tmp_path)._take_lock(timeout_s=0.0)
 
 
 def test_child_ends_when_its_parent_is_killed(tmp_path, wait_until):
@@ -101,7 +100,7 @@ def test_external_url_is_checked(shared_redis, tmp_path):
     assert (url, server) == (shared_redis.url, None)
 
 
-def test_unreachable_url_is_refused_without_its_password(monkeypatch):
+def test_unreachable_url_is_refused_without_its_password():
     with pytest.raises(ConfigError, match="must name a reachable Redis") as caught:
         redis_server.ping("redis://u:secret@127.0.0.1:1/0", make=lambda url: patient_client(url, retries=0))
     assert "secret" not in str(caught.value)
