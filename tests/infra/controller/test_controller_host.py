@@ -105,7 +105,7 @@ def test_commit_whose_reply_was_lost_is_not_repeated(shared_redis, client, keys,
     send(client, keys, 1)
     fault.arm("lost_reply", at=0)
     with pytest.raises(redis.ConnectionError):
-        host.step(block_ms=1)
+        host.step(block_ms=0)
     num_lines = client.xlen(keys.log)
     send(client, keys, 2)
     settle(host)
@@ -128,7 +128,7 @@ def test_a_command_whose_commit_is_in_doubt_does_not_swallow_what_comes_after_it
     fault.arm("lost_reply", at=0)
     host.call(lambda: None)  # its commit writes nothing but the state
     with pytest.raises(redis.ConnectionError):
-        host.step(block_ms=1)
+        host.step(block_ms=0)
     send(client, keys, 1)
     settle(host)
     assert stored(client, keys).num_rows == 3 and len(ledger(client, keys)) == 1
