@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
@@ -19,7 +21,7 @@ from paceline.infra.state.redis_server import EmbeddedRedis, resolve_redis
 
 def test_password_is_needed_and_not_in_the_arguments(shared_redis):
     for credentials in ({}, {"password": "guess"}, {"username": "default", "password": ""}):
-        bare = redis.Redis(port=shared_redis.port, **credentials)
+        bare = redis.Redis(port=shared_redis.port, retry=Retry(NoBackoff(), 0), **credentials)
         with pytest.raises(redis.exceptions.AuthenticationError):
             bare.ping()
     arguments = " ".join(psutil.Process(shared_redis.pid).cmdline())
