@@ -28,7 +28,7 @@ def kept_jobs(cache):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_live_check_really_trains_and_keeps_its_jobs(cache):
-    chosen = [Variant(policy="payoff", settings=(("min_rows", 160), ("horizon_s", 600.0)))]
+    chosen = [Variant(policy="always", settings=(("min_rows", 160), ("horizon_s", 600.0)))]
     (found,) = run_live_check(chosen, 2, cache=cache, data=None, console=QUIET, draws=2, config=TINY)
     assert found["num_logs"] == 2 and found["covers_log"][1] == 2
     assert np.isfinite([found[name]["rmse"] for name in METHODS]).all()
