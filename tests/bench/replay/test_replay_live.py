@@ -26,16 +26,6 @@ def kept_jobs(cache):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_live_check_really_trains_and_keeps_its_jobs(cache):
-    chosen = [Variant(policy="always", settings=(("min_rows", 160), ("horizon_s", 600.0)))]
-    (found,) = run_live_check(chosen, 2, cache=cache, data=None, console=QUIET, draws=2, config=TINY)
-    assert found["num_logs"] == 2 and found["covers_log"][1] == 2
-    assert np.isfinite([found[name]["rmse"] for name in METHODS]).all()
-    assert sum(job["train_s"] for job in kept_jobs(cache)) > 0
-
-
-@pytest.mark.slow
 def test_jobs_are_real_and_kept(cache):
     chosen = variants(("never", "always"), {"min_rows": [160], "job_time_limit_s": [600.0]})
     rows, scenarios, notes = run_live(chosen, config=TINY, num_orders=1, data=None, cache=cache, console=QUIET)
@@ -55,3 +45,15 @@ def test_jobs_are_real_and_kept(cache):
     again, _, _ = run_live(chosen, config=TINY, num_orders=1, data=None, cache=cache, console=QUIET)
     assert again == rows
     assert {p: p.stat().st_mtime_ns for p in cache.rglob("*.json")} == written
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_live_check_compares_estimates_with_what_replays_train_and_keep(cache):
+    before = {p: p.stat().st_mtime_ns for p in (cache / "jobs").iterdir()}
+    chosen = [Variant(policy="payoff", settings=(("min_rows", 160), ("horizon_s", 600.0)))]
+    (found,) = run_live_check(chosen, 2, cache=cache, data=None, console=QUIET, draws=2, config=TINY)
+    assert found["num_logs"] == 2 and found["covers_log"][1] == 2
+    assert np.isfinite([found[name]["rmse"] for name in METHODS]).all()
+    assert {p: p.stat().st_mtime_ns for p in before} == before, "a job that was kept is not trained again"
+    assert sum(job["train_s"] for job in kept_jobs(cache)) > 0
