@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 ARGS ?=
-# Test processes; one thread each when there are several
-WORKERS ?= 2
+# Test processes, one thread each when there are several: on two cores one waits for services while two compute
+WORKERS ?= 3
 # Oversubscribed cores ruin both timings and tests: two busy multi-threaded processes stall each other.
 export RAY_USAGE_STATS_ENABLED ?= 0
 export HF_HUB_OFFLINE ?= 1
@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE ?= 1
 
 help:
 	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, under 7 minutes"
-	@echo "make test  [ARGS='-k name'] [WORKERS=2] every test that needs no GPU"
+	@echo "make test  [ARGS='-k name'] [WORKERS=3] every test that needs no GPU"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
 	@echo "make lint                              ruff and mypy"
 

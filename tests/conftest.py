@@ -3,7 +3,7 @@
 Triton decides between compiler and interpreter when it is first imported, and transformers imports it: without an
 accelerator the interpreter is chosen here, before any test module. TRITON_INTERPRET=0 or 1 overrides.
 With several workers (`make test`), modules are spread over them whole: the first worker begins with those that start
-clusters, services or browsers, whose time passes in waiting, and the others with those that compute.
+clusters, services or browsers, whose time passes in waiting, and the others with those that compute, the long ones first.
 """
 
 import functools
@@ -37,6 +37,12 @@ def has_services(module: Path) -> bool:
     return any(mark in module.read_text("utf-8") for mark in ("mark.ray", "mark.browser"))
 
 
+@functools.cache
+def is_slow(module: Path) -> bool:
+    """Whether a test module has tests of more than about ten seconds: begun last, one of them would hold up the end."""
+    return module.is_file() and "mark.slow" in module.read_text("utf-8")
+
+
 @pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Modules go whole to one process: the first begins with those that start services, the others end with them."""
@@ -50,6 +56,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             services = [n for n in self.workqueue if (path := config.rootpath / n).is_file() and has_services(path)]
             services.sort(key=lambda n: "/e2e/" not in n)  # the longest first
             others = [n for n in self.workqueue if n not in services]
+            others.sort(key=lambda n: not is_slow(config.rootpath / n))
             is_first = node is next(iter(self.assigned_work))
             name = [*services, *others][0] if is_first else [*others, *reversed(services)][0]
             self.workqueue.move_to_end(name, last=False)

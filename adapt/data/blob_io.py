@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
-import safetensors.torch
-import torch
 from safetensors import SafetensorError
 
 from paceline import paths
+
+if TYPE_CHECKING:  # a controller writes files and handles no tensor
+    import torch
 
 _LOCAL = ("file", "local")
 
@@ -36,12 +37,16 @@ def write_atomic(fs: Any, path: str, data: bytes) -> None:
 
 def pack_tensors(tensors: dict[str, torch.Tensor], info: dict) -> bytes:
     """Encode CPU tensors and one JSON record as safetensors; equal inputs give equal bytes."""
+    import safetensors.torch
+
     ready = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
     return safetensors.torch.save(ready, metadata={"paceline": json.dumps(info, sort_keys=True)})
 
 
 def unpack_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict]:
     """Inverse of pack_tensors. Raises ValueError on anything else; nothing is unpickled."""
+    import safetensors.torch
+
     try:
         size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])

@@ -162,11 +162,11 @@ def usable_traces(traces: Sequence[RequestTrace]) -> list[RequestTrace]:
     return [t for t in traces if len(t.token_ids) - t.prompt_len >= 2]
 
 
-def _batches(traces: Sequence[RequestTrace]) -> Iterator[list[int]]:
+def _batches(traces: Sequence[RequestTrace], max_batch: int, max_rows: int) -> Iterator[list[int]]:
     batch: list[int] = []
     rows = 0
     for i in sorted(range(len(traces)), key=lambda i: len(traces[i].token_ids)):
-        if batch and (len(batch) == MAX_BATCH or rows + len(traces[i].token_ids) > MAX_ROWS):
+        if batch and (len(batch) == max_batch or rows + len(traces[i].token_ids) > max_rows):
             yield batch
             batch, rows = [], 0
         batch.append(i)
@@ -175,10 +175,12 @@ def _batches(traces: Sequence[RequestTrace]) -> Iterator[list[int]]:
         yield batch
 
 
-def _walk(drafter: Drafter, texts: _Texts, accept_round: AcceptRound, should_stop: EndCheck) -> list[list[int]]:
+def _walk(
+    drafter: Drafter, texts: _Texts, accept_round: AcceptRound, should_stop: EndCheck, ingest_rows: int
+) -> list[list[int]]:
     num = len(texts.ids)
     everyone = torch.arange(num, device=texts.lengths.device)
-    done, width = torch.zeros_like(texts.prompt_lens), max(1, INGEST_ROWS // num)
+    done, width = torch.zeros_like(texts.prompt_lens), max(1, ingest_rows // num)
     while bool((done < texts.prompt_lens - 1).any()):  # the last prompt row comes with the first round
         which = everyone[done < texts.prompt_lens - 1]
         stop = torch.minimum(done[which] + width, texts.prompt_lens[which] - 1)
@@ -213,19 +215,27 @@ def replay_rounds(
     *,
     device: torch.device | str = "cpu",
     should_stop: EndCheck = lambda: False,
+    max_batch: int = MAX_BATCH,
+    max_rows: int = MAX_ROWS,
+    ingest_rows: int = INGEST_ROWS,
 ) -> list[list[int]]:
     """Walk each text with the drafter; return num_accepted_tokens of every round of every trace, in order.
 
     The last round counts only what the text still held. Allocates the drafter's KV. Traces without a round give [].
+
+    Args:
+        max_batch: texts walked at once; max_rows: their tokens in all, for which the drafter holds KV.
+        ingest_rows: rows of prompts that the drafter takes in one call.
     Raises: DrafterMismatchError when the drafter's log-probabilities are not numbers; ShadowStoppedError on `should_stop`.
     """
     chosen = [i for i, t in enumerate(traces) if len(t.token_ids) - t.prompt_len >= 2]
-    batches = [[chosen[j] for j in b] for b in _batches([traces[i] for i in chosen])]
+    batches = [[chosen[j] for j in b] for b in _batches([traces[i] for i in chosen], max_batch, max_rows)]
     out: list[list[int]] = [[] for _ in traces]
     if batches:
         drafter.alloc(max(sum(len(traces[i].token_ids) for i in b) for b in batches))
     for batch in batches:
-        rounds = _walk(drafter, _Texts.pack([traces[i] for i in batch], device), accept_round, should_stop)
+        texts = _Texts.pack([traces[i] for i in batch], device)
+        rounds = _walk(drafter, texts, accept_round, should_stop, ingest_rows)
         for i, r in zip(batch, rounds, strict=True):
             out[i] = r
     return out

@@ -102,6 +102,7 @@ def run_training_job(
     progress: Progress = lambda done, total, info: None,
     shadow: ShadowConfig | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    update: Callable[..., tuple[int, float]] = update_drafter,
 ) -> TrainResult:
     """Carry out one order; an accepted version is in the registry when this returns.
 
@@ -113,6 +114,7 @@ def run_training_job(
         heartbeat: called about twice a second while the job runs.
         progress: (steps done, steps in all, {"loss", "nll", "learning_rate"}) after every optimizer step.
         clock: seconds that the time limit and the result count in.
+        update: trains the model in place like `update_drafter`, whose arguments it gets: (steps, last NLL).
     Returns: a TrainResult with status accepted | rejected | failed | stopped; seconds are wall-clock.
     Raises: nothing that service brings about; programming errors only.
     """
@@ -124,7 +126,7 @@ def run_training_job(
                 with contextlib.suppress(ManifestError):  # said where the job begins; a wrong folder comes first
                     taps = registry.get_manifest(job.base_version).config.get("tap_layers")
                 target_dir = load_target_handle(target_dir, device=device, tap_layers=taps)
-            return _run(job, store, registry, target_dir, watch, progress, shadow or ShadowConfig())
+            return _run(job, store, registry, target_dir, watch, progress, shadow or ShadowConfig(), update)
     except (UpdateStoppedError, ShadowStoppedError):
         log.info("training stopped job=%s reason=%s", job.job_id, watch.reason)
         return _result(job, "stopped", watch.reason, watch)
@@ -150,13 +152,14 @@ def _run(
     watch: _Watch,
     progress: Progress,
     shadow: ShadowConfig,
+    update: Callable[..., tuple[int, float]],
 ) -> TrainResult:
     base = registry.get_manifest(job.base_version)
     base_state = registry.load_state(job.base_version, target_version=target.version)
     data = _read(job, store, target.version)
     model = build_model({**base.config, "drafter_type": base.drafter_type}, base_state)
     model.to(target.device)
-    steps, nll = update_drafter(
+    steps, nll = update(
         model,
         training_family(base.drafter_type).frozen(target, torch.device(target.device)),
         data.fresh,

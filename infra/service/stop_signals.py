@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,10 +49,26 @@ class StopSignals:
 
 @contextmanager
 def kept_sigterm() -> Iterator[None]:
-    """Keep a handler of SIGTERM that the program has set: `ray.init` replaces it by one that raises SystemExit."""
+    """Keep a handler of SIGTERM that the program has set: `ray.init` replaces it by one that raises SystemExit.
+
+    A signal that comes meanwhile is handled afterwards: raised inside a finalizer or a callback, SystemExit is lost.
+    """
     handler = signal.getsignal(signal.SIGTERM)
-    try:
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
-    finally:
-        if callable(handler) and threading.current_thread() is threading.main_thread():
+        return
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        for end in (reader, writer):
+            end.setblocking(False)
+        before = signal.set_wakeup_fd(
+            writer.fileno(), warn_on_full_buffer=False
+        )  # told of every signal, whoever handles it
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
             signal.signal(signal.SIGTERM, handler)
+            with contextlib.suppress(BlockingIOError):
+                if signal.SIGTERM in reader.recv(4096):
+                    handler(signal.SIGTERM, None)

@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from paceline.infra.web.access import Access
 from paceline.infra.web.decision import decision_page
 from paceline.infra.web.export import TABLES, as_csv, as_json
-from paceline.infra.web.feed import MAX_PAGES, DashboardFeed, events, parse_have, update
+from paceline.infra.web.feed import DashboardFeed, events, parse_have, update
 from paceline.infra.web.state_routes import ServiceView, run_command
 
 FOLDER = Path(__file__).resolve().parents[1] / "page"
@@ -132,8 +132,9 @@ class DashboardRoutes:
 
     async def stream(self, request: Request, have: str = "", since: float = 0.0) -> Response:
         self.access.check_read(request)
-        if self.feed.num_pages >= MAX_PAGES:
-            raise HTTPException(503, f"{MAX_PAGES} pages watch this replica already; close one", {"Retry-After": "10"})
+        if self.feed.num_pages >= self.feed.max_pages:
+            reason = f"{self.feed.max_pages} pages watch this replica already; close one"
+            raise HTTPException(503, reason, {"Retry-After": "10"})
         headers = {**HEADERS, "X-Accel-Buffering": "no", "Cache-Control": "no-store"}
         stream = events(self.feed, parse_have(have), since)
         first = await anext(stream)  # a feed that is closed is refused while there is a status to say it with

@@ -61,9 +61,21 @@ class DashboardFeed:
         read_traffic: Callable[[float], list[TrafficBin] | None],
         *,
         clock: Callable[[], float] = time.time,
+        fresh_s: float = FRESH_S,
+        period_s: float = PERIOD_S,
+        lifetime_s: float = LIFETIME_S,
+        max_pages: int = MAX_PAGES,
     ) -> None:
-        """Both readers may block for seconds; read_traffic(since) is None while the controller is away."""
+        """Both readers may block for seconds; read_traffic(since) is None while the controller is away.
+
+        Args:
+            fresh_s: oldest document that a page is sent.
+            period_s: seconds between two events of a stream.
+            lifetime_s: seconds after which a stream ends and the page opens the next.
+            max_pages: open streams of one replica.
+        """
         self._read_state, self._read_traffic, self._clock = read_state, read_traffic, clock
+        self.fresh_s, self.period_s, self.lifetime_s, self.max_pages = fresh_s, period_s, lifetime_s, max_pages
         self._lock = threading.Lock()
         self._document: Document | None = None
         self._read_at = float("-inf")
@@ -89,9 +101,9 @@ class DashboardFeed:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def document(self) -> Document:
-        """The latest document, at most FRESH_S old; blocks while it is read."""
+        """The latest document, at most `fresh_s` old; blocks while it is read."""
         with self._lock:
-            if self._document is None or time.monotonic() - self._read_at > FRESH_S:
+            if self._document is None or time.monotonic() - self._read_at > self.fresh_s:
                 self._document = self._read()
                 self._read_at = time.monotonic()
             return self._document
@@ -154,12 +166,12 @@ def parse_have(text: str) -> dict[str, str]:
 
 
 async def events(feed: DashboardFeed, have: dict[str, str], since: float) -> AsyncGenerator[bytes, None]:
-    """Server-sent events, one a second: `update` with what changed; ends with `renew` after LIFETIME_S.
+    """Server-sent events, one a second: `update` with what changed; ends with `renew` after the feed's `lifetime_s`.
 
     A feed that is closed ends it without `renew`; before the first event it raises EngineStoppedError.
     """
     is_first = True
-    have, ends = dict(have), time.monotonic() + LIFETIME_S
+    have, ends = dict(have), time.monotonic() + feed.lifetime_s
     feed.num_pages += 1
     try:
         while True:
@@ -176,6 +188,6 @@ async def events(feed: DashboardFeed, have: dict[str, str], since: float) -> Asy
             if time.monotonic() >= ends:
                 yield b"event: renew\ndata: {}\n\n"
                 return
-            await asyncio.sleep(max(0.05, PERIOD_S - (time.monotonic() - began)))
+            await asyncio.sleep(max(0.05, feed.period_s - (time.monotonic() - began)))
     finally:
         feed.num_pages -= 1

@@ -8,8 +8,15 @@ from paceline.contracts import Decision, TrainResult
 from tests.helpers.world import World
 
 
-def world(policy: str = "always") -> World:
-    return World(
+class FreezingWorld(World):
+    frozen: list[str] = []
+
+    def context(self):
+        return msgspec.structs.replace(super().context(), frozen=list(self.frozen))
+
+
+def world(policy: str = "always", cls: type[World] = World) -> World:
+    return cls(
         config=PolicyConfig(policy=policy, epoch_s=5.0),
         mix=lambda t: {"c": 1.0},
         lengths={"c": 1.4},
@@ -52,15 +59,14 @@ def test_the_end_of_an_unknown_canary_changes_nothing():
     assert w.controller.state() == before
 
 
-def test_no_job_is_ordered_on_a_frozen_bucket(monkeypatch):
-    w = world()
+def test_no_job_is_ordered_on_a_frozen_bucket():
+    w = world(cls=FreezingWorld)
     d = ordered(w)
     w.controller.job_finished(
         TrainResult(job_id="j", status="failed", version=None, reason="test", train_s=1.0, shadow_s=0.0),
         decision_id=d.decision_id, now=w.clock.now(),
     )  # fmt: skip
-    context = type(w).context
-    monkeypatch.setattr(type(w), "context", lambda self: msgspec.structs.replace(context(self), frozen=["c"]))
+    w.frozen = ["c"]
     assert not [d for _ in range(150) for d in w.step() if d.action == "train"]
-    monkeypatch.undo()
+    w.frozen = []
     assert ordered(w).bucket == "c"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ def test_a_shift_is_learned_gated_and_swapped_in(service: Service) -> None:
     assert all(e["seconds"] > 0 for e in entries if e["kind"] in ("training", "shadow", "staging"))
 
     def length(group: str) -> float:
-        answers = [traffic.ask(temperature=0, group=group, prompt=p.text) for p in prompts]
+        with ThreadPoolExecutor(NUM_COMPARED) as pool:
+            answers = list(pool.map(lambda p: traffic.ask(temperature=0, group=group, prompt=p.text), prompts))
         served = {a["drafter_version"] for a in answers}
         assert served == {first} if group == "static" else first not in served  # a later job may have made another one
         return sum(a["num_rounds"] * a["acceptance_length"] for a in answers) / sum(a["num_rounds"] for a in answers)

@@ -169,7 +169,14 @@ def test_charts_show_the_traffic_of_the_running_service_as_it_goes_on(place: Pla
 
 def order(place: Place, command: str, **values: str) -> None:
     headers, path = {"authorization": f"Bearer {ADMIN}"}, f"/dashboard/api/commands/{command}"
-    HTTP.post(f"{place.url}{path}", json=values, headers=headers, timeout=60).raise_for_status()
+
+    def taken() -> bool:
+        response = HTTP.post(f"{place.url}{path}", json=values, headers=headers, timeout=60)
+        if response.status_code != 503:  # a busy controller is to be asked again
+            response.raise_for_status()
+        return response.is_success
+
+    wait_for(taken, f"{command} taken by the controller")
 
 
 def test_operator_pins_and_rolls_back_through_the_page(place: Place) -> None:

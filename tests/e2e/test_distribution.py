@@ -17,8 +17,8 @@ from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.families import load_drafter
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.specblock.drafter import SpecBlockDrafter
-from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target_model.model import TargetModel
+from tests.helpers.drafters import specblock_for
 from tests.helpers.fakes import plain_logits, tiny_target
 
 MIN_EXPECTED = 5.0
@@ -76,13 +76,7 @@ def draw(engine: Engine, prompt: list[int], num_samples: int, num_tokens: int, t
 
 
 def tiny_specblock(target: TargetModel) -> SpecBlockDrafter:
-    config = SpecBlockConfig(
-        hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, num_slots=3,
-        vocab_size=target.vocab_size, feature_size=target.feature_size, embed_size=target.hidden_size, rank_hidden=8,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return SpecBlockDrafter(SpecBlockModel(config), target.embed_weight)
+    return SpecBlockDrafter(specblock_for(target, num_slots=3), target.embed_weight)
 
 
 @pytest.fixture(scope="module")

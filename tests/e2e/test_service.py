@@ -268,6 +268,13 @@ def test_200_requests_at_once_are_answered_or_told_when_to_come_back(place: Plac
     wait_for(lambda: list(Path(place.service.config.data_dir, "traces").rglob("*.safetensors")), "a trace shard")
 
 
+def test_policy_never_trains_and_swaps_nothing(place: Place) -> None:
+    state = wait_for(lambda: (found := place.state())["decisions"] and found, "a decision")
+    assert state["policy"] == "never" and {d["action"] for d in state["decisions"]} == {"hold"}
+    assert state["version"] == place.first and state["ledger"]["spent_s"] == 0
+    assert sum(r["num_swaps"] for r in place.replicas().values()) == 0
+
+
 def test_swaps_under_live_streams_drop_nothing_and_mix_no_versions(place: Place) -> None:
     def make_live(version: str, command: str = "pin") -> None:
         values = {"version": version} if command == "pin" else {}

@@ -22,9 +22,9 @@ from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties
 from paceline.serving.sampling.request import GenerationRequest, GrammarSpec, RequestStatus, SamplingParams
 from paceline.serving.specblock.drafter import SpecBlockDrafter
-from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target_model.kv_cache import PageAllocator
 from tests.helpers.constrained import JSON_OBJECT, KINDS, PAGE, VOCAB, Answers, factory, make_engine, target
+from tests.helpers.drafters import specblock_for
 from tests.helpers.engines import BrokenDrafter, RowDrafter
 from tests.helpers.fakes import plain_logits, prefill
 from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
@@ -111,17 +111,7 @@ def is_near_tie(ask: Ask, want: tuple[int, ...], at: int, token_id: int) -> bool
 # ---- drafters -------------------------------------------------------------------------------------------------------
 def specblock(seed: int) -> SpecBlockDrafter:
     """Random weights of a size that gives sharp proposals."""
-    config = SpecBlockConfig(
-        hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, num_slots=3, vocab_size=VOCAB,
-        feature_size=target().feature_size, embed_size=target().hidden_size, rank_hidden=8,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        model = SpecBlockModel(config)
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-        model.log_beta.zero_()
-    return SpecBlockDrafter(model, target().embed_weight)
+    return SpecBlockDrafter(specblock_for(target(), seed, is_perturbed=True, num_slots=3), target().embed_weight)
 
 
 def make_drafter(name: str, seed: int, texts: dict[str, list[int]]) -> Drafter:

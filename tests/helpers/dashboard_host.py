@@ -142,7 +142,7 @@ class Scene:
                 self.store.shards.append(
                     Shard(f"{bucket}-{self.seq}", bucket=bucket, num_rows=120, created=now, target_version="t")
                 )
-            self.host.step(block_ms=1)
+            self.host.step(block_ms=0)
 
     def send(self, bucket: str, desired: DesiredState, now: float) -> None:
         """Six requests of one bucket in five seconds: hold-back, plain and four adaptive ones."""
@@ -198,7 +198,7 @@ class Scene:
 
     def command(self, name: str, *args: Any) -> Snapshot:
         future = self.host.call(lambda: getattr(self.host.session.orders, name)(*args))
-        self.host.step(block_ms=1)
+        self.host.step(block_ms=0)
         try:
             future.result(timeout=10)
         except FutureTimeout as e:

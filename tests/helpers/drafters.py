@@ -40,6 +40,15 @@ def tiny_specblock(seed=0, **changes):
     return perturb(SpecBlockModel(config)), torch.randn(V, EMBED)
 
 
+def specblock_for(target, seed=0, *, is_perturbed=False, **changes):
+    """A model that fits a target, with its initial weights or away from them."""
+    sizes = {"vocab_size": target.vocab_size, "feature_size": target.feature_size, "embed_size": target.hidden_size}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = SpecBlockModel(SpecBlockConfig(**{**SIZES, **sizes, "rank_hidden": 8, **changes}))
+        return perturb(model) if is_perturbed else model
+
+
 def tiny_eagle(seed=0, **changes):
     """A model with weights away from their initial values, and the target's embedding."""
     torch.manual_seed(seed)

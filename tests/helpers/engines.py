@@ -140,14 +140,16 @@ class Run:
 
 
 def make_engine(
-    drafter=None, *, num_pages: int = 64, sinks: Sinks | None = None, packs_prompts: bool | None = None, **config
-) -> Engine:
+    drafter=None, *, num_pages: int = 64, sinks: Sinks | None = None, packs_prompts: bool | None = None, model=None, **config
+) -> Engine:  # fmt: skip
+    """model: what forwards instead of the tiny target, with its attributes."""
     slots = drafter if isinstance(drafter, DrafterSlots) else DrafterSlots(drafter, "v0" if drafter else "")
     row_bytes, _ = pool_row_bytes(target(), slots, has_traces=sinks is not None)
     values = {"page_tokens": 4, "kv_bytes": num_pages * 4 * row_bytes, "tree": TREE, **config}
     return Engine(
-        target(), slots, EngineConfig(**values), feedback=sinks, traces=sinks, trace_topk=4, packs_prompts=packs_prompts
-    )
+        model or target(), slots, EngineConfig(**values),
+        feedback=sinks, traces=sinks, trace_topk=4, packs_prompts=packs_prompts,
+    )  # fmt: skip
 
 
 def finish(engine: Engine) -> int:

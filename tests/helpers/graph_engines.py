@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.families import build_drafter
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
-from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from tests.helpers.drafters import specblock_for
 
 CONTEXT, NUM_TOKENS = 96, 14
 TREE = TreeConfig(max_draft_tokens=8, max_frontier=3, policy="fixed")
@@ -17,16 +15,7 @@ TREE = TreeConfig(max_draft_tokens=8, max_frontier=3, policy="fixed")
 
 def specblock(target, seed=0):
     """A function that makes equal drafters, and their weights."""
-    torch.manual_seed(seed)
-    model = SpecBlockModel(
-        SpecBlockConfig(
-            hidden_size=16, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, rank_hidden=8,
-            vocab_size=target.vocab_size, feature_size=target.feature_size, embed_size=target.hidden_size,
-        )
-    )  # fmt: skip
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
+    model = specblock_for(target, seed, is_perturbed=True)
     settings, state = {**model.config.to_dict(), "drafter_type": "specblock"}, model.state_dict()
     return lambda: build_drafter(settings, state, target, target_version=target.version), state
 

@@ -40,7 +40,7 @@ def make_host(
 def settle(host: ControllerHost, passes: int = 3) -> None:
     """Let the host make some passes, each with its commit."""
     for _ in range(passes):
-        host.step(block_ms=1)
+        host.step(block_ms=0)
 
 
 def send(

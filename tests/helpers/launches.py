@@ -1,35 +1,39 @@
-"""Launch counts: how often a launcher really launches its Triton kernel, and with which constants."""
+"""Launches: which Triton kernels really run, and with which constants, as their own hooks see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 
-def count_launches(monkeypatch: Any, module: Any, name: str) -> Callable[[], int]:
-    """Watch the kernel `name` of a module; the function returned says how often it has been launched since."""
-    kernel, launches = getattr(module, name), []
+@dataclass
+class Launches:
+    """Names of the kernels that ran, in order, with what each got by position and by name."""
 
-    class Watched:
-        def __getitem__(self, grid: Any) -> Any:
-            launches.append(grid)
-            return kernel[grid]
+    names: list[str] = field(default_factory=list)
+    arguments: list[dict[str, Any]] = field(default_factory=list)
+    constants: list[dict[str, Any]] = field(default_factory=list)
 
-    monkeypatch.setattr(module, name, Watched())
-    return lambda: len(launches)
+    def hook(self, kernel: Any) -> Any:
+        def note(*args: Any, **constants: Any) -> None:
+            self.names.append(kernel.fn.__name__)
+            self.arguments.append(dict(zip(kernel.arg_names, args, strict=False)))
+            self.constants.append(constants)
+
+        return note
 
 
-def note_constants(monkeypatch: Any, module: Any, name: str) -> list[dict[str, Any]]:
-    """Watch the kernel `name` of a module; the list gets the constants and options of every launch since."""
-    kernel, constants = getattr(module, name), []
-
-    class Watched:
-        def __getitem__(self, grid: Any) -> Any:
-            def launch(*args: Any, **kwargs: Any) -> Any:
-                constants.append(kwargs)
-                return kernel[grid](*args, **kwargs)
-
-            return launch
-
-    monkeypatch.setattr(module, name, Watched())
-    return constants
+@contextlib.contextmanager
+def launches(*kernels: Any) -> Iterator[Launches]:
+    """Watch kernels as long as the context lasts."""
+    seen = Launches()
+    hooks = [(kernel, seen.hook(kernel)) for kernel in kernels]
+    for kernel, hook in hooks:
+        kernel.add_pre_run_hook(hook)
+    try:
+        yield seen
+    finally:
+        for kernel, hook in hooks:
+            kernel.pre_run_hooks.remove(hook)

@@ -19,7 +19,7 @@ from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.parallel_head.model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.specblock.drafter import SpecBlockDrafter
-from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from tests.helpers.drafters import specblock_for
 from tests.helpers.fakes import greedy_continuation, plain_logits, tiny_target
 from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 
@@ -51,26 +51,8 @@ def greedy_reference() -> tuple[tuple[int, ...], ...]:
 
 
 def tiny_specblock(seed: int) -> SpecBlockDrafter:
-    t = target()
-    config = SpecBlockConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        num_slots=3,
-        vocab_size=VOCAB,
-        draft_vocab_size=None,
-        rms_eps=1e-6,
-        rope_theta=10000.0,
-        rank_hidden=16,
-        embed_size=32,
-        feature_size=t.feature_size,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = SpecBlockModel(config)
-    return SpecBlockDrafter(model, t.embed_weight, dtype=torch.float32, device="cpu")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_slots": 3, "rank_hidden": 16}
+    return SpecBlockDrafter(specblock_for(target(), seed, **sizes), target().embed_weight)
 
 
 def tiny_eagle(seed: int, **changes) -> EagleDrafter:

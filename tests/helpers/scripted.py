@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paceline.bandit.controller.controller import JobOutcome
+from paceline.bandit.controller.controller import HostContext, JobOutcome
 from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.contracts import (
     ArmSpec,
@@ -67,6 +67,7 @@ class ScriptedController:
         self.queue: list[Decision] = []
         self.outcomes: list[TrainResult] = []
         self.canaries: list[tuple[int, str]] = []
+        self.contexts: list[HostContext] = []
 
     def book(self, entry: LedgerEntry) -> None:
         self.ledger.append(entry)
@@ -85,6 +86,7 @@ class ScriptedController:
         )  # fmt: skip
 
     def tick(self, now: float, context) -> list[Decision]:
+        self.contexts.append(context)
         out, self.queue = self.queue, []
         if self.every and not context.job_running and min(self.s.rows // self.every, 3) > len(self.s.jobs):
             out.append(decision(self.s.next_id, "train", arm=ARM.name))

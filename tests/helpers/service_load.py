@@ -15,14 +15,13 @@ from typing import Any
 
 import httpx
 import psutil
-import torch
 
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import EngineConfig, PolicyConfig, ServiceConfig
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.serving.loading.families import read_drafter_files, save_drafter
-from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.target_model.model import TargetModel
+from tests.helpers.drafters import specblock_for
 from tests.helpers.fakes import greedy_continuation, plain_logits, tiny_model, tiny_target, tiny_tokenizer
 
 VOCAB, WIDTH, NUM_PROMPTS, MAX_TOKENS = 300, 32, 16, 64
@@ -42,13 +41,7 @@ def write_model(folder: Path) -> None:
 
 def write_drafter(folder: Path, target: TargetModel, seed: int, hidden_size: int = 16) -> None:
     """A drafter with random weights: of the right shape, never trained."""
-    config = SpecBlockConfig(
-        hidden_size=hidden_size, intermediate_size=24, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=VOCAB,
-        feature_size=target.feature_size, embed_size=WIDTH, rank_hidden=8,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        save_drafter(folder, SpecBlockModel(config), target.version)
+    save_drafter(folder, specblock_for(target, seed, hidden_size=hidden_size), target.version)
 
 
 def put_drafter(registry: DrafterRegistry, target: TargetModel, folder: Path, seed: int, **shape: int) -> str:

@@ -7,32 +7,15 @@ import torch
 from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.specblock.drafter import SpecBlockDrafter
-from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
-from tests.helpers.engines import VOCAB, Run, finish, target
+from paceline.serving.specblock.model import SpecBlockModel
+from tests.helpers.drafters import specblock_for
+from tests.helpers.engines import Run, finish, target
 
 SYSTEM = tuple(3 + (11 * k + k * k) % 60 for k in range(24))
 
 
 def specblock_state(seed: int) -> SpecBlockModel:
-    torch.manual_seed(seed)
-    model = SpecBlockModel(
-        SpecBlockConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-            vocab_size=VOCAB,
-            feature_size=target().feature_size,
-            embed_size=target().hidden_size,
-            rank_hidden=8,
-        )
-    )
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-        model.log_beta.zero_()
-    return model
+    return specblock_for(target(), seed, is_perturbed=True)
 
 
 class RecordingDrafter(SpecBlockDrafter):

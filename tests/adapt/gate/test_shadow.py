@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.adapt.gate import shadow
 from paceline.adapt.gate.gate import RequestScore, pooled_acceptance_length
 from paceline.adapt.gate.shadow import ShadowStoppedError, replay_rounds, shadow_scores, unseen_tokens
 from paceline.errors import DrafterMismatchError
@@ -139,17 +138,16 @@ def test_every_round_equals_the_reference():
 
 
 @pytest.mark.parametrize("max_batch, ingest_rows", [(1, 1), (2, 3), (64, 512)])
-def test_batching_and_chunked_ingestion_change_nothing(monkeypatch, max_batch, ingest_rows):
-    monkeypatch.setattr(shadow, "MAX_BATCH", max_batch)
-    monkeypatch.setattr(shadow, "INGEST_ROWS", ingest_rows)
+def test_batching_and_chunked_ingestion_change_nothing(max_batch, ingest_rows):
     drafter = ContextDrafter()
-    assert replay_rounds(drafter, TRACES, whole_tree(build_tree)) == [reference_rounds(t) for t in TRACES]
+    found = replay_rounds(drafter, TRACES, whole_tree(build_tree), max_batch=max_batch, ingest_rows=ingest_rows)
+    assert found == [reference_rounds(t) for t in TRACES]
     assert max(drafter.batch_sizes) <= max_batch
 
 
-def test_row_limit_splits_batches(monkeypatch):
-    monkeypatch.setattr(shadow, "MAX_ROWS", 40)
-    assert replay_rounds(ContextDrafter(), TRACES, whole_tree(build_tree)) == [reference_rounds(t) for t in TRACES]
+def test_row_limit_splits_batches():
+    found = replay_rounds(ContextDrafter(), TRACES, whole_tree(build_tree), max_rows=40)
+    assert found == [reference_rounds(t) for t in TRACES]
 
 
 def test_scores_count_tokens_behind_the_first_and_skip_requests_without_rounds():

@@ -2,7 +2,6 @@
 
 import pytest
 
-from paceline.adapt.gate import shadow
 from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds, shadow_scores
 from tests.helpers.replay import whole_tree
 from tests.helpers.served import FRONTIER, NODES, engine_rounds, make_drafter, serve
@@ -62,13 +61,12 @@ def test_acceptance_length_is_that_of_the_engine_before_truncation():
     assert 0 < cut < len(scores)
 
 
-def test_replay_learns_the_score_calibration_of_the_engine(monkeypatch):
+def test_replay_learns_the_score_calibration_of_the_engine():
     """Requests one after the other, shortest first, so that engine and replay learn in the same order."""
-    monkeypatch.setattr(shadow, "MAX_BATCH", 1)
     target, sink = serve(8, max_running=1, learns=True, overconfidence=4.0, vocab=16)  # few tokens: guesses hit often
     real = [[r["num_accepted_tokens"] for r in engine_rounds(sink, t.request_id)] for t in sink.traces]
     learnt, raw = (
-        replay_rounds(make_drafter(target, 0, 4.0), sink.traces, accept_round)
+        replay_rounds(make_drafter(target, 0, 4.0), sink.traces, accept_round, max_batch=1)
         for accept_round in (fixed_rounds(NODES, FRONTIER), whole_tree(lambda d, i: draft_fixed(d, i, NODES, FRONTIER)))
     )
     assert [r[:-1] for r in learnt] == [r[:-1] for r in real]

@@ -11,6 +11,7 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.adapt.online import trainer
 from paceline.adapt.online.trainer import ShadowConfig, run_training_job
+from paceline.adapt.online.update import update_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.clock import ManualClock
 from paceline.contracts import ArmSpec, TrainJob
@@ -52,19 +53,13 @@ def place(tmp_path):
 TRAINED = {}
 
 
-@pytest.fixture
-def quick_update(monkeypatch):
+def quick_update(model, *args, **kwargs):
     """The real update, computed once: tests of what follows it need not train again."""
-    real = trainer.update_drafter
-
-    def update(model, *args, **kwargs):
-        if not TRAINED:
-            TRAINED["result"] = real(model, *args, **kwargs)
-            TRAINED["state"] = {k: v.clone() for k, v in model.state_dict().items()}
-        model.load_state_dict(TRAINED["state"])
-        return TRAINED["result"]
-
-    monkeypatch.setattr(trainer, "update_drafter", update)
+    if not TRAINED:
+        TRAINED["result"] = update_drafter(model, *args, **kwargs)
+        TRAINED["state"] = {k: v.clone() for k, v in model.state_dict().items()}
+    model.load_state_dict(TRAINED["state"])
+    return TRAINED["result"]
 
 
 def run(place, job=None, target=TARGET, **options):
@@ -127,41 +122,39 @@ def test_a_later_job_is_judged_against_its_base_and_scored_against_the_first(pla
     assert result.first.acceptance_length < result.incumbent.acceptance_length
 
 
-def test_an_update_that_does_not_help_is_rejected_and_not_registered(place, quick_update):
+def test_an_update_that_does_not_help_is_rejected_and_not_registered(place):
     registry = place[1]
-    result = run(place, shadow=ShadowConfig(min_gain=100.0))
+    result = run(place, shadow=ShadowConfig(min_gain=100.0), update=quick_update)
     assert result.status == "rejected" and result.version is None and "not above 100" in result.reason
     assert result.candidate is not None and len(registry.list()) == 1
 
 
-def test_a_randomly_initialised_candidate_is_rejected(place, quick_update, monkeypatch):
+def test_a_randomly_initialised_candidate_is_rejected(place):
     """Whatever training ends in, the replay walk and the gate see that it drafts worse than what serves."""
-    trained = run(place)
+    trained = run(place, update=quick_update)
 
     def scramble(model, *args, **kwargs):
         model.load_state_dict(base_state(seed=9))
         return TRAINED["result"]
 
-    monkeypatch.setattr(trainer, "update_drafter", scramble)
-    result = run(place, changed(place[2], job_id="j2", base_version=trained.version))
+    result = run(place, changed(place[2], job_id="j2", base_version=trained.version), update=scramble)
     assert result.status == "rejected" and result.version is None
     assert result.candidate.acceptance_length < result.incumbent.acceptance_length
     assert result.candidate.gain_lower < 0 and "not above 0" in result.reason
     assert len(place[1].list()) == 2
 
 
-def test_poisoned_weights_never_reach_the_registry(place, monkeypatch):
+def test_poisoned_weights_never_reach_the_registry(place):
     def poison(model, *args, **kwargs):
         with torch.no_grad():
             model.lm_head.weight[0, 0] = float("nan")
         return 1, 1.0
 
-    monkeypatch.setattr(trainer, "update_drafter", poison)
-    result = run(place)
+    result = run(place, update=poison)
     assert result.status == "failed" and "finite" in result.reason and len(place[1].list()) == 1
 
 
-def test_a_stop_request_ends_the_update_and_the_scoring(place, monkeypatch):
+def test_a_stop_request_ends_the_update_and_the_scoring(place):
     calls = []
 
     def stop_at(count):
@@ -171,8 +164,7 @@ def test_a_stop_request_ends_the_update_and_the_scoring(place, monkeypatch):
     for count in (0, 3):
         result = run(place, should_stop=stop_at(count))
         assert (result.status, result.reason, result.version) == ("stopped", "stopped on request", None)
-    monkeypatch.setattr(trainer, "update_drafter", lambda *a, **k: (1, 1.0))
-    result = run(place, should_stop=stop_at(2))
+    result = run(place, should_stop=stop_at(2), update=lambda *a, **k: (1, 1.0))
     assert result.status == "stopped" and len(place[1].list()) == 1
 
 
@@ -183,13 +175,13 @@ def test_the_time_limit_holds(place):
     assert time.perf_counter() - began < 10
 
 
-def test_a_job_that_its_time_limit_ends_during_scoring_books_the_scoring_too(place, quick_update, monkeypatch):
+def test_a_job_that_its_time_limit_ends_during_scoring_books_the_scoring_too(place, monkeypatch):
     clock = ManualClock(100.0)
-    update, score = trainer.update_drafter, trainer.shadow_scores
+    score = trainer.shadow_scores
 
     def slow_update(*args, **kwargs):
         clock.advance(0.25)
-        return update(*args, **kwargs)
+        return quick_update(*args, **kwargs)
 
     def slow_scores(*args, should_stop, **options):
         def look():
@@ -198,9 +190,8 @@ def test_a_job_that_its_time_limit_ends_during_scoring_books_the_scoring_too(pla
 
         return score(*args, should_stop=look, **options)
 
-    monkeypatch.setattr(trainer, "update_drafter", slow_update)
     monkeypatch.setattr(trainer, "shadow_scores", slow_scores)
-    result = run(place, changed(place[2], time_limit_s=0.5), clock=clock.now)
+    result = run(place, changed(place[2], time_limit_s=0.5), clock=clock.now, update=slow_update)
     assert result.status == "stopped" and "time limit of 0.5 s" in result.reason
     assert result.train_s == 0.25
     assert result.shadow_s == 5 * 0.0625, "the look that finds 0.5625 s ends it"
@@ -253,17 +244,19 @@ def test_the_target_is_read_as_its_drafter_taps_it(place, tmp_path, monkeypatch)
     assert read == [[0, 2, 3], None]
 
 
-def test_a_full_disk_fails(place, quick_update, monkeypatch):
-    def refuse(*args, **kwargs):
+class FullDisk(DrafterRegistry):
+    def put(self, *args, **kwargs):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(DrafterRegistry, "put", refuse)
-    result = run(place)
+
+def test_a_full_disk_fails(place, tmp_path):
+    store, _, job = place
+    result = run((store, FullDisk(tmp_path / "registry"), job), update=quick_update)
     assert result.status == "failed" and "no space left" in result.reason
 
 
-def test_a_deleted_first_drafter_is_left_out(place, quick_update):
-    result = run(place, changed(place[2], first_version="f" * 12))
+def test_a_deleted_first_drafter_is_left_out(place):
+    result = run(place, changed(place[2], first_version="f" * 12), update=quick_update)
     assert result.status == "accepted" and result.first is None
 
 

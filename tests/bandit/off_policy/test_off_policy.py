@@ -1,5 +1,7 @@
 """Claims of bandit/off_policy/estimate.py on simulated logs whose truth is known by enumeration."""
 
+import functools
+
 import msgspec
 import numpy as np
 import pytest
@@ -53,6 +55,7 @@ def log(rng: np.random.Generator, n: int, noise: float = 1.0, *, with_all: bool 
     return out
 
 
+@functools.cache
 def truth() -> float:
     """Expected net per decision of the evaluated policy."""
     probe = [LoggedDecision(decision_id=0, action="hold", propensity=1.0, reward_s=0.0, context={"x": x}) for x in GRID]

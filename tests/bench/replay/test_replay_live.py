@@ -21,6 +21,10 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("live")
 
 
+def kept_jobs(cache):
+    return [json.loads(p.read_text()) for p in (cache / "jobs").iterdir()]
+
+
 @pytest.mark.slow
 def test_jobs_are_real_and_kept(cache):
     chosen = variants(("never", "always"), {"min_rows": [160], "job_time_limit_s": [600.0]})
@@ -29,7 +33,7 @@ def test_jobs_are_real_and_kept(cache):
     assert never["net_s"] == pytest.approx(0.0, abs=1e-6) and always["num_jobs"] >= 1
     assert scenarios[0]["orders"] == [["tools", "math", "tools", "facts"]]
     assert any("acceptance length by exact replay" in n for n in notes)
-    jobs = [json.loads(p.read_text()) for p in (cache / "jobs").iterdir()]
+    jobs = kept_jobs(cache)
     assert jobs and sum(j["train_s"] for j in jobs) > 0
     if not any(j["status"] in ("stopped",) for j in jobs):  # the last job may outlast the replay
         assert always["spent"]["training"] <= sum(j["train_s"] + j["shadow_s"] for j in jobs) + 1e-6
@@ -45,8 +49,11 @@ def test_jobs_are_real_and_kept(cache):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_live_check_compares_estimates_with_what_a_replay_kept(cache):
+def test_a_live_check_compares_estimates_with_what_replays_train_and_keep(cache):
+    before = {p: p.stat().st_mtime_ns for p in (cache / "jobs").iterdir()}
     chosen = [Variant(policy="payoff", settings=(("min_rows", 160), ("horizon_s", 600.0)))]
     (found,) = run_live_check(chosen, 2, cache=cache, data=None, console=QUIET, draws=2, config=TINY)
     assert found["num_logs"] == 2 and found["covers_log"][1] == 2
     assert np.isfinite([found[name]["rmse"] for name in METHODS]).all()
+    assert {p: p.stat().st_mtime_ns for p in before} == before, "a job that was kept is not trained again"
+    assert sum(job["train_s"] for job in kept_jobs(cache)) > 0

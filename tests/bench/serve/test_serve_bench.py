@@ -38,10 +38,9 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("route", ["completions", "chat"])
-def test_a_sound_server_is_measured_under_both_kinds_of_load(url, tmp_path, route, monkeypatch):
+def test_a_sound_server_is_measured_under_both_kinds_of_load(url, tmp_path, route):
     path = tmp_path / "serve.json"
-    monkeypatch.setenv("PACELINE_API_TOKEN", TOKEN)
-    result = RUN.invoke(app, ["bench", "serve", "--url", f"{url}/v1", "--route", route, "--concurrency", "1,3", "--rate", "40", "--requests", "12", "--warmup", "2", "--max-tokens", "24", "--extra-body", '{"ignore_eos": true}', "--json", str(path)])  # fmt: skip
+    result = RUN.invoke(app, ["bench", "serve", "--url", f"{url}/v1", "--route", route, "--concurrency", "1,3", "--rate", "40", "--requests", "12", "--warmup", "2", "--max-tokens", "24", "--extra-body", '{"ignore_eos": true}', "--json", str(path)], env={"PACELINE_API_TOKEN": TOKEN})  # fmt: skip
     assert result.exit_code == 0, result.output
     text = path.read_text()
     document = json.loads(text)
@@ -84,10 +83,9 @@ def test_bad_options_are_answered_in_one_sentence(arguments, message):
     assert message in str(result.exception) and "\n" not in str(result.exception)
 
 
-def test_a_server_that_wants_a_token_is_named_as_such(url, monkeypatch):
-    monkeypatch.delenv("PACELINE_API_TOKEN", raising=False)
+def test_a_server_that_wants_a_token_is_named_as_such(url):
     for more in ([], ["--model", "tiny"]):
-        result = RUN.invoke(app, ["bench", "serve", "--url", url, *more])
+        result = RUN.invoke(app, ["bench", "serve", "--url", url, *more], env={"PACELINE_API_TOKEN": None})
         assert isinstance(result.exception, PacelineError) and "PACELINE_API_TOKEN" in str(result.exception)
 
 

@@ -22,6 +22,7 @@ from tests.helpers.scripted import (
     MemoryRegistry,
     MemoryStore,
     ProcessLauncher,
+    ScriptedController,
     row,
 )
 
@@ -104,7 +105,7 @@ def test_commit_whose_reply_was_lost_is_not_repeated(shared_redis, client, keys,
     send(client, keys, 1)
     fault.arm("lost_reply", at=0)
     with pytest.raises(redis.ConnectionError):
-        host.step(block_ms=1)
+        host.step(block_ms=0)
     num_lines = client.xlen(keys.log)
     send(client, keys, 2)
     settle(host)
@@ -127,24 +128,26 @@ def test_a_command_whose_commit_is_in_doubt_does_not_swallow_what_comes_after_it
     fault.arm("lost_reply", at=0)
     host.call(lambda: None)  # its commit writes nothing but the state
     with pytest.raises(redis.ConnectionError):
-        host.step(block_ms=1)
+        host.step(block_ms=0)
     send(client, keys, 1)
     settle(host)
     assert stored(client, keys).num_rows == 3 and len(ledger(client, keys)) == 1
 
 
-def test_policy_is_told_what_manifests_say_of_every_version(host, monkeypatch):
+def test_policy_is_told_what_manifests_say_of_every_version(shared_redis, keys, tmp_path, seeded):
     made = MemoryRegistry().get_manifest("v1")
     first = msgspec.structs.replace(made, config={"learned_rows": {"code": 900}})
     second = msgspec.structs.replace(
         made, version="v2", parent="v1", bucket="math", metrics={"num_fresh_rows": 300, "acceptance_length": 2.5}
     )
-    monkeypatch.setattr(host.registry, "list", lambda: [first, second])
-    contexts = []
-    monkeypatch.setattr(host.session.controller, "tick", lambda now, context: contexts.append(context) or [])
+    registry = MemoryRegistry()
+    registry.list = lambda: [first, second]
+    host = make_host(shared_redis.url, keys, tmp_path, registry=registry)
+    host.connect()
     settle(host)
-    assert contexts[-1].learned_rows == {"v1": {"code": 900}, "v2": {"code": 900, "math": 300}}
-    assert contexts[-1].shadow == {"math": {"v2": 2.5}}
+    told = host.session.controller.contexts[-1]
+    assert told.learned_rows == {"v1": {"code": 900}, "v2": {"code": 900, "math": 300}}
+    assert told.shadow == {"math": {"v2": 2.5}}
 
 
 def test_trimmed_but_pending_entries_are_counted_and_acknowledged(shared_redis, host, client, keys, tmp_path):
@@ -168,8 +171,13 @@ def test_unreadable_entry_does_not_stop_the_stream(host, client, keys):
     assert (host.session.state.num_lost_entries, host.session.state.num_rows) == (2, 3)
 
 
-def test_policy_that_raises_does_not_stop_the_feedback(host, client, keys, monkeypatch):
-    monkeypatch.setattr(host.session.controller, "tick", lambda now, context: 1 / 0)
+def test_policy_that_raises_does_not_stop_the_feedback(shared_redis, client, keys, tmp_path, seeded):
+    class Failing(ScriptedController):
+        def tick(self, now, context):
+            raise ZeroDivisionError
+
+    host = make_host(shared_redis.url, keys, tmp_path, make=Failing)
+    host.connect()
     send(client, keys, 1)
     settle(host)
     assert host.session.state.num_rows == 3

@@ -33,21 +33,6 @@ def test_accepted_training_makes_a_new_generation(host, client, keys, wait_until
     assert (host.config.data_dir / "decisions.jsonl").read_bytes().count(b"\n") == len(kinds)
 
 
-@pytest.mark.parametrize("status", ["rejected", "failed"])
-def test_other_outcomes_reach_the_policy_and_change_nothing(host, client, keys, wait_until, status):
-    host.launcher.status = status
-    host.session.controller.queue.append(decision(1, "train", arm="full"))
-
-    def done() -> bool:
-        settle(host, 1)
-        return host.session.controller.s.jobs.get(1) == status
-
-    wait_until(done, timeout_s=60.0)
-    settle(host)
-    assert read_desired(client, keys).gen == 1
-    assert host.snapshot().job is None
-
-
 def test_restart_while_training_waits_for_the_same_job(shared_redis, host, client, keys, tmp_path, wait_until):
     host.launcher.seconds = 2.0
     host.session.controller.queue.append(decision(1, "train", arm="full"))

@@ -314,12 +314,14 @@ def unpublished(outcome):
 
 
 @pytest.mark.parametrize(("status", "end"), [("rejected", S.REJECTED), ("failed", S.FAILED)])
-def test_jobs_without_a_version_end_in_the_table(host, wait_until, status, end):
+def test_jobs_without_a_version_end_in_the_table_and_change_nothing(host, client, keys, wait_until, status, end):
     host.launcher.status = status
     host.session.controller.queue.append(decision(1, "train", arm="full"))
     wait_until(lambda: settle(host, 1) or host.session.controller.s.jobs.get(1) == status, timeout_s=60.0)
     (key,) = host.session.state.lifecycle.with_status(end)
     assert key.startswith("job:") and host.session.state.rollout.canary is None
+    settle(host)
+    assert read_desired(client, keys).gen == 1 and host.snapshot().job is None
 
 
 def test_staging_of_a_canary_is_charged_to_its_decision_once(host, client, keys, wait_until, replicas):

@@ -164,24 +164,3 @@ def test_ten_seconds_without_redis_block_nothing(own_redis, keys, tmp_path, wait
         assert isinstance(desired, DesiredState) and desired.first_version == first.first_version
     finally:
         process.kill()
-
-
-@pytest.mark.slow
-def test_controller_killed_while_training_does_not_start_a_second_job(own_redis, keys, tmp_path, wait_until):
-    client = patient_client(own_redis.url)
-    ensure_first_version(client, keys, "v1", 10, time.time())
-    process = Process(own_redis.url, keys, tmp_path, seconds=4.0)
-    load = Load(own_redis.url, keys)
-    try:
-        wait_until(lambda: client.exists(keys.train) == 1, timeout_s=60.0, what="a lease")
-        lease = client.get(keys.train)
-        process.kill()
-        load.stop()
-        process.start()
-        wait_until(lambda: (tmp_path / "journal").exists(), timeout_s=60.0, what="the end of the job")
-        assert lease is not None
-        wait_until(lambda: read_desired(client, keys).gen == 2, timeout_s=60.0, what="the new version")
-        jobs = [line.split()[0] for line in (tmp_path / "journal").read_text().splitlines()]
-        assert len(jobs) == 1
-    finally:
-        process.kill()

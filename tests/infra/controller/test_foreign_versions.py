@@ -65,11 +65,9 @@ def test_only_own_versions_are_listed_and_live_history_holds_no_other(host, vers
     assert view.history == [versions.first] and view.version == versions.first
 
 
-def test_policy_is_offered_only_own_versions(host, versions, monkeypatch):
-    seen = []
-    monkeypatch.setattr(host.session.controller, "tick", lambda now, context: seen.append(context) or [])
+def test_policy_is_offered_only_own_versions(host, versions):
     settle(host)
-    assert sorted(seen[-1].versions) == sorted([versions.first, versions.trained])
+    assert sorted(host.session.controller.contexts[-1].versions) == sorted([versions.first, versions.trained])
 
 
 def test_pin_and_rollback_refuse_another_target_with_the_reason(host, client, keys, versions):

@@ -19,7 +19,7 @@ from tests.helpers.fake_replicas import FakeReplicas
 from tests.helpers.hosts import ledger, recent_log, stored, totals
 
 PROGRAM = Path(__file__).resolve().parents[2] / "helpers" / "rollout_process.py"
-NUM_KILLS = 32
+NUM_KILLS = 50
 
 
 class Controllers:

@@ -38,6 +38,16 @@ def test_a_library_that_takes_sigterm_gives_it_back():
         assert signals.stop.wait(5)
 
 
+@pytest.mark.parametrize("taken", [signal.SIG_IGN, lambda *_: None])
+def test_a_sigterm_that_a_library_swallows_is_handled_afterwards(taken):
+    with StopSignals() as signals:
+        with kept_sigterm():
+            signal.signal(signal.SIGTERM, taken)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not signals.stop.is_set()
+        assert signals.stop.is_set() == callable(taken), "what the library has ignored does not come at all"
+
+
 def test_other_threads_may_start_a_service_too():
     errors = []
 

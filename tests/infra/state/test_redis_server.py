@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
@@ -19,7 +21,7 @@ from paceline.infra.state.redis_server import EmbeddedRedis, resolve_redis
 
 def test_password_is_needed_and_not_in_the_arguments(shared_redis):
     for credentials in ({}, {"password": "guess"}, {"username": "default", "password": ""}):
-        bare = redis.Redis(port=shared_redis.port, **credentials)
+        bare = redis.Redis(port=shared_redis.port, retry=Retry(NoBackoff(), 0), **credentials)
         with pytest.raises(redis.exceptions.AuthenticationError):
             bare.ping()
     arguments = " ".join(psutil.Process(shared_redis.pid).cmdline())
@@ -67,10 +69,9 @@ def test_data_survives_a_stop_and_a_new_process(tmp_path):
         assert patient_client(second.url).get("a") == b"1"
 
 
-def test_data_directory_is_used_by_one_process_only(own_redis, tmp_path, monkeypatch):
-    monkeypatch.setattr(redis_server.time, "monotonic", iter([0.0, 100.0]).__next__)
+def test_data_directory_is_used_by_one_process_only(own_redis, tmp_path):
     with pytest.raises(ConfigError, match="must not be in use by another Paceline"):
-        EmbeddedRedis(tmp_path)._take_lock(timeout_s=5.0)
+        EmbeddedRedis(tmp_path)._take_lock(timeout_s=0.0)
 
 
 def test_child_ends_when_its_parent_is_killed(tmp_path, wait_until):
@@ -101,7 +102,7 @@ def test_external_url_is_checked(shared_redis, tmp_path):
     assert (url, server) == (shared_redis.url, None)
 
 
-def test_unreachable_url_is_refused_without_its_password(monkeypatch):
+def test_unreachable_url_is_refused_without_its_password():
     with pytest.raises(ConfigError, match="must name a reachable Redis") as caught:
         redis_server.ping("redis://u:secret@127.0.0.1:1/0", make=lambda url: patient_client(url, retries=0))
     assert "secret" not in str(caught.value)

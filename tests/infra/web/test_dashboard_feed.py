@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from paceline.infra.controller.snapshot import Snapshot, state_json
-from paceline.infra.web import feed as dashboard_feed
 from paceline.infra.web.access import Access
 from paceline.infra.web.dashboard_routes import dashboard_router
 from paceline.infra.web.feed import DashboardFeed, events
@@ -76,9 +75,8 @@ def test_a_closed_feed_refuses_pages_and_lets_what_waits_go() -> None:
     assert feed.num_pages == 0
 
 
-def test_a_stream_in_progress_ends_without_renew_when_its_feed_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard_feed, "PERIOD_S", 0.0)
-    feed = DashboardFeed(Snapshot, lambda since: None)
+def test_a_stream_in_progress_ends_without_renew_when_its_feed_closes() -> None:
+    feed = DashboardFeed(Snapshot, lambda since: None, period_s=0.0)
 
     async def main() -> list[bytes]:
         stream = events(feed, {}, 0.0)

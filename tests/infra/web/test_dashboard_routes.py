@@ -23,11 +23,10 @@ from paceline.errors import ConfigError, RequestError
 from paceline.infra.controller.session import restore_controller
 from paceline.infra.controller.snapshot import state_json
 from paceline.infra.state.redis_clients import Keys
-from paceline.infra.web import feed as dashboard_feed
 from paceline.infra.web.access import Access
 from paceline.infra.web.commands import FIELDS, parse_command
 from paceline.infra.web.dashboard_routes import FOLDER, dashboard_router, plotly_facts, plotly_file
-from paceline.infra.web.feed import DashboardFeed, events, parse_have, update
+from paceline.infra.web.feed import MAX_PAGES, DashboardFeed, events, parse_have, update
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine
@@ -57,13 +56,17 @@ def scene(shared_redis) -> Iterator[Scene]:
     made.client.close()
 
 
+SHORT = {"fresh_s": -1.0, "lifetime_s": 0.0}
+"""Every document is fresh; a transport that collects needs streams that end."""
+
+
 @pytest.fixture
 def feeds() -> Iterator[Callable[..., DashboardFeed]]:
     """Makes feeds and closes them."""
     made: list[DashboardFeed] = []
 
-    def make(*readers: Any) -> DashboardFeed:
-        made.append(DashboardFeed(*readers))
+    def make(*readers: Any, **limits: float) -> DashboardFeed:
+        made.append(DashboardFeed(*readers, **{**SHORT, **limits}))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -71,34 +74,30 @@ def feeds() -> Iterator[Callable[..., DashboardFeed]]:
         feed.close()
 
 
-_apps: dict[tuple[int, Access], tuple[FastAPI, DashboardFeed]] = {}
+_apps: dict[tuple[int, Access, int], tuple[FastAPI, DashboardFeed]] = {}
 
 
-def app(scene: Scene, access: Access) -> FastAPI:
+def app(scene: Scene, access: Access, max_pages: int = MAX_PAGES) -> FastAPI:
     """One application for each set of rules: building one costs more than asking it."""
-    if (found := _apps.get((id(scene), access))) is not None:
+    if (found := _apps.get((id(scene), access, max_pages))) is not None:
         return found[0]
-    feed = DashboardFeed(scene.state, scene.traffic)
+    feed = DashboardFeed(scene.state, scene.traffic, **SHORT, max_pages=max_pages)
     parts = ApiParts(
         client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(dashboard_router(scene, access, feed),),
         state=lambda: state_json(scene.state()), check_state=access.check_read, check_metrics=access.check_metrics,
     )  # fmt: skip
-    return _apps.setdefault((id(scene), access), (build_api(parts), feed))[0]
+    return _apps.setdefault((id(scene), access, max_pages), (build_api(parts), feed))[0]
 
 
-def call(scene: Scene, method: str, path: str, access: Access | None = None, *, peer: str = "127.0.0.1", base: str = "http://127.0.0.1:8000", **kwargs) -> httpx.Response:  # fmt: skip
+def call(scene: Scene, method: str, path: str, access: Access | None = None, *, peer: str = "127.0.0.1", base: str = "http://127.0.0.1:8000", max_pages: int = MAX_PAGES, **kwargs) -> httpx.Response:  # fmt: skip
     async def main() -> httpx.Response:
-        transport = httpx.ASGITransport(app=app(scene, access or Access(admin_token="adm")), client=(peer, 5000))
+        transport = httpx.ASGITransport(
+            app=app(scene, access or Access(admin_token="adm"), max_pages), client=(peer, 5000)
+        )
         async with httpx.AsyncClient(transport=transport, base_url=base) as client:
             return await client.request(method, path if path.startswith(OPERATING) else f"/dashboard{path}", **kwargs)
 
     return asyncio.run(main())
-
-
-@pytest.fixture(autouse=True)
-def short_streams_of_fresh_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dashboard_feed, "FRESH_S", -1.0)
-    monkeypatch.setattr(dashboard_feed, "LIFETIME_S", 0.0)  # a transport that collects needs streams that end
 
 
 # ---- who may ---------------------------------------------------------------------------------------------------------
@@ -299,12 +298,9 @@ def test_stream_sends_what_changed_and_then_only_that(scene: Scene, feeds: Calla
     assert {"head", "answers", "decisions"} <= set(changed) and "posterior" not in changed
 
 
-def test_one_document_serves_all_pages_of_a_second(
-    scene: Scene, feeds: Callable[..., DashboardFeed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dashboard_feed, "FRESH_S", 600.0)
+def test_one_document_serves_all_pages_of_a_second(scene: Scene, feeds: Callable[..., DashboardFeed]) -> None:
     calls = []
-    feed = feeds(lambda: calls.append(1) or scene.state(), scene.traffic)  # type: ignore[func-returns-value]
+    feed = feeds(lambda: calls.append(1) or scene.state(), scene.traffic, fresh_s=600.0)  # type: ignore[func-returns-value]
     assert len({id(feed.document()) for _ in range(5)}) == 1
     assert len(calls) == 1
 
@@ -322,9 +318,8 @@ def test_past_stays_visible_while_the_controller_is_away(scene: Scene, feeds: Ca
     assert away["bins"] == seen["bins"]
 
 
-def test_more_pages_than_a_replica_carries_are_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.infra.web.dashboard_routes.MAX_PAGES", 0)
-    refused = call(scene, "GET", "/api/events")
+def test_more_pages_than_a_replica_carries_are_refused(scene: Scene) -> None:
+    refused = call(scene, "GET", "/api/events", max_pages=0)
     assert refused.status_code == 503 and refused.headers["retry-after"] == "10"
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.kernels.reference.slot_attention import slot_attention as attend_reference
-from tests.helpers.launches import count_launches
+from tests.helpers.launches import launches
 
 pytest.importorskip("triton")
 from paceline.kernels.gpu import slot_attention as module
@@ -95,14 +95,12 @@ def test_equals_dense_softmax_and_ignores_unused_rows(twin, dtype, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_contexts_are_split_and_merged(monkeypatch, dtype):
-    splits = []
-    choose = module.num_splits
-    monkeypatch.setattr(module, "num_splits", lambda *a: splits.append(choose(*a)) or splits[-1])
+def test_long_contexts_are_split_and_merged(dtype):
     # The second request has fewer keys than there are splits, so that some splits of it see none.
     inputs = _inputs([[150, 149], [0, 1]], [[3, 0], [0, 2]], dtype=dtype, heads=2, kv_heads=1, table_length=400)
-    found = module.slot_attention(**inputs)
-    assert splits[0] > 2
+    with launches(module._partial_kernel) as ran:
+        found = module.slot_attention(**inputs)
+    assert ran.arguments[0]["num_splits"] > 2
     torch.testing.assert_close(found.double(), _dense(inputs), **TOLERANCE[dtype])
 
 
@@ -124,21 +122,12 @@ def test_query_and_current_may_be_views_of_one_projection():
     assert torch.equal(module.slot_attention(**inputs), expected)
 
 
-def test_the_triton_kernels_run_and_fill_poisoned_buffers(monkeypatch):
-    partial, merge = (
-        count_launches(monkeypatch, module, "_partial_kernel"),
-        count_launches(monkeypatch, module, "_merge_kernel"),
-    )
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        return empty(*args, **kwargs).fill_(float("nan"))
-
+def test_the_triton_kernels_run_and_fill_poisoned_buffers(poisoned_memory):
     inputs = _inputs([[20, 20, -1], [-1, 3, 4]], [[1, 4, 0], [0, 2, 0]])
     expected = _dense(inputs)
-    monkeypatch.setattr(torch, "empty", poisoned)
-    found = module.slot_attention(**inputs)
-    assert partial() == 1 and merge() == 1
+    with launches(module._partial_kernel, module._merge_kernel) as ran:
+        found = module.slot_attention(**inputs)
+    assert ran.names == ["_partial_kernel", "_merge_kernel"]
     torch.testing.assert_close(found.double(), expected, **TOLERANCE[torch.float32])
 
 

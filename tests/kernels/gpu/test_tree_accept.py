@@ -6,7 +6,7 @@ import torch
 from paceline.kernels.reference.tree_accept import accept_rows as accept_rows_reference
 from paceline.serving.trees.tree import TreeBatch
 from paceline.serving.trees.verify import accept
-from tests.helpers.launches import count_launches
+from tests.helpers.launches import launches
 
 pytest.importorskip("triton")
 from paceline.kernels.gpu import tree_accept
@@ -102,7 +102,7 @@ def _check_rows(packed, counts, width, drawn, more_rows, more_requests, more_wid
         assert torch.equal(found.bonus_token_ids[:b].cpu(), plan.bonus_token_ids)
 
 
-def test_packed_rows_wider_than_a_tile_are_judged_block_by_block(monkeypatch):
+def test_packed_rows_wider_than_a_tile_are_judged_block_by_block():
     """A chain of 100 nodes that misses at its 90th, beside a lone root."""
     count = 101
     packed = TreeBatch(
@@ -112,9 +112,11 @@ def test_packed_rows_wider_than_a_tile_are_judged_block_by_block(monkeypatch):
     )  # fmt: skip
     drawn = torch.arange(1, count + 2)
     drawn[89] = 0
-    launches = count_launches(monkeypatch, tree_accept, "_accept_rows_kernel")
-    found = tree_accept.accept_rows(**_packed_inputs(packed, drawn, num_rows=count + 1, num_requests=2, width=count))
-    assert launches() == 1
+    with launches(tree_accept._accept_rows_kernel) as ran:
+        found = tree_accept.accept_rows(
+            **_packed_inputs(packed, drawn, num_rows=count + 1, num_requests=2, width=count)
+        )
+    assert len(ran.names) == 1
     assert found.num_accepted_tokens.tolist() == [89, 0] and found.bonus_token_ids.tolist() == [0, count + 1]
     assert found.path.tolist() == [[*range(90), *[-1] * 11], [count, *[-1] * 100]]
 

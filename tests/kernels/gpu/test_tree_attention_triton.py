@@ -14,6 +14,7 @@ import torch
 from paceline.kernels.dispatch import select_kernels
 from paceline.kernels.gpu import tree_attention as module
 from paceline.kernels.gpu.tree_attention import TilePlan, plan_attention
+from tests.helpers.launches import launches
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 TREE = [-1, 0, 0, 1, 1, 2]
@@ -187,16 +188,12 @@ def test_strided_queries_as_transformers_hands_them_over(device, kernels):
     assert torch.equal(case.run(device), expected)
 
 
-def test_the_triton_kernels_ran(device, monkeypatch):
-    ran = []
-    for name in ("_context_kernel", "_own_kernel"):
-        kernel = getattr(module, name)
-        monkeypatch.setattr(kernel, "pre_run_hooks", [lambda *args, name=name, **kwargs: ran.append(name)])
+def test_the_triton_kernels_ran(device):
     case = Case([300], [TREE])
-    case.run(device, num_splits=2)
-    assert ran == ["_context_kernel", "_own_kernel"]
-    case.run(device, num_splits=1)
-    assert ran[2:] == ["_own_kernel"]
+    for num_splits, expected in ((2, ["_context_kernel", "_own_kernel"]), (1, ["_own_kernel"])):
+        with launches(module._context_kernel, module._own_kernel) as ran:
+            case.run(device, num_splits=num_splits)
+        assert ran.names == expected
 
 
 def test_grid_follows_from_shapes_and_every_row_has_a_tile(device):

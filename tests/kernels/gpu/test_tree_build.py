@@ -7,7 +7,7 @@ from paceline.kernels.reference.tree_build import build_trees as build_reference
 from paceline.kernels.reference.tree_build import unpack_bits
 from paceline.serving.drafters.interface import Proposal
 from paceline.serving.trees.device import DeviceCandidates
-from tests.helpers.launches import count_launches
+from tests.helpers.launches import launches
 from tests.helpers.trees import on_host, trees_of
 
 pytest.importorskip("triton")
@@ -160,20 +160,11 @@ def test_no_requests_and_no_candidates(twin):
     assert _build(twin, _candidates(1, 5), [5], 0).token_ids.tolist() == [[100]]
 
 
-def test_the_triton_kernel_runs_and_fills_poisoned_buffers(monkeypatch):
-    launches = count_launches(monkeypatch, tree_build, "_build_kernel")
-    empty = tree_build.BuiltTrees.empty
-
-    def poisoned(*args):
-        out = empty(*args)
-        for field in FIELDS:
-            getattr(out, field).fill_(float("nan") if field == "scores" else -77)
-        return out
-
-    monkeypatch.setattr(tree_build.BuiltTrees, "empty", poisoned)
+def test_the_triton_kernel_runs_and_fills_poisoned_buffers(poisoned_memory):
     candidates = _candidates(3, 21, vocab=3)
-    built = _build("triton", candidates, [4, 0, 12], 33)
-    assert launches() == 1
+    with launches(tree_build._build_kernel) as ran:
+        built = _build("triton", candidates, [4, 0, 12], 33)
+    assert len(ran.names) == 1
     _check_against_serving(built, candidates, [4, 0, 12], 33)
 
 

@@ -15,6 +15,7 @@ from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.target_model.model import TargetBatch, TargetModel
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
+from tests.helpers.launches import launches
 from tests.helpers.scripted_drafters import RandomDrafter
 
 VOCAB = 64
@@ -71,14 +72,14 @@ def run(target: TargetModel, padding: int) -> tuple[list[torch.Tensor], torch.Te
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
-def test_logits_of_prefill_and_ragged_trees_equal_the_reference(device, kernels, kind, monkeypatch):
-    ran = []
-    monkeypatch.setattr(tree_attention._own_kernel, "pre_run_hooks", [lambda *a, **k: ran.append(1)])
+def test_logits_of_prefill_and_ragged_trees_equal_the_reference(device, kernels, kind):
     # The reference plans on the host and has neither padding rows nor requests without rows to skip over.
-    expected, expected_kv = run(make_target(select_kernels("cpu", "reference"), kind=kind), 0)
-    assert not ran
-    got, got_kv = run(make_target(kernels, device, kind), 0)
-    assert len(ran) == 2 * 2, "two forwards of two layers"
+    with launches(tree_attention._own_kernel) as ran:
+        expected, expected_kv = run(make_target(select_kernels("cpu", "reference"), kind=kind), 0)
+    assert not ran.names
+    with launches(tree_attention._own_kernel) as ran:
+        got, got_kv = run(make_target(kernels, device, kind), 0)
+    assert len(ran.names) == 2 * 2, "two forwards of two layers"
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, **TOLERANCE)
     torch.testing.assert_close(got_kv, expected_kv, equal_nan=True, **TOLERANCE)

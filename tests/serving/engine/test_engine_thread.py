@@ -9,7 +9,7 @@ import pytest
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.serving.engine.thread import EngineThread
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
-from tests.helpers.engines import PROMPT, VOCAB, Run, finish, greedy, make_engine
+from tests.helpers.engines import PROMPT, VOCAB, Run, finish, greedy, make_engine, target
 from tests.helpers.scripted_drafters import RandomDrafter, RepeatDrafter
 
 
@@ -59,8 +59,23 @@ def test_stopping_without_drain_ends_requests_with_an_error():
     assert engine.allocator.num_free_pages == engine.allocator.num_pages
 
 
-def test_a_failing_target_ends_every_request_with_an_error_and_stops_the_thread(monkeypatch):
-    engine = make_engine(RepeatDrafter())
+class LostDevice:
+    """The target, whose device is lost after the prompt."""
+
+    def __init__(self, inner) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def forward(self, batch, kv):
+        if batch.ancestors is not None:
+            raise RuntimeError("device lost")
+        return self._inner.forward(batch, kv)
+
+
+def test_a_failing_target_ends_every_request_with_an_error_and_stops_the_thread():
+    engine = make_engine(RepeatDrafter(), model=LostDevice(target()))
     ended = threading.Event()
     events = []
 
@@ -69,13 +84,6 @@ def test_a_failing_target_ends_every_request_with_an_error_and_stops_the_thread(
         if event.finish_reason is not None:
             ended.set()
 
-    def fail(batch, kv):
-        raise RuntimeError("device lost")
-
-    monkeypatch.setattr(engine, "target", engine.target)
-    monkeypatch.setattr(
-        engine._decode, "_target", type("T", (), {"forward": staticmethod(fail), "device": engine.target.device})()
-    )
     thread = EngineThread(engine)
     thread.start(is_warmed_up=True)
     engine.submit(GenerationRequest(request_id="r", prompt_token_ids=PROMPT, params=SamplingParams()), on_event)

@@ -177,15 +177,17 @@ def test_sources_and_destinations_of_a_lone_path_may_overlap(path):
     assert torch.equal(r.kv.data[:, others], before[:, others]), "a row that is no destination was written"
 
 
-def test_a_path_of_first_children_moves_nothing(monkeypatch):
-    r = Round([6], [[-1, 0, 1, 2]])
-    r.place()
-    monkeypatch.setattr(r.kv, "commit", lambda src, dst: pytest.fail("rows were moved"))
-    r.rows.commit(r.requests, [[0, 1, 2]], torch.ones(4, target().feature_size))
-    batch = Round([6, 3], [[-1, 0], [-1, 0]])
-    batch.place()
-    monkeypatch.setattr(batch.kv, "commit", lambda src, dst: pytest.fail("rows were moved"))
-    batch.rows.commit(batch.requests, [[0], [2]], None)
+def test_a_path_of_first_children_moves_nothing():
+    for lens, parents, paths, moves in (
+        ([6], [[-1, 0, 1, 2]], [[0, 1, 2]], False),
+        ([6, 3], [[-1, 0], [-1, 0]], [[0], [2]], False),
+        ([6], [[-1, 0, 0]], [[0, 2]], True),
+    ):
+        r = Round(lens, parents)
+        r.place()
+        num_writes = r.kv.data._version
+        r.rows.commit(r.requests, paths, torch.ones(sum(map(len, parents)), target().feature_size))
+        assert (r.kv.data._version > num_writes) == moves
 
 
 def test_nothing_is_kept_of_a_request_that_emits_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.helpers.constrained import REGEX, VOCAB, factory
 from tests.helpers.fakes import EOS_ID, tiny_tokenizer
 
 
-def test_the_law_is_the_targets_renormalised_over_what_the_grammar_allows(monkeypatch) -> None:
+def test_the_law_is_the_targets_renormalised_over_what_the_grammar_allows() -> None:
     """Integer weights w: with the midpoints of a grid of sum(w) uniforms, w of them draw each token. Exact."""
     vocab, history = 9, [3, 4]  # ids 3.. are a, b, c, d, e, f
     compiler = GrammarFactory(tiny_tokenizer(vocab), vocab, [EOS_ID])
@@ -39,9 +40,14 @@ def test_the_law_is_the_targets_renormalised_over_what_the_grammar_allows(monkey
     def decode(points: list[float]) -> list[int]:
         """The answer's first tokens when the draw at output position i takes the uniform points[i]."""
         table = torch.tensor([*points, *[0.5] * 8], dtype=torch.float64)
-        monkeypatch.setattr(SamplingBatch, "uniforms", lambda _s, _owner, at: table[at - len(history)])
+
+        class Drawn(SamplingBatch):
+            def uniforms(self, _owner: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+                return table[at - len(history)]
+
         state, out = compiler.start(spec), []
-        batch = SamplingBatch.from_params([params], [0], grammars=[state])
+        made = SamplingBatch.from_params([params], [0], grammars=[state])
+        batch = Drawn(**{f.name: getattr(made, f.name) for f in dataclasses.fields(made)})
         while len(out) < len(points) and EOS_ID not in out:
             anchor = [*history, *out][-1]
             tree = TreeBatch.roots(torch.tensor([anchor])) if out else host_tree

@@ -67,9 +67,10 @@ def test_engines_that_pack_and_that_do_not_emit_the_same_tokens(num_pages):
     num_calls = {}
     for packs_prompts in (False, True):
         drafter, sinks = FeatureDrafter(), Sinks()
-        engine = make_engine(drafter, num_pages=num_pages, prefill_chunk_tokens=16, sinks=sinks, packs_prompts=packs_prompts)  # fmt: skip
-        counted = CountedTarget(engine.target)
-        engine._prefill._target = engine._decode._target = counted
+        counted = CountedTarget(target())
+        engine = make_engine(
+            drafter, num_pages=num_pages, prefill_chunk_tokens=16, sinks=sinks, packs_prompts=packs_prompts, model=counted
+        )  # fmt: skip
         runs = [Run(engine, f"r{i}", p, max_tokens=16) for i, p in enumerate(PROMPTS)]
         finish(engine)
         assert [r.tokens for r in runs] == [greedy(p, 16) for p in PROMPTS]
@@ -100,16 +101,15 @@ def test_prompts_get_a_forward_of_their_own_where_attention_pads():
     assert not select_kernels("cpu").is_capturable and not engine._packs_prompts
 
 
-def test_prompts_ride_along_where_the_kernels_take_ragged_rows(monkeypatch):
-    capturable = dataclasses.replace(target().kernels, is_capturable=True)
-    monkeypatch.setattr(target(), "kernels", capturable)
-    assert make_engine(RandomDrafter(VOCAB))._packs_prompts
+def test_prompts_ride_along_where_the_kernels_take_ragged_rows():
+    capturable = CountedTarget(target())
+    capturable.kernels = dataclasses.replace(target().kernels, is_capturable=True)
+    assert make_engine(RandomDrafter(VOCAB), model=capturable)._packs_prompts
 
 
 def test_the_prompts_share_of_the_forward_is_no_part_of_the_rounds_time():
     """A timer that stands still except in forwards, where every row takes a second."""
     sinks = Sinks()
-    engine = make_engine(sinks=sinks, packs_prompts=True, prefill_chunk_tokens=8)
     now = [0.0]
 
     class Timed(CountedTarget):
@@ -117,7 +117,8 @@ def test_the_prompts_share_of_the_forward_is_no_part_of_the_rounds_time():
             now[0] += batch.token_ids.numel()
             return super().forward(batch, kv)
 
-    engine._prefill._target = engine._decode._target = timed = Timed(engine.target)
+    timed = Timed(target())
+    engine = make_engine(sinks=sinks, packs_prompts=True, prefill_chunk_tokens=8, model=timed)
     engine._decode._timer = lambda: now[0]
     Run(engine, "decodes", (5, 6), max_tokens=12)
     engine.step()

@@ -43,11 +43,11 @@ def _tokens(count, seed=0):
     return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 23])
+@pytest.mark.parametrize("chunk", [1, 5, 32])
 def test_chunked_prefill_equals_one_ordinary_forward(target, chunk):
     kv, pages = target.new_kv_pool(8, 4, 0), PageAllocator(8, 4)
-    tokens = _tokens(23)
-    parts = [prefill(target, kv, pages, "a", tokens[i : i + chunk], i) for i in range(0, 23, chunk)]
+    tokens = _tokens(11 if target.has_rope_kernel else 23)  # the interpreter takes a tenth of a second a forward
+    parts = [prefill(target, kv, pages, "a", tokens[i : i + chunk], i) for i in range(0, len(tokens), chunk)]
     torch.testing.assert_close(torch.cat([p.logits for p in parts]), plain_logits(target, tokens), **TOLERANCE)
 
 

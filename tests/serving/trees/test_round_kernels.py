@@ -28,7 +28,7 @@ from paceline.serving.trees.verify import accept
 from tests.helpers.drafters import make_inputs, new_requests, tiny_eagle, tiny_head, tiny_specblock
 from tests.helpers.fakes import prefill, tiny_model, tiny_tokenizer
 from tests.helpers.graph_engines import TREE, CountingGraphs, generate, make_engine, specblock
-from tests.helpers.launches import count_launches, note_constants
+from tests.helpers.launches import launches
 from tests.helpers.rounds import TOLERANCE
 from tests.helpers.scripted_drafters import RandomDrafter
 from tests.helpers.static_kernels import STATIC_KERNELS, StrictGraphs
@@ -62,7 +62,7 @@ def make_target(kind, kernels=None, **changes):
     return TargetModel.from_model(model, tiny_tokenizer(), fast_path=fast_path, version="tiny", kernels=kernels)
 
 
-def test_an_engine_whose_round_is_kernels_emits_the_references_tokens(kernels, monkeypatch):
+def test_an_engine_whose_round_is_kernels_emits_the_references_tokens(kernels):
     """Verify and both draft blocks by graph, trees by the tree kernel, greedy and sampled requests, a batch and then one."""
     plain, target = make_target("qwen3"), make_target("qwen3", kernels)
     assert target.has_rope_kernel
@@ -72,17 +72,15 @@ def test_an_engine_whose_round_is_kernels_emits_the_references_tokens(kernels, m
     policy = DevicePolicy(changes["tree"], vocab_size=target.vocab_size, kernels=kernels)
     backend = CountingGraphs()
     engine = make_engine(target, DrafterSlots(build(), "v1"), backend, policy, max_running=2, **changes)
-    watched = {
-        "rope_scatter": (rope_scatter, "_rope_kernel"), "slot_attention": (slot_attention, "_partial_kernel"),
-        "topk_lse": (topk_lse, "_block_kernel"), "accept_rows": (tree_accept, "_accept_rows_kernel"),
-        "build_trees": (tree_build, "_build_kernel"),
-    }  # fmt: skip
-    launches = {name: count_launches(monkeypatch, *where) for name, where in watched.items()}
-    got = generate(engine, prompts, max_tokens=4)
+    watched = (
+        rope_scatter._rope_kernel, slot_attention._partial_kernel, topk_lse._block_kernel,
+        tree_accept._accept_rows_kernel, tree_build._build_kernel,
+    )  # fmt: skip
+    with launches(*watched) as ran:
+        got = generate(engine, prompts, max_tokens=4)
     assert engine.stats()["num_drafter_failures"] == 0 and backend.num_replays > 0
     assert got == generate(make_engine(plain, DrafterSlots()), prompts, max_tokens=4)
-    counts = {name: count() for name, count in launches.items()}
-    assert not any(counts.values()) if kernels is STATIC_KERNELS else all(counts.values()), counts
+    assert set(ran.names) == (set() if kernels is STATIC_KERNELS else {kernel.fn.__name__ for kernel in watched})
 
 
 @pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "eager"])
@@ -96,10 +94,10 @@ def test_warming_up_launches_every_form_of_the_round_s_own_kernels_and_learns_no
     changes = {"max_running": 1, "tree": tree, "kv_bytes": 2**20}
     engine = make_engine(target, DrafterSlots(build(), "v1"), backend, policy, **changes)
     monkeypatch.setattr(engine_calibration, "LIMIT_S", 0.0)  # the interpreter is slow
-    trees = note_constants(monkeypatch, tree_build, "_build_kernel")
-    paths = note_constants(monkeypatch, tree_accept, "_accept_rows_kernel")
     seen = []
-    engine.warm_up(lambda done, planned: seen.append((done, planned)))
+    with launches(tree_build._build_kernel) as built, launches(tree_accept._accept_rows_kernel) as accepted:
+        engine.warm_up(lambda done, planned: seen.append((done, planned)))
+    trees, paths = built.constants, accepted.constants
     assert not policy.device_trees._leaf_mass and not policy._calibration._sums
     if kernels is STATIC_KERNELS:
         assert seen == [(1, 3), (2, 3), (3, 3)] and trees == paths == []
@@ -107,10 +105,10 @@ def test_warming_up_launches_every_form_of_the_round_s_own_kernels_and_learns_no
     assert seen == [(1, 3), (2, 3), (3, 3)]
     assert [t["C"] for t in trees] == [32, 128] and {t["W"] for t in trees} == {32}
     assert [p["W"] for p in paths] == [16] * 5 + [32]
-    num = len(trees), len(paths)
-    generate(engine, [([9, 30, 4, 17], 0.0)], max_tokens=4)
-    assert len(trees) > num[0] and (len(paths) > num[1]) == has_graphs  # eager acceptance on the CPU is NumPy
-    assert all(t in trees[: num[0]] for t in trees) and all(p in paths[: num[1]] for p in paths)
+    with launches(tree_build._build_kernel) as built, launches(tree_accept._accept_rows_kernel) as accepted:
+        generate(engine, [([9, 30, 4, 17], 0.0)], max_tokens=4)
+    assert built.names and bool(accepted.names) == has_graphs  # eager acceptance on the CPU is NumPy
+    assert all(t in trees for t in built.constants) and all(p in paths for p in accepted.constants)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.float32), ("qwen3", torch.bfloat16)])
@@ -276,17 +274,16 @@ def draft_twice(drafters, count=3):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_parallel_heads_ingest_and_rank_by_kernels(kernels, is_causal, monkeypatch):
+def test_parallel_heads_ingest_and_rank_by_kernels(kernels, is_causal):
     model, embed, head = tiny_head(is_causal, num_layers=3, num_kv_heads=1, edge_rank=3)
     pair = [ParallelHeadDrafter(model, embed, head, num_candidates=6, kernels=k) for k in (None, kernels)]
-    counts = [
-        count_launches(monkeypatch, m, n) for m, n in ((draft_ingest, "_write_kernel"), (topk_lse, "_block_kernel"))
-    ]
-    for expected, got in draft_twice(pair):
-        same(got, expected)
-        torch.testing.assert_close(got.edge_logprobs, expected.edge_logprobs, **TOLERANCE)
+    with launches(draft_ingest._write_kernel, topk_lse._block_kernel) as ran:
+        for expected, got in draft_twice(pair):
+            same(got, expected)
+            torch.testing.assert_close(got.edge_logprobs, expected.edge_logprobs, **TOLERANCE)
     torch.testing.assert_close(pair[1].pool, pair[0].pool, **TOLERANCE)
-    assert [count() for count in counts] == ([0, 0] if kernels is STATIC_KERNELS else [2, 2])
+    expected = [] if kernels is STATIC_KERNELS else ["_block_kernel"] * 2 + ["_write_kernel"] * 2
+    assert sorted(ran.names) == expected
 
 
 def test_eagle_and_eager_specblock_rank_by_kernels(kernels):
