@@ -1,8 +1,8 @@
 """Checkouts: this checkout's engine against another one's, by tree policy, on the same groups of requests in turn.
 
 `python tests/helpers/checkouts.py --old CHECKOUT --out FILE` runs groups of every cell (drafter, bucket, batch size,
-temperature); FILE gets a JSON line a group, and a run goes on where FILE ends. One process of each checkout stays alive and
-waits while the other runs; all arms of a group run behind each other, another one begins each time. At the end, or with
+temperature); FILE gets a JSON line a group, and a run goes on where FILE ends. Every arm has a process of its own, so that all
+have the same memory, and waits while others run; the arms of a group run behind each other, another one begins each time. At the end, or with
 --show alone, every cell's ratios with 95% intervals over groups, and their geometric mean.
 CLOCK=cpu counts the thread's own seconds, for machines that others use too.
 """
@@ -10,7 +10,6 @@ CLOCK=cpu counts the thread's own seconds, for machines that others use too.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import json
 import os
@@ -38,40 +37,38 @@ def module(*names: str) -> Any:
     return importlib.import_module(names[-1])
 
 
-class Engines:
-    """What a process of one checkout answers: engines of one drafter by arm, groups that run through them."""
+class Engine:
+    """What a process answers: it builds the engine of its arm with a drafter, and runs groups through it."""
 
     def __init__(self) -> None:
-        self.arms: dict[str, Any] = {}
+        self.arm: Any = None
         self.prompts: dict[str, list] = {}
 
-    def build(self, drafter: str, arms: list[str], max_batch: int, max_tokens: int) -> dict:
+    def build(self, arm: str, drafter: str, max_batch: int, max_tokens: int) -> dict:
         from paceline.config import EngineConfig, TreeConfig
         from paceline.contracts import Group
 
         self.loading = module("paceline.bench.common.engine_run", "paceline.bench.engine_run")
         self.bench = module("paceline.bench.engine.arms", "paceline.bench.engine_arms")
-        self.arms = {}
+        self.arm = None
         self.target = target = self.loading.load_target("bundled", drafters=[drafter])
-        config = EngineConfig(max_running=max_batch, max_waiting=max(256, 4 * max_batch), prefix_caching=False)
+        own = None if arm == "plain" else self.loading.load_named_drafter(drafter, target)
+        nodes, tree = arm.removeprefix("fixed"), TreeConfig()
+        if nodes.isdigit():
+            tree = TreeConfig(max_draft_tokens=int(nodes), policy="fixed")
+        elif own is not None:
+            tree = TreeConfig(policy=arm)
+        config = EngineConfig(
+            max_running=max_batch, max_waiting=max(256, 4 * max_batch), prefix_caching=False, tree=tree
+        )
         pages = -(-(1024 + max_tokens + 17) // config.page_tokens)
         num_tokens = (max_batch + 1) * pages * config.page_tokens // (3 if max_batch > 8 else 1)
-        for arm in arms:
-            own = None if arm == "plain" else self.loading.load_named_drafter(drafter, target)
-            nodes = arm.removeprefix("fixed")
-            tree = TreeConfig(max_draft_tokens=int(nodes), policy="fixed") if nodes.isdigit() else TreeConfig()
-            if own is not None and not nodes.isdigit():
-                tree = TreeConfig(policy=arm)
-            engine = self.bench.new_engine(
-                target, own, version=drafter if own else arm, num_tokens=num_tokens,
-                config=dataclasses.replace(config, tree=tree),
-            )  # fmt: skip
-            self.arms[arm] = self.bench.EngineArm(arm, engine, Group.ADAPTIVE if own else Group.PLAIN)
+        version = drafter if own else arm
+        engine = self.bench.new_engine(target, own, version=version, num_tokens=num_tokens, config=config)
+        self.arm = self.bench.EngineArm(arm, engine, Group.ADAPTIVE if own else Group.PLAIN)
         return {}
 
-    def run(
-        self, arm: str, bucket: str, first: int, count: int, batch: int, temperature: float, max_tokens: int
-    ) -> dict:
+    def run(self, bucket: str, first: int, count: int, batch: int, temperature: float, max_tokens: int) -> dict:
         workloads = module("paceline.bench.common.workloads", "paceline.bench.workloads")
         request = module("paceline.serving.sampling.request", "paceline.serving.request")
         if bucket not in self.prompts:
@@ -81,7 +78,7 @@ class Engines:
         params = [
             request.SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=first + i) for i in range(count)
         ]
-        timing = self.arms[arm].run(
+        timing = self.arm.run(
             self.bench.BenchGroup(
                 tag=f"{bucket}-{batch}-{temperature:g}-{first}", bucket=bucket, batch=batch, params=tuple(params),
                 prompts=tuple(pool[(first + i) % len(pool)] for i in range(count)),
@@ -91,7 +88,7 @@ class Engines:
 
 
 def answer_commands() -> None:
-    """The process of one checkout: a JSON line of a command in, one of its answer out."""
+    """The process of one arm: a JSON line of a command in, one of its answer out."""
     if os.environ.get("CLOCK") == "cpu":
         time.perf_counter = time.thread_time  # the engines' clock, too
     import torch
@@ -99,15 +96,15 @@ def answer_commands() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print
-    engines = Engines()
+    engine = Engine()
     for line in sys.stdin:
         name, arguments = json.loads(line)
-        out.write(json.dumps(getattr(engines, name)(**arguments)) + "\n")
+        out.write(json.dumps(getattr(engine, name)(**arguments)) + "\n")
         out.flush()
 
 
-class Checkout:
-    """A process of one checkout."""
+class Arm:
+    """A process of one checkout and tree policy."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         env = {**os.environ, "PYTHONPATH": str(folder.resolve()), "OMP_NUM_THREADS": str(threads)}
@@ -132,20 +129,19 @@ def measure(o: argparse.Namespace) -> None:
     lines = o.out.read_text().splitlines() if o.out.exists() else []
     done = {tuple(json.loads(line)["cell"]) + (json.loads(line)["group"],) for line in lines}
     sizes = {batch: max(4, 2 * batch if batch < 64 else batch) for batch in o.batches}
-    sides = {"new": Checkout(HERE.parents[2], o.threads), "old": Checkout(o.old, o.threads)}
+    arms = {name: Arm(o.old if name.startswith("old") else HERE.parents[2], o.threads) for name in o.arms}
     for drafter in o.drafters:
         cells = [(drafter, b, n, t) for b in o.buckets for n in o.batches for t in o.temperatures]
         order = [(c, g) for g in range(WARMUP + o.groups) for c in cells if (*c, g) not in done]
         if not order:
             continue
-        for side, process in sides.items():
-            arms = [arm.split("/")[1] for arm in o.arms if arm.startswith(side)]
-            process.ask("build", drafter=drafter, arms=arms, max_batch=max(o.batches), max_tokens=o.max_tokens)
+        for name, arm in arms.items():
+            arm.ask("build", arm=name[4:], drafter=drafter, max_batch=max(o.batches), max_tokens=o.max_tokens)
         for (_, bucket, batch, temperature), group in order:
             turn, found = group % len(o.arms), {}
-            for side, arm in (name.split("/") for name in o.arms[turn:] + o.arms[:turn]):
-                found[f"{side}/{arm}"] = sides[side].ask(
-                    "run", arm=arm, bucket=bucket, first=group * sizes[batch], count=sizes[batch], batch=batch,
+            for name in o.arms[turn:] + o.arms[:turn]:
+                found[name] = arms[name].ask(
+                    "run", bucket=bucket, first=group * sizes[batch], count=sizes[batch], batch=batch,
                     temperature=temperature, max_tokens=o.max_tokens,
                 )  # fmt: skip
             with o.out.open("a") as file:
