@@ -1,15 +1,18 @@
 """Checkouts: this checkout's engine against another one's, by tree policy, on the same groups of requests in turn.
 
 `python tests/helpers/checkouts.py --old CHECKOUT --out FILE` runs groups of every cell (drafter, bucket, batch size,
-temperature); FILE gets a JSON line a group, and a run goes on where FILE ends. Every arm has a process of its own, so that all
-have the same memory, and waits while others run; the arms of a group run behind each other, another one begins each time. At the end, or with
---show alone, every cell's ratios with 95% intervals over groups, and their geometric mean.
+temperature); FILE gets a JSON line a group, and a run goes on where FILE ends. All arms of a checkout are engines of one
+process, which waits while the other runs; the arms of a group run behind each other, another one begins each time.
+A process is several per cent faster or slower than its like for as long as it lives. So policies of two checkouts are
+compared over plain decoding in their own process; to compare plain decoding itself, --restart begins new processes every so
+many groups. At the end, or with --show alone: ratios with 95% intervals over groups, and their geometric means.
 CLOCK=cpu counts the thread's own seconds, for machines that others use too.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -23,8 +26,6 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).resolve()
-WARMUP = 2
-"""First groups of a cell, which are not counted."""
 
 
 def module(*names: str) -> Any:
@@ -37,38 +38,40 @@ def module(*names: str) -> Any:
     return importlib.import_module(names[-1])
 
 
-class Engine:
-    """What a process answers: it builds the engine of its arm with a drafter, and runs groups through it."""
+class Engines:
+    """What a process of one checkout answers: engines of one drafter by arm, groups that run through them."""
 
     def __init__(self) -> None:
-        self.arm: Any = None
+        self.arms: dict[str, Any] = {}
         self.prompts: dict[str, list] = {}
 
-    def build(self, arm: str, drafter: str, max_batch: int, max_tokens: int) -> dict:
+    def build(self, drafter: str, arms: list[str], max_batch: int, max_tokens: int) -> dict:
         from paceline.config import EngineConfig, TreeConfig
         from paceline.contracts import Group
 
         self.loading = module("paceline.bench.common.engine_run", "paceline.bench.engine_run")
         self.bench = module("paceline.bench.engine.arms", "paceline.bench.engine_arms")
-        self.arm = None
+        self.arms = {}
         self.target = target = self.loading.load_target("bundled", drafters=[drafter])
-        own = None if arm == "plain" else self.loading.load_named_drafter(drafter, target)
-        nodes, tree = arm.removeprefix("fixed"), TreeConfig()
-        if nodes.isdigit():
-            tree = TreeConfig(max_draft_tokens=int(nodes), policy="fixed")
-        elif own is not None:
-            tree = TreeConfig(policy=arm)
-        config = EngineConfig(
-            max_running=max_batch, max_waiting=max(256, 4 * max_batch), prefix_caching=False, tree=tree
-        )
+        config = EngineConfig(max_running=max_batch, max_waiting=max(256, 4 * max_batch), prefix_caching=False)
         pages = -(-(1024 + max_tokens + 17) // config.page_tokens)
         num_tokens = (max_batch + 1) * pages * config.page_tokens // (3 if max_batch > 8 else 1)
-        version = drafter if own else arm
-        engine = self.bench.new_engine(target, own, version=version, num_tokens=num_tokens, config=config)
-        self.arm = self.bench.EngineArm(arm, engine, Group.ADAPTIVE if own else Group.PLAIN)
+        for arm in arms:
+            own = None if arm == "plain" else self.loading.load_named_drafter(drafter, target)
+            nodes = arm.removeprefix("fixed")
+            tree = TreeConfig(max_draft_tokens=int(nodes), policy="fixed") if nodes.isdigit() else TreeConfig()
+            if own is not None and not nodes.isdigit():
+                tree = TreeConfig(policy=arm)
+            engine = self.bench.new_engine(
+                target, own, version=drafter if own else arm, num_tokens=num_tokens,
+                config=dataclasses.replace(config, tree=tree),
+            )  # fmt: skip
+            self.arms[arm] = self.bench.EngineArm(arm, engine, Group.ADAPTIVE if own else Group.PLAIN)
         return {}
 
-    def run(self, bucket: str, first: int, count: int, batch: int, temperature: float, max_tokens: int) -> dict:
+    def run(
+        self, arm: str, bucket: str, first: int, count: int, batch: int, temperature: float, max_tokens: int
+    ) -> dict:
         workloads = module("paceline.bench.common.workloads", "paceline.bench.workloads")
         request = module("paceline.serving.sampling.request", "paceline.serving.request")
         if bucket not in self.prompts:
@@ -78,7 +81,7 @@ class Engine:
         params = [
             request.SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=first + i) for i in range(count)
         ]
-        timing = self.arm.run(
+        timing = self.arms[arm].run(
             self.bench.BenchGroup(
                 tag=f"{bucket}-{batch}-{temperature:g}-{first}", bucket=bucket, batch=batch, params=tuple(params),
                 prompts=tuple(pool[(first + i) % len(pool)] for i in range(count)),
@@ -88,7 +91,7 @@ class Engine:
 
 
 def answer_commands() -> None:
-    """The process of one arm: a JSON line of a command in, one of its answer out."""
+    """The process of one checkout: a JSON line of a command in, one of its answer out."""
     if os.environ.get("CLOCK") == "cpu":
         time.perf_counter = time.thread_time  # the engines' clock, too
     import torch
@@ -96,17 +99,19 @@ def answer_commands() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print
-    engine = Engine()
+    engines = Engines()
     for line in sys.stdin:
         name, arguments = json.loads(line)
-        out.write(json.dumps(getattr(engine, name)(**arguments)) + "\n")
+        out.write(json.dumps(getattr(engines, name)(**arguments)) + "\n")
         out.flush()
 
 
-class Arm:
-    """A process of one checkout and tree policy."""
+class Checkout:
+    """A process of one checkout."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(
+        self, folder: Path, threads: int, drafter: str, arms: list[str], max_batch: int, max_tokens: int
+    ) -> None:
         env = {**os.environ, "PYTHONPATH": str(folder.resolve()), "OMP_NUM_THREADS": str(threads)}
         self._process = subprocess.Popen(
             [sys.executable, HERE, "--worker"],
@@ -116,6 +121,12 @@ class Arm:
             env=env,
             cwd=folder,
         )
+        self.ask("build", drafter=drafter, arms=arms, max_batch=max_batch, max_tokens=max_tokens)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.wait()
 
     def ask(self, name: str, **arguments: Any) -> dict:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -129,37 +140,45 @@ def measure(o: argparse.Namespace) -> None:
     lines = o.out.read_text().splitlines() if o.out.exists() else []
     done = {tuple(json.loads(line)["cell"]) + (json.loads(line)["group"],) for line in lines}
     sizes = {batch: max(4, 2 * batch if batch < 64 else batch) for batch in o.batches}
-    arms = {name: Arm(o.old if name.startswith("old") else HERE.parents[2], o.threads) for name in o.arms}
     for drafter in o.drafters:
         cells = [(drafter, b, n, t) for b in o.buckets for n in o.batches for t in o.temperatures]
-        order = [(c, g) for g in range(WARMUP + o.groups) for c in cells if (*c, g) not in done]
-        if not order:
-            continue
-        for name, arm in arms.items():
-            arm.ask("build", arm=name[4:], drafter=drafter, max_batch=max(o.batches), max_tokens=o.max_tokens)
-        for (_, bucket, batch, temperature), group in order:
+        order = [(c, g) for g in range(o.warmup + o.groups) for c in cells if (*c, g) not in done]
+        sides: dict[str, Checkout] = {}
+        for at, ((_, bucket, batch, temperature), group) in enumerate(order):
+            if not sides or (o.restart and at % o.restart == 0):
+                for process in sides.values():
+                    process.close()
+                sides = {
+                    side: Checkout(
+                        o.old if side == "old" else HERE.parents[2], o.threads, drafter,
+                        [arm[4:] for arm in o.arms if arm.startswith(side)], max(o.batches), o.max_tokens,
+                    )
+                    for side in ("old", "new")
+                }  # fmt: skip
             turn, found = group % len(o.arms), {}
-            for name in o.arms[turn:] + o.arms[:turn]:
-                found[name] = arms[name].ask(
-                    "run", bucket=bucket, first=group * sizes[batch], count=sizes[batch], batch=batch,
+            for side, arm in (name.split("/") for name in o.arms[turn:] + o.arms[:turn]):
+                found[f"{side}/{arm}"] = sides[side].ask(
+                    "run", arm=arm, bucket=bucket, first=group * sizes[batch], count=sizes[batch], batch=batch,
                     temperature=temperature, max_tokens=o.max_tokens,
                 )  # fmt: skip
+            row = {"cell": [drafter, bucket, batch, temperature], "group": group, "is_counted": group >= o.warmup}
             with o.out.open("a") as file:
-                file.write(
-                    json.dumps({"cell": [drafter, bucket, batch, temperature], "group": group, "arms": found}) + "\n"
-                )
+                file.write(json.dumps({**row, "arms": found}) + "\n")
             rates = "  ".join(f"{name} {v['tokens'] / v['seconds']:.0f}" for name, v in found.items())
             print(f"{drafter} {bucket} batch {batch} T={temperature:g} group {group}: {rates} tok/s", flush=True)
+        for process in sides.values():
+            process.close()
 
 
 def show(file: Path) -> None:
-    """Ratios of tokens per second, by cell and over all: every arm that both checkouts ran, new over old, and new/adaptive
-    over fixed8 and over the better of plain and fixed8, which is picked anew in every resample."""
+    """Ratios of tokens per second, by cell and over all: every arm that both checkouts ran, new over old (policies: over
+    plain in their own process), and new/adaptive over fixed8 and over the better of plain and fixed8, which is picked anew
+    in every resample."""
     from paceline.bootstrap import interval
 
     cells, logs = defaultdict(list), defaultdict(list)
     for row in map(json.loads, file.read_text().splitlines()):
-        if row["group"] >= WARMUP:
+        if row["is_counted"]:
             cells[tuple(row["cell"])].append(row["arms"])
     rng = np.random.default_rng(0)
     for cell, groups in sorted(cells.items()):
@@ -168,11 +187,11 @@ def show(file: Path) -> None:
             name: np.divide(*(np.array([g[name][k] for g in groups])[picks].sum(1) for k in ("tokens", "seconds")))
             for name in groups[0]
         }
-        ratios = {
-            f"{n[4:]} over old": rates[n] / rates["old" + n[3:]]
-            for n in rates
-            if "old" + n[3:] in rates and n[:3] == "new"
-        }
+        ratios = {}
+        for name in sorted({name[4:] for name in rates if {f"old/{name[4:]}", f"new/{name[4:]}"} <= rates.keys()}):
+            ratios[f"{name} over old"] = rates[f"new/{name}"] / rates[f"old/{name}"]
+            if name != "plain" and {"old/plain", "new/plain"} <= rates.keys():  # the luck of both processes cancels
+                ratios[f"{name} over old"] *= rates["old/plain"] / rates["new/plain"]
         if {"new/adaptive", "new/plain", "new/fixed8"} <= rates.keys():
             ratios["adaptive over fixed8"] = rates["new/adaptive"] / rates["new/fixed8"]
             ratios["over the better"] = rates["new/adaptive"] / np.maximum(rates["new/plain"], rates["new/fixed8"])
@@ -205,10 +224,12 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default=[1, 8, 64])
     parser.add_argument("--temperatures", type=lambda s: [float(t) for t in s.split(",")], default=[0.0])
     parser.add_argument(
-        "--arms", type=lambda s: s.split(","), default=["old/adaptive", "new/plain", "new/fixed8", "new/adaptive"],
+        "--arms", type=lambda s: s.split(","), default=["old/plain", "old/adaptive", "new/plain", "new/fixed8", "new/adaptive"],
         help="old/ or new/ and plain, a tree policy or fixedN",
     )  # fmt: skip
     parser.add_argument("--groups", type=int, default=12, help="groups of a cell that count")
+    parser.add_argument("--warmup", type=int, default=2, help="first groups of a cell, which do not count")
+    parser.add_argument("--restart", type=int, default=0, help="new processes every so many groups; 0 = never")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     o = parser.parse_args()
