@@ -61,9 +61,8 @@ def kept_sigterm() -> Iterator[None]:
     with reader, writer:
         for end in (reader, writer):
             end.setblocking(False)
-        before = signal.set_wakeup_fd(
-            writer.fileno(), warn_on_full_buffer=False
-        )  # told of every signal, whoever handles it
+        # Told of every signal, whoever handles it
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
             yield
         finally:

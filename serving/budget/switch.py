@@ -306,9 +306,8 @@ class Switch:
 
     def _begin_probe(self, record: Record, context_rows: int, num_requests: int) -> None:
         record.begin_probe()
-        if (
-            num_requests > PROBE_REQUESTS and record.time is not None
-        ):  # no whole batch will tell: what was measured ages
+        # Where no whole batch will tell, what was measured ages.
+        if num_requests > PROBE_REQUESTS and record.time is not None:
             record.time = math.sqrt(record.time * self._forecast(record.nodes, context_rows, num_requests))
 
     def _switch(self, known: list[tuple[Record, list[int]]], context_rows: int, num_requests: int) -> float:
@@ -364,7 +363,7 @@ class Switch:
 
     def observe(self, seen: RoundObservation) -> None:
         """Fold one verified round."""
-        if not seen.round_s > 0:
+        if not (seen.round_s > 0 and seen.verify_s > 0):
             return
         num_requests = len(seen.keys)
         drafted: dict[DraftKey, list[int]] = {}
@@ -381,7 +380,7 @@ class Switch:
         if not drafted:
             return
         plain_s *= math.exp(size.bias)
-        # what the round took beyond a plain one, by class
+        # Beyond a plain round, to be shared by the classes
         extra = (seen.round_s + seen.catch_up_s) / plain_s - 1
         for key, rows in drafted.items():
             tokens = 1 + sum(seen.num_accepted_tokens[i] for i in rows) / len(rows)

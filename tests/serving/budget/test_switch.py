@@ -178,3 +178,16 @@ def test_same_observations_give_the_same_decisions():
     world = World(traffics=[Traffic(key=KEY, acceptance=lambda _: 1.2)])
     logs = [world.run(controller(world), 500) for _ in range(2)]
     assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize(("round_s", "verify_s"), [(0.0, 0.0), (5e-3, 0.0)])
+def test_rounds_too_short_for_the_clock_break_nothing(round_s, verify_s):
+    ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 5e-3))
+    ctrl.wants_draft([KEY], 100)
+    ctrl.observe(
+        RoundObservation(
+            keys=[KEY], is_drafted=[True], num_nodes=[4], num_accepted_tokens=[2], context_rows=100,
+            draft_s=0.0, verify_s=verify_s, round_s=round_s,
+        )
+    )  # fmt: skip
+    assert ctrl.wants_draft([KEY], 100) == [True]
