@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 
 from paceline.clock import SystemClock
-from paceline.config import ServiceConfig, to_dict
+from paceline.config import ServiceConfig, to_dict, with_environment
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import stop_controller
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas
@@ -31,8 +31,8 @@ from paceline.infra.service.parts import StorePaths, is_adaptive, replica_values
 from paceline.infra.service.stop_signals import StopSignals, kept_sigterm
 from paceline.infra.state.desired import ensure_first_version
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
-from paceline.infra.state.redis_server import EmbeddedRedis, configured_redis_url, resolve_redis
-from paceline.infra.web.access import Access, configured_admin_token
+from paceline.infra.state.redis_server import EmbeddedRedis, resolve_redis
+from paceline.infra.web.access import Access
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.records import build as build_record
 
@@ -62,8 +62,7 @@ def build(args: Mapping[str, Any]) -> Application:
 
     Raises: ConfigError on an unknown key. Without redis_url (or PACELINE_REDIS_URL) replicas serve their first drafter and nothing adapts.
     """
-    config = build_record(ServiceConfig, dict(args))
-    config = replace(config, redis_url=configured_redis_url(config), admin_token=configured_admin_token(config))
+    config = with_environment(build_record(ServiceConfig, dict(args)))
     return _bind(config, deployment_limits(config))
 
 
@@ -93,14 +92,14 @@ def run_service(config: ServiceConfig) -> Service:
     """
     resolve_model(config.model)
     resolve_drafter(config.drafter)
+    config = with_environment(config)
     config = replace(config, port=claim_port(config.host, config.port), device=_resolve_device(config.device))
-    config = replace(config, admin_token=configured_admin_token(config))
     paths = StorePaths.of(config)
     paths.data_dir.mkdir(parents=True, exist_ok=True)
     redis: EmbeddedRedis | None = None
     owns_ray = owns_app = False
     try:
-        if is_adaptive(config) or configured_redis_url(config) is not None:
+        if is_adaptive(config) or config.redis_url is not None:
             url, redis = resolve_redis(config)
             config = replace(config, redis_url=url)
             log.info("redis url=%s", redact(url))

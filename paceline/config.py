@@ -7,6 +7,7 @@ variables that stand for an option are named here.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -230,6 +231,14 @@ class IngressConfig:
     """Longest time that a request waits while no replica takes it, each time; then it ends with an error."""
 
 
+VARIABLES = {
+    "redis_url": "PACELINE_REDIS_URL",
+    "api_token": "PACELINE_API_TOKEN",
+    "admin_token": "PACELINE_ADMIN_TOKEN",
+}
+"""Environment variable of a setting of ServiceConfig."""
+
+
 @record("")
 class ServiceConfig:
     """One Paceline service: model, replicas, stores, feedback, policy."""
@@ -250,19 +259,19 @@ class ServiceConfig:
     num_replicas: A[int, Setting("Serving replicas.", flag="replicas", ge=1, le=1024)] = 1
     data_dir: A[str, Setting("Folder of trace store, drafter registry, Redis data and logs.")] = "~/.cache/paceline"
     redis_url: A[
-        str | None, Setting("Use this Redis instead of an embedded one.", env="PACELINE_REDIS_URL")
+        str | None, Setting("Use this Redis instead of an embedded one.", env=VARIABLES["redis_url"])
     ] = field(default=None, repr=False)  # fmt: skip
     api_token: A[
         str | None,
         Setting(
-            "Bearer token that clients must send; default: open (loopback).", env="PACELINE_API_TOKEN", panel="Access"
+            "Bearer token that clients must send; default: open (loopback).", env=VARIABLES["api_token"], panel="Access"
         ),
     ] = field(default=None, repr=False)
     admin_token: A[
         str | None,
         Setting(
             "Bearer token of operators: pin, roll back, train and set the policy on the dashboard; default: it only shows.",
-            env="PACELINE_ADMIN_TOKEN", panel="Access",
+            env=VARIABLES["admin_token"], panel="Access",
         ),
     ] = field(default=None, repr=False)  # fmt: skip
     metrics_public: A[
@@ -301,6 +310,12 @@ class ServiceConfig:
         mix = self.engine.tree.mix
         rule = f"engine.tree.mix must be none with drafter none (it drafts at another one's side; for {mix} alone give drafter {mix})"
         require(self.drafter != "none" or mix == "none", rule, mix)
+
+
+def with_environment(config: ServiceConfig) -> ServiceConfig:
+    """`config` with what the environment says where it says nothing."""
+    values = {name: getattr(config, name) or os.environ.get(variable) or None for name, variable in VARIABLES.items()}
+    return dataclasses.replace(config, **values)
 
 
 def load_config(path: str | Path) -> ServiceConfig:

@@ -93,6 +93,7 @@ def test_the_words_of_a_record_name_what_was_given_and_no_path():
     options = Options(name="me", folder=Path("/tmp"), sweep=("a=1",), num_threads=2)
     words = given_words(options, hidden=("num_threads", "name"))
     assert words == "--kv-share 0.2 --temperature 0,0.8 --sweep 'a=1' --tokens 400000 --time --folder DIR --depth 8"
+    assert "--temperature '' --tokens 0 " in given_words(Options(name="me", temperatures=(), tokens=0))
 
 
 def leaves(group=None, path: str = ""):

@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline.adapt.data import corpus
 from paceline.adapt.data.trace_store import TraceStore
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, TreeConfig
 from paceline.errors import ConfigError
 from paceline.paths import write_atomic
 from paceline.records import Setting, count, record
@@ -113,7 +113,7 @@ def loop_start(output: Sequence[int]) -> int | None:
 def cut_loop(trace: RequestTrace) -> RequestTrace:
     """The trace up to some tokens into an exact short loop of its answer, with finish reason 'loop'; others as they are."""
     start = loop_start(trace.token_ids[trace.prompt_len :])
-    if start is None or trace.finish_reason == "stop":
+    if start is None:
         return trace
     count = start + _LOOP_KEPT
     stop = trace.prompt_len + count
@@ -137,6 +137,8 @@ class Regenerator:
             kv_bytes=pages * config.page_tokens * row_bytes,
             prefill_chunk_tokens=_PREFILL_TOKENS,
             prefix_caching=False,  # a batch does not depend on those before it
+            capture_s=0.0,  # no graphs, and one node a tree: nothing is drafted
+            tree=TreeConfig(max_draft_tokens=1),
         )
         self.engine = Engine(target, slots, config, traces=self, trace_topk=topk)
         self._traces: dict[str, RequestTrace] = {}

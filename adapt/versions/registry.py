@@ -194,17 +194,6 @@ class DrafterRegistry:
                     log.warning("%s", e)
         return sorted(out, key=lambda m: (m.created, m.version))
 
-    def lineage(self, version: str) -> tuple[DrafterManifest, ...]:
-        """The version and its ancestors, newest first; ends where a parent is no longer in the registry."""
-        chain = [self.get_manifest(version)]
-        while (parent := chain[-1].parent) is not None and parent not in {m.version for m in chain}:
-            try:
-                chain.append(self.get_manifest(parent))
-            except ManifestError as e:
-                log.warning("lineage of %s is cut: %s", version, e)
-                break
-        return tuple(chain)
-
     def _manifest_path(self, version: str) -> str:
         if not _VERSION.fullmatch(version):
             raise ManifestError(f"drafter version must be 12 hexadecimal digits, got {version!r}")

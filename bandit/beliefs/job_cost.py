@@ -82,13 +82,15 @@ class CostModel(msgspec.Struct):
         """Cost of making another version live on every replica."""
         return STAGING_PRIOR_S * num_replicas * self.staging.value()
 
-    def update(self, arm: ArmSpec, train_s: float, shadow_s: float, staging_s: float, num_replicas: int) -> None:
-        """Learn from a finished job that was not cut short; seconds measured, staging_s 0 when nothing was staged."""
+    def update(self, arm: ArmSpec, train_s: float, shadow_s: float) -> None:
+        """Learn from a finished job that was not cut short; seconds measured."""
         self._measured(arm, train_s / prior_training_s(arm))
         if shadow_s > 0:
             self.shadow.update(shadow_s / SHADOW_PRIOR_S)
-        if staging_s > 0:
-            self.staging.update(staging_s / (STAGING_PRIOR_S * max(num_replicas, 1)))
+
+    def update_staging(self, seconds: float, num_replicas: int) -> None:
+        """Learn from a version that was made live on every replica; seconds of all of them together."""
+        self.staging.update(seconds / (STAGING_PRIOR_S * max(num_replicas, 1)))
 
     def update_cut_short(self, arm: ArmSpec, train_s: float) -> None:
         """Learn from a job that was stopped: it would have cost at least this much, so only an excess teaches."""

@@ -78,13 +78,6 @@ class HostContext(msgspec.Struct, frozen=True, kw_only=True):
     """Buckets on which no training may be ordered now (a canary of theirs was rolled back)."""
 
 
-class JobCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Device-seconds of a job beyond TrainResult.train_s and shadow_s, measured by the host."""
-
-    staging_s: float = 0.0
-    """Loading, validating and copying the weights, summed over replicas."""
-
-
 class Cell(msgspec.Struct):
     """One (group, version) of a bucket in the open epoch; requests map id -> [seconds, tokens, drafted rounds, kept]."""
 

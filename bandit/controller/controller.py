@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bandit.beliefs.observation import FeedbackSums, HostContext, JobCosts, fold, summed
+from paceline.bandit.beliefs.observation import FeedbackSums, HostContext, fold, summed
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
 from paceline.bandit.controller.epoch import close_epoch, learn_history
 from paceline.bandit.controller.jobs import finish_job
@@ -224,16 +224,14 @@ class Controller:
             raise ValueError(f"decision.action must be 'train', got {decision.action!r}")
         return msgspec.convert(decision.context["arm"], ArmSpec)
 
-    def job_finished(
-        self, result: TrainResult, *, decision_id: int, now: float, costs: JobCosts | None = None
-    ) -> JobOutcome:
+    def job_finished(self, result: TrainResult, *, decision_id: int, now: float) -> JobOutcome:
         """Book a job's costs, teach the gain model, say whether its version goes live. Idempotent by decision_id.
 
         Raises ValueError for a decision_id that is neither the job in flight nor one finished lately.
         """
         if decision_id in self._state.outcomes:
             return self._state.outcomes[decision_id]
-        outcome = finish_job(self._state, self._config, result, decision_id, now, costs or JobCosts())
+        outcome = finish_job(self._state, self._config, result, decision_id, now)
         log.info("job finished decision=%d publish=%s reason=%s", decision_id, outcome.publish, outcome.reason)
         return outcome
 
@@ -246,7 +244,9 @@ class Controller:
         if decision is None:
             return None
         arm = decision.arm or self._state.made_by.get(decision.version or "")
-        self._state.book("staging", tag, seconds, now, decision_id, decision.bucket, decision.version, arm)
+        if self._state.book("staging", tag, seconds, now, decision_id, decision.bucket, decision.version, arm):
+            context = self._state.context
+            self._state.costs.update_staging(seconds, 1 if context is None else context.num_replicas)
         return self._state.actions[decision_id]
 
     def canary_ended(self, decision_id: int, outcome: str) -> Decision | None:

@@ -6,7 +6,6 @@ import msgspec
 
 from paceline.bandit.beliefs.arms import sized
 from paceline.bandit.beliefs.gain_model import POWER
-from paceline.bandit.beliefs.observation import JobCosts
 from paceline.bandit.controller.epoch import bucket_beliefs, learned_rows
 from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRecord
 from paceline.bandit.policies.pricing import price_recalls
@@ -20,7 +19,7 @@ MAX_OUTCOMES = 50
 """Outcomes kept, so that a result may be told twice."""
 
 
-def learn(state: ControllerState, job: JobRecord, result: TrainResult, costs: JobCosts) -> None:
+def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
     """Fold one result.
 
     accepted, rejected: gain and cost were measured, the gain by paired replay whatever the gate said of it. stopped: the
@@ -34,8 +33,7 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult, costs: Jo
     if result.status == "stopped" or (is_measured and fraction < 1.0):
         state.costs.update_cut_short(job.arm, result.train_s)
     elif is_measured:
-        num_replicas = state.context.num_replicas if state.context is not None else 1
-        state.costs.update(job.arm, result.train_s, result.shadow_s, costs.staging_s, num_replicas)
+        state.costs.update(job.arm, result.train_s, result.shadow_s)
     if is_measured and not is_text_gone:
         gain, error = measured_gain(job, result)
         state.gains.update(job.bucket, job.arm, job.headroom, job.share * fraction**POWER, gain, error, job.new)
@@ -80,17 +78,17 @@ def measured_gain(job: JobRecord, result: TrainResult) -> tuple[float, float]:
 
 
 def finish_job(
-    state: ControllerState, config: PolicyConfig, result: TrainResult, decision_id: int, now: float, costs: JobCosts
+    state: ControllerState, config: PolicyConfig, result: TrainResult, decision_id: int, now: float
 ) -> JobOutcome:
     """Book, learn, decide on publishing. Raises ValueError when decision_id is not the job in flight."""
     job = state.job
     if job is None or job.decision_id != decision_id:
         raise ValueError(f"decision_id must be that of the job in flight, got {decision_id}")
     state.job, state.last_job_ended = None, now
-    for kind, seconds in (("training", result.train_s), ("shadow", result.shadow_s), ("staging", costs.staging_s)):
+    for kind, seconds in (("training", result.train_s), ("shadow", result.shadow_s)):
         if seconds > 0:
             state.book(kind, result.job_id, seconds, now, decision_id, job.bucket, result.version, job.arm.name)
-    learn(state, job, result, costs)
+    learn(state, job, result)
     publish, reason = _publish(state, config, job, result)
     if publish is not None:
         state.owner[publish] = decision_id

@@ -135,20 +135,24 @@ class ControllerState(msgspec.Struct):
         version: str | None,
         arm: str | None,
         standard_error_s: float = 0.0,
-    ) -> None:
-        """Add a ledger entry, once for each (owner, kind, detail), and carry it into its decision's realised sums."""
+    ) -> bool:
+        """Add a ledger entry, once for each (owner, kind, detail), and carry it into its decision's realised sums.
+
+        Returns: whether it was not booked before.
+        """
         entry = LedgerEntry(
             entry_id=entry_id(owner, kind, detail), ts=now, kind=kind, bucket=bucket, version=version, seconds=seconds,
             arm=arm, standard_error_s=standard_error_s,
         )  # fmt: skip
         if not self.ledger.add(entry):
-            return
+            return False
         self.out_entries.append(entry)
         decision = self.actions.get(owner) if owner is not None else None
         if decision is not None:
             name = "realised_saving_s" if kind == "saving" else "realised_cost_s"
             total = (getattr(decision, name) or 0.0) + seconds
             self.remember(msgspec.structs.replace(decision, **{name: total}))
+        return True
 
     def reserved_s(self) -> float:
         """What the job in flight is still expected to cost, beyond what is booked for it already."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.observation import CellSums, FeedbackSums, RoundMean
-from paceline.bandit.controller.controller import Controller, HostContext, JobCosts
+from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.decision_log import KIND
 from paceline.bandit.replay.outcomes import FIRST, Outcomes, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Traffic
@@ -247,9 +247,7 @@ class World:
         if truth.version is not None:
             self.versions.append(truth.version)
             self.num_accepted += 1
-        outcome = self.controller.job_finished(
-            result, decision_id=decision.decision_id, now=self.clock.now(), costs=JobCosts()
-        )
+        outcome = self.controller.job_finished(result, decision_id=decision.decision_id, now=self.clock.now())
         self._note(truth.status, decision.bucket, truth.version or arm.name, truth.reason)
         if outcome.publish is not None:
             self._swap(outcome.publish, decision.decision_id)

@@ -159,7 +159,7 @@ def judge(ratio: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def crossover(points: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Up to which batch does speculation gain, given (batch, ratio) points?
+    """The batch up to which speculation gains, of (batch, ratio) points.
 
     Returns gains_up_to (largest measured batch with a ratio above 1; None when there is none) and crossover_batch, where
     the ratio falls to 1 between it and the next batch, on a line in log2(batch); None when no larger batch was measured.
@@ -190,7 +190,7 @@ def crossovers(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def overall_verdict(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Is speculative never below FLOOR x plain? holds: every interval lies above; violated: one lies wholly below."""
+    """Whether speculation is never below FLOOR x plain. holds: every interval lies above; violated: one lies wholly below."""
     judged = [c for c in cells if c["verdict"] is not None]
 
     def names(verdict: str) -> list[str]:

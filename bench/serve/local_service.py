@@ -38,9 +38,7 @@ class ServerOptions:
         False
     )
     max_tokens: A[int, Setting("Longest answer.", panel=REQUESTS, ge=1)] = 128
-    buckets: A[tuple[str, ...], Setting("Comma list of traffic classes.", panel=REQUESTS, non_empty=True)] = (
-        BUNDLED_BUCKETS
-    )
+    buckets: A[tuple[str, ...], Setting("Comma list of buckets.", panel=REQUESTS, non_empty=True)] = BUNDLED_BUCKETS
     timeout_s: A[
         float, Setting("Seconds of silence after which a stream counts as dead.", flag="timeout", panel=REQUESTS, gt=0)
     ] = 120.0

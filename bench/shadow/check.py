@@ -53,7 +53,7 @@ class ShadowCheckOptions:
     """
 
     num_versions: A[int, Setting("Drafter versions: the first and trained ones.", flag="versions", ge=1)] = 6
-    buckets: A[tuple[str, ...], Setting("Comma list of traffic classes.", non_empty=True)] = BUNDLED_BUCKETS
+    buckets: A[tuple[str, ...], Setting("Comma list of buckets.", non_empty=True)] = BUNDLED_BUCKETS
     temperatures: A[tuple[float, ...], Setting("Comma list.", flag="temperature", ge=0, non_empty=True)] = (0.0, 0.8)
     num_prompts: A[int, Setting("Requests per row.", ge=2)] = 24
     max_tokens: A[int, Setting("New tokens per request at most.", ge=3)] = 96

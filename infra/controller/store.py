@@ -199,13 +199,16 @@ class ControllerStore:
         state = None
         if data is not None:
             try:
-                state = decode(data, HostState)  # type: ignore[arg-type]
                 decisions: dict[Any, Any] = self.client.hgetall(self.keys.decisions)  # type: ignore[assignment]
                 self.decisions = dict(sorted((int(k), decode(v, Decision)) for k, v in decisions.items()))
+                state = decode(data, HostState)  # type: ignore[arg-type]
             except msgspec.DecodeError as e:
                 logger.error("the controller's state in Redis is damaged, using the snapshot file: %s", e)
         if state is None:
             state = self._load_file()
+        if state is None:
+            state = HostState()
+            self.begin_ledger(state)
         if self._log_file is not None:
             self._log_file.sync(self.client, self.keys)
             lines: Iterable[dict[str, Any]] = self._log_file.newest_first()
@@ -215,14 +218,14 @@ class ControllerStore:
         self.ledger = deque(list(held_entries(lines, state.num_booked))[::-1], maxlen=MAX_LEDGER)
         return state
 
-    def _load_file(self) -> HostState:
+    def _load_file(self) -> HostState | None:
         if self._path is None or not self._path.is_file():
-            return HostState()
+            return None
         try:
             snapshot = msgspec.msgpack.decode(self._path.read_bytes(), type=_SnapshotFile)
         except (OSError, msgspec.DecodeError) as e:
             logger.error("snapshot file %s is unreadable, the controller starts afresh: %s", self._path, e)
-            return HostState()
+            return None
         self.decisions = {d.decision_id: d for d in snapshot.decisions}
         self._write_back()
         logger.info("controller state restored from %s", self._path)
@@ -241,9 +244,11 @@ class ControllerStore:
             self._num_filed = state.num_booked
 
     def begin_ledger(self, state: HostState) -> None:
-        """Number anew from 1: the policy forgot what it had booked."""
+        """Number entries and decisions anew from 1: the policy forgot what it had decided. The log keeps them."""
         state.num_booked = self._num_filed = 0
         self.ledger.clear()
+        self.decisions.clear()
+        self.client.delete(self.keys.decisions)
 
     def commit(self, state: HostState, commit: Commit) -> None:
         """Write everything or nothing; sets state.commit, state.epoch and, for a new desired record, its generation.
@@ -417,10 +422,13 @@ class Books:
         self.pending = Commit()
         now = self.clock.now()
         self._commit_due = now + self.config.commit_every_s
-        self.store.copy_log(self.state)
-        if now >= self._file_due and self.state.commit != self._file_commit:
-            self._file_due, self._file_commit = now + self.config.snapshot_every_s, self.state.commit
-            self.store.save_file(self.state)
+        try:
+            self.store.copy_log(self.state)
+            if now >= self._file_due and self.state.commit != self._file_commit:
+                self._file_due, self._file_commit = now + self.config.snapshot_every_s, self.state.commit
+                self.store.save_file(self.state)
+        except OSError as e:  # what was committed is committed; files are made up for with the next commit that can
+            self.errors.note(f"the data folder {self.config.data_dir} cannot be written", e)
 
 
 def held_entries(lines: Iterable[dict[str, Any]], num_booked: int, limit: int = MAX_LEDGER) -> Iterator[LedgerEntry]:

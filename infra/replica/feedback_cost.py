@@ -46,7 +46,7 @@ class FeedbackCostOptions:
     max_tokens: A[int, Setting("New tokens per prompt at most.", ge=1)] = 96
     batch: A[int, Setting("Requests in flight.", ge=1)] = 1
     temperature: A[float, Setting("0 = greedy.", ge=0)] = 0.0
-    buckets: A[tuple[str, ...], Setting("Comma list of traffic classes.", non_empty=True)] = (
+    buckets: A[tuple[str, ...], Setting("Comma list of buckets.", non_empty=True)] = (
         "tools", "code", "math", "facts",
     )  # fmt: skip
     drafter: A[

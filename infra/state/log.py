@@ -129,6 +129,7 @@ class LogFile:
                 continue
 
     def _append(self, entries: list[tuple[str, dict[bytes, bytes]]]) -> None:
+        self._last_id = None  # a disk that fills up tears a line: then the file is read anew and cut
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as f:
             for entry_id, fields in entries:

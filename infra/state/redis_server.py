@@ -28,7 +28,6 @@ from paceline.infra.state.redis_clients import ping, producer_client, redact
 
 logger = logging.getLogger(__name__)
 
-REDIS_URL_VARIABLE = "PACELINE_REDIS_URL"
 
 _MIN_VERSION = (6, 2)
 
@@ -243,20 +242,14 @@ class EmbeddedRedis:
             return ""
 
 
-def configured_redis_url(config: ServiceConfig) -> str | None:
-    """The Redis that the service was told to use: redis_url, else PACELINE_REDIS_URL; None = an embedded one."""
-    return config.redis_url or os.environ.get(REDIS_URL_VARIABLE) or None
-
-
 def resolve_redis(config: ServiceConfig) -> tuple[str, EmbeddedRedis | None]:
     """URL of the service's Redis and the child process behind it, if it is embedded (the caller stops it).
 
     Raises ConfigError when the configured Redis is unreachable, or when no server binary is found.
     """
-    url = configured_redis_url(config)
-    if url:
-        version = ping(url)
-        logger.info("redis found url=%s version=%s", redact(url), version)
-        return url, None
+    if config.redis_url:
+        version = ping(config.redis_url)
+        logger.info("redis found url=%s version=%s", redact(config.redis_url), version)
+        return config.redis_url, None
     server = EmbeddedRedis(config.data_dir).start()
     return server.url, server

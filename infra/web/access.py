@@ -9,22 +9,15 @@ shows itself to this computer: the peer and the Host header must be loopback too
 from __future__ import annotations
 
 import hmac
-import os
 from dataclasses import dataclass, field
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
-from paceline.config import ServiceConfig
+from paceline.config import VARIABLES, ServiceConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-ADMIN_TOKEN_VARIABLE = "PACELINE_ADMIN_TOKEN"
 _SET_TOKEN = "set api_token (--api-token) or admin_token (--admin-token)"
-
-
-def configured_admin_token(config: ServiceConfig) -> str | None:
-    """admin_token, else PACELINE_ADMIN_TOKEN; None = there are no operators."""
-    return config.admin_token or os.environ.get(ADMIN_TOKEN_VARIABLE) or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +35,7 @@ class Access:
     def of(cls, config: ServiceConfig) -> Access:
         return cls(
             api_token=config.api_token,
-            admin_token=configured_admin_token(config),
+            admin_token=config.admin_token,
             host=config.host,
             is_metrics_public=config.metrics_public,
         )
@@ -86,7 +79,7 @@ class Access:
         """Raise 401, 403 or 415 unless the request is an operator's."""
         if self.admin_token is None:
             raise HTTPException(
-                403, f"controls are off: start the service with --admin-token or {ADMIN_TOKEN_VARIABLE}"
+                403, f"controls are off: start the service with --admin-token or {VARIABLES['admin_token']}"
             )
         if not self.is_admin(request):
             raise _unauthorized("the admin token")

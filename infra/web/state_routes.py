@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 FETCH_TIMEOUT_S = 3.0
 SCRAPE_WAIT_S = 0.8
 FRESH_S = 0.3
-STALE_S = 30.0
-"""A scrape shows a snapshot of up to this age while the controller is away."""
 MAX_COMMAND_BYTES = 64 * 1024
 RunState = Callable[[Callable[[], Snapshot]], Awaitable[Snapshot]]
 """Awaits what may block, for instance DashboardFeed.run."""
@@ -58,8 +56,8 @@ class SnapshotCache:
         self._value: Snapshot | None = None
         self._at = float("-inf")
 
-    def recent(self, wait_s: float, max_age_s: float = STALE_S) -> Snapshot | None:
-        """A snapshot at most `max_age_s` old, waiting at most `wait_s` for a fresh one; None when there is none."""
+    def recent(self, wait_s: float) -> Snapshot | None:
+        """A snapshot, waiting at most `wait_s` for a fresh one; None when there is none younger than a fetch may hang."""
         with self._lock:
             if time.monotonic() - self._at <= FRESH_S:
                 return self._value
@@ -69,7 +67,7 @@ class SnapshotCache:
             done = self._done
         done.wait(wait_s)
         with self._lock:
-            return self._value if time.monotonic() - self._at <= max_age_s else None
+            return self._value if time.monotonic() - self._at <= FETCH_TIMEOUT_S else None
 
     def forget(self) -> None:
         """Something was changed: the next reader gets a snapshot that is fetched after this."""

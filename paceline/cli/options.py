@@ -113,10 +113,12 @@ class _Option:
         """The field's value of what was typed; raises ConfigError."""
         if given is None:
             return None
+        if isinstance(given, Path):
+            given = given.expanduser()
         if self.setting.is_output:
             from paceline.paths import check_output
 
-            return check_output(given.expanduser(), self.name)
+            return check_output(given, self.name)
         if self.is_list:
             kind = typing.get_args(self.hint)[0]
             given = tuple(given) if self.setting.is_repeated else items(given, kind, self.name)
@@ -142,15 +144,16 @@ def items(text: str, kind: type, option: str) -> tuple[Any, ...]:
 def given_words(options: Any, *, hidden: tuple[str, ...] = ()) -> str:
     """The options of a record as a command line that gives the same record; paths read DIR, as they stay private.
 
-    Options that have no value or are off are left out, and those named in `hidden`.
+    Options that have no value or are off are left out, and those named in `hidden`; what is empty by default, too.
     """
     words = []
     for option in _options(type(options)):
         value = functools.reduce(getattr, option.path, options)
-        if option.path[-1] in hidden or value in (None, (), False, ""):
+        is_empty = value in ((), "") and value == option.default
+        if option.path[-1] in hidden or value is None or value is False or is_empty:
             continue
         quoted = ",".join(map(_text, value)) if isinstance(value, tuple) else _text(value)
-        word = "DIR" if isinstance(value, Path) else f"'{quoted}'" if re.search(r"[^\w.,+-]", quoted) else quoted
+        word = "DIR" if isinstance(value, Path) else f"'{quoted}'" if re.search(r"[^\w.,+-]|^$", quoted) else quoted
         words.append(f"--{option.name}" + ("" if value is True else f" {word}"))
     return " ".join(words)
 

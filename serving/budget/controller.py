@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.config import TreeConfig
 from paceline.serving.budget.cost_model import CostModel
-from paceline.serving.budget.node_rule import FixedRule, RateRule
+from paceline.serving.budget.node_rule import FixedRule, NodeRule, RateRule
 from paceline.serving.budget.round_costs import RoundCosts
 from paceline.serving.budget.stats import DraftKey, RoundObservation
 from paceline.serving.budget.switch import PROBE_NODES, Switch
@@ -26,7 +26,7 @@ class BudgetController:
         """cost: of the verify forward."""
         self.config = config
         self.costs = RoundCosts(cost)
-        self._rule = RateRule(self.costs) if config.policy in ("adaptive", "bastion") else FixedRule()
+        self._rule: NodeRule = RateRule(self.costs) if config.policy in ("adaptive", "bastion") else FixedRule()
         self._switch = Switch(self.costs) if config.policy == "adaptive" else None
 
     def states(self) -> list[tuple[DraftKey, str]]:
@@ -37,8 +37,7 @@ class BudgetController:
         """Drop what is known of a drafter version."""
         if self._switch is not None:
             self._switch.forget(version)
-        if isinstance(self._rule, RateRule):
-            self._rule.forget(version)
+        self._rule.forget(version)
 
     def wants_draft(
         self,

@@ -48,6 +48,10 @@ class NodeRule(Protocol):
         """Fold one verified round."""
         ...
 
+    def forget(self, version: str) -> None:
+        """Drop what is known of a drafter version."""
+        ...
+
 
 class FixedRule:
     """All nodes that there are, re-entry at all leaves."""
@@ -63,6 +67,9 @@ class FixedRule:
         return sorted(range(len(masses)), key=lambda i: -masses[i])
 
     def observe(self, seen: RoundObservation) -> None:
+        """See NodeRule."""
+
+    def forget(self, version: str) -> None:
         """See NodeRule."""
 
 

@@ -38,7 +38,7 @@ PAST = 8 * PROBE_ROUNDS
 """Drafts that the past counts for in a probe, at most, so that a few probes overrule any past."""
 SHARE, EARLY_SHARE = 0.005, 0.04
 """Part of the time that either kind of probe may cost, in the long run and right after drafting has stopped: from probe to
-probe the wait doubles."""
+probe the wait doubles. Probes that cost more than MAX_WAIT * SHARE plain rounds exceed it: none may starve."""
 FIRST_WAIT, MAX_WAIT = 16, 512
 """Least and most rounds between probes."""
 HOPELESS = 0.75
@@ -282,7 +282,8 @@ class Switch:
             if record.is_idle != (is_idle := not any(wants[i] for i in own)):
                 record.is_idle, record.wait = is_idle, MAX_WAIT
         for _, own in probed:
-            for i in self._probe_requests(own, backlogs):
+            plain_s = self._costs.round_s(num_requests, 0, context_rows, num_requests)
+            for i in self._probe_requests(own, backlogs, plain_s):
                 wants[i] = True
         return wants
 
@@ -296,13 +297,15 @@ class Switch:
             classes.move_to_end(key)
         return found
 
-    def _probe_requests(self, own: list[int], backlogs: Sequence[int]) -> list[int]:
-        """Those already drafted for in this probe, else from the middle: the newest are not like the others."""
+    def _probe_requests(self, own: list[int], backlogs: Sequence[int], plain_s: float) -> list[int]:
+        """Those already drafted for in this probe, else from the middle: the newest are not like the others. Where catching
+        up with those would stop all streams for FIRST_WAIT rounds, the ones that have least to catch up with."""
         if len(own) <= PROBE_REQUESTS:
             return own
         own = sorted(own, key=backlogs.__getitem__)
-        start = 0 if backlogs[own[PROBE_REQUESTS - 1]] <= FREE_BACKLOG else (len(own) - PROBE_REQUESTS) // 2
-        return own[start : start + PROBE_REQUESTS]
+        middle = own[(len(own) - PROBE_REQUESTS) // 2 :][:PROBE_REQUESTS]
+        is_dear = self._costs.catch_up_s(sum(backlogs[i] for i in middle)) > FIRST_WAIT * plain_s
+        return own[:PROBE_REQUESTS] if is_dear or backlogs[own[PROBE_REQUESTS - 1]] <= FREE_BACKLOG else middle
 
     def _begin_probe(self, record: Record, context_rows: int, num_requests: int) -> None:
         record.begin_probe()
@@ -341,7 +344,7 @@ class Switch:
         if padding is None:
             return 0.0
         widest = 1 + math.ceil(nodes)
-        padded_s = padding.seconds(num_requests, widest, num_requests + num_drafting * widest)
+        padded_s = padding.seconds(num_requests, widest, num_requests + num_drafting * (widest - 1))
         return padded_s / self._costs.round_s(num_requests, 0, context_rows, num_requests)
 
     def _stop(self, record: Record, num_requests: int) -> None:

@@ -1,4 +1,4 @@
-"""The one drafter interface: every drafter is a block proposer (slots x candidates), re-entrant or not.
+"""Drafter interface: every drafter is a block proposer (slots x candidates), re-entrant or not.
 
 Shape legend: B requests, R new rows, L longest context, S draft slots per block, K candidates per slot, F frontier
 leaves, m tapped layers, Dm target hidden size, Dd drafter hidden size.

@@ -118,8 +118,14 @@ class DrafterConfig:
     rope_theta: float = 10_000.0
 
     def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
         common = (
-            (self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads", self.num_heads),
+            (min(sizes.values()) >= 1, f"{', '.join(sizes)} must be >= 1", sizes),
+            (
+                self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads == 0,
+                "num_heads must be a multiple of num_kv_heads",
+                self.num_heads,
+            ),
             (self.head_dim % 2 == 0, "head_dim must be even", self.head_dim),
         )
         for ok, rule, value in (*common, *self._checks()):

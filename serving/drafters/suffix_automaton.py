@@ -32,10 +32,6 @@ class SuffixAutomaton:
         self._last = 0
         self._tail, self._tail_length = 0, 0  # state of the newest max_length + 1 tokens, and how many they are
 
-    @property
-    def num_states(self) -> int:
-        return len(self._link)
-
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append tokens to the text."""
         for token in token_ids:

@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter network: its configuration, its parameters and what its one layer computes.
+"""EAGLE-3 network: its configuration, its parameters and what its one layer computes.
 
 Shape legend: B requests, T drafter tokens, H drafter hidden size, E target embedding size, F fused target feature size,
 Hq/Hkv query/KV heads, Dh head dim, V target vocabulary, Vd draft vocabulary.

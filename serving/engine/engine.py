@@ -341,6 +341,7 @@ class Engine:
                 logger.exception("request %s could not be ended cleanly", request.request_id)
                 with contextlib.suppress(Exception):  # one owner that is gone must not keep it from the others
                     request.on_event(request.event(self._clock.now(), finish_reason="error", error=error))
+        calls += self._take(*self._inbox.take())  # queued while requests were still known; later ones are refused
         for _, future in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineStoppedError(error))

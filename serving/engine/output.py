@@ -226,9 +226,8 @@ class RoundOutput:
                 self.end_early(request, "abort")
 
     def record_rounds(self, rows: RoundStats) -> None:
-        """Pass a round's statistics on."""
-        if self.feedback is None:
-            return
+        """Pass a round's statistics to the feedback sink; there is one."""
+        assert self.feedback is not None
         try:
             self.feedback.record_rounds(rows)
         except Exception:

@@ -1,4 +1,4 @@
-"""The parallel draft head of JetSpec and DFlash: its configuration, its parameters and what one layer computes.
+"""Parallel draft head of JetSpec and DFlash: its configuration, its parameters and what one layer computes.
 
 Shape legend: B requests, T context rows, A anchors, S draft slots, N = 1 + S block rows, H hidden size (the target's),
 F fused target feature size, Hq/Hkv query/KV heads, Dh head dim, V target vocabulary, r edge rank.

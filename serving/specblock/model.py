@@ -1,4 +1,4 @@
-"""The SpecBlock drafter network: its configuration, its parameters and what one layer computes.
+"""SpecBlock network: its configuration, its parameters and what one layer computes.
 
 Shape legend: R rows, K draft slots of a block, T = R * K drafter tokens, H drafter hidden size, E target embedding
 size, F fused target feature size, Hq/Hkv query/KV heads, Dh head dim, V target vocabulary, Vd draft vocabulary.

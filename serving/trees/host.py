@@ -188,6 +188,7 @@ class HostTrees:
         )
         if not propose_blocks(group.drafter, group.inputs, blocks, out, self._timer):
             return None
+        ranked = None if blocks.is_empty else (blocks.ranked(), group.rows)  # what raises marks nothing as drafted
         if blocks.num_leaves:
             out.num_leaves += blocks.num_leaves
             out.num_cells = blocks.num_slots * NUM_RANK_CLASSES
@@ -196,7 +197,7 @@ class HostTrees:
                 out.frontier_mass[group.rows[owner]] += mass
         for row in group.rows:
             out.is_drafted[row] = True
-        return None if blocks.is_empty else (blocks.ranked(), group.rows)
+        return ranked
 
     def assemble(
         self, out: RoundDraft, drafted: list[tuple[Ranked, list[int]]], anchor_token_ids: torch.Tensor

@@ -53,11 +53,6 @@ class Log:
         """Part of the rounds in which anything was drafted."""
         return float(np.mean(np.array(self.num_drafting[start:stop]) > 0))
 
-    def longest_gap(self) -> int:
-        """Most rounds in a row without a draft."""
-        gaps = np.diff([-1, *np.flatnonzero(self.num_drafting), len(self.num_drafting)]) - 1
-        return int(gaps.max())
-
 
 @dataclass(kw_only=True)
 class World:

@@ -46,7 +46,7 @@ the one ingress process that answered; with several (`ingress.num_replicas`) a s
 CONTROLLER = """
 ## Of the controller
 
-Every replica appends the same values, from a snapshot less than a second old; they are absent while the controller is
+Every replica appends the same values, from a snapshot at most three seconds old; they are absent while the controller is
 away (a scrape waits at most 0.8 s for it). Take them from one replica, or with `max`. `group` is `adaptive` (the live
 version), `canary` (adaptive requests that the version on trial serves), `static` (hold-back) or `plain` (no drafter).
 """

@@ -100,7 +100,7 @@ class ScriptedController:
     def arm_of(self, d: Decision) -> ArmSpec:
         return ARM
 
-    def job_finished(self, result: TrainResult, *, decision_id: int, now: float, costs=None) -> JobOutcome:
+    def job_finished(self, result: TrainResult, *, decision_id: int, now: float) -> JobOutcome:
         self.outcomes.append(result)
         assert self.s.jobs[decision_id] == "running", "a job's result was folded twice"
         self.s.jobs[decision_id] = result.status

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.bandit.beliefs.gain_model import further_share
-from paceline.bandit.controller.controller import Controller, HostContext, JobCosts
+from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Decision, FeedbackBatch, Group, ShadowScore, TrainResult
@@ -171,9 +171,7 @@ class World:
         if self.job is not None and self.job[1] <= now:
             decision, _, _ = self.job
             self.job = None
-            outcome = self.controller.job_finished(
-                self.train(decision), decision_id=decision.decision_id, now=now, costs=JobCosts()
-            )
+            outcome = self.controller.job_finished(self.train(decision), decision_id=decision.decision_id, now=now)
             if outcome.publish is not None:
                 self._swap(outcome.publish, decision.decision_id)
         decisions = self.controller.tick(now, self.context())

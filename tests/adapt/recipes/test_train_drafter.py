@@ -80,7 +80,7 @@ def test_exact_short_loops_are_found_and_cut():
     )  # fmt: skip
     cut = cut_loop(trace)
     assert (len(cut.token_ids), len(cut.features), len(cut.topk_ids), cut.finish_reason) == (35, 34, 32, "loop")
-    assert cut_loop(dataclasses.replace(trace, finish_reason="stop")).finish_reason == "stop"
+    assert cut_loop(dataclasses.replace(trace, finish_reason="stop")).finish_reason == "loop"
 
 
 def test_a_prompt_ends_where_an_answer_begins_or_is_cut(target_dir):

@@ -21,7 +21,7 @@ def test_predictions_follow_measured_jobs_and_other_arms_follow_weakly():
     arm = sized(FULL, 4000)
     before, head = (model.predict(a, busy=1, num_replicas=1).training_s for a in (arm, HEAD))
     for _ in range(6):
-        model.update(arm, 3 * before, 2.0, 0.0, 1)
+        model.update(arm, 3 * before, 2.0)
     assert model.predict(arm, busy=1, num_replicas=1).training_s == pytest.approx(3 * before, rel=0.2)
     assert model.predict(HEAD, busy=1, num_replicas=1).training_s > 1.5 * head
 
@@ -39,7 +39,7 @@ def test_the_margin_falls_with_the_jobs_that_were_measured():
     margins = [costs.margin()]
     for i in range(6):
         if i % 2:
-            costs.update(FULL, 10.0, 2.0, 0.1, 1)
+            costs.update(FULL, 10.0, 2.0)
         else:
             costs.update_cut_short(FULL, 10.0)
         margins.append(costs.margin())

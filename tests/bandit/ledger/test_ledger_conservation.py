@@ -7,7 +7,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from paceline.bandit.controller.controller import Controller, JobCosts
+from paceline.bandit.controller.controller import Controller
 from paceline.bandit.ledger.totals import fold_entries
 from paceline.config import PolicyConfig
 from paceline.contracts import Decision, FeedbackBatch, LedgerEntry, TrainResult
@@ -89,7 +89,7 @@ class Service:
             if decision.decision_id not in self.results:
                 self.results[decision.decision_id] = w.train(decision)
             result = self.results[decision.decision_id]
-            outcome = w.controller.job_finished(result, decision_id=decision.decision_id, now=now, costs=JobCosts())
+            outcome = w.controller.job_finished(result, decision_id=decision.decision_id, now=now)
             if outcome.publish is not None:
                 self._swap(commit, outcome.publish, decision.decision_id, now)
         if order == "pin":

@@ -15,6 +15,7 @@ from paceline.infra.controller.store import HostConfig
 from paceline.infra.controller.traffic import MAX_BUCKETS
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_first_version, read_desired
+from paceline.infra.state.log import LogFile
 from paceline.infra.state.redis_clients import FEEDBACK_GROUP, consumer_client, patient_client
 from tests.helpers.faults import Fault
 from tests.helpers.hosts import ledger, make_host, recent_log, send, settle, stored
@@ -232,6 +233,34 @@ def test_lost_data_is_restored_from_the_snapshot_file(own_redis, keys, tmp_path)
     assert read_desired(client, keys).version == "v2"
     assert second.session.books.store.epoch > host.session.books.store.epoch
     assert len(ledger(client, keys, tmp_path / "data")) == 1
+
+
+def test_a_data_folder_that_cannot_be_written_is_no_outage(host, client, keys, tmp_path):
+    settle(host)
+    log = tmp_path / "data" / "decisions.jsonl"
+    log.rename(tmp_path / "aside")
+    log.mkdir()
+    send(client, keys, 1)
+    host.session.orders.set_policy("never")
+    settle(host)
+    assert stored(client, keys).policy == "never" and stored(client, keys).num_rows == 3
+    assert "data folder" in host.snapshot().errors.last
+    log.rmdir()
+    (tmp_path / "aside").rename(log)
+    host.session.orders.set_policy("payoff")
+    settle(host)
+    assert [x["log_id"] for x in LogFile(log).newest_first()] == [x["log_id"] for x in recent_log(client, keys)][::-1]
+
+
+def test_a_controller_that_starts_afresh_shows_no_decisions_of_the_one_before(
+    shared_redis, client, keys, tmp_path, seeded
+):
+    client.set(keys.state, b"junk")
+    client.hset(keys.decisions, "7", b"junk")
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+    settle(host)
+    assert host.snapshot().decisions == [] and client.hgetall(keys.decisions) == {}
 
 
 def test_commands_run_in_the_loop_and_return_errors(shared_redis, keys, tmp_path, seeded, wait_until):

@@ -1,5 +1,6 @@
 """Claims of infra/state/desired.py."""
 
+import resource
 import threading
 
 import msgspec
@@ -78,3 +79,22 @@ def test_log_file_repeats_the_stream_exactly_once(client, keys, tmp_path):
     assert again.sync(client, keys) == 0
     lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
     assert [(x["kind"], x["gen"]) for x in lines] == [("desired", 1), ("desired", 2)]
+
+
+def test_log_file_that_a_full_disk_tore_is_made_good(client, keys, tmp_path):
+    log = LogFile(tmp_path / "decisions.jsonl")
+    ensure_first_version(client, keys, "v1", 10, 1.0)
+    log.sync(client, keys)
+    for gen in range(2, 6):
+        commit_desired(client, keys, lambda d, gen=gen: msgspec.structs.replace(d, gen=gen, version="v2"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size * 5 // 2, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            log.sync(client, keys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not log.path.read_bytes().endswith(b"\n")
+    log.sync(client, keys)
+    lines = [msgspec.json.decode(line) for line in log.path.read_bytes().splitlines()]
+    assert [x["gen"] for x in lines] == [1, 2, 3, 4, 5]

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from paceline.config import ServiceConfig
+from paceline.config import VARIABLES, ServiceConfig, with_environment
 from paceline.errors import ConfigError, RequestError
 from paceline.infra.controller.session import restore_controller
 from paceline.infra.controller.snapshot import state_json
@@ -171,9 +171,13 @@ def test_tokens_that_a_header_cannot_carry_are_refused(token: str) -> None:
             ServiceConfig(**{name: token})
 
 
-def test_admin_token_comes_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_ADMIN_TOKEN", "from-env")
-    assert Access.of(ServiceConfig()).admin_token == "from-env"
+def test_tokens_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, variable in VARIABLES.items():
+        monkeypatch.setenv(variable, f"{name}-of-env")
+    access = Access.of(with_environment(ServiceConfig()))
+    assert (access.api_token, access.admin_token) == ("api_token-of-env", "admin_token-of-env")
+    given = with_environment(ServiceConfig(admin_token="given", redis_url="redis://given"))
+    assert (given.admin_token, given.redis_url) == ("given", "redis://given")
     assert Access.of(ServiceConfig(admin_token="given", host="0.0.0.0")) == Access(admin_token="given", host="0.0.0.0")
     assert "given" not in repr(Access(admin_token="given")) + repr(ServiceConfig(admin_token="given"))
 

@@ -154,6 +154,20 @@ def test_a_trial_gives_few_requests_a_least_number_of_nodes_for_a_limited_time()
         assert 0 < sum(n > 0 for n in drafting) <= TRIAL_ROUNDS + 4
 
 
+def test_a_probe_of_long_contexts_takes_those_that_have_least_to_catch_up_with():
+    ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 5e-3))
+    ctrl.costs.ingest_row_s = 1e-4
+    backlogs = {False: list(range(100, 164)), True: list(range(4000, 4064))}
+    seen = {is_long: set() for is_long in backlogs}
+    for is_long, own in backlogs.items():
+        key = (f"v{is_long}", "b", True)
+        serve(ctrl, [key] * 64, 40, lambda _, n: 5e-3 * (1 + 3 * (n > 0)), lambda *_: 0)
+        for _ in range(2 * MAX_WAIT):
+            wants = ctrl.wants_draft([key] * 64, 5000, own, [64] * 64)
+            seen[is_long] |= {i for i, is_wanted in enumerate(wants) if is_wanted}
+    assert seen[True] == {0, 1, 2, 3} and min(seen[False]) > 20, seen
+
+
 def test_catching_up_has_to_pay_within_what_an_answer_still_gets():
     ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 5e-3))
     ctrl.costs.ingest_row_s = 1e-3
