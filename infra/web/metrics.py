@@ -168,11 +168,16 @@ SPECULATION = metric_spec(
     "speculation_on", "gauge", "1", "1 while the tree policy drafts for this bucket, 0 while it decodes plainly because drafting does not pay",
     "bucket", "role", "mode",
 )  # fmt: skip
+FORWARD = metric_spec(
+    "target_forward", "gauge", "1", "What computes the target's forwards: native-ISA (compiled), fused or modules (torch)",
+    "forward",
+)  # fmt: skip
 REPLICA_METRICS: tuple[MetricSpec, ...] = (
     *(spec for table in (ENGINE_METRICS, FEEDBACK_METRICS, TRACE_METRICS) for _, spec in table),
     TRAINING,
     SWAP_PAUSE,
     SPECULATION,
+    FORWARD,
 )
 """Everything that one replica exposes about itself; the middle parts only where it has feedback and traces."""
 
@@ -185,6 +190,8 @@ def _replica_values(counters: dict[str, Any], pauses_ms: Sequence[float]) -> Ite
     yield TRAINING, bool(counters.get("training"))
     rows = counters.get("speculation") or []
     yield SPECULATION, {tuple(str(row[label]) for label in SPECULATION.labels): row["is_on"] for row in rows}
+    if forward := (counters.get("engine") or {}).get("forward"):
+        yield FORWARD, {(forward,): 1}
     if pauses_ms:
         yield SWAP_PAUSE, pauses_ms[-1]
 

@@ -149,7 +149,8 @@ class Engine:
             priority_aging_s=config.priority_aging_s,
         )
         self._deadlines = Deadlines()
-        self._packs_prompts = target.kernels.is_capturable if packs_prompts is None else packs_prompts
+        takes_ragged_rows = target.kernels.is_capturable or not target.pads_requests
+        self._packs_prompts = takes_ragged_rows if packs_prompts is None else packs_prompts
         rng = rng if rng is not None else np.random.default_rng()
         self._inbox = EngineInbox(config.max_waiting, self.scheduler.waiting, rng)
         self.output = RoundOutput(
@@ -351,6 +352,7 @@ class Engine:
         return {
             "num_running": len(self.scheduler.active),
             "num_waiting": self.num_waiting,
+            "forward": self.target.forward_name,
             "num_pages": self.allocator.num_pages,
             "num_free_pages": self.allocator.num_free_pages,
             "num_rounds": self._decode.num_rounds,

@@ -88,7 +88,7 @@ class EngineProbe:
         max_rows = min(MAX_ROWS, self._kv.num_scratch_rows)
         max_requests = min(max_requests, MAX_REQUESTS)
         policy.budget.costs.verify.calibrate(self.verify, max_rows=max_rows, max_requests=max_requests, limit_s=LIMIT_S)
-        if self._target.kernels.is_reference:  # which pads; kernels take ragged rows as they are
+        if self._target.pads_requests:
             costs = policy.budget.costs
             costs.uneven_s, costs.pair_s = self.padding_s(min(max_requests, _PADDED_REQUESTS), max_rows)
 

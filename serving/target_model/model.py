@@ -25,6 +25,7 @@ from paceline.errors import ConfigError
 from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.target_model.fused import KV_DTYPE, FusedForward, supports_fused
 from paceline.serving.target_model.kv_cache import KVPool
+from paceline.serving.target_model.native import NativeDecoder, new_native, supports_native
 from paceline.serving.target_model.paged_attention import (
     ATTENTION,
     PagedPass,
@@ -131,6 +132,7 @@ class TargetModel:
             decoder.layers[tap].register_forward_hook(self._make_hook(tap), with_kwargs=True)
         self.kv_dtype = self.dtype
         self._fused: FusedForward | None = None
+        self._native: NativeDecoder | None = None
         self.has_rope_kernel = False
         """Whether head norm, RoPE and the K/V write of a layer are one kernel (paged_attention.py)."""
         if fast_path is not False and num_ranks == 1:
@@ -138,15 +140,32 @@ class TargetModel:
 
     @property
     def is_fast_path(self) -> bool:
-        """Whether forwards run fused (fused_forward.py) instead of through the transformers modules."""
-        return self._fused is not None
+        """Whether forwards run in one call or fused instead of through the transformers modules."""
+        return self._native is not None or self._fused is not None
+
+    @property
+    def forward_name(self) -> str:
+        """What computes forwards: native-ISA | fused | modules."""
+        if self._native is not None:
+            return f"native-{self._native.isa}"
+        return "fused" if self._fused is not None else "modules"
+
+    @property
+    def pads_requests(self) -> bool:
+        """Whether attention pads the requests of a round to the widest and the longest one."""
+        return self.kernels.is_reference and self._native is None
 
     @torch.inference_mode()
     def _choose_fast_path(self, *, is_required: bool) -> None:
         """Use the forward with the fewest operators that the family has here, if it reproduces the transformers forward."""
         error, limit = None, _MAX_FUSED_ERROR_FP32 if self.dtype == torch.float32 else _MAX_FUSED_ERROR_BF16
         if self.kernels.is_reference:
-            if supports_fused(self.model):  # it reads the reference's plans
+            if supports_native(self.model):
+                self._native = new_native(self.model, self.tap_layers)
+                error = self._fused_error()
+                if error > limit:
+                    self._native = None
+            if self._native is None and supports_fused(self.model):  # it reads the reference's plans
                 self._fused = FusedForward(self.model, self.tap_layers, self.kernels)
                 self.kv_dtype = KV_DTYPE
                 error = self._fused_error()
@@ -162,11 +181,11 @@ class TargetModel:
             self.has_rope_kernel = error <= limit
             if not self.has_rope_kernel:
                 undo()
-        if is_required and self._fused is None and not self.has_rope_kernel:
+        if is_required and not self.is_fast_path and not self.has_rope_kernel:
             raise ConfigError(f"fast_path must be None or False for this target, got True (relative error {error})")
         log.info(
-            "target forward chosen fused=%s rope_kernel=%s relative_error=%s",
-            self.is_fast_path, self.has_rope_kernel, error,
+            "target forward chosen forward=%s rope_kernel=%s relative_error=%s",
+            self.forward_name, self.has_rope_kernel, error,
         )  # fmt: skip
 
     def _fused_error(self) -> float:
@@ -302,6 +321,12 @@ class TargetModel:
         """
         if self.leader is not None:
             self.leader.send_forward(batch)
+        if self._native is not None:
+            logits, features = self._native.run(
+                batch.token_ids, batch.positions, batch.cu_rows, batch.context_lens, batch.slot_table, batch.out_rows,
+                batch.ancestors, batch.logit_rows, kv.data,
+            )  # fmt: skip
+            return TargetOutput(logits=logits, features=features)
         plan = self.kernels.plan_attention(
             cu_rows=batch.cu_rows,
             context_lens=batch.context_lens,

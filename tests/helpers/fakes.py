@@ -67,7 +67,7 @@ def tiny_model(
     width: int = 32,
     heads: int = 4,
     kv_heads: int = 2,
-    head_dim: int = 8,
+    head_dim: int = 16,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     context: int = 512,

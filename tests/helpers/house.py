@@ -39,7 +39,7 @@ FLOORS = (
     ("serving/drafters", "serving/sampling"),
     ("serving/target_model", "serving/budget"),
     ("kernels",),
-    ("kernels/gpu",),
+    ("kernels/gpu", "kernels/cpu"),
     ("kernels/reference",),
     ("bandit/off_policy",),
     ("bandit/replay",),

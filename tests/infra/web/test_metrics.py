@@ -133,7 +133,7 @@ def test_scrape_holds_the_replica_and_the_controller():
     speculation = [{"bucket": "b", "role": "live", "mode": "greedy", "is_on": True}]
     counters = {
         "speculation": speculation,
-        "engine": {"num_rounds": 7},
+        "engine": {"num_rounds": 7, "forward": "native-avx2"},
         "feedback": {"redis_up": True},
         "traces": {},
         "training": True,
@@ -197,7 +197,7 @@ def test_a_snapshot_asked_for_before_a_change_is_not_shown_after_it():
 
 def test_no_label_can_hold_a_version_or_request():
     labels = {label for spec in (*CONTROLLER_METRICS, *REPLICA_METRICS) for label in spec.labels}
-    assert labels <= {"action", "kind", "bucket", "group", "bound", "role", "mode"}
+    assert labels <= {"action", "kind", "bucket", "group", "bound", "role", "mode", "forward"}
 
 
 def test_traffic_is_summed_per_bucket_and_group_and_recent_is_recent():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, TreeConfig
+from paceline.kernels.cpu.library import ISA_VARIABLE
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.calibration import EngineProbe
@@ -70,7 +71,8 @@ def test_a_forward_has_the_rows_and_requests_asked_for():
     assert machine.sizes[1][0] == 25 and max(machine.sizes[1][1:]) <= 6
 
 
-def test_only_kernels_that_pad_are_charged_for_padding():
+def test_only_forwards_that_pad_are_charged_for_padding(monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, "none")
     for kernels, wanted in ((None, 2e-7), (STATIC_KERNELS, 0.0)):
         policy = TreePolicy(TreeConfig())
         make_probe(Machine(2e-7), kernels=kernels).calibrate_verify(policy, 8)

@@ -206,7 +206,7 @@ def test_prompt_log_probabilities_behind_resumed_tokens_are_refused_and_not_forg
 def test_resumed_requests_survive_preemption_on_a_full_engine() -> None:
     config = EngineConfig(max_running=4, kv_bytes=1, page_tokens=4, prefill_chunk_tokens=5, tree=TREE)
     row = target().kv_row_bytes
-    small = Engine(target(), DrafterSlots(), dataclasses.replace(config, kv_bytes=row * 4 * 16))
+    small = Engine(target(), DrafterSlots(), dataclasses.replace(config, kv_bytes=row * 4 * 13))
     whole = {n: tokens(run(engine(False, 0), dataclasses.replace(ask(temperature=0.0), prompt_token_ids=(*PROMPT, n)))) for n in range(4)}  # fmt: skip
     events: dict[int, list[RoundEvent]] = {n: [] for n in whole}
     rng = random.Random(0)

@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 import torch
 
+from paceline.kernels.cpu.library import ISA_VARIABLE
 from paceline.kernels.dispatch import select_kernels
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetBatch, forward_together
 from tests.helpers.engines import VOCAB, FeatureDrafter, Run, Sinks, finish, greedy, make_engine, target
-from tests.helpers.fakes import prefill
+from tests.helpers.fakes import prefill, tiny_target
 from tests.helpers.scripted_drafters import RandomDrafter
 
 PROMPTS = [tuple(3 + (7 * i + k * k) % 60 for k in range(n)) for i, n in enumerate((3, 50, 20, 41))]
@@ -96,8 +97,9 @@ class CountedTarget:
         return self._inner.forward(batch, kv)
 
 
-def test_prompts_get_a_forward_of_their_own_where_attention_pads():
-    engine = make_engine(RandomDrafter(VOCAB))
+def test_prompts_get_a_forward_of_their_own_where_attention_pads(monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    engine = make_engine(RandomDrafter(VOCAB), model=tiny_target(vocab=VOCAB, context=128))
     assert not select_kernels("cpu").is_capturable and not engine._packs_prompts
 
 

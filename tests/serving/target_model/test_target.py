@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
+from paceline.kernels.cpu.library import choose_isa
 from paceline.kernels.dispatch import select_kernels
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetModel, checkpoint_version, default_tap_layers
@@ -15,6 +16,8 @@ from tests.helpers.trees import tree_batch, tree_path
 # float32 sums in another order: about 1e-6 on logits of size 5.
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 TARGETS = {
+    "llama-native": ("llama", None, "reference"),
+    "qwen3-native": ("qwen3", None, "reference"),
     "llama-fused": ("llama", None, "reference"),
     "qwen3-fused": ("qwen3", None, "reference"),
     "llama-modules": ("llama", False, "reference"),
@@ -32,9 +35,13 @@ def target(request):
     if backend == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("needs TRITON_INTERPRET=1")
     kernels = select_kernels("cpu", backend)
-    model = tiny_model(kind, layers=3 if backend == "triton" else 6)  # the interpreter is slow
+    forward = request.param.rpartition("-")[2]
+    if forward == "native" and choose_isa() is None:
+        pytest.skip("needs the compiled library")
+    # The interpreter is slow; the native forward takes heads of whole vectors only.
+    model = tiny_model(kind, layers=3 if backend == "triton" else 6, head_dim=8 if forward == "fused" else 16)
     made = TargetModel.from_model(model, tiny_tokenizer(), fast_path=fast_path, kernels=kernels)
-    assert made.is_fast_path == request.param.endswith("fused")
+    assert made.forward_name.startswith("modules" if backend == "triton" else forward)
     assert made.has_rope_kernel == (backend == "triton")
     return made
 
@@ -130,9 +137,10 @@ def test_generate_of_the_wrapped_model_is_undisturbed(target):
     assert made[0].tolist() == tokens
 
 
-def test_bfloat16_fused_forward_stays_near_the_modules():
-    target = tiny_target("qwen3", dtype=torch.bfloat16)
-    assert target.is_fast_path
+@pytest.mark.parametrize(("head_dim", "forward"), [(8, "fused"), (16, "native")])
+def test_bfloat16_forward_stays_near_the_modules(head_dim, forward):
+    target = tiny_target("qwen3", dtype=torch.bfloat16, head_dim=head_dim)
+    assert target.forward_name.startswith(forward) or choose_isa() is None
     kv, pages = target.new_kv_pool(8, 4, 0), PageAllocator(8, 4)
     tokens = _tokens(20)
     got, expected = prefill(target, kv, pages, "a", tokens), plain_logits(target, tokens)
@@ -140,15 +148,16 @@ def test_bfloat16_fused_forward_stays_near_the_modules():
     assert (got.logits - expected).norm() < 0.05 * expected.norm()
 
 
-def test_odd_kv_heads_and_single_heads_run_fused():
-    for heads, kv_heads in ((3, 3), (4, 1), (1, 1)):
-        target = tiny_target("qwen3", heads=heads, kv_heads=kv_heads, layers=3)
-        assert target.is_fast_path
-        kv, pages = target.new_kv_pool(8, 4, 0), PageAllocator(8, 4)
-        tokens = _tokens(9)
-        torch.testing.assert_close(
-            prefill(target, kv, pages, "a", tokens).logits, plain_logits(target, tokens), **TOLERANCE
-        )
+@pytest.mark.parametrize("head_dim", [8, 16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 1), (1, 1)])
+def test_odd_kv_heads_and_single_heads_run_fast(heads, kv_heads, head_dim):
+    target = tiny_target("qwen3", heads=heads, kv_heads=kv_heads, head_dim=head_dim, layers=3)
+    assert target.is_fast_path
+    kv, pages = target.new_kv_pool(8, 4, 0), PageAllocator(8, 4)
+    tokens = _tokens(9)
+    torch.testing.assert_close(
+        prefill(target, kv, pages, "a", tokens).logits, plain_logits(target, tokens), **TOLERANCE
+    )
 
 
 def test_saved_checkpoint_loads_with_its_version(tmp_path):

@@ -1,0 +1,99 @@
+"""Build of the native round: compiles round.cpp once for each instruction set and links one shared library.
+
+The library has a plain C interface: it depends on neither Python nor torch, so a built wheel serves any version of both.
+`python -m paceline.kernels.cpu.build` builds it in place. Imports nothing of the project: setup.py runs it, too.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+NAME = "libround.so"
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-fno-rtti",
+    "-fno-exceptions",
+    "-Wall",
+    "-Wno-psabi",
+    "-Wno-ignored-attributes",
+)
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
+VARIANTS = {
+    "x86_64": {
+        "avx2": ("-mavx2", "-mfma"),
+        "avx512": _AVX512,
+        "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    },
+    "aarch64": {"baseline": ()},  # NEON is a part of it
+}
+"""Machine -> instruction set of library.py -> compiler flags."""
+
+
+class BuildError(RuntimeError):
+    """The library could not be built."""
+
+
+def find_compiler() -> list[str]:
+    """The command of a C++ compiler: CXX, the system's, or that of the wheel `ziglang`. Raises: BuildError."""
+    if os.environ.get("CXX"):
+        return os.environ["CXX"].split()
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++"]
+    raise BuildError("no C++ compiler was found: install g++ or clang, or `pip install ziglang`")
+
+
+def build(folder: Path = HERE) -> Path:
+    """Compile into `folder`; returns the library. Raises: BuildError with what the compiler said."""
+    variants = VARIANTS.get(platform.machine().lower().replace("amd64", "x86_64"))
+    if variants is None or sys.platform not in ("linux", "darwin"):
+        raise BuildError(f"there is no native round for {platform.machine()} on {sys.platform}")
+    compiler = find_compiler()
+    with tempfile.TemporaryDirectory() as room:
+        jobs = {Path(room, f"{n}.o"): (f"{n}.cpp", ()) for n in ("isa", "threads")}
+        jobs |= {
+            Path(room, f"round_{isa}.o"): ("round.cpp", (*flags, f"-DISA={isa}")) for isa, flags in variants.items()
+        }
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            done = [
+                pool.submit(_run, [*compiler, *FLAGS, *flags, "-c", str(HERE / source), "-o", str(out)])
+                for out, (source, flags) in jobs.items()
+            ]
+            for job in done:
+                job.result()
+        static = (
+            ["-static-libstdc++", "-static-libgcc"] if "ziglang" not in compiler and sys.platform == "linux" else []
+        )
+        library = Path(room, NAME)
+        _run([*compiler, "-shared", *static, *map(str, jobs), "-o", str(library), "-lpthread"])
+        folder.mkdir(parents=True, exist_ok=True)
+        # Renamed into place: a process that has the old one mapped keeps it.
+        temporary = folder / f".{NAME}.{os.getpid()}"
+        shutil.copyfile(library, temporary)
+        os.replace(temporary, folder / NAME)
+    return folder / NAME
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise BuildError(f"{' '.join(command[:3])} ... failed:\n{result.stderr[-2000:]}")
+
+
+if __name__ == "__main__":
+    print(build())

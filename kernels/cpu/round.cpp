@@ -1,0 +1,819 @@
+// Round: a whole packed forward of a dense decoder (RMSNorm, grouped attention over paged KV, SwiGLU) in one call.
+//
+// This file is compiled once for every instruction set (ISA names it). A row's numbers do not depend on which rows are
+// computed beside it, on how many threads there are, or on whether its context was committed or lies in the tree above it:
+// every sum runs over its inputs in one order, and keys that a row does not see are left out, not masked. So a tree's rows get
+// bit for bit what plain decoding would have got.
+#include "round.h"
+
+#include <math.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#ifndef ISA
+#define ISA generic
+#endif
+#define JOIN2(a, b) a##_##b
+#define JOIN(a, b) JOIN2(a, b)
+
+namespace {
+
+constexpr int LANES = 16;
+
+// 16 numbers, in as many of the machine's registers as they take.
+#if defined(__AVX512F__)
+constexpr int REGISTER = 16;
+constexpr int TILE_ROWS = 6;  // times 4 panels: 24 sums, 4 weights and 1 input of 32 registers
+#elif defined(__AVX2__)
+constexpr int REGISTER = 8;
+constexpr int TILE_ROWS = 4;  // times 1 panel: 8 halves of sums of 16 registers
+#else
+constexpr int REGISTER = 4;
+constexpr int TILE_ROWS = 4;  // times 1 panel: 16 quarters of sums of 32 registers
+#endif
+constexpr int PIECES = LANES / REGISTER;
+typedef float Piece __attribute__((vector_size(4 * REGISTER), aligned(4), may_alias));
+typedef int32_t IntPiece __attribute__((vector_size(4 * REGISTER), aligned(4), may_alias));
+typedef uint32_t WordPiece __attribute__((vector_size(4 * REGISTER), aligned(4), may_alias));
+typedef uint16_t HalfPiece __attribute__((vector_size(2 * REGISTER), aligned(2), may_alias));
+
+struct Floats {
+  Piece v[PIECES];
+};
+#define EACH(expression) \
+  Floats y;              \
+  for (int i = 0; i < PIECES; ++i) y.v[i] = expression; \
+  return y
+inline Floats operator+(const Floats& a, const Floats& b) { EACH(a.v[i] + b.v[i]); }
+inline Floats operator-(const Floats& a, const Floats& b) { EACH(a.v[i] - b.v[i]); }
+inline Floats operator*(const Floats& a, const Floats& b) { EACH(a.v[i] * b.v[i]); }
+inline Floats operator/(const Floats& a, const Floats& b) { EACH(a.v[i] / b.v[i]); }
+inline Floats operator*(const Floats& a, float b) { EACH(a.v[i] * b); }
+inline Floats operator-(const Floats& a) { EACH(-a.v[i]); }
+inline Floats& operator+=(Floats& a, const Floats& b) { return a = a + b; }
+inline Floats larger(const Floats& a, const Floats& b) { EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline Floats load(const float* p) { EACH(*(const Piece*)(p + i * REGISTER)); }
+inline Floats all(float x) { EACH(Piece{} + x); }
+inline void store(float* p, const Floats& x) {
+  for (int i = 0; i < PIECES; ++i) *(Piece*)(p + i * REGISTER) = x.v[i];
+}
+
+inline float to_float(uint16_t x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  float y;
+  memcpy(&y, &bits, 4);
+  return y;
+}
+
+inline float sum_lanes(const Floats& x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x.v[0]);
+#else
+  float s[LANES];
+  store(s, x);
+  for (int n = LANES / 2; n; n /= 2)
+    for (int i = 0; i < n; ++i) s[i] += s[i + n];
+  return s[0];
+#endif
+}
+
+inline float max_lanes(const Floats& x) {
+  float s[LANES];
+  store(s, x);
+  for (int i = 1; i < LANES; ++i) s[0] = s[i] > s[0] ? s[i] : s[0];
+  return s[0];
+}
+
+// e^x to about 1e-7 of it (Cephes' polynomial of degree 5); results below the smallest normal number are 0.
+inline Piece exponential(Piece x) {
+  const IntPiece is_tiny = x < Piece{} - 87.33f;
+  x = is_tiny ? Piece{} - 87.33f : x;
+  x = x > Piece{} + 88.37f ? Piece{} + 88.37f : x;
+  const Piece shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the nearest integer in the low bits
+  const Piece n = shifted - 12582912.0f;
+  Piece r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Piece p = Piece{} + 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const IntPiece power = ((IntPiece)shifted + (127 - 0x4b400000)) << 23;
+  return is_tiny ? Piece{} : p * (Piece)power;
+}
+inline Floats exponential(const Floats& x) { EACH(exponential(x.v[i])); }
+
+// ---- numbers in memory -----------------------------------------------------------------------------------------
+template <class T>
+inline Floats widen(const T* p);
+template <>
+inline Floats widen<float>(const float* p) {
+  return load(p);
+}
+template <>
+inline Floats widen<uint16_t>(const uint16_t* p) {
+  EACH((Piece)(__builtin_convertvector(*(const HalfPiece*)(p + i * REGISTER), WordPiece) << 16));
+}
+
+template <class T>
+inline void narrow(T* p, const Floats& x);
+template <>
+inline void narrow<float>(float* p, const Floats& x) {
+  store(p, x);
+}
+template <>
+inline void narrow<uint16_t>(uint16_t* p, const Floats& x) {  // to nearest, ties to even
+#if defined(__AVX512BF16__)
+  const __m256bh h = _mm512_cvtneps_pbh((__m512)x.v[0]);
+  memcpy(p, &h, 32);
+#else
+  for (int i = 0; i < PIECES; ++i) {
+    const WordPiece w = (WordPiece)x.v[i];
+    const WordPiece rounded = (w + 0x7fff + (w >> 16 & 1)) >> 16;
+    const WordPiece quiet = w >> 16 | 64;  // not a number stays so
+    *(HalfPiece*)(p + i * REGISTER) =
+        __builtin_convertvector((w & 0x7fffffff) > 0x7f800000 ? quiet : rounded, HalfPiece);
+  }
+#endif
+}
+
+// ---- products --------------------------------------------------------------------------------------------------
+// Weights: float of a float32 panel, uint16_t of a bfloat16 one, int8_t. Inputs of float32 weights are float32, of the
+// others bfloat16: exact for what follows, and the products are added up in float32.
+template <class W>
+struct Input {
+  typedef uint16_t Number;
+};
+template <>
+struct Input<float> {
+  typedef float Number;
+};
+
+// Two neighbouring inputs' worth of a panel's weights.
+template <class W>
+struct Pair;
+
+#if defined(__AVX512BF16__)
+struct PackedPair {
+  __m512bh w;
+  static inline __m512bh inputs(const uint16_t* x) {
+    int32_t two;
+    memcpy(&two, x, 4);
+    return (__m512bh)_mm512_set1_epi32(two);
+  }
+  inline Floats add(const Floats& sum, __m512bh x) const { return {{(Piece)_mm512_dpbf16_ps((__m512)sum.v[0], w, x)}}; }
+};
+template <>
+struct Pair<uint16_t> : PackedPair {
+  static inline PackedPair at(const uint16_t* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
+};
+template <>
+struct Pair<int8_t> : PackedPair {
+  static inline PackedPair at(const int8_t* p) {
+    const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+    const __m512 even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(wide, 16), 16));
+    const __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(wide, 16));
+    // Integers up to 127 are exact in bfloat16: their float32 form ends in 16 zero bits.
+    const __m512i both = _mm512_or_si512(_mm512_srli_epi32((__m512i)even, 16), (__m512i)odd);
+    return {(__m512bh)both};
+  }
+};
+#else
+struct SplitPair {
+  Floats even, odd;
+  struct Two {
+    float even, odd;
+  };
+  static inline Two inputs(const uint16_t* x) { return {to_float(x[0]), to_float(x[1])}; }
+  inline Floats add(const Floats& sum, Two x) const { return (sum + odd * x.odd) + even * x.even; }
+};
+template <>
+struct Pair<uint16_t> : SplitPair {
+  static inline SplitPair at(const uint16_t* p) {
+    SplitPair two;
+    for (int i = 0; i < PIECES; ++i) {
+      const WordPiece w = *(const WordPiece*)(p + 2 * i * REGISTER);
+      two.even.v[i] = (Piece)(w << 16);
+      two.odd.v[i] = (Piece)(w & 0xffff0000u);
+    }
+    return two;
+  }
+};
+template <>
+struct Pair<int8_t> : SplitPair {
+  static inline SplitPair at(const int8_t* p) {
+    SplitPair two;
+    typedef int16_t Couples __attribute__((vector_size(2 * REGISTER), aligned(1), may_alias));  // bytes of both inputs
+    for (int i = 0; i < PIECES; ++i) {
+      const IntPiece w = __builtin_convertvector(*(const Couples*)(p + 2 * i * REGISTER), IntPiece);
+      two.even.v[i] = __builtin_convertvector(w << 24 >> 24, Piece);
+      two.odd.v[i] = __builtin_convertvector(w >> 8, Piece);
+    }
+    return two;
+  }
+};
+#endif
+struct FloatPair {
+  Floats even, odd;
+  struct Two {
+    float even, odd;
+  };
+  static inline Two inputs(const float* x) { return {x[0], x[1]}; }
+  inline Floats add(const Floats& sum, Two x) const { return (sum + even * x.even) + odd * x.odd; }
+};
+template <>
+struct Pair<float> : FloatPair {
+  static inline FloatPair at(const float* p) { return {load(p), load(p + LANES)}; }
+};
+
+template <class W, int ROWS, int PANELS>
+inline void tile(const typename Input<W>::Number* x, int64_t stride, const W* w, int64_t in, float* y, int64_t y_stride) {
+  Floats sum[ROWS][PANELS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int b = 0; b < PANELS; ++b) sum[r][b] = Floats{};
+  for (int64_t k = 0; k < in; k += 2) {
+    decltype(Pair<W>::at(w)) pair[PANELS];
+    for (int b = 0; b < PANELS; ++b) pair[b] = Pair<W>::at(w + b * in * LANES + k * LANES);
+    for (int r = 0; r < ROWS; ++r) {
+      const auto two = Pair<W>::inputs(x + r * stride + k);
+      for (int b = 0; b < PANELS; ++b) sum[r][b] = pair[b].add(sum[r][b], two);
+    }
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int b = 0; b < PANELS; ++b) store(y + r * y_stride + b * LANES, sum[r][b]);
+}
+
+template <class W, int PANELS, int ROWS>
+inline void few_rows(const typename Input<W>::Number* x, int64_t rows, int64_t stride, const W* w, int64_t in, float* y,
+                     int64_t y_stride) {
+  if (rows == ROWS) return tile<W, ROWS, PANELS>(x, stride, w, in, y, y_stride);
+  if constexpr (ROWS > 1) few_rows<W, PANELS, ROWS - 1>(x, rows, stride, w, in, y, y_stride);
+}
+
+template <class W, int PANELS>
+inline void panels(const typename Input<W>::Number* x, int64_t rows, int64_t stride, const W* w, int64_t in, float* y,
+                   int64_t y_stride) {
+  int64_t r = 0;
+  for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
+    tile<W, TILE_ROWS, PANELS>(x + r * stride, stride, w, in, y + r * y_stride, y_stride);
+  if (r < rows) few_rows<W, PANELS, TILE_ROWS - 1>(x + r * stride, rows - r, stride, w, in, y + r * y_stride, y_stride);
+}
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+constexpr int64_t ROW_BLOCK = 16;  // rows are computed 16 at a time; buffers are that much longer than they must be
+
+// Tile loads are no reads in the compiler's eyes: what they read must be written before.
+inline void settle_memory() { asm volatile("" ::: "memory"); }
+
+inline const void* weights_of(const uint16_t* w, uint16_t*) { return w; }
+inline const void* weights_of(const int8_t* w, uint16_t* room) {  // 16 pairs of a panel
+  for (int i = 0; i < 16; ++i) {
+    const auto pair = Pair<int8_t>::at(w + i * 32);
+    memcpy(room + i * 32, &pair.w, 64);
+  }
+  settle_memory();
+  return room;
+}
+
+struct Tiles {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+inline void store_rows(const float* found, int64_t rows, float* y, int64_t y_stride) {
+  for (int64_t r = 0; r < rows; ++r) store(y + r * y_stride, load(found + r * LANES));
+}
+
+// One block of rows times two panels, or two blocks times two: sums in tiles 0-3.
+template <class W>
+inline void tile_panels(const uint16_t* x, int64_t rows, int64_t stride, const W* w, int64_t num_panels, int64_t in, float* y,
+                        int64_t y_stride) {
+  alignas(64) uint16_t room[2][512];
+  alignas(64) float found[256];
+  const int64_t step = stride * 2;
+  settle_memory();
+  for (int64_t b = 0; b < num_panels; b += 2) {
+    const W *w0 = w + b * in * LANES, *w1 = b + 1 < num_panels ? w0 + in * LANES : w0;
+    const bool is_pair = b + 1 < num_panels;
+    int64_t r = 0;
+    for (; r < rows; r += 2 * ROW_BLOCK) {
+      const bool is_both = r + ROW_BLOCK < rows;
+      const uint16_t *x0 = x + r * stride, *x1 = is_both ? x0 + ROW_BLOCK * stride : x0;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      if (is_both) {
+        for (int64_t k = 0; k < in; k += 32) {
+          _tile_loadd(4, x0 + k, step);
+          _tile_loadd(5, x1 + k, step);
+          _tile_loadd(6, weights_of(w0 + k * LANES, room[0]), 64);
+          _tile_loadd(7, weights_of(w1 + k * LANES, room[1]), 64);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_dpbf16ps(1, 4, 7);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      } else {
+        for (int64_t k = 0; k < in; k += 32) {
+          _tile_loadd(4, x0 + k, step);
+          _tile_loadd(6, weights_of(w0 + k * LANES, room[0]), 64);
+          _tile_loadd(7, weights_of(w1 + k * LANES, room[1]), 64);
+          _tile_dpbf16ps(0, 4, 6);
+          _tile_dpbf16ps(1, 4, 7);
+        }
+      }
+      float* out = y + r * y_stride + b * LANES;
+      const int64_t first = rows - r < ROW_BLOCK ? rows - r : ROW_BLOCK;
+      _tile_stored(0, found, 64);
+      store_rows(found, first, out, y_stride);
+      if (is_pair) {
+        _tile_stored(1, found, 64);
+        store_rows(found, first, out + LANES, y_stride);
+      }
+      if (is_both) {
+        const int64_t second = rows - r - ROW_BLOCK < ROW_BLOCK ? rows - r - ROW_BLOCK : ROW_BLOCK;
+        _tile_stored(2, found, 64);
+        store_rows(found, second, out + ROW_BLOCK * y_stride, y_stride);
+        if (is_pair) {
+          _tile_stored(3, found, 64);
+          store_rows(found, second, out + ROW_BLOCK * y_stride + LANES, y_stride);
+        }
+      }
+    }
+  }
+}
+#else
+constexpr int64_t ROW_BLOCK = 1;
+#endif
+
+inline void share(int64_t count, int thread, int num_threads, int64_t* first, int64_t* last) {
+  *first = count * thread / num_threads;
+  *last = count * (thread + 1) / num_threads;
+}
+
+template <class W, int PANELS>
+void panel_groups(const typename Input<W>::Number* x, int64_t rows, const W* w, int64_t in, int64_t first, int64_t last, float* y,
+                  int64_t y_stride) {
+  int64_t b = first;
+  for (; b + PANELS <= last; b += PANELS) panels<W, PANELS>(x, rows, in, w + b * in * LANES, in, y + b * LANES, y_stride);
+  for (; b < last; ++b) panels<W, 1>(x, rows, in, w + b * in * LANES, in, y + b * LANES, y_stride);
+}
+
+// y (rows, y_stride)[:, 16 first : 16 last] = x @ w.T of these panels.
+template <class W>
+void product(const typename Input<W>::Number* x, int64_t rows, const Linear& linear, int64_t first, int64_t last, float* y,
+             int64_t y_stride, [[maybe_unused]] bool uses_tiles) {
+  const W* w = (const W*)linear.weight;
+  const int64_t in = linear.in;
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+  if (sizeof(W) < 4 && uses_tiles) {
+    if constexpr (sizeof(W) < 4) tile_panels<W>(x, rows, in, w + first * in * LANES, last - first, in, y + first * LANES, y_stride);
+  } else
+#endif
+  {
+#if defined(__AVX512F__)
+    panel_groups<W, 4>(x, rows, w, in, first, last, y, y_stride);
+#else  // as many sums as there are registers, however few rows there are
+    if (rows == 1)
+      panel_groups<W, 4>(x, rows, w, in, first, last, y, y_stride);
+    else if (rows <= 3)
+      panel_groups<W, 2>(x, rows, w, in, first, last, y, y_stride);
+    else
+      panel_groups<W, 1>(x, rows, w, in, first, last, y, y_stride);
+#endif
+  }
+  if (linear.scale)
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = first * LANES; i < last * LANES; i += LANES) {
+        float* at = y + r * y_stride + i;
+        store(at, load(at) * load(linear.scale + i));
+      }
+}
+
+// ---- the parts of a layer --------------------------------------------------------------------------------------
+inline float mean_square_root(const float* x, int64_t size, float eps) {
+  Floats sum{};
+  for (int64_t i = 0; i < size; i += LANES) sum += load(x + i) * load(x + i);
+  return 1.0f / sqrtf(sum_lanes(sum) / (float)size + eps);
+}
+
+template <class X>
+inline void normalise(const float* x, const float* weight, int64_t size, float eps, X* y) {
+  const Floats factor = all(mean_square_root(x, size, eps));
+  for (int64_t i = 0; i < size; i += LANES) narrow<X>(y + i, load(x + i) * factor * load(weight + i));
+}
+
+// A head's values, normed and turned by the angles of its position; pairs are half a head apart.
+inline void turn(float* x, const float* weight, const float* angles, int64_t dim, float eps, float scale) {
+  const int64_t half = dim / 2;
+  float factor = scale;
+  if (weight) {
+    factor *= mean_square_root(x, dim, eps);
+    for (int64_t i = 0; i < dim; ++i) x[i] *= weight[i];
+  }
+  for (int64_t i = 0; i < half; ++i) {
+    const float a = x[i] * factor, b = x[i + half] * factor;
+    x[i] = a * angles[i] - b * angles[half + i];
+    x[i + half] = b * angles[i] + a * angles[half + i];
+  }
+}
+
+constexpr int64_t QUERY_ROWS = 16;  // rows of a request that one task attends
+
+struct Keys {  // of one request: pool rows of its context, then of its own packed rows
+  const int64_t *context, *own;
+  int64_t num_context, num_own;
+  const uint8_t* ancestors;  // of its first row, or null
+  int64_t stride;
+  inline bool is_seen(int64_t row, int64_t key) const { return ancestors ? ancestors[row * stride + key] : key <= row; }
+};
+
+#if defined(__AVX512F__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+inline void transpose(Floats* rows) {
+  Piece* t = (Piece*)rows;
+  for (int i = 0; i < 16; i += 2) {
+    const Piece a = t[i], b = t[i + 1];
+    t[i] = SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    t[i + 1] = SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  }
+  for (int i = 0; i < 16; ++i) {
+    if (i & 2) continue;
+    const Piece a = t[i], b = t[i + 2];
+    t[i] = SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    t[i + 2] = SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+  for (int i = 0; i < 16; ++i) {
+    if (i & 4) continue;
+    const Piece a = t[i], b = t[i + 4];
+    t[i] = SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    t[i + 4] = SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  }
+  for (int i = 0; i < 8; ++i) {
+    const Piece a = t[i], b = t[i + 8];
+    t[i] = SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    t[i + 8] = SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+}
+#else
+inline void transpose(Floats* t) {
+  float from[LANES][LANES], to[LANES][LANES];
+  for (int i = 0; i < LANES; ++i) store(from[i], t[i]);
+  for (int i = 0; i < LANES; ++i)
+    for (int j = 0; j < LANES; ++j) to[i][j] = from[j][i];
+  for (int i = 0; i < LANES; ++i) t[i] = load(to[i]);
+}
+#endif
+
+// Up to 16 keys, a lane each: found[d] holds their d-th values; lanes beyond `count` are zeros.
+template <class KV, int PARTS>
+inline void load_keys(const KV* base, const int64_t* rows, int64_t row_size, int64_t count, Floats* found) {
+  for (int p = 0; p < PARTS; ++p) {
+    Floats* t = found + p * LANES;
+    for (int64_t c = 0; c < LANES; ++c) t[c] = c < count ? widen<KV>(base + rows[c] * row_size + p * LANES) : Floats{};
+    transpose(t);
+  }
+}
+
+// Scores of QUERIES queries with 16 keys.
+template <int QUERIES>
+inline void score(const float* const* query, const Floats* keys, int64_t dim, float* scores, int64_t stride) {
+  Floats sum[QUERIES];
+  for (int q = 0; q < QUERIES; ++q) sum[q] = Floats{};
+  for (int64_t d = 0; d < dim; ++d)
+    for (int q = 0; q < QUERIES; ++q) sum[q] += keys[d] * query[q][d];
+  for (int q = 0; q < QUERIES; ++q) store(scores + q * stride, sum[q]);
+}
+
+inline void score_all(const float* const* query, int64_t count, const Floats* keys, int64_t dim, float* scores, int64_t stride) {
+  int64_t q = 0;
+  for (; q + 8 <= count; q += 8) score<8>(query + q, keys, dim, scores + q * stride, stride);
+  for (; q + 2 <= count; q += 2) score<2>(query + q, keys, dim, scores + q * stride, stride);
+  if (q < count) score<1>(query + q, keys, dim, scores + q * stride, stride);
+}
+
+// Attention of rows [first, last) of one request to the keys of one KV head, in two passes over them.
+// query (row, H * Dh) of the request's first row; scores (QUERY_ROWS * G, score_stride); y (row, y_stride) likewise.
+template <class X, int PARTS>
+void attend(const float* query, int64_t query_stride, const X* pool, int64_t row_size, int64_t head, int64_t kv_heads,
+            int64_t groups, const Keys& keys, int64_t first, int64_t last, float* scores, int64_t score_stride, float* sums,
+            const float** queries, X* y, int64_t y_stride) {
+  constexpr int64_t dim = PARTS * LANES;
+  const int64_t num = last - first, count = num * groups;
+  const X* key_base = pool + head * dim;
+  const X* value_base = pool + (kv_heads + head) * dim;
+  for (int64_t q = 0; q < count; ++q) queries[q] = query + (first + q / groups) * query_stride + (head * groups + q % groups) * dim;
+  Floats block[dim];
+  for (int64_t c = 0; c < keys.num_context; c += LANES) {
+    const int64_t left = keys.num_context - c, size = left < LANES ? left : LANES;
+    for (int64_t i = size; i < left && i < 2 * LANES; ++i)
+      for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(X)) __builtin_prefetch(key_base + keys.context[c + i] * row_size + d);
+    load_keys<X, PARTS>(key_base, keys.context + c, row_size, size, block);
+    score_all(queries, count, block, dim, scores + c, score_stride);
+  }
+  int64_t seen[QUERY_ROWS];
+  for (int64_t r = 0; r < num; ++r) seen[r] = keys.num_context;
+  for (int64_t c = 0; c < keys.num_own; c += LANES) {
+    const int64_t size = keys.num_own - c < LANES ? keys.num_own - c : LANES;
+    load_keys<X, PARTS>(key_base, keys.own + c, row_size, size, block);
+    score_all(queries, count, block, dim, sums, LANES);
+    for (int64_t r = 0; r < num; ++r)
+      for (int64_t i = 0; i < size; ++i) {
+        if (!keys.is_seen(first + r, c + i)) continue;
+        for (int64_t g = 0; g < groups; ++g)
+          scores[(r * groups + g) * score_stride + seen[r]] = sums[(r * groups + g) * LANES + i];
+        ++seen[r];
+      }
+  }
+  for (int64_t q = 0; q < count; ++q) {
+    float* own = scores + q * score_stride;
+    const int64_t size = seen[q / groups], whole = (size + LANES - 1) / LANES * LANES;
+    for (int64_t i = size; i < whole; ++i) own[i] = -INFINITY;
+    Floats most = load(own);
+    for (int64_t i = LANES; i < whole; i += LANES) most = larger(most, load(own + i));
+    const Floats top = all(max_lanes(most));
+    Floats sum{};
+    for (int64_t i = 0; i < whole; i += LANES) {
+      const Floats e = exponential(load(own + i) - top);
+      store(own + i, e);
+      sum += e;
+    }
+    const float factor = 1.0f / sum_lanes(sum);
+    for (int64_t i = 0; i < whole; i += LANES) store(own + i, load(own + i) * factor);
+    for (int i = 0; i < PARTS; ++i) store(sums + q * dim + i * LANES, Floats{});
+  }
+  Floats values[LANES][PARTS];
+  for (int64_t c = 0; c < keys.num_context; c += LANES) {
+    const int64_t left = keys.num_context - c, size = left < LANES ? left : LANES;
+    for (int64_t i = size; i < left && i < 2 * LANES; ++i)
+      for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(X)) __builtin_prefetch(value_base + keys.context[c + i] * row_size + d);
+    for (int64_t j = 0; j < size; ++j)
+      for (int i = 0; i < PARTS; ++i) values[j][i] = widen<X>(value_base + keys.context[c + j] * row_size + i * LANES);
+    for (int64_t q = 0; q < count; ++q) {
+      Floats sum[PARTS];
+      for (int i = 0; i < PARTS; ++i) sum[i] = load(sums + q * dim + i * LANES);
+      const float* share = scores + q * score_stride + c;
+      for (int64_t j = 0; j < size; ++j)
+        for (int i = 0; i < PARTS; ++i) sum[i] += values[j][i] * share[j];
+      for (int i = 0; i < PARTS; ++i) store(sums + q * dim + i * LANES, sum[i]);
+    }
+  }
+  for (int64_t r = 0; r < num; ++r) seen[r] = keys.num_context;
+  for (int64_t c = 0; c < keys.num_own; c += LANES) {
+    const int64_t size = keys.num_own - c < LANES ? keys.num_own - c : LANES;
+    for (int64_t j = 0; j < size; ++j)
+      for (int i = 0; i < PARTS; ++i) values[j][i] = widen<X>(value_base + keys.own[c + j] * row_size + i * LANES);
+    for (int64_t r = 0; r < num; ++r) {
+      int64_t lanes[LANES], found = 0;
+      for (int64_t j = 0; j < size; ++j)
+        if (keys.is_seen(first + r, c + j)) lanes[found++] = j;
+      for (int64_t q = r * groups; q < (r + 1) * groups; ++q) {
+        const float* share = scores + q * score_stride + seen[r];
+        Floats sum[PARTS];
+        for (int i = 0; i < PARTS; ++i) sum[i] = load(sums + q * dim + i * LANES);
+        for (int64_t j = 0; j < found; ++j)
+          for (int i = 0; i < PARTS; ++i) sum[i] += values[lanes[j]][i] * share[j];
+        for (int i = 0; i < PARTS; ++i) store(sums + q * dim + i * LANES, sum[i]);
+      }
+      seen[r] += found;
+    }
+  }
+  for (int64_t q = 0; q < count; ++q)
+    for (int i = 0; i < PARTS; ++i)
+      narrow<X>(y + (first + q / groups) * y_stride + (head * groups + q % groups) * dim + i * LANES,
+                load(sums + q * dim + i * LANES));
+}
+
+// Attention of all rows of a batch: tasks (request, rows, KV head) in turn over the threads. `query` (N, query_stride),
+// y (N, y_stride), `room` this thread's scores, sums and addresses of queries.
+template <class X, int PARTS>
+void attend_all(const Model& m, const Batch& b, const float* query, int64_t query_stride, const X* pool, float* room,
+                int64_t score_stride, X* y, int64_t y_stride, int thread, int num_threads) {
+  constexpr int64_t dim = PARTS * LANES;
+  const int64_t groups = m.heads / m.kv_heads;
+  float* sums = room + QUERY_ROWS * groups * score_stride;
+  const float** queries = (const float**)(sums + QUERY_ROWS * groups * dim);
+  int64_t task = 0;
+  for (int64_t i = 0; i < b.num_requests; ++i) {
+    const int64_t start = b.cu_rows[i], num = b.cu_rows[i + 1] - start;
+    const Keys keys = {b.slot_table + i * b.slot_stride,
+                       b.out_rows + start,
+                       b.context_lens[i],
+                       num,
+                       b.ancestors ? b.ancestors + start * b.ancestor_stride : nullptr,
+                       b.ancestor_stride};
+    for (int64_t first = 0; first < num; first += QUERY_ROWS) {
+      const int64_t last = first + QUERY_ROWS < num ? first + QUERY_ROWS : num;
+      for (int64_t head = 0; head < m.kv_heads; ++head, ++task)
+        if (task % num_threads == thread)
+          attend<X, PARTS>(query + start * query_stride, query_stride, pool, 2 * m.kv_heads * dim, head, m.kv_heads, groups,
+                           keys, first, last, room, score_stride, sums, queries, y + start * y_stride, y_stride);
+    }
+  }
+}
+
+template <class X>
+using AttendAll = void (*)(const Model&, const Batch&, const float*, int64_t, const X*, float*, int64_t, X*, int64_t, int, int);
+
+template <class X>
+AttendAll<X> attention_of(int64_t head_dim) {
+  switch (head_dim / LANES) {
+    case 1: return attend_all<X, 1>;
+    case 2: return attend_all<X, 2>;
+    case 3: return attend_all<X, 3>;
+    case 4: return attend_all<X, 4>;
+    case 5: return attend_all<X, 5>;
+    case 6: return attend_all<X, 6>;
+    case 8: return attend_all<X, 8>;
+    default: return attend_all<X, 16>;
+  }
+}
+
+// ---- the forward -----------------------------------------------------------------------------------------------
+inline int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+
+template <class W>
+struct Run {
+  typedef typename Input<W>::Number X;
+  const Model& m;
+  const Batch& b;
+  char* scratch;
+  int64_t size = 0;  // of the scratch that was handed out
+  int64_t rows, longest = 0, widest = 0;
+  X *inputs = nullptr, *attended = nullptr, *acts = nullptr;
+  float *stream = nullptr, *wide = nullptr, *scores = nullptr;
+  int64_t wide_stride, score_stride, score_size, groups;
+
+  template <class T>
+  T* take(int64_t count) {
+    T* found = (T*)(scratch + size);
+    size += padded(count * (int64_t)sizeof(T), 64) + 64;  // the gap keeps columns off one cache set
+    return found;
+  }
+
+  Run(const Model& model, const Batch& batch, void* memory) : m(model), b(batch), scratch((char*)memory) {
+    rows = padded(b.num_rows, ROW_BLOCK * 2);
+    groups = m.heads / m.kv_heads;
+    for (int64_t i = 0; i < b.num_requests; ++i) {
+      const int64_t own = b.cu_rows[i + 1] - b.cu_rows[i];
+      longest = b.context_lens[i] + own > longest ? b.context_lens[i] + own : longest;
+    }
+    wide_stride = m.layers[0].qkv.out > m.layers[0].gate_up.out ? m.layers[0].qkv.out : m.layers[0].gate_up.out;
+    wide_stride = wide_stride > m.layers[0].down.out ? wide_stride : m.layers[0].down.out;
+    score_stride = padded(longest, LANES) + LANES;
+    score_size = QUERY_ROWS * groups * (score_stride + m.head_dim + 2);  // 2 floats of room for each query's address
+    inputs = take<X>(rows * m.layers[0].qkv.in);
+    attended = take<X>(rows * m.layers[0].attention_out.in);
+    acts = take<X>(rows * m.layers[0].down.in);
+    stream = take<float>(rows * m.hidden);
+    wide = take<float>(rows * wide_stride);
+    scores = take<float>(score_size * b.num_threads);
+  }
+
+  void clear(X* from, int64_t width, int64_t in) {
+    for (int64_t r = 0; r < b.num_rows && width < in; ++r) memset(from + r * in + width, 0, (in - width) * sizeof(X));
+  }
+
+  void clear() {  // inputs beyond a layer's are multiplied by zeros: they must be finite
+    clear(inputs, m.hidden, m.layers[0].qkv.in);
+    clear(attended, m.heads * m.head_dim, m.layers[0].attention_out.in);
+    clear(acts, m.layers[0].gate_up.out / 2, m.layers[0].down.in);
+  }
+
+  template <class E>
+  void embed(int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const E* from = (const E*)m.embedding + b.token_ids[r] * m.hidden;
+      for (int64_t i = 0; i < m.hidden; i += LANES) store(stream + r * m.hidden + i, widen<E>(from + i));
+    }
+  }
+
+  template <class E>
+  void tap(int64_t bits, int64_t first, int64_t last) {
+    for (int64_t j = 0; j < m.num_taps; ++j)
+      if (bits >> j & 1)
+        for (int64_t r = first; r < last; ++r)
+          for (int64_t i = 0; i < m.hidden; i += LANES)
+            narrow<E>((E*)b.tapped + (r * m.num_taps + j) * m.hidden + i, load(stream + r * m.hidden + i));
+  }
+
+  void turn_rows(const Layer& layer, X* pool, int64_t first, int64_t last) {
+    const int64_t dim = m.head_dim, num = m.heads + 2 * m.kv_heads, row_size = 2 * m.kv_heads * dim;
+    for (int64_t at = first; at < last; ++at) {
+      const int64_t r = at / num, h = at % num;
+      float* x = wide + r * wide_stride + h * dim;
+      const float* angles = m.rope + b.positions[r] * dim;
+      if (h < m.heads) {
+        turn(x, layer.q_norm, angles, dim, m.eps, m.scale);
+        continue;
+      }
+      if (h < m.heads + m.kv_heads) turn(x, layer.k_norm, angles, dim, m.eps, 1.0f);
+      X* to = pool + b.out_rows[r] * row_size + (h - m.heads) * dim;
+      for (int64_t i = 0; i < dim; i += LANES) narrow<X>(to + i, load(x + i));
+    }
+  }
+
+  // The stream's columns [first, last) grow by those of `wide`.
+  void add_columns(int64_t first, int64_t last) {
+    last = last < m.hidden ? last : m.hidden;
+    for (int64_t r = 0; r < b.num_rows; ++r)
+      for (int64_t i = first; i < last; i += LANES) {
+        float* at = stream + r * m.hidden + i;
+        store(at, load(at) + load(wide + r * wide_stride + i));
+      }
+  }
+
+  void work(int thread, int num_threads) {
+    int64_t row0, row1, first, last;
+    share(b.num_rows, thread, num_threads, &row0, &row1);
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+    alignas(64) const Tiles tiles;
+    if (m.uses_tiles) _tile_loadconfig(&tiles);
+#endif
+    if (m.features == BFLOAT16)
+      embed<uint16_t>(row0, row1);
+    else
+      embed<float>(row0, row1);
+    const AttendAll<X> attend_all = attention_of<X>(m.head_dim);
+    const int64_t in = m.layers[0].qkv.in, layer_size = b.pool_rows * 2 * m.kv_heads * m.head_dim;
+    for (int64_t l = 0; l < m.num_layers; ++l) {
+      const Layer& layer = m.layers[l];
+      X* pool = (X*)b.pool + l * layer_size;
+      for (int64_t r = row0; r < row1; ++r) normalise<X>(stream + r * m.hidden, layer.norm1, m.hidden, m.eps, inputs + r * in);
+      meet(num_threads);
+      share(layer.qkv.out / LANES, thread, num_threads, &first, &last);
+      product<W>(inputs, b.num_rows, layer.qkv, first, last, wide, wide_stride, m.uses_tiles);
+      meet(num_threads);
+      share(b.num_rows * (m.heads + 2 * m.kv_heads), thread, num_threads, &first, &last);
+      turn_rows(layer, pool, first, last);
+      meet(num_threads);
+      attend_all(m, b, wide, wide_stride, pool, scores + thread * score_size, score_stride, attended,
+                 m.layers[0].attention_out.in, thread, num_threads);
+      meet(num_threads);
+      share(layer.attention_out.out / LANES, thread, num_threads, &first, &last);
+      product<W>(attended, b.num_rows, layer.attention_out, first, last, wide, wide_stride, m.uses_tiles);
+      add_columns(first * LANES, last * LANES);
+      meet(num_threads);
+      for (int64_t r = row0; r < row1; ++r) normalise<X>(stream + r * m.hidden, layer.norm2, m.hidden, m.eps, inputs + r * in);
+      meet(num_threads);
+      share(layer.gate_up.out / (2 * LANES), thread, num_threads, &first, &last);
+      product<W>(inputs, b.num_rows, layer.gate_up, 2 * first, 2 * last, wide, wide_stride, m.uses_tiles);
+      for (int64_t r = 0; r < b.num_rows; ++r)
+        for (int64_t i = first; i < last; ++i) {
+          const Floats gate = load(wide + r * wide_stride + 2 * i * LANES);
+          const Floats up = load(wide + r * wide_stride + (2 * i + 1) * LANES);
+          narrow<X>(acts + r * layer.down.in + i * LANES, gate / (all(1.0f) + exponential(-gate)) * up);
+        }
+      meet(num_threads);
+      share(layer.down.out / LANES, thread, num_threads, &first, &last);
+      product<W>(acts, b.num_rows, layer.down, first, last, wide, wide_stride, m.uses_tiles);
+      add_columns(first * LANES, last * LANES);
+      meet(num_threads);
+      if (layer.tap) {
+        if (m.features == BFLOAT16)
+          tap<uint16_t>(layer.tap, row0, row1);
+        else
+          tap<float>(layer.tap, row0, row1);
+      }
+    }
+    share(b.num_logits, thread, num_threads, &first, &last);
+    for (int64_t i = first; i < last; ++i)
+      normalise<X>(stream + (b.logit_rows ? b.logit_rows[i] : i) * m.hidden, m.final_norm, m.hidden, m.eps, inputs + i * in);
+    meet(num_threads);
+    share(m.head.out / LANES, thread, num_threads, &first, &last);
+    product<W>(inputs, b.num_logits, m.head, first, last, b.logits, b.logit_stride, m.uses_tiles);
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+    if (m.uses_tiles) _tile_release();
+#endif
+  }
+
+  static void start(void* self, int thread, int num_threads) { ((Run*)self)->work(thread, num_threads); }
+};
+
+template <class W>
+void forward(const Model* model, const Batch* batch, void* scratch) {
+  Run<W> run(*model, *batch, scratch);
+  run.clear();
+  run_on_threads(Run<W>::start, &run, (int)batch->num_threads);
+}
+
+}  // namespace
+
+extern "C" int64_t JOIN(scratch_bytes, ISA)(const Model* model, const Batch* batch) {
+  return model->weights == FLOAT32 ? Run<float>(*model, *batch, nullptr).size : Run<uint16_t>(*model, *batch, nullptr).size;
+}
+
+extern "C" void JOIN(forward, ISA)(const Model* model, const Batch* batch, void* scratch) {
+  switch (model->weights) {
+    case FLOAT32: return forward<float>(model, batch, scratch);
+    case BFLOAT16: return forward<uint16_t>(model, batch, scratch);
+    case INT8: return forward<int8_t>(model, batch, scratch);
+  }
+}

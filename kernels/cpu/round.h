@@ -1,0 +1,51 @@
+// Round: the records that Python fills and every instruction set's code reads. Plain C layout, 8-byte members first.
+// Shape legend: N packed rows, B requests, M rows with logits, W widest tree, R pool rows, L layers, H/Hkv query/KV heads,
+// Dh head dim, Dm hidden size, I intermediate size, V vocabulary, P positions, m tapped layers.
+#pragma once
+#include <stdint.h>
+
+enum NumberType { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+
+// A packed weight (out, in): panels of 16 outputs, each [in / 2][16][2] (bfloat16, int8) or [in][16] (float32).
+struct Linear {
+  const void* weight;
+  const float* scale;  // (out,) of int8 weights; null = 1
+  int64_t in;          // a multiple of 32, inputs beyond the layer's are zeros
+  int64_t out;         // a multiple of 16
+};
+
+struct Layer {
+  struct Linear qkv, attention_out, gate_up, down;  // gate_up: panels of gate and up in turn
+  const float *norm1, *norm2;                       // (Dm,)
+  const float *q_norm, *k_norm;                     // (Dh,) or null
+  int64_t tap;                                      // bit j: its output is the j-th tapped hidden state
+};
+
+struct Model {
+  const struct Layer* layers;
+  struct Linear head;
+  const void* embedding;     // (V, Dm) in number type `features`
+  const float* final_norm;   // (Dm,)
+  const float* rope;         // (P, Dh): cosines of Dh / 2 pairs, then sines
+  int64_t num_layers, hidden, heads, kv_heads, head_dim, intermediate, num_taps;
+  int64_t weights, features;  // number types: of the weights; of embedding and tapped states
+  int64_t uses_tiles;             // products of bfloat16 and int8 weights by AMX
+  float eps, scale;               // scale: of attention scores
+};
+
+struct Batch {
+  const int64_t *token_ids, *positions, *out_rows;  // (N,)
+  const int64_t *cu_rows, *context_lens;            // (B + 1,), (B,)
+  const int64_t* slot_table;                        // (B, slot_stride)
+  const uint8_t* ancestors;                         // (N, ancestor_stride) or null: causal inside the request
+  const int64_t* logit_rows;                        // (M,) or null: all rows in order
+  void* pool;                                       // (L, R, 2, Hkv, Dh): float32 beside float32 weights, else bfloat16
+  float* logits;                                    // (M, logit_stride)
+  void* tapped;                                     // (N, m * Dm) or null
+  int64_t num_rows, num_requests, num_logits, slot_stride, ancestor_stride, logit_stride, pool_rows, num_threads;
+};
+
+// The threads of a call (threads.cpp): `work(argument, thread, num_threads)` on each; `meet` waits for all of a call.
+typedef void (*Work)(void* argument, int thread, int num_threads);
+void run_on_threads(Work work, void* argument, int num_threads);
+void meet(int num_threads);

@@ -1,0 +1,90 @@
+"""Native forward of a dense target on the CPU: its weights packed for kernels/cpu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.kernels.cpu.library import LANES, NativeDecoder, NativeLayer, PackedLinear, choose_isa, interleave
+
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def _pack_int8(weight: torch.Tensor) -> PackedLinear:
+    weight = weight.float()
+    scale = weight.abs().amax(1).clamp_min(1e-30) / 127
+    return PackedLinear.pack((weight / scale[:, None]).round().to(torch.int8), scale)
+
+
+def supports_native(model: Any) -> bool:
+    """Whether the model is a dense Qwen3 or Llama on the CPU without biases, sliding windows or dynamic RoPE."""
+    config = model.config
+    parameters = list(model.parameters())
+    rope = getattr(config, "rope_parameters", None) or {}
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return (
+        choose_isa() is not None
+        and config.model_type in ("qwen3", "llama")
+        and config.hidden_act == "silu"
+        and not getattr(config, "attention_bias", False)
+        and not getattr(config, "mlp_bias", False)
+        and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
+        and rope.get("rope_type", "default") in _STATIC_ROPE
+        and config.hidden_size % LANES == 0
+        and head_dim in (16, 32, 48, 64, 80, 96, 128, 256)
+        and all(p.device.type == "cpu" for p in parameters)
+        and {p.dtype for p in parameters} in ({torch.float32}, {torch.bfloat16})
+    )
+
+
+def new_native(
+    model: Any, tap_layers: tuple[int, ...], isa: str | None = None, *, is_int8: bool = False
+) -> NativeDecoder:
+    """The native forward of a model that `supports_native`; its linear weights are copied.
+
+    isa: instruction set; None = the best one. is_int8: linear weights in 8 bits, a scale for each output.
+    """
+    pack = _pack_int8 if is_int8 else PackedLinear.pack
+    isa = isa or choose_isa()
+    assert isa is not None
+    config, decoder = model.config, model.get_decoder()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    has_head_norm = config.model_type == "qwen3"
+    layers = []
+    for i, layer in enumerate(decoder.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = torch.cat([p.weight.detach() for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
+        layers.append(
+            NativeLayer(
+                qkv=pack(qkv),
+                attention_out=pack(attention.o_proj.weight.detach()),
+                gate_up=pack(interleave(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach())),
+                down=pack(mlp.down_proj.weight.detach()),
+                norm1=layer.input_layernorm.weight.detach().float(),
+                norm2=layer.post_attention_layernorm.weight.detach().float(),
+                q_norm=attention.q_norm.weight.detach().float() if has_head_norm else None,
+                k_norm=attention.k_norm.weight.detach().float() if has_head_norm else None,
+                tap=sum(1 << j for j, tap in enumerate(tap_layers) if tap == i),
+            )
+        )
+    embedding = model.get_input_embeddings().weight.detach()
+    positions = torch.arange(config.max_position_embeddings)[None]
+    cos, sin = decoder.rotary_emb(embedding[:1], positions)
+    half = head_dim // 2
+    return NativeDecoder(
+        layers=layers,
+        head=pack(model.get_output_embeddings().weight.detach()),
+        embedding=embedding,
+        final_norm=decoder.norm.weight.detach().float(),
+        rope=torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float().contiguous(),
+        num_heads=heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        eps=config.rms_norm_eps,
+        scale=decoder.layers[0].self_attn.scaling,
+        num_taps=len(tap_layers),
+        isa=isa,
+    )
