@@ -25,10 +25,6 @@ class BuildNative(build_ext):
         except native.BuildError as e:
             print(f"paceline: native CPU rounds are not built: {e}", file=sys.stderr)
 
-    def copy_extensions_to_source(self):
-        if any(Path(self.get_ext_fullpath(ext.name)).exists() for ext in self.extensions):
-            super().copy_extensions_to_source()
-
 
 class AnyPython(bdist_wheel):
     """The library knows nothing of Python: one wheel for all versions of it."""
@@ -48,6 +44,6 @@ def needs() -> list[str]:
 
 setup(
     setup_requires=needs(),
-    ext_modules=[Extension("paceline.kernels.cpu.libround", sources=[])],
+    ext_modules=[Extension("paceline.kernels.cpu.libround", sources=[], optional=True)],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPython},
 )

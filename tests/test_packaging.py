@@ -1,5 +1,6 @@
 """The wheel holds exactly the package, and an installation shadows nobody else's `kernels`."""
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -24,6 +25,7 @@ def wheel_names(tmp_path_factory):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = out.glob("*.whl")
+    assert "-py3-none-" in wheel.name, "the library depends on no version of Python"
     return set(zipfile.ZipFile(wheel).namelist())
 
 
@@ -37,6 +39,14 @@ def test_wheel_holds_every_module_and_only_under_paceline(wheel_names):
     modules = {n for n in wheel_names if n.endswith(".py")}
     assert modules == expected
     assert {n.split("/")[0] for n in wheel_names if ".dist-info" not in n} == {"paceline"}
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_compiled_round_and_its_source(wheel_names):
+    folder = "paceline/kernels/cpu"
+    assert {f"{folder}/{name}" for name in ("round.cpp", "round.h", "threads.cpp", "isa.cpp")} <= wheel_names
+    if shutil.which("c++"):
+        assert f"{folder}/libround.so" in wheel_names
 
 
 @pytest.mark.slow
