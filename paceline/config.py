@@ -315,7 +315,7 @@ class ServiceConfig:
 def with_environment(config: ServiceConfig) -> ServiceConfig:
     """`config` with what the environment says where it says nothing."""
     values = {name: getattr(config, name) or os.environ.get(variable) or None for name, variable in VARIABLES.items()}
-    return dataclasses.replace(config, **values)
+    return override(config, values)
 
 
 def load_config(path: str | Path) -> ServiceConfig:

@@ -132,7 +132,7 @@ class ServiceView:
     def state(self) -> Snapshot:
         """The controller's snapshot plus this replica; only this replica while the controller is away."""
         replica = msgspec.convert({**self.swap(), **self.counters()}, ReplicaState)
-        snapshot = self._snapshots.recent(FETCH_TIMEOUT_S, FETCH_TIMEOUT_S) if self.is_adaptive else None
+        snapshot = self._snapshots.recent(FETCH_TIMEOUT_S) if self.is_adaptive else None
         if snapshot is not None and snapshot.ts is not None:
             return msgspec.structs.replace(snapshot, replica=replica, target=self.target, has_controller=True)
         sent = {} if replica.feedback is msgspec.UNSET else replica.feedback

@@ -31,7 +31,7 @@ FLAGS = (
     "-Wno-ignored-attributes",
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
-VARIANTS = {
+VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": ("-mavx2", "-mfma"),
         "avx512": _AVX512,
@@ -65,7 +65,9 @@ def build(folder: Path = HERE) -> Path:
         raise BuildError(f"there is no native round for {platform.machine()} on {sys.platform}")
     compiler = find_compiler()
     with tempfile.TemporaryDirectory() as room:
-        jobs = {Path(room, f"{n}.o"): (f"{n}.cpp", ()) for n in ("isa", "threads")}
+        jobs: dict[Path, tuple[str, tuple[str, ...]]] = {
+            Path(room, f"{n}.o"): (f"{n}.cpp", ()) for n in ("isa", "threads")
+        }
         jobs |= {
             Path(room, f"round_{isa}.o"): ("round.cpp", (*flags, f"-DISA={isa}")) for isa, flags in variants.items()
         }
