@@ -15,6 +15,7 @@ import os
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
 ISA_VARIABLE = "PACELINE_CPU_ISA"
 """Environment variable that names the instruction set to use, or `none` for the torch path."""
 LANES = 16
+HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 256)
 _IN_MULTIPLE = 32
 _NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
@@ -39,6 +41,7 @@ class _Layer(Structure):
     _fields_ = [
         *((name, _Linear) for name in ("qkv", "attention_out", "gate_up", "down")),
         *((name, c_void_p) for name in ("norm1", "norm2", "q_norm", "k_norm")),
+        ("shift", _Linear),
         ("tap", c_int64),
     ]
 
@@ -48,14 +51,14 @@ class _Model(Structure):
         ("layers", POINTER(_Layer)), ("head", _Linear),
         *((name, c_void_p) for name in ("embedding", "final_norm", "rope")),
         *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "num_taps")),
-        *((name, c_int64) for name in ("weights", "features", "uses_tiles")),
+        *((name, c_int64) for name in ("weights", "features", "uses_tiles", "block")),
         ("eps", c_float), ("scale", c_float),
     ]  # fmt: skip
 
 
 _BATCH_TENSORS = (
-    "token_ids", "positions", "out_rows", "cu_rows", "context_lens", "slot_table", "ancestors", "logit_rows", "pool",
-    "logits", "tapped",
+    "token_ids", "positions", "out_rows", "stream", "cu_rows", "context_lens", "slot_table", "table_rows", "ancestors",
+    "logit_rows", "pool", "logits", "tapped",
 )  # fmt: skip
 
 
@@ -64,7 +67,7 @@ class _Batch(Structure):
         *((name, c_void_p) for name in _BATCH_TENSORS),
         *((name, c_int64) for name in (
             "num_rows", "num_requests", "num_logits", "slot_stride", "ancestor_stride", "logit_stride", "pool_rows",
-            "num_threads",
+            "num_threads", "tail",
         )),
     ]  # fmt: skip
 
@@ -99,6 +102,11 @@ def choose_isa(wanted: str | None = None) -> str | None:
 
 def _code(isa: str) -> str:
     return "avx512_bf16" if isa == "amx" else isa
+
+
+def fits_native(hidden_size: int, head_dim: int) -> bool:
+    """Whether the code takes such layers: whole vectors."""
+    return hidden_size % LANES == 0 and head_dim in HEAD_DIMS
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -144,9 +152,12 @@ class NativeLayer:
     down: PackedLinear
     norm1: torch.Tensor
     norm2: torch.Tensor
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    tap: int
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    shift: PackedLinear | None = None
+    """Of [row, row before it in its block], before the layer."""
+    tap: int = 0
+    """Bit j: the layer's output is the j-th tapped hidden state."""
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -157,35 +168,42 @@ def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 class NativeDecoder:
-    """A decoder whose whole forward is one call; not thread-safe."""
+    """Layers whose whole forward is one call, with or without token embedding and output head; not thread-safe.
+
+    Rows of a drafter's block lie in the pool side by side: `block` of them for every row of a slot table.
+    """
 
     def __init__(
         self,
         *,
         layers: list[NativeLayer],
-        head: PackedLinear,
-        embedding: torch.Tensor,
-        final_norm: torch.Tensor,
         rope: torch.Tensor,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        vocab_size: int,
         eps: float,
         scale: float,
-        num_taps: int,
         isa: str,
+        head: PackedLinear | None = None,
+        final_norm: torch.Tensor | None = None,
+        num_logits: int = 0,
+        embedding: torch.Tensor | None = None,
+        num_taps: int = 0,
+        block: int = 1,
     ) -> None:
+        """rope: (P, Dh) float32, cosines of half a head, then sines. num_logits: V, without the head's padding."""
         self._kept = (layers, head, embedding, final_norm, rope)  # the records below point into them
-        self._vocab_size, self._num_taps = vocab_size, num_taps
-        self._hidden, self._dtype = embedding.shape[1], embedding.dtype
+        self._num_logits, self._num_taps = num_logits, num_taps
+        self._hidden, self._dtype = layers[0].norm1.numel(), None if embedding is None else embedding.dtype
         self._layers = (_Layer * len(layers))(*(self._layer_record(layer) for layer in layers))
         self._model = _Model(
-            self._layers, head.record(), embedding.data_ptr(), final_norm.data_ptr(), rope.data_ptr(), len(layers),
-            self._hidden, num_heads, num_kv_heads, head_dim, layers[0].down.num_in, num_taps,
-            _NUMBER_TYPES[head.weight.dtype], _NUMBER_TYPES[embedding.dtype], int(isa == "amx"), eps, scale,
+            self._layers, _Linear() if head is None else head.record(), _address(embedding), _address(final_norm),
+            rope.data_ptr(), len(layers), self._hidden, num_heads, num_kv_heads, head_dim, layers[0].down.num_in, num_taps,
+            _NUMBER_TYPES[layers[0].qkv.weight.dtype], _NUMBER_TYPES[self._dtype or torch.float32], int(isa == "amx"), block,
+            eps, scale,
         )  # fmt: skip
-        self._logit_stride = head.num_out
+        self._kv_dtype = torch.float32 if layers[0].qkv.weight.dtype == torch.float32 else torch.bfloat16
+        self._logit_stride = 0 if head is None else head.num_out
         library = load_library()
         assert library is not None
         self._forward = getattr(library, f"forward_{_code(isa)}")
@@ -196,10 +214,11 @@ class NativeDecoder:
 
     @staticmethod
     def _layer_record(layer: NativeLayer) -> _Layer:
-        norms = [None if n is None else n.data_ptr() for n in (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm)]
         return _Layer(
-            *(x.record() for x in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)), *norms, layer.tap
-        )
+            *(x.record() for x in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)),
+            *map(_address, (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm)),
+            _Linear() if layer.shift is None else layer.shift.record(), layer.tap,
+        )  # fmt: skip
 
     def run(
         self,
@@ -213,26 +232,124 @@ class NativeDecoder:
         logit_rows: torch.Tensor | None,
         pool: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logits (M, V) float32 and tapped hidden states (N, m * Dm) or None; writes K/V to `out_rows`."""
+        """Logits (M, V) float32 and tapped hidden states (N, m * Dm) or None of tokens; writes K/V to `out_rows`.
+
+        pool: (L, R, 2, Hkv, Dh), float32 beside float32 weights, else bfloat16. Other arguments: as TargetBatch.
+        """
         num_rows = token_ids.numel()
         num_logits = num_rows if logit_rows is None else logit_rows.numel()
-        logits = torch.empty(num_logits, self._logit_stride)
         tapped = torch.empty(num_rows, self._num_taps * self._hidden, dtype=self._dtype) if self._num_taps else None
-        if slot_table.stride(-1) != 1:
-            slot_table = slot_table.contiguous()
+        logits = self._call(
+            positions, cu_rows, context_lens, slot_table, out_rows, pool, num_logits,
+            token_ids=token_ids, ancestors=ancestors, logit_rows=logit_rows, tapped=tapped,
+        )  # fmt: skip
+        return logits, tapped
+
+    def run_stream(
+        self,
+        stream: torch.Tensor,
+        positions: torch.Tensor,
+        cu_rows: torch.Tensor,
+        context_lens: torch.Tensor,
+        slot_table: torch.Tensor,
+        out_rows: torch.Tensor,
+        pool: torch.Tensor,
+        *,
+        table_rows: torch.Tensor | None = None,
+        tail: int = -1,
+        wants_logits: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layers' output of a residual stream (N, Dm) float32, which is overwritten, and its logits; writes K/V.
+
+        Args:
+            positions, out_rows: (N,) int64; rows of a request are causal. Pool rows count blocks' rows one by one.
+            context_lens: (B,) int64 rows of the pool before a request's own, counted likewise.
+            slot_table: (., L) int64, one entry a block.
+            table_rows: (B,) int64 row of the table of each request; None = its own.
+            tail: rows of a request, its last ones, that go beyond the last layer's K/V; negative = all.
+        Returns: (M, Dm) and (M, V), M = B * tail, or N.
+        """
+        num_last = stream.shape[0] if tail < 0 else tail * context_lens.numel()
+        logits = self._call(
+            positions, cu_rows, context_lens, slot_table, out_rows, pool, num_last if wants_logits else 0,
+            stream=stream, table_rows=table_rows, tail=tail,
+        )  # fmt: skip
+        return stream[:num_last], logits
+
+    def _call(
+        self,
+        positions: torch.Tensor,
+        cu_rows: torch.Tensor,
+        context_lens: torch.Tensor,
+        slot_table: torch.Tensor,
+        out_rows: torch.Tensor,
+        pool: torch.Tensor,
+        num_logits: int,
+        *,
+        token_ids: torch.Tensor | None = None,
+        stream: torch.Tensor | None = None,
+        table_rows: torch.Tensor | None = None,
+        ancestors: torch.Tensor | None = None,
+        logit_rows: torch.Tensor | None = None,
+        tapped: torch.Tensor | None = None,
+        tail: int = -1,
+    ) -> torch.Tensor:
+        if (
+            pool.dtype != self._kv_dtype
+            or not pool.is_contiguous()
+            or (stream is not None and stream.dtype != torch.float32)
+        ):
+            raise TypeError(f"the pool must be contiguous {self._kv_dtype} and the stream float32, got {pool.dtype}")
+        logits = torch.empty(num_logits, self._logit_stride)
+        slot_table = slot_table if slot_table.stride(-1) == 1 else slot_table.contiguous()
         if ancestors is not None and ancestors.stride(-1) != 1:
             ancestors = ancestors.contiguous()
-        kept = [t.contiguous() for t in (token_ids, positions, out_rows, cu_rows, context_lens)]
+        row_tensors = [
+            t if t is None or t.is_contiguous() else t.contiguous()
+            for t in (token_ids, positions, out_rows, stream, cu_rows, context_lens)
+        ]
+        whole = [t if t is None or t.is_contiguous() else t.contiguous() for t in (table_rows, logit_rows)]
         batch = _Batch(
-            *(t.data_ptr() for t in kept), slot_table.data_ptr(),
-            None if ancestors is None else ancestors.data_ptr(), None if logit_rows is None else logit_rows.data_ptr(),
-            pool.data_ptr(), logits.data_ptr(), None if tapped is None else tapped.data_ptr(),
-            num_rows, context_lens.numel(), num_logits, slot_table.stride(0),
-            0 if ancestors is None else ancestors.stride(0), self._logit_stride, pool.shape[1], torch.get_num_threads(),
+            *map(_address, row_tensors),
+            *map(_address, (slot_table, whole[0], ancestors, whole[1], pool, logits, tapped)),
+            positions.numel(), context_lens.numel(), num_logits, slot_table.stride(0),
+            0 if ancestors is None else ancestors.stride(0), self._logit_stride, pool[0].numel() // self._row_size,
+            torch.get_num_threads(), tail,
         )  # fmt: skip
         size = self._scratch_bytes(byref(self._model), byref(batch))
         if self._scratch.numel() < size + 64:
             self._scratch = torch.empty(size + (size >> 2) + 64, dtype=torch.uint8)
         start = -(-self._scratch.data_ptr() // 64) * 64
         self._forward(byref(self._model), byref(batch), c_void_p(start))
-        return logits[:, : self._vocab_size], tapped
+        return logits[:, : self._num_logits]
+
+    @functools.cached_property
+    def _row_size(self) -> int:
+        return 2 * self._model.kv_heads * self._model.head_dim
+
+
+def rank_rows(logits: torch.Tensor, count: int, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The best of scale times each row: values (T, K) float32, falling, ids (T, K) int64, log of the sum of exponentials (T,).
+
+    logits: (T, V) float32, rows side by side or padded. scale: (T,) float32. Of equal values the first is the better.
+    """
+    num_rows = logits.shape[0]
+    values, ids = torch.empty(num_rows, count), torch.empty(num_rows, count, dtype=torch.int64)
+    lse = torch.empty(num_rows)
+    _rank_function()(
+        c_void_p(logits.data_ptr()), c_int64(num_rows), c_int64(logits.shape[1]), c_int64(logits.stride(0)),
+        c_void_p(scale.data_ptr()), c_int64(count), c_void_p(values.data_ptr()), c_void_p(ids.data_ptr()),
+        c_void_p(lse.data_ptr()),
+    )  # fmt: skip
+    return values, ids, lse
+
+
+@functools.cache
+def _rank_function() -> Any:
+    library, isa = load_library(), choose_isa()
+    assert library is not None and isa is not None
+    return getattr(library, f"rank_rows_{_code(isa)}")
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

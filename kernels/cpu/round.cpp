@@ -81,10 +81,14 @@ inline float sum_lanes(const Floats& x) {
 }
 
 inline float max_lanes(const Floats& x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x.v[0]);
+#else
   float s[LANES];
   store(s, x);
   for (int i = 1; i < LANES; ++i) s[0] = s[i] > s[0] ? s[i] : s[0];
   return s[0];
+#endif
 }
 
 // e^x to about 1e-7 of it (Cephes' polynomial of degree 5); results below the smallest normal number are 0.
@@ -595,7 +599,8 @@ void attend(const float* query, int64_t query_stride, const X* pool, int64_t row
 // y (N, y_stride), `room` this thread's scores, sums and addresses of queries.
 template <class X, int PARTS>
 void attend_all(const Model& m, const Batch& b, const float* query, int64_t query_stride, const X* pool, float* room,
-                int64_t score_stride, X* y, int64_t y_stride, int thread, int num_threads) {
+                int64_t score_stride, X* y, int64_t y_stride, const int64_t* table, int64_t table_stride, int64_t tail,
+                int thread, int num_threads) {
   constexpr int64_t dim = PARTS * LANES;
   const int64_t groups = m.heads / m.kv_heads;
   float* sums = room + QUERY_ROWS * groups * score_stride;
@@ -603,24 +608,26 @@ void attend_all(const Model& m, const Batch& b, const float* query, int64_t quer
   int64_t task = 0;
   for (int64_t i = 0; i < b.num_requests; ++i) {
     const int64_t start = b.cu_rows[i], num = b.cu_rows[i + 1] - start;
-    const Keys keys = {b.slot_table + i * b.slot_stride,
+    const int64_t skipped = tail < 0 ? 0 : num - tail, to = tail < 0 ? start : i * tail - skipped;
+    const Keys keys = {table + (b.table_rows ? b.table_rows[i] : i) * table_stride,
                        b.out_rows + start,
                        b.context_lens[i],
                        num,
                        b.ancestors ? b.ancestors + start * b.ancestor_stride : nullptr,
                        b.ancestor_stride};
-    for (int64_t first = 0; first < num; first += QUERY_ROWS) {
+    for (int64_t first = skipped; first < num; first += QUERY_ROWS) {
       const int64_t last = first + QUERY_ROWS < num ? first + QUERY_ROWS : num;
       for (int64_t head = 0; head < m.kv_heads; ++head, ++task)
         if (task % num_threads == thread)
           attend<X, PARTS>(query + start * query_stride, query_stride, pool, 2 * m.kv_heads * dim, head, m.kv_heads, groups,
-                           keys, first, last, room, score_stride, sums, queries, y + start * y_stride, y_stride);
+                           keys, first, last, room, score_stride, sums, queries, y + to * y_stride, y_stride);
     }
   }
 }
 
 template <class X>
-using AttendAll = void (*)(const Model&, const Batch&, const float*, int64_t, const X*, float*, int64_t, X*, int64_t, int, int);
+using AttendAll = void (*)(const Model&, const Batch&, const float*, int64_t, const X*, float*, int64_t, X*, int64_t,
+                           const int64_t*, int64_t, int64_t, int, int);
 
 template <class X>
 AttendAll<X> attention_of(int64_t head_dim) {
@@ -646,7 +653,9 @@ struct Run {
   const Batch& b;
   char* scratch;
   int64_t size = 0;  // of the scratch that was handed out
-  int64_t rows, longest = 0, widest = 0;
+  int64_t rows, longest = 0, num_last;
+  const int64_t* table;  // pool rows of every position, of a drafter block by block
+  int64_t table_stride;
   X *inputs = nullptr, *attended = nullptr, *acts = nullptr;
   float *stream = nullptr, *wide = nullptr, *scores = nullptr;
   int64_t wide_stride, score_stride, score_size, groups;
@@ -669,12 +678,33 @@ struct Run {
     wide_stride = wide_stride > m.layers[0].down.out ? wide_stride : m.layers[0].down.out;
     score_stride = padded(longest, LANES) + LANES;
     score_size = QUERY_ROWS * groups * (score_stride + m.head_dim + 2);  // 2 floats of room for each query's address
-    inputs = take<X>(rows * m.layers[0].qkv.in);
+    int64_t most_in = m.layers[0].qkv.in;
+    for (int64_t l = 0; l < m.num_layers; ++l)
+      if (m.layers[l].shift.weight && m.layers[l].shift.in > most_in) most_in = m.layers[l].shift.in;
+    num_last = b.tail < 0 ? b.num_rows : b.tail * b.num_requests;
+    inputs = take<X>(rows * most_in);
     attended = take<X>(rows * m.layers[0].attention_out.in);
     acts = take<X>(rows * m.layers[0].down.in);
-    stream = take<float>(rows * m.hidden);
+    stream = b.stream ? b.stream : take<float>(rows * m.hidden);
     wide = take<float>(rows * wide_stride);
     scores = take<float>(score_size * b.num_threads);
+    table = b.slot_table, table_stride = b.slot_stride;
+    if (m.block > 1) {
+      int64_t lines = 0, whole = 0;
+      for (int64_t i = 0; i < b.num_requests; ++i) {
+        const int64_t line = b.table_rows ? b.table_rows[i] : i, num = b.context_lens[i];
+        lines = line + 1 > lines ? line + 1 : lines;
+        whole = num > whole ? num : whole;
+      }
+      table_stride = padded(whole, m.block);
+      int64_t* flat = take<int64_t>(lines * table_stride);
+      if (memory)
+        for (int64_t i = 0; i < lines; ++i)
+          for (int64_t c = 0; c < table_stride / m.block; ++c)
+            for (int64_t s = 0; s < m.block; ++s)
+              flat[i * table_stride + c * m.block + s] = b.slot_table[i * b.slot_stride + c] * m.block + s;
+      table = flat;
+    }
   }
 
   void clear(X* from, int64_t width, int64_t in) {
@@ -720,52 +750,88 @@ struct Run {
     }
   }
 
-  // The stream's columns [first, last) grow by those of `wide`.
-  void add_columns(int64_t first, int64_t last) {
+  // Rows of the stream beside those before them in their block; the first of a block beside itself.
+  void pair_rows(int64_t first, int64_t last, int64_t in) {
+    for (int64_t r = first; r < last; ++r) {
+      const float* before = stream + (r % m.block ? r - 1 : r) * m.hidden;
+      for (int64_t i = 0; i < m.hidden; i += LANES) {
+        narrow<X>(inputs + r * in + i, load(stream + r * m.hidden + i));
+        narrow<X>(inputs + r * in + m.hidden + i, load(before + i));
+      }
+    }
+  }
+
+  // The stream keeps the last rows of every request.
+  void keep_tails() {
+    for (int64_t i = 0; i < b.num_requests; ++i)
+      memmove(stream + i * b.tail * m.hidden, stream + (b.cu_rows[i + 1] - b.tail) * m.hidden, b.tail * m.hidden * 4);
+  }
+
+  // The stream's columns [first, last) of n rows grow by those of `wide`, or become them.
+  void add_columns(int64_t n, int64_t first, int64_t last, bool is_sum = true) {
     last = last < m.hidden ? last : m.hidden;
-    for (int64_t r = 0; r < b.num_rows; ++r)
+    for (int64_t r = 0; r < n; ++r)
       for (int64_t i = first; i < last; i += LANES) {
         float* at = stream + r * m.hidden + i;
-        store(at, load(at) + load(wide + r * wide_stride + i));
+        const Floats found = load(wide + r * wide_stride + i);
+        store(at, is_sum ? load(at) + found : found);
       }
   }
 
   void work(int thread, int num_threads) {
-    int64_t row0, row1, first, last;
-    share(b.num_rows, thread, num_threads, &row0, &row1);
+    int64_t row0, row1, first, last, n = b.num_rows;
+    share(n, thread, num_threads, &row0, &row1);
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
     alignas(64) const Tiles tiles;
     if (m.uses_tiles) _tile_loadconfig(&tiles);
 #endif
-    if (m.features == BFLOAT16)
-      embed<uint16_t>(row0, row1);
-    else
-      embed<float>(row0, row1);
+    if (!b.stream) {
+      if (m.features == BFLOAT16)
+        embed<uint16_t>(row0, row1);
+      else
+        embed<float>(row0, row1);
+    }
     const AttendAll<X> attend_all = attention_of<X>(m.head_dim);
-    const int64_t in = m.layers[0].qkv.in, layer_size = b.pool_rows * 2 * m.kv_heads * m.head_dim;
+    const int64_t in = m.layers[0].qkv.in, attended_in = m.layers[0].attention_out.in;
+    const int64_t layer_size = b.pool_rows * 2 * m.kv_heads * m.head_dim;
     for (int64_t l = 0; l < m.num_layers; ++l) {
       const Layer& layer = m.layers[l];
+      const int64_t tail = l + 1 < m.num_layers ? -1 : b.tail;
       X* pool = (X*)b.pool + l * layer_size;
+      if (layer.shift.weight) {
+        pair_rows(row0, row1, layer.shift.in);
+        meet(num_threads);
+        share(layer.shift.out / LANES, thread, num_threads, &first, &last);
+        product<W>(inputs, n, layer.shift, first, last, wide, wide_stride, m.uses_tiles);
+        add_columns(n, first * LANES, last * LANES, false);
+        meet(num_threads);
+      }
       for (int64_t r = row0; r < row1; ++r) normalise<X>(stream + r * m.hidden, layer.norm1, m.hidden, m.eps, inputs + r * in);
       meet(num_threads);
       share(layer.qkv.out / LANES, thread, num_threads, &first, &last);
-      product<W>(inputs, b.num_rows, layer.qkv, first, last, wide, wide_stride, m.uses_tiles);
+      product<W>(inputs, n, layer.qkv, first, last, wide, wide_stride, m.uses_tiles);
       meet(num_threads);
-      share(b.num_rows * (m.heads + 2 * m.kv_heads), thread, num_threads, &first, &last);
+      share(n * (m.heads + 2 * m.kv_heads), thread, num_threads, &first, &last);
       turn_rows(layer, pool, first, last);
       meet(num_threads);
-      attend_all(m, b, wide, wide_stride, pool, scores + thread * score_size, score_stride, attended,
-                 m.layers[0].attention_out.in, thread, num_threads);
+      if (tail == 0) break;
+      attend_all(m, b, wide, wide_stride, pool, scores + thread * score_size, score_stride, attended, attended_in, table,
+                 table_stride, tail, thread, num_threads);
+      if (tail > 0) {
+        if (thread == 0) keep_tails();
+        n = num_last;
+        share(n, thread, num_threads, &row0, &row1);
+      }
       meet(num_threads);
       share(layer.attention_out.out / LANES, thread, num_threads, &first, &last);
-      product<W>(attended, b.num_rows, layer.attention_out, first, last, wide, wide_stride, m.uses_tiles);
-      add_columns(first * LANES, last * LANES);
+      product<W>(attended, n, layer.attention_out, first, last, wide, wide_stride, m.uses_tiles);
+      add_columns(n, first * LANES, last * LANES);
       meet(num_threads);
       for (int64_t r = row0; r < row1; ++r) normalise<X>(stream + r * m.hidden, layer.norm2, m.hidden, m.eps, inputs + r * in);
       meet(num_threads);
       share(layer.gate_up.out / (2 * LANES), thread, num_threads, &first, &last);
-      product<W>(inputs, b.num_rows, layer.gate_up, 2 * first, 2 * last, wide, wide_stride, m.uses_tiles);
-      for (int64_t r = 0; r < b.num_rows; ++r)
+      product<W>(inputs, n, layer.gate_up, 2 * first, 2 * last, wide, wide_stride, m.uses_tiles);
+      for (int64_t r = 0; r < n; ++r)
         for (int64_t i = first; i < last; ++i) {
           const Floats gate = load(wide + r * wide_stride + 2 * i * LANES);
           const Floats up = load(wide + r * wide_stride + (2 * i + 1) * LANES);
@@ -773,8 +839,8 @@ struct Run {
         }
       meet(num_threads);
       share(layer.down.out / LANES, thread, num_threads, &first, &last);
-      product<W>(acts, b.num_rows, layer.down, first, last, wide, wide_stride, m.uses_tiles);
-      add_columns(first * LANES, last * LANES);
+      product<W>(acts, n, layer.down, first, last, wide, wide_stride, m.uses_tiles);
+      add_columns(n, first * LANES, last * LANES);
       meet(num_threads);
       if (layer.tap) {
         if (m.features == BFLOAT16)
@@ -783,12 +849,14 @@ struct Run {
           tap<float>(layer.tap, row0, row1);
       }
     }
-    share(b.num_logits, thread, num_threads, &first, &last);
-    for (int64_t i = first; i < last; ++i)
-      normalise<X>(stream + (b.logit_rows ? b.logit_rows[i] : i) * m.hidden, m.final_norm, m.hidden, m.eps, inputs + i * in);
-    meet(num_threads);
-    share(m.head.out / LANES, thread, num_threads, &first, &last);
-    product<W>(inputs, b.num_logits, m.head, first, last, b.logits, b.logit_stride, m.uses_tiles);
+    if (b.num_logits) {
+      share(b.num_logits, thread, num_threads, &first, &last);
+      for (int64_t i = first; i < last; ++i)
+        normalise<X>(stream + (b.logit_rows ? b.logit_rows[i] : i) * m.hidden, m.final_norm, m.hidden, m.eps, inputs + i * in);
+      meet(num_threads);
+      share(m.head.out / LANES, thread, num_threads, &first, &last);
+      product<W>(inputs, b.num_logits, m.head, first, last, b.logits, b.logit_stride, m.uses_tiles);
+    }
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
     if (m.uses_tiles) _tile_release();
 #endif
@@ -815,5 +883,36 @@ extern "C" void JOIN(forward, ISA)(const Model* model, const Batch* batch, void*
     case FLOAT32: return forward<float>(model, batch, scratch);
     case BFLOAT16: return forward<uint16_t>(model, batch, scratch);
     case INT8: return forward<int8_t>(model, batch, scratch);
+  }
+}
+
+// The k largest of `scale` times each row's numbers, falling (ties: the first), and the logarithm of the sum of their exponentials.
+extern "C" void JOIN(rank_rows, ISA)(const float* x, int64_t rows, int64_t size, int64_t stride, const float* scale, int64_t k,
+                                     float* values, int64_t* ids, float* lse) {
+  for (int64_t r = 0; r < rows; ++r, x += stride, values += k, ids += k) {
+    const float factor = scale[r];
+    for (int64_t i = 0; i < k; ++i) values[i] = -INFINITY, ids[i] = 0;
+    const int64_t whole = size / LANES * LANES;
+    auto offer = [&](float v, int64_t id) {
+      if (!(v > values[k - 1])) return;
+      int64_t at = k - 1;
+      for (; at > 0 && v > values[at - 1]; --at) values[at] = values[at - 1], ids[at] = ids[at - 1];
+      values[at] = v, ids[at] = id;
+    };
+    for (int64_t i = 0; i < whole; i += LANES) {
+      const Floats v = load(x + i) * factor;
+      if (max_lanes(v) > values[k - 1]) {
+        float own[LANES];
+        store(own, v);
+        for (int j = 0; j < LANES; ++j) offer(own[j], i + j);
+      }
+    }
+    for (int64_t i = whole; i < size; ++i) offer(x[i] * factor, i);
+    const float top = values[0];
+    Floats sum{};
+    for (int64_t i = 0; i < whole; i += LANES) sum += exponential(load(x + i) * factor - all(top));
+    float total = sum_lanes(sum);
+    for (int64_t i = whole; i < size; ++i) total += expf(x[i] * factor - top);
+    lse[r] = top + logf(total);
   }
 }

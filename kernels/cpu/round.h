@@ -18,6 +18,7 @@ struct Layer {
   struct Linear qkv, attention_out, gate_up, down;  // gate_up: panels of gate and up in turn
   const float *norm1, *norm2;                       // (Dm,)
   const float *q_norm, *k_norm;                     // (Dh,) or null
+  struct Linear shift;                              // of [row, row before it in its block] before the layer; or null
   int64_t tap;                                      // bit j: its output is the j-th tapped hidden state
 };
 
@@ -30,19 +31,23 @@ struct Model {
   int64_t num_layers, hidden, heads, kv_heads, head_dim, intermediate, num_taps;
   int64_t weights, features;  // number types: of the weights; of embedding and tapped states
   int64_t uses_tiles;             // products of bfloat16 and int8 weights by AMX
+  int64_t block;                  // rows of a block, of a drafter: its pool has so many rows for each row of a table
   float eps, scale;               // scale: of attention scores
 };
 
 struct Batch {
   const int64_t *token_ids, *positions, *out_rows;  // (N,)
+  float* stream;                                    // (N, Dm): rows begin with it and end in it; null: with token_ids
   const int64_t *cu_rows, *context_lens;            // (B + 1,), (B,)
-  const int64_t* slot_table;                        // (B, slot_stride)
+  const int64_t* slot_table;                        // (., slot_stride)
+  const int64_t* table_rows;                        // (B,) row of the table of each request; null: the request's own
   const uint8_t* ancestors;                         // (N, ancestor_stride) or null: causal inside the request
   const int64_t* logit_rows;                        // (M,) or null: all rows in order
   void* pool;                                       // (L, R, 2, Hkv, Dh): float32 beside float32 weights, else bfloat16
   float* logits;                                    // (M, logit_stride)
   void* tapped;                                     // (N, m * Dm) or null
   int64_t num_rows, num_requests, num_logits, slot_stride, ancestor_stride, logit_stride, pool_rows, num_threads;
+  int64_t tail;  // rows of each request, its last ones, that go on in the last layer behind its K/V; negative: all
 };
 
 // The threads of a call (threads.cpp): `work(argument, thread, num_threads)` on each; `meet` waits for all of a call.

@@ -51,6 +51,8 @@ class TrainedDrafter(ABC):
         """
         c = self.config = model.config
         self.version, self.dtype, self.device = version, dtype, torch.device(device)
+        self.kv_dtype = dtype
+        """Of the drafter's own K/V."""
         head = target_embed if target_head is None else target_head
         wanted = (c.vocab_size, getattr(c, "embed_size", c.hidden_size))
         for name, table in (("embedding", target_embed), ("output head", head)):
@@ -113,12 +115,12 @@ class TrainedDrafter(ABC):
 
     def alloc(self, num_pool_rows: int) -> None:
         """Allocate zeroed drafter KV for pool rows 0..num_pool_rows-1."""
-        self.pool = torch.zeros(self._pool_shape(num_pool_rows), dtype=self.dtype, device=self.device)
+        self.pool = torch.zeros(self._pool_shape(num_pool_rows), dtype=self.kv_dtype, device=self.device)
 
     @property
     def kv_row_bytes(self) -> int:
         """Bytes of one pool row over all layers."""
-        return torch.Size(self._pool_shape(1)).numel() * self.dtype.itemsize
+        return torch.Size(self._pool_shape(1)).numel() * self.kv_dtype.itemsize
 
     def release(self, request_id: str) -> None:  # noqa: B027 - what most drafters keep is nothing
         """Nothing is kept per request: the engine's page allocator owns the rows."""

@@ -145,7 +145,8 @@ class DrafterForward(ABC):
         self.weights: dict[str, torch.Tensor] = {}
         self.kernels = kernels or select_kernels(device)
         self._embed, self._head = embed.detach(), head.detach()
-        self._rank = choose_ranking(self.kernels)
+        self.target_dtype = embed.dtype
+        self.rank = choose_ranking(self.kernels)
         self._angles = torch.empty(0)
 
     @torch.no_grad()
@@ -223,7 +224,11 @@ class DrafterForward(ABC):
 
         factor: (T, 1) on the logits. rank: None = that of the device.
         """
-        return (rank or self._rank)(head_logits(z, self.weights["lm_head"], self.head_dtype), factor, count)
+        return (rank or self.rank)(self.logits(z), factor, count)
+
+    def logits(self, z: torch.Tensor) -> torch.Tensor:
+        """Logits (T, Vd) of normed hidden states z (T, H), in the head's dtype."""
+        return head_logits(z, self.weights["lm_head"], self.head_dtype)
 
     def in_target_vocab(self, logprobs: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`best` of a reduced draft vocabulary as the target's ids; others as they are."""

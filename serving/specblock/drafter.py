@@ -21,6 +21,7 @@ from paceline.serving.specblock.attention import GatheredAttention
 from paceline.serving.specblock.forward import SlotForward
 from paceline.serving.specblock.graphs import GraphedSpecBlock, num_spare_rows
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from paceline.serving.specblock.native import SPARE_ROWS, NativeSpecBlock, supports_native
 
 
 class SpecBlockDrafter(TrainedDrafter):
@@ -49,16 +50,25 @@ class SpecBlockDrafter(TrainedDrafter):
     def _prepare(self) -> None:
         self._attention = GatheredAttention(self.forward)
         self._scale_cache = ScaleCache()
+        self._native: NativeSpecBlock | None = None
+        if self.dtype == torch.float32 and supports_native(self.config, self.device):
+            self.kv_dtype = self.forward.target_dtype  # a drafter needs no more digits than its target
+            self._native = NativeSpecBlock(self.forward, self.kv_dtype)
 
     # ---- weights and KV
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         super().load_state(state)
+        if self._native is not None:
+            self._native.load(state)
         self._scale_cache.clear()
 
     def alloc(self, num_pool_rows: int) -> None:
-        super().alloc(num_pool_rows)
+        super().alloc(num_pool_rows + (0 if self._native is None else SPARE_ROWS))
         self._attention.bind(self.pool, num_pool_rows)
+        self._num_rows = num_pool_rows
+        if self._native is not None:
+            self._native.bind(self.pool, num_pool_rows)
         self._round: tuple[DraftInputs, torch.Tensor] | None = None  # inputs and scales of the latest eager `propose`
         self._graphs: GraphedSpecBlock | None = None
         self._is_graphed = False  # the latest `propose` was replayed
@@ -70,7 +80,8 @@ class SpecBlockDrafter(TrainedDrafter):
 
         The pool is allocated anew, with spare rows for padding. max_leaves: of one request.
         """
-        num_rows = self.pool.shape[1] if self._graphs is None else self._graphs.first_spare
+        num_rows = self._num_rows if self._graphs is None else self._graphs.first_spare
+        self._native, self.kv_dtype = None, self.dtype  # its keys are turned otherwise
         self.pool = self.pool.new_empty(0)  # the old one goes before the new one comes
         self._attention.bind(self.pool, 0)
         self.alloc(num_rows + num_spare_rows(max_requests, self.caps.max_depth))
@@ -92,7 +103,10 @@ class SpecBlockDrafter(TrainedDrafter):
     @torch.no_grad()
     def ingest(self, inputs: DraftInputs) -> None:
         """Write drafter KV for the new rows. Rows before them must have been ingested."""
-        self.forward.ingest(self._attention, inputs)
+        if self._native is not None:
+            self._native.ingest(inputs)
+        else:
+            self.forward.ingest(self._attention, inputs)
         self._round = None
 
     @torch.no_grad()
@@ -105,6 +119,8 @@ class SpecBlockDrafter(TrainedDrafter):
                 return proposal
         scales = self._scale_cache.get(inputs.temperatures, self.forward.scales)
         self._round = (inputs, scales)
+        if self._native is not None:
+            return self._native.block1(inputs, scales)
         return self.forward.block1(self._attention, inputs, scales)
 
     @torch.no_grad()
@@ -114,6 +130,8 @@ class SpecBlockDrafter(TrainedDrafter):
             return self._graphs.expand(inputs, frontier)
         assert self._round is not None and self._round[0] is inputs, "expand follows propose on the same inputs"
         assert proposal.hidden is not None
+        if self._native is not None:
+            return self._native.block2(inputs, proposal.hidden, frontier, self._round[1])
         return self.forward.block2(self._attention, inputs, proposal.hidden, frontier, self._round[1])
 
 

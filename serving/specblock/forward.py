@@ -97,7 +97,7 @@ class SlotForward(DrafterForward):
     def ingest(self, attention: SlotAttention, inputs: DraftInputs) -> None:
         """Write the K/V of the new rows."""
         attention.open_rows(inputs, wants_block=False)
-        _, qkv = self._to_last_layer(attention, inputs, self._conditions(inputs))
+        _, qkv = self._to_last_layer(attention, inputs, self.conditions(inputs))
         attention.write(self.config.num_layers - 1, qkv)
 
     def block1(
@@ -105,13 +105,12 @@ class SlotForward(DrafterForward):
     ) -> Proposal:
         """Write the K/V of the new rows and propose K slots at each anchor. scales: (2, B, K)."""
         attention.open_rows(inputs, wants_block=True)
-        cond, last = self._conditions(inputs), self.config.num_layers - 1
+        cond, last = self.conditions(inputs), self.config.num_layers - 1
         x, qkv = self._to_last_layer(attention, inputs, cond)
         attended = attention.newest_rows(last, qkv)  # only the newest row of each request drafts
-        proposal = self._heads(self.finish(attention.newest(x), attended, last), scales[0], rank)
+        proposal = self.heads(self.finish(attention.newest(x), attended, last), scales[0], rank)
         if not self.config.inherits_hidden:  # the next block starts from the anchor rows' features
-            anchors = cond.index_select(0, (inputs.cu_new[1:] - 1).clamp(min=0))
-            proposal.hidden = anchors[:, None].expand(-1, self.config.num_slots, -1).contiguous()
+            proposal.hidden = self.anchor_hidden(cond, inputs)
         return proposal
 
     def block2(
@@ -131,7 +130,7 @@ class SlotForward(DrafterForward):
             x, qkv = self.project(i, x)
             x = self.finish(x, attention.leaves(i, qkv), i)
         scale = scales[1].expand(cells.numel(), -1) if owner is None else scales[1].index_select(0, owner)
-        return self._heads(x, scale, rank)
+        return self.heads(x, scale, rank)
 
     def scales(self, temperatures: torch.Tensor) -> torch.Tensor:
         """(2, B, K) factors on the logits of the two blocks, as DrafterForward.scales."""
@@ -139,10 +138,15 @@ class SlotForward(DrafterForward):
 
     # ---- pieces
 
-    def _conditions(self, inputs: DraftInputs) -> torch.Tensor:
+    def conditions(self, inputs: DraftInputs) -> torch.Tensor:
         """Projected features (R, H) of the new rows."""
         assert inputs.new_features is not None
         return torch.mm(inputs.new_features.to(self.dtype), self.weights["cond"])
+
+    def anchor_hidden(self, cond: torch.Tensor, inputs: DraftInputs) -> torch.Tensor:
+        """(B, K, H) projected features of the anchors' rows, where block 2 begins from those."""
+        anchors = cond.index_select(0, (inputs.cu_new[1:] - 1).clamp(min=0))
+        return anchors[:, None].expand(-1, self.config.num_slots, -1).contiguous()
 
     def _to_last_layer(
         self, attention: SlotAttention, inputs: DraftInputs, cond: torch.Tensor
@@ -179,11 +183,18 @@ class SlotForward(DrafterForward):
             x = torch.addmm(torch.mm(x, w[f"shift_own{i}"]), before, w[f"shift_before{i}"])
         return x, torch.mm(self.norm(x), w[f"qkv{i}"])
 
-    def _heads(self, x: torch.Tensor, scale: torch.Tensor, rank: Ranking | None) -> Proposal:
-        """Output and rank head at x (N * K, H) with factors (N, K): a proposal of N nodes. rank: None = the device's."""
+    def heads(
+        self, x: torch.Tensor, scale: torch.Tensor, rank: Ranking | None = None, logits: torch.Tensor | None = None
+    ) -> Proposal:
+        """Output and rank head at x (N * K, H) with factors (N, K): a proposal of N nodes.
+
+        rank: None = the device's. logits: (N * K, Vd) of x, which are overwritten; None = they are computed.
+        """
         c, w, count, k = self.config, self.weights, self.num_candidates, self.config.num_slots
         z, factor = self.norm(x), scale.reshape(-1, 1)
-        top, ids = self.best(z, factor, c.rank_topk, rank)
+        if logits is None:
+            logits = self.logits(z)
+        top, ids = (rank or self.rank)(logits, factor, c.rank_topk)
         lp = top.div(factor).log_softmax(-1)  # the rank head reads the logits without calibration and temperature
         prob = lp.exp()
         features = torch.cat((z.float(), lp, prob[:, :1], (prob * lp).sum(-1, keepdim=True)), dim=-1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.kernels.cpu.library import LANES, NativeDecoder, NativeLayer, PackedLinear, choose_isa, interleave
+from paceline.kernels.cpu.library import NativeDecoder, NativeLayer, PackedLinear, choose_isa, fits_native, interleave
 
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -31,8 +31,7 @@ def supports_native(model: Any) -> bool:
         and not getattr(config, "mlp_bias", False)
         and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
         and rope.get("rope_type", "default") in _STATIC_ROPE
-        and config.hidden_size % LANES == 0
-        and head_dim in (16, 32, 48, 64, 80, 96, 128, 256)
+        and fits_native(config.hidden_size, head_dim)
         and all(p.device.type == "cpu" for p in parameters)
         and {p.dtype for p in parameters} in ({torch.float32}, {torch.bfloat16})
     )
@@ -82,7 +81,7 @@ def new_native(
         num_heads=heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
-        vocab_size=config.vocab_size,
+        num_logits=config.vocab_size,
         eps=config.rms_norm_eps,
         scale=decoder.layers[0].self_attn.scaling,
         num_taps=len(tap_layers),

@@ -18,7 +18,7 @@ from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 V, FEATURES, EMBED = 50, 24, 12
 HIDDEN, TOPK = 16, 4
 SIZES = {
-    "hidden_size": HIDDEN, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": V,
+    "hidden_size": HIDDEN, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": V,
     "feature_size": FEATURES,
 }  # fmt: skip
 TOLERANCE = 1e-4  # fp32, other reduction orders

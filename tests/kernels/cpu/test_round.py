@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from paceline.kernels.cpu import build
+from paceline.kernels.cpu import build, library
 from paceline.kernels.cpu.library import ISA_VARIABLE, ISAS, choose_isa, load_library, pack_weight
 from paceline.serving.target_model.model import TargetBatch, TargetModel
 from paceline.serving.target_model.native import new_native
@@ -178,6 +178,26 @@ def test_int8_weights_are_exactly_the_integers_times_their_scales(isa):
         pool = fresh_pool(exact, num_pages)
         pool.data.copy_(fresh_pool(target, num_pages).data)
         assert distance(logits, exact.forward(batch, pool).logits) < 1e-2
+
+
+@pytest.mark.parametrize("isa", FOUND)
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (15, 4), (16, 16), (1003, 10), (4096, 8)])
+def test_ranks_are_those_of_a_whole_sort(size, count, isa, monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    library._rank_function.cache_clear()
+    rng = torch.Generator().manual_seed(7)
+    padded = 4 * torch.randn(9, size + 5, generator=rng)
+    padded[3, :size] = 1.0  # ties: the first is the better
+    padded[4, : size // 2] = float("-inf")
+    logits, scale = padded[:, :size], 0.1 + torch.rand(9, generator=rng)
+    values, ids, lse = library.rank_rows(logits, count, scale)
+    scaled = logits * scale[:, None]
+    expected = scaled.sort(dim=-1, descending=True, stable=True)
+    torch.testing.assert_close(values, expected.values[:, :count], rtol=1e-6, atol=0)
+    finite = expected.values[:, :count].isfinite()
+    assert torch.equal(ids[finite], expected.indices[:, :count][finite])
+    torch.testing.assert_close(lse, scaled.logsumexp(-1), rtol=1e-6, atol=1e-6)
+    library._rank_function.cache_clear()
 
 
 def test_packing_loses_no_weight():
