@@ -7,6 +7,7 @@ The library has a plain C interface: it depends on neither Python nor torch, so 
 from __future__ import annotations
 
 import concurrent.futures
+import hashlib
 import importlib.util
 import os
 import platform
@@ -58,6 +59,14 @@ def find_compiler() -> list[str]:
     raise BuildError("no C++ compiler was found: install g++ or clang, or `pip install ziglang`")
 
 
+def source_version() -> int:
+    """A number that the sources give: a library that was built from others must not be called."""
+    digest = hashlib.sha256()
+    for path in sorted((*HERE.glob("*.cpp"), *HERE.glob("*.h"))):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:7], "big")
+
+
 def build(folder: Path = HERE) -> Path:
     """Compile into `folder`; returns the library. Raises: BuildError with what the compiler said."""
     variants = VARIANTS.get(platform.machine().lower().replace("amd64", "x86_64"))
@@ -66,7 +75,7 @@ def build(folder: Path = HERE) -> Path:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory() as room:
         jobs: dict[Path, tuple[str, tuple[str, ...]]] = {
-            Path(room, f"{n}.o"): (f"{n}.cpp", ()) for n in ("isa", "threads")
+            Path(room, f"{n}.o"): (f"{n}.cpp", (f"-DSOURCE_VERSION={source_version()}",)) for n in ("isa", "threads")
         }
         jobs |= {
             Path(room, f"round_{isa}.o"): ("round.cpp", (*flags, f"-DISA={isa}")) for isa, flags in variants.items()

@@ -56,3 +56,6 @@ extern "C" int64_t available_isas() {
 #endif
   return found;
 }
+
+// Of which sources the library is made (build.py).
+extern "C" int64_t source_version() { return SOURCE_VERSION; }

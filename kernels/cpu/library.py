@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.kernels.cpu.build import NAME
+from paceline.kernels.cpu.build import NAME, source_version
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
 """Instruction sets, worst first; bit i of available_isas() is the i-th. AMX is a part of the code for avx512_bf16."""
 ISA_VARIABLE = "PACELINE_CPU_ISA"
 """Environment variable that names the instruction set to use, or `none` for the torch path."""
+_REMEDY = "with a C++ compiler (or pip install ziglang) run python -m paceline.kernels.cpu.build"
 LANES = 16
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 256)
 _IN_MULTIPLE = 32
@@ -77,13 +78,16 @@ def load_library() -> ctypes.CDLL | None:
     """The compiled library, or None where it was not built."""
     path = Path(__file__).with_name(NAME)
     if not path.is_file():
-        log.warning(
-            "native CPU rounds are not built, torch computes forwards: install a C++ compiler (or pip install ziglang), "
-            "then run python -m paceline.kernels.cpu.build"
-        )
+        log.warning("native CPU rounds are not built, torch computes forwards: %s", _REMEDY)
         return None
     library = ctypes.CDLL(str(path))
     library.available_isas.restype = c_int64
+    version = getattr(library, "source_version", None)
+    if version is not None:
+        version.restype = c_int64
+    if version is None or version() != source_version():
+        log.warning("native CPU rounds were built from other sources, torch computes forwards: %s", _REMEDY)
+        return None
     return library
 
 

@@ -4,6 +4,9 @@
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include <unistd.h>
+
 #include "round.h"
 
 namespace {
@@ -44,9 +47,13 @@ struct Pool {
   }
 };
 
-// Never destroyed: its threads outlive static destructors.
+// Never destroyed: its threads outlive static destructors. A forked process has none of its parent's threads: it gets a new one.
 Pool& pool() {
-  static Pool* one = new Pool;
+  static std::mutex making;
+  static Pool* one = nullptr;
+  static pid_t owner = 0;
+  std::lock_guard<std::mutex> hold(making);
+  if (one == nullptr || owner != getpid()) one = new Pool, owner = getpid();
   return *one;
 }
 

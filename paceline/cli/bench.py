@@ -49,6 +49,10 @@ COMMANDS = {
         "Measure each kernel, and how near it comes to the memory's speed.",
         "bench.shapes.kernels:KernelBenchOptions:run_bench_kernels",
     ),
+    "forward": (
+        "Measure the CPU's compiled forward against the memory's speed.",
+        "bench.shapes.forward:ForwardOptions:run_forward_bench",
+    ),
     "shapes": (
         "Count what drafting costs at the size of an 8B target.",
         "bench.shapes.run:DrafterShapesOptions:run_drafter_shapes",

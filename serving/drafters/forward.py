@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from paceline.kernels.cpu.library import choose_isa, rank_rows
 from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.kernels.reference.topk_lse import MAX_K
 from paceline.serving.drafters.network import DrafterConfig, adjacent_pairs, pair_angles, rope_cos_sin
@@ -81,10 +82,16 @@ def rank_by_softmax(logits: torch.Tensor, factors: torch.Tensor, count: int) -> 
     return top.values, top.indices
 
 
+def rank_natively(logits: torch.Tensor, factors: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A `Ranking` by one pass of compiled code."""
+    values, ids, lse = rank_rows(logits.float(), count, factors[:, 0].contiguous())
+    return values.sub_(lse[:, None]), ids
+
+
 def choose_ranking(kernels: Kernels) -> Ranking:
-    """The `Ranking` of a drafter whose device has these kernels: on the CPU torch's operators are the faster ones."""
+    """The `Ranking` of a drafter whose device has these kernels; on the CPU torch's operators without compiled ones."""
     if kernels.is_reference:
-        return rank_by_softmax
+        return rank_by_softmax if choose_isa() is None else rank_natively
 
     def rank(logits: torch.Tensor, factors: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         if count > MAX_K:

@@ -20,7 +20,6 @@ from paceline.kernels.cpu.library import (
     choose_isa,
     fits_native,
     interleave,
-    rank_rows,
 )
 from paceline.serving.drafters.interface import DraftInputs, Frontier, Proposal
 from paceline.serving.drafters.network import rope_cos_sin
@@ -35,12 +34,6 @@ _POSITIONS = 1024
 def supports_native(config: SpecBlockConfig, device: torch.device) -> bool:
     """Whether the compiled forward takes the drafter's shapes here."""
     return device.type == "cpu" and choose_isa() is not None and fits_native(config.hidden_size, config.head_dim)
-
-
-def rank(logits: torch.Tensor, factors: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A `Ranking` (drafters/forward.py) of float32 logits."""
-    values, ids, lse = rank_rows(logits, count, factors[:, 0].contiguous())
-    return values - lse[:, None], ids
 
 
 class NativeSpecBlock:
@@ -104,7 +97,7 @@ class NativeSpecBlock:
         """Write the K/V of the new rows and propose K slots at each anchor. scales: (2, B, K)."""
         forward, c = self._forward, self._forward.config
         hidden, logits, cond = self._rows(inputs, tail=c.num_slots)
-        proposal = forward.heads(hidden, scales[0], rank, logits)
+        proposal = forward.heads(hidden, scales[0], logits=logits)
         if not c.inherits_hidden:
             proposal.hidden = forward.anchor_hidden(cond, inputs)
         return proposal
@@ -135,7 +128,7 @@ class NativeSpecBlock:
                 )
             )
         out, logits = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        return forward.heads(out, scales[1].index_select(0, request), rank, logits)
+        return forward.heads(out, scales[1].index_select(0, request), logits=logits)
 
     def _rows(self, inputs: DraftInputs, tail: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         forward, k = self._forward, self._forward.config.num_slots

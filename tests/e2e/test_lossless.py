@@ -6,13 +6,17 @@ The greedy reference is the transformers model alone: one ordinary forward over 
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.bench.common.engine_run import build_engine, load_named_drafter, load_target
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
+from paceline.kernels.cpu.library import choose_isa
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
+from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from tests.helpers.fakes import greedy_continuation, tiny_target
 from tests.helpers.lossless import (
     DRAFTERS,
@@ -155,3 +159,25 @@ def test_other_families_are_lossless_too(kind):
     for i in range(4):
         want = greedy_continuation(model, list(prompts()[i]), NUM_TOKENS)
         assert outputs.tokens[f"r{i}"] == want
+
+
+@pytest.mark.skipif(choose_isa() is None, reason="needs the compiled forward")
+@pytest.mark.parametrize("name", ["specblock", "suffix"])
+def test_the_bundled_target_gives_the_same_bfloat16_text_with_and_without_drafting(name):
+    """Where the compiled forward runs there are no near ties: tree rows are bit for bit those of plain decoding."""
+    target = load_target("bundled", drafters=[name])
+    assert target.dtype == torch.bfloat16 and target.forward_name.startswith("native")
+    texts = ["def add(a, b):", "The sum of 12 and 30 is", "Q: What is 7 times 8?\nA:", '{"name": "mocha", "size":'] * 3
+    answers = []
+    for drafter in (None, load_named_drafter(name, target)):
+        tree = TreeConfig(max_draft_tokens=8, policy="fixed")
+        engine = build_engine(target, drafter, EngineConfig(max_running=5, kv_bytes=2**26, tree=tree))
+        found: dict[str, list[int]] = {}
+        for i, text in enumerate(texts):
+            params = SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), seed=i)
+            ids = tuple(target.tokenizer.encode(text, add_special_tokens=False))
+            request = GenerationRequest(request_id=str(i), prompt_token_ids=ids, params=params)
+            engine.submit(request, lambda e, found=found: found.setdefault(e.request_id, []).extend(e.token_ids))
+        run_until_idle(engine)
+        answers.append(found)
+    assert answers[0] == answers[1] and sum(map(len, answers[0].values())) > 300

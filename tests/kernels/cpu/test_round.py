@@ -1,6 +1,8 @@
 """Claims of kernels/cpu: the native forward equals the modules' one, and its rows depend on nothing but their own context."""
 
 import itertools
+import os
+import time
 
 import pytest
 import torch
@@ -198,6 +200,29 @@ def test_ranks_are_those_of_a_whole_sort(size, count, isa, monkeypatch):
     assert torch.equal(ids[finite], expected.indices[:, :count][finite])
     torch.testing.assert_close(lse, scaled.logsumexp(-1), rtol=1e-6, atol=1e-6)
     library._rank_function.cache_clear()
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    target, rng = make_target(SHAPES[0], torch.float32), torch.Generator().manual_seed(8)
+    native, threads = new_native(target.model, ()), torch.get_num_threads()
+    batch, num_pages = make_batch(rng, [(9, 21)], is_tree=True)
+    torch.set_num_threads(2)
+    expected, _ = run(native, batch, fresh_pool(target, num_pages))
+    pid = os.fork()
+    if pid == 0:  # the parent's threads are not here
+        got, _ = run(native, batch, fresh_pool(target, num_pages))
+        os._exit(0 if torch.equal(got, expected) else 1)
+    torch.set_num_threads(threads)
+    for _ in range(200):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        raise AssertionError("the forked process waits for threads that it does not have")
+    assert status == 0
 
 
 def test_packing_loses_no_weight():

@@ -1,0 +1,40 @@
+"""Claims of `paceline bench forward`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.main import app
+from paceline.kernels.cpu.library import ISA_VARIABLE, choose_isa
+
+RUN = CliRunner()
+
+
+@pytest.mark.skipif(choose_isa() is None, reason="needs the compiled library")
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("int8", 1)])
+def test_every_size_is_timed_over_one_row_and_over_the_floor(tmp_path, dtype, size):
+    path = tmp_path / "f.json"
+    words = ["--models", "7m", "--rows", "1,9", "--contexts", "10", "--repeats", "3", "--threads", "1,2"]
+    result = RUN.invoke(app, ["bench", "forward", *words, "--dtype", dtype, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    document = json.loads(path.read_text())
+    assert document["is_complete"] and [(c["threads"], c["rows"]) for c in document["cells"]] == [
+        (1, 1),
+        (1, 9),
+        (2, 1),
+        (2, 9),
+    ]
+    for cell in document["cells"]:
+        # 32 layers of q, k, v (256), o (128), gate and up (768) and down (384 inputs), then 4,096 logits; 10 rows of K/V
+        weights = 32 * (128 * 256 + 128 * 128 + 128 * 768 + 384 * 128) + 128 * 4096
+        assert cell["weight_bytes"] == size * weights and cell["bytes"] - cell["weight_bytes"] == 2 * 10 * 32 * 128
+        low, high = cell["over_floor"]["interval"]
+        assert cell["ms"] > 0 and 0 < low <= cell["over_floor"]["ratio"] <= high
+        assert (cell["over_one_row"] is None) == (cell["rows"] == 1)
+
+
+def test_without_the_library_it_says_how_to_build_it(monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    result = RUN.invoke(app, ["bench", "forward"])
+    assert result.exit_code != 0 and "kernels.cpu.build" in str(result.exception)
