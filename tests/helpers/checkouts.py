@@ -153,7 +153,7 @@ def measure(o: argparse.Namespace) -> None:
                         o.old if side == "old" else HERE.parents[2], o.threads, drafter,
                         [arm[4:] for arm in o.arms if arm.startswith(side)], max(o.batches), o.max_tokens,
                     )
-                    for side in ("old", "new")
+                    for side in sorted({arm[:3] for arm in o.arms})
                 }  # fmt: skip
             turn, found = group % len(o.arms), {}
             for side, arm in (name.split("/") for name in o.arms[turn:] + o.arms[:turn]):
@@ -237,7 +237,7 @@ def main() -> None:
         answer_commands()
     elif o.show:
         show(o.show)
-    elif o.old and o.out:
+    elif o.out and (o.old or not any(arm.startswith("old/") for arm in o.arms)):
         measure(o)
         show(o.out)
     else:

