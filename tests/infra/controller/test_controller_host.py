@@ -68,6 +68,45 @@ def test_gaps_and_producer_drops_are_counted(host, client, keys):
     )
 
 
+class Looks(dict):
+    """A dict that counts how often all of it is looked at."""
+
+    num = 0
+
+    def items(self):
+        self.num += 1
+        return super().items()
+
+    def __iter__(self):
+        self.num += 1
+        return super().__iter__()
+
+
+def test_producers_that_are_gone_are_forgotten_and_no_batch_looks_at_all_of_them(
+    shared_redis, client, keys, tmp_path, seeded
+):
+    clock = ManualClock(1000.0)
+    host = make_host(shared_redis.url, keys, tmp_path, clock=clock)
+    host.connect()
+    send(client, keys, 1, replica="gone")
+    settle(host)
+    state = host.session.state
+    looks = state.watermarks = Looks(state.watermarks)
+    for i in range(20):
+        send(client, keys, 1, replica=f"r{i}")
+    settle(host)
+    assert len(looks) == 21 and looks.num == 0
+    clock.advance(3000.0)
+    send(client, keys, 2, replica="r0")
+    settle(host)
+    assert len(state.watermarks) == 21 and looks.num == 1
+    clock.advance(700.0)
+    send(client, keys, 3, replica="r0")
+    settle(host)
+    assert state.watermarks == {"r0:1": (3, 4700.0)}
+    assert state.num_duplicates == state.num_missing_batches == 0
+
+
 def test_entries_read_but_not_committed_are_read_again_by_the_next_controller(
     shared_redis, host, client, keys, tmp_path
 ):
