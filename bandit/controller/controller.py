@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bandit.beliefs.observation import FeedbackSums, HostContext, fold, summed
+from paceline.bandit.beliefs.observation import HostContext, fold
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
 from paceline.bandit.controller.epoch import close_epoch, learn_history
 from paceline.bandit.controller.jobs import finish_job
@@ -24,7 +24,7 @@ from paceline.bandit.policies.table import POLICIES, SELF_FUNDED, Choice, View, 
 from paceline.bandit.policies.view import hold
 from paceline.clock import Clock
 from paceline.config import PolicyConfig
-from paceline.contracts import ArmSpec, Decision, FeedbackBatch, LedgerEntry, TrainResult
+from paceline.contracts import ArmSpec, Decision, FeedbackSums, LedgerEntry, TrainResult
 from paceline.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -57,9 +57,8 @@ class Controller:
         self._rng = rng
         self._state = ControllerState(policy=config.policy)
 
-    def observe(self, batch: FeedbackBatch | FeedbackSums) -> None:
+    def observe(self, feedback: FeedbackSums) -> None:
         """Fold one batch; the caller gives each batch once."""
-        feedback = batch if isinstance(batch, FeedbackSums) else summed(batch)
         self._state.num_rows_dropped += feedback.num_dropped
         fold(self._state.windows, feedback)
         self._state.round_costs.fold(feedback)

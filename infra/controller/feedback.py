@@ -137,7 +137,7 @@ class Feedback:
 
     def _fold(self, batch: FeedbackBatch) -> None:
         state = self._books.state
-        state.num_rows += len(batch.request_id)
+        state.num_rows += batch.num_rows
         state.num_dropped += batch.num_dropped
         batch = state.traffic.bounded(batch)
         self._lives.observe(batch)

@@ -44,8 +44,9 @@ def settle(host: ControllerHost, passes: int = 3) -> None:
 
 
 def send(
-    client: redis.Redis, keys: Keys, seq: int, rows: int = 3, *, boot: int = 1, dropped: int = 0, replica: str = "a"
-) -> bytes:
+    client: redis.Redis, keys: Keys, seq: int, rows: int = 3, *, boot: int = 1, dropped: int = 0, replica: str = "a",
+    keep_rows: bool = False,
+) -> bytes:  # fmt: skip
     """Put one feedback batch into the stream; returns its entry id."""
     batch = make_batch(
         [row(i) for i in range(rows)],
@@ -54,6 +55,7 @@ def send(
         seq=seq,
         target_version="t",
         num_dropped=dropped,
+        keep_rows=keep_rows,
     )
     return client.xadd(keys.feedback, {"v": encode(batch)})  # type: ignore[return-value]
 

@@ -45,7 +45,7 @@ def test_feedback_is_folded_once_and_acknowledged(host, client, keys):
 def test_the_policy_sees_a_bounded_number_of_buckets(host, client, keys):
     seen = []
     observe = host.session.controller.observe
-    host.session.controller.observe = lambda batch: (seen.extend(batch.bucket), observe(batch))
+    host.session.controller.observe = lambda batch: (seen.extend(cell.bucket for cell in batch.cells), observe(batch))
     for seq in (1, 2, 3):
         rows = [row(i, bucket=f"b{seq}-{i}") for i in range(100)]
         batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=seq, target_version="t", num_dropped=0)
