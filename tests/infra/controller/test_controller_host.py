@@ -9,6 +9,7 @@ from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import LedgerEntry, encode
 from paceline.errors import ConfigError, FencedError, ManifestError, PacelineError
+from paceline.infra.controller import host as host_module
 from paceline.infra.controller.host import ControllerHost
 from paceline.infra.controller.snapshot import LedgerSums
 from paceline.infra.controller.store import HostConfig
@@ -313,6 +314,30 @@ def test_commands_run_in_the_loop_and_return_errors(shared_redis, keys, tmp_path
     host.stop()
     with pytest.raises(PacelineError, match="has stopped"):
         host.call(host.session.orders.pause).result(1)
+
+
+def test_snapshots_are_made_when_somebody_asks_and_then_are_new(
+    shared_redis, client, keys, tmp_path, seeded, wait_until, monkeypatch
+):
+    made: list[int] = []
+    assemble = host_module.snapshot_view
+    monkeypatch.setattr(host_module, "snapshot_view", lambda session: (made.append(1), assemble(session))[1])
+    host = make_host(shared_redis.url, keys, tmp_path).start()
+    wait_until(lambda: host.snapshot().gen == 1)
+    host.snapshot(wait_s=5.0)
+    settled = len(made)
+    send(client, keys, 1)
+    wait_until(lambda: stored(client, keys).num_rows == 3)
+    send(client, keys, 2)
+    wait_until(lambda: stored(client, keys).num_rows == 6)
+    assert len(made) <= settled + 1, "passes went by, and nobody asked"
+    assert host.snapshot(wait_s=5.0).feedback.delivered == 6
+    before = len(made)
+    for _ in range(50):
+        host.snapshot()
+    assert len(made) <= before + 2, "however many ask"
+    host.stop()
+    assert host.snapshot(wait_s=0.0).feedback.delivered == 6
 
 
 def test_controller_starts_without_redis_and_connects_later(tmp_path, keys, wait_until):
