@@ -59,7 +59,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class OpenRequest(msgspec.Struct):
+class OpenRequest(msgspec.Struct, array_like=True):
     """A request that still runs: sums over its rounds so far."""
 
     is_canary: bool

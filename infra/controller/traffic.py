@@ -54,6 +54,8 @@ class TrafficStats(msgspec.Struct, kw_only=True):
     """bucket -> group -> sums since the beginning."""
     bins: list[tuple[int, dict[str, dict[str, GroupTotals]]]] = []
     """(bin number of SPAN_S seconds, bucket -> group -> sums), oldest first."""
+    touched: set[int] = set()
+    """Numbers of the bins that were added to since the last commit."""
 
     def bounded(self, batch: S) -> S:
         """The batch with its buckets limited to MAX_BUCKETS names; rows of a later name count under OTHER_BUCKET.
@@ -87,6 +89,7 @@ class TrafficStats(msgspec.Struct, kw_only=True):
                 elif not cell.version:
                     of_group = _split(cell, tried_version, tried_percent)
             in_bin = self._bin(cell.span)
+            self.touched.add(cell.span)
             for group, sums in of_group.items():
                 _cell(self.totals, cell.bucket, group).add(sums)
                 _cell(in_bin, cell.bucket, group).add(sums)

@@ -11,9 +11,9 @@ import redis
 
 from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.config import RolloutConfig
-from paceline.contracts import LedgerEntry, decode, encode
+from paceline.contracts import LedgerEntry, encode
 from paceline.infra.controller.host import ControllerHost
-from paceline.infra.controller.store import HostConfig, HostState, held_entries
+from paceline.infra.controller.store import HostConfig, HostState, held_entries, read_state
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.log import LogFile, stream_newest_first
 from paceline.infra.state.redis_clients import Keys, consumer_client
@@ -62,8 +62,7 @@ def send(
 
 def stored(client: redis.Redis, keys: Keys) -> HostState:
     """The controller's state as Redis has it; a fresh one before the first commit."""
-    data = client.get(keys.state)
-    return HostState() if data is None else decode(data, HostState)
+    return read_state(client, keys) or HostState()
 
 
 def ledger(client: redis.Redis, keys: Keys, data_dir: Path | None = None) -> dict[str, LedgerEntry]:

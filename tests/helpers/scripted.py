@@ -144,8 +144,11 @@ class ScriptedController:
     def snapshot(self) -> None:
         """It believes nothing that could be shown."""
 
-    def state(self) -> bytes:
+    def state(self, *, is_whole: bool = True) -> bytes:
         return msgspec.msgpack.encode(self.s)
+
+    def open_epoch(self) -> bytes:
+        return b""
 
 
 @dataclass
