@@ -90,10 +90,10 @@ class RequestSums(msgspec.Struct, array_like=True, gc=False):
 
     seconds: float = 0.0
     """Device seconds."""
-    num_tokens: float = 0.0
-    """Emitted tokens."""
-    drafted_rounds: float = 0.0
-    kept: float = 0.0
+    num_tokens: int | float = 0
+    """Emitted tokens; whole numbers take less room where they stay such."""
+    drafted_rounds: int | float = 0
+    kept: int | float = 0
     """Accepted + bonus tokens of the drafted rounds."""
     num_rounds: int = 0
     num_run: int = 0
@@ -105,7 +105,7 @@ class RequestSums(msgspec.Struct, array_like=True, gc=False):
     """End of its first round, seconds since the epoch; None = its first round is not among these."""
 
 
-class CellSums(msgspec.Struct, frozen=True, kw_only=True):
+class CellSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Rounds of one (bucket, group, drafter version) in one span of time."""
 
     bucket: str
@@ -130,7 +130,7 @@ class CellSums(msgspec.Struct, frozen=True, kw_only=True):
         return sum(sums.drafted_rounds for sums in self.sizes.values())
 
 
-class RoundMean(msgspec.Struct, frozen=True, kw_only=True):
+class RoundMean(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Mean device seconds of like rounds, for the comparison of rounds with and without a training job."""
 
     batch_size: int
@@ -141,7 +141,7 @@ class RoundMean(msgspec.Struct, frozen=True, kw_only=True):
     """Per request of the round."""
 
 
-class FeedbackSums(msgspec.Struct, frozen=True, kw_only=True):
+class FeedbackSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What producers report for a span of time."""
 
     cells: list[CellSums]

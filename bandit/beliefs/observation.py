@@ -12,9 +12,11 @@ import msgspec
 from paceline.bandit.beliefs.ratio import RatioSums
 from paceline.contracts import SPAN_S, CellSums, FeedbackSums, Group, RequestSums, RoundMean, RoundStats, SizeSums
 
-MAX_REQUESTS = 256
+MAX_REQUESTS = 128
 """Requests of a cell with totals of their own in one epoch; later ones share as many pools, by hash. Sums stay exact,
-and standard errors right, since a request is whole in one pool; they are then known to 1 / sqrt(2 x 256) = 4.4%."""
+and standard errors right, since a request is whole in one pool; they are then known to 1 / sqrt(2 x 128) = 6.3%."""
+
+_POOLS = tuple(f"pool {i}" for i in range(MAX_REQUESTS))
 
 
 class HostContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +61,7 @@ class Cell(msgspec.Struct):
     plain_tokens: int = 0
     drafted_s: float = 0.0
     drafted_rounds: int = 0
-    requests: dict[str, list[float]] = {}
+    requests: dict[str, list[int | float]] = {}
 
 
 class Window(msgspec.Struct):
@@ -180,8 +182,13 @@ def summed(rows: RoundStats, num_dropped: int = 0) -> FeedbackSums:
 def fold(windows: dict[str, Window], feedback: FeedbackSums) -> None:
     """Add sums to the open epochs, in place."""
     for sums in feedback.cells:
-        window = windows.setdefault(sums.bucket, Window())
-        cell = window.cells.setdefault(sums.group, {}).setdefault(sums.version, Cell())
+        window = windows.get(sums.bucket)
+        if window is None:
+            window = windows[sums.bucket] = Window()
+        versions = window.cells.setdefault(sums.group, {})
+        cell = versions.get(sums.version)
+        if cell is None:
+            cell = versions[sums.version] = Cell()
         for size, rounds in sums.sizes.items():
             cell.num_rounds += rounds.num_rounds
             cell.drafted_rounds += rounds.drafted_rounds
@@ -201,11 +208,15 @@ def fold(windows: dict[str, Window], feedback: FeedbackSums) -> None:
             entry[3] += values.kept
 
 
-def _entry(requests: dict[str, list[float]], request_id: str) -> list[float]:
+def _entry(requests: dict[str, list[int | float]], request_id: str) -> list[int | float]:
     """Where a request without an entry of its own counts: in a new one while there are few, else in its pool."""
     if len(requests) >= MAX_REQUESTS:
-        request_id = f"pool {zlib.crc32(request_id.encode()) % MAX_REQUESTS}"
-    return requests.setdefault(request_id, [0.0, 0.0, 0.0, 0.0])
+        request_id = _POOLS[zlib.crc32(request_id.encode()) % MAX_REQUESTS]
+        entry = requests.get(request_id)
+        if entry is not None:
+            return entry
+    entry = requests[request_id] = [0.0, 0, 0, 0]
+    return entry
 
 
 def close(bucket: str, window: Window, start: float, end: float) -> BucketObservation:

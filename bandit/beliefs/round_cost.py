@@ -58,7 +58,10 @@ class RoundCosts(msgspec.Struct):
                 continue
             by_size = self.sums.setdefault(cell.bucket, {})
             for size, rounds in cell.sizes.items():
-                sums = by_size.setdefault(size_class(size), RoundSums())
+                key = size_class(size)
+                sums = by_size.get(key)
+                if sums is None:
+                    sums = by_size[key] = RoundSums()
                 sums.drafted_s += rounds.drafted_s
                 sums.drafted_rounds += rounds.drafted_rounds
                 sums.plain_s += rounds.plain_s

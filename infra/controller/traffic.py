@@ -152,4 +152,10 @@ def _split(cell: CellSums, version: str, percent: int) -> dict[str, GroupTotals]
 
 
 def _cell(cells: dict[str, dict[str, GroupTotals]], bucket: str, group: str) -> GroupTotals:
-    return cells.setdefault(bucket, {}).setdefault(group, GroupTotals())
+    groups = cells.get(bucket)
+    if groups is None:
+        groups = cells[bucket] = {}
+    found = groups.get(group)
+    if found is None:
+        found = groups[group] = GroupTotals()
+    return found

@@ -239,7 +239,7 @@ def test_a_host_books_and_commits_from_sums_what_it_does_from_rows(shared_redis,
 
 
 def test_more_requests_than_a_cell_tells_apart_share_pools_and_keep_their_standard_error():
-    """Sums are exact; the standard error is that of telling all apart, up to its own error of 1 / sqrt(2 x 256)."""
+    """Sums are exact; the standard error is that of telling all apart, up to its own error of 1 / sqrt(2 x MAX_REQUESTS)."""
     rng = np.random.default_rng(3)
     num = 40 * MAX_REQUESTS
     level = rng.lognormal(0.0, 0.4, num)  # of a request: its rounds resemble each other
