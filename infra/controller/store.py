@@ -295,7 +295,7 @@ class ControllerStore:
             pipe.unwatch()
             raise FencedError(f"another controller took over (epoch {epoch}, mine is {self.epoch}); this one stops")
         current = decode_desired(pipe.get(keys.desired))
-        held = pipe.hget(keys.state, "commit")
+        held: Any = pipe.hget(keys.state, "commit")
         known = state.desired
         if commit.desired is not None:
             gen = max(current.gen if current else 0, known.gen if known else 0) + 1
@@ -382,7 +382,7 @@ class _Parts:
     bins: frozenset[int] = frozenset()
 
 
-def _parts_of(state: HostState, held: _Parts | None) -> tuple[_Parts, dict[str, bytes], list[str]]:
+def _parts_of(state: HostState, held: _Parts | None) -> tuple[_Parts, dict[Any, Any], list[str]]:
     """The state's parts, the fields to write and those to delete where Redis holds `held`; None = nothing."""
     bins = dict(state.traffic.bins)
     bare = msgspec.structs.replace(state, traffic=msgspec.structs.replace(state.traffic, bins=[], touched=set()))
@@ -392,7 +392,7 @@ def _parts_of(state: HostState, held: _Parts | None) -> tuple[_Parts, dict[str, 
         held, touched = _Parts(), set(bins)
     else:
         touched = state.traffic.touched & set(bins)
-    changed = {name: data for name, data in fields.items() if held.fields.get(name) != data}
+    changed: dict[Any, Any] = {name: data for name, data in fields.items() if held.fields.get(name) != data}
     changed |= {f"{_BIN}{number}": msgspec.msgpack.encode(bins[number]) for number in touched}
     return parts, changed, [f"{_BIN}{number}" for number in held.bins - parts.bins]
 
