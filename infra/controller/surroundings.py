@@ -9,6 +9,7 @@ from paceline.contracts import DrafterManifest, ReplicaReport
 from paceline.errors import DrafterMismatchError, ManifestError, PacelineError
 from paceline.infra.controller.store import Books
 from paceline.infra.state.desired import read_reports
+from paceline.infra.state.manifest_facts import learned_rows, shadow_lengths
 
 if TYPE_CHECKING:  # both load torch
     from paceline.adapt.data.trace_store import ShardInfo, TraceStore
@@ -28,7 +29,14 @@ class Surroundings:
         self._target, self._trace = books.config.target_version, books.config.trace
         self._sweep_due = 0.0
         self.reports: list[ReplicaReport] = []
+        self.canaries: dict[str, str] = {}
+        """Replica -> version on trial that it reports, '' = none."""
+        self.num_looks = 0
         self.versions: list[DrafterManifest] = []
+        self.learned_rows: dict[str, dict[str, int]] = {}
+        """Version -> bucket -> rows, by their manifests."""
+        self.shadow: dict[str, dict[str, float]] = {}
+        """Bucket -> version -> acceptance length by replay, by their manifests."""
         self.foreign: set[str] = set()
         """Versions in the registry that were trained for another target."""
         self.rows: dict[str, int] = {}
@@ -43,6 +51,8 @@ class Surroundings:
         except (OSError, PacelineError) as e:
             self._books.errors.note("trace store or registry cannot be read", e)
         self.reports = read_reports(self._books.store.client, self._books.store.keys)
+        self.canaries = {report.replica_id: report.canary_version for report in self.reports}
+        self.num_looks += 1
         for report in self.reports:
             self._note_swap(report)
         now = self._books.clock.now()
@@ -69,6 +79,7 @@ class Surroundings:
         state.seen_shards = [s.shard_id for s in shards]
         every = self.registry.list()
         self.versions = [m for m in every if self._target in ("", m.target_version)]
+        self.learned_rows, self.shadow = learned_rows(self.versions), shadow_lengths(self.versions)
         self.foreign = {m.version for m in every} - {m.version for m in self.versions}
         state.history = [v for v in state.history if v not in self.foreign]
 
