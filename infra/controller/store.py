@@ -130,8 +130,8 @@ class HostState(msgspec.Struct, kw_only=True):
     num_booked: int = 0
     """Entries of the ledger, which are numbered from 1."""
     swap: SwapInFlight | None = None
-    seen_swaps: list[str] = []
-    """Swaps counted already: 'replica:gen'."""
+    seen_swaps: dict[str, int] = {}
+    """Replica -> generation of its swap that was counted last."""
     swap_times: list[float] = []
     swap_pauses_ms: list[float] = []
     traffic: TrafficStats = msgspec.field(default_factory=TrafficStats)
@@ -309,7 +309,7 @@ class ControllerStore:
             state, commit=state.commit + 1, epoch=self.epoch, desired=state_desired,
             history=_with_version(state.history, state_desired),
         )  # fmt: skip
-        is_held = held is not None and msgspec.msgpack.decode(held) == state.commit
+        is_held = held == msgspec.msgpack.encode(state.commit)
         self._next_parts, changed, gone = _parts_of(written, self._parts if is_held else None)
         pipe.multi()
         if not is_held:

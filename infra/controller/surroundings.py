@@ -55,6 +55,9 @@ class Surroundings:
         self.num_looks += 1
         for report in self.reports:
             self._note_swap(report)
+        if len(self._state.seen_swaps) > 2 * len(self.reports) + _MAX_SWAPS:  # replicas that are gone for good
+            seen = self._state.seen_swaps
+            self._state.seen_swaps = {i: seen[i] for i in self.canaries if i in seen}
         now = self._books.clock.now()
         if self._trace is not None and now >= self._sweep_due:
             self._sweep_due = now + _SWEEP_S
@@ -88,9 +91,8 @@ class Surroundings:
         if report.counters:
             self.counters[report.replica_id] = dict(report.counters)
         swapped = report.gen if report.swap_gen is None else report.swap_gen
-        mark = f"{report.replica_id}:{swapped}"
-        if swapped > 1 and report.swap_pause_ms and mark not in state.seen_swaps:
-            state.seen_swaps = [*state.seen_swaps, mark][-_MAX_SWAPS:]
+        if swapped > 1 and report.swap_pause_ms and state.seen_swaps.get(report.replica_id) != swapped:
+            state.seen_swaps[report.replica_id] = swapped
             state.swap_times = [*state.swap_times, report.ts][-_MAX_SWAPS:]
             state.swap_pauses_ms = [*state.swap_pauses_ms, report.swap_pause_ms[-1]][-_MAX_SWAPS:]
 
