@@ -212,6 +212,8 @@ class ControllerStore:
                 decisions: dict[Any, Any] = self.client.hgetall(self.keys.decisions)  # type: ignore[assignment]
                 self.decisions = dict(sorted((int(k), decode(v, Decision)) for k, v in decisions.items()))
         except (msgspec.DecodeError, ResponseError) as e:
+            if isinstance(e, ResponseError) and "WRONGTYPE" not in str(e):
+                raise
             logger.error("the controller's state in Redis is damaged, using the snapshot file: %s", e)
             state = None
             self.client.delete(self.keys.state)
