@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated as A
@@ -62,8 +63,8 @@ class ControlCostOptions:
     rounds_per_s: A[float, Setting("Decode rounds of a replica a second.", gt=0)] = 30.0
     request_rounds: A[int, Setting("Rounds of a request.", ge=1)] = 40
     flush_s: A[float, Setting("Seconds of a batch (feedback.flush_interval_s).", gt=0)] = 0.25
-    seconds: A[float, Setting("Seconds of service, where they are no more than `batches`.", gt=0)] = 12.0
-    batches: A[int, Setting("Batches of a point at most; the rest of its seconds pass without.", ge=1)] = 5000
+    seconds: A[float, Setting("Seconds of service at a point.", gt=0)] = 12.0
+    batches: A[int, Setting("Batches of a point at most, for fewer seconds then.", ge=1)] = 5000
     json: JsonFile = None
 
 
@@ -97,7 +98,7 @@ class _Replica:
         columns: tuple[tuple[list, Any], ...] = (
             (self._ids, f"cmpl-{self.name}-{number:016x}-0"),
             (self._ages, age),
-            (self._buckets, f"bucket{(number + hash(self.name)) % self.num_buckets}"),
+            (self._buckets, f"bucket{(number + zlib.crc32(self.name.encode())) % self.num_buckets}"),
             (self._groups, group.value),
             (self._versions, _FIRST if group == Group.STATIC else _VERSION),
         )
@@ -200,7 +201,7 @@ class _Point:
         look_s = min(self._time_of(config.context_every_s) for _ in range(2))
         epoch_s = max(self._time_of(config.policy.epoch_s) - look_s, 0.0)
         cores = busy_s / seconds
-        if seconds < config.policy.epoch_s:  # no epoch ended in it, and few looks or none
+        if seconds < config.policy.epoch_s:  # no epoch ended in it, and few looks or none: their share of the time
             cores += look_s / config.context_every_s + epoch_s / config.policy.epoch_s
         lost = self.host.session.state
         assert lost.num_missing_batches == lost.num_lost_entries == lost.num_duplicates == 0, "a batch was lost"
