@@ -151,7 +151,7 @@ class FeedbackSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def num_rows(self) -> int:
-        return sum(cell.num_rounds for cell in self.cells)
+        return sum([sums.num_rounds for cell in self.cells for sums in cell.sizes.values()])
 
 
 class FeedbackBatch(FeedbackSums, frozen=True, kw_only=True):

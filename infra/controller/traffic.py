@@ -81,18 +81,24 @@ class TrafficStats(msgspec.Struct, kw_only=True):
             tried_percent: its share while it is on trial. Adaptive rows without a version (the drafter of their request was
                 switched off) count under CANARY where the hash of the request says so; 0 = nowhere.
         """
+        span, in_bin = None, self.totals
         for cell in batch.cells:
-            of_group = {cell.group: _totals(cell)}
-            if tried_version and cell.group == Group.ADAPTIVE:
+            group, bucket = cell.group, cell.bucket
+            if cell.span != span:
+                span = cell.span
+                in_bin = self._bin(span)
+                self.touched.add(span)
+            if tried_version and group == Group.ADAPTIVE:
                 if cell.version == tried_version:
-                    of_group = {CANARY: of_group[cell.group]}
+                    group = CANARY
                 elif not cell.version:
-                    of_group = _split(cell, tried_version, tried_percent)
-            in_bin = self._bin(cell.span)
-            self.touched.add(cell.span)
-            for group, sums in of_group.items():
-                _cell(self.totals, cell.bucket, group).add(sums)
-                _cell(in_bin, cell.bucket, group).add(sums)
+                    for group, sums in _split(cell, tried_version, tried_percent).items():
+                        _cell(self.totals, bucket, group).add(sums)
+                        _cell(in_bin, bucket, group).add(sums)
+                    continue
+            sums = _totals(cell)
+            _cell(self.totals, bucket, group).add(sums)
+            _cell(in_bin, bucket, group).add(sums)
 
     def _bin(self, number: int) -> dict[str, dict[str, GroupTotals]]:
         for n, cells in reversed(self.bins):
@@ -132,12 +138,15 @@ class TrafficStats(msgspec.Struct, kw_only=True):
 
 
 def _totals(cell: CellSums) -> GroupTotals:
-    totals = GroupTotals(accepted=cell.num_accepted_tokens, drafted=cell.num_draft_tokens)
+    rounds, emitted, seconds = 0, 0.0, 0.0
     for sums in cell.sizes.values():
-        totals.rounds += sums.num_rounds
-        totals.emitted += round(sums.num_tokens)
-        totals.device_ms += 1e3 * (sums.drafted_s + sums.plain_s)
-    return totals
+        rounds += sums.num_rounds
+        emitted += sums.num_tokens
+        seconds += sums.drafted_s + sums.plain_s
+    return GroupTotals(
+        rounds=rounds, accepted=cell.num_accepted_tokens, drafted=cell.num_draft_tokens, emitted=round(emitted),
+        device_ms=1e3 * seconds,
+    )  # fmt: skip
 
 
 def _split(cell: CellSums, version: str, percent: int) -> dict[str, GroupTotals]:
