@@ -97,6 +97,9 @@ class FeedbackConfig:
     """Rows kept while Redis is away; the oldest are dropped and counted."""
     flush_interval_s: float = 0.25
     max_stream_entries: int = 10_000
+    keep_rows: bool = False
+    """The stream keeps every row beside the sums that the controller reads, for `paceline export --what feedback`: about
+    110 bytes a request and round."""
 
 
 @record("trace.")

@@ -12,6 +12,10 @@ import msgspec
 
 T = TypeVar("T")
 
+SPAN_S = 5.0
+"""Feedback is summed over spans of so many seconds, so that the traffic of each can be told."""
+NO_ROWS = msgspec.Raw(b"\xc0")
+
 
 class Group(StrEnum):
     """Which drafter a request is served with: the live one, the first one (hold-back), or none."""
@@ -22,7 +26,10 @@ class Group(StrEnum):
 
 
 class RoundStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of decode rounds in columns; one element a request and round (equal lengths in all columns)."""
+    """Statistics of decode rounds in columns; one element a request and round (equal lengths in all columns).
+
+    What an engine records; FeedbackSums is what a replica makes of it.
+    """
 
     request_id: list[str]
     bucket: list[str]
@@ -62,7 +69,92 @@ class RoundStats(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-class FeedbackBatch(RoundStats, frozen=True, kw_only=True):
+class SizeSums(msgspec.Struct, array_like=True, gc=False):
+    """Rounds of one cell at one batch size."""
+
+    num_rounds: int = 0
+    """Rounds, with or without a draft."""
+    drafted_rounds: int = 0
+    drafted_s: float = 0.0
+    """Device seconds of the drafted rounds."""
+    plain_s: float = 0.0
+    """Device seconds of the rounds without a draft."""
+    num_tokens: float = 0
+    """Emitted tokens."""
+    plain_tokens: int = 0
+    """Those of the rounds without a draft."""
+
+
+class RequestSums(msgspec.Struct, array_like=True, gc=False):
+    """Rounds of one request in one cell. May pool several requests where only sums over requests are asked for."""
+
+    seconds: float = 0.0
+    """Device seconds."""
+    num_tokens: int | float = 0
+    """Emitted tokens; whole numbers take less room where they stay such."""
+    drafted_rounds: int | float = 0
+    kept: int | float = 0
+    """Accepted + bonus tokens of the drafted rounds."""
+    num_rounds: int = 0
+    num_run: int = 0
+    """Rounds in which its drafter ran, also where none of its nodes was worth verifying."""
+    batch_sum: int = 0
+    """Sum of the batch sizes of its rounds."""
+    is_greedy: bool = False
+    first_ts: float | None = None
+    """End of its first round, seconds since the epoch; None = its first round is not among these."""
+
+
+class CellSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Rounds of one (bucket, group, drafter version) in one span of time."""
+
+    bucket: str
+    group: str
+    version: str
+    """'' for rounds decoded without a drafter."""
+    span: int = 0
+    """The rounds ended in [span, span + 1) x SPAN_S seconds since the epoch."""
+    sizes: dict[int, SizeSums]
+    """Batch size -> its rounds."""
+    requests: dict[str, RequestSums]
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Bonus tokens excluded."""
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(sums.num_rounds for sums in self.sizes.values())
+
+    @property
+    def drafted_rounds(self) -> int:
+        return sum(sums.drafted_rounds for sums in self.sizes.values())
+
+
+class RoundMean(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Mean device seconds of like rounds, for the comparison of rounds with and without a training job."""
+
+    batch_size: int
+    is_drafted: bool
+    is_training: bool
+    num_rounds: int
+    mean_s: float
+    """Per request of the round."""
+
+
+class FeedbackSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What producers report for a span of time."""
+
+    cells: list[CellSums]
+    rounds: list[RoundMean] = []
+    num_dropped: int = 0
+    """Rows dropped by the producer since its batch before; a row is a request in a round."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum([sums.num_rounds for cell in self.cells for sums in cell.sizes.values()])
+
+
+class FeedbackBatch(FeedbackSums, frozen=True, kw_only=True):
     """Round statistics of one replica on their way to the controller.
 
     (replica_id, boot_epoch, seq) identifies the batch: consumers drop a seq that they have already folded.
@@ -74,8 +166,13 @@ class FeedbackBatch(RoundStats, frozen=True, kw_only=True):
     seq: int
     """1, 2, 3, ... within (replica_id, boot_epoch)."""
     target_version: str
-    num_dropped: int
-    """Rows dropped by the producer since the batch before."""
+    rows: msgspec.Raw = NO_ROWS
+    """The RoundStats behind the sums where they are kept for exports (feedback.keep_rows), else nil; see `rows_of`."""
+
+
+def rows_of(batch: FeedbackBatch) -> RoundStats | None:
+    """The rows that travel with a batch; None without. Raises msgspec.ValidationError on a wrong shape."""
+    return msgspec.msgpack.decode(batch.rows, type=RoundStats | None)
 
 
 class DesiredState(msgspec.Struct, frozen=True, kw_only=True):

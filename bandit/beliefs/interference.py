@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.bandit.beliefs.observation import FeedbackSums
+from paceline.contracts import FeedbackSums
 
 MIN_ROWS = 20
 """Rounds without training that a baseline needs."""

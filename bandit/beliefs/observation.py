@@ -1,57 +1,22 @@
 """Observations: feedback folded into open epochs, and what each bucket cost per group and drafter version in a closed one.
 
-Feedback arrives row by row (FeedbackBatch, which `summed` reduces), or summed already: from a log or a simulated
-service.
+Feedback arrives as sums: replicas make them of their rounds (`summed`), logs and simulated services have them.
 """
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 
 from paceline.bandit.beliefs.ratio import RatioSums
-from paceline.contracts import FeedbackBatch, Group
+from paceline.contracts import SPAN_S, CellSums, FeedbackSums, Group, RequestSums, RoundMean, RoundStats, SizeSums
 
+MAX_REQUESTS = 128
+"""Requests of a cell with totals of their own in one epoch; later ones share as many pools, by hash. Sums stay exact,
+and standard errors right, since a request is whole in one pool; they are then known to 1 / sqrt(2 x 128) = 6.3%."""
 
-class CellSums(msgspec.Struct, frozen=True, kw_only=True):
-    """Rounds of one (bucket, group, drafter version) at one batch size, summed by request."""
-
-    bucket: str
-    group: str
-    version: str
-    batch_size: int = 1
-    """Requests in the rounds."""
-    num_rounds: int
-    """Rounds, with or without a draft."""
-    drafted_rounds: int
-    drafted_s: float
-    """Device seconds of the drafted rounds."""
-    plain_s: float
-    """Device seconds of the rounds without a draft."""
-    plain_tokens: int
-    requests: dict[str, list[float]]
-    """Request id -> [device seconds, emitted tokens, drafted rounds, accepted + bonus tokens of those rounds].
-
-    An entry may pool several requests; standard errors stay right as long as its noise is that of the pool.
-    """
-
-
-class RoundMean(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean device seconds of like rounds, for the comparison of rounds with and without a training job."""
-
-    batch_size: int
-    is_drafted: bool
-    is_training: bool
-    num_rounds: int
-    mean_s: float
-    """Per request of the round."""
-
-
-class FeedbackSums(msgspec.Struct, frozen=True, kw_only=True):
-    """What producers report for a span of time."""
-
-    cells: list[CellSums]
-    rounds: list[RoundMean] = []
-    num_dropped: int = 0
+_POOLS = tuple(f"pool {i}" for i in range(MAX_REQUESTS))
 
 
 class HostContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,8 +43,17 @@ class HostContext(msgspec.Struct, frozen=True, kw_only=True):
     """Buckets on which no training may be ordered now (a canary of theirs was rolled back)."""
 
 
+class _Open(msgspec.Struct):
+    """A cell while rows are added to it."""
+
+    sizes: dict[int, SizeSums] = {}
+    requests: dict[str, RequestSums] = {}
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
 class Cell(msgspec.Struct):
-    """One (group, version) of a bucket in the open epoch; requests map id -> [seconds, tokens, drafted rounds, kept]."""
+    """One (group, version) of a bucket in the open epoch; requests map id or pool -> [seconds, tokens, drafted rounds, kept]."""
 
     num_rounds: int = 0
     plain_s: float = 0.0
@@ -87,7 +61,7 @@ class Cell(msgspec.Struct):
     plain_tokens: int = 0
     drafted_s: float = 0.0
     drafted_rounds: int = 0
-    requests: dict[str, list[float]] = {}
+    requests: dict[str, list[int | float]] = {}
 
 
 class Window(msgspec.Struct):
@@ -143,61 +117,106 @@ class BucketObservation(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_tokens(group) / max(self.end - self.start, 1e-9)
 
 
-def summed(batch: FeedbackBatch) -> FeedbackSums:
-    """A batch's rows, in any order, as sums. Device seconds = share_ms / 1000."""
-    cells: dict[tuple[str, str, str, int], Cell] = {}
+def summed(rows: RoundStats, num_dropped: int = 0) -> FeedbackSums:
+    """Rows, in any order, as sums. Device seconds = share_ms / 1000; a request begins with the row of round_index <= 1."""
+    cells: dict[tuple[str, str, str, int], _Open] = {}
     rounds: dict[tuple[int, bool, bool], list[float]] = {}
-    rows = zip(
-        batch.bucket, batch.group, batch.drafter_version, batch.batch_size, batch.request_id, batch.share_ms,
-        batch.num_emitted_tokens, batch.num_draft_tokens, batch.num_accepted_tokens, batch.is_training, strict=True,
+    columns = zip(
+        rows.bucket, rows.group, rows.drafter_version, rows.ts, rows.batch_size, rows.request_id, rows.share_ms,
+        rows.num_emitted_tokens, rows.num_draft_tokens, rows.num_accepted_tokens, rows.draft_ms, rows.round_index,
+        rows.is_greedy, rows.is_training, strict=True,
     )  # fmt: skip
-    for bucket, group, version, size, request_id, share_ms, tokens, num_drafts, num_accepted, is_training in rows:
+    for (
+        bucket, group, version, ts, size, request_id, share_ms, tokens, num_drafts, num_accepted, draft_ms, index,
+        is_greedy, is_training,
+    ) in columns:  # fmt: skip
         seconds, is_drafted = share_ms / 1000.0, num_drafts > 0
-        cell = cells.setdefault((bucket, group, version, size), Cell())
-        cell.num_rounds += 1
-        entry = cell.requests.setdefault(request_id, [0.0, 0.0, 0.0, 0.0])
-        entry[0] += seconds
-        entry[1] += tokens
+        key = (bucket, group, version, int(ts // SPAN_S))
+        cell = cells.get(key)
+        if cell is None:
+            cell = cells[key] = _Open()
+        sums = cell.sizes.get(size)
+        if sums is None:
+            sums = cell.sizes[size] = SizeSums()
+        request = cell.requests.get(request_id)
+        if request is None:
+            request = cell.requests[request_id] = RequestSums(is_greedy=is_greedy)
+        cell.num_draft_tokens += num_drafts
+        cell.num_accepted_tokens += num_accepted
+        sums.num_rounds += 1
+        sums.num_tokens += tokens
+        request.seconds += seconds
+        request.num_tokens += tokens
+        request.num_rounds += 1
+        request.num_run += is_drafted or draft_ms > 0
+        request.batch_sum += size
+        if index <= 1 and request.first_ts is None:
+            request.first_ts = ts
         if is_drafted:
-            cell.drafted_s += seconds
-            cell.drafted_rounds += 1
-            entry[2] += 1.0
-            entry[3] += num_accepted + 1.0
+            sums.drafted_s += seconds
+            sums.drafted_rounds += 1
+            request.drafted_rounds += 1
+            request.kept += num_accepted + 1
         else:
-            cell.plain_s += seconds
-            cell.plain_tokens += tokens
-        seen = rounds.setdefault((size, is_drafted, is_training), [0, 0.0])
+            sums.plain_s += seconds
+            sums.plain_tokens += tokens
+        like = (size, is_drafted, is_training)
+        seen = rounds.get(like)
+        if seen is None:
+            seen = rounds[like] = [0, 0.0]
         seen[0] += 1
         seen[1] += seconds
     return FeedbackSums(
         cells=[
-            CellSums(bucket=b, group=g, version=v, batch_size=size, **msgspec.structs.asdict(cell))
-            for (b, g, v, size), cell in cells.items()
+            CellSums(bucket=b, group=g, version=v, span=span, **msgspec.structs.asdict(cell))
+            for (b, g, v, span), cell in cells.items()
         ],
         rounds=[
             RoundMean(batch_size=size, is_drafted=drafted, is_training=busy, num_rounds=int(n), mean_s=total_s / n)
             for (size, drafted, busy), (n, total_s) in rounds.items()
         ],
-        num_dropped=batch.num_dropped,
+        num_dropped=num_dropped,
     )
 
 
 def fold(windows: dict[str, Window], feedback: FeedbackSums) -> None:
     """Add sums to the open epochs, in place."""
     for sums in feedback.cells:
-        window = windows.setdefault(sums.bucket, Window())
-        cell = window.cells.setdefault(sums.group, {}).setdefault(sums.version, Cell())
-        cell.num_rounds += sums.num_rounds
-        cell.drafted_rounds += sums.drafted_rounds
-        cell.drafted_s += sums.drafted_s
-        cell.plain_s += sums.plain_s
-        cell.plain_tokens += sums.plain_tokens
+        window = windows.get(sums.bucket)
+        if window is None:
+            window = windows[sums.bucket] = Window()
+        versions = window.cells.setdefault(sums.group, {})
+        cell = versions.get(sums.version)
+        if cell is None:
+            cell = versions[sums.version] = Cell()
+        for size, rounds in sums.sizes.items():
+            cell.num_rounds += rounds.num_rounds
+            cell.drafted_rounds += rounds.drafted_rounds
+            cell.drafted_s += rounds.drafted_s
+            cell.plain_s += rounds.plain_s
+            cell.plain_tokens += rounds.plain_tokens
+            window.batch_rows += rounds.num_rounds
+            window.batch_sum += rounds.num_rounds * size
+        requests = cell.requests
         for request_id, values in sums.requests.items():
-            entry = cell.requests.setdefault(request_id, [0.0, 0.0, 0.0, 0.0])
-            for j, value in enumerate(values):
-                entry[j] += value
-        window.batch_rows += sums.num_rounds
-        window.batch_sum += sums.num_rounds * sums.batch_size
+            entry = requests.get(request_id)
+            if entry is None:
+                entry = _entry(requests, request_id)
+            entry[0] += values.seconds
+            entry[1] += values.num_tokens
+            entry[2] += values.drafted_rounds
+            entry[3] += values.kept
+
+
+def _entry(requests: dict[str, list[int | float]], request_id: str) -> list[int | float]:
+    """Where a request without an entry of its own counts: in a new one while there are few, else in its pool."""
+    if len(requests) >= MAX_REQUESTS:
+        request_id = _POOLS[zlib.crc32(request_id.encode()) % MAX_REQUESTS]
+        entry = requests.get(request_id)
+        if entry is not None:
+            return entry
+    entry = requests[request_id] = [0.0, 0, 0, 0]
+    return entry
 
 
 def close(bucket: str, window: Window, start: float, end: float) -> BucketObservation:

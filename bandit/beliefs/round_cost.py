@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from paceline.bandit.beliefs.belief import FAST, PLAIN_SHARE, BatchCost
-from paceline.bandit.beliefs.observation import FeedbackSums
-from paceline.contracts import Group
+from paceline.contracts import FeedbackSums, Group
 
 HALF_LIFE_S = 300.0
 """Of the price of a round at one batch size: hardware and tree budget change slowly."""
@@ -57,13 +56,18 @@ class RoundCosts(msgspec.Struct):
         for cell in feedback.cells:
             if cell.group == Group.PLAIN:
                 continue
-            sums = self.sums.setdefault(cell.bucket, {}).setdefault(size_class(cell.batch_size), RoundSums())
-            sums.drafted_s += cell.drafted_s
-            sums.drafted_rounds += cell.drafted_rounds
-            sums.plain_s += cell.plain_s
-            sums.plain_rounds += cell.num_rounds - cell.drafted_rounds
-            if cell.group == Group.ADAPTIVE:
-                sums.tokens += sum(values[1] for values in cell.requests.values())
+            by_size = self.sums.setdefault(cell.bucket, {})
+            for size, rounds in cell.sizes.items():
+                key = size_class(size)
+                sums = by_size.get(key)
+                if sums is None:
+                    sums = by_size[key] = RoundSums()
+                sums.drafted_s += rounds.drafted_s
+                sums.drafted_rounds += rounds.drafted_rounds
+                sums.plain_s += rounds.plain_s
+                sums.plain_rounds += rounds.num_rounds - rounds.drafted_rounds
+                if cell.group == Group.ADAPTIVE:
+                    sums.tokens += rounds.num_tokens
 
     def fade(self, seconds: float) -> None:
         """Begin a new epoch, `seconds` after the last one began; called before its rows are folded."""

@@ -10,12 +10,19 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bandit.beliefs.observation import FeedbackSums, HostContext, fold, summed
+from paceline.bandit.beliefs.observation import HostContext, fold
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
 from paceline.bandit.controller.epoch import close_epoch, learn_history
 from paceline.bandit.controller.jobs import finish_job
 from paceline.bandit.controller.policy_inputs import build_view, remember_epoch
-from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRecord, pack_rng, unpack_rng
+from paceline.bandit.controller.state import (
+    ControllerState,
+    JobOutcome,
+    JobRecord,
+    OpenEpoch,
+    pack_rng,
+    unpack_rng,
+)
 from paceline.bandit.controller.view import PolicyView, policy_view
 from paceline.bandit.ledger.ledger import Bank, contradictions
 from paceline.bandit.ledger.totals import LedgerTotals
@@ -24,7 +31,7 @@ from paceline.bandit.policies.table import POLICIES, SELF_FUNDED, Choice, View, 
 from paceline.bandit.policies.view import hold
 from paceline.clock import Clock
 from paceline.config import PolicyConfig
-from paceline.contracts import ArmSpec, Decision, FeedbackBatch, LedgerEntry, TrainResult
+from paceline.contracts import ArmSpec, Decision, FeedbackSums, LedgerEntry, TrainResult
 from paceline.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -57,9 +64,8 @@ class Controller:
         self._rng = rng
         self._state = ControllerState(policy=config.policy)
 
-    def observe(self, batch: FeedbackBatch | FeedbackSums) -> None:
+    def observe(self, feedback: FeedbackSums) -> None:
         """Fold one batch; the caller gives each batch once."""
-        feedback = batch if isinstance(batch, FeedbackSums) else summed(batch)
         self._state.num_rows_dropped += feedback.num_dropped
         fold(self._state.windows, feedback)
         self._state.round_costs.fold(feedback)
@@ -365,10 +371,28 @@ class Controller:
         """Contradictions between totals, kept decisions and `entries`, all that was ever drained; empty when consistent."""
         return contradictions(self._state.ledger.totals, entries, self._state.actions.values())
 
-    def state(self) -> bytes:
-        """Everything learned so far, MessagePack; includes the random generator."""
+    def state(self, *, is_whole: bool = True) -> bytes:
+        """Everything learned so far, MessagePack; includes the random generator.
+
+        is_whole: with the open epoch; without it the bytes stay the same while nothing but feedback comes.
+        """
         self._state.rng = pack_rng(self._rng)
-        return msgspec.msgpack.encode(self._state)
+        if is_whole:
+            return msgspec.msgpack.encode(self._state)
+        empty = ControllerState(policy="")
+        fields = {name: getattr(empty, name) for name in OpenEpoch.__struct_fields__}
+        return msgspec.msgpack.encode(msgspec.structs.replace(self._state, **fields))
+
+    def open_epoch(self) -> bytes:
+        """What `state(is_whole=False)` leaves out."""
+        fields = {name: getattr(self._state, name) for name in OpenEpoch.__struct_fields__}
+        return msgspec.msgpack.encode(OpenEpoch(**fields))
+
+    def reopen(self, open_epoch: bytes) -> None:
+        """Go on with an open epoch. Raises msgspec.ValidationError."""
+        found = msgspec.msgpack.decode(open_epoch, type=OpenEpoch)
+        for name in OpenEpoch.__struct_fields__:
+            setattr(self._state, name, getattr(found, name))
 
     @classmethod
     def restore(

@@ -55,6 +55,15 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     new: float = 1.0
 
 
+class OpenEpoch(msgspec.Struct):
+    """What feedback changes in a ControllerState; the rest changes with ticks, jobs and orders only."""
+
+    windows: dict[str, Window]
+    round_costs: RoundCosts
+    interference: Interference
+    num_rows_dropped: int
+
+
 class ControllerState(msgspec.Struct):
     """All mutable state; MessagePack in, MessagePack out."""
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bandit.beliefs.observation import CellSums, FeedbackSums, HostContext
+from paceline.bandit.beliefs.observation import HostContext
 from paceline.bandit.controller.controller import Controller, price_order
 from paceline.bandit.controller.decision_log import FeedbackLine
 from paceline.bandit.policies.pricing import PricedRecall
@@ -22,7 +22,7 @@ from paceline.bandit.policies.table import Choice, View, make_policy
 from paceline.bandit.policies.view import hold
 from paceline.bandit.replay.logged import LoggedService
 from paceline.bandit.replay.world import World
-from paceline.contracts import ArmSpec, Decision
+from paceline.contracts import ArmSpec, CellSums, Decision, FeedbackSums, RequestSums, SizeSums
 from paceline.errors import ConfigError
 
 UNIT_SD = 0.12
@@ -180,9 +180,10 @@ class ForcedWorld(World):
             [c.device_s * share, c.num_tokens * share, c.drafted_rounds * share, c.kept * share * factor], axis=1
         )
         plain = max(c.num_rounds - c.drafted_rounds, 0.0)
-        return CellSums(
-            bucket=c.bucket, group=c.group, version=version, batch_size=self.traffic.batch_size,
+        rounds = SizeSums(
             num_rounds=round(c.num_rounds), drafted_rounds=round(c.drafted_rounds), drafted_s=c.drafted_s,
-            plain_s=max(c.device_s - c.drafted_s, 0.0),
-            plain_tokens=round(plain), requests={f"{k}.{i}.{u}": row for u, row in enumerate(table.tolist())},
+            plain_s=max(c.device_s - c.drafted_s, 0.0), num_tokens=c.num_tokens, plain_tokens=round(plain),
         )  # fmt: skip
+        requests = {f"{k}.{i}.{u}": RequestSums(*row) for u, row in enumerate(table.tolist())}
+        sizes = {self.traffic.batch_size: rounds}
+        return CellSums(bucket=c.bucket, group=c.group, version=version, sizes=sizes, requests=requests)

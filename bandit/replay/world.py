@@ -9,14 +9,23 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
-from paceline.bandit.beliefs.observation import CellSums, FeedbackSums, RoundMean
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.decision_log import KIND
 from paceline.bandit.replay.outcomes import FIRST, Outcomes, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Traffic
 from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
-from paceline.contracts import Decision, Group, ShadowScore, TrainResult
+from paceline.contracts import (
+    CellSums,
+    Decision,
+    FeedbackSums,
+    Group,
+    RequestSums,
+    RoundMean,
+    ShadowScore,
+    SizeSums,
+    TrainResult,
+)
 
 START = 1000.0
 STAGING_S = 0.1
@@ -324,13 +333,17 @@ class World:
                 bucket=traffic.labels[d],
                 group=str(group),
                 version=version,
-                batch_size=traffic.batch_size,
-                num_rounds=num_rounds,
-                drafted_rounds=drafted,
-                drafted_s=drafted_s,
-                plain_s=total_s - drafted_s,
-                plain_tokens=num_rounds - drafted,
-                requests={f"{k}.{d}.{group.value}.{u}": row for u, row in enumerate(table)},
+                sizes={
+                    traffic.batch_size: SizeSums(
+                        num_rounds=num_rounds,
+                        drafted_rounds=drafted,
+                        drafted_s=drafted_s,
+                        plain_s=total_s - drafted_s,
+                        num_tokens=emitted * units,
+                        plain_tokens=num_rounds - drafted,
+                    )
+                },
+                requests={f"{k}.{d}.{group.value}.{u}": RequestSums(*row) for u, row in enumerate(table)},
             )
         ]
 

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "paceline"
 COMMAND_TIMEOUT_S = 15.0
+SNAPSHOT_WAIT_S = 0.6
+"""For a snapshot made after it was asked for: the loop waits 0.25 s for feedback, and a scrape waits 0.8 s in all."""
 _MAX_TRIES = 5
 
 
@@ -138,7 +140,7 @@ class ControllerActor:
         """See ControllerHost.snapshot; while it is being built only the errors."""
         if self._host is None:
             return Snapshot(errors=ControllerErrors(count=int(bool(self._error)), last=self._error))
-        return self._host.snapshot()
+        return await asyncio.to_thread(self._host.snapshot, SNAPSHOT_WAIT_S)
 
     async def traffic(self, since: float) -> list[TrafficBin]:
         """See ControllerHost.traffic; [] while it is being built."""

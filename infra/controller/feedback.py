@@ -18,6 +18,8 @@ CONSUMER = "controller"
 READ_COUNT = 200
 """Entries read at a time; fewer say that the stream is read to its end."""
 _WATERMARK_MAX_AGE_S = 3600.0
+_SWEEP_S = 60.0
+"""Period of forgetting producers that are gone: a look at every watermark, which no single batch should pay for."""
 
 
 class Feedback:
@@ -30,6 +32,7 @@ class Feedback:
     def __init__(self, books: Books, lives: Lives) -> None:
         self._books, self._lives, self._client, self._keys = books, lives, books.store.client, books.store.keys
         self._cursor: str | None = "0"  # own pending entries from this id; None once they are all read
+        self._sweep_due = 0.0
         self.lag: int | None = None
         """Entries that waited at the last look; None = unknown."""
 
@@ -126,13 +129,15 @@ class Feedback:
             return False
         state.num_missing_batches += batch.seq - seq - 1
         state.watermarks[key] = (batch.seq, now)
-        for old in [k for k, (_, t) in state.watermarks.items() if now - t > _WATERMARK_MAX_AGE_S]:
-            del state.watermarks[old]
+        if now >= self._sweep_due:
+            self._sweep_due = now + _SWEEP_S
+            kept = {k: mark for k, mark in state.watermarks.items() if now - mark[1] <= _WATERMARK_MAX_AGE_S}
+            state.watermarks = kept
         return True
 
     def _fold(self, batch: FeedbackBatch) -> None:
         state = self._books.state
-        state.num_rows += len(batch.request_id)
+        state.num_rows += batch.num_rows
         state.num_dropped += batch.num_dropped
         batch = state.traffic.bounded(batch)
         self._lives.observe(batch)

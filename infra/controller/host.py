@@ -1,13 +1,14 @@
 """Host: a session of the controller in a thread that survives outages, takes commands and shows a snapshot.
 
 A plain class without Ray. `start`, `stop`, `call`, `snapshot` and `traffic` may be called from any thread; everything else
-belongs to the loop's thread.
+belongs to the loop's thread. A service that nobody looks at makes no snapshots.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -34,6 +35,8 @@ if TYPE_CHECKING:  # both load torch
 logger = logging.getLogger(__name__)
 
 _STOPPED = "the controller has stopped"
+_SNAPSHOT_S = 0.25
+"""Snapshots are made no closer to each other, however many ask."""
 
 
 class ControllerHost:
@@ -70,8 +73,11 @@ class ControllerHost:
         self._commands = CommandQueue()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._snapshot = Snapshot()
+        self._driving = threading.RLock()  # of who makes a pass, or looks at the session between two
+        self._made = threading.Condition()
+        self._snapshot, self._num_snapshots = Snapshot(), 0
+        self._is_asked = False
+        self._snapshot_at = float("-inf")
 
     @property
     def session(self) -> Session:
@@ -83,14 +89,16 @@ class ControllerHost:
         self._client = self._make_client(self.config.redis_url)
         self._session = self._make_session(self._client)
         self._breaker.succeeded()
-        self._publish_snapshot()
+        self._make_snapshot()
 
     def step(self, block_ms: int = 250) -> int:
         """Carry out waiting commands, then one pass; see Session.step."""
-        self.session.books.settle()
-        self._commands.run(self._commit_command)
-        num_entries = self.session.step(block_ms)
-        self._publish_snapshot()
+        with self._driving:
+            self.session.books.settle()
+            self._commands.run(self._commit_command)
+            num_entries = self.session.step(block_ms)
+            if self._is_asked and time.monotonic() - self._snapshot_at >= _SNAPSHOT_S:
+                self._make_snapshot()
         return num_entries
 
     def start(self) -> ControllerHost:
@@ -124,7 +132,7 @@ class ControllerHost:
         self._commands.fail(_STOPPED)
 
     def _pause(self, seconds: float) -> None:
-        self._publish_snapshot()
+        self._make_snapshot()
         self._commands.fail("Redis is unreachable, nothing was changed; try again when it is back")
         self._stop.wait(seconds)
 
@@ -141,6 +149,7 @@ class ControllerHost:
                 session.close(min(3.0, timeout_s / 2))
         except (RedisError, OSError, PacelineError) as e:
             logger.warning("the controller's last commit failed, the one before it stands: %s", e)
+        self._make_snapshot()
         self._client.close()
 
     def call(self, fn: Callable[[], Any]) -> Future:
@@ -149,11 +158,21 @@ class ControllerHost:
 
     def _commit_command(self) -> None:
         self.session.books.flush(always=True)
-        self._publish_snapshot()
+        self._make_snapshot()
 
-    def snapshot(self) -> Snapshot:
-        """What is live, decisions, ledger, traffic, job, stream and Redis. Thread-safe, never blocks."""
-        with self._lock:
+    def snapshot(self, wait_s: float = 0.0) -> Snapshot:
+        """What is live, decisions, ledger, traffic, job, stream and Redis. Thread-safe.
+
+        It is made when somebody asks: the latest one is answered, and the loop is asked for a newer one, for which this
+        waits at most `wait_s`. Without a background thread the caller drives the loop, and gets one made here.
+        """
+        if self._thread is None:
+            with self._driving:
+                self._make_snapshot()
+        with self._made:
+            number, self._is_asked = self._num_snapshots, True
+            if wait_s > 0:
+                self._made.wait_for(lambda: self._num_snapshots > number, wait_s)
             latest = self._snapshot
         return msgspec.structs.replace(
             latest,
@@ -166,8 +185,11 @@ class ControllerHost:
         """Time bins of traffic that end after `since`, oldest first; see TrafficStats.series. Thread-safe, never blocks."""
         return self._session.state.traffic.series(since) if self._session is not None else []
 
-    def _publish_snapshot(self) -> None:
+    def _make_snapshot(self) -> None:
         if self._session is not None:
+            self._is_asked = False
             view = snapshot_view(self._session)
-            with self._lock:
-                self._snapshot = view
+            with self._made:
+                self._snapshot, self._snapshot_at = view, time.monotonic()
+                self._num_snapshots += 1
+                self._made.notify_all()

@@ -35,6 +35,8 @@ class Lives:
     def __init__(self, books: Books, around: Surroundings) -> None:
         self._books, self._around, self._state, self._policy = books, around, books.state, books.policy
         self.config, self._holdback_percent = books.config.rollout, books.config.policy.holdback_percent
+        self._taken: tuple[int, int, str] | None = None
+        """The look at the replicas that the canary in flight was judged by: a look, generation and version."""
 
     # ---- life cycle ---------------------------------------------------------------------------------------------
     def _log_life(self, made: Transition) -> None:
@@ -158,9 +160,7 @@ class Lives:
         canary = state.rollout.canary
         live = state.desired.version if state.desired is not None else ""
         state.traffic.observe(batch, state.rollout.tried_version(live), canary.percent if canary is not None else 0)
-        if canary is not None and any(
-            r.replica_id == batch.replica_id and r.canary_version == canary.version for r in self._around.reports
-        ):
+        if canary is not None and self._around.canaries.get(batch.replica_id) == canary.version:
             rollout.fold(canary, batch, self._books.clock.now())
 
     def judge_canary(self, now: float, *, is_read_up: bool) -> None:
@@ -173,7 +173,10 @@ class Lives:
         canary, desired, config = self._state.rollout.canary, self._state.desired, self.config
         if canary is None or desired is None or self._books.pending.desired is not None:
             return
-        verdict = rollout.take_reports(canary, self._around.reports, desired.gen)
+        verdict, look = None, (self._around.num_looks, desired.gen, canary.version)
+        if look != self._taken:
+            self._taken = look
+            verdict = rollout.take_reports(canary, self._around.reports, desired.gen)
         if is_read_up:
             rollout.close_quiet(canary, config, now)
         verdict = verdict or rollout.judge(canary, config, now)

@@ -17,7 +17,6 @@ from paceline.infra.controller.jobs import Jobs
 from paceline.infra.controller.lives import Lives, WeightPool
 from paceline.infra.controller.store import Books
 from paceline.infra.controller.surroundings import Surroundings
-from paceline.infra.state.manifest_facts import learned_rows, shadow_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +111,8 @@ class Orders:
             job_running=state.pending is not None or state.rollout.canary is not None,
             frozen=state.rollout.frozen_buckets(now),
             num_replicas=max(1, len(around.reports)),
-            learned_rows=learned_rows(around.versions),
-            shadow=shadow_lengths(around.versions),
+            learned_rows=around.learned_rows,
+            shadow=around.shadow,
         )
 
     def _act(self, decision: Decision, now: float) -> None:

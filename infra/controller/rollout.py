@@ -30,12 +30,12 @@ import msgspec
 
 from paceline.bandit.canary import WEIGHTS, CanaryTest, batch_class
 from paceline.config import RolloutConfig
-from paceline.contracts import FeedbackBatch, Group, ReplicaReport, is_canary
+from paceline.contracts import CellSums, FeedbackSums, Group, ReplicaReport, is_canary
 
 MAX_OPEN = 4096
 """Requests in flight that are followed; more are left out, whatever served them."""
 MAX_ROUNDS = 256
-"""A longer request counts with its first rounds, so that it cannot hold up the verdict."""
+"""A longer request counts with its first rounds, to the end of a batch, so that it cannot hold up the verdict."""
 _MAX_FROZEN = 200
 _WORSE = {
     "speed": "is slower",
@@ -59,7 +59,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class OpenRequest(msgspec.Struct):
+class OpenRequest(msgspec.Struct, array_like=True):
     """A request that still runs: sums over its rounds so far."""
 
     is_canary: bool
@@ -151,45 +151,42 @@ class RolloutState(msgspec.Struct, kw_only=True):
         return sorted(b for b, until in self.frozen.items() if until > now)
 
 
-def fold(canary: Canary, batch: FeedbackBatch, now: float) -> None:
-    """Add a replica's rows; the caller leaves out replicas that do not run the canary's generation."""
-    rows = zip(
-        batch.request_id, batch.group, batch.drafter_version, batch.round_index, batch.bucket, batch.is_greedy,
-        batch.num_draft_tokens, batch.draft_ms, batch.num_emitted_tokens, batch.share_ms, batch.batch_size, batch.ts,
-        strict=True,
-    )  # fmt: skip
-    for request_id, group, version, index, bucket, is_greedy, drafts, draft_ms, tokens, share_ms, size, ts in rows:
-        if group != Group.ADAPTIVE:
-            continue
-        known = canary.open.get(request_id)
-        if known is None or index <= 1:
-            if index > 1 or ts < canary.since:  # admitted before the trial, or counted already
+def fold(canary: Canary, batch: FeedbackSums, now: float) -> None:
+    """Add a replica's sums; the caller leaves out replicas that do not run the canary's generation."""
+    cells = [cell for cell in batch.cells if cell.group == Group.ADAPTIVE]
+    for cell in cells:
+        for request_id, sums in cell.requests.items():
+            if sums.first_ts is not None and sums.first_ts >= canary.since:  # not admitted before the trial
+                _open(canary, request_id, cell, is_greedy=sums.is_greedy, now=now)
+    for cell in cells:
+        for request_id, sums in cell.requests.items():
+            known = canary.open.get(request_id)
+            if known is None or known.rounds >= MAX_ROUNDS:
                 continue
-            arm = is_canary(request_id, canary.version, canary.percent)
-            if version != (canary.version if arm else canary.incumbent):
-                canary.num_excluded += 1
-                continue
-            if len(canary.open) >= MAX_OPEN:
-                continue
-            known = OpenRequest(is_canary=arm, bucket=bucket, is_greedy=is_greedy, last=now)
-            canary.open[request_id] = known
-        if known.rounds >= MAX_ROUNDS:
-            continue
-        known.tokens += tokens
-        known.seconds += share_ms / 1e3
-        known.rounds += 1
-        known.drafted_rounds += drafts > 0 or draft_ms > 0
-        known.batch_sum += size
-        known.last = now
+            known.tokens += sums.num_tokens
+            known.seconds += sums.seconds
+            known.rounds += sums.num_rounds
+            known.drafted_rounds += sums.num_run
+            known.batch_sum += sums.batch_sum
+            known.last = now
+
+
+def _open(canary: Canary, request_id: str, cell: CellSums, *, is_greedy: bool, now: float) -> None:
+    """Follow a request that begins, where the version that serves it is the one that the hash of its id says."""
+    arm = is_canary(request_id, canary.version, canary.percent)
+    if cell.version != (canary.version if arm else canary.incumbent):
+        canary.num_excluded += 1
+    elif len(canary.open) < MAX_OPEN:
+        canary.open[request_id] = OpenRequest(is_canary=arm, bucket=cell.bucket, is_greedy=is_greedy, last=now)
 
 
 def close_quiet(canary: Canary, config: RolloutConfig, now: float) -> int:
-    """Enter the requests that are finished into the test; returns how many."""
-    done = [
+    """Enter the requests that are finished into the test, in the order of their ids; returns how many."""
+    done = sorted(
         (request_id, r)
         for request_id, r in canary.open.items()
         if now - r.last >= config.quiet_s or r.rounds >= MAX_ROUNDS
-    ]
+    )
     for request_id, r in done:
         del canary.open[request_id]
         if r.seconds > 0:

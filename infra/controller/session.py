@@ -88,6 +88,8 @@ class Session:
         is_restored = state.commit > 0
         try:
             self.controller = make_controller(state.controller)
+            if state.open_epoch:
+                self.controller.reopen(state.open_epoch)
         except (msgspec.DecodeError, ValueError) as e:
             errors.note("the policy's state is unreadable, it starts afresh and so does its ledger", e)
             self.controller, is_restored = make_controller(b""), False

@@ -9,6 +9,7 @@ from paceline.contracts import DrafterManifest, ReplicaReport
 from paceline.errors import DrafterMismatchError, ManifestError, PacelineError
 from paceline.infra.controller.store import Books
 from paceline.infra.state.desired import read_reports
+from paceline.infra.state.manifest_facts import learned_rows, shadow_lengths
 
 if TYPE_CHECKING:  # both load torch
     from paceline.adapt.data.trace_store import ShardInfo, TraceStore
@@ -28,7 +29,14 @@ class Surroundings:
         self._target, self._trace = books.config.target_version, books.config.trace
         self._sweep_due = 0.0
         self.reports: list[ReplicaReport] = []
+        self.canaries: dict[str, str] = {}
+        """Replica -> version on trial that it reports, '' = none."""
+        self.num_looks = 0
         self.versions: list[DrafterManifest] = []
+        self.learned_rows: dict[str, dict[str, int]] = {}
+        """Version -> bucket -> rows, by their manifests."""
+        self.shadow: dict[str, dict[str, float]] = {}
+        """Bucket -> version -> acceptance length by replay, by their manifests."""
         self.foreign: set[str] = set()
         """Versions in the registry that were trained for another target."""
         self.rows: dict[str, int] = {}
@@ -43,8 +51,13 @@ class Surroundings:
         except (OSError, PacelineError) as e:
             self._books.errors.note("trace store or registry cannot be read", e)
         self.reports = read_reports(self._books.store.client, self._books.store.keys)
+        self.canaries = {report.replica_id: report.canary_version for report in self.reports}
+        self.num_looks += 1
         for report in self.reports:
             self._note_swap(report)
+        if len(self._state.seen_swaps) > 2 * len(self.reports) + _MAX_SWAPS:  # replicas that are gone for good
+            seen = self._state.seen_swaps
+            self._state.seen_swaps = {i: seen[i] for i in self.canaries if i in seen}
         now = self._books.clock.now()
         if self._trace is not None and now >= self._sweep_due:
             self._sweep_due = now + _SWEEP_S
@@ -69,6 +82,7 @@ class Surroundings:
         state.seen_shards = [s.shard_id for s in shards]
         every = self.registry.list()
         self.versions = [m for m in every if self._target in ("", m.target_version)]
+        self.learned_rows, self.shadow = learned_rows(self.versions), shadow_lengths(self.versions)
         self.foreign = {m.version for m in every} - {m.version for m in self.versions}
         state.history = [v for v in state.history if v not in self.foreign]
 
@@ -77,9 +91,8 @@ class Surroundings:
         if report.counters:
             self.counters[report.replica_id] = dict(report.counters)
         swapped = report.gen if report.swap_gen is None else report.swap_gen
-        mark = f"{report.replica_id}:{swapped}"
-        if swapped > 1 and report.swap_pause_ms and mark not in state.seen_swaps:
-            state.seen_swaps = [*state.seen_swaps, mark][-_MAX_SWAPS:]
+        if swapped > 1 and report.swap_pause_ms and state.seen_swaps.get(report.replica_id) != swapped:
+            state.seen_swaps[report.replica_id] = swapped
             state.swap_times = [*state.swap_times, report.ts][-_MAX_SWAPS:]
             state.swap_pauses_ms = [*state.swap_pauses_ms, report.swap_pause_ms[-1]][-_MAX_SWAPS:]
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
-from paceline.contracts import FeedbackBatch, Group, is_canary
+from paceline.contracts import SPAN_S, CellSums, FeedbackSums, Group, is_canary
 from paceline.infra.controller.snapshot import GroupSums, TrafficBin
 from paceline.serving.engine.buckets import OTHER_BUCKET
 
+S = TypeVar("S", bound=FeedbackSums)
+
 MAX_BUCKETS = 128
 """Names that the service tells apart over all replicas and their lives; a replica has a limit of its own."""
-BIN_S = 5.0
 NUM_BINS = 240
 RECENT_S = 30.0
 CANARY = "canary"
 """Group of the adaptive requests that a version on trial serves or was switched off for; the others stay 'adaptive'."""
 
 
-class GroupTotals(msgspec.Struct, kw_only=True):
+class GroupTotals(msgspec.Struct, array_like=True, kw_only=True):
     """Sums over rows of one bucket and group."""
 
     rounds: int = 0
@@ -26,16 +29,12 @@ class GroupTotals(msgspec.Struct, kw_only=True):
     emitted: int = 0
     device_ms: float = 0.0
 
-    def add(self, accepted: int, drafted: int, emitted: int, share_ms: float) -> None:
-        self.rounds += 1
-        self.accepted += accepted
-        self.drafted += drafted
-        self.emitted += emitted
-        self.device_ms += share_ms
-
-    def plus(self, other: GroupTotals) -> None:
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+    def add(self, other: GroupTotals) -> None:
+        self.rounds += other.rounds
+        self.accepted += other.accepted
+        self.drafted += other.drafted
+        self.emitted += other.emitted
+        self.device_ms += other.device_ms
 
     def view(self) -> GroupSums:
         """acceptance_length = accepted / rounds + 1; tokens_per_s = emitted tokens per second of device time."""
@@ -54,28 +53,27 @@ class TrafficStats(msgspec.Struct, kw_only=True):
     totals: dict[str, dict[str, GroupTotals]] = {}
     """bucket -> group -> sums since the beginning."""
     bins: list[tuple[int, dict[str, dict[str, GroupTotals]]]] = []
-    """(bin number of BIN_S seconds, bucket -> group -> sums), oldest first."""
+    """(bin number of SPAN_S seconds, bucket -> group -> sums), oldest first."""
+    touched: set[int] = set()
+    """Numbers of the bins that were added to since the last commit."""
 
-    def bounded(self, batch: FeedbackBatch) -> FeedbackBatch:
+    def bounded(self, batch: S) -> S:
         """The batch with its buckets limited to MAX_BUCKETS names; rows of a later name count under OTHER_BUCKET.
 
         Replicas keep the names that they see first, and forget them when they restart: their union has no limit.
         """
-        known = set(self.totals)
-        names: dict[str, str] = {}
-        for bucket in batch.bucket:
-            if bucket in names:
-                continue
-            if bucket in known or bucket == OTHER_BUCKET or len(known - {OTHER_BUCKET}) < MAX_BUCKETS:
-                known.add(bucket)
-                names[bucket] = bucket
-            else:
-                names[bucket] = OTHER_BUCKET
-        if all(name == bucket for bucket, name in names.items()):
+        new = {cell.bucket: None for cell in batch.cells if cell.bucket not in self.totals}
+        new.pop(OTHER_BUCKET, None)
+        room = MAX_BUCKETS - len(self.totals) + (OTHER_BUCKET in self.totals)
+        late = set(list(new)[room:])
+        if not late:
             return batch
-        return msgspec.structs.replace(batch, bucket=[names[bucket] for bucket in batch.bucket])
+        cells = [
+            msgspec.structs.replace(cell, bucket=OTHER_BUCKET) if cell.bucket in late else cell for cell in batch.cells
+        ]
+        return msgspec.structs.replace(batch, cells=cells)
 
-    def observe(self, batch: FeedbackBatch, tried_version: str = "", tried_percent: int = 0) -> None:
+    def observe(self, batch: FeedbackSums, tried_version: str = "", tried_percent: int = 0) -> None:
         """Add the rows of a batch whose buckets are `bounded`.
 
         Args:
@@ -83,16 +81,24 @@ class TrafficStats(msgspec.Struct, kw_only=True):
             tried_percent: its share while it is on trial. Adaptive rows without a version (the drafter of their request was
                 switched off) count under CANARY where the hash of the request says so; 0 = nowhere.
         """
-        rows = zip(
-            batch.bucket, batch.group, batch.drafter_version, batch.num_accepted_tokens, batch.num_draft_tokens,
-            batch.num_emitted_tokens, batch.share_ms, batch.ts, batch.request_id, strict=True,
-        )  # fmt: skip
-        for bucket, group, version, accepted, drafted, emitted, share_ms, ts, request_id in rows:
+        span, in_bin = None, self.totals
+        for cell in batch.cells:
+            group, bucket = cell.group, cell.bucket
+            if cell.span != span:
+                span = cell.span
+                in_bin = self._bin(span)
+                self.touched.add(span)
             if tried_version and group == Group.ADAPTIVE:
-                is_off = not version and is_canary(request_id, tried_version, tried_percent)
-                group = CANARY if is_off or version == tried_version else group
-            _cell(self.totals, bucket, group).add(accepted, drafted, emitted, share_ms)
-            _cell(self._bin(int(ts // BIN_S)), bucket, group).add(accepted, drafted, emitted, share_ms)
+                if cell.version == tried_version:
+                    group = CANARY
+                elif not cell.version:
+                    for group, sums in _split(cell, tried_version, tried_percent).items():
+                        _cell(self.totals, bucket, group).add(sums)
+                        _cell(in_bin, bucket, group).add(sums)
+                    continue
+            sums = _totals(cell)
+            _cell(self.totals, bucket, group).add(sums)
+            _cell(in_bin, bucket, group).add(sums)
 
     def _bin(self, number: int) -> dict[str, dict[str, GroupTotals]]:
         for n, cells in reversed(self.bins):
@@ -106,13 +112,13 @@ class TrafficStats(msgspec.Struct, kw_only=True):
 
     def recent(self, now: float) -> dict[str, dict[str, GroupTotals]]:
         """bucket -> group -> sums of the last RECENT_S."""
-        first = int((now - RECENT_S) // BIN_S)
+        first = int((now - RECENT_S) // SPAN_S)
         recent: dict[str, dict[str, GroupTotals]] = {}
         for number, cells in self.bins:
             if number >= first:
                 for bucket, groups in cells.items():
                     for group, sums in groups.items():
-                        _cell(recent, bucket, group).plus(sums)
+                        _cell(recent, bucket, group).add(sums)
         return recent
 
     def series(self, since: float = 0.0) -> list[TrafficBin]:
@@ -121,15 +127,44 @@ class TrafficStats(msgspec.Struct, kw_only=True):
             try:
                 return [
                     TrafficBin(
-                        ts=n * BIN_S, buckets={b: {g: s.view() for g, s in gs.items()} for b, gs in cells.items()}
+                        ts=n * SPAN_S, buckets={b: {g: s.view() for g, s in gs.items()} for b, gs in cells.items()}
                     )
                     for n, cells in list(self.bins)
-                    if (n + 1) * BIN_S > since
+                    if (n + 1) * SPAN_S > since
                 ]
             except RuntimeError:  # the controller's thread added a bucket to the open bin while it was read
                 continue
         return []
 
 
+def _totals(cell: CellSums) -> GroupTotals:
+    rounds, emitted, seconds = 0, 0.0, 0.0
+    for sums in cell.sizes.values():
+        rounds += sums.num_rounds
+        emitted += sums.num_tokens
+        seconds += sums.drafted_s + sums.plain_s
+    return GroupTotals(
+        rounds=rounds, accepted=cell.num_accepted_tokens, drafted=cell.num_draft_tokens, emitted=round(emitted),
+        device_ms=1e3 * seconds,
+    )  # fmt: skip
+
+
+def _split(cell: CellSums, version: str, percent: int) -> dict[str, GroupTotals]:
+    """A cell of requests without a drafter by whether they are the canary's; nothing is drafted in it."""
+    found: dict[str, GroupTotals] = {}
+    for request_id, sums in cell.requests.items():
+        totals = found.setdefault(CANARY if is_canary(request_id, version, percent) else cell.group, GroupTotals())
+        totals.rounds += sums.num_rounds
+        totals.emitted += round(sums.num_tokens)
+        totals.device_ms += 1e3 * sums.seconds
+    return found
+
+
 def _cell(cells: dict[str, dict[str, GroupTotals]], bucket: str, group: str) -> GroupTotals:
-    return cells.setdefault(bucket, {}).setdefault(group, GroupTotals())
+    groups = cells.get(bucket)
+    if groups is None:
+        groups = cells[bucket] = {}
+    found = groups.get(group)
+    if found is None:
+        found = groups[group] = GroupTotals()
+    return found

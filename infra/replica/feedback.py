@@ -1,5 +1,6 @@
 """Feedback publisher: brings round statistics to Redis without ever slowing a round, by a bounded ring and one flusher thread.
 
+The flusher adds the rounds of a flush up by request, so that the controller's work grows with requests, not with rounds.
 At-least-once: a batch whose XADD was not acknowledged is sent again under the same (replica_id, boot_epoch, seq), and
 the consumer drops a seq that it has folded already. The engine thread only appends to the ring.
 """
@@ -12,31 +13,38 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 from redis.exceptions import RedisError
 
+from paceline.bandit.beliefs.observation import summed
 from paceline.config import FeedbackConfig
-from paceline.contracts import FeedbackBatch, RoundStats, encode
+from paceline.contracts import NO_ROWS, FeedbackBatch, RoundStats, encode
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, is_out_of_memory, producer_client
 
 logger = logging.getLogger(__name__)
 
-BATCH_ROWS = 200
-"""Rows of one stream entry; the last round in it is whole, so it may have some more."""
+BATCH_ROWS = 2000
+"""Rows behind one stream entry; the last round in it is whole, so it may have some more."""
 _MAX_UNACKED = 8
 """Batches that may wait for an acknowledgement; everything else waits in the ring."""
 
 
 def make_batch(
-    parts: Sequence[RoundStats], *, replica_id: str, boot_epoch: int, seq: int, target_version: str, num_dropped: int
-) -> FeedbackBatch:
-    """The rows of these rounds as one batch."""
+    parts: Sequence[RoundStats], *, replica_id: str, boot_epoch: int, seq: int, target_version: str, num_dropped: int,
+    keep_rows: bool = False,
+) -> FeedbackBatch:  # fmt: skip
+    """The sums of these rounds as one batch; keep_rows: with their rows, which the controller does not read."""
+    rows = RoundStats(**RoundStats.columns_of(parts))
+    sums = summed(rows)
     return FeedbackBatch(
         replica_id=replica_id,
         boot_epoch=boot_epoch,
         seq=seq,
         target_version=target_version,
         num_dropped=num_dropped,
-        **RoundStats.columns_of(parts),
+        cells=sums.cells,
+        rounds=sums.rounds,
+        rows=msgspec.Raw(encode(rows)) if keep_rows else NO_ROWS,
     )
 
 
@@ -176,6 +184,7 @@ class FeedbackPublisher:
             batch = make_batch(
                 parts, replica_id=self._replica_id, boot_epoch=self._boot_epoch, seq=self._seq,
                 target_version=self._target_version, num_dropped=dropped - self._num_unreported,
+                keep_rows=self._config.keep_rows,
             )  # fmt: skip
             self._num_unreported = dropped
             self._unacked.append((self._seq, num_rows, encode(batch)))

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from paceline.bandit.ledger.totals import fold_entries
 from paceline.clock import Clock, SystemClock
-from paceline.contracts import Decision, FeedbackBatch, LedgerEntry, decode
+from paceline.contracts import Decision, FeedbackBatch, LedgerEntry, RoundStats, decode, rows_of
 from paceline.errors import PacelineError
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
@@ -203,7 +203,10 @@ def _export_feedback(options: ExportOptions, out: Path, manifest: dict, report: 
             )
             return
         rows = feedback_rows(url, Keys(options.model_name), report)
-        _write_rows(out, "feedback.jsonl", rows, manifest, f"the stream of service {options.model_name!r} is empty")
+        if_empty = (
+            f"the stream of service {options.model_name!r} holds no rows; set feedback.keep_rows to keep them there"
+        )
+        _write_rows(out, "feedback.jsonl", rows, manifest, if_empty)
     except PacelineError as e:
         manifest["missing"].append(f"feedback: {e}; the embedded Redis of a running service cannot be read")
     except RedisError as e:
@@ -215,7 +218,7 @@ def _export_feedback(options: ExportOptions, out: Path, manifest: dict, report: 
 
 
 def feedback_rows(url: str, keys: Keys, report: Report = lambda done, total: None) -> Iterator[dict[str, Any]]:
-    """Rows of all batches in the stream, once each; request ids become pseudonyms of this export. Raises redis errors."""
+    """Rows that travel with batches in the stream, once each; request ids become pseudonyms of this export. Raises redis errors."""
     client, salt = patient_client(url), secrets.token_bytes(16)
     total, done, start = int(client.xlen(keys.feedback)), 0, "-"  # type: ignore[arg-type]
     seen: set[tuple[str, int, int]] = set()
@@ -225,12 +228,13 @@ def feedback_rows(url: str, keys: Keys, report: Report = lambda done, total: Non
             for _, fields in page:
                 try:
                     batch = decode(fields[b"v"], FeedbackBatch)
+                    rows = rows_of(batch)
                 except (KeyError, msgspec.DecodeError):
                     continue  # the controller counts unreadable entries (lost_entries)
                 key = (batch.replica_id, batch.boot_epoch, batch.seq)
-                if key not in seen:
+                if rows is not None and key not in seen:
                     seen.add(key)
-                    yield from _rows_of(batch, salt)
+                    yield from _lines_of(batch, rows, salt)
             done += len(page)
             report(done, max(total, done))
             if len(page) < _PAGE:
@@ -240,14 +244,13 @@ def feedback_rows(url: str, keys: Keys, report: Report = lambda done, total: Non
         client.close()
 
 
-def _rows_of(batch: FeedbackBatch, salt: bytes) -> Iterator[dict[str, Any]]:
-    columns = msgspec.structs.asdict(batch)
-    shared = {name: value for name, value in columns.items() if not isinstance(value, list)}
-    lists = {name: value for name, value in columns.items() if isinstance(value, list)}
-    for i, request_id in enumerate(lists["request_id"]):
-        row = {name: values[i] for name, values in lists.items()}
+def _lines_of(batch: FeedbackBatch, rows: RoundStats, salt: bytes) -> Iterator[dict[str, Any]]:
+    shared = {name: getattr(batch, name) for name in ("replica_id", "boot_epoch", "seq", "target_version")}
+    columns = msgspec.structs.asdict(rows)
+    for i, request_id in enumerate(rows.request_id):
+        row = {name: values[i] for name, values in columns.items()}
         row["request_id"] = hashlib.blake2b(request_id.encode(), key=salt, digest_size=8).hexdigest()
-        yield {**row, **{name: shared[name] for name in ("replica_id", "boot_epoch", "seq", "target_version")}}
+        yield {**row, **shared}
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

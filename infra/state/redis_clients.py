@@ -47,7 +47,7 @@ class Keys:
         self.epoch = f"{base}:epoch"
         """Fencing token of the controller: '<number>:<owner>'."""
         self.state = f"{base}:state"
-        """The controller's state blob."""
+        """Hash: part of the controller's state -> its bytes."""
         self.log = f"{base}:log"
         """Stream of decisions, ledger entries, generations and outcomes (fields kind, v = JSON)."""
         self.decisions = f"{base}:decisions"

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from paceline.contracts import SPAN_S
 from paceline.errors import EngineStoppedError
 from paceline.infra.controller.snapshot import GroupSums, Snapshot, TrafficBin
-from paceline.infra.controller.traffic import BIN_S, NUM_BINS
+from paceline.infra.controller.traffic import NUM_BINS
 from paceline.infra.web.sections import sections
 
 FRESH_S = 0.8
@@ -33,7 +34,7 @@ MAX_PAGES = 24
 """Open streams of one replica; Serve counts each as a request."""
 NUM_BUCKETS = 24
 NUM_THREADS = 2
-LATE_S = 3 * BIN_S
+LATE_S = 3 * SPAN_S
 """Rows may arrive this late: bins of that age are read again."""
 
 _encoder = msgspec.json.Encoder()
@@ -154,7 +155,7 @@ def update(document: Document, have: dict[str, str], since: float) -> bytes:
             "ts": document.ts,
             "digests": {name: document.digests[name] for name in changed},
             "parts": {name: msgspec.Raw(document.parts[name]) for name in changed},
-            "bins": [b for b in document.bins if b["ts"] + BIN_S > since - LATE_S],
+            "bins": [b for b in document.bins if b["ts"] + SPAN_S > since - LATE_S],
         }
     )
 

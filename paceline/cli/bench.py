@@ -41,6 +41,10 @@ COMMANDS = {
         "bench.serve.run:ServeBenchOptions:run_serve_bench",
     ),
     "shadow": ("Compare shadow scores with real decoding.", "bench.shadow.check:ShadowCheckOptions:run_shadow_check"),
+    "control": (
+        "Measure how many replicas one controller carries.",
+        "infra.replica.control_cost:ControlCostOptions:run_control_cost",
+    ),
     "feedback": (
         "Measure what feedback and feature traces cost.",
         "infra.replica.feedback_cost:FeedbackCostOptions:run_feedback_cost",

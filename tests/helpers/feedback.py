@@ -1,11 +1,11 @@
-"""Feedback batches from a few rows, for tests."""
+"""Feedback from a few rows, for tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from paceline.bandit.beliefs.observation import FeedbackSums, summed
-from paceline.contracts import FeedbackBatch, RoundStats
+from paceline.bandit.beliefs.observation import summed
+from paceline.contracts import FeedbackSums, RoundStats
 
 DEFAULTS: dict[str, Any] = {
     "request_id": "q",
@@ -26,15 +26,9 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def batch(rows: list[dict[str, Any]], *, seq: int = 1, replica: str = "r0", boot: int = 1) -> FeedbackBatch:
-    """One batch; a row names what differs from DEFAULTS."""
-    columns = {name: [row.get(name, value) for row in rows] for name, value in DEFAULTS.items()}
-    return FeedbackBatch(replica_id=replica, boot_epoch=boot, seq=seq, target_version="t", num_dropped=0, **columns)
-
-
 def sums_of(rows: list[dict[str, Any]]) -> FeedbackSums:
-    """The same as sums."""
-    return summed(batch(rows))
+    """The sums of rows; a row names what differs from DEFAULTS."""
+    return summed(RoundStats(**{name: [row.get(name, value) for row in rows] for name, value in DEFAULTS.items()}))
 
 
 def round_rows(rows: list[tuple]) -> RoundStats:

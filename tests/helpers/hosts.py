@@ -11,9 +11,9 @@ import redis
 
 from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.config import RolloutConfig
-from paceline.contracts import LedgerEntry, decode, encode
+from paceline.contracts import LedgerEntry, encode
 from paceline.infra.controller.host import ControllerHost
-from paceline.infra.controller.store import HostConfig, HostState, held_entries
+from paceline.infra.controller.store import HostConfig, HostState, held_entries, read_state
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.log import LogFile, stream_newest_first
 from paceline.infra.state.redis_clients import Keys, consumer_client
@@ -44,8 +44,9 @@ def settle(host: ControllerHost, passes: int = 3) -> None:
 
 
 def send(
-    client: redis.Redis, keys: Keys, seq: int, rows: int = 3, *, boot: int = 1, dropped: int = 0, replica: str = "a"
-) -> bytes:
+    client: redis.Redis, keys: Keys, seq: int, rows: int = 3, *, boot: int = 1, dropped: int = 0, replica: str = "a",
+    keep_rows: bool = False,
+) -> bytes:  # fmt: skip
     """Put one feedback batch into the stream; returns its entry id."""
     batch = make_batch(
         [row(i) for i in range(rows)],
@@ -54,14 +55,14 @@ def send(
         seq=seq,
         target_version="t",
         num_dropped=dropped,
+        keep_rows=keep_rows,
     )
     return client.xadd(keys.feedback, {"v": encode(batch)})  # type: ignore[return-value]
 
 
 def stored(client: redis.Redis, keys: Keys) -> HostState:
     """The controller's state as Redis has it; a fresh one before the first commit."""
-    data = client.get(keys.state)
-    return HostState() if data is None else decode(data, HostState)
+    return read_state(client, keys) or HostState()
 
 
 def ledger(client: redis.Redis, keys: Keys, data_dir: Path | None = None) -> dict[str, LedgerEntry]:

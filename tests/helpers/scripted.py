@@ -14,6 +14,7 @@ import msgspec
 from paceline.bandit.controller.controller import HostContext, JobOutcome
 from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.contracts import (
+    SPAN_S,
     ArmSpec,
     Decision,
     DrafterManifest,
@@ -77,11 +78,11 @@ class ScriptedController:
         return self.s.totals
 
     def observe(self, batch: FeedbackBatch) -> None:
-        self.s.rows += len(batch.request_id)
+        self.s.rows += batch.num_rows
         self.book(
             LedgerEntry(
-                entry_id=f"saving:{batch.replica_id}:{batch.boot_epoch}:{batch.seq}", ts=batch.ts[-1], kind="saving",
-                bucket="math", version=None, seconds=float(len(batch.request_id)),
+                entry_id=f"saving:{batch.replica_id}:{batch.boot_epoch}:{batch.seq}", ts=SPAN_S * batch.cells[-1].span,
+                kind="saving", bucket="math", version=None, seconds=float(batch.num_rows),
             )
         )  # fmt: skip
 
@@ -143,8 +144,11 @@ class ScriptedController:
     def snapshot(self) -> None:
         """It believes nothing that could be shown."""
 
-    def state(self) -> bytes:
+    def state(self, *, is_whole: bool = True) -> bytes:
         return msgspec.msgpack.encode(self.s)
+
+    def open_epoch(self) -> bytes:
+        return b""
 
 
 @dataclass

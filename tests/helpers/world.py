@@ -9,10 +9,11 @@ from collections.abc import Callable
 import numpy as np
 
 from paceline.bandit.beliefs.gain_model import further_share
+from paceline.bandit.beliefs.observation import summed
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
-from paceline.contracts import ArmSpec, Decision, FeedbackBatch, Group, ShadowScore, TrainResult
+from paceline.contracts import ArmSpec, Decision, FeedbackSums, Group, RoundStats, ShadowScore, TrainResult
 
 FIRST = "v0"
 
@@ -48,7 +49,7 @@ class World:
         self.controller = Controller(self.config, clock=self.clock, rng=np.random.default_rng(self.config.seed))
         self.true = {FIRST: dict(self.lengths)}
         self.rows: dict[str, int] = {}
-        self.live, self.versions, self.seq = FIRST, [FIRST], 0
+        self.live, self.versions = FIRST, [FIRST]
         self.job: tuple[Decision, float, float] | None = None
         self.decisions: list[Decision] = []
         self.swaps: list[tuple[float, str]] = []
@@ -58,9 +59,8 @@ class World:
     def t(self) -> float:
         return self.clock.now() - 1000.0
 
-    def traffic(self) -> FeedbackBatch:
+    def traffic(self) -> FeedbackSums:
         """The rounds of one step."""
-        self.seq += 1
         busy = self.job is not None
         round_s = self.round_s * (1.0 + (self.slowdown if busy else 0.0))
         num_rounds = max(int(self.step_s / round_s), 1)
@@ -94,12 +94,7 @@ class World:
         n = len(columns["request_id"])
         share_ms = 1000.0 * round_s / self.batch_size * self.rng.normal(1.0, 0.05, size=n)
         share_ms = np.where(np.asarray(columns["num_draft_tokens"]) > 0, share_ms, 0.6 * share_ms)
-        return FeedbackBatch(
-            replica_id="r0",
-            boot_epoch=1,
-            seq=self.seq,
-            target_version="t",
-            num_dropped=0,
+        rows = RoundStats(
             is_greedy=[False] * n,
             round_index=[0] * n,
             num_emitted_tokens=[a + 1 for a in columns["num_accepted_tokens"]],
@@ -111,6 +106,7 @@ class World:
             ts=[self.clock.now()] * n,
             **columns,
         )
+        return summed(rows)
 
     def context(self) -> HostContext:
         return HostContext(

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bandit.beliefs.belief import BatchCost
-from paceline.bandit.beliefs.observation import CellSums, FeedbackSums
 from paceline.bandit.beliefs.round_cost import RoundCosts, size_class
+from paceline.contracts import CellSums, FeedbackSums, RequestSums, SizeSums
 from tests.helpers.feedback import sums_of
 from tests.helpers.views import make_belief
 
@@ -76,8 +76,8 @@ def test_summed_feedback_counts_like_rows():
     rows, sums = RoundCosts(), RoundCosts()
     rows.fold(sums_of(_rows(4, 10.0) + _rows(4, 5.0, drafted=False)))
     cell = CellSums(
-        bucket="a", group="adaptive", version="v0", batch_size=4, num_rounds=40, drafted_rounds=20, drafted_s=0.2, plain_s=0.1,
-        plain_tokens=20, requests={"q": [0.3, 80.0, 20.0, 40.0]},
+        bucket="a", group="adaptive", version="v0", requests={"q": RequestSums(0.3, 80.0, 20.0, 40.0)},
+        sizes={4: SizeSums(num_rounds=40, drafted_rounds=20, drafted_s=0.2, plain_s=0.1, num_tokens=80, plain_tokens=20)},
     )  # fmt: skip
     sums.fold(FeedbackSums(cells=[cell]))
     (one,), (two,) = rows.batches("a"), sums.batches("a")

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from paceline.bandit.beliefs.belief import FAST, epoch_weight
-from paceline.bandit.beliefs.observation import CellSums, FeedbackSums
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.epoch import bucket_beliefs
 from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
+from paceline.contracts import CellSums, FeedbackSums, RequestSums, SizeSums
 
 EPOCH_S = 10.0
 TOKENS = 40
@@ -32,9 +32,9 @@ class _Service:
             return self._serve([_plain_cell(self.seq, b, n) for b, n in requests.items() if n])
         cells = [
             CellSums(
-                bucket=b, group="adaptive", version="v0", num_rounds=20 * n, drafted_rounds=20 * n, drafted_s=0.2 * n,
-                plain_s=0.0, plain_tokens=0,
-                requests={f"{self.seq}.{b}.{i}": [0.2, TOKENS, 20.0, TOKENS] for i in range(n)},
+                bucket=b, group="adaptive", version="v0",
+                sizes={1: SizeSums(num_rounds=20 * n, drafted_rounds=20 * n, drafted_s=0.2 * n, num_tokens=TOKENS * n)},
+                requests={f"{self.seq}.{b}.{i}": RequestSums(0.2, TOKENS, 20.0, TOKENS) for i in range(n)},
             )
             for b, n in requests.items()
             if n
@@ -53,9 +53,10 @@ class _Service:
 
 def _plain_cell(seq: int, bucket: str, num: int) -> CellSums:
     return CellSums(
-        bucket=bucket, group="adaptive", version="v0", num_rounds=TOKENS * num, drafted_rounds=0, drafted_s=0.0,
-        plain_s=0.004 * TOKENS * num, plain_tokens=TOKENS * num,
-        requests={f"{seq}.{bucket}.{i}": [0.004 * TOKENS, TOKENS, float(TOKENS), TOKENS] for i in range(num)},
+        bucket=bucket, group="adaptive", version="v0", sizes={1: SizeSums(
+            num_rounds=TOKENS * num, plain_s=0.004 * TOKENS * num, num_tokens=TOKENS * num, plain_tokens=TOKENS * num,
+        )},
+        requests={f"{seq}.{bucket}.{i}": RequestSums(0.004 * TOKENS, TOKENS, TOKENS, TOKENS) for i in range(num)},
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.bandit.controller.controller import Controller
 from paceline.bandit.ledger.totals import fold_entries
 from paceline.config import PolicyConfig
-from paceline.contracts import Decision, FeedbackBatch, LedgerEntry, TrainResult
+from paceline.contracts import Decision, FeedbackSums, LedgerEntry, TrainResult
 from tests.helpers.world import World
 
 FAULTS = ("none", "crash_before_commit", "crash_before_ack", "restart", "duplicate")
@@ -41,7 +41,8 @@ class Service:
             round_s=0.1, batch_size=6, step_s=STEP_S, static_share=0.3, seed=seed,
         )  # fmt: skip
         self.stored = Stored()
-        self.stream: list[FeedbackBatch] = []  # delivered and not acknowledged
+        self.seq = 0
+        self.stream: list[tuple[int, FeedbackSums]] = []  # delivered and not acknowledged
         self.results: dict[int, TrainResult] = {}  # what trainers left, folded or not
         self.restart()
 
@@ -56,9 +57,10 @@ class Service:
 
     def step(self, fault: str, order: str) -> None:
         w = self.world
+        self.seq += 1
         batch = w.traffic()
         w.clock.advance(STEP_S)
-        self.stream += [batch] * (2 if fault == "duplicate" else 1)
+        self.stream += [(self.seq, batch)] * (2 if fault == "duplicate" else 1)
         if fault == "crash_before_commit":
             self.attempt(order)  # folds, decides, books, and is lost
             self.restart()
@@ -80,9 +82,9 @@ class Service:
         commit = dataclasses.replace(
             self.stored, ledger=dict(self.stored.ledger), decisions=dict(self.stored.decisions)
         )
-        for batch in self.stream:  # the host gives each batch once
-            if batch.seq > commit.folded:
-                commit.folded = batch.seq
+        for seq, batch in self.stream:  # the host gives each batch once
+            if seq > commit.folded:
+                commit.folded = seq
                 w.controller.observe(batch)
         if commit.job is not None and commit.job[1] <= now:
             decision, commit.job = commit.job[0], None

@@ -9,6 +9,7 @@ from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import LedgerEntry, encode
 from paceline.errors import ConfigError, FencedError, ManifestError, PacelineError
+from paceline.infra.controller import host as host_module
 from paceline.infra.controller.host import ControllerHost
 from paceline.infra.controller.snapshot import LedgerSums
 from paceline.infra.controller.store import HostConfig
@@ -45,7 +46,7 @@ def test_feedback_is_folded_once_and_acknowledged(host, client, keys):
 def test_the_policy_sees_a_bounded_number_of_buckets(host, client, keys):
     seen = []
     observe = host.session.controller.observe
-    host.session.controller.observe = lambda batch: (seen.extend(batch.bucket), observe(batch))
+    host.session.controller.observe = lambda batch: (seen.extend(cell.bucket for cell in batch.cells), observe(batch))
     for seq in (1, 2, 3):
         rows = [row(i, bucket=f"b{seq}-{i}") for i in range(100)]
         batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=seq, target_version="t", num_dropped=0)
@@ -66,6 +67,45 @@ def test_gaps_and_producer_drops_are_counted(host, client, keys):
         7,
         9,
     )
+
+
+class Looks(dict):
+    """A dict that counts how often all of it is looked at."""
+
+    num = 0
+
+    def items(self):
+        self.num += 1
+        return super().items()
+
+    def __iter__(self):
+        self.num += 1
+        return super().__iter__()
+
+
+def test_producers_that_are_gone_are_forgotten_and_no_batch_looks_at_all_of_them(
+    shared_redis, client, keys, tmp_path, seeded
+):
+    clock = ManualClock(1000.0)
+    host = make_host(shared_redis.url, keys, tmp_path, clock=clock)
+    host.connect()
+    send(client, keys, 1, replica="gone")
+    settle(host)
+    state = host.session.state
+    looks = state.watermarks = Looks(state.watermarks)
+    for i in range(20):
+        send(client, keys, 1, replica=f"r{i}")
+    settle(host)
+    assert len(looks) == 21 and looks.num == 0
+    clock.advance(3000.0)
+    send(client, keys, 2, replica="r0")
+    settle(host)
+    assert len(state.watermarks) == 21 and looks.num == 1
+    clock.advance(700.0)
+    send(client, keys, 3, replica="r0")
+    settle(host)
+    assert state.watermarks == {"r0:1": (3, 4700.0)}
+    assert state.num_duplicates == state.num_missing_batches == 0
 
 
 def test_entries_read_but_not_committed_are_read_again_by_the_next_controller(
@@ -274,6 +314,30 @@ def test_commands_run_in_the_loop_and_return_errors(shared_redis, keys, tmp_path
     host.stop()
     with pytest.raises(PacelineError, match="has stopped"):
         host.call(host.session.orders.pause).result(1)
+
+
+def test_snapshots_are_made_when_somebody_asks_and_then_are_new(
+    shared_redis, client, keys, tmp_path, seeded, wait_until, monkeypatch
+):
+    made: list[int] = []
+    assemble = host_module.snapshot_view
+    monkeypatch.setattr(host_module, "snapshot_view", lambda session: (made.append(1), assemble(session))[1])
+    host = make_host(shared_redis.url, keys, tmp_path).start()
+    wait_until(lambda: host.snapshot().gen == 1)
+    host.snapshot(wait_s=5.0)
+    settled = len(made)
+    send(client, keys, 1)
+    wait_until(lambda: stored(client, keys).num_rows == 3)
+    send(client, keys, 2)
+    wait_until(lambda: stored(client, keys).num_rows == 6)
+    assert len(made) <= settled + 1, "passes went by, and nobody asked"
+    assert host.snapshot(wait_s=5.0).feedback.delivered == 6
+    before = len(made)
+    for _ in range(50):
+        host.snapshot()
+    assert len(made) <= before + 2, "however many ask"
+    host.stop()
+    assert host.snapshot(wait_s=0.0).feedback.delivered == 6
 
 
 def test_controller_starts_without_redis_and_connects_later(tmp_path, keys, wait_until):

@@ -126,6 +126,25 @@ def test_staging_is_booked_once_when_all_replicas_run_the_version(host, client, 
     assert snapshot.feedback.dropped == 2
 
 
+def test_swaps_of_many_replicas_are_counted_once_each(host, client, keys):
+    def report(gen: int, num: int) -> None:
+        for i in range(num):
+            made = ReplicaReport(
+                replica_id=f"r{i}", gen=gen, version="v", slots={}, failed_gen=None, failed_reason="", swap_pause_ms=[20.0],
+                ts=1000.0 * gen + i,
+            )  # fmt: skip
+            write_report(client, keys, made)
+        settle(host)
+
+    report(2, 600)
+    times = list(host.session.state.swap_times)
+    assert times == [2000.0 + i for i in range(600)][-len(times) :] and len(times) >= 500
+    settle(host)
+    assert host.session.state.swap_times == times, "more looks, and no swap more"
+    report(3, 1)
+    assert host.session.state.swap_times == [*times, 3000.0][-len(times) :]
+
+
 def test_desired_record_of_the_command_line_is_adopted(host, client, keys):
     settle(host)
     commit_desired(client, keys, lambda d: msgspec.structs.replace(d, gen=7, version="v3"))

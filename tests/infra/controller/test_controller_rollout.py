@@ -101,6 +101,26 @@ def test_an_ordered_canary_is_among_the_notes_and_in_the_log(host, client, keys)
     assert [e["text"] for e in recent_log(client, keys) if e["kind"] == "note"][-1].startswith("canary of v2")
 
 
+class Unseen(list):
+    """Reports that nobody may go through."""
+
+    def __iter__(self):
+        raise AssertionError("a batch looked at every replica")
+
+
+def test_a_batch_of_a_trial_looks_at_no_replica_but_its_own(host, replicas):
+    fleet = replicas()
+    host.session.orders.canary("v2")
+    settle(host)
+    fleet.report()
+    settle(host)
+    host.session.surroundings.reports = Unseen(host.session.surroundings.reports)
+    fleet.serve(8)
+    assert host.session.feedback.read(1) > 0
+    canary = host.session.state.rollout.canary
+    assert canary is not None and len(canary.open) == fleet.num_rows / 3
+
+
 def test_requests_of_the_version_on_trial_are_counted_apart(host, client, keys, replicas, wait_until):
     fleet = replicas()
     host.session.orders.canary("v2")

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from paceline.config import FeedbackConfig
-from paceline.contracts import FeedbackBatch, decode
+from paceline.contracts import FeedbackBatch, decode, rows_of
 from paceline.infra.replica.feedback import BATCH_ROWS, FeedbackPublisher
 from paceline.infra.state.redis_clients import patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
@@ -32,11 +32,25 @@ def test_rows_arrive_in_order_and_in_batches(shared_redis, client, keys):
     assert pub.flush()
     got = batches(client, keys)
     assert [b.seq for b in got] == [1, 2, 3]
-    assert [i for b in got for i in b.round_index] == list(range(2 * BATCH_ROWS + 1))
-    assert got[0].num_accepted_tokens[0] == 2 and got[0].share_ms[0] == 10.0
+    num_rows = 2 * BATCH_ROWS + 1
+    assert [i for b in got for c in b.cells for i in c.requests] == [f"r{i}" for i in range(num_rows)]
+    assert got[0].cells[0].requests["r0"].kept == 3 and got[0].cells[0].requests["r0"].seconds == 0.01
     assert pub.counters() == {
-        "produced": 401, "delivered": 401, "dropped": 0, "pending": 0, "redis_up": True, "outages": 0,
+        "produced": num_rows, "delivered": num_rows, "dropped": 0, "pending": 0, "redis_up": True, "outages": 0,
     }  # fmt: skip
+
+
+def test_rows_travel_beside_their_sums_only_where_they_are_kept(shared_redis, client, keys):
+    for keep_rows in (False, True):
+        pub = publisher(shared_redis.url, keys, keep_rows=keep_rows)
+        pub.record_rounds(row(3))
+        pub.record_rounds(row(4))
+        assert pub.flush()
+    without, with_rows = batches(client, keys)
+    assert without.cells == with_rows.cells and without.num_rows == 2
+    assert rows_of(without) is None
+    rows = rows_of(with_rows)
+    assert rows is not None and rows.round_index == [3, 4] and rows.verify_ms == [6.0, 6.0]
 
 
 def test_thread_publishes_within_the_interval(shared_redis, client, keys, wait_until):
@@ -72,9 +86,9 @@ def test_outage_keeps_the_newest_rows_and_counts_the_rest(tmp_path, keys):
     assert pub.is_redis_up
     got = batches(patient_client(server.url), keys)
     assert pub.num_produced == pub.num_delivered + pub.num_dropped == 201
-    assert sum(len(b.request_id) for b in got) == pub.num_delivered
+    assert sum(b.num_rows for b in got) == pub.num_delivered
     assert sum(b.num_dropped for b in got) == pub.num_dropped > 0
-    assert got[-1].round_index[-1] == 200
+    assert "r200" in got[-1].cells[-1].requests
     pub.close()
     server.stop()
 

@@ -51,7 +51,7 @@ def served(tmp_path):
         host = make_host(server.url, KEYS, tmp_path)
         host.connect()
         for seq in (1, 2, 2):
-            send(client, KEYS, seq)
+            send(client, KEYS, seq, keep_rows=True)
         host.session.controller.queue.append(decision(1, "hold", context={"length_se": math.inf, "epoch": 3}))
         settle(host)
         host.session.orders.pin("v2")
@@ -208,10 +208,20 @@ def test_a_part_that_is_missing_is_said_and_the_others_are_written(served, tmp_p
     assert not (tmp_path / "out" / "feedback.jsonl").exists() and (tmp_path / "out" / "ledger.jsonl").exists()
 
 
+def test_a_stream_without_rows_names_the_setting_that_keeps_them(shared_redis, client, keys, tmp_path):
+    (tmp_path / "data").mkdir()
+    send(client, keys, 1)
+    options = ExportOptions(
+        data_dir=tmp_path / "data", out=tmp_path / "out", what=("feedback",), redis_url=shared_redis.url, model_name=keys.model
+    )  # fmt: skip
+    with pytest.raises(PacelineError, match=r"holds no rows; set feedback\.keep_rows"):
+        run_export(options, quiet())
+
+
 def test_feedback_of_a_running_service_with_its_own_redis_is_read(shared_redis, client, keys, tmp_path):
     (tmp_path / "data").mkdir()
     for seq in range(1, 4):
-        send(client, keys, seq)
+        send(client, keys, seq, keep_rows=True)
     client.xadd(keys.feedback, {"v": b"junk"})
     options = ExportOptions(
         data_dir=tmp_path / "data",
