@@ -29,6 +29,8 @@ ISA_VARIABLE = "PACELINE_CPU_ISA"
 """Environment variable that names the instruction set to use, or `none` for the torch path."""
 _REMEDY = "with a C++ compiler (or pip install ziglang) run python -m paceline.kernels.cpu.build"
 LANES = 16
+_THREAD_BYTES = 2**17
+"""A layer's weights that keep a thread busy for longer than its barriers take: two threads gain 1.4 at 0.4 MB a layer."""
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128, 256)
 _IN_MULTIPLE = 32
 _NUMBER_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -163,6 +165,10 @@ class NativeLayer:
     tap: int = 0
     """Bit j: the layer's output is the j-th tapped hidden state."""
 
+    def products(self) -> tuple[PackedLinear, ...]:
+        """Its linear layers, the shift apart."""
+        return self.qkv, self.attention_out, self.gate_up, self.down
+
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """(I, K) each -> (2 I', K): 16 rows of gate, 16 of up, in turn; I' is I padded to 16."""
@@ -206,6 +212,8 @@ class NativeDecoder:
             _NUMBER_TYPES[layers[0].qkv.weight.dtype], _NUMBER_TYPES[self._dtype or torch.float32], int(isa == "amx"), block,
             eps, scale,
         )  # fmt: skip
+        layer_bytes = sum(p.weight.numel() * p.weight.element_size() for p in layers[0].products())
+        self._max_threads = max(1, layer_bytes // _THREAD_BYTES)
         self._kv_dtype = torch.float32 if layers[0].qkv.weight.dtype == torch.float32 else torch.bfloat16
         self._logit_stride = 0 if head is None else head.num_out
         library = load_library()
@@ -219,7 +227,7 @@ class NativeDecoder:
     @staticmethod
     def _layer_record(layer: NativeLayer) -> _Layer:
         return _Layer(
-            *(x.record() for x in (layer.qkv, layer.attention_out, layer.gate_up, layer.down)),
+            *(x.record() for x in layer.products()),
             *map(_address, (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm)),
             _Linear() if layer.shift is None else layer.shift.record(), layer.tap,
         )  # fmt: skip
@@ -313,12 +321,15 @@ class NativeDecoder:
             for t in (token_ids, positions, out_rows, stream, cu_rows, context_lens)
         ]
         whole = [t if t is None or t.is_contiguous() else t.contiguous() for t in (table_rows, logit_rows)]
+        indices = (token_ids, positions, out_rows, cu_rows, context_lens, slot_table, table_rows, logit_rows)
+        if any(t is not None and t.dtype != torch.int64 for t in indices):
+            raise TypeError("indices must be int64")
         batch = _Batch(
             *map(_address, row_tensors),
             *map(_address, (slot_table, whole[0], ancestors, whole[1], pool, logits, tapped)),
             positions.numel(), context_lens.numel(), num_logits, slot_table.stride(0),
             0 if ancestors is None else ancestors.stride(0), self._logit_stride, pool[0].numel() // self._row_size,
-            torch.get_num_threads(), tail,
+            min(torch.get_num_threads(), self._max_threads), tail,
         )  # fmt: skip
         size = self._scratch_bytes(byref(self._model), byref(batch))
         if self._scratch.numel() < size + 64:

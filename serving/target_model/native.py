@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import torch
 
 from paceline.kernels.cpu.library import NativeDecoder, NativeLayer, PackedLinear, choose_isa, fits_native, interleave
 
+_MEMORY_SHARE = 0.7
+"""Part of the free memory that the copy of the weights may take: K/V and the rest of the process need some, too."""
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
@@ -18,7 +21,8 @@ def _pack_int8(weight: torch.Tensor) -> PackedLinear:
 
 
 def supports_native(model: Any) -> bool:
-    """Whether the model is a dense Qwen3 or Llama on the CPU without biases, sliding windows or dynamic RoPE."""
+    """Whether the model is a dense Qwen3 or Llama on the CPU without biases, sliding windows or dynamic RoPE, and its weights
+    fit the memory that is left once more."""
     config = model.config
     parameters = list(model.parameters())
     rope = getattr(config, "rope_parameters", None) or {}
@@ -34,6 +38,7 @@ def supports_native(model: Any) -> bool:
         and fits_native(config.hidden_size, head_dim)
         and all(p.device.type == "cpu" for p in parameters)
         and {p.dtype for p in parameters} in ({torch.float32}, {torch.bfloat16})
+        and sum(p.numel() * p.element_size() for p in parameters) < psutil.virtual_memory().available * _MEMORY_SHARE
     )
 
 
