@@ -40,7 +40,7 @@ class ForwardOptions:
     """The compiled CPU forward at the sizes of real models, over the memory floor: weights and K/V read once at the speed at
     which this machine reads memory. The floor of a model that fits the caches is not the memory's: see its time.
 
-    Example: paceline bench forward --models 88m --rows 1,9,17 --threads 1,2 --json forward.json. docs/cpu.md.
+    Example: paceline bench forward --models 88m --rows 1,9,17 --threads 1,2 --json forward.json. docs/serve.md.
     """
 
     models: A[tuple[str, ...], Setting("Comma list of sizes.", choices=tuple(SHAPES), non_empty=True)] = ("7m", "88m")

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated as A
 
@@ -31,6 +32,7 @@ from paceline.infra.demo.client import DemoClient
 from paceline.infra.demo.scenario import Phase, PlannedRequest, Traffic, shifting_scenario, steady_scenario
 from paceline.infra.demo.stats import DemoStats
 from paceline.infra.service.stop_signals import StopSignals
+from paceline.kernels.cpu.library import ISA_VARIABLE
 from paceline.records import DataFolder, Drafter, HtmlFile, JsonFile, Setting, record
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,10 @@ log = logging.getLogger(__name__)
 
 @record()
 class DemoOptions:
-    """Ends with a table; exit code 1 if an answer was not the target's own or a request was lost."""
+    """Ends with a table; exit code 1 if an answer was not the target's own or a request was lost.
+
+    The target runs by torch's forward, at the speed of a larger model; PACELINE_CPU_ISA=amx (avx2, ...) runs the compiled one.
+    """
 
     minutes: A[
         float, Setting("Minutes of traffic; start and closing checks add about one.", ge=0.2, le=600)
@@ -236,6 +241,20 @@ def _result(
     }
 
 
+@contextlib.contextmanager
+def torch_forward() -> Iterator[None]:
+    """Processes started inside run the target by torch, unless PACELINE_CPU_ISA says otherwise: its rounds then take about as
+    long as the compiled ones of a model ten times as large. In its own the toy is so fast that nothing is worth learning
+    within minutes."""
+    before = os.environ.get(ISA_VARIABLE)
+    os.environ.setdefault(ISA_VARIABLE, "none")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ISA_VARIABLE]
+
+
 def run_demo(options: DemoOptions, console: Console) -> dict:
     """Run the demo and return its JSON document; the caller prints nothing else.
 
@@ -251,7 +270,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     stats = DemoStats()
     service = None
     # SIGTERM stops like Ctrl-C: processes and folders are cleaned up
-    with StopSignals() as signals:
+    with StopSignals() as signals, torch_forward():
         try:
             with console.status("starting Ray, Redis, the replica and the controller (about 30 s)"):
                 service = run_service(config)

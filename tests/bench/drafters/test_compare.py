@@ -78,4 +78,4 @@ def test_a_comparison_never_overwrites_what_it_compares(tmp_path):
 
 def test_a_summary_is_refused_because_it_has_no_groups():
     with pytest.raises(ConfigError, match="must be a whole result, got a summary"):
-        read_result(ROOT / "docs" / "results" / "bench_engine.json")
+        read_result(ROOT / "docs" / "results" / "bench_drafters.json")
