@@ -384,14 +384,16 @@ class Switch:
             return
         plain_s *= math.exp(size.bias)
         # Beyond a plain round, to be shared by the classes
-        extra = (seen.round_s + seen.catch_up_s) / plain_s - 1
+        extra, is_probed = (seen.round_s + seen.catch_up_s) / plain_s - 1, False
         for key, rows in drafted.items():
             tokens = 1 + sum(seen.num_accepted_tokens[i] for i in rows) / len(rows)
             nodes = sum(seen.num_nodes[i] for i in rows) / len(rows)
             cost = extra * len(rows) / num_drafting - (tokens - 1) * len(rows) / num_requests
-            for record in self._records(key, num_requests):
+            records = self._records(key, num_requests)
+            is_probed |= records[0].left > 0
+            for record in records:
                 record.note(len(rows), tokens, nodes, cost)
-        if is_whole:
+        if is_whole or not is_probed:  # text drafters have something for a part of the requests only
             counts = {key: len(rows) for key, rows in drafted.items()}
             self._learn_time(seen.round_s / plain_s, counts, seen.context_rows, num_requests)
 

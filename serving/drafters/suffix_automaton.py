@@ -51,6 +51,14 @@ class SuffixAutomaton:
             found = self.advance(found, token)
         return self.continued(found)
 
+    def ending(self) -> Match:
+        """`match` of the text's own end."""
+        state, length = self.continued((self._tail, self._tail_length))
+        # The tail is one token longer than what is matched.
+        while state and self._length[self._link[state]] >= self.max_length:
+            state = self._link[state]
+        return state, min(length, self.max_length)
+
     def advance(self, found: Match, token: int) -> Match:
         """The longest end of the matched tokens and one more that occurs."""
         state, length = found

@@ -87,6 +87,10 @@ class TextDrafter:
         """What is expected after history + path, at most S slots of K tokens; call `follow` first."""
         raise NotImplementedError
 
+    def expects(self, request_id: str, history: Sequence[int]) -> bool:
+        """Whether a proposal may hold anything: far cheaper than to make one. Takes in what is new in the text."""
+        raise NotImplementedError
+
     def _pack(self, rows: list[Slots], inputs: DraftInputs) -> Proposal:
         shape = (len(rows), self.caps.num_slots, self.caps.num_candidates)
         token_ids = torch.zeros(shape, dtype=torch.int64)
@@ -131,6 +135,11 @@ class PromptLookupDrafter(TextDrafter):
         longest = max(_HIT_RATE)
         suffix = [*history[-longest:], *path][-longest:]
         return self._slots(self._tables[request_id], history, suffix)
+
+    def expects(self, request_id: str, history: Sequence[int]) -> bool:
+        """Whether an end of the text occurred before."""
+        self.follow(request_id, history)
+        return bool(self._tables[request_id].find(history[-max(_HIT_RATE) :], 1))
 
     def _slots(self, table: _Occurrences, history: Sequence[int], suffix: Sequence[int]) -> Slots:
         matches = table.find(suffix, self._max_matches)
@@ -246,9 +255,7 @@ class SuffixDrafter(TextDrafter):
 
     def slots(self, request_id: str, history: Sequence[int], path: Sequence[int]) -> Slots:
         """The most frequent tokens after the end of history + path, and after the chain of the best ones."""
-        end = [*history[-MAX_CONTEXT:], *path][-MAX_CONTEXT:]
-        counted = [self._texts[request_id].automaton, *(self._recent.automata if self._recent is not None else ())]
-        found = [(automaton, automaton.match(end)) for automaton in counted]
+        found = self._matches(request_id, history, path)
         out: Slots = []
         mass = 1.0
         while len(out) < self.caps.num_slots and mass >= _MIN_MASS:
@@ -260,6 +267,23 @@ class SuffixDrafter(TextDrafter):
             mass *= p
             found = [(automaton, automaton.continued(automaton.advance(m, token))) for automaton, m in found]
         return out
+
+    def expects(self, request_id: str, history: Sequence[int]) -> bool:
+        """Whether an end of the text occurred before, here or in recent texts."""
+        self.follow(request_id, history)
+        return any(match[1] >= MIN_CONTEXT for _, match in self._matches(request_id, history, ()))
+
+    def _matches(
+        self, request_id: str, history: Sequence[int], path: Sequence[int]
+    ) -> list[tuple[SuffixAutomaton, Match]]:
+        """The longest end of history + path in everything that is counted, the request's own text first."""
+        text = self._texts[request_id]
+        end = [*history[-MAX_CONTEXT:], *path][-MAX_CONTEXT:]
+        is_own_end = not path and text.num_seen == len(history)
+        found = [(text.automaton, text.automaton.ending() if is_own_end else text.automaton.match(end))]
+        if self._recent is not None:
+            found += [(automaton, automaton.match(end)) for automaton in self._recent.automata]
+        return found
 
     def _expected(self, found: list[tuple[SuffixAutomaton, Match]]) -> list[tuple[int, float]]:
         """(token, estimated probability) of what comes next, most probable first."""

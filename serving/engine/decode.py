@@ -22,6 +22,7 @@ from paceline.contracts import RoundStats
 from paceline.serving.budget.stats import DraftKey
 from paceline.serving.drafters.interface import Drafter, DraftInputs
 from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.drafters.text import TextDrafter
 from paceline.serving.engine.output import RoundOutput, round_logprobs
 from paceline.serving.engine.running import RunningRequest, cut_tokens
 from paceline.serving.engine.scheduler import Scheduler
@@ -370,7 +371,7 @@ class DecodeRunner:
         wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons)
         by_slot: dict[str, list[int]] = {}
         for i, is_wanted in enumerate(wants):
-            if is_wanted:
+            if is_wanted and self._may_draft(requests[i], batch.slots[i]):  # type: ignore[arg-type]
                 by_slot.setdefault(batch.slots[i], []).append(i)  # type: ignore[arg-type]
         groups, group_slots = [], []
         self._catch_up_s, self._num_catch_up_rows = 0.0, 0
@@ -389,6 +390,22 @@ class DecodeRunner:
             elif draft.is_drafted[group.rows[0]]:
                 mark_ingested([requests[row] for row in group.rows])
         return draft
+
+    def _may_draft(self, request: RunningRequest, slot: str) -> bool:
+        """False where a text drafter knows beforehand that nothing will come of it: such a round costs what a plain one does."""
+        drafter = self._slots.drafter(slot)
+        if not isinstance(drafter, TextDrafter) or self._policy.mixed(drafter) is not drafter:
+            return True
+        if request.context_len - request.drafted_len > MAX_BACKLOG_ROWS:
+            return True  # takes it in first
+        try:
+            may_draft = drafter.expects(request.request_id, request.tokens)
+        except Exception as e:  # a broken drafter costs speed, never a request
+            self._slots.mark_failed(slot, f"expects raised {type(e).__name__}: {e}")
+            return False
+        if not may_draft:
+            mark_ingested([request])
+        return may_draft
 
     def _group(self, batch: _Batch, slot: str, rows: list[int], table: torch.Tensor) -> DraftGroup | None:
         """Inputs of one drafting pass; None when the drafter fails while it catches up."""

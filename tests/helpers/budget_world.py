@@ -25,6 +25,8 @@ class Traffic:
     """Standard deviation of a request's mean over the class's, relative."""
     num_tokens: int = 96
     nodes: int = 8
+    share: float = 1.0
+    """Chance that the drafter has something for a request of a round; of the others it costs nothing."""
 
 
 @dataclass
@@ -94,6 +96,8 @@ class World:
             else:
                 backlogs = [r.backlog for r in requests]
                 wants = choose.wants_draft(keys, context, backlogs, [max(64, r.context - 100) for r in requests])
+            has_draft = [r.traffic.share >= 1 or rng.random() < r.traffic.share for r in requests]
+            wants = [w and h for w, h in zip(wants, has_draft, strict=True)]
             rolls = [rng.poisson(max(r.factor * r.traffic.acceptance(at), 0.0)) for r in requests]
             num_nodes = [r.traffic.nodes if w else 0 for r, w in zip(requests, wants, strict=True)]
             accepted = [min(int(k), n) for k, n in zip(rolls, num_nodes, strict=True)]

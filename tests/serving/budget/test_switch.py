@@ -54,6 +54,18 @@ def test_traffic_that_stays_as_it_is_loses_little_against_the_better_mode(batch,
     assert rates[0] > 0.96 * max(rates[1:])
 
 
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 8), (8, 4), (64, 4)])
+@pytest.mark.parametrize("mean", [0.2, 1.0, 3.0])
+def test_drafts_for_a_part_of_the_requests_lose_little_against_the_better_mode(batch, nodes, mean):
+    traffic = Traffic(key=KEY, acceptance=lambda _: mean, nodes=nodes, share=0.2)
+    world = World(traffics=[traffic], batch=lambda _: batch)
+    num_rounds = 6000 if batch == 1 else 1200
+    rates = np.array(
+        [[world.run(c, num_rounds, seed).rate() for c in (controller(world), True, False)] for seed in range(3)]
+    ).mean(0)
+    assert rates[0] > 0.96 * max(rates[1:])
+
+
 def test_traffic_of_changing_batches_and_classes_is_no_slower_than_either_mode():
     rng = np.random.default_rng(0)
     sizes = np.repeat(rng.choice([1, 2, 3, 8, 20], 60), 50)

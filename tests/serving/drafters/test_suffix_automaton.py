@@ -47,6 +47,7 @@ def test_matches_counts_and_newest_ends_equal_a_search_through_the_text(text, qu
         seen = text[:at]
         for tokens in (seen, query, [*seen[-3:], *query[:2]]):
             state, length = automaton.match(tokens)
+            assert tokens is not seen or (state, length) == automaton.ending()
             assert length == longest_end(seen, tokens, max_length)
             if length:
                 assert counted(automaton, state) == followers(seen, tokens[len(tokens) - length :])

@@ -43,6 +43,21 @@ def test_scores_are_valid_log_masses_and_equal_in_a_batch(kind):
         assert torch.equal(alone.token_ids[0], p.token_ids[i]) and torch.equal(alone.logprobs[0], p.logprobs[i])
 
 
+@pytest.mark.parametrize("name", TEXT_DRAFTERS)
+def test_a_draft_is_expected_exactly_where_there_is_one(name):
+    rng, drafter = np.random.default_rng(0), make_text_drafter(name)
+    found = set()
+    for at in range(60):
+        history = rng.integers(0, rng.choice([3, 30, 300]), rng.integers(1, 60)).tolist()
+        for end in range(len(history) // 2 + 1, len(history) + 1):
+            inputs = inputs_for([history[:end]], [f"r{at}"])
+            expected = drafter.expects(f"r{at}", history[:end])
+            assert expected == bool((drafter.propose(inputs).logprobs > -torch.inf).any())
+            found.add(expected)
+        drafter.release(f"r{at}")
+    assert found == {False, True}
+
+
 @BOTH
 def test_text_grows_between_calls_and_is_forgotten(kind):
     grown, text = kind(), np.random.default_rng(1).integers(0, 5, 120).tolist()
