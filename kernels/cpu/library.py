@@ -43,25 +43,26 @@ class _Linear(Structure):
 class _Layer(Structure):
     _fields_ = [
         *((name, _Linear) for name in ("qkv", "attention_out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("norm1", "norm2", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("norm1", "norm2", "q_norm", "k_norm", "embed_norm")),
         ("shift", _Linear),
-        ("tap", c_int64),
+        *((name, c_int64) for name in ("tap", "norms_stream")),
     ]
 
 
 class _Model(Structure):
     _fields_ = [
-        ("layers", POINTER(_Layer)), ("head", _Linear),
-        *((name, c_void_p) for name in ("embedding", "final_norm", "rope")),
+        ("layers", POINTER(_Layer)),
+        *((name, _Linear) for name in ("head", "condition", "context_kv")),
+        *((name, c_void_p) for name in ("embedding", "final_norm", "condition_norm", "rope")),
         *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "num_taps")),
-        *((name, c_int64) for name in ("weights", "features", "uses_tiles", "block")),
+        *((name, c_int64) for name in ("embed_size", "feature_size", "weights", "features", "uses_tiles", "block")),
         ("eps", c_float), ("scale", c_float),
     ]  # fmt: skip
 
 
 _BATCH_TENSORS = (
-    "token_ids", "positions", "out_rows", "stream", "cu_rows", "context_lens", "slot_table", "table_rows", "ancestors",
-    "logit_rows", "pool", "logits", "tapped",
+    "token_ids", "positions", "out_rows", "stream", "cu_rows", "context_lens", "slot_table", "table_rows", "cu_keys",
+    "key_rows", "ancestors", "logit_rows", "pool", "logits", "tapped", "features", "feature_positions", "feature_rows",
 )  # fmt: skip
 
 
@@ -70,7 +71,7 @@ class _Batch(Structure):
         *((name, c_void_p) for name in _BATCH_TENSORS),
         *((name, c_int64) for name in (
             "num_rows", "num_requests", "num_logits", "slot_stride", "ancestor_stride", "logit_stride", "pool_rows",
-            "num_threads", "tail",
+            "num_threads", "num_features", "tail",
         )),
     ]  # fmt: skip
 
@@ -164,6 +165,10 @@ class NativeLayer:
     """Of [row, row before it in its block], before the layer."""
     tap: int = 0
     """Bit j: the layer's output is the j-th tapped hidden state."""
+    embed_norm: torch.Tensor | None = None
+    """Of token embeddings (E,): `qkv` reads [normed embedding, normed row]."""
+    norms_stream: bool = False
+    """Whether the attention's output is added to the normed row."""
 
     def products(self) -> tuple[PackedLinear, ...]:
         """Its linear layers, the shift apart."""
@@ -175,6 +180,19 @@ def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     pad = (0, 0, 0, -gate.shape[0] % LANES)
     both = [torch.nn.functional.pad(w, pad).view(-1, LANES, w.shape[1]) for w in (gate, up)]
     return torch.stack(both, 1).reshape(-1, gate.shape[1])
+
+
+@dataclass(kw_only=True, slots=True)
+class Condition:
+    """What a drafter computes from rows of the target's features."""
+
+    product: PackedLinear
+    feature_size: int
+    dtype: torch.dtype
+    """Of the features, float32 or bfloat16."""
+    norm: torch.Tensor | None = None
+    context_kv: PackedLinear | None = None
+    """Of the normed product: keys and values of all layers, layer by layer. None: the products begin the stream."""
 
 
 class NativeDecoder:
@@ -200,17 +218,24 @@ class NativeDecoder:
         embedding: torch.Tensor | None = None,
         num_taps: int = 0,
         block: int = 1,
+        condition: Condition | None = None,
     ) -> None:
         """rope: (P, Dh) float32, cosines of half a head, then sines. num_logits: V, without the head's padding."""
-        self._kept = (layers, head, embedding, final_norm, rope)  # the records below point into them
+        self._kept = (layers, head, embedding, final_norm, rope, condition)  # the records below point into them
         self._num_logits, self._num_taps = num_logits, num_taps
-        self._hidden, self._dtype = layers[0].norm1.numel(), None if embedding is None else embedding.dtype
+        self._hidden = layers[0].norm1.numel()
+        self._dtype = torch.float32 if embedding is None else embedding.dtype
+        if condition is not None:
+            assert embedding is None or embedding.dtype == condition.dtype
+            self._dtype = condition.dtype
+        projections = (head, condition and condition.product, condition and condition.context_kv)
         self._layers = (_Layer * len(layers))(*(self._layer_record(layer) for layer in layers))
         self._model = _Model(
-            self._layers, _Linear() if head is None else head.record(), _address(embedding), _address(final_norm),
-            rope.data_ptr(), len(layers), self._hidden, num_heads, num_kv_heads, head_dim, layers[0].down.num_in, num_taps,
-            _NUMBER_TYPES[layers[0].qkv.weight.dtype], _NUMBER_TYPES[self._dtype or torch.float32], int(isa == "amx"), block,
-            eps, scale,
+            self._layers, *(_Linear() if p is None else p.record() for p in projections),
+            *map(_address, (embedding, final_norm, None if condition is None else condition.norm, rope)),
+            len(layers), self._hidden, num_heads, num_kv_heads, head_dim, layers[0].down.num_in, num_taps,
+            0 if embedding is None else embedding.shape[1], 0 if condition is None else condition.feature_size,
+            _NUMBER_TYPES[layers[0].qkv.weight.dtype], _NUMBER_TYPES[self._dtype], int(isa == "amx"), block, eps, scale,
         )  # fmt: skip
         layer_bytes = sum(p.weight.numel() * p.weight.element_size() for p in layers[0].products())
         self._max_threads = max(1, layer_bytes // _THREAD_BYTES)
@@ -228,8 +253,8 @@ class NativeDecoder:
     def _layer_record(layer: NativeLayer) -> _Layer:
         return _Layer(
             *(x.record() for x in layer.products()),
-            *map(_address, (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm)),
-            _Linear() if layer.shift is None else layer.shift.record(), layer.tap,
+            *map(_address, (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm, layer.embed_norm)),
+            _Linear() if layer.shift is None else layer.shift.record(), layer.tap, layer.norms_stream,
         )  # fmt: skip
 
     def run(
@@ -267,7 +292,12 @@ class NativeDecoder:
         out_rows: torch.Tensor,
         pool: torch.Tensor,
         *,
+        token_ids: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
+        new_context: tuple[torch.Tensor, torch.Tensor] | None = None,
         table_rows: torch.Tensor | None = None,
+        keys: tuple[torch.Tensor, torch.Tensor] | None = None,
+        ancestors: torch.Tensor | None = None,
         tail: int = -1,
         wants_logits: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,16 +307,33 @@ class NativeDecoder:
             positions, out_rows: (N,) int64; rows of a request are causal. Pool rows count blocks' rows one by one.
             context_lens: (B,) int64 rows of the pool before a request's own, counted likewise.
             slot_table: (., L) int64, one entry a block.
+            token_ids: (N,) int64, where the first layer reads embeddings.
+            features: (C, F) of the target. C = N: the stream begins with their condition, or is written to the pool at
+            new_context: (C,) int64 positions and (C,) pool rows of K/V made of features, before the rows' own forward.
             table_rows: (B,) int64 row of the table of each request; None = its own.
+            keys: (B + 1,) int64 offsets and pool rows of the keys behind each context; None = the rows' own.
+            ancestors: (N, .) bool, which of those keys a row sees; None = causal.
             tail: rows of a request, its last ones, that go beyond the last layer's K/V; negative = all.
         Returns: (M, Dm) and (M, V), M = B * tail, or N.
         """
         num_last = stream.shape[0] if tail < 0 else tail * context_lens.numel()
         logits = self._call(
             positions, cu_rows, context_lens, slot_table, out_rows, pool, num_last if wants_logits else 0,
-            stream=stream, table_rows=table_rows, tail=tail,
+            token_ids=token_ids, stream=stream, table_rows=table_rows, keys=keys, ancestors=ancestors, tail=tail,
+            features=features, new_context=new_context,
         )  # fmt: skip
         return stream[:num_last], logits
+
+    def write_context(
+        self, features: torch.Tensor, positions: torch.Tensor, out_rows: torch.Tensor, pool: torch.Tensor
+    ) -> None:
+        """Write K/V of all layers, made of features (C, F), to rows (C,) of the pool."""
+        nothing = torch.zeros(1, dtype=torch.int64)
+        none = nothing[:0]
+        self._call(
+            none, nothing, none, nothing[None], none, pool, 0, stream=torch.empty(0, self._hidden), features=features,
+            new_context=(positions, out_rows),
+        )  # fmt: skip
 
     def _call(
         self,
@@ -301,35 +348,44 @@ class NativeDecoder:
         token_ids: torch.Tensor | None = None,
         stream: torch.Tensor | None = None,
         table_rows: torch.Tensor | None = None,
+        keys: tuple[torch.Tensor, torch.Tensor] | None = None,
         ancestors: torch.Tensor | None = None,
         logit_rows: torch.Tensor | None = None,
         tapped: torch.Tensor | None = None,
+        features: torch.Tensor | None = None,
+        new_context: tuple[torch.Tensor, torch.Tensor] | None = None,
         tail: int = -1,
     ) -> torch.Tensor:
         if (
             pool.dtype != self._kv_dtype
             or not pool.is_contiguous()
-            or (stream is not None and stream.dtype != torch.float32)
+            or (stream is not None and (stream.dtype != torch.float32 or not stream.is_contiguous()))
         ):
             raise TypeError(f"the pool must be contiguous {self._kv_dtype} and the stream float32, got {pool.dtype}")
+        if features is not None:
+            features = features.to(self._dtype).contiguous()
         logits = torch.empty(num_logits, self._logit_stride)
         slot_table = slot_table if slot_table.stride(-1) == 1 else slot_table.contiguous()
         if ancestors is not None and ancestors.stride(-1) != 1:
             ancestors = ancestors.contiguous()
-        row_tensors = [
+        cu_keys, key_rows = keys or (None, None)
+        feature_positions, feature_rows = new_context or (None, None)
+        flat = [
             t if t is None or t.is_contiguous() else t.contiguous()
-            for t in (token_ids, positions, out_rows, stream, cu_rows, context_lens)
-        ]
-        whole = [t if t is None or t.is_contiguous() else t.contiguous() for t in (table_rows, logit_rows)]
-        indices = (token_ids, positions, out_rows, cu_rows, context_lens, slot_table, table_rows, logit_rows)
-        if any(t is not None and t.dtype != torch.int64 for t in indices):
+            for t in (
+                token_ids, positions, out_rows, cu_rows, context_lens, table_rows, cu_keys, key_rows, logit_rows,
+                feature_positions, feature_rows,
+            )
+        ]  # fmt: skip
+        if slot_table.dtype != torch.int64 or any(t is not None and t.dtype != torch.int64 for t in flat):
             raise TypeError("indices must be int64")
+        at = [*map(_address, flat)]
         batch = _Batch(
-            *map(_address, row_tensors),
-            *map(_address, (slot_table, whole[0], ancestors, whole[1], pool, logits, tapped)),
+            *at[:3], _address(stream), *at[3:5], _address(slot_table), *at[5:8], _address(ancestors), at[8],
+            *map(_address, (pool, logits, tapped, features)), *at[9:],
             positions.numel(), context_lens.numel(), num_logits, slot_table.stride(0),
             0 if ancestors is None else ancestors.stride(0), self._logit_stride, pool[0].numel() // self._row_size,
-            min(torch.get_num_threads(), self._max_threads), tail,
+            min(torch.get_num_threads(), self._max_threads), 0 if features is None else features.shape[0], tail,
         )  # fmt: skip
         size = self._scratch_bytes(byref(self._model), byref(batch))
         if self._scratch.numel() < size + 64:

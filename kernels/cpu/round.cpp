@@ -9,6 +9,8 @@
 #include <math.h>
 #include <string.h>
 
+#include <initializer_list>
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -402,16 +404,17 @@ void product(const typename Input<W>::Number* x, int64_t rows, const Linear& lin
 }
 
 // ---- the parts of a layer --------------------------------------------------------------------------------------
-inline float mean_square_root(const float* x, int64_t size, float eps) {
+template <class E>
+inline float mean_square_root(const E* x, int64_t size, float eps) {
   Floats sum{};
-  for (int64_t i = 0; i < size; i += LANES) sum += load(x + i) * load(x + i);
+  for (int64_t i = 0; i < size; i += LANES) sum += widen<E>(x + i) * widen<E>(x + i);
   return 1.0f / sqrtf(sum_lanes(sum) / (float)size + eps);
 }
 
-template <class X>
-inline void normalise(const float* x, const float* weight, int64_t size, float eps, X* y) {
+template <class X, class E>
+inline void normalise(const E* x, const float* weight, int64_t size, float eps, X* y) {
   const Floats factor = all(mean_square_root(x, size, eps));
-  for (int64_t i = 0; i < size; i += LANES) narrow<X>(y + i, load(x + i) * factor * load(weight + i));
+  for (int64_t i = 0; i < size; i += LANES) narrow<X>(y + i, widen<E>(x + i) * factor * load(weight + i));
 }
 
 // A head's values, normed and turned by the angles of its position; pairs are half a head apart.
@@ -431,7 +434,7 @@ inline void turn(float* x, const float* weight, const float* angles, int64_t dim
 
 constexpr int64_t QUERY_ROWS = 16;  // rows of a request that one task attends
 
-struct Keys {  // of one request: pool rows of its context, then of its own packed rows
+struct Keys {  // of one request: pool rows of its context, then of its own packed rows or those named instead
   const int64_t *context, *own;
   int64_t num_context, num_own;
   const uint8_t* ancestors;  // of its first row, or null
@@ -610,9 +613,9 @@ void attend_all(const Model& m, const Batch& b, const float* query, int64_t quer
     const int64_t start = b.cu_rows[i], num = b.cu_rows[i + 1] - start;
     const int64_t skipped = tail < 0 ? 0 : num - tail, to = tail < 0 ? start : i * tail - skipped;
     const Keys keys = {table + (b.table_rows ? b.table_rows[i] : i) * table_stride,
-                       b.out_rows + start,
+                       b.key_rows ? b.key_rows + b.cu_keys[i] : b.out_rows + start,
                        b.context_lens[i],
-                       num,
+                       b.key_rows ? b.cu_keys[i + 1] - b.cu_keys[i] : num,
                        b.ancestors ? b.ancestors + start * b.ancestor_stride : nullptr,
                        b.ancestor_stride};
     for (int64_t first = skipped; first < num; first += QUERY_ROWS) {
@@ -646,6 +649,12 @@ AttendAll<X> attention_of(int64_t head_dim) {
 // ---- the forward -----------------------------------------------------------------------------------------------
 inline int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
+inline int64_t largest(std::initializer_list<int64_t> sizes) {
+  int64_t found = 0;
+  for (int64_t size : sizes) found = size > found ? size : found;
+  return found;
+}
+
 template <class W>
 struct Run {
   typedef typename Input<W>::Number X;
@@ -668,23 +677,23 @@ struct Run {
   }
 
   Run(const Model& model, const Batch& batch, void* memory) : m(model), b(batch), scratch((char*)memory) {
-    rows = padded(b.num_rows, ROW_BLOCK * 2);
+    rows = padded(b.num_rows > b.num_features ? b.num_rows : b.num_features, ROW_BLOCK * 2);
     groups = m.heads / m.kv_heads;
     for (int64_t i = 0; i < b.num_requests; ++i) {
-      const int64_t own = b.cu_rows[i + 1] - b.cu_rows[i];
+      const int64_t* cu = b.key_rows ? b.cu_keys : b.cu_rows;
+      const int64_t own = cu[i + 1] - cu[i];
       longest = b.context_lens[i] + own > longest ? b.context_lens[i] + own : longest;
     }
-    wide_stride = m.layers[0].qkv.out > m.layers[0].gate_up.out ? m.layers[0].qkv.out : m.layers[0].gate_up.out;
-    wide_stride = wide_stride > m.layers[0].down.out ? wide_stride : m.layers[0].down.out;
+    const Layer& one = m.layers[0];
+    wide_stride = largest({one.qkv.out, one.gate_up.out, one.down.out, m.condition.out, m.context_kv.out});
     score_stride = padded(longest, LANES) + LANES;
     score_size = QUERY_ROWS * groups * (score_stride + m.head_dim + 2);  // 2 floats of room for each query's address
-    int64_t most_in = m.layers[0].qkv.in;
-    for (int64_t l = 0; l < m.num_layers; ++l)
-      if (m.layers[l].shift.weight && m.layers[l].shift.in > most_in) most_in = m.layers[l].shift.in;
+    int64_t most_in = largest({one.qkv.in, one.gate_up.in, m.head.in, m.condition.in, m.context_kv.in});
+    for (int64_t l = 0; l < m.num_layers; ++l) most_in = largest({most_in, m.layers[l].shift.in});
     num_last = b.tail < 0 ? b.num_rows : b.tail * b.num_requests;
     inputs = take<X>(rows * most_in);
-    attended = take<X>(rows * m.layers[0].attention_out.in);
-    acts = take<X>(rows * m.layers[0].down.in);
+    attended = take<X>(rows * one.attention_out.in);
+    acts = take<X>(rows * one.down.in);
     stream = b.stream ? b.stream : take<float>(rows * m.hidden);
     wide = take<float>(rows * wide_stride);
     scores = take<float>(score_size * b.num_threads);
@@ -707,14 +716,77 @@ struct Run {
     }
   }
 
+  // Inputs beyond a layer's are multiplied by zeros: they must be finite.
   void clear(X* from, int64_t width, int64_t in) {
     for (int64_t r = 0; r < b.num_rows && width < in; ++r) memset(from + r * in + width, 0, (in - width) * sizeof(X));
   }
 
-  void clear() {  // inputs beyond a layer's are multiplied by zeros: they must be finite
-    clear(inputs, m.hidden, m.layers[0].qkv.in);
+  void clear() {
     clear(attended, m.heads * m.head_dim, m.layers[0].attention_out.in);
     clear(acts, m.layers[0].gate_up.out / 2, m.layers[0].down.in);
+  }
+
+  void clear_rest(int64_t row, int64_t width, int64_t in) { memset(inputs + row * in + width, 0, (in - width) * sizeof(X)); }
+
+  // Row r of a product's inputs from a row of hidden states.
+  void norm_row(const float* x, const float* weight, int64_t r, int64_t in) {
+    normalise<X>(x, weight, m.hidden, m.eps, inputs + r * in);
+    clear_rest(r, m.hidden, in);
+  }
+
+  // What a layer's first product reads of row r of the stream.
+  template <class E>
+  void enter(const Layer& layer, int64_t r) {
+    float* row = stream + r * m.hidden;
+    if (layer.embed_norm) {
+      X* to = inputs + r * layer.qkv.in;
+      normalise<X>((const E*)m.embedding + b.token_ids[r] * m.embed_size, layer.embed_norm, m.embed_size, m.eps, to);
+      normalise<X>(row, layer.norm1, m.hidden, m.eps, to + m.embed_size);
+      clear_rest(r, m.embed_size + m.hidden, layer.qkv.in);
+    } else {
+      norm_row(row, layer.norm1, r, layer.qkv.in);
+    }
+    if (layer.norms_stream) normalise<float>(row, layer.norm1, m.hidden, m.eps, row);
+  }
+
+  template <class E>
+  void take_features(int64_t first, int64_t last) {
+    for (int64_t r = first; r < last; ++r) {
+      const E* from = (const E*)b.features + r * m.feature_size;
+      for (int64_t i = 0; i < m.feature_size; i += LANES) narrow<X>(inputs + r * m.condition.in + i, widen<E>(from + i));
+      clear_rest(r, m.feature_size, m.condition.in);
+    }
+  }
+
+  // Rows of features: what rows of the stream begin with, or the source of keys and values in every layer.
+  void condition(int thread, int num_threads) {
+    int64_t row0, row1, first, last;
+    const int64_t n = b.num_features, dim = m.head_dim, num = 2 * m.kv_heads;
+    share(n, thread, num_threads, &row0, &row1);
+    if (m.features == BFLOAT16)
+      take_features<uint16_t>(row0, row1);
+    else
+      take_features<float>(row0, row1);
+    meet(num_threads);
+    share(m.condition.out / LANES, thread, num_threads, &first, &last);
+    product<W>(inputs, n, m.condition, first, last, wide, wide_stride, m.uses_tiles);
+    if (!m.context_kv.weight) add_columns(n, first * LANES, last * LANES, false);
+    meet(num_threads);
+    if (!m.context_kv.weight) return;
+    for (int64_t r = row0; r < row1; ++r) norm_row(wide + r * wide_stride, m.condition_norm, r, m.context_kv.in);
+    meet(num_threads);
+    share(m.context_kv.out / LANES, thread, num_threads, &first, &last);
+    product<W>(inputs, n, m.context_kv, first, last, wide, wide_stride, m.uses_tiles);
+    meet(num_threads);
+    share(n * m.num_layers * num, thread, num_threads, &first, &last);
+    for (int64_t at = first; at < last; ++at) {
+      const int64_t r = at / (m.num_layers * num), l = at / num % m.num_layers, h = at % num;
+      float* x = wide + r * wide_stride + (l * num + h) * dim;
+      if (h < m.kv_heads) turn(x, m.layers[l].k_norm, m.rope + b.feature_positions[r] * dim, dim, m.eps, 1.0f);
+      X* to = (X*)b.pool + ((l * b.pool_rows + b.feature_rows[r]) * num + h) * dim;
+      for (int64_t i = 0; i < dim; i += LANES) narrow<X>(to + i, load(x + i));
+    }
+    meet(num_threads);
   }
 
   template <class E>
@@ -779,8 +851,8 @@ struct Run {
   }
 
   void work(int thread, int num_threads) {
-    int64_t row0, row1, first, last, n = b.num_rows;
-    share(n, thread, num_threads, &row0, &row1);
+    int64_t row0, row1;
+    share(b.num_rows, thread, num_threads, &row0, &row1);
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
     alignas(64) const Tiles tiles;
     if (m.uses_tiles) _tile_loadconfig(&tiles);
@@ -791,8 +863,17 @@ struct Run {
       else
         embed<float>(row0, row1);
     }
+    if (b.features) condition(thread, num_threads);
+    if (b.num_rows) layers(thread, num_threads, row0, row1);
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+    if (m.uses_tiles) _tile_release();
+#endif
+  }
+
+  void layers(int thread, int num_threads, int64_t row0, int64_t row1) {
+    int64_t first, last, n = b.num_rows;
     const AttendAll<X> attend_all = attention_of<X>(m.head_dim);
-    const int64_t in = m.layers[0].qkv.in, attended_in = m.layers[0].attention_out.in;
+    const int64_t attended_in = m.layers[0].attention_out.in;
     const int64_t layer_size = b.pool_rows * 2 * m.kv_heads * m.head_dim;
     for (int64_t l = 0; l < m.num_layers; ++l) {
       const Layer& layer = m.layers[l];
@@ -806,7 +887,11 @@ struct Run {
         add_columns(n, first * LANES, last * LANES, false);
         meet(num_threads);
       }
-      for (int64_t r = row0; r < row1; ++r) normalise<X>(stream + r * m.hidden, layer.norm1, m.hidden, m.eps, inputs + r * in);
+      for (int64_t r = row0; r < row1; ++r)
+        if (m.features == BFLOAT16)
+          enter<uint16_t>(layer, r);
+        else
+          enter<float>(layer, r);
       meet(num_threads);
       share(layer.qkv.out / LANES, thread, num_threads, &first, &last);
       product<W>(inputs, n, layer.qkv, first, last, wide, wide_stride, m.uses_tiles);
@@ -827,7 +912,7 @@ struct Run {
       product<W>(attended, n, layer.attention_out, first, last, wide, wide_stride, m.uses_tiles);
       add_columns(n, first * LANES, last * LANES);
       meet(num_threads);
-      for (int64_t r = row0; r < row1; ++r) normalise<X>(stream + r * m.hidden, layer.norm2, m.hidden, m.eps, inputs + r * in);
+      for (int64_t r = row0; r < row1; ++r) norm_row(stream + r * m.hidden, layer.norm2, r, layer.gate_up.in);
       meet(num_threads);
       share(layer.gate_up.out / (2 * LANES), thread, num_threads, &first, &last);
       product<W>(inputs, n, layer.gate_up, 2 * first, 2 * last, wide, wide_stride, m.uses_tiles);
@@ -852,14 +937,11 @@ struct Run {
     if (b.num_logits) {
       share(b.num_logits, thread, num_threads, &first, &last);
       for (int64_t i = first; i < last; ++i)
-        normalise<X>(stream + (b.logit_rows ? b.logit_rows[i] : i) * m.hidden, m.final_norm, m.hidden, m.eps, inputs + i * in);
+        norm_row(stream + (b.logit_rows ? b.logit_rows[i] : i) * m.hidden, m.final_norm, i, m.head.in);
       meet(num_threads);
       share(m.head.out / LANES, thread, num_threads, &first, &last);
       product<W>(inputs, b.num_logits, m.head, first, last, b.logits, b.logit_stride, m.uses_tiles);
     }
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
-    if (m.uses_tiles) _tile_release();
-#endif
   }
 
   static void start(void* self, int thread, int num_threads) { ((Run*)self)->work(thread, num_threads); }

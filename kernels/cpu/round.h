@@ -1,6 +1,7 @@
 // Round: the records that Python fills and every instruction set's code reads. Plain C layout, 8-byte members first.
 // Shape legend: N packed rows, B requests, M rows with logits, W widest tree, R pool rows, L layers, H/Hkv query/KV heads,
-// Dh head dim, Dm hidden size, I intermediate size, V vocabulary, P positions, m tapped layers.
+// Dh head dim, Dm hidden size, I intermediate size, V vocabulary, P positions, m tapped layers; of a drafter: E width of the
+// embedding (else Dm), C rows of target features, F their width.
 #pragma once
 #include <stdint.h>
 
@@ -18,21 +19,25 @@ struct Layer {
   struct Linear qkv, attention_out, gate_up, down;  // gate_up: panels of gate and up in turn
   const float *norm1, *norm2;                       // (Dm,)
   const float *q_norm, *k_norm;                     // (Dh,) or null
+  const float* embed_norm;                          // (E,): qkv reads [normed embedding of the token, normed row]; or null
   struct Linear shift;                              // of [row, row before it in its block] before the layer; or null
   int64_t tap;                                      // bit j: its output is the j-th tapped hidden state
+  int64_t norms_stream;                             // whether the attention's output is added to the normed row
 };
 
 struct Model {
   const struct Layer* layers;
   struct Linear head;
-  const void* embedding;     // (V, Dm) in number type `features`
-  const float* final_norm;   // (Dm,)
-  const float* rope;         // (P, Dh): cosines of Dh / 2 pairs, then sines
-  int64_t num_layers, hidden, heads, kv_heads, head_dim, intermediate, num_taps;
-  int64_t weights, features;  // number types: of the weights; of embedding and tapped states
-  int64_t uses_tiles;             // products of bfloat16 and int8 weights by AMX
-  int64_t block;                  // rows of a block, of a drafter: its pool has so many rows for each row of a table
-  float eps, scale;               // scale: of attention scores
+  struct Linear condition;    // of rows of features: what rows of the stream begin with, or, with `context_kv`:
+  struct Linear context_kv;   // of normed conditions: keys and values of all layers, layer by layer
+  const void* embedding;      // (V, E) in number type `features`
+  const float *final_norm, *condition_norm;  // (Dm,)
+  const float* rope;          // (P, Dh): cosines of Dh / 2 pairs, then sines
+  int64_t num_layers, hidden, heads, kv_heads, head_dim, intermediate, num_taps, embed_size, feature_size;
+  int64_t weights, features;  // number types: of the weights; of embedding, tapped states and features
+  int64_t uses_tiles;         // products of bfloat16 and int8 weights by AMX
+  int64_t block;              // rows of a block, of a drafter: its pool has so many rows for each row of a table
+  float eps, scale;           // scale: of attention scores
 };
 
 struct Batch {
@@ -41,12 +46,16 @@ struct Batch {
   const int64_t *cu_rows, *context_lens;            // (B + 1,), (B,)
   const int64_t* slot_table;                        // (., slot_stride)
   const int64_t* table_rows;                        // (B,) row of the table of each request; null: the request's own
-  const uint8_t* ancestors;                         // (N, ancestor_stride) or null: causal inside the request
+  const int64_t *cu_keys, *key_rows;                // (B + 1,), pool rows of the keys behind a context; null: the rows' own
+  const uint8_t* ancestors;                         // (N, ancestor_stride) of those keys, or null: causal inside the request
   const int64_t* logit_rows;                        // (M,) or null: all rows in order
   void* pool;                                       // (L, R, 2, Hkv, Dh): float32 beside float32 weights, else bfloat16
   float* logits;                                    // (M, logit_stride)
   void* tapped;                                     // (N, m * Dm) or null
+  const void* features;                             // (C, F), or null
+  const int64_t *feature_positions, *feature_rows;  // (C,) of the keys and values that `context_kv` makes, C beside N
   int64_t num_rows, num_requests, num_logits, slot_stride, ancestor_stride, logit_stride, pool_rows, num_threads;
+  int64_t num_features;
   int64_t tail;  // rows of each request, its last ones, that go on in the last layer behind its K/V; negative: all
 };
 

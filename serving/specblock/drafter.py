@@ -17,11 +17,12 @@ from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.family import DrafterFamily, TrainedDrafter
 from paceline.serving.drafters.forward import ScaleCache
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
+from paceline.serving.drafters.native import SPARE_ROWS, supports_native
 from paceline.serving.specblock.attention import GatheredAttention
 from paceline.serving.specblock.forward import SlotForward
 from paceline.serving.specblock.graphs import GraphedSpecBlock, num_spare_rows
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
-from paceline.serving.specblock.native import SPARE_ROWS, NativeSpecBlock, supports_native
+from paceline.serving.specblock.native import NativeSpecBlock
 
 
 class SpecBlockDrafter(TrainedDrafter):
@@ -51,8 +52,8 @@ class SpecBlockDrafter(TrainedDrafter):
         self._attention = GatheredAttention(self.forward)
         self._scale_cache = ScaleCache()
         self._native: NativeSpecBlock | None = None
-        if self.dtype == torch.float32 and supports_native(self.config, self.device):
-            self.kv_dtype = self.forward.target_dtype  # a drafter needs no more digits than its target
+        if supports_native(self.forward):
+            self.kv_dtype = self.forward.target_dtype
             self._native = NativeSpecBlock(self.forward, self.kv_dtype)
 
     # ---- weights and KV
