@@ -63,3 +63,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
     return ByModule(config, log)
+
+
+@pytest.fixture(params=["native", "torch"])
+def draft_forward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What computes a drafter's layers on the CPU: compiled code where its shapes fit, or torch."""
+    from paceline.kernels.cpu.library import ISA_VARIABLE, choose_isa
+
+    if request.param == "torch":
+        monkeypatch.setenv(ISA_VARIABLE, "none")
+    elif choose_isa() is None:
+        pytest.skip("needs the compiled library")
+    return str(request.param)

@@ -151,8 +151,10 @@ class DrafterForward(ABC):
         self.num_candidates = num_candidates
         self.weights: dict[str, torch.Tensor] = {}
         self.kernels = kernels or select_kernels(device)
-        self._embed, self._head = embed.detach(), head.detach()
+        self.embed_weight, self.head_weight = embed.detach(), head.detach()
         self.target_dtype = embed.dtype
+        self.is_native = False
+        """Whether compiled code, which packs weights of its own, computes the layers: those are not fused."""
         self.rank = choose_ranking(self.kernels)
         self._angles = torch.empty(0)
 
@@ -189,12 +191,14 @@ class DrafterForward(ABC):
         yield f"gate_up{i}", (own(prefix + "gate_up_proj.weight") * own(prefix + "post_norm")).T
         yield f"down{i}", own(prefix + "down_proj.weight").T
 
-    def _fused_vocab(self, own: Own, is_reduced: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a drafter's own output head reads; is_reduced: its vocabulary is a part of the target's."""
-        yield "lm_head", (own("lm_head.weight") * own("final_norm")).T
-        if is_reduced:
-            yield "d2t", own("draft_token_ids")
-            yield "log_coverage", own("log_coverage")
+    def _fused_head(self, own: Own) -> torch.Tensor:
+        """A drafter's own output head."""
+        return (own("lm_head.weight") * own("final_norm")).T
+
+    def _fused_ids(self, own: Own) -> Iterator[tuple[str, torch.Tensor]]:
+        """What maps a draft vocabulary that is a part of the target's."""
+        yield "d2t", own("draft_token_ids")
+        yield "log_coverage", own("log_coverage")
 
     def _paired_heads(self, qkv: torch.Tensor) -> torch.Tensor:
         """Fused projections ((Hq + 2 Hkv) * Dh, in) with adjacent rotary pairs and the softmax scale folded in."""
@@ -224,21 +228,12 @@ class DrafterForward(ABC):
         divisor = torch.where(is_sampled, t.clamp_min(_MIN_TEMPERATURE), 1.0)
         return factors / divisor.view(-1, *[1] * (factors.dim() - 1))
 
-    def best(
-        self, z: torch.Tensor, factor: torch.Tensor, count: int, rank: Ranking | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Best log-probabilities (T, K) float32, falling, and draft ids (T, K) of normed hidden states z (T, H).
-
-        factor: (T, 1) on the logits. rank: None = that of the device.
-        """
-        return (rank or self.rank)(self.logits(z), factor, count)
-
     def logits(self, z: torch.Tensor) -> torch.Tensor:
         """Logits (T, Vd) of normed hidden states z (T, H), in the head's dtype."""
         return head_logits(z, self.weights["lm_head"], self.head_dtype)
 
     def in_target_vocab(self, logprobs: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`best` of a reduced draft vocabulary as the target's ids; others as they are."""
+        """Best of a reduced draft vocabulary as the target's ids; others as they are."""
         if "d2t" not in self.weights:
             return logprobs, ids
         return logprobs + self.weights["log_coverage"], self.weights["d2t"][ids]

@@ -6,7 +6,8 @@ Shape legend: H drafter hidden size, Dh head dim, V target vocabulary, P positio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ SPARE_ROWS = 512
 _POSITIONS = 1024
 
 
-def supports_native(forward: DrafterForward) -> bool:
-    """Whether compiled code takes the drafter: float32 on the CPU, and whole vectors everywhere."""
+def supports_native(forward: DrafterForward, *widths: int) -> bool:
+    """Whether compiled code takes the drafter: float32 on the CPU, and whole vectors everywhere.
+
+    widths: of rows that it reads beside those of the layers.
+    """
     c = forward.config
     return (
         forward.device.type == "cpu"
@@ -37,34 +41,52 @@ def supports_native(forward: DrafterForward) -> bool:
         and forward.target_dtype in (torch.float32, torch.bfloat16)
         and choose_isa() is not None
         and fits_native(c.hidden_size, c.head_dim)
-        and c.feature_size % LANES == 0
-        and getattr(c, "embed_size", 0) % LANES == 0
+        and not any(width % LANES for width in widths)
     )
 
 
 class PackedState:
-    """A model's state, packed tensor by tensor."""
+    """A model's state, packed tensor by tensor into the memory of the state before it."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-        """dtype: of the products' weights, float32 or bfloat16."""
-        self._state, self._dtype = state, dtype
+    def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype, kept: dict[str, torch.Tensor]) -> None:
+        """dtype: of the products' weights, float32 or bfloat16. kept: what earlier states were packed into, by name."""
+        self._state, self._dtype, self._kept = state, dtype, kept
+
+    def _pack(self, name: str, *parts: Callable[[], torch.Tensor]) -> PackedLinear:
+        """Weights (out, in), one below the other, of which one at a time is made; all but the last fill whole panels."""
+        kept, panels = self._kept.get(name), []
+        for part in parts:
+            packed = PackedLinear.pack(part())
+            if kept is None:
+                panels.append(packed.weight)
+            else:
+                kept[: packed.weight.shape[0]].copy_(packed.weight)
+                kept = kept[packed.weight.shape[0] :]
+        if kept is None:
+            self._kept[name] = panels[0] if len(panels) == 1 else torch.cat(panels)
+        weight = self._kept[name]
+        return PackedLinear(weight, None, packed.num_in, weight.shape[0] * LANES)
+
+    def _weight(self, name: str) -> torch.Tensor:
+        return self._state[name].detach().to(self._dtype)
 
     def product(self, *names: str) -> PackedLinear:
         """These weights (out, in), one below the other."""
-        found = [self._state[name].detach().to(self._dtype) for name in names]
-        return PackedLinear.pack(found[0] if len(found) == 1 else torch.cat(found))
+        return self._pack(" ".join(names), *(partial(self._weight, name) for name in names))
 
     def vector(self, name: str) -> torch.Tensor:
         """A norm's weight, float32."""
-        return self._state[name].detach().float().contiguous()
+        if name not in self._kept:
+            self._kept[name] = torch.empty_like(self._state[name], dtype=torch.float32)
+        return self._kept[name].copy_(self._state[name])
 
     def layer(self, prefix: str, *qkv: str, norm: str = "input_norm", **more: Any) -> NativeLayer:
         """A layer whose output is that of `add_output`. qkv, norm: names of its first product's weights and of their norm."""
-        gate, up = self._state[prefix + "gate_up_proj.weight"].detach().to(self._dtype).chunk(2)
+        name = prefix + "gate_up_proj.weight"
         return NativeLayer(
             qkv=self.product(*(prefix + name for name in qkv)),
             attention_out=self.product(prefix + "o_proj.weight"),
-            gate_up=PackedLinear.pack(interleave(gate, up)),
+            gate_up=self._pack(name, lambda: interleave(*self._weight(name).chunk(2))),
             down=self.product(prefix + "down_proj.weight"),
             norm1=self.vector(prefix + norm),
             norm2=self.vector(prefix + "post_norm"),
@@ -73,16 +95,26 @@ class PackedState:
 
 
 class GrowingDecoder:
-    """The compiled forward of one drafter, made again when its weights are replaced or positions go beyond its table."""
+    """The compiled forward of one drafter, made again when positions go beyond its table of rotations."""
 
-    def __init__(self, config: DrafterConfig) -> None:
-        self._config = config
-        self._num_positions = _POSITIONS
+    def __init__(self, config: DrafterConfig, dtype: torch.dtype) -> None:
+        """dtype: of the products' weights, float32 or bfloat16."""
+        self._config, self._dtype = config, dtype
+        self._kept: dict[str, torch.Tensor] = {}
+        self._parts: dict[str, Any] = {}
+
+    def pack(self, state: Mapping[str, torch.Tensor]) -> PackedState:
+        """A model's state for `load`; it takes the place of the one before, tensor by tensor."""
+        return PackedState(state, self._dtype, self._kept)
 
     def load(self, **parts: Any) -> None:
-        """Replace the weights. parts: of NativeDecoder, those that the settings do not say."""
-        self._parts = parts
-        self._make(self._num_positions)
+        """Take packed weights: parts of NativeDecoder, those that the settings do not say.
+
+        Later ones lie in the memory of the first ones, which a decoder reads already.
+        """
+        if not self._parts:
+            self._parts = parts
+            self._make(_POSITIONS)
 
     def _make(self, num_positions: int) -> None:
         c, isa = self._config, choose_isa()

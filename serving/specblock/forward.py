@@ -64,7 +64,7 @@ class SlotForward(DrafterForward):
     def _fused(self, own: Own) -> Iterator[tuple[str, torch.Tensor]]:
         c, h = self.config, self.config.hidden_size
         fuse = own("fuse_proj.weight")
-        embedded = rms_norm(self._embed.to(self.device).float(), own("token_norm"), c.rms_eps)
+        embedded = rms_norm(self.embed_weight.to(self.device).float(), own("token_norm"), c.rms_eps)
         query = rms_norm(own("queries"), own("query_norm"), c.rms_eps)
         yield "cond", own("cond_proj.weight").T
         yield "fuse_cond", (fuse[:, :h] * own("cond_norm")).T
@@ -78,7 +78,9 @@ class SlotForward(DrafterForward):
                 shift = own(f"shifts.{i - 1}.weight")
                 yield f"shift_own{i}", shift[:, :h].T
                 yield f"shift_before{i}", shift[:, h:].T
-        yield from self._fused_vocab(own, c.draft_vocab_size is not None)
+        yield "lm_head", self._fused_head(own)
+        if c.draft_vocab_size is not None:
+            yield from self._fused_ids(own)
         # Inputs of the rank head as `_heads` builds them: z, all log-probs, the top probability, sum of p log p.
         # The three gaps are differences of log-probs, so they fold into the columns of the first ones.
         rank = own("rank_in.weight")

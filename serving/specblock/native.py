@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from paceline.serving.drafters.interface import DraftInputs, Frontier, Proposal
-from paceline.serving.drafters.native import SPARE_ROWS, GrowingDecoder, PackedState
+from paceline.serving.drafters.native import SPARE_ROWS, GrowingDecoder
 from paceline.serving.specblock.forward import SlotForward
 
 
@@ -26,14 +26,14 @@ class NativeSpecBlock:
 
     def __init__(self, forward: SlotForward, dtype: torch.dtype) -> None:
         """dtype: of the layers' weights and of the pool, float32 or bfloat16."""
-        self._forward, self.dtype = forward, dtype
+        self._forward = forward
         self._slots = torch.arange(forward.config.num_slots)
-        self._decoder = GrowingDecoder(forward.config)
+        self._decoder = GrowingDecoder(forward.config, dtype)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights. state: of the model, checked by the caller."""
-        c, own = self._forward.config, PackedState(state, self.dtype)
+        c, own = self._forward.config, self._decoder.pack(state)
         layers = []
         for i in range(c.num_layers):
             shift = own.product(f"shifts.{i - 1}.weight") if i > 0 and c.has_shift else None

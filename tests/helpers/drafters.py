@@ -15,7 +15,7 @@ from paceline.serving.parallel_head.model import ParallelHeadConfig, ParallelHea
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 
-V, FEATURES, EMBED = 50, 24, 12
+V, FEATURES, EMBED = 50, 48, 32
 HIDDEN, TOPK = 16, 4
 SIZES = {
     "hidden_size": HIDDEN, "intermediate_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": V,

@@ -22,6 +22,8 @@ from tests.helpers.drafters import (
 )
 from tests.helpers.trees import DevicePolicy, draft_fixed
 
+pytestmark = pytest.mark.usefixtures("draft_forward")
+
 
 @torch.no_grad()
 def path_logits(model, embed, request, path):

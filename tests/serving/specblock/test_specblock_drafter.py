@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from paceline.adapt.families.specblock import block1_forward, next_block_forward
-from paceline.kernels.cpu.library import ISA_VARIABLE, choose_isa
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from tests.helpers.drafters import (
@@ -20,14 +19,7 @@ from tests.helpers.drafters import (
     tiny_specblock,
 )
 
-
-@pytest.fixture(autouse=True, params=["native", "torch"])
-def forward(request, monkeypatch):
-    """Which of the two computes the drafter's layers."""
-    if request.param == "torch":
-        monkeypatch.setenv(ISA_VARIABLE, "none")
-    elif choose_isa() is None:
-        pytest.skip("needs the compiled library")
+pytestmark = pytest.mark.usefixtures("draft_forward")
 
 
 @torch.no_grad()

@@ -1,0 +1,133 @@
+"""Native EAGLE-3: the layer and the output head at true-feature rows, or at a step's tree rows, in one compiled call.
+
+A step's rows are rows of their requests whose keys are the context and the request's columns of tree rows. Column c of
+request i is row B * c + i of the pool's spare rows.
+Shape legend: B requests, R new rows, N rows of a step, W of a request at most, D columns of tree rows so far, H drafter
+hidden size, Hkv KV heads, Dh head dim, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from paceline.kernels.cpu.library import Condition
+from paceline.serving.drafters.interface import DraftInputs
+from paceline.serving.drafters.native import GrowingDecoder
+from paceline.serving.eagle3.forward import EagleForward
+from paceline.serving.eagle3.tree import StepRows
+
+
+class NativeTree:
+    """Context and tree rows of one drafter; the candidates' scores stay in torch."""
+
+    visible, hidden, mask_dtype = True, False, torch.bool
+
+    def __init__(self, forward: EagleForward, dtype: torch.dtype) -> None:
+        """dtype: of the layer's weights and of the pool, float32 or bfloat16."""
+        self._config, self._dtype = forward.config, dtype
+        self._embedding = forward.embed_weight.contiguous()
+        self._decoder = GrowingDecoder(forward.config, dtype)
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace all weights. state: of the model, checked by the caller."""
+        c, own = self._config, self._decoder.pack(state)
+        layer = own.layer(
+            "",
+            "qkv_proj.weight",
+            norm="hidden_norm",
+            embed_norm=own.vector("embed_norm"),
+            norms_stream=c.norm_before_residual,
+        )
+        self._decoder.load(
+            layers=[layer],
+            head=own.product("lm_head.weight"),
+            final_norm=own.vector("final_norm"),
+            embedding=self._embedding,
+            condition=Condition(product=own.product("fc.weight"), feature_size=c.feature_size, dtype=self._dtype),
+        )
+
+    def bind(self, pool: torch.Tensor, num_rows: int) -> None:
+        """Take the pool (num_rows and spare rows, 2 * Hkv * Dh)."""
+        self.pool, self._num_rows, self.num_columns = pool, num_rows, 0
+        self._spare = torch.arange(num_rows, pool.shape[0])
+
+    def ingest(self, inputs: DraftInputs) -> None:
+        self._write_rows(inputs, tail=0)
+
+    def open(self, inputs: DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        self._newest, self._inputs, self.num_columns = inputs.context_lens - 1, inputs, 0
+        return self._write_rows(inputs, tail=1)
+
+    def rows(self, request: torch.Tensor) -> StepRows:
+        batch, count = self._newest.numel(), request.numel()
+        if batch == 1:
+            return StepRows(
+                request, torch.arange(count), torch.eye(count, dtype=torch.bool), cu=torch.tensor([0, count])
+            )
+        counts = torch.bincount(request, minlength=batch)
+        cu = torch.zeros(batch + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=cu[1:])
+        owner, order = request.sort(stable=True)
+        column = torch.arange(count) - cu.index_select(0, owner)
+        own = column[:, None] == torch.arange(int(counts.max()))
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(count))
+        return StepRows(owner, column, own, place, cu)
+
+    def step(
+        self,
+        rows: StepRows,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        depths: torch.Tensor,
+        seen: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, batch = self._inputs, self._newest.numel()
+        out_rows = self._num_rows + (rows.column + self.num_columns) * batch + rows.owner
+        before, self.num_columns = self.num_columns, self.num_columns + rows.width
+        num_keys = self.num_columns
+        keys = self._spare_rows(batch * num_keys).view(num_keys, batch).T.reshape(-1)
+        if seen is None:
+            seen = rows.own.new_ones(rows.owner.numel(), before)
+        positions = self._newest.index_select(0, rows.owner) + depths
+        return self._decoder.reach(int(positions.max()) + 1).run_stream(
+            hidden.clone(),
+            positions,
+            torch.arange(batch + 1) if rows.cu is None else rows.cu,
+            inputs.context_lens,
+            inputs.slot_table,
+            out_rows,
+            self.pool[None],
+            token_ids=token_ids,
+            keys=(torch.arange(0, batch * num_keys + 1, num_keys), keys),
+            ancestors=torch.cat((seen, rows.own), 1),
+        )
+
+    # ---- pieces
+
+    def _write_rows(self, inputs: DraftInputs, tail: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert inputs.new_features is not None
+        return self._decoder.reach(int(inputs.new_positions.max()) + 1).run_stream(
+            torch.empty(inputs.new_positions.numel(), self._config.hidden_size),
+            inputs.new_positions,
+            inputs.cu_new,
+            inputs.new_positions.index_select(0, inputs.cu_new[:-1]),
+            inputs.slot_table,
+            inputs.new_slots,
+            self.pool[None],
+            token_ids=inputs.new_token_ids,
+            features=inputs.new_features,
+            tail=tail,
+            wants_logits=tail != 0,
+        )
+
+    def _spare_rows(self, count: int) -> torch.Tensor:
+        """The first spare rows; there are more in the pool from now on if it has not so many."""
+        if self._spare.numel() < count:
+            more = self.pool.new_zeros(2 * count - self._spare.numel(), self.pool.shape[1])
+            num_columns = self.num_columns
+            self.bind(torch.cat((self.pool, more)), self._num_rows)
+            self.num_columns = num_columns
+        return self._spare[:count]
