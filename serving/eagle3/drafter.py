@@ -115,9 +115,9 @@ class EagleDrafter(TrainedDrafter):
         node, slot = frontier.request if frontier.node is None else frontier.node, frontier.slot
         rows = self._tree.rows(frontier.request)
         depths = rows.lay(block.depths.index_select(0, node) + (slot + 1))
-        seen = rows.lay(block.seen[node, slot])  # (N, D)
+        seen = torch.cat((rows.lay(block.seen[node, slot]), rows.own), 1)
         hidden, slots = self._step(rows, rows.lay(block.hidden[node, slot]), rows.lay(frontier.token_ids), depths, seen)
-        result, after = self._unroll(rows, hidden, slots, depths, torch.cat((seen, rows.own), 1))
+        result, after = self._unroll(rows, hidden, slots, depths, seen)
         if rows.place is not None:
             result.token_ids, result.logprobs = result.token_ids[rows.place], result.logprobs[rows.place]
             after = _Block(after.hidden[rows.place], after.depths[rows.place], after.seen[rows.place])
@@ -160,8 +160,8 @@ class EagleDrafter(TrainedDrafter):
         mask[:, :, first:].masked_fill_(later, tree.hidden)
         every_id, every_logprob, every_hidden = [slots[0]], [slots[1]], [hidden]
         for step in range(count):
-            visible = None if seen is None else mask[:, step, : first + step * width]
-            hidden, slots = self._step(rows, hidden, slots[0][:, 0], depths + (step + 1), visible)
+            visible = None if seen is None else mask[:, step + 1, : first + (step + 1) * width]
+            hidden, slots = self._step(rows, hidden.clone(), slots[0][:, 0], depths + (step + 1), visible)
             every_id.append(slots[0])
             every_logprob.append(slots[1])
             every_hidden.append(hidden)
@@ -177,7 +177,7 @@ class EagleDrafter(TrainedDrafter):
         depths: torch.Tensor,
         seen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """One forward of drafted tokens, as `TreeRows.step`: the rows' hidden states and their best candidates."""
+        """One forward of drafted tokens, as `DraftedRows.step`: the rows' hidden states and their best candidates."""
         hidden, logits = self._tree.step(rows, hidden, token_ids, depths, seen)
         self.pool = self._tree.pool  # which may have grown
         steps = depths.clamp(max=self.config.num_steps - 1)

@@ -29,6 +29,7 @@ class NativeTree:
         self._config, self._dtype = forward.config, dtype
         self._embedding = forward.embed_weight.contiguous()
         self._decoder = GrowingDecoder(forward.config, dtype)
+        self._lone_rows: dict[int, StepRows] = {}  # by their number
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -59,14 +60,13 @@ class NativeTree:
 
     def open(self, inputs: DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
         self._newest, self._inputs, self.num_columns = inputs.context_lens - 1, inputs, 0
+        self._decoder.reach(int(inputs.context_lens.max()) + self._config.max_depth + 1)
         return self._write_rows(inputs, tail=1)
 
     def rows(self, request: torch.Tensor) -> StepRows:
         batch, count = self._newest.numel(), request.numel()
-        if batch == 1:
-            return StepRows(
-                request, torch.arange(count), torch.eye(count, dtype=torch.bool), cu=torch.tensor([0, count])
-            )
+        if batch == 1 and count in self._lone_rows:
+            return self._lone_rows[count]
         counts = torch.bincount(request, minlength=batch)
         cu = torch.zeros(batch + 1, dtype=torch.int64)
         torch.cumsum(counts, 0, out=cu[1:])
@@ -74,7 +74,10 @@ class NativeTree:
         column = torch.arange(count) - cu.index_select(0, owner)
         own = column[:, None] == torch.arange(int(counts.max()))
         place = torch.empty_like(order).scatter_(0, order, torch.arange(count))
-        return StepRows(owner, column, own, place, cu)
+        rows = StepRows(owner, column, own, None if batch == 1 else place, cu)
+        if batch == 1:
+            self._lone_rows[count] = rows
+        return rows
 
     def step(
         self,
@@ -84,25 +87,24 @@ class NativeTree:
         depths: torch.Tensor,
         seen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, batch = self._inputs, self._newest.numel()
-        out_rows = self._num_rows + (rows.column + self.num_columns) * batch + rows.owner
-        before, self.num_columns = self.num_columns, self.num_columns + rows.width
-        num_keys = self.num_columns
-        keys = self._spare_rows(batch * num_keys).view(num_keys, batch).T.reshape(-1)
-        if seen is None:
-            seen = rows.own.new_ones(rows.owner.numel(), before)
-        positions = self._newest.index_select(0, rows.owner) + depths
-        return self._decoder.reach(int(positions.max()) + 1).run_stream(
-            hidden.clone(),
+        inputs, batch, before = self._inputs, self._newest.numel(), self.num_columns
+        num_keys = self.num_columns = before + rows.width
+        spare = self._spare_rows(batch * num_keys)
+        is_alone = batch == 1
+        out_rows = spare[before:] if is_alone else spare.index_select(0, (rows.column + before) * batch + rows.owner)
+        keys = spare if is_alone else spare.view(num_keys, batch).T.reshape(-1)
+        positions = (self._newest if is_alone else self._newest.index_select(0, rows.owner)) + depths
+        return self._decoder.reach(0).run_stream(
+            hidden,
             positions,
-            torch.arange(batch + 1) if rows.cu is None else rows.cu,
+            rows.cu,
             inputs.context_lens,
             inputs.slot_table,
             out_rows,
             self.pool[None],
             token_ids=token_ids,
             keys=(torch.arange(0, batch * num_keys + 1, num_keys), keys),
-            ancestors=torch.cat((seen, rows.own), 1),
+            ancestors=rows.own.new_ones(1, num_keys).expand(hidden.shape[0], -1) if seen is None else seen,
         )
 
     # ---- pieces

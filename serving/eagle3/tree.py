@@ -25,9 +25,9 @@ class StepRows:
 
     owner: torch.Tensor  # (N,) int64, request of each
     column: torch.Tensor  # (N,) int64, which of the W columns is its own
-    own: torch.Tensor  # (N, W), which of the columns it sees, as `TreeRows.visible` and `hidden`
+    own: torch.Tensor  # (N, W), which of the columns it sees, as `DraftedRows.visible` and `hidden`
     place: torch.Tensor | None = None  # (F,) int64, row of each leaf; None = theirs
-    cu: torch.Tensor | None = None  # (B + 1,) int64, offsets of each request's rows; None = there are W of each
+    cu: torch.Tensor | None = None  # (B + 1,) int64, offsets of each request's rows; None = each has W
 
     @property
     def width(self) -> int:
@@ -41,7 +41,7 @@ class StepRows:
         return values.new_zeros(self.owner.numel(), *values.shape[1:]).index_copy_(0, self.place, values)
 
 
-class TreeRows(Protocol):
+class DraftedRows(Protocol):
     """Context and tree rows of a round."""
 
     visible: float | bool
@@ -75,8 +75,8 @@ class TreeRows(Protocol):
         """One forward of drafted tokens, whose KV takes W more columns: the rows' own hidden states (N, H), logits (N, Vd).
 
         Args:
-            hidden: (N, H) that proposed the tokens (N,), which lie at `depths` (N,).
-            seen: (N, D) columns so far that each row sees; None = all of them.
+            hidden: (N, H) that proposed the tokens (N,), which lie at `depths` (N,); may be overwritten.
+            seen: (N, D + W) columns that each row sees, the new ones included; None = all of them.
         """
 
 
@@ -134,7 +134,7 @@ class GatheredTree:
         positions = self._newest.index_select(0, rows.owner) + depths
         qkv = forward.enter(hidden, token_ids, self._angles.index_select(0, positions))
         self._columns(width).copy_(qkv[:, -self._kv_width :].view(batch, width, -1))
-        tree = None if seen is None else torch.cat((seen, rows.own), 1).view(batch, width, -1)
+        tree = None if seen is None else seen.reshape(batch, width, -1)
         hidden = forward.finish(hidden, self._attend(qkv, tree))
         return hidden, forward.logits(forward.norm(hidden))
 
