@@ -99,7 +99,9 @@ class GrowingDecoder:
 
     def __init__(self, config: DrafterConfig, dtype: torch.dtype) -> None:
         """dtype: of the products' weights, float32 or bfloat16."""
-        self._config, self._dtype = config, dtype
+        isa = choose_isa()
+        assert isa is not None
+        self._config, self._dtype, self._isa = config, dtype, isa
         self._kept: dict[str, torch.Tensor] = {}
         self._parts: dict[str, Any] = {}
 
@@ -117,13 +119,12 @@ class GrowingDecoder:
             self._make(_POSITIONS)
 
     def _make(self, num_positions: int) -> None:
-        c, isa = self._config, choose_isa()
-        assert isa is not None
+        c = self._config
         self._num_positions = num_positions
         cos, sin = rope_cos_sin(torch.arange(num_positions), c.head_dim, c.rope_theta, getattr(c, "rope_scaling", None))
         self._decoder = NativeDecoder(
             rope=torch.cat((cos, sin), -1).contiguous(), num_heads=c.num_heads, num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim, num_logits=c.num_draft_ids, eps=c.rms_eps, scale=c.head_dim**-0.5, isa=isa, **self._parts,
+            head_dim=c.head_dim, num_logits=c.num_draft_ids, eps=c.rms_eps, scale=c.head_dim**-0.5, isa=self._isa, **self._parts,
         )  # fmt: skip
 
     def reach(self, num_positions: int) -> NativeDecoder:

@@ -112,11 +112,13 @@ class EagleDrafter(TrainedDrafter):
         assert at is not None, "only proposals of this round can be expanded"
         block = self._blocks[at]
         self._tree.num_columns = block.seen.shape[2]
-        node, slot = frontier.request if frontier.node is None else frontier.node, frontier.slot
+        node = frontier.request if frontier.node is None else frontier.node
+        cell = node if self.caps.num_slots == 1 else node * self.caps.num_slots + frontier.slot
         rows = self._tree.rows(frontier.request)
-        depths = rows.lay(block.depths.index_select(0, node) + (slot + 1))
-        seen = torch.cat((rows.lay(block.seen[node, slot]), rows.own), 1)
-        hidden, slots = self._step(rows, rows.lay(block.hidden[node, slot]), rows.lay(frontier.token_ids), depths, seen)
+        depths = rows.lay(block.depths.index_select(0, node) + (frontier.slot + 1))
+        seen = torch.cat((rows.lay(block.seen.flatten(0, 1).index_select(0, cell)), rows.own), 1)
+        hidden = rows.lay(block.hidden.flatten(0, 1).index_select(0, cell))
+        hidden, slots = self._step(rows, hidden, rows.lay(frontier.token_ids), depths, seen)
         result, after = self._unroll(rows, hidden, slots, depths, seen)
         if rows.place is not None:
             result.token_ids, result.logprobs = result.token_ids[rows.place], result.logprobs[rows.place]

@@ -108,7 +108,7 @@ class HeadForward(DrafterForward):
     def block_rows(self, anchor_token_ids: torch.Tensor) -> torch.Tensor:
         """Inputs of the blocks of B requests, (T, H)."""
         c = self.config
-        x = self.weights["mask"].repeat(anchor_token_ids.numel(), c.num_slots + 1, 1)
+        x = self.weights["mask"].expand(anchor_token_ids.numel(), c.num_slots + 1, -1).clone()
         x[:, 0] = self._anchors.index_select(0, anchor_token_ids)
         return x.flatten(0, 1)
 

@@ -60,7 +60,8 @@ def tiny_head(is_causal=True, seed=0, **changes):
     """A model with weights away from their initial values, and the target's embedding and output head."""
     torch.manual_seed(seed)
     model = ParallelHeadModel(ParallelHeadConfig(**{**SIZES, "is_causal": is_causal, "num_slots": 5, **changes}))
-    return perturb(model), torch.randn(V, HIDDEN), torch.randn(V, HIDDEN) * 0.5
+    width = model.config.hidden_size
+    return perturb(model), torch.randn(V, width), torch.randn(V, width) * 0.5
 
 
 def logged_text(seed, length, prompt_len, temperature=0.0, has_topk=True):
