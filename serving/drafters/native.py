@@ -37,6 +37,7 @@ def supports_native(forward: DrafterForward, *widths: int) -> bool:
     c = forward.config
     return (
         forward.device.type == "cpu"
+        and forward.kernels.is_reference
         and forward.dtype == torch.float32
         and forward.target_dtype in (torch.float32, torch.bfloat16)
         and choose_isa() is not None

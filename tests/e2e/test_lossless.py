@@ -162,7 +162,7 @@ def test_other_families_are_lossless_too(kind):
 
 
 @pytest.mark.skipif(choose_isa() is None, reason="needs the compiled forward")
-@pytest.mark.parametrize("name", ["specblock", "suffix"])
+@pytest.mark.parametrize("name", ["specblock", "eagle3", "jetspec", "dflash", "suffix"])
 def test_the_bundled_target_gives_the_same_bfloat16_text_with_and_without_drafting(name):
     """Where the compiled forward runs there are no near ties: tree rows are bit for bit those of plain decoding."""
     target = load_target("bundled", drafters=[name])

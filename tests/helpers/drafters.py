@@ -100,10 +100,10 @@ def make_trace(request_id="r", *, bucket="math", prompt_len=3, num_outputs=5, si
 class Request:
     """A scripted request: its text, features, pool rows and how far it has been committed and ingested."""
 
-    def __init__(self, name, rng, length, prompt, pool_rows):
+    def __init__(self, name, rng, length, prompt, pool_rows, num_features=FEATURES):
         self.name, self.length = name, length
         self.tokens = rng.integers(V, size=length).tolist()
-        self.features = torch.tensor(rng.normal(size=(length - 1, FEATURES)), dtype=torch.float32)
+        self.features = torch.tensor(rng.normal(size=(length - 1, num_features)), dtype=torch.float32)
         self.slots = torch.tensor(pool_rows)
         self.context, self.done = prompt, 0
 

@@ -34,7 +34,7 @@ def load(folder, target=None, **options):
 
 def request_of(drafter, seed=1, context=9):
     drafter.alloc(40)
-    request = Request("r", np.random.default_rng(seed), 40, context, list(range(40)))
+    request = Request("r", np.random.default_rng(seed), 40, context, list(range(40)), 3 * HIDDEN)
     return request, make_inputs([request], [(0, context)])
 
 

@@ -281,7 +281,8 @@ def test_parallel_heads_ingest_and_rank_by_kernels(kernels, is_causal):
         for expected, got in draft_twice(pair):
             same(got, expected)
             torch.testing.assert_close(got.edge_logprobs, expected.edge_logprobs, **TOLERANCE)
-    torch.testing.assert_close(pair[1].pool, pair[0].pool, **TOLERANCE)
+    num_rows = pair[1].pool.shape[1]  # compiled drafting has spare ones
+    torch.testing.assert_close(pair[1].pool, pair[0].pool[:, :num_rows], **TOLERANCE)
     expected = [] if kernels is STATIC_KERNELS else ["_block_kernel"] * 2 + ["_write_kernel"] * 2
     assert sorted(ran.names) == expected
 
