@@ -44,6 +44,8 @@ class Kernels:
     build_trees: Callable[..., BuiltTrees]
     slot_attention: Callable[..., torch.Tensor]
     draft_ingest: Callable[..., None]
+    add_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], torch.Tensor]
+    silu_mul: Callable[[torch.Tensor], torch.Tensor]
 
     @property
     def is_reference(self) -> bool:
@@ -111,6 +113,8 @@ _MODULE_OF = {
     "build_trees": "tree_build",
     "slot_attention": "slot_attention",
     "draft_ingest": "draft_ingest",
+    "add_norm": "dense_layer",
+    "silu_mul": "dense_layer",
 }
 """Kernel -> module of each backend's folder that holds it under the same name."""
 

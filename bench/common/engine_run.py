@@ -29,7 +29,6 @@ def target_facts(target: TargetModel) -> dict[str, Any]:
     """What a result says of the target that it measured."""
     return {
         "dtype": str(target.dtype), "version": target.version, "forward": target.forward_name,
-        "has_rope_kernel": target.has_rope_kernel,
     }  # fmt: skip
 
 

@@ -467,7 +467,9 @@ class DecodeRunner:
         self._commit_s = self._timer() - commit_start
         self.part_s["commit"] += self._commit_s
         logprobs = round_logprobs(requests, out.logits, rows, tokens)
-        self._trace_logits(requests, rows, out.logits)
+        if self._output.traces is not None:
+            self._output.traces.deliver()
+            self._output.traces.add(requests, rows, out.logits)
 
         num_drafted, num_requests = sum(draft.is_drafted), len(requests)
         draft_ms = [model_s * 1e3 / num_drafted if is_drafted else 0.0 for is_drafted in draft.is_drafted]
@@ -519,9 +521,3 @@ class DecodeRunner:
         end_ms = (self._timer() - emit_start) * share
         for r in requests:
             r.round_ms += end_ms  # reported with the next round
-
-    def _trace_logits(self, requests: list[RunningRequest], rows: list[list[int]], logits: torch.Tensor) -> None:
-        for r, own in zip(requests, rows, strict=True):
-            if r.trace is not None:
-                # A copy: a view would keep the logits of the whole round alive.
-                self._output.trace_logits(r, logits[upload(own, logits.device, torch.int64)])

@@ -22,14 +22,16 @@ from paceline.config import EngineConfig
 from paceline.errors import EngineStoppedError, RequestError
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.budget.roofline import TargetShape
+from paceline.serving.drafters.forward import choose_ranking
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.buckets import BucketNames
 from paceline.serving.engine.decode import DecodeRunner
 from paceline.serving.engine.inbox import Call, EngineInbox
-from paceline.serving.engine.output import FeedbackSink, RoundOutput, TraceSink
+from paceline.serving.engine.output import FeedbackSink, RoundOutput
 from paceline.serving.engine.prefill import PrefillRunner
 from paceline.serving.engine.running import DrafterPins, RunningRequest, StopStringChecker
 from paceline.serving.engine.scheduler import Deadlines, Scheduler
+from paceline.serving.engine.traces import TraceCollector, TraceSink
 from paceline.serving.loading.calibration import EngineProbe
 from paceline.serving.loading.graphs import EngineGraphs, default_backend, prepare
 from paceline.serving.loading.kv_size import pool_row_bytes, settle_kv_bytes
@@ -156,14 +158,15 @@ class Engine:
         self.output = RoundOutput(
             self.scheduler,
             self._pins,
-            self.kv.features,
             clock=self._clock,
-            target_version=target.version,
             feedback=feedback,
-            traces=traces,
-            trace_topk=trace_topk,
             on_end=self._note_end,
         )
+        if traces is not None and self.kv.features is not None:
+            self.output.traces = TraceCollector(
+                traces, self.kv.features, choose_ranking(target.kernels), topk=trace_topk, target_version=target.version,
+                note_error=self.output.note_broken_sink,
+            )  # fmt: skip
         cost = CostModel(shape=TargetShape.of(target.config, target.dtype.itemsize))
         self.policy = policy or TreePolicy(
             config.tree, cost=cost, vocab_size=target.vocab_size, timer=timer, kernels=target.kernels
@@ -279,13 +282,15 @@ class Engine:
             for request in self._deadlines.take_expired(self._clock.now(), self.output.by_id):
                 self.output.end_early(request, "deadline")
         if not scheduler.active and not scheduler.waiting:
+            if self.output.traces is not None:
+                self.output.traces.deliver(is_waiting=True)
             return False
         admitted = scheduler.admit()
         if admitted:
             scheduler.note_drafted()
         for request in admitted:
-            if self._pins.pin(request):
-                self.output.start_trace(request)
+            if self._pins.pin(request) and self.output.traces is not None:
+                self.output.traces.start(request)
             self._pins.adopt_shared_rows(request)
         num_lookahead, has_decoding = self.config.tree.max_draft_tokens, scheduler.num_running > 0
         batch = scheduler.reserve(num_lookahead) if self._packs_prompts and has_decoding else []

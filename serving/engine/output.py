@@ -1,8 +1,8 @@
-"""Round output: what leaves the engine after a round, i.e. events to the caller, statistics, traces of finished requests.
+"""Round output: what leaves the engine after a round, i.e. events to the caller, statistics, finished requests to their trace.
 
 The sinks are protocols owned by serving and implemented elsewhere; their calls must never block.
 
-Shape legend: r rows of one request, V vocab, m tapped layers, Dm hidden size, T tokens of a request, k top log-probs.
+Shape legend: N rows of the round, V vocab.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 
 from paceline.clock import Clock
 from paceline.contracts import RoundStats
-from paceline.serving.engine.running import DrafterPins, RunningRequest, TraceRows
+from paceline.serving.engine.running import DrafterPins, RunningRequest
 from paceline.serving.engine.scheduler import Scheduler
+from paceline.serving.engine.traces import TraceCollector
 from paceline.serving.sampling.draw import token_logprobs
-from paceline.serving.sampling.request import RequestStatus, RequestTrace, RoundEvent, TokenLogprob
+from paceline.serving.sampling.request import RequestStatus, RoundEvent, TokenLogprob
 
 
 class FeedbackSink(Protocol):
@@ -28,22 +29,7 @@ class FeedbackSink(Protocol):
         """Keep a round's rows, one per request; drops and counts when full."""
 
 
-class TraceSink(Protocol):
-    """Takes the trace of a finished request."""
-
-    def wants(self, request_id: str, bucket: str) -> bool:
-        """Whether this new request should be traced (sampling, room); asked once, at admission.
-
-        The answer holds for the request's life: a request that is not wanted collects nothing.
-        """
-
-    def record_trace(self, trace: RequestTrace) -> None:
-        """Append the trace of a request that was wanted; drops and counts when full."""
-
-
 logger = logging.getLogger(__name__)
-
-_TRACE_BATCH_ELEMENTS = 1 << 16  # logits kept before they are reduced to the top k in one go
 
 
 class RoundOutput:
@@ -53,24 +39,17 @@ class RoundOutput:
         self,
         scheduler: Scheduler,
         pins: DrafterPins,
-        features: torch.Tensor | None,
         *,
         clock: Clock,
-        target_version: str,
         feedback: FeedbackSink | None,
-        traces: TraceSink | None,
-        trace_topk: int,
         on_end: Callable[[str], None],
     ) -> None:
-        """features: the KV pool's tapped hidden states (R, m * Dm). on_end: told the id of every request that has ended, before its owner is."""
+        """on_end: told the id of every request that has ended, before its owner is."""
         self._scheduler = scheduler
         self._pins = pins
-        self._features = features
         self.clock = clock
-        self._target_version = target_version
         self.feedback = feedback
-        self._traces = traces
-        self._trace_topk = trace_topk
+        self.traces: TraceCollector | None = None
         self._on_end = on_end
         self.by_id: dict[str, RunningRequest] = {}
         self.is_training = False
@@ -86,67 +65,7 @@ class RoundOutput:
         """Calls of owners and sinks that raised."""
         self._broken_sinks: set[str] = set()  # what was logged once
 
-    # ---- traces -------------------------------------------------------------------------------------------------
-    def start_trace(self, request: RunningRequest) -> None:
-        """Decide at admission whether the request is traced (sink's sampling, the request's own opt-out)."""
-        if self._features is None or self._traces is None or not request.request.is_traced:
-            return
-        if request.request.params.max_tokens == 0:  # nothing is drawn, so there is nothing to learn from
-            return
-        if request.request.resumed_token_ids:  # a trace needs the target's top k at every output token
-            return
-        try:
-            if self._traces.wants(request.request_id, request.request.bucket):
-                request.trace = TraceRows()
-        except Exception:
-            self._note_broken_sink("choosing a request to trace")
-
-    def trace_logits(self, request: RunningRequest, logits: torch.Tensor) -> None:
-        """Append logits (r, V), one row per output token just emitted; reduced to the top k in batches."""
-        trace = request.trace
-        assert trace is not None
-        trace.logits.append(logits)
-        trace.num_logits += logits.shape[0]
-        if trace.num_logits * logits.shape[1] >= _TRACE_BATCH_ELEMENTS:
-            try:
-                self._reduce(trace)
-            except Exception:  # no memory left, for example; the request goes on without a trace
-                request.trace = None
-                self._note_broken_sink("reducing a trace")
-
-    def _reduce(self, trace: TraceRows) -> None:
-        if not trace.logits:
-            return
-        logits = trace.logits[0] if len(trace.logits) == 1 else torch.cat(trace.logits)
-        top = logits.topk(min(self._trace_topk, logits.shape[1]), -1)
-        trace.topk_ids.append(top.indices.int().cpu())
-        trace.topk_logprobs.append((top.values - logits.logsumexp(-1, keepdim=True)).cpu())
-        trace.logits.clear()
-        trace.num_logits = 0
-
-    def _record_trace(self, request: RunningRequest, reason: str) -> None:
-        trace, num_rows = request.trace, len(request.tokens) - 1
-        assert trace is not None and self._traces is not None and self._features is not None
-        self._reduce(trace)
-        assert request.rows is not None and request.context_len >= num_rows, "a trace lacks feature rows"
-        rows = request.rows[:num_rows].to(self._features.device)
-        with torch.inference_mode(False):  # consumers train on these tensors
-            record = RequestTrace(
-                request_id=request.request_id,
-                bucket=request.request.bucket,
-                temperature=request.request.params.temperature,
-                prompt_len=request.prompt_len,
-                token_ids=list(request.tokens),
-                features=self._features[rows].cpu(),
-                topk_ids=torch.cat(trace.topk_ids),
-                topk_logprobs=torch.cat(trace.topk_logprobs),
-                target_version=self._target_version,
-                finish_reason=reason,
-                extra={"tenant": request.request.tenant} if request.request.tenant else {},
-            )
-        self._traces.record_trace(record)
-
-    def _note_broken_sink(self, what: str) -> None:
+    def note_broken_sink(self, what: str) -> None:
         """Count an exception of a by-product, which must end neither a request nor the engine; log the first of its kind."""
         self.num_callback_errors += 1
         if what not in self._broken_sinks:
@@ -185,10 +104,8 @@ class RoundOutput:
         if finish_reason is not None:
             self.num_finished += 1
             if request.trace is not None:
-                try:
-                    self._record_trace(request, finish_reason)
-                except Exception:
-                    self._note_broken_sink("recording a trace")
+                assert self.traces is not None
+                self.traces.finish(request, finish_reason)
             self._end(request, RequestStatus.FINISHED)
         self._call(request, event)
 
@@ -231,7 +148,7 @@ class RoundOutput:
         try:
             self.feedback.record_rounds(rows)
         except Exception:
-            self._note_broken_sink("recording a round")
+            self.note_broken_sink("recording a round")
 
 
 def round_logprobs(

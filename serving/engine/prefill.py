@@ -169,12 +169,12 @@ class PrefillRunner:
         token_ids = draw_tokens(logits, owner, positions, sampling).tolist()
         sampling.advance(range(len(requests)), token_ids)
         rows = [[i] for i in range(len(requests))]
+        if self._output.traces is not None:
+            self._output.traces.add(requests, rows, logits)
         logprobs = round_logprobs(requests, logits, rows, [[t] for t in token_ids])
         for i, request in enumerate(requests):
             kept, reason, match = cut_tokens(request, [token_ids[i]])
             request.append_output(kept)
-            if request.trace is not None:
-                self._output.trace_logits(request, logits[i : i + 1])
             prompt = tuple(request.prompt_logprobs) if request.request.prompt_logprobs is not None else None
             own = logprobs[i] if logprobs else None
             self._output.emit(request, kept, 0, own[: len(kept)] if own else own, reason, match, prompt)

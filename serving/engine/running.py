@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from paceline.serving.sampling.request import (
@@ -32,12 +33,22 @@ from paceline.serving.target_model.kv_cache import PageAllocator
 
 @dataclass(slots=True)
 class TraceRows:
-    """The growing trace of one request: parts in row order, concatenated when the request finishes."""
+    """The growing trace of one request: parts of arrays that it shares with other requests."""
 
-    logits: list[torch.Tensor] = field(default_factory=list)  # (r, V) float32 each, not yet reduced to the top k
-    num_logits: int = 0
-    topk_ids: list[torch.Tensor] = field(default_factory=list)  # (r, k) int32 each
-    topk_logprobs: list[torch.Tensor] = field(default_factory=list)  # (r, k) float32 each
+    parts: list[np.ndarray] = field(default_factory=list)
+    """(n, 2, k) int32 each, on the host: ids of the best tokens, bits of their float32 log-probabilities."""
+    bounds: list[int] = field(default_factory=list)
+    """First row and end of each part, in turn."""
+
+    def joined(self) -> np.ndarray:
+        """(T, 2, k) int32 of the T output tokens, copied."""
+        starts, stops = self.bounds[::2], self.bounds[1::2]
+        return np.concatenate([p[a:b] for p, a, b in zip(self.parts, starts, stops, strict=True)])
+
+    def append(self, rows: np.ndarray, start: int, stop: int) -> None:
+        """Take rows start..stop-1 of an array."""
+        self.parts.append(rows)
+        self.bounds += (start, stop)
 
 
 @dataclass(slots=True, eq=False)

@@ -24,15 +24,10 @@ from transformers.utils import logging as transformers_logging
 from paceline.errors import ConfigError
 from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.target_model.fused import KV_DTYPE, FusedForward, supports_fused
+from paceline.serving.target_model.kernel_forward import KernelForward, supports_kernel_forward
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.native import NativeDecoder, new_native, supports_native
-from paceline.serving.target_model.paged_attention import (
-    ATTENTION,
-    PagedPass,
-    register_attention,
-    supports_rope_kernel,
-    use_rope_kernel,
-)
+from paceline.serving.target_model.paged_attention import ATTENTION, PagedPass, register_attention
 
 log = logging.getLogger(__name__)
 
@@ -131,10 +126,8 @@ class TargetModel:
         for tap in set(taps):
             decoder.layers[tap].register_forward_hook(self._make_hook(tap), with_kwargs=True)
         self.kv_dtype = self.dtype
-        self._fused: FusedForward | None = None
+        self._fused: FusedForward | KernelForward | None = None
         self._native: NativeDecoder | None = None
-        self.has_rope_kernel = False
-        """Whether head norm, RoPE and the K/V write of a layer are one kernel (paged_attention.py)."""
         if fast_path is not False and num_ranks == 1:
             self._choose_fast_path(is_required=fast_path is True)
 
@@ -145,10 +138,12 @@ class TargetModel:
 
     @property
     def forward_name(self) -> str:
-        """What computes forwards: native-ISA | fused | modules."""
+        """What computes forwards: native-ISA | kernels | fused | modules."""
         if self._native is not None:
             return f"native-{self._native.isa}"
-        return "fused" if self._fused is not None else "modules"
+        if self._fused is None:
+            return "modules"
+        return "kernels" if isinstance(self._fused, KernelForward) else "fused"
 
     @property
     def pads_requests(self) -> bool:
@@ -171,22 +166,18 @@ class TargetModel:
                 error = self._fused_error()
                 if error > limit:
                     self._fused, self.kv_dtype = None, self.dtype
-        elif supports_rope_kernel(self.model):
-            undo = use_rope_kernel(self.model)
+        elif supports_kernel_forward(self.model):
+            self._fused = KernelForward(self.model, self.tap_layers, self.kernels)
             try:
                 error = self._fused_error()
-            except Exception:  # a kernel that this GPU or compiler does not take: the modules need none
-                log.exception("the RoPE kernel could not be run; the target runs without it")
+            except Exception:  # a kernel that this GPU or compiler does not take: the modules need fewer
+                log.exception("the forward by kernels could not be run; the modules of transformers compute it")
                 error = math.inf
-            self.has_rope_kernel = error <= limit
-            if not self.has_rope_kernel:
-                undo()
-        if is_required and not self.is_fast_path and not self.has_rope_kernel:
+            if error > limit:
+                self._fused = None
+        if is_required and not self.is_fast_path:
             raise ConfigError(f"fast_path must be None or False for this target, got True (relative error {error})")
-        log.info(
-            "target forward chosen forward=%s rope_kernel=%s relative_error=%s",
-            self.forward_name, self.has_rope_kernel, error,
-        )  # fmt: skip
+        log.info("target forward chosen forward=%s relative_error=%s", self.forward_name, error)
 
     def _fused_error(self) -> float:
         """Root-mean-square difference of fused and transformers logits over the logits' own, on fixed tokens."""
@@ -341,8 +332,7 @@ class TargetModel:
                 batch.token_ids, batch.positions, batch.out_rows, batch.logit_rows, plan, kv
             )
             return TargetOutput(logits=logits, features=features)
-        order = torch.arange(batch.token_ids.numel(), device=self.device)
-        state = PagedPass(kv=kv, plan=plan, out_rows=batch.out_rows, kernels=self.kernels, order=order)
+        state = PagedPass(kv=kv, plan=plan, out_rows=batch.out_rows, kernels=self.kernels)
         try:
             out = self.model(
                 input_ids=batch.token_ids[None],

@@ -107,12 +107,18 @@ STATIC_KERNELS = replace(
 )
 
 
-class _NoHostReads(TorchFunctionMode):
-    NAMES = ("tolist", "item", "numpy", "cpu", "__int__", "__float__", "__bool__", "__index__", "nonzero")
+class NoHostReads(TorchFunctionMode):
+    """Refuses the methods of tensors that wait for a device."""
+
+    def __init__(
+        self, names=("tolist", "item", "numpy", "cpu", "__int__", "__float__", "__bool__", "__index__", "nonzero")
+    ):
+        super().__init__()
+        self._names = names
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in self.NAMES:
-            raise RuntimeError(f"captured work may not call {func.__name__}")
+        if getattr(func, "__name__", "") in self._names:
+            raise RuntimeError(f"work that may not wait calls {func.__name__}")
         return func(*args, **(kwargs or {}))
 
 
@@ -123,7 +129,7 @@ class StrictGraphs:
         self.num_captured = 0
 
     def capture(self, run):
-        with _NoHostReads(), FakeTensorMode(allow_non_fake_inputs=True):
+        with NoHostReads(), FakeTensorMode(allow_non_fake_inputs=True):
             run()
         run()
         self.num_captured += 1

@@ -73,15 +73,14 @@ def test_a_sink_that_raises_is_counted_and_logged_once(broken: str, caplog: pyte
     assert sum("disk full" in str(r.exc_info) for r in caplog.records) == 1
 
 
-@pytest.mark.parametrize("name", ["_reduce", "_record_trace"])
+@pytest.mark.parametrize("name", ["ranking", "_record"])
 def test_a_trace_that_cannot_be_put_together_costs_the_trace_only(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     sink = Sink("")
     engine = make_engine(sink=sink)
-    monkeypatch.setattr(engine.output, name, fail)
-    monkeypatch.setattr("paceline.serving.engine.output._TRACE_BATCH_ELEMENTS", 1)
+    monkeypatch.setattr(engine.output.traces, name, fail)
     assert run(engine) == ANSWERS
     assert engine.stats()["num_callback_errors"] == 2
 

@@ -41,8 +41,7 @@ def target(request):
     # The interpreter is slow; the native forward takes heads of whole vectors only.
     model = tiny_model(kind, layers=3 if backend == "triton" else 6, head_dim=8 if forward == "fused" else 16)
     made = TargetModel.from_model(model, tiny_tokenizer(), fast_path=fast_path, kernels=kernels)
-    assert made.forward_name.startswith("modules" if backend == "triton" else forward)
-    assert made.has_rope_kernel == (backend == "triton")
+    assert made.forward_name.startswith("kernels" if backend == "triton" else forward)
     return made
 
 
@@ -53,7 +52,9 @@ def _tokens(count, seed=0):
 @pytest.mark.parametrize("chunk", [1, 5, 32])
 def test_chunked_prefill_equals_one_ordinary_forward(target, chunk):
     kv, pages = target.new_kv_pool(8, 4, 0), PageAllocator(8, 4)
-    tokens = _tokens(11 if target.has_rope_kernel else 23)  # the interpreter takes a tenth of a second a forward
+    tokens = _tokens(
+        11 if target.forward_name == "kernels" else 23
+    )  # the interpreter takes a tenth of a second a forward
     parts = [prefill(target, kv, pages, "a", tokens[i : i + chunk], i) for i in range(0, len(tokens), chunk)]
     torch.testing.assert_close(torch.cat([p.logits for p in parts]), plain_logits(target, tokens), **TOLERANCE)
 

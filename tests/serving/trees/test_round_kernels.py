@@ -65,7 +65,7 @@ def make_target(kind, kernels=None, **changes):
 def test_an_engine_whose_round_is_kernels_emits_the_references_tokens(kernels):
     """Verify and both draft blocks by graph, trees by the tree kernel, greedy and sampled requests, a batch and then one."""
     plain, target = make_target("qwen3"), make_target("qwen3", kernels)
-    assert target.has_rope_kernel
+    assert target.forward_name == "kernels"
     prompts = [([9, 30, 4, 17], 0.0), ([5, 6, 40], 0.9)]
     changes = {"tree": dataclasses.replace(TREE, max_draft_tokens=4, max_frontier=2)}
     build, _ = specblock(target)
@@ -112,10 +112,10 @@ def test_warming_up_launches_every_form_of_the_round_s_own_kernels_and_learns_no
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("llama", torch.float32), ("qwen3", torch.bfloat16)])
-def test_the_target_with_rope_in_one_kernel_equals_the_modules(kernels, kind, dtype):
+def test_the_target_by_kernels_equals_the_modules(kernels, kind, dtype):
     rng, results = torch.Generator(), []
     plain, fused = make_target(kind, dtype=dtype), make_target(kind, kernels, dtype=dtype)
-    assert fused.has_rope_kernel and not fused.is_fast_path and not plain.has_rope_kernel
+    assert (fused.forward_name, plain.forward_name) == ("kernels", "modules")
     for target in (plain, fused):
         rng.manual_seed(3)
         pages, kv = PageAllocator(8, 4), target.new_kv_pool(8, 4, 8)
@@ -137,23 +137,21 @@ def test_generation_by_transformers_keeps_its_own_attention():
     torch.testing.assert_close(target.model(input_ids=ids, use_cache=False).logits, expected, atol=0, rtol=0)
 
 
-def test_a_rope_kernel_that_gives_other_logits_is_not_used():
+def test_kernels_that_give_other_logits_are_not_used():
     def wrong(query, key, value, pool, rows, positions, cos, sin, **norms):
         return STATIC_KERNELS.rope_scatter(query, key, value, pool, rows, positions, sin, cos, **norms)
 
     target = make_target("llama", dataclasses.replace(STATIC_KERNELS, rope_scatter=wrong))
-    assert not target.has_rope_kernel
-    assert all("forward" not in vars(layer.self_attn) for layer in target.model.get_decoder().layers)
+    assert target.forward_name == "modules"
 
 
 @pytest.mark.parametrize("error", [ValueError, OutOfResources], ids=["launcher", "compiler"])
-def test_a_rope_kernel_that_cannot_run_is_not_used_and_the_target_loads(error):
+def test_kernels_that_cannot_run_are_not_used_and_the_target_loads(error):
     def broken(*args, **kwargs):
         raise error(2, 1, "shared memory") if error is OutOfResources else error("query must be contiguous")
 
     target = make_target("qwen3", dataclasses.replace(STATIC_KERNELS, rope_scatter=broken))
-    assert not target.has_rope_kernel
-    assert all("forward" not in vars(layer.self_attn) for layer in target.model.get_decoder().layers)
+    assert target.forward_name == "modules"
     pages, kv = PageAllocator(8, 4), target.new_kv_pool(8, 4, 8)
     prefill(target, kv, pages, "a", [5, 6, 7])  # the modules serve
     with pytest.raises(ConfigError, match="fast_path"):
@@ -161,10 +159,10 @@ def test_a_rope_kernel_that_cannot_run_is_not_used_and_the_target_loads(error):
 
 
 def test_families_with_unknown_attention_keep_their_modules():
-    assert not make_target("qwen3_moe", STATIC_KERNELS).has_rope_kernel
+    assert make_target("qwen3_moe", STATIC_KERNELS).forward_name == "modules"
 
 
-def test_a_target_with_the_rope_kernel_can_be_captured():
+def test_a_target_by_kernels_can_be_captured():
     target = make_target("qwen3", STATIC_KERNELS)
     kv = target.new_kv_pool(4, 4, 8)
     graphed = GraphedTarget(target, kv, max_requests=2, max_width=4, max_context=16)

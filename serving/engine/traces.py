@@ -1,0 +1,184 @@
+"""Trace collector: what the target says at every output token of traced requests, its most likely tokens and hidden states.
+
+The best tokens of all traced requests of a round are found together, and of small rounds several rounds together; what is
+found goes to the host behind the round's own work, so no round waits for it. A request's trace is handed over once its
+last rows have arrived.
+
+Shape legend: n rows, V vocab, k best tokens, m tapped layers, Dm hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from paceline.serving.drafters.forward import Ranking
+from paceline.serving.engine.running import RunningRequest, TraceRows
+from paceline.serving.sampling.request import RequestTrace
+from paceline.serving.target_model.device import upload
+
+
+class TraceSink(Protocol):
+    """Takes the trace of a finished request."""
+
+    def wants(self, request_id: str, bucket: str) -> bool:
+        """Whether this new request should be traced (sampling, room); asked once, at admission.
+
+        The answer holds for the request's life: a request that is not wanted collects nothing.
+        """
+
+    def record_trace(self, trace: RequestTrace) -> None:
+        """Append the trace of a request that was wanted; drops and counts when full."""
+
+
+_MIN_ELEMENTS, _MAX_ELEMENTS = 1 << 16, 1 << 25
+"""Logits ranked in one go: fewer are kept for later rounds, more go in parts (128 MiB)."""
+_MAX_PARTS = 256
+"""Parts of a trace that are joined: their rounds' other rows are then free."""
+
+
+class TraceCollector:
+    """Collects the traces of one engine. Engine thread only."""
+
+    def __init__(
+        self,
+        sink: TraceSink,
+        features: torch.Tensor,
+        ranking: Ranking,
+        *,
+        topk: int,
+        target_version: str,
+        note_error: Callable[[str], None],
+    ) -> None:
+        """features: the KV pool's tapped hidden states (R, m * Dm). note_error: counts what must end neither a request nor the
+        engine; called inside the handler, with what failed."""
+        self._sink, self._features, self.ranking = sink, features, ranking
+        self._topk, self._target_version, self._note_error = topk, target_version, note_error
+        self._logits: list[torch.Tensor] = []  # (n, V) each, not yet ranked
+        self._owners: list[tuple[RunningRequest, int]] = []  # whose rows those are, and how many, in order
+        self._num_elements = 0
+        self._pending: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
+
+    def start(self, request: RunningRequest) -> None:
+        """Decide at admission whether the request is traced (the sink's sampling, the request's own opt-out)."""
+        if not request.request.is_traced or request.request.params.max_tokens == 0:
+            return
+        if request.request.resumed_token_ids:  # a trace needs the target's best tokens at every output token
+            return
+        try:
+            if self._sink.wants(request.request_id, request.request.bucket):
+                request.trace = TraceRows()
+        except Exception:
+            self._note_error("choosing a request to trace")
+
+    def add(self, requests: list[RunningRequest], rows: list[list[int]], logits: torch.Tensor) -> None:
+        """Take the rows of logits (N, V) from which the traced ones of these requests drew their newest tokens.  Syncs: none."""
+        traced = [(r, own) for r, own in zip(requests, rows, strict=True) if r.trace is not None]
+        index = [row for _, own in traced for row in own]
+        if not index:
+            return
+        self._owners += [(r, len(own)) for r, own in traced]
+        self._num_elements += len(index) * logits.shape[1]
+        try:
+            # A copy: kept logits would be overwritten by the next round's.
+            if self._logits or self._num_elements < _MIN_ELEMENTS or index != list(range(logits.shape[0])):
+                logits = logits.index_select(0, upload(index, logits.device, torch.int64))
+            self._logits.append(logits)
+            if self._num_elements >= _MIN_ELEMENTS:
+                self._rank()
+        except Exception:  # no memory left, for example; the requests go on without a trace
+            self._drop("ranking a trace")
+
+    def finish(self, request: RunningRequest, reason: str) -> None:
+        """Hand over the trace of a request that ends now, as soon as its rows are on the host.  Syncs: none."""
+        try:
+            self._rank()
+        except Exception:
+            self._drop("ranking a trace")
+        trace, request.trace = request.trace, None
+        if trace is None:
+            return
+        try:
+            num_rows = len(request.tokens) - 1
+            assert request.rows is not None and request.context_len >= num_rows, "a trace lacks feature rows"
+            rows = request.rows[:num_rows].to(self._features.device, non_blocking=True)
+            with torch.inference_mode(False):  # consumers train on these tensors
+                features = self._features[rows].to("cpu", non_blocking=True)
+        except Exception:
+            self._note_error("recording a trace")
+            return
+
+        def hand_over() -> None:
+            try:
+                self._sink.record_trace(self._record(request, trace, features, reason))
+            except Exception:
+                self._note_error("recording a trace")
+
+        if self._features.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self._pending.append((event, hand_over))
+        else:
+            hand_over()
+
+    def deliver(self, *, is_waiting: bool = False) -> None:
+        """Hand over the finished traces whose rows have arrived; with is_waiting all of them, when they have."""
+        while self._pending and (is_waiting or self._pending[0][0].query()):
+            event, hand_over = self._pending.popleft()
+            event.synchronize()
+            hand_over()
+
+    def _record(self, request: RunningRequest, trace: TraceRows, features: torch.Tensor, reason: str) -> RequestTrace:
+        joined = trace.joined()
+        ids, logprobs = joined[:, 0].copy(), joined[:, 1].copy().view(np.float32)
+        with torch.inference_mode(False):
+            return RequestTrace(
+                request_id=request.request_id,
+                bucket=request.request.bucket,
+                temperature=request.request.params.temperature,
+                prompt_len=request.prompt_len,
+                token_ids=list(request.tokens),
+                features=features,
+                topk_ids=torch.from_numpy(ids),
+                topk_logprobs=torch.from_numpy(logprobs),
+                target_version=self._target_version,
+                finish_reason=reason,
+                extra={"tenant": request.request.tenant} if request.request.tenant else {},
+            )
+
+    def _rank(self) -> None:
+        if not self._logits:
+            return
+        logits = self._logits[0] if len(self._logits) == 1 else torch.cat(self._logits)
+        found = [self._best(part) for part in logits.split(max(1, _MAX_ELEMENTS // logits.shape[1]))]
+        best = found[0] if len(found) == 1 else torch.cat(found)
+        rows, at = best.to("cpu", non_blocking=True).numpy(), 0
+        for request, count in self._owners:
+            trace = request.trace
+            if trace is not None:
+                if len(trace.parts) >= _MAX_PARTS:  # all of them arrived before this round's tokens were read
+                    joined = trace.joined()
+                    trace.parts, trace.bounds = [joined], [0, len(joined)]
+                trace.append(rows, at, at + count)
+            at += count
+        self._clear()
+
+    def _best(self, logits: torch.Tensor) -> torch.Tensor:
+        """(n, 2, k) int32: ids of each row's best tokens, bits of their log-probabilities."""
+        factors = torch.ones(logits.shape[0], 1, device=logits.device)
+        logprobs, ids = self.ranking(logits, factors, min(self._topk, logits.shape[1]))
+        return torch.stack((ids.int(), logprobs.view(torch.int32)), 1)
+
+    def _drop(self, what: str) -> None:
+        lost = {id(request): request for request, _ in self._owners if request.trace is not None}
+        self._clear()
+        for request in lost.values():
+            request.trace = None
+            self._note_error(what)
+
+    def _clear(self) -> None:
+        self._logits, self._owners, self._num_elements = [], [], 0

@@ -1,0 +1,65 @@
+"""Launch count: how many kernels a piece of work would launch on a device, counted on the CPU.
+
+Operators of torch are seen by a dispatch mode (views and allocations launch nothing), kernels of Triton in its interpreter,
+whose own operators are not counted. Copies from the host are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SILENT = ("empty", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "resolve")
+
+
+class LaunchCount(TorchDispatchMode):
+    """Names of what was launched, with how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.is_paused = False
+
+    @property
+    def total(self) -> int:
+        return sum(self.names.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not self.is_paused and not func.is_view and not name.startswith(_SILENT):
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing: inside of a kernel or a graph."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+
+@contextlib.contextmanager
+def counted_launches() -> Iterator[LaunchCount]:
+    """Count as long as the context lasts."""
+    from triton.runtime.interpreter import GridExecutor
+
+    count, run = LaunchCount(), GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not count.is_paused:
+            count.names[self.fn.__name__] += 1
+        with count.paused():
+            return run(self, *args, **kwargs)
+
+    GridExecutor.__call__ = launch
+    try:
+        with count:
+            yield count
+    finally:
+        GridExecutor.__call__ = run
