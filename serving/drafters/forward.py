@@ -150,13 +150,21 @@ class DrafterForward(ABC):
         self.config, self.dtype, self.head_dtype, self.device = config, dtype, head_dtype, device
         self.num_candidates = num_candidates
         self.weights: dict[str, torch.Tensor] = {}
-        self.kernels = kernels or select_kernels(device)
         self.embed_weight, self.head_weight = embed.detach(), head.detach()
         self.target_dtype = embed.dtype
         self.is_native = False
         """Whether compiled code, which packs weights of its own, computes the layers: those are not fused."""
-        self.rank = choose_ranking(self.kernels)
+        self.use_kernels(kernels or select_kernels(device))
         self._angles = torch.empty(0)
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Take these kernels from now on."""
+        self.kernels, self.rank = kernels, choose_ranking(kernels)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether torch's operators draft on the CPU, where reading a number is cheap and saves work."""
+        return self.device.type == "cpu" and self.kernels.is_reference
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:

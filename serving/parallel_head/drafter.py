@@ -14,11 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import DrafterMismatchError
+from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.family import DrafterFamily, TrainedDrafter
 from paceline.serving.drafters.forward import ScaleCache
+from paceline.serving.drafters.graph_inputs import GraphInputs, num_graph_rows
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafters.native import SPARE_ROWS, supports_native
 from paceline.serving.parallel_head.forward import HeadForward
+from paceline.serving.parallel_head.graphs import GraphedHead, static_outputs
 from paceline.serving.parallel_head.model import (
     DRAFTER_TYPES,
     ParallelHeadConfig,
@@ -56,6 +59,9 @@ class ParallelHeadDrafter(TrainedDrafter):
         self._hidden_rows = ~block_visibility(self.config.num_slots, self.config.is_causal, self.device)  # (N, N)
         self._lone_bias = torch.empty(0, 0)
         self._scale_cache = ScaleCache()
+        self._graphs: GraphedHead | None = None
+        self.is_graphed = False
+        """Whether the latest `propose` was replayed."""
         self._native: NativeHead | None = None
         if supports_native(self.forward, self.config.feature_size):
             self.forward.is_native, self.kv_dtype = True, self.forward.target_dtype
@@ -66,6 +72,29 @@ class ParallelHeadDrafter(TrainedDrafter):
         super().alloc(num_pool_rows + (0 if self._native is None else SPARE_ROWS))
         if self._native is not None:
             self._native.bind(self.pool, num_pool_rows)
+
+    def make_graphs(self, kernels: Kernels, *, max_requests: int, max_leaves: int, max_context: int) -> GraphedHead:
+        """Static tensors for drafting by graphs, which the caller has captured; before the first request, after `alloc`.
+
+        max_leaves: of no use here.
+        """
+        c, max_depth = self.config, self.caps.max_depth
+        assert self._native is None, "compiled drafting takes one call a block: there is nothing to capture"
+        self.forward.use_kernels(kernels)
+        self.forward.angles(max_context + c.num_slots + 1)  # a larger table would take another's place
+        padding = torch.full((num_graph_rows(max_requests, max_depth),), -1, device=self.device)
+        inputs = GraphInputs(
+            feature_size=c.feature_size, dtype=self.dtype, padding_slots=padding,
+            max_requests=max_requests, max_context=max_context, max_depth=max_depth,
+        )  # fmt: skip
+        outputs = static_outputs(
+            max_requests, c.num_slots, self.caps.num_candidates, has_edges=c.edge_rank > 0 and c.num_slots > 1,
+            device=self.device,
+        )  # fmt: skip
+        self._graphs = GraphedHead(
+            inputs, lambda static: self._draft(static, self.forward.scales(static.temperatures)), outputs
+        )
+        return self._graphs
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """As TrainedDrafter.load_state; weights that were trained with the other kind of block do not fit either."""
@@ -91,19 +120,28 @@ class ParallelHeadDrafter(TrainedDrafter):
         if self._native is not None:
             self._native.ingest(inputs)
             return
-        is_host = self.device.type == "cpu"
+        is_host = self.forward.is_host
         length = int(inputs.new_positions.max()) + 1 if is_host else int(inputs.slot_table.shape[1])
         self.forward.ingest(self.pool, inputs.new_features, inputs.new_positions, inputs.new_slots, length)
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         """Ingest the new rows and propose S slots at each anchor. Syncs: none on devices."""
+        if self._graphs is not None:
+            proposal = self._graphs.propose(inputs)
+            self.is_graphed = proposal is not None
+            if proposal is not None:
+                return proposal
         scales = self._scale_cache.get(inputs.temperatures, self.forward.scales)
         if self._native is not None:
             return self._native.propose(inputs, scales)
+        return self._draft(inputs, scales)
+
+    def _draft(self, inputs: DraftInputs, scales: torch.Tensor) -> Proposal:
+        """`propose` by torch's operators or the kernels; off the host without a read or a shape that depends on data."""
         self.ingest(inputs)
-        c, batch, rows = self.config, len(inputs.request_ids), self.config.num_slots + 1
-        is_host = self.device.type == "cpu"
+        c, batch, rows = self.config, inputs.context_lens.numel(), self.config.num_slots + 1
+        is_host = self.forward.is_host
         longest = int(inputs.context_lens.max()) if is_host else int(inputs.slot_table.shape[1])
         positions = inputs.context_lens[:, None] + torch.arange(rows, device=self.device)
         angles = self.forward.angles(longest + rows).index_select(0, positions.flatten())
@@ -126,9 +164,9 @@ class ParallelHeadDrafter(TrainedDrafter):
 
     def _context(self, inputs: DraftInputs, longest: int, rows: int) -> torch.Tensor:
         """Every layer's context keys and values, padded to the longest request, with room for the block's own."""
-        batch, table = len(inputs.request_ids), inputs.slot_table[:, :longest]
+        batch, table = inputs.context_lens.numel(), inputs.slot_table[:, :longest]
         keys = self.pool.new_empty(self.pool.shape[0], batch, longest + rows, *self.pool.shape[2:])
-        if batch == 1 and self.device.type == "cpu":
+        if batch == 1 and self.forward.is_host:
             first = int(table[0, 0])
             if torch.equal(table[0], torch.arange(first, first + longest)):
                 keys[:, 0, :longest] = self.pool[:, first : first + longest]

@@ -16,11 +16,12 @@ import torch
 from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.family import DrafterFamily, TrainedDrafter
 from paceline.serving.drafters.forward import ScaleCache
+from paceline.serving.drafters.graph_inputs import num_graph_rows
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafters.native import SPARE_ROWS, supports_native
 from paceline.serving.specblock.attention import GatheredAttention
 from paceline.serving.specblock.forward import SlotForward
-from paceline.serving.specblock.graphs import GraphedSpecBlock, num_spare_rows
+from paceline.serving.specblock.graphs import GraphedSpecBlock
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.specblock.native import NativeSpecBlock
 
@@ -85,7 +86,7 @@ class SpecBlockDrafter(TrainedDrafter):
         self._native, self.kv_dtype = None, self.dtype  # its keys are turned otherwise
         self.pool = self.pool.new_empty(0)  # the old one goes before the new one comes
         self._attention.bind(self.pool, 0)
-        self.alloc(num_rows + num_spare_rows(max_requests, self.caps.max_depth))
+        self.alloc(num_rows + num_graph_rows(max_requests, self.caps.max_depth))
         self._attention.bind(self.pool, num_rows)
         self._graphs = GraphedSpecBlock(
             self.forward,

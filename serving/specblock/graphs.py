@@ -21,9 +21,10 @@ import torch
 
 from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.forward import choose_ranking
+from paceline.serving.drafters.graph_inputs import GraphInputs, num_graph_rows
 from paceline.serving.drafters.interface import DraftInputs, Frontier, Proposal
 from paceline.serving.specblock.forward import SlotForward
-from paceline.serving.target_model.graph_capture import REFINING_RANK, CaptureJob, GraphBackend, GraphTable, size_ladder
+from paceline.serving.target_model.graph_capture import CaptureJob, GraphBackend, GraphTable
 
 
 class KernelAttention:
@@ -146,15 +147,6 @@ class KernelAttention:
         )
 
 
-MAX_GRAPH_ROWS = 512
-"""New rows of a round beyond this are drafted eagerly: launches cost so many rows little."""
-
-
-def num_spare_rows(max_requests: int, max_depth: int) -> int:
-    """Pool rows that padding rows take beyond those of requests: all rows of the largest graph."""
-    return min(MAX_GRAPH_ROWS, max(32, max_requests * (max_depth + 1)))
-
-
 class GraphedSpecBlock:
     """The graphs of one drafter. Its weights may change in place; its pool must not move."""
 
@@ -170,33 +162,27 @@ class GraphedSpecBlock:
         max_context: int,
         max_depth: int,
     ) -> None:
-        """pool: (layers, pool rows, K, ..), the rows from `first_spare` on are `num_spare_rows(..)` spare ones.
+        """pool: (layers, pool rows, K, ..), the rows from `first_spare` on are `num_graph_rows(..)` spare ones.
 
         max_leaves: M; 0 leaves block 2 out. max_depth: deepest draft token, which bounds the rows of a usual round.
         """
         c, device = forward.config, forward.device
-        self._max_leaves, self._max_depth, self.first_spare = max_leaves, max_depth, first_spare
-        rows = num_spare_rows(max_requests, max_depth)
-        self._ladders = (
-            size_ladder(rows, has_halves=True), size_ladder(max_requests), size_ladder(max_context, start=256, factor=4)
+        self._max_leaves, self.first_spare = max_leaves, first_spare
+        spare = first_spare + torch.arange(num_graph_rows(max_requests, max_depth), device=device)
+        self._static = GraphInputs(
+            feature_size=c.feature_size, dtype=forward.dtype, padding_slots=spare, max_requests=max_requests,
+            max_context=max_context, max_depth=max_depth,
         )  # fmt: skip
         self._forward, self._rank = forward, choose_ranking(kernels)
         self._attention = KernelAttention(forward, pool, kernels, max_leaves=max_leaves, max_context=max_context)
-        self._first, self._second = GraphTable(self._ladders), GraphTable(self._ladders[1:])
-        self._sizes: tuple[int, int] | None = None  # (B, L) of what the request tensors hold
+        self._first, self._second = GraphTable(self._static.ladders), GraphTable(self._static.ladders[1:])
+        self._sizes: tuple[int, ...] | None = None  # (B, L) of what the request tensors hold
         self._inputs: DraftInputs | None = None  # of the latest `propose`
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         leaves, count, k = max_requests * max_leaves, forward.num_candidates, c.num_slots
-        self._features = zeros(rows, c.feature_size, dtype=forward.dtype)
-        self._token_ids, self._positions = zeros(rows), zeros(rows)
-        self._spare = first_spare + torch.arange(rows, device=device)
-        self._slots = self._spare.clone()
-        self._cu_new, self._context_lens = zeros(max_requests + 1), zeros(max_requests)
-        self._table = zeros(max_requests * max_context)  # taken as (B, L) of each bucket
-        self._temperatures = zeros(max_requests, dtype=torch.float32)
         self._leaves = {name: zeros(leaves) for name in ("request", "slot", "token_ids")}
 
         def outputs(num: int) -> Proposal:
@@ -215,21 +201,18 @@ class GraphedSpecBlock:
 
     def jobs(self, name: str, rank: int = 0) -> list[CaptureJob]:
         """Every graph worth having; those with most rows, which hold all others, come first. rank: added to all ranks."""
-        rows, requests, widths = self._ladders
+        _, requests, widths = self._static.ladders
         jobs = []
         for i, b in enumerate(requests):
-            most = max(32, b * (self._max_depth + 1))
-            steps = [n for n in rows if b <= n <= most or n == rows[-1] < b]
             for k, width in enumerate(widths):
                 at = rank + i + k
                 if self._max_leaves:
                     title = f"{name} block 2 requests={b} context={width}"
                     run = self._second_job(b, width)
                     jobs.append(CaptureJob(name=title, family=f"{name} block 2", rank=at, run=run))
-                for n in steps:
+                for n in self._static.steps(b):
                     title = f"{name} block 1 rows={n} requests={b} context={width}"
-                    own = at if n == steps[-1] else at + REFINING_RANK
-                    run = self._first_job(n, b, width)
+                    own, run = self._static.rank(at, n, b), self._first_job(n, b, width)
                     jobs.append(CaptureJob(name=title, family=f"{name} block 1", rank=own, run=run))
         return jobs
 
@@ -240,18 +223,8 @@ class GraphedSpecBlock:
         sizes = self._first.fit(n, b, columns)
         if sizes is None or (self._max_leaves and self._second.fit(b, columns) is None):
             return None
-        assert inputs.new_features is not None
-        rows, requests, width = sizes
-        self._features[:n].copy_(inputs.new_features)
-        self._token_ids[:n].copy_(inputs.new_token_ids)
-        self._token_ids[n:rows].zero_()
-        self._positions[:n].copy_(inputs.new_positions)
-        self._positions[n:rows].zero_()
-        self._slots[:n].copy_(inputs.new_slots)
-        self._slots[n:rows].copy_(self._spare[n:rows])
-        self._cu_new[: b + 1].copy_(inputs.cu_new)
-        self._cu_new[b + 1 : requests + 1].fill_(n)
-        self._copy_requests(inputs, requests, width)
+        self._static.load(inputs, sizes)
+        self._sizes = sizes[1:]
         self._first.replay(sizes)
         self._inputs = inputs
         return _rows_of(self._block1, b)
@@ -265,7 +238,8 @@ class GraphedSpecBlock:
             raise ValueError(f"a frontier must have at most {self._max_leaves} leaves per request, got {f} for {b}")
         requests, width = sizes
         if sizes != self._sizes:
-            self._copy_requests(inputs, requests, width)
+            self._static.load_requests(inputs, requests, width)
+            self._sizes = sizes
         padded = requests * self._max_leaves
         for name, static in self._leaves.items():
             static[:f].copy_(getattr(frontier, name))
@@ -273,18 +247,9 @@ class GraphedSpecBlock:
         self._second.replay((requests, width))
         return _rows_of(self._block2, f)
 
-    def _copy_requests(self, inputs: DraftInputs, requests: int, width: int) -> None:
-        b, columns = inputs.context_lens.numel(), inputs.slot_table.shape[1]
-        self._context_lens[:b].copy_(inputs.context_lens)
-        self._context_lens[b:requests].zero_()
-        self._temperatures[:b].copy_(inputs.temperatures)
-        self._temperatures[b:requests].zero_()
-        self._table[: requests * width].view(requests, width)[:b, :columns].copy_(inputs.slot_table)
-        self._sizes = (requests, width)
-
     def _first_job(self, rows: int, requests: int, width: int) -> Callable[[GraphBackend], None]:
         def capture(backend: GraphBackend) -> None:
-            inputs = self._static_inputs(rows, requests, width)
+            inputs = self._static.view(rows, requests, width)
 
             def run() -> None:
                 scales = self._forward.scales(inputs.temperatures)
@@ -297,7 +262,7 @@ class GraphedSpecBlock:
     def _second_job(self, requests: int, width: int) -> Callable[[GraphBackend], None]:
         def capture(backend: GraphBackend) -> None:
             leaves = {name: static[: requests * self._max_leaves] for name, static in self._leaves.items()}
-            inputs, frontier = self._static_inputs(0, requests, width), Frontier(**leaves)
+            inputs, frontier = self._static.view(0, requests, width), Frontier(**leaves)
             assert self._block1.hidden is not None
             hidden = self._block1.hidden[:requests]
 
@@ -309,22 +274,6 @@ class GraphedSpecBlock:
             self._second.add((requests, width), backend.capture(run))
 
         return capture
-
-    def _static_inputs(self, rows: int, requests: int, width: int) -> DraftInputs:
-        """What a graph of these sizes reads."""
-        return DraftInputs(
-            request_ids=[],
-            context_lens=self._context_lens[:requests],
-            anchor_token_ids=self._token_ids[:0],
-            temperatures=self._temperatures[:requests],
-            slot_table=self._table[: requests * width].view(requests, width),
-            cu_new=self._cu_new[: requests + 1],
-            new_positions=self._positions[:rows],
-            new_token_ids=self._token_ids[:rows],
-            new_features=self._features[:rows],
-            new_slots=self._slots[:rows],
-            histories=[],
-        )
 
 
 def _parts(proposal: Proposal) -> tuple[torch.Tensor, ...]:

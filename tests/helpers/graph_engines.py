@@ -7,7 +7,7 @@ from paceline.contracts import Group
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.families import build_drafter
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
-from tests.helpers.drafters import specblock_for
+from tests.helpers.drafters import head_for, specblock_for
 
 CONTEXT, NUM_TOKENS = 96, 14
 TREE = TreeConfig(max_draft_tokens=8, max_frontier=3, policy="fixed")
@@ -18,6 +18,13 @@ def specblock(target, seed=0):
     model = specblock_for(target, seed, is_perturbed=True)
     settings, state = {**model.config.to_dict(), "drafter_type": "specblock"}, model.state_dict()
     return lambda: build_drafter(settings, state, target, target_version=target.version), state
+
+
+def parallel_head(target, *, is_causal):
+    """A function that makes equal drafters."""
+    model = head_for(target, is_causal=is_causal, edge_rank=3 * is_causal)
+    settings = {**model.config.to_dict(), "drafter_type": "jetspec" if is_causal else "dflash"}
+    return lambda: build_drafter(settings, model.state_dict(), target, target_version=target.version)
 
 
 class CountingGraphs:

@@ -96,6 +96,25 @@ def slot_attention(*, query, current, pool, slot_table, context_rows, own_slots,
     return torch.einsum("bfkhn,bfnhd->bfkhd", probs, value).to(query.dtype)
 
 
+def draft_ingest(*, features, fc, norm_weight, kv_weight, k_norm_weight, cos, sin, positions, pool_rows, pool, eps):
+    """As rope_scatter: rows that are not kept write what the first kept one does."""
+    layers, _, _, heads, dim = pool.shape
+    hidden = torch.mm(features, fc).float()
+    hidden = hidden * torch.rsqrt(hidden.square().mean(1, keepdim=True) + eps) * norm_weight.float()
+    kv = torch.mm(hidden.to(kv_weight.dtype), kv_weight).view(-1, layers, 2, heads, dim).float()
+    keys, values = kv.unbind(2)
+    if k_norm_weight is not None:
+        keys = keys * torch.rsqrt(keys.square().mean(-1, keepdim=True) + eps) * k_norm_weight.float()[:, None]
+    c, s = (t[positions][:, None, None, :] for t in (cos, sin))
+    a, b = keys.chunk(2, dim=-1)
+    keys = torch.cat((a * c - b * s, b * c + a * s), dim=-1)
+    is_kept = pool_rows >= 0
+    source = torch.where(is_kept, torch.arange(pool_rows.numel()), is_kept.long().argmax())
+    at = pool_rows[source].clamp(min=0)
+    rows = torch.stack((keys, values), dim=2).transpose(0, 1).to(pool.dtype)[:, source]
+    pool.index_copy_(1, at, torch.where(is_kept.any(), rows, pool[:, at]))
+
+
 STATIC_KERNELS = replace(
     select_kernels("cpu", "reference"),
     backend="static",
@@ -104,6 +123,7 @@ STATIC_KERNELS = replace(
     tree_attention=tree_attention,
     rope_scatter=rope_scatter,
     slot_attention=slot_attention,
+    draft_ingest=draft_ingest,
 )
 
 

@@ -7,10 +7,20 @@ import functools
 import pytest
 import torch
 
+from paceline.kernels.cpu.library import ISA_VARIABLE
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
-from tests.helpers.graph_engines import CONTEXT, NUM_TOKENS, TREE, CountingGraphs, generate, make_engine, specblock
+from tests.helpers.graph_engines import (
+    CONTEXT,
+    NUM_TOKENS,
+    TREE,
+    CountingGraphs,
+    generate,
+    make_engine,
+    parallel_head,
+    specblock,
+)
 from tests.helpers.scripted_drafters import OracleDrafter
 from tests.helpers.static_kernels import STATIC_KERNELS
 from tests.helpers.trees import DevicePolicy
@@ -45,6 +55,19 @@ def test_tokens_are_those_of_an_engine_without_graphs(count, temperatures):
     assert [len(t) for t in expected.values()] == [NUM_TOKENS - i for i in range(count)]
     rounds = graphed.stats()["num_rounds"]
     assert backend.num_replays >= 2 * rounds, "block 1 and verify of every round were replayed"
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["jetspec", "dflash"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_parallel_heads_draft_by_graph_and_the_tokens_are_the_target_s(count, is_causal, monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, "none")  # compiled drafting has nothing to capture
+    prompts, target = make_prompts(count, (0.0, 0.8)), make_target(STATIC_KERNELS)
+    build, backend = parallel_head(target, is_causal=is_causal), CountingGraphs()
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    engine = make_engine(target, DrafterSlots(build(), "v1", first=build(), spawn=build), backend, policy)
+    assert generate(engine, prompts) == generate(make_engine(make_target(), DrafterSlots()), prompts)
+    assert engine.stats()["num_drafter_failures"] == 0
+    assert backend.num_replays >= 2 * engine.stats()["num_rounds"], "the block and verify of every round were replayed"
 
 
 @pytest.mark.parametrize("count", [1, 4])
