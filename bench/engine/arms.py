@@ -29,6 +29,7 @@ from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.output import FeedbackSink
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
+from paceline.serving.target_model.int8 import round_to_int8
 from paceline.serving.target_model.model import TargetModel
 
 GENERATE, LOOKUP = "transformers", "transformers_lookup"
@@ -323,8 +324,10 @@ Arm = EngineArm | TransformersArm
 
 
 def transformers_arms(names: Sequence[str], model: str, target: TargetModel, device: str) -> list[TransformersArm]:
-    """Arms among GENERATE and LOOKUP, with one copy of the model in the target's number type."""
+    """Arms among GENERATE and LOOKUP, with one copy of the model in the number type of the target's activations."""
     loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=target.dtype).eval().to(device)
+    if target.is_int8:
+        round_to_int8(loaded)
     pad = target.tokenizer.pad_token_id or 0
     return [TransformersArm(n, loaded, pad, lookup=n == LOOKUP) for n in names]
 

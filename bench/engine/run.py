@@ -214,7 +214,7 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
     arms = _arms(options, target, device, longest=max(len(p) for ps in prompts.values() for p in ps))
     checker = None
     if 0.0 in options.temperatures and options.num_check:
-        checker = LosslessChecker(resolve_model(options.model))
+        checker = LosslessChecker(resolve_model(options.model), is_int8=target.is_int8)
     result.update(target=target_facts(target))
 
     def groups_of(bucket: str, batch: int, temperature: float) -> list[BenchGroup]:
