@@ -35,6 +35,7 @@ from paceline.serving.target_model.paged_attention import (
     supports_rope_kernel,
     use_rope_kernel,
 )
+from paceline.serving.target_model.reordered import reorder_linears, supports_reordered
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,8 @@ class TargetModel:
         self.kv_dtype = self.dtype
         self._fused: FusedForward | None = None
         self._native: NativeDecoder | None = None
+        self.has_reordered_linears = False
+        """Whether the modules' linear layers read reordered weights (reordered.py)."""
         self.has_rope_kernel = False
         """Whether head norm, RoPE and the K/V write of a layer are one kernel (paged_attention.py)."""
         if is_int8:
@@ -159,10 +162,12 @@ class TargetModel:
 
     @property
     def forward_name(self) -> str:
-        """What computes forwards: native-ISA | fused | modules."""
+        """What computes forwards: native-ISA | fused | modules-reordered | modules."""
         if self._native is not None:
             return f"native-{self._native.isa}"
-        return "fused" if self._fused is not None else "modules"
+        if self._fused is not None:
+            return "fused"
+        return "modules-reordered" if self.has_reordered_linears else "modules"
 
     @property
     def pads_requests(self) -> bool:
@@ -185,6 +190,8 @@ class TargetModel:
                 error = self._fused_error()
                 if error > limit:
                     self._fused, self.kv_dtype = None, self.dtype
+            if not self.is_fast_path and supports_reordered(self.model):
+                self._reorder_linears()
         elif supports_rope_kernel(self.model):
             undo = use_rope_kernel(self.model)
             try:
@@ -201,6 +208,15 @@ class TargetModel:
             "target forward chosen forward=%s rope_kernel=%s relative_error=%s",
             self.forward_name, self.has_rope_kernel, error,
         )  # fmt: skip
+
+    def _reorder_linears(self) -> None:
+        """Reorder the modules' linear weights if that leaves their logits equal."""
+        expected = [self._module_logits(count) for count in (1, 9, 32)]
+        undo = reorder_linears(self.model, (self.embed_weight, self.head_weight))
+        got = [self._module_logits(count) for count in (1, 9, 32)]
+        self.has_reordered_linears = all(map(torch.equal, got, expected))
+        if not self.has_reordered_linears:
+            undo()
 
     @torch.inference_mode()
     def _use_int8(self) -> None:
@@ -224,10 +240,9 @@ class TargetModel:
 
     def _fused_error(self) -> float:
         """Root-mean-square difference of fused and transformers logits over the logits' own, on fixed tokens."""
-        count = min(32, self.context_tokens)
-        rows = torch.arange(count, device=self.device)
-        ids = (rows * 7919 + 13) % self.vocab_size
-        expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+        ids = self._fixed_tokens(32)
+        count, rows = ids.numel(), torch.arange(ids.numel(), device=self.device)
+        expected = self._module_logits(32)
         batch = TargetBatch(
             token_ids=ids,
             positions=rows,
@@ -239,6 +254,13 @@ class TargetModel:
         got = self.forward(batch, self.new_kv_pool(1, count, 0)).logits
         error = float((got - expected).norm() / expected.norm().clamp_min(1e-12))
         return error if math.isfinite(error) else math.inf
+
+    def _fixed_tokens(self, count: int) -> torch.Tensor:
+        return (torch.arange(min(count, self.context_tokens), device=self.device) * 7919 + 13) % self.vocab_size
+
+    def _module_logits(self, count: int) -> torch.Tensor:
+        """(count, V) float32 logits of the transformers modules on fixed tokens."""
+        return self.model(input_ids=self._fixed_tokens(count)[None], use_cache=False).logits[0].float()
 
     @classmethod
     def load(
