@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -137,7 +137,7 @@ class EngineArm:
         self._group, self._timer = group, timer
         self._recorder, self._drafter = recorder, drafter
 
-    def supports(self, batch: int) -> bool:
+    def supports(self, batch: int, temperature: float) -> bool:
         """Whether groups of this size can run."""
         return batch <= self.engine.config.max_running
 
@@ -275,7 +275,7 @@ class TransformersArm:
         self.name = name
         self._model, self._pad, self._lookup = model, pad_token_id, lookup
 
-    def supports(self, batch: int) -> bool:
+    def supports(self, batch: int, temperature: float) -> bool:
         return batch == 1 or not self._lookup
 
     def run(self, group: BenchGroup) -> GroupTiming:
@@ -319,8 +319,18 @@ class TransformersArm:
         return token_ids, seconds, (first.at_s or began) - began
 
 
-Arm = EngineArm | TransformersArm
-"""One way of generating."""
+class Arm(Protocol):
+    """One way of generating."""
+
+    name: str
+
+    def supports(self, batch: int, temperature: float) -> bool:
+        """Whether groups of this size can run."""
+        ...
+
+    def run(self, group: BenchGroup) -> GroupTiming:
+        """Run one group to its end. Raises: PacelineError when a request fails."""
+        ...
 
 
 def transformers_arms(names: Sequence[str], model: str, target: TargetModel, device: str) -> list[TransformersArm]:
