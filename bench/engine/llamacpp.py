@@ -113,7 +113,7 @@ class _Batch:
             self._wants[end - 1] = 1
             at = end
         types = self._lib.llama_batch
-        pointers = {
+        pointers: dict[str, np.ndarray] = {
             "token": self._tokens, "pos": self._positions, "n_seq_id": self._counts, "seq_id": self._addresses,
             "logits": self._wants,
         }  # fmt: skip
