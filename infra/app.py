@@ -142,7 +142,7 @@ def register_first_drafter(config: ServiceConfig) -> None:
     from paceline.infra.service.parts import drafter_taps, make_slots
 
     assert config.redis_url is not None
-    target = load_target_handle(resolve_model(config.model), tap_layers=drafter_taps(config))
+    target = load_target_handle(resolve_model(config.model), tap_layers=drafter_taps(config), dtype=config.dtype)
     slots = make_slots(config, target, DrafterRegistry(StorePaths.of(config).registry))
     keys, now = Keys(config.model_name), SystemClock().now()
     with patient_client(config.redis_url) as client:

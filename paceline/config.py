@@ -257,7 +257,7 @@ class ServiceConfig:
     ] = "bundled"
     model_name: str = "paceline"
     """Name in /v1/models."""
-    dtype: A[str, Setting("auto | float32 | bfloat16 | float16.", choices=DTYPES)] = "auto"
+    dtype: A[str, Setting("auto | float32 | bfloat16 | float16 | int8 (CPU only).", choices=DTYPES)] = "auto"
     device: A[str, Setting("auto | cpu | cuda.", choices=DEVICES)] = "auto"
     num_replicas: A[int, Setting("Serving replicas.", flag="replicas", ge=1, le=1024)] = 1
     data_dir: A[str, Setting("Folder of trace store, drafter registry, Redis data and logs.")] = "~/.cache/paceline"

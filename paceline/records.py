@@ -219,8 +219,10 @@ HtmlFile = Annotated[
 ]
 Model = Annotated[str, Setting("'bundled' or the folder of a local transformers checkpoint.")]
 Drafter = Annotated[str, Setting(f"none | {DRAFTERS}.")]
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 DEVICES = ("auto", "cpu", "cuda")
-Dtype = Annotated[str, Setting("auto (as the service) | float32 | bfloat16 | float16.", choices=DTYPES)]
+Dtype = Annotated[
+    str, Setting("auto (as the service) | float32 | bfloat16 | float16 | int8 (CPU only).", choices=DTYPES)
+]
 Device = Annotated[str, Setting("auto | cpu | cuda.", choices=DEVICES)]
 Threads = Annotated[int | None, Setting("torch threads; default: torch's choice.", flag="threads", ge=1)]

@@ -37,7 +37,7 @@ from paceline.records import build
         ({"trainer_resources": {"resources": {"train_slot": 0}}}, "resources.train_slot must be > 0"),
         ({"trainer_resources": {"resources": {"GPU": 1}}}, "use num_cpus and num_gpus"),
         ({"trainer_resources": {"num_gpus": 2}}, "trainer_resources.num_gpus must be in"),
-        ({"dtype": "int8"}, "dtype"),
+        ({"dtype": "int4"}, "dtype"),
     ],
 )
 def test_wrong_setting_is_refused_by_name(values, message):

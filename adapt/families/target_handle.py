@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
 from paceline.errors import ConfigError
+from paceline.serving.target_model.int8 import served_version
 from paceline.serving.target_model.model import checkpoint_version, default_tap_layers
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -43,13 +44,19 @@ class TargetHandle:
 
 
 def load_target_handle(
-    folder: str | Path, *, device: str = "cpu", version: str | None = None, tap_layers: Sequence[int] | None = None
+    folder: str | Path,
+    *,
+    device: str = "cpu",
+    version: str | None = None,
+    tap_layers: Sequence[int] | None = None,
+    dtype: str = "auto",
 ) -> TargetHandle:
     """Read a checkpoint folder's version, sizes, token embedding and output head.
 
     Args:
         version: known hash; None hashes the files.
         tap_layers: layers whose outputs the drafter reads; None = SpecBlock's three.
+        dtype: of the target where it serves; int8 is a target of its own.
     Raises: ConfigError when the folder is not a usable checkpoint or torch has no such device.
     """
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -67,7 +74,7 @@ def load_target_handle(
     head = None if getattr(config, "tie_word_embeddings", False) else _read_tensor(root, _HEAD)
     taps = default_tap_layers(config.num_hidden_layers) if tap_layers is None else tuple(tap_layers)
     return TargetHandle(
-        version=version or checkpoint_version(root),
+        version=served_version(version or checkpoint_version(root), dtype),
         vocab_size=config.vocab_size,
         feature_size=len(taps) * config.hidden_size,
         device=torch.device(device),

@@ -30,6 +30,7 @@ from paceline.serving.drafters.family import TrainedDrafter
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.loading.families import build_drafter, build_model
+from paceline.serving.target_model.int8 import is_int8_version
 
 log = logging.getLogger(__name__)
 TRAIN_SHARE = 0.7
@@ -122,10 +123,14 @@ def run_training_job(
     try:
         with _torch_threads(threads):
             if isinstance(target_dir, str | Path):
-                taps = None
+                taps, dtype = None, "auto"
                 with contextlib.suppress(ManifestError):  # said where the job begins; a wrong folder comes first
-                    taps = registry.get_manifest(job.base_version).config.get("tap_layers")
-                target_dir = load_target_handle(target_dir, device=device, tap_layers=taps)
+                    base = registry.get_manifest(job.base_version)
+                    taps, dtype = (
+                        base.config.get("tap_layers"),
+                        "int8" if is_int8_version(base.target_version) else dtype,
+                    )
+                target_dir = load_target_handle(target_dir, device=device, tap_layers=taps, dtype=dtype)
             return _run(job, store, registry, target_dir, watch, progress, shadow or ShadowConfig(), update)
     except (UpdateStoppedError, ShadowStoppedError):
         log.info("training stopped job=%s reason=%s", job.job_id, watch.reason)

@@ -28,7 +28,7 @@ def load_target(model: str, dtype: str = "auto", device: str = "cpu", *, drafter
 def target_facts(target: TargetModel) -> dict[str, Any]:
     """What a result says of the target that it measured."""
     return {
-        "dtype": str(target.dtype), "version": target.version, "forward": target.forward_name,
+        "dtype": "int8" if target.is_int8 else str(target.dtype), "version": target.version, "forward": target.forward_name,
     }  # fmt: skip
 
 

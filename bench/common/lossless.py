@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from paceline.errors import ConfigError
 from paceline.serving.sampling.draw import SamplingBatch, has_penalties
 from paceline.serving.sampling.request import SamplingParams
+from paceline.serving.target_model.int8 import round_to_int8
 
 # bf16 keeps 8 significant bits, so one rounding moves a value by at most 2^-9 of its size. A logit passes through the
 # rounded residual stream, the final norm and the head: four such roundings of the largest logit bound the error that
@@ -40,8 +41,11 @@ class LosslessReport:
 class LosslessChecker:
     """Holds the target in fp32 and checks answers one by one."""
 
-    def __init__(self, target_dir: Path) -> None:
+    def __init__(self, target_dir: Path, *, is_int8: bool = False) -> None:
+        """is_int8: the target's linear weights are those of its 8-bit form, exactly."""
         self._model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
+        if is_int8:
+            round_to_int8(self._model)
 
     @torch.inference_mode()
     def logits(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> torch.Tensor:

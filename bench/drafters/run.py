@@ -146,11 +146,11 @@ def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any
     target = load_target(options.model, options.dtype, device, drafters=options.drafters)
     workloads, skipped = build_workloads(options, target)
     result.update(
-        target={**target_facts(target), "num_weights": sum(p.numel() for p in target.model.parameters())},
+        target={**target_facts(target), "num_weights": target.num_weights},
         workloads={w.name: w.as_dict() for w in workloads}, skipped_buckets=skipped,
     )  # fmt: skip
     arms = _arms(options, specs, target, device, workloads)
-    checker = LosslessChecker(resolve_model(options.model)) if options.num_check else None
+    checker = LosslessChecker(resolve_model(options.model), is_int8=target.is_int8) if options.num_check else None
 
     def groups_of(workload: Workload, batch: int, temperature: float) -> list[BenchGroup]:
         spare = workload.take_spare(options.warmup_groups * options.group_size(batch))

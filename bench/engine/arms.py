@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.output import FeedbackSink, TraceSink
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
+from paceline.serving.target_model.int8 import round_to_int8
 from paceline.serving.target_model.model import TargetModel
 
 GENERATE, LOOKUP = "transformers", "transformers_lookup"
@@ -136,7 +137,7 @@ class EngineArm:
         self._group, self._timer = group, timer
         self._recorder, self._drafter = recorder, drafter
 
-    def supports(self, batch: int) -> bool:
+    def supports(self, batch: int, temperature: float) -> bool:
         """Whether groups of this size can run."""
         return batch <= self.engine.config.max_running
 
@@ -274,7 +275,7 @@ class TransformersArm:
         self.name = name
         self._model, self._pad, self._lookup = model, pad_token_id, lookup
 
-    def supports(self, batch: int) -> bool:
+    def supports(self, batch: int, temperature: float) -> bool:
         return batch == 1 or not self._lookup
 
     def run(self, group: BenchGroup) -> GroupTiming:
@@ -318,13 +319,25 @@ class TransformersArm:
         return token_ids, seconds, (first.at_s or began) - began
 
 
-Arm = EngineArm | TransformersArm
-"""One way of generating."""
+class Arm(Protocol):
+    """One way of generating."""
+
+    name: str
+
+    def supports(self, batch: int, temperature: float) -> bool:
+        """Whether groups of this size can run."""
+        ...
+
+    def run(self, group: BenchGroup) -> GroupTiming:
+        """Run one group to its end. Raises: PacelineError when a request fails."""
+        ...
 
 
 def transformers_arms(names: Sequence[str], model: str, target: TargetModel, device: str) -> list[TransformersArm]:
-    """Arms among GENERATE and LOOKUP, with one copy of the model in the target's number type."""
+    """Arms among GENERATE and LOOKUP, with one copy of the model in the number type of the target's activations."""
     loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=target.dtype).eval().to(device)
+    if target.is_int8:
+        round_to_int8(loaded)
     pad = target.tokenizer.pad_token_id or 0
     return [TransformersArm(n, loaded, pad, lookup=n == LOOKUP) for n in names]
 

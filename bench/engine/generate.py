@@ -31,7 +31,7 @@ class GenerateOptions:
     max_tokens: A[int, Setting("New tokens at most.", ge=1)] = 128
     temperature: A[float, Setting("0 = greedy.", ge=0)] = 0.0
     seed: A[int, Setting("Seed of sampling.", ge=0)] = 0
-    dtype: A[str, Setting("auto | float32 | bfloat16 | float16.", choices=DTYPES)] = "auto"
+    dtype: A[str, Setting("auto | float32 | bfloat16 | float16 | int8 (CPU only).", choices=DTYPES)] = "auto"
 
 
 def run_generate(options: GenerateOptions, console: Console) -> None:

@@ -21,6 +21,7 @@ from paceline.bench.common.lossless import LosslessChecker
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import interval_text, new_table, number_text, progress, say_file
 from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
+from paceline.bench.engine import llamacpp
 from paceline.bench.engine.arms import (
     GENERATE,
     LOOKUP,
@@ -43,7 +44,9 @@ from paceline.paths import resolve_model
 from paceline.records import DRAFTERS, DataFolder, Device, Dtype, JsonFile, Model, Setting, Threads, record, require
 from paceline.serving.target_model.model import TargetModel
 
-ARMS = (PLAIN, SPECULATIVE, GENERATE, LOOKUP)
+DEFAULT_ARMS = (PLAIN, SPECULATIVE, GENERATE, LOOKUP)
+LLAMACPP_ARMS = (llamacpp.PLAIN, llamacpp.LOOKUP)
+ARMS = (*DEFAULT_ARMS, *LLAMACPP_ARMS)
 RANDOM = "random"
 """Bucket of random token ids: an upper or lower bound that real text never reaches, shown next to real text."""
 RANDOM_PROMPT_TOKENS = 24
@@ -122,8 +125,12 @@ class EngineBenchOptions(TurnOptions):
     ] = ("tools", "code")  # fmt: skip
     arms: A[
         tuple[str, ...],
-        Setting("plain and any of speculative, transformers, transformers_lookup (only at batch 1).", panel=CELLS, choices=ARMS),
-    ] = ARMS  # fmt: skip
+        Setting(
+            "plain and any of speculative, transformers, transformers_lookup, llamacpp (greedy, on the CPU; pip install "
+            f"{llamacpp.PACKAGE}), llamacpp_lookup; lookups only at batch 1.",
+            panel=CELLS, choices=ARMS,
+        ),
+    ] = DEFAULT_ARMS  # fmt: skip
     num_prompts: A[int, Setting("Counted requests of a cell, at least.", flag="prompts", panel=SIZE, ge=1)] = 24
     min_groups: MinGroups = 6
     waves: Waves = 3
@@ -214,7 +221,7 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
     arms = _arms(options, target, device, longest=max(len(p) for ps in prompts.values() for p in ps))
     checker = None
     if 0.0 in options.temperatures and options.num_check:
-        checker = LosslessChecker(resolve_model(options.model))
+        checker = LosslessChecker(resolve_model(options.model), is_int8=target.is_int8)
     result.update(target=target_facts(target))
 
     def groups_of(bucket: str, batch: int, temperature: float) -> list[BenchGroup]:
@@ -225,6 +232,8 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
         row = cell_row(*groups[0].cell, timings)
         if row["temperature"] == 0:
             row["lossless"] = lossless_row(groups, timings, checker, options.num_check)
+            peers = [name for name in LLAMACPP_ARMS if name in timings]
+            row |= {"peers": {n: lossless_row(groups, timings, checker, 0, n) for n in peers}} if peers else {}
         return {**row, "memory": _memory(arms, device)}
 
     cells = run_cells(options, options.cells(options.buckets, groups_of), arms, row_of, result, console)
@@ -252,7 +261,7 @@ def run_cells(
         for groups in cells:
             bucket, batch, temperature = groups[0].cell
             bar.name(f"{bucket} batch {batch} T={temperature:g}")
-            usable = [a for a in arms if a.supports(batch)]
+            usable = [a for a in arms if a.supports(batch, temperature)]
             timings = run_alternating(usable, groups, num_warmup=options.warmup_groups, on_group=bar.step)
             rows.append(row_of(groups[options.warmup_groups :], timings))
             result.update(cells=rows)
@@ -305,6 +314,9 @@ def _arms(options: EngineBenchOptions, target: TargetModel, device: str, *, long
     if GENERATE in options.arms or LOOKUP in options.arms:
         names = [n for n in (GENERATE, LOOKUP) if n in options.arms]
         out += transformers_arms(names, options.model, target, device)
+    names = [n for n in LLAMACPP_ARMS if n in options.arms]
+    if names:
+        out += llamacpp.llamacpp_arms(names, resolve_model(options.model), target, num_context=context)
     return out
 
 
@@ -400,4 +412,11 @@ def print_summary(document: dict[str, Any], console: Console) -> None:
             f"{summary['num_checked_tokens']} tokens checked in fp32; {differing} of {compared} answers differ between the engines",
             soft_wrap=True,
         )  # fmt: skip
+    peers = [c["peers"] for c in document["cells"] if "peers" in c]
+    for name in dict.fromkeys(name for row in peers for name in row):
+        compared, differing, off = (sum(row[name][k] for row in peers if name in row) for k in ("num_compared", "num_differing", "num_mismatches"))  # fmt: skip
+        console.print(
+            f"{name}: {differing} of {compared} answers differ from plain's, {off} tokens of these by more than a near tie",
+            soft_wrap=True,
+        )
     say_file(console, "JSON", document["options"]["json"])

@@ -150,7 +150,7 @@ class ShadowCheck:
     @property
     def dtype(self) -> str:
         """Number type of the target; drafter and KV follow the service."""
-        return str(self._target.dtype).removeprefix("torch.")
+        return self._target.dtype_name
 
     @property
     def num_jobs(self) -> int:

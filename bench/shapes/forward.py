@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Annotated as A
 from typing import Any
 
@@ -48,7 +49,10 @@ class ForwardOptions:
     batches: A[tuple[int, ...], Setting("Comma list of requests.", flag="batch", ge=1, non_empty=True)] = (1,)
     contexts: A[tuple[int, ...], Setting("Comma list of committed tokens of a request.", ge=0, non_empty=True)] = (100,)
     threads: A[tuple[int, ...], Setting("Comma list of threads.", ge=1, non_empty=True)] = (1,)
-    dtype: A[str, Setting("Of the weights: bfloat16 | float32 | int8.", choices=tuple(DTYPES))] = "bfloat16"
+    dtypes: A[
+        tuple[str, ...],
+        Setting("Comma list of the weights' types: bfloat16 | float32 | int8; they take turns.", flag="dtype", choices=tuple(DTYPES), non_empty=True),
+    ] = ("bfloat16",)  # fmt: skip
     repeats: A[int, Setting("Times that each size runs.", ge=2)] = 15
     json: JsonFile = None
 
@@ -63,11 +67,11 @@ def run_forward_bench(options: ForwardOptions, console: Console) -> dict[str, An
     before, cells = torch.get_num_threads(), []
     with progress(console, "forwards", len(options.models) * len(options.threads)) as bar:
         for name in options.models:
-            model = RandomModel(SHAPES[name], DTYPES[options.dtype])
+            models = [RandomModel(SHAPES[name], DTYPES[dtype]) for dtype in options.dtypes]
             for num_threads in options.threads:
                 bar.name(f"{name}, {num_threads} threads")
                 torch.set_num_threads(num_threads)
-                cells += timed_cells(model, num_threads, options)
+                cells += timed_cells(models, num_threads, options)
                 result.update(cells=cells)
                 bar.step()
     torch.set_num_threads(before)
@@ -145,31 +149,34 @@ def read_s(data: np.ndarray, num_threads: int) -> float:
         return time.perf_counter() - begin
 
 
-def timed_cells(model: RandomModel, num_threads: int, options: ForwardOptions) -> list[dict[str, Any]]:
-    """A cell for every (context, batch, rows): milliseconds, times one row, times the floor."""
-    sizes = [(c, b, r) for c in options.contexts for b in options.batches for r in options.rows]
-    pool = model.new_pool(max(b * (c + r) for c, b, r in sizes))
+def timed_cells(models: Sequence[RandomModel], num_threads: int, options: ForwardOptions) -> list[dict[str, Any]]:
+    """A cell for every (dtype, context, batch, rows): milliseconds, times one row, the floor and the first dtype."""
+    shapes = [(c, b, r) for c in options.contexts for b in options.batches for r in options.rows]
+    pools = [model.new_pool(max(b * (c + r) for c, b, r in shapes)) for model in models]
     data = np.ones(_READ_BYTES // 8, dtype=np.int64)
-    times: dict[tuple[int, int, int], list[float]] = {size: [] for size in sizes}
+    sizes = [(i, *shape) for shape in shapes for i in range(len(models))]
+    times: dict[tuple[int, int, int, int], list[float]] = {size: [] for size in sizes}
     reads: list[float] = []
     for repeat in range(options.repeats + 1):
         read = read_s(data, num_threads)
-        found = {(c, b, r): model.forward_s(pool, r, c, b) for c, b, r in sizes}
+        found = {(i, c, b, r): models[i].forward_s(pools[i], r, c, b) for i, c, b, r in sizes}
         if repeat:  # the first warms up
             reads.append(read / _READ_BYTES)
             for size, seconds in found.items():
                 times[size].append(seconds)
     cells = []
-    for (context, batch, rows), own in times.items():
+    for (i, context, batch, rows), own in times.items():
+        model = models[i]
         num_bytes = model.weight_bytes + model.kv_bytes(context, batch)
-        one = times.get((context, batch, 1))
+        one = times.get((i, context, batch, 1))
         cells.append(
             {
-                "model": model.shape.model, "threads": num_threads, "context": context, "batch": batch, "rows": rows,
+                "model": model.shape.model, "dtype": options.dtypes[i], "threads": num_threads, "context": context, "batch": batch, "rows": rows,
                 "ms": statistics.median(own) * 1e3, "weight_bytes": model.weight_bytes, "bytes": num_bytes,
                 "read_gb_per_s": 1e-9 / statistics.median(reads),
                 "over_floor": _ratio(own, [num_bytes * r for r in reads]),
                 "over_one_row": None if one is None or rows == 1 else _ratio(own, one),
+                "over_first_dtype": _ratio(own, times[0, context, batch, rows]) if i else None,
             }
         )  # fmt: skip
     return cells
@@ -183,9 +190,10 @@ def _ratio(times: list[float], others: list[float]) -> dict[str, Any]:
 
 def print_cells(document: dict[str, Any], console: Console) -> None:
     """One line a cell."""
-    title = f"Compiled forward ({document['isa']}, {document['options']['dtype']} weights)"
+    title = f"Compiled forward ({document['isa']})"
     columns = (
         "model",
+        "weights",
         "threads",
         "context",
         "batch",
@@ -193,6 +201,7 @@ def print_cells(document: dict[str, Any], console: Console) -> None:
         "ms",
         "over one row",
         "over the floor",
+        "over the first type",
         "floor reads GB/s",
     )
     table = new_table(
@@ -201,8 +210,8 @@ def print_cells(document: dict[str, Any], console: Console) -> None:
     for c in document["cells"]:
         ratios = [
             "-" if (found := c[name]) is None else f"{found['ratio']:.2f} ({interval_text(found['interval'])})"
-            for name in ("over_one_row", "over_floor")
+            for name in ("over_one_row", "over_floor", "over_first_dtype")
         ]
-        sizes = [str(c[name]) for name in ("model", "threads", "context", "batch", "rows")]
+        sizes = [str(c[name]) for name in ("model", "dtype", "threads", "context", "batch", "rows")]
         table.add_row(*sizes, number_text(c["ms"], 2), *ratios, number_text(c["read_gb_per_s"], 1))
     console.print(table)

@@ -125,6 +125,11 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, LANES, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
+def unpack_weight(packed: torch.Tensor) -> torch.Tensor:
+    """Panels of bfloat16 or int8 -> (O, K) with the padding."""
+    return packed.transpose(1, 2).reshape(packed.shape[0] * LANES, -1)
+
+
 @dataclass(slots=True)
 class PackedLinear:
     """A packed weight (O, K) and the factors of its outputs."""

@@ -300,7 +300,7 @@ inline void store_rows(const float* found, int64_t rows, float* y, int64_t y_str
 template <class W>
 inline void tile_panels(const uint16_t* x, int64_t rows, int64_t stride, const W* w, int64_t num_panels, int64_t in, float* y,
                         int64_t y_stride) {
-  alignas(64) uint16_t room[2][512];
+  alignas(64) uint16_t room[4][512];
   alignas(64) float found[256];
   const int64_t step = stride * 2;
   settle_memory();
@@ -315,12 +315,23 @@ inline void tile_panels(const uint16_t* x, int64_t rows, int64_t stride, const W
       _tile_zero(1);
       _tile_zero(2);
       _tile_zero(3);
+      // Weights are widened one step before a tile loads them: a load that follows its stores at once waits for them.
+      const void *next0 = weights_of(w0, room[0]), *next1 = weights_of(w1, room[1]);
+      int turn = 0;
+      const auto widen = [&](int64_t k, const void** now0, const void** now1) {
+        *now0 = next0, *now1 = next1, turn ^= 2;
+        if (k + 32 >= in) return;
+        next0 = weights_of(w0 + (k + 32) * LANES, room[turn]);
+        next1 = weights_of(w1 + (k + 32) * LANES, room[turn + 1]);
+      };
+      const void *now0, *now1;
       if (is_both) {
         for (int64_t k = 0; k < in; k += 32) {
+          widen(k, &now0, &now1);
           _tile_loadd(4, x0 + k, step);
           _tile_loadd(5, x1 + k, step);
-          _tile_loadd(6, weights_of(w0 + k * LANES, room[0]), 64);
-          _tile_loadd(7, weights_of(w1 + k * LANES, room[1]), 64);
+          _tile_loadd(6, now0, 64);
+          _tile_loadd(7, now1, 64);
           _tile_dpbf16ps(0, 4, 6);
           _tile_dpbf16ps(1, 4, 7);
           _tile_dpbf16ps(2, 5, 6);
@@ -328,9 +339,10 @@ inline void tile_panels(const uint16_t* x, int64_t rows, int64_t stride, const W
         }
       } else {
         for (int64_t k = 0; k < in; k += 32) {
+          widen(k, &now0, &now1);
           _tile_loadd(4, x0 + k, step);
-          _tile_loadd(6, weights_of(w0 + k * LANES, room[0]), 64);
-          _tile_loadd(7, weights_of(w1 + k * LANES, room[1]), 64);
+          _tile_loadd(6, now0, 64);
+          _tile_loadd(7, now1, 64);
           _tile_dpbf16ps(0, 4, 6);
           _tile_dpbf16ps(1, 4, 7);
         }

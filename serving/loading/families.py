@@ -22,6 +22,7 @@ from paceline.serving.eagle3 import drafter as eagle_drafter
 from paceline.serving.loading.released import is_released, read_released
 from paceline.serving.parallel_head import drafter as parallel_head_drafter
 from paceline.serving.specblock import drafter as specblock_drafter
+from paceline.serving.target_model.int8 import fits_version
 
 FAMILIES: dict[str, DrafterFamily] = {
     f.name: f
@@ -74,7 +75,7 @@ def build_drafter(
     Raises: DrafterMismatchError.
     """
     family, trained_for = drafter_family(config.get("drafter_type")), target_version or config.get("target_version")
-    if trained_for != target.version:
+    if not fits_version(trained_for, target.version):
         raise DrafterMismatchError(f"drafter was trained for target {trained_for!r}, not for {target.version!r}")
     _check_taps(config.get("tap_layers"), target)
     model = build_model(config, state)

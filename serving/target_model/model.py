@@ -22,12 +22,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from paceline.errors import ConfigError
+from paceline.kernels.cpu.library import choose_isa
 from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.target_model.fused import KV_DTYPE, FusedForward, supports_fused
+from paceline.serving.target_model.int8 import served_version
 from paceline.serving.target_model.kernel_forward import KernelForward, supports_kernel_forward
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.native import NativeDecoder, new_native, supports_native
 from paceline.serving.target_model.paged_attention import ATTENTION, PagedPass, register_attention
+from paceline.serving.target_model.reordered import reorder_linears, supports_reordered
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +89,18 @@ class TargetModel:
         fast_path: bool | None = None,
         kernels: Kernels | None = None,
         num_ranks: int = 1,
+        is_int8: bool = False,
     ) -> None:
-        """num_ranks: tensor-parallel ranks that the model is split over; heads below are this rank's."""
+        """num_ranks: tensor-parallel ranks that the model is split over; heads below are this rank's.
+
+        is_int8: serve the 8-bit form of the model (int8.py), whose linear weights are freed. Raises: ConfigError.
+        """
         register_attention()
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.version = version
+        self.version, self.is_int8 = served_version(version, "int8" if is_int8 else ""), is_int8
+        self.num_weights = sum(p.numel() for p in model.parameters())
         config = model.config.get_text_config()
         self.config = config
         self.num_layers: int = config.num_hidden_layers
@@ -128,8 +136,17 @@ class TargetModel:
         self.kv_dtype = self.dtype
         self._fused: FusedForward | KernelForward | None = None
         self._native: NativeDecoder | None = None
-        if fast_path is not False and num_ranks == 1:
+        self.has_reordered_linears = False
+        """Whether the modules' linear layers read reordered weights (reordered.py)."""
+        if is_int8:
+            self._use_int8()
+        elif fast_path is not False and num_ranks == 1:
             self._choose_fast_path(is_required=fast_path is True)
+
+    @property
+    def dtype_name(self) -> str:
+        """Number type of the linear weights, such as bfloat16 or int8."""
+        return "int8" if self.is_int8 else str(self.dtype).removeprefix("torch.")
 
     @property
     def is_fast_path(self) -> bool:
@@ -138,12 +155,12 @@ class TargetModel:
 
     @property
     def forward_name(self) -> str:
-        """What computes forwards: native-ISA | kernels | fused | modules."""
+        """What computes forwards: native-ISA | kernels | fused | modules-reordered | modules."""
         if self._native is not None:
             return f"native-{self._native.isa}"
-        if self._fused is None:
-            return "modules"
-        return "kernels" if isinstance(self._fused, KernelForward) else "fused"
+        if self._fused is not None:
+            return "kernels" if isinstance(self._fused, KernelForward) else "fused"
+        return "modules-reordered" if self.has_reordered_linears else "modules"
 
     @property
     def pads_requests(self) -> bool:
@@ -166,6 +183,8 @@ class TargetModel:
                 error = self._fused_error()
                 if error > limit:
                     self._fused, self.kv_dtype = None, self.dtype
+            if not self.is_fast_path and supports_reordered(self.model):
+                self._reorder_linears()
         elif supports_kernel_forward(self.model):
             self._fused = KernelForward(self.model, self.tap_layers, self.kernels)
             try:
@@ -179,12 +198,40 @@ class TargetModel:
             raise ConfigError(f"fast_path must be None or False for this target, got True (relative error {error})")
         log.info("target forward chosen forward=%s relative_error=%s", self.forward_name, error)
 
+    def _reorder_linears(self) -> None:
+        """Reorder the modules' linear weights if that leaves their logits equal."""
+        expected = [self._module_logits(count) for count in (1, 9, 32)]
+        undo = reorder_linears(self.model, (self.embed_weight, self.head_weight))
+        got = [self._module_logits(count) for count in (1, 9, 32)]
+        self.has_reordered_linears = all(map(torch.equal, got, expected))
+        if not self.has_reordered_linears:
+            undo()
+
+    @torch.inference_mode()
+    def _use_int8(self) -> None:
+        """Use the compiled forward of the 8-bit form. Raises: ConfigError where there is none."""
+        if choose_isa() is None:
+            raise ConfigError(
+                "dtype must not be int8 without the compiled forward (python -m paceline.kernels.cpu.build builds it); "
+                "choose auto or bfloat16"
+            )
+        if not (self.kernels.is_reference and self.num_ranks == 1 and supports_native(self.model, is_int8=True)):
+            raise ConfigError(
+                "dtype must be int8 only for a dense Llama or Qwen3 on the CPU that the compiled forward takes, from float32 or "
+                "bfloat16 weights (docs/serve.md, On a CPU); choose auto or bfloat16"
+            )
+        self._native = new_native(self.model, self.tap_layers, is_int8=True, is_lent=True)
+        self.kv_dtype = torch.bfloat16
+        error = self._fused_error()
+        if error > _MAX_FUSED_ERROR_BF16:
+            raise ConfigError(f"dtype must not be int8 for this target, its forward is off by {error:.3g}; choose auto")
+        log.info("target forward chosen forward=%s weights=int8 relative_error=%s", self.forward_name, error)
+
     def _fused_error(self) -> float:
         """Root-mean-square difference of fused and transformers logits over the logits' own, on fixed tokens."""
-        count = min(32, self.context_tokens)
-        rows = torch.arange(count, device=self.device)
-        ids = (rows * 7919 + 13) % self.vocab_size
-        expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+        ids = self._fixed_tokens(32)
+        count, rows = ids.numel(), torch.arange(ids.numel(), device=self.device)
+        expected = self._module_logits(32)
         batch = TargetBatch(
             token_ids=ids,
             positions=rows,
@@ -196,6 +243,13 @@ class TargetModel:
         got = self.forward(batch, self.new_kv_pool(1, count, 0)).logits
         error = float((got - expected).norm() / expected.norm().clamp_min(1e-12))
         return error if math.isfinite(error) else math.inf
+
+    def _fixed_tokens(self, count: int) -> torch.Tensor:
+        return (torch.arange(min(count, self.context_tokens), device=self.device) * 7919 + 13) % self.vocab_size
+
+    def _module_logits(self, count: int) -> torch.Tensor:
+        """(count, V) float32 logits of the transformers modules on fixed tokens."""
+        return self.model(input_ids=self._fixed_tokens(count)[None], use_cache=False).logits[0].float()
 
     @classmethod
     def load(
@@ -214,7 +268,8 @@ class TargetModel:
         Args:
             path: folder with config.json, *.safetensors and tokenizer.json.
             device: cpu | cuda | auto.
-            dtype: auto (the checkpoint's) | float32 | bfloat16 | float16.
+            dtype: auto (the checkpoint's) | float32 | bfloat16 | float16 | int8 (linear weights of the checkpoint rounded to
+                8 bits, for the compiled forward on the CPU).
             tap_layers: None = SpecBlock's three; () = no taps.
             fast_path: None = a forward with fewer operators where there is one that was checked equal; False = never; True = required.
             split: keeps this rank's share of the model, on its device, of `num_ranks` (tensor_parallel.py).
@@ -225,13 +280,19 @@ class TargetModel:
             raise ConfigError(f"model must be the folder of a transformers checkpoint with a config.json, got {folder}")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        is_int8 = dtype == "int8"
+        if is_int8 and (device != "cpu" or num_ranks > 1):
+            raise ConfigError(
+                f"dtype must not be int8 on {device} over {num_ranks} rank(s): 8-bit weights run on one CPU process; choose "
+                "--device cpu, or dtype auto"
+            )
         register_attention()
         transformers_logging.disable_progress_bar()  # it would write over the command line's own output
         model: torch.nn.Module
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+                dtype="auto" if is_int8 or dtype == "auto" else getattr(torch, dtype),
                 attn_implementation=ATTENTION,
                 local_files_only=True,
                 use_safetensors=True,
@@ -251,7 +312,10 @@ class TargetModel:
             raise ConfigError(f"model {folder} has non-finite weights in {bad}; download it again")
         version = checkpoint_version(folder)
         model = model.to(device) if split is None else split(model)
-        return cls(model, tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path, num_ranks=num_ranks)
+        return cls(
+            model, tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path, num_ranks=num_ranks,
+            is_int8=is_int8,
+        )  # fmt: skip
 
     @classmethod
     def from_model(
@@ -263,15 +327,19 @@ class TargetModel:
         version: str | None = None,
         fast_path: bool | None = None,
         kernels: Kernels | None = None,
+        is_int8: bool = False,
     ) -> TargetModel:
         """Wrap a model that is in memory.
 
         Args:
             version: None = a hash of the config and the weights.
             kernels: None = select_kernels of the model's device.
+            is_int8: serve its 8-bit form; the model's linear weights are freed.
         """
-        version = version or _model_version(model)
-        return cls(model, tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path, kernels=kernels)
+        return cls(
+            model, tokenizer, tap_layers=tap_layers, version=version or _model_version(model), fast_path=fast_path,
+            kernels=kernels, is_int8=is_int8,
+        )  # fmt: skip
 
     @property
     def kv_row_bytes(self) -> int:

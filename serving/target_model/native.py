@@ -7,23 +7,19 @@ from typing import Any
 import torch
 
 from paceline.kernels.cpu.library import NativeDecoder, NativeLayer, PackedLinear, choose_isa, fits_native, interleave
+from paceline.serving.target_model.int8 import lend_head, lend_layer, pack_int8
 
 _MEMORY_SHARE = 0.7
 """Part of the free memory that the copy of the weights may take: K/V and the rest of the process need some, too."""
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
-def _pack_int8(weight: torch.Tensor) -> PackedLinear:
-    weight = weight.float()
-    scale = weight.abs().amax(1).clamp_min(1e-30) / 127
-    return PackedLinear.pack((weight / scale[:, None]).round().to(torch.int8), scale)
-
-
-def supports_native(model: Any) -> bool:
+def supports_native(model: Any, *, is_int8: bool = False) -> bool:
     """Whether the model is a dense Qwen3 or Llama on the CPU without biases, sliding windows or dynamic RoPE, and its weights
-    fit the memory that is left once more."""
+    fit the memory that is left once more, unless they are freed as they are packed (is_int8)."""
     config = model.config
     parameters = list(model.parameters())
+    copied_bytes = 0 if is_int8 else sum(p.numel() * p.element_size() for p in parameters)
     rope = getattr(config, "rope_parameters", None) or {}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
@@ -37,7 +33,7 @@ def supports_native(model: Any) -> bool:
         and fits_native(config.hidden_size, head_dim)
         and all(p.device.type == "cpu" for p in parameters)
         and {p.dtype for p in parameters} in ({torch.float32}, {torch.bfloat16})
-        and sum(p.numel() * p.element_size() for p in parameters) < _free_bytes() * _MEMORY_SHARE
+        and copied_bytes < _free_bytes() * _MEMORY_SHARE
     )
 
 
@@ -48,13 +44,17 @@ def _free_bytes() -> int:
 
 
 def new_native(
-    model: Any, tap_layers: tuple[int, ...], isa: str | None = None, *, is_int8: bool = False
+    model: Any, tap_layers: tuple[int, ...], isa: str | None = None, *, is_int8: bool = False, is_lent: bool = False
 ) -> NativeDecoder:
     """The native forward of a model that `supports_native`; its linear weights are copied.
 
-    isa: instruction set; None = the best one. is_int8: linear weights in 8 bits, a scale for each output.
+    Args:
+        isa: instruction set; None = the best one.
+        is_int8: linear weights in 8 bits, a scale for each output.
+        is_lent: each layer's own weights are freed once they are packed, and its modules read the packed ones (int8 only).
     """
-    pack = _pack_int8 if is_int8 else PackedLinear.pack
+    assert is_int8 or not is_lent
+    pack = pack_int8 if is_int8 else PackedLinear.pack
     isa = isa or choose_isa()
     assert isa is not None
     config, decoder = model.config, model.get_decoder()
@@ -78,13 +78,18 @@ def new_native(
                 tap=sum(1 << j for j, tap in enumerate(tap_layers) if tap == i),
             )
         )
+        if is_lent:
+            lend_layer(layer, layers[-1])
+    head = pack(model.get_output_embeddings().weight.detach())
+    if is_lent:
+        lend_head(model, head)
     embedding = model.get_input_embeddings().weight.detach()
     positions = torch.arange(config.max_position_embeddings)[None]
     cos, sin = decoder.rotary_emb(embedding[:1], positions)
     half = head_dim // 2
     return NativeDecoder(
         layers=layers,
-        head=pack(model.get_output_embeddings().weight.detach()),
+        head=head,
         embedding=embedding,
         final_norm=decoder.norm.weight.detach().float(),
         rope=torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float().contiguous(),

@@ -162,10 +162,17 @@ def test_other_families_are_lossless_too(kind):
 
 
 @pytest.mark.skipif(choose_isa() is None, reason="needs the compiled forward")
-@pytest.mark.parametrize("name", ["specblock", "eagle3", "jetspec", "dflash", "suffix"])
-def test_the_bundled_target_gives_the_same_bfloat16_text_with_and_without_drafting(name):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "auto") for name in ("specblock", "eagle3", "jetspec", "dflash", "suffix")),
+        ("specblock", "int8"),
+        ("dflash", "int8"),
+    ],
+)
+def test_the_bundled_target_gives_the_same_text_with_and_without_drafting(name, dtype):
     """Where the compiled forward runs there are no near ties: tree rows are bit for bit those of plain decoding."""
-    target = load_target("bundled", drafters=[name])
+    target = load_target("bundled", dtype, drafters=[name])
     assert target.dtype == torch.bfloat16 and target.forward_name.startswith("native")
     texts = ["def add(a, b):", "The sum of 12 and 30 is", "Q: What is 7 times 8?\nA:", '{"name": "mocha", "size":'] * 3
     answers = []

@@ -230,18 +230,18 @@ def test_a_missing_target_folder_fails(place, tmp_path):
     assert result.status == "failed" and "config.json" in result.reason
 
 
-def test_the_target_is_read_as_its_drafter_taps_it(place, tmp_path, monkeypatch):
+def test_the_target_is_read_as_its_drafter_taps_it_and_in_its_number_type(place, tmp_path, monkeypatch):
     registry, read = place[1], []
 
     def load(folder, **options):
-        read.append(options["tap_layers"])
+        read.append((options["tap_layers"], options["dtype"]))
         return load_target_handle(folder, **options)
 
     monkeypatch.setattr(trainer, "load_target_handle", load)
-    tapped = registry.put(base_state(1), **{**FIELDS, "config": {**FIELDS["config"], "tap_layers": [0, 2, 3]}}).version
-    for version in (tapped, place[2].base_version):
+    tapped = {**FIELDS, "config": {**FIELDS["config"], "tap_layers": [0, 2, 3]}, "target_version": "target-1-int8"}
+    for version in (registry.put(base_state(1), **tapped).version, place[2].base_version):
         assert run(place, changed(place[2], base_version=version), target=tmp_path / "none").status == "failed"
-    assert read == [[0, 2, 3], None]
+    assert read == [([0, 2, 3], "int8"), (None, "auto")]
 
 
 class FullDisk(DrafterRegistry):

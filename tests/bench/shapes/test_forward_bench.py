@@ -34,6 +34,17 @@ def test_every_size_is_timed_over_one_row_and_over_the_floor(tmp_path, dtype, si
         assert (cell["over_one_row"] is None) == (cell["rows"] == 1)
 
 
+@pytest.mark.skipif(choose_isa() is None, reason="needs the compiled library")
+def test_number_types_take_turns_and_are_compared_with_the_first(tmp_path):
+    path = tmp_path / "f.json"
+    words = ["--models", "7m", "--rows", "1,9", "--repeats", "2", "--dtype", "bfloat16,int8", "--json", str(path)]
+    assert RUN.invoke(app, ["bench", "forward", *words]).exit_code == 0
+    cells = json.loads(path.read_text())["cells"]
+    assert [(c["rows"], c["dtype"], c["over_first_dtype"] is None) for c in cells] == [
+        (1, "bfloat16", True), (1, "int8", False), (9, "bfloat16", True), (9, "int8", False),
+    ]  # fmt: skip
+
+
 def test_without_the_library_it_says_how_to_build_it(monkeypatch):
     monkeypatch.setenv(ISA_VARIABLE, "none")
     result = RUN.invoke(app, ["bench", "forward"])
