@@ -255,7 +255,7 @@ def forward(check: Check) -> None:
         fits = int(free / target.kv_row_bytes) - num_scratch
         room = max(b * c for _, b, c in shapes if b * c <= fits)
     kv = target.new_kv_pool(room // _PAGE_TOKENS, _PAGE_TOKENS, num_scratch)
-    check.save(copy_bytes_per_s=round(rate), has_rope_kernel=target.has_rope_kernel, forward=target.forward_name)
+    check.save(copy_bytes_per_s=round(rate), forward=target.forward_name)
     rows: list[dict[str, Any]] = []
     profiles: dict[str, Any] = {}
     best = ""

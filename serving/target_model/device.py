@@ -1,4 +1,4 @@
-"""Device transfers: numbers of the host on the target's device, without waiting for it.
+"""Device transfers: numbers of the host on the target's device, without waiting for it; and the room on the host.
 
 A side stream takes work of threads other than the engine's without holding the engine up; device timers tell how long
 work took on a device that runs behind the host.
@@ -30,6 +30,13 @@ def upload(
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def free_bytes() -> int:
+    """Bytes of the host's memory that are left."""
+    import psutil  # a bare GPU machine may lack it, and is never asked
+
+    return int(psutil.virtual_memory().available)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from paceline.kernels.cpu.library import NativeDecoder, NativeLayer, PackedLinear, choose_isa, fits_native, interleave
+from paceline.serving.target_model.device import free_bytes
 from paceline.serving.target_model.int8 import lend_head, lend_layer, pack_int8
 
 _MEMORY_SHARE = 0.7
@@ -33,14 +34,8 @@ def supports_native(model: Any, *, is_int8: bool = False) -> bool:
         and fits_native(config.hidden_size, head_dim)
         and all(p.device.type == "cpu" for p in parameters)
         and {p.dtype for p in parameters} in ({torch.float32}, {torch.bfloat16})
-        and copied_bytes < _free_bytes() * _MEMORY_SHARE
+        and copied_bytes < free_bytes() * _MEMORY_SHARE
     )
-
-
-def _free_bytes() -> int:
-    import psutil  # a target on CUDA is never asked for room
-
-    return psutil.virtual_memory().available
 
 
 def new_native(

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
+
+from paceline.serving.target_model.device import free_bytes
 
 _MEMORY_SHARE = 0.7
 """Part of the free memory that copies of shared weights may take."""
@@ -51,7 +52,7 @@ def reorder_linears(model: Any, shared: tuple[torch.Tensor, ...]) -> Callable[[]
             if type(own) is not torch.nn.Linear:
                 continue
             is_shared, size = own.weight.data_ptr() in kept, own.weight.numel() * own.weight.element_size()
-            if not is_shared or size < psutil.virtual_memory().available * _MEMORY_SHARE:
+            if not is_shared or size < free_bytes() * _MEMORY_SHARE:
                 setattr(parent, name, ReorderedLinear(own))
                 done.append((parent, name, is_shared, own))
                 if not is_shared:
