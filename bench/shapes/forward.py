@@ -139,36 +139,41 @@ class RandomModel:
         return time.perf_counter() - begin
 
 
-def read_s(data: np.ndarray, num_threads: int) -> float:
-    """Seconds in which the threads together read the data once."""
-    parts = np.array_split(data, num_threads)
+def memory_s(data: np.ndarray, room: np.ndarray, num_threads: int) -> tuple[float, float]:
+    """Seconds in which the threads together read the data once, and in which they copy it."""
+    parts, targets = np.array_split(data, num_threads), np.array_split(room, num_threads)
     with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
         list(pool.map(np.add.reduce, parts))  # the threads are there
         begin = time.perf_counter()
         list(pool.map(np.add.reduce, parts))
-        return time.perf_counter() - begin
+        middle = time.perf_counter()
+        list(pool.map(np.copyto, targets, parts))
+        return middle - begin, time.perf_counter() - middle
 
 
 def timed_cells(models: Sequence[RandomModel], num_threads: int, options: ForwardOptions) -> list[dict[str, Any]]:
     """A cell for every (dtype, context, batch, rows): milliseconds, times one row, the floor and the first dtype."""
     shapes = [(c, b, r) for c in options.contexts for b in options.batches for r in options.rows]
     pools = [model.new_pool(max(b * (c + r) for c, b, r in shapes)) for model in models]
-    data = np.ones(_READ_BYTES // 8, dtype=np.int64)
+    data, room = np.ones(_READ_BYTES // 8, dtype=np.int64), np.ones(_READ_BYTES // 8, dtype=np.int64)
     sizes = [(i, *shape) for shape in shapes for i in range(len(models))]
     times: dict[tuple[int, int, int, int], list[float]] = {size: [] for size in sizes}
     reads: list[float] = []
+    copies: list[float] = []
     for repeat in range(options.repeats + 1):
-        read = read_s(data, num_threads)
+        read, copy = memory_s(data, room, num_threads)
         found = {(i, c, b, r): models[i].forward_s(pools[i], r, c, b) for i, c, b, r in sizes}
         if repeat:  # the first warms up
             reads.append(read / _READ_BYTES)
+            copies.append(copy / (2 * _READ_BYTES))
             for size, seconds in found.items():
                 times[size].append(seconds)
     cells = []
     for (i, context, batch, rows), own in times.items():
         model = models[i]
         num_bytes = model.weight_bytes + model.kv_bytes(context, batch)
-        one = times.get((i, context, batch, 1))
+        one, bare = times.get((i, context, batch, 1)), times.get((i, 0, batch, rows))
+        kv_s = None if bare is None or context == 0 else [model.kv_bytes(context, batch) * copy for copy in copies]
         cells.append(
             {
                 "model": model.shape.model, "dtype": options.dtypes[i], "threads": num_threads, "context": context, "batch": batch, "rows": rows,
@@ -176,16 +181,18 @@ def timed_cells(models: Sequence[RandomModel], num_threads: int, options: Forwar
                 "read_gb_per_s": 1e-9 / statistics.median(reads),
                 "over_floor": _ratio(own, [num_bytes * r for r in reads]),
                 "over_one_row": None if one is None or rows == 1 else _ratio(own, one),
+                "kv_over_copy": None if kv_s is None or bare is None else _ratio(kv_s, own, bare),
                 "over_first_dtype": _ratio(own, times[0, context, batch, rows]) if i else None,
             }
         )  # fmt: skip
     return cells
 
 
-def _ratio(times: list[float], others: list[float]) -> dict[str, Any]:
-    """Of the sums, with its interval over repeats."""
-    value, values = resampled(np.array([times, others]), lambda sums: sums[0] / sums[1])
-    return {"ratio": round(value, 3), "interval": interval(value, values, len(times), is_positive=True, digits=3)}
+def _ratio(times: list[float], others: list[float], less: list[float] | None = None) -> dict[str, Any]:
+    """Of the sums, with its interval over repeats; `less` is taken off the divisor."""
+    rows = np.array([times, others, less or [0.0] * len(times)])
+    value, values = resampled(rows, lambda sums: sums[0] / (sums[1] - sums[2]))
+    return {"ratio": round(value, 3), "interval": interval(value, values, len(times), is_positive=less is None, digits=3)}
 
 
 def print_cells(document: dict[str, Any], console: Console) -> None:
@@ -201,16 +208,20 @@ def print_cells(document: dict[str, Any], console: Console) -> None:
         "ms",
         "over one row",
         "over the floor",
+        "K/V over a copy",
         "over the first type",
         "floor reads GB/s",
     )
     table = new_table(
-        title, columns, caption="over: ratio and 95% interval; floor: weights and K/V read once from memory"
+        title,
+        columns,
+        caption="over: ratio and 95% interval; floor: weights and K/V read once from memory; K/V over a copy: speed at which a "
+        "context is read, by the time that it adds, over that of a copy, reads and writes counted (--contexts 0,N)",
     )
     for c in document["cells"]:
         ratios = [
             "-" if (found := c[name]) is None else f"{found['ratio']:.2f} ({interval_text(found['interval'])})"
-            for name in ("over_one_row", "over_floor", "over_first_dtype")
+            for name in ("over_one_row", "over_floor", "kv_over_copy", "over_first_dtype")
         ]
         sizes = [str(c[name]) for name in ("model", "dtype", "threads", "context", "batch", "rows")]
         table.add_row(*sizes, number_text(c["ms"], 2), *ratios, number_text(c["read_gb_per_s"], 1))

@@ -45,6 +45,15 @@ def test_number_types_take_turns_and_are_compared_with_the_first(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.skipif(choose_isa() is None, reason="needs the compiled library")
+def test_the_speed_of_reading_a_context_is_that_of_the_time_it_adds(tmp_path):
+    path = tmp_path / "f.json"
+    words = ["--models", "7m", "--rows", "1", "--contexts", "0,3000", "--repeats", "3", "--json", str(path)]
+    assert RUN.invoke(app, ["bench", "forward", *words]).exit_code == 0
+    bare, deep = json.loads(path.read_text())["cells"]
+    assert bare["kv_over_copy"] is None and 0 < deep["kv_over_copy"]["ratio"] < 20 and deep["ms"] > bare["ms"]
+
+
 def test_without_the_library_it_says_how_to_build_it(monkeypatch):
     monkeypatch.setenv(ISA_VARIABLE, "none")
     result = RUN.invoke(app, ["bench", "forward"])
