@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from scipy import stats
 
 LEVEL = 0.95
 _CHUNK = 4_000_000
@@ -66,6 +65,8 @@ def interval(
         digits: of the rounded ends.
     Returns: None where one sample, or no finite value, gives none.
     """
+    from scipy import stats  # takes a second, which most importers never need
+
     values = values[np.isfinite(values)]
     if num_samples < 2 or not len(values):
         return None
@@ -80,6 +81,8 @@ def interval(
 
 def expanded_level(num_samples: int, level: float = LEVEL) -> float:
     """Level of the percentile interval that covers `level`, for statistics whose distances mean little (percentiles)."""
+    from scipy import stats
+
     t = stats.t.ppf((1 + level) / 2, num_samples - 1)
     return float(2 * stats.norm.cdf(math.sqrt(num_samples / (num_samples - 1)) * t) - 1)
 

@@ -16,8 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from paceline.errors import ConfigError
 from paceline.paths import write_atomic
 
@@ -108,7 +106,7 @@ def machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "num_cpus": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
-        "ram_bytes": psutil.virtual_memory().total,
+        "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "cuda": device,
         "packages": {name: _version(name) for name in _PACKAGES},

@@ -26,9 +26,10 @@ from paceline.paths import resolve_model
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
-from paceline.serving.engine.output import FeedbackSink
+from paceline.serving.engine.output import FeedbackSink, TraceSink
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
+from paceline.serving.target_model.graph_capture import GraphBackend
 from paceline.serving.target_model.model import TargetModel
 
 GENERATE, LOOKUP = "transformers", "transformers_lookup"
@@ -337,16 +338,20 @@ def new_engine(
     num_tokens: int,
     config: EngineConfig,
     feedback: FeedbackSink | None = None,
+    traces: TraceSink | None = None,
+    spawn: Callable[[], Drafter] | None = None,
+    graph_backend: GraphBackend | None = None,
 ) -> Engine:
     """An engine whose pool holds num_tokens rows, whatever the drafter adds to a row, with measured verify costs.
 
     Two engines of one benchmark thus have the same number of pages.
+    spawn: makes the twin that takes weights which are staged. feedback, traces, graph_backend: as Engine has them.
     """
-    slots = DrafterSlots(drafter, version) if drafter is not None else DrafterSlots()
+    slots = DrafterSlots(drafter, version, spawn=spawn) if drafter is not None else DrafterSlots()
     num_pages = -(-num_tokens // config.page_tokens)
-    row_bytes, _ = pool_row_bytes(target, slots, has_traces=False)
+    row_bytes, _ = pool_row_bytes(target, slots, has_traces=traces is not None)
     config = dataclasses.replace(config, kv_bytes=num_pages * config.page_tokens * row_bytes)
-    engine = Engine(target, slots, config, feedback=feedback)
+    engine = Engine(target, slots, config, feedback=feedback, traces=traces, graph_backend=graph_backend)
     engine.warm_up()
     return engine
 

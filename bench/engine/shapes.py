@@ -147,8 +147,13 @@ def run_shapes(options: ShapesOptions, console: Console) -> dict[str, Any]:
     return document
 
 
-def random_target(name: str, device: torch.device, *, is_scaled_down: bool) -> TargetModel:
-    """A model of a shape with random weights, bf16 on a GPU; the bundled tokenizer stands in, no text is read."""
+def random_target(
+    name: str, device: torch.device, *, is_scaled_down: bool, tap_layers: tuple[int, ...] | None = ()
+) -> TargetModel:
+    """A model of a shape with random weights, bf16 on a GPU; the bundled tokenizer stands in, no text is read.
+
+    tap_layers: layers whose outputs drafters and traces read; None = the usual three.
+    """
     config = SHAPES[name]()
     if is_scaled_down:
         config.hidden_size //= _SCALE
@@ -164,7 +169,7 @@ def random_target(name: str, device: torch.device, *, is_scaled_down: bool) -> T
     with device:  # weights are drawn where they stay
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("bundled"), local_files_only=True)
-    return TargetModel.from_model(model.to(device), tokenizer, tap_layers=(), version=f"random-{name}")
+    return TargetModel.from_model(model.to(device), tokenizer, tap_layers=tap_layers, version=f"random-{name}")
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: int = 5) -> float:

@@ -58,7 +58,7 @@ class Case:
     count_bytes: Callable[[Shape, int], int]
     """Bytes of a shape, by element size."""
     prepare: Callable[[Shape, Bench], Callable[[], Any]]
-    """Makes the inputs and returns the call to be timed."""
+    """Makes the inputs and returns the call to be timed, which gives what the kernel computes or has written to."""
 
 
 def _paged(shape: Shape, bench: Bench, spare: int = 0) -> tuple[torch.Tensor, int]:
@@ -97,14 +97,24 @@ def _scatter(shape: Shape, bench: Bench) -> Callable[[], Any]:
     pool = bench.randn(4 * shape.num_rows, 2, shape.kv_heads, shape.head_dim)
     rows = torch.randperm(4 * shape.num_rows, device=bench.device)[: shape.num_rows]
     keys, values = (bench.randn(shape.num_rows, shape.kv_heads, shape.head_dim) for _ in range(2))
-    return lambda: bench.kernels.scatter_rows(pool, rows, keys, values)
+
+    def run() -> torch.Tensor:
+        bench.kernels.scatter_rows(pool, rows, keys, values)
+        return pool
+
+    return run
 
 
 def _commit(shape: Shape, bench: Bench) -> Callable[[], Any]:
     moved = shape.num_new_rows
     pool = bench.randn(shape.num_layers, 4 * moved, 2, shape.kv_heads, shape.head_dim)
     order = torch.randperm(4 * moved, device=bench.device)
-    return lambda: bench.kernels.commit_rows(pool, order[:moved], order[moved : 2 * moved])
+
+    def run() -> torch.Tensor:
+        bench.kernels.commit_rows(pool, order[:moved], order[moved : 2 * moved])
+        return pool
+
+    return run
 
 
 def _topk(shape: Shape, bench: Bench) -> Callable[[], Any]:
@@ -175,7 +185,12 @@ def _ingest(shape: Shape, bench: Bench) -> Callable[[], Any]:
         "pool": bench.randn(DRAFT_LAYERS, 4 * rows, 2, shape.kv_heads, shape.head_dim),
         "eps": 1e-6,
     }
-    return lambda: draft_ingest(**inputs)
+
+    def run() -> torch.Tensor:
+        draft_ingest(**inputs)
+        return inputs["pool"]
+
+    return run
 
 
 def _slots(shape: Shape, bench: Bench) -> Callable[[], Any]:

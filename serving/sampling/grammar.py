@@ -11,16 +11,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-import llguidance.hf
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from paceline.errors import CapacityError, RequestError
 from paceline.serving.sampling.grammar_state import GrammarState
 from paceline.serving.sampling.request import GrammarSpec
+
+if TYPE_CHECKING:  # loaded with the first grammar
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_TEXT_BYTES = {"json_schema": 65_536, "regex": 4_096, "lark": 16_384}
 """Longest text by kind: some regular expressions cost time and memory with the square of their length."""
@@ -194,6 +195,8 @@ def compile_grammar(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
 
     The first mask is computed here: some grammars turn out to be empty or too complex only then.
     """
+    from llguidance import LLMatcher, LLParserLimits
+
     what = (
         "JSON schema" if spec.kind.startswith("json") else "regular expression" if spec.kind == "regex" else "grammar"
     )
@@ -221,6 +224,9 @@ def convert_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection
 
     Raises: RequestError when there is no fast backend, no end-of-text token, or a decoder that llguidance does not know.
     """
+    import llguidance.hf
+    from llguidance import LLTokenizer
+
     if not eos_token_ids:
         raise RequestError("answers in a grammar need a target with an end-of-text token, and this one has none")
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import psutil
 import torch
 
 from paceline.kernels.cpu.library import NativeDecoder, NativeLayer, PackedLinear, choose_isa, fits_native, interleave
@@ -38,8 +37,14 @@ def supports_native(model: Any) -> bool:
         and fits_native(config.hidden_size, head_dim)
         and all(p.device.type == "cpu" for p in parameters)
         and {p.dtype for p in parameters} in ({torch.float32}, {torch.bfloat16})
-        and sum(p.numel() * p.element_size() for p in parameters) < psutil.virtual_memory().available * _MEMORY_SHARE
+        and sum(p.numel() * p.element_size() for p in parameters) < _free_bytes() * _MEMORY_SHARE
     )
+
+
+def _free_bytes() -> int:
+    import psutil  # a target on CUDA is never asked for room
+
+    return psutil.virtual_memory().available
 
 
 def new_native(

@@ -23,6 +23,7 @@ FLOORS = (
     ("infra/replica",),
     ("infra/controller",),
     ("infra/state",),
+    ("bench/gpu_check",),
     ("bench/drafters", "bench/shadow", "bench/shapes"),
     ("bench/serve", "bench/replay"),
     ("bench/engine",),
