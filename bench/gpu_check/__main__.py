@@ -67,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = sorted(set(names) - {s.name for s in STAGES})
     if unknown:
         parser.error(f"--stages must be among {', '.join(s.name for s in STAGES)}, got {', '.join(unknown)}")
+    try:
+        given.out.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        parser.error(f"--out must be a folder, or one that can be made, got {given.out}: {e.strerror}")
     options = CheckOptions(out=given.out, budget_s=given.budget, is_dry=given.dry_run, wheels=given.wheels)
     chosen = tuple(s for s in STAGES if s.name in names)
     summary = run_stages(options, chosen, lambda line: print(line, flush=True))

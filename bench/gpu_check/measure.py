@@ -31,19 +31,12 @@ from paceline.serving.target_model.model import TargetModel
 NO_EVENTS = "torch.profiler saw no kernels: this machine may not let CUPTI in"
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 _WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+_DEVICE_ONLY = ("device_ms", "wait_ms", "num_launches", "num_graph_launches", "num_waits", "num_copies", "num_kernels")
+_COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
 _DRAFT_IDS = 32_000
 """Tokens of the own heads of SpecBlock and EAGLE-3, as they are published."""
 _TABLE_LAYERS, _TABLE_SLOTS = 5, 15
 """Layers, tapped target layers and draft tokens of DFlash and JetSpec, as they are published."""
-
-
-def check_device(is_dry: bool) -> torch.device:
-    """Where a stage runs. Raises: PacelineError where there is no GPU to check."""
-    if is_dry:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise PacelineError("torch sees no CUDA device; --dry-run runs the stages with small shapes on the CPU")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def profile(call: Callable[[], Any], device: torch.device, repeats: int, num_top: int = 0) -> dict[str, Any]:
@@ -68,7 +61,7 @@ def profile(call: Callable[[], Any], device: torch.device, repeats: int, num_top
     if device.type != "cuda":
         own = [e for e in events if e.cpu_parent is None and e.name.startswith("aten::")]
         top = _top(((e.name, e.time_range.elapsed_us()) for e in own), repeats, num_top)
-        nulls = dict.fromkeys(("device_ms", "wait_ms", "num_launches", "num_graph_launches", "num_waits"))
+        nulls = dict.fromkeys(_DEVICE_ONLY)
         return {**nulls, "num_operators": round(len(own) / repeats, 1), "top_operators": top}
     return device_figures(events, repeats, num_top)
 
@@ -87,7 +80,8 @@ def device_figures(events: Sequence[Any], repeats: int, num_top: int) -> dict[st
         "device_ms": round(busy_us / 1e3 / repeats, 4) if kernels else None, "wait_ms": round(wait_us / 1e3 / repeats, 4),
         "num_launches": round(sum(host[n] for n in _LAUNCHES) / repeats, 1),
         "num_graph_launches": round(host["cudaGraphLaunch"] / repeats, 1),
-        "num_waits": round(sum(host[n] for n in _WAITS) / repeats, 1), "num_kernels": round(len(kernels) / repeats, 1),
+        "num_waits": round(sum(host[n] for n in _WAITS) / repeats, 1),
+        "num_copies": round(sum(host[n] for n in _COPIES) / repeats, 1), "num_kernels": round(len(kernels) / repeats, 1),
         "top_kernels": _top(((e.name, e.time_range.elapsed_us()) for e in kernels), repeats, num_top),
     }  # fmt: skip
     return found if kernels else {**found, "null_because": NO_EVENTS}

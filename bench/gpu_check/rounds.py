@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import tempfile
@@ -22,7 +23,6 @@ from paceline.bench.engine.shapes import random_target
 from paceline.bench.gpu_check.measure import (
     SteadyLoad,
     alternating,
-    check_device,
     drafter_taps,
     make_engine,
     ms_summary,
@@ -30,8 +30,10 @@ from paceline.bench.gpu_check.measure import (
 )
 from paceline.bench.gpu_check.stages import NO_GPU, Check, reason_of
 from paceline.contracts import ArmSpec, Group, TrainJob
+from paceline.errors import PacelineError
 from paceline.kernels.dispatch import BACKEND_VARIABLE
 from paceline.paths import BUNDLED_DRAFTER, BUNDLED_DRAFTERS, resolve_drafter, resolve_model
+from paceline.serving.drafters.interface import Drafter
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.target_model.model import TargetModel
 
@@ -44,7 +46,7 @@ _ARMS = (("eager", "", 0.0), ("graphs", "", 12.0), ("reference", "reference", 0.
 
 def engine(check: Check) -> None:
     """Greedy answers of the bundled models: eager, captured and reference rounds against plain decoding and fp32."""
-    device = check_device(check.is_dry)
+    device = check.device()
     size, max_tokens = (2, 8) if check.is_dry else (6, 64)
     targets: dict[str, TargetModel] = {}
     for backend in ("", "reference"):
@@ -78,6 +80,7 @@ def engine(check: Check) -> None:
         except Exception as e:  # the other drafters may run
             row["error"] = reason_of(e)
         check.save(_engine_words(rows), drafters=rows)
+        _free(device)
 
 
 def _run_arm(
@@ -138,7 +141,7 @@ def _num_layers(check: Check) -> int:
 
 def drafters(check: Check) -> None:
     """Rounds of the four drafters at 8B size, 8 nodes verified: where the time goes, launches, waits."""
-    device = check_device(check.is_dry)
+    device = check.device()
     rows: list[dict[str, Any]] = []
     prompt, rounds = (16, 3) if check.is_dry else (512, 20)
     order = [(name, 1) for name in BUNDLED_DRAFTERS]
@@ -154,16 +157,25 @@ def drafters(check: Check) -> None:
             row: dict[str, Any] = {"drafter": name, "batch": batch}
             try:
                 make, _ = random_drafter(name, target)
-                made, facts = make_engine(target, make(), batch=batch, context=prompt + 128, capture_s=6.0)
-                load = SteadyLoad(made, batch=batch, prompt_tokens=prompt)
-                row |= {**facts, **load.figures(rounds, num_top=0 if check.is_dry else 12)}
-                del make, made, load
+                row |= _steady_row(target, make(), batch, prompt, 6.0, rounds, num_top=0 if check.is_dry else 12)
+                del make
             except Exception as e:  # the other drafters may run
                 row["error"] = reason_of(e)
             rows.append(row)
             check.save(_round_words(rows), rows=rows)
+            _free(device)
         del target
         _free(device)
+
+
+def _steady_row(
+    target: TargetModel, drafter: Drafter | None, batch: int, prompt_tokens: int, capture_s: float, num_rounds: int,
+    num_top: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Full rounds of one engine, which lives no longer, and what is told of its graphs."""
+    made, facts = make_engine(target, drafter, batch=batch, context=prompt_tokens + 128, capture_s=capture_s)
+    load = SteadyLoad(made, batch=batch, prompt_tokens=prompt_tokens)
+    return {**facts, **load.figures(num_rounds, num_top=num_top)}
 
 
 def _round_words(rows: list[dict[str, Any]]) -> str:
@@ -182,7 +194,7 @@ def _round_words(rows: list[dict[str, Any]]) -> str:
 
 def idle(check: Check) -> None:
     """Share of whole rounds in which the device does nothing: plain and with SpecBlock, with graphs and eager."""
-    device = check_device(check.is_dry)
+    device = check.device()
     target = _sized_target(check, device)
     rows: list[dict[str, Any]] = []
     prompt, rounds, batches = (16, 3, (1,)) if check.is_dry else (256, 30, (1, 64, 16))
@@ -193,11 +205,7 @@ def idle(check: Check) -> None:
             return
         row: dict[str, Any] = {"drafter": name, "batch": batch, "has_graphs": capture_s > 0}
         try:
-            drafter = None if name == PLAIN else make()
-            made, facts = make_engine(target, drafter, batch=batch, context=prompt + 128, capture_s=capture_s)
-            load = SteadyLoad(made, batch=batch, prompt_tokens=prompt)
-            row |= {"num_graphs": facts["num_graphs"], **load.figures(rounds)}
-            del made, load, drafter
+            row |= _steady_row(target, None if name == PLAIN else make(), batch, prompt, capture_s, rounds)
         except Exception as e:  # other batches may fit
             row["error"] = reason_of(e)
         rows.append(row)
@@ -206,13 +214,14 @@ def idle(check: Check) -> None:
 
 
 def _free(device: torch.device) -> None:
+    gc.collect()  # an engine and its parts know one another
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def swap(check: Check) -> None:
     """Rounds while another thread stages weights over and over, against rounds without, in turn; then one publication."""
-    device = check_device(check.is_dry)
+    device = check.device()
     target = _sized_target(check, device)
     make, model = random_drafter(BUNDLED_DRAFTER, target)
     state = {key: value.detach().cpu() for key, value in model.state_dict().items()}
@@ -223,30 +232,35 @@ def swap(check: Check) -> None:
     made, facts = make_engine(target, make(), batch=batch, context=context, capture_s=6.0, spawn=make)
     load = SteadyLoad(made, batch=batch, prompt_tokens=prompt)
     stage_s: list[float] = []
+    faults: list[Exception] = []
 
     def stage(version: str) -> None:
         began = time.perf_counter()
-        made.slots.stage(version, state)
+        if not made.slots.stage(version, state):
+            raise PacelineError("the second slot must be free to stage into")
         stage_s.append(time.perf_counter() - began)
 
-    stage("first")  # makes what the second slot needs
-    stage_s.clear()
+    def stage_until(is_over: threading.Event) -> None:
+        try:
+            while not is_over.is_set():
+                stage(f"v{len(stage_s)}")
+        except Exception as e:
+            faults.append(e)
 
     def staged_rounds() -> list[float]:
         is_over = threading.Event()
-
-        def work() -> None:
-            while not is_over.is_set():
-                stage(f"v{len(stage_s)}")
-
-        thread = threading.Thread(target=work, name="staging")
+        thread = threading.Thread(target=stage_until, args=(is_over,), name="staging")
         thread.start()
         try:
             return load.round_s(rounds)
         finally:
             is_over.set()
             thread.join()
+            if faults:
+                raise faults[0]
 
+    stage("first")  # makes what the second slot needs
+    stage_s.clear()
     alone, beside = alternating(lambda: load.round_s(rounds), staged_rounds, turns)
     figures: dict[str, Any] = {"without": ms_summary(alone), "with": ms_summary(beside), "batch": batch, **facts}
     figures["p50_ratio"] = round(figures["with"]["p50_ms"] / figures["without"]["p50_ms"], 4)
@@ -279,7 +293,7 @@ class KeptTraces:
 
 def traces(check: Check) -> None:
     """Rounds of traced requests against rounds without traces, in turn, at a real vocabulary."""
-    device = check_device(check.is_dry)
+    device = check.device()
     target = _sized_target(check, device)
     sink = KeptTraces()
     prompt, rounds, batch, turns = (16, 6, 4, 2) if check.is_dry else (64, 30, 64, 3)
@@ -310,7 +324,7 @@ def training(check: Check) -> None:
     from paceline.adapt.versions.registry import DrafterRegistry
     from paceline.serving.loading.families import read_drafter_files
 
-    device = check_device(check.is_dry)
+    device = check.device()
     folder = resolve_drafter(BUNDLED_DRAFTER)
     assert folder is not None
     target = load_target("bundled", device=device.type, drafters=[BUNDLED_DRAFTER])
@@ -343,4 +357,4 @@ def training(check: Check) -> None:
     words = NO_GPU if check.is_dry else f"{result.train_s:.2f} s, scores {result.shadow_s:.2f} s"
     check.save(f"{result.status}, {len(losses)} steps; {words}", **figures)
     if result.status not in ("accepted", "rejected"):
-        raise RuntimeError(f"the training job must end in a verdict, got {result.status}: {result.reason}")
+        raise PacelineError(f"the training job must end in a verdict, got {result.status}: {result.reason}")

@@ -23,10 +23,14 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import paceline
+from paceline.errors import PacelineError
 from paceline.paths import write_atomic
+
+if TYPE_CHECKING:
+    import torch
 
 SUMMARY = "summary.json"
 NO_GPU = "no CUDA device: a dry run of small shapes on the CPU"
@@ -84,6 +88,16 @@ class Check:
         self.is_dry, self._result = is_dry, result
         self._end = time.monotonic() + limit_s
         self._values: dict[str, Any] = {"headline": "", "data": {}}
+
+    def device(self) -> torch.device:
+        """Where the stage runs. Raises: PacelineError where there is no GPU to check."""
+        import torch
+
+        if self.is_dry:
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise PacelineError("torch sees no CUDA device; --dry-run runs the stages with small shapes on the CPU")
+        return torch.device("cuda", torch.cuda.current_device())
 
     def left_s(self) -> float:
         """Seconds until the process is ended."""

@@ -234,6 +234,7 @@ def test_a_process_that_nobody_waits_for_ends(tmp_path):
         ([], "--out DIR must be given"),
         (["--out", "x", "--budget", "0"], "--budget must be > 0, got 0"),
         (["--out", "x", "--stages", "machine,moon"], "got moon"),
+        (["--out", "/proc/nowhere"], "--out must be a folder, or one that can be made, got /proc/nowhere"),
         (["--out", "x", "--wheels", "/nowhere"], "--wheels must be a folder, got /nowhere"),
     ],
 )
@@ -280,12 +281,13 @@ def test_device_time_is_what_kernels_cover_and_launches_and_waits_are_counted():
     host, device = DeviceType.CPU, DeviceType.CUDA
     events = [
         event("aten::mm", host, 0, 10), event("cudaLaunchKernel", host, 1, 2), event("cuLaunchKernelEx", host, 3, 4),
-        event("cudaGraphLaunch", host, 5, 6), event("cudaStreamSynchronize", host, 10, 510),
+        event("cudaGraphLaunch", host, 5, 6), event("cudaMemcpyAsync", host, 7, 8),
+        event("cudaStreamSynchronize", host, 10, 510),
         event("gemm", device, 100, 300), event("copy", device, 200, 400), event("gemm", device, 500, 600),
     ]  # fmt: skip
     found = device_figures(events, repeats=2, num_top=1)
     assert found == {
-        "device_ms": 0.2, "wait_ms": 0.25, "num_launches": 1.0, "num_graph_launches": 0.5, "num_waits": 0.5, "num_kernels": 1.5,
+        "device_ms": 0.2, "wait_ms": 0.25, "num_launches": 1.0, "num_graph_launches": 0.5, "num_waits": 0.5, "num_copies": 0.5, "num_kernels": 1.5,
         "top_kernels": [{"name": "gemm", "num_calls": 1.0, "total_us": 150.0}],
     }  # fmt: skip
     blind = device_figures([e for e in events if e.device_type == host], repeats=2, num_top=1)
