@@ -29,7 +29,6 @@ from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.output import FeedbackSink, TraceSink
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
-from paceline.serving.target_model.graph_capture import GraphBackend
 from paceline.serving.target_model.model import TargetModel
 
 GENERATE, LOOKUP = "transformers", "transformers_lookup"
@@ -340,19 +339,21 @@ def new_engine(
     feedback: FeedbackSink | None = None,
     traces: TraceSink | None = None,
     spawn: Callable[[], Drafter] | None = None,
-    graph_backend: GraphBackend | None = None,
+    is_warm: bool = True,
 ) -> Engine:
     """An engine whose pool holds num_tokens rows, whatever the drafter adds to a row, with measured verify costs.
 
     Two engines of one benchmark thus have the same number of pages.
-    spawn: makes the twin that takes weights which are staged. feedback, traces, graph_backend: as Engine has them.
+    spawn: makes the twin that takes weights which are staged. feedback, traces: as Engine has them. is_warm: False leaves
+    out `warm_up`, without which there are no graphs and no costs that a policy could ask for.
     """
     slots = DrafterSlots(drafter, version, spawn=spawn) if drafter is not None else DrafterSlots()
     num_pages = -(-num_tokens // config.page_tokens)
     row_bytes, _ = pool_row_bytes(target, slots, has_traces=traces is not None)
     config = dataclasses.replace(config, kv_bytes=num_pages * config.page_tokens * row_bytes)
-    engine = Engine(target, slots, config, feedback=feedback, traces=traces, graph_backend=graph_backend)
-    engine.warm_up()
+    engine = Engine(target, slots, config, feedback=feedback, traces=traces)
+    if is_warm:
+        engine.warm_up()
     return engine
 
 

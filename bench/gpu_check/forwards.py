@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -108,6 +109,7 @@ def kernels(check: Check) -> None:
     check.save(words, speed=_speeds(check, bench))
     tests = _gpu_tests(check)
     check.save(f"{words}; gpu tests: {tests['words']}", gpu_tests=tests)
+    check.fault("a kernel is wrong" if wrong else "a test marked gpu failed" if tests.get("bad") else "")
 
 
 def kernel_errors(name: str, shape: Shape, bench: Bench) -> dict[str, Any]:
@@ -195,11 +197,13 @@ def _gpu_tests(check: Check) -> dict[str, Any]:
         command += ["-n", "6"]  # most of the time goes into compiling
     limit_s = max(check.left_s() - 5.0, 1.0)
     is_whole = True
-    try:
-        done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit_s)
-        output = done.stdout
-    except subprocess.TimeoutExpired as e:
-        output, is_whole = e.output or b"", False
+    with tempfile.TemporaryFile() as sink:  # a pipe would wait for workers that outlive a test run that is ended
+        try:
+            subprocess.run(command, cwd=root, stdout=sink, stderr=subprocess.STDOUT, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            is_whole = False
+        sink.seek(0)
+        output = sink.read()
     lines = output.decode(errors="replace").splitlines()
     counts, bad = outcomes(lines)
     words = ", ".join(f"{number} {word}" for word, number in counts.items()) or "none ran"
@@ -268,11 +272,14 @@ def forward(check: Check) -> None:
             if batch == 1 and num_rows in (1, 9) and context == sizes[2][0]:
                 profiles[f"rows={num_rows} batch=1 context={context}"] = _profiled(replay or run, device)
             del run, replay
-        except (RuntimeError, ValueError) as e:  # out of memory, a shape that a kernel refuses: other cells may run
+        except Exception as e:  # out of memory, a shape that a kernel refuses: other cells may run
             row["error"] = reason_of(e)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
         rows.append(row)
         ran = f"{sum('eager_ms' in r for r in rows)} of {len(rows)} forwards ran"
         check.save("; ".join([ran, best or NO_GPU]), rows=rows, profiles=profiles)
+    check.fault(next((row["error"] for row in rows if "error" in row), ""))
 
 
 def _verify(target: TargetModel, kv: KVPool, num_rows: int, batch: int, context: int) -> Callable[[], torch.Tensor]:

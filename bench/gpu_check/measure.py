@@ -146,22 +146,22 @@ def make_engine(
     )  # fmt: skip
     pages = -(-(context + num_draft_tokens + 1) // config.page_tokens) + 1
     before = _reserved_bytes(target.device)
+    num_tokens = (batch + 1) * pages * config.page_tokens
+    is_warm = target.device.type == "cuda" or drafter is None  # without graphs costs are all that it would give
     with CaptureLog() as log:
         engine = new_engine(
-            target,
-            drafter,
-            version="check",
-            num_tokens=(batch + 1) * pages * config.page_tokens,
-            config=config,
-            **parts,
+            target, drafter, version="check", num_tokens=num_tokens, config=config, is_warm=is_warm, **parts
         )
     facts = {"num_graphs": engine.stats()["num_graphs"], **log.facts}
-    if engine.stats()["num_drafter_failures"]:
-        facts["failures"].append(f"drafter failed: {engine.stats()['drafter_failures']}")
     after = _reserved_bytes(target.device)
     pool_bytes = engine.kv.data.numel() * engine.kv.data.element_size()
     facts["reserved_bytes"] = None if after is None or before is None else after - before
     return engine, facts | {"pool_bytes": pool_bytes}
+
+
+def drafter_faults(engine: Engine, facts: dict[str, Any]) -> list[str]:
+    """What could not be captured, and why a drafter was given up: its requests are decoded plainly, and right."""
+    return [*facts["failures"], *(f"{name}: {why}" for name, why in engine.stats()["drafter_failures"].items())]
 
 
 def _reserved_bytes(device: torch.device) -> int | None:

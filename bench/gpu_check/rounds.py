@@ -23,6 +23,7 @@ from paceline.bench.engine.shapes import random_target
 from paceline.bench.gpu_check.measure import (
     SteadyLoad,
     alternating,
+    drafter_faults,
     drafter_taps,
     make_engine,
     ms_summary,
@@ -40,7 +41,7 @@ from paceline.serving.target_model.model import TargetModel
 _LEAST_S = 10.0
 """Nothing new is begun with less time than this; the figures so far are kept."""
 _SHAPE = "qwen3-8b"
-_ARMS = (("eager", "", 0.0), ("graphs", "", 12.0), ("reference", "reference", 0.0))
+_ARMS = (("eager", "", 0.0), ("reference", "reference", 0.0), ("graphs", "", 12.0))
 """Name, kernel backend ('' = the device's own), seconds for capturing graphs."""
 
 
@@ -59,28 +60,28 @@ def engine(check: Check) -> None:
     plain, plain_figures = _run_arm(PLAIN, "none", targets[""], group, 0.0)
     check.save(num_prompts=size, max_tokens=max_tokens, plain=plain_figures)
     checker = LosslessChecker(resolve_model("bundled"))
-    rows: list[dict[str, Any]] = []
-    for name in BUNDLED_DRAFTERS:
-        if _is_late(check):
-            break
-        row: dict[str, Any] = {"drafter": name, "arms": {}}
-        rows.append(row)
-        texts = {plain.token_ids}
-        try:
-            for arm, backend, capture_s in _ARMS:
-                if capture_s and check.is_dry:
-                    row["arms"][arm] = {"skipped": NO_GPU}
-                    continue
+    rows: list[dict[str, Any]] = [{"drafter": name, "arms": {}} for name in BUNDLED_DRAFTERS]
+    texts = {name: {plain.token_ids} for name in BUNDLED_DRAFTERS}
+    for (arm, backend, capture_s), row in itertools.product(_ARMS, rows):
+        name = row["drafter"]
+        if capture_s and check.is_dry:
+            row["arms"][arm] = {"skipped": NO_GPU}
+        elif _is_late(check):
+            row["arms"][arm] = {"skipped": "no time left"}
+        else:
+            try:
                 with _kernel_backend(backend):
                     timing, figures = _run_arm(arm, name, targets[backend], group, capture_s)
                 figures["lossless"] = lossless_row([group], {PLAIN: [plain], arm: [timing]}, checker, 1, arm)
-                row["arms"][arm] = figures
-                texts.add(timing.token_ids)
-            row["arms_agree"] = len(texts) == 1
-        except Exception as e:  # the other drafters may run
-            row["error"] = reason_of(e)
-        check.save(_engine_words(rows), drafters=rows)
+                texts[name].add(timing.token_ids)
+            except Exception as e:  # other arms may run
+                figures = {"error": reason_of(e)}
+            row["arms"][arm] = figures
+            row["arms_agree"] = len(texts[name]) == 1
+        words, fault = _engine_words(rows)
+        check.save(words, drafters=rows)
         _free(device)
+    check.fault(fault)
 
 
 def _run_arm(
@@ -97,7 +98,7 @@ def _run_arm(
     assert timing.whole is not None
     accepted = timing.num_accepted_tokens / max(timing.num_request_rounds, 1)
     figures = {"backend": target.kernels.backend, "acceptance_length": round(1 + accepted, 3)}
-    return timing, {**figures, **facts, **split_of_rounds([timing.whole])}
+    return timing, {**figures, **facts, **split_of_rounds([timing.whole]), "failures": drafter_faults(made, facts)}
 
 
 @contextlib.contextmanager
@@ -115,16 +116,20 @@ def _kernel_backend(name: str) -> Iterator[None]:
                 os.environ[BACKEND_VARIABLE] = before
 
 
-def _engine_words(rows: list[dict[str, Any]]) -> str:
+def _engine_words(rows: list[dict[str, Any]]) -> tuple[str, str]:
+    """The line of the table, and what is wrong, '' for nothing."""
     arms = [arm for row in rows for arm in row["arms"].values()]
     checked = [arm["lossless"] for arm in arms if "lossless" in arm]
     mismatches, ties = (sum(found[key] for found in checked) for key in ("num_mismatches", "num_near_ties"))
-    failures = sum(len(arm.get("failures", ())) for arm in arms)
     graphs = "/".join(str(row["arms"].get("graphs", {}).get("num_graphs", "-")) for row in rows)
     agree = sum(bool(row.get("arms_agree")) for row in rows)
     words = f"{agree} of {len(rows)} drafters: all arms give the same tokens; {mismatches} mismatches, {ties} near ties"
-    bad = "; ".join(f"{row['drafter']}: {row['error']}" for row in rows if "error" in row)
-    return f"{words}; {graphs} graphs, {failures} failures to capture" + (f"; {bad}" if bad else "")
+    faults = [f"{mismatches} tokens are not the target's"] if mismatches else []
+    for row in rows:
+        for arm, found in row["arms"].items():
+            wrong = found.get("error") or next(iter(found.get("failures", ())), "")
+            faults += [f"{row['drafter']} {arm}: {wrong}"] if wrong else []
+    return f"{words}; graphs {graphs}", "; ".join(faults)
 
 
 def _is_late(check: Check) -> bool:
@@ -153,7 +158,7 @@ def drafters(check: Check) -> None:
         target = _sized_target(check, device, taps)
         for name, batch in cells:
             if _is_late(check):
-                return
+                break
             row: dict[str, Any] = {"drafter": name, "batch": batch}
             try:
                 make, _ = random_drafter(name, target)
@@ -166,6 +171,13 @@ def drafters(check: Check) -> None:
             _free(device)
         del target
         _free(device)
+    check.fault(_row_fault(rows))
+
+
+def _row_fault(rows: list[dict[str, Any]]) -> str:
+    """The first thing that went wrong."""
+    found = (f"{r['drafter']}: {wrong}" for r in rows for wrong in (r.get("error"), *r.get("failures", ())) if wrong)
+    return next(found, "")
 
 
 def _steady_row(
@@ -175,7 +187,8 @@ def _steady_row(
     """Full rounds of one engine, which lives no longer, and what is told of its graphs."""
     made, facts = make_engine(target, drafter, batch=batch, context=prompt_tokens + 128, capture_s=capture_s)
     load = SteadyLoad(made, batch=batch, prompt_tokens=prompt_tokens)
-    return {**facts, **load.figures(num_rounds, num_top=num_top)}
+    figures = load.figures(num_rounds, num_top=num_top)
+    return {**facts, **figures, "failures": drafter_faults(made, facts)}
 
 
 def _round_words(rows: list[dict[str, Any]]) -> str:
@@ -202,7 +215,7 @@ def idle(check: Check) -> None:
     captures = (0.0,) if check.is_dry else (6.0, 0.0)
     for capture_s, batch, name in itertools.product(captures, batches, (PLAIN, BUNDLED_DRAFTER)):
         if _is_late(check):
-            return
+            break
         row: dict[str, Any] = {"drafter": name, "batch": batch, "has_graphs": capture_s > 0}
         try:
             row |= _steady_row(target, None if name == PLAIN else make(), batch, prompt, capture_s, rounds)
@@ -211,11 +224,12 @@ def idle(check: Check) -> None:
         rows.append(row)
         check.save(_round_words(rows), rows=rows)
         _free(device)
+    check.fault(_row_fault(rows))
 
 
 def _free(device: torch.device) -> None:
-    gc.collect()  # an engine and its parts know one another
     if device.type == "cuda":
+        gc.collect()  # an engine and its parts know one another
         torch.cuda.empty_cache()
 
 

@@ -116,10 +116,11 @@ class Check:
             data["null_because"] = NO_GPU
         write_atomic(self._result, json.dumps(self._values, allow_nan=False))
 
-    def save_error(self, error: BaseException) -> None:
-        """Write why the stage ends before its end."""
-        self._values["reason"] = reason_of(error)
-        self.save()
+    def fault(self, reason: str) -> None:
+        """Write why the stage is not done well; the first reason counts, an empty one is none."""
+        if reason and "reason" not in self._values:
+            self._values["reason"] = reason
+            self.save()
 
 
 def _plain(value: Any, hidden: tuple[str, ...]) -> Any:
@@ -173,7 +174,7 @@ def run_child(entry: str, imports: Sequence[str], result: Path, *, is_dry: bool)
         function(check)
     except Exception as e:
         traceback.print_exception(e)
-        check.save_error(e)
+        check.fault(reason_of(e))
         return 1
     return 0
 

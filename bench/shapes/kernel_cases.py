@@ -172,7 +172,7 @@ def _accept(shape: Shape, bench: Bench) -> Callable[[], Any]:
 def _ingest(shape: Shape, bench: Bench) -> Callable[[], Any]:
     draft_ingest = bench.twin("draft_ingest", "draft_ingest")
     rows, hidden, width = shape.num_new_rows, shape.hidden_size, DRAFT_LAYERS * shape.kv_width
-    inputs = {
+    inputs: dict[str, Any] = {
         "features": bench.randn(rows, DRAFT_LAYERS * hidden),
         "fc": bench.randn(DRAFT_LAYERS * hidden, hidden),
         "norm_weight": bench.randn(hidden),

@@ -26,6 +26,15 @@ def wrong(check):
     raise ValueError("the device answered 42")
 
 
+def blamed(check):
+    """Comes to its end and has found that something is wrong."""
+    check.fault("")
+    check.save("7 of 8 kernels right", rows=[1])
+    check.fault("a kernel is wrong")
+    check.fault("a later reason")
+    check.save(more=2)
+
+
 def missing(check):
     importlib.import_module("a_package_that_nobody_has.part")
 

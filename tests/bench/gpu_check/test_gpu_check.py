@@ -23,7 +23,7 @@ from paceline.kernels.dispatch import select_kernels
 from tests.helpers.bare_machine import CARRIED, write_bare_site
 from tests.helpers.gpu_stages import named
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SLACK_S = 8.0
 """Beyond the budget: the end of a process that was killed, on a machine whose cores are busy."""
 
@@ -56,7 +56,7 @@ def dry(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join((str(site), os.environ.get("PYTHONPATH", ""))))
         patch.setenv("OMP_NUM_THREADS", "1")
-        code = main(["--out", str(folder / "out"), "--dry-run", "--budget", "280"])
+        code = main(["--out", str(folder / "out"), "--dry-run", "--budget", "800"])
     summary = json.loads((folder / "out" / SUMMARY).read_text())
     return SimpleNamespace(
         code=code, out=folder / "out", summary=summary, rows={r["stage"]: r for r in summary["stages"]}
@@ -129,6 +129,12 @@ def test_a_stage_that_ends_badly_ends_alone(tmp_path):
     assert rows["die"]["state"] == "failed" and rows["die"]["reason"] == "its process ended with code 7"
     assert rows["fine"]["state"] == "done" and rows["fine"]["headline"] == "all is well" and "log" not in rows["fine"]
     assert summary["is_complete"] and "1 of 4 stages done" in table(summary)
+
+
+def test_a_stage_that_finds_a_fault_has_failed_and_keeps_its_figures(tmp_path):
+    rows, _ = check(tmp_path, named("blamed"))
+    assert rows["blamed"]["state"] == "failed" and rows["blamed"]["reason"] == "a kernel is wrong"
+    assert rows["blamed"]["headline"] == "7 of 8 kernels right" and rows["blamed"]["data"] == {"rows": [1], "more": 2}
 
 
 def test_an_entry_that_is_not_there_fails_alone(tmp_path):
