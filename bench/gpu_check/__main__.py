@@ -20,8 +20,7 @@ so that one file has to be brought home. Exit code 1: a stage did not end well.
 Needed on the machine: Python 3.11 or 3.12, torch with CUDA, triton, transformers, numpy, safetensors and what these
 depend on; of the checkout everything but .git. What else is missing is said by the stage `machine`; carry it as
 wheels for that machine's Python, in one folder (--wheels; nothing is fetched):
-  pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 \\
-      -d wheels msgspec pydantic pydantic-core annotated-types typing-inspection
+  pip download --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 -d wheels msgspec pydantic
 
   python -m paceline.bench.gpu_check --out /tmp/check --wheels wheels       on a GPU, within 9 minutes
   python -m paceline.bench.gpu_check --out /tmp/check --dry-run             small shapes on the CPU, a minute

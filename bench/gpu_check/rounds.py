@@ -195,11 +195,13 @@ def _round_words(rows: list[dict[str, Any]]) -> str:
     """Each row's round in short."""
     words = []
     for row in rows:
-        name = f"{row['drafter']} x{row['batch']}"
+        name = f"{row['drafter']} x{row['batch']}" + ("" if row.get("has_graphs", True) else " eager")
         if "error" in row:
             words.append(f"{name}: {row['error'][:60]}")
+        elif "num_operators" in row:
+            words.append(f"{name}: {row['num_operators']:.0f} operators")
         elif row["device_ms"] is None:
-            words.append(f"{name}: {row.get('num_operators', '?')} operators")
+            words.append(f"{name}: {row['round_ms']:.1f} ms, {row['null_because']}")
         else:
             words.append(f"{name}: {row['round_ms']:.1f} ms, idle {row['idle_share']:.0%}")
     return "; ".join(words)

@@ -5,8 +5,10 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 from pathlib import Path
 
 BASE = ("torch", "transformers", "triton", "numpy", "safetensors")
-CARRIED = ("msgspec", "pydantic", "pydantic-core", "annotated-types", "typing-inspection")
+NEEDED = ("msgspec", "pydantic")
 """What docs/gpu.md and --help say to carry."""
+CARRIED = (*NEEDED, "pydantic-core", "annotated-types", "typing-inspection")
+"""With what these need."""
 
 _SITE = '''
 import sys
