@@ -361,8 +361,9 @@ def unpack_wheels(wheels: Path, site: Path) -> list[str]:
 def stage_line(row: dict[str, Any]) -> str:
     """One line of the table."""
     words = row.get("headline") or ""
-    if row["state"] != "done":
-        words = "; ".join(filter(None, (row.get("reason", ""), words)))
+    reason = row.get("reason", "")
+    if row["state"] != "done" and reason not in words:
+        words = "; ".join(filter(None, (reason, words)))
     return f"{row['stage']:<9} {row['state']:<9} {row['seconds']:>6.1f} s  {words}"
 
 

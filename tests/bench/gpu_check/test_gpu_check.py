@@ -15,11 +15,12 @@ from torch.autograd import DeviceType
 
 from paceline.bench.gpu_check.__main__ import main
 from paceline.bench.gpu_check.forwards import CHAIN, MAX_ERROR, OPTIONAL, kernel_errors, outcomes
-from paceline.bench.gpu_check.measure import NO_EVENTS, device_figures, union
+from paceline.bench.gpu_check.measure import NO_EVENTS, CaptureLog, alternating, device_figures, union
 from paceline.bench.gpu_check.stages import NO_GPU, STAGES, SUMMARY, TIMES, CheckOptions, run_stages, table
 from paceline.bench.shapes.kernel_cases import CASES, Bench
 from paceline.bench.shapes.kernel_shapes import MODELS
 from paceline.kernels.dispatch import select_kernels
+from paceline.serving.target_model.graph_capture import CaptureJob, EagerGraphs, capture_all
 from tests.helpers.bare_machine import CARRIED, NEEDED, write_bare_site
 from tests.helpers.gpu_stages import named
 
@@ -149,17 +150,17 @@ def test_an_entry_that_is_not_there_fails_alone(tmp_path):
 
 def test_a_stage_that_hangs_with_the_lock_in_hand_is_ended_in_time(tmp_path):
     began = time.monotonic()
-    rows, _ = check(tmp_path, (*named("hang", share=1.0), *named("fine", share=3.0)), budget_s=12.0)
-    assert time.monotonic() - began < 12.0 + SLACK_S
+    rows, _ = check(tmp_path, (*named("hang", share=1.0), *named("fine", share=3.0)), budget_s=16.0)
+    assert time.monotonic() - began < 16.0 + SLACK_S
     hung = rows["hang"]
-    assert hung["state"] == "timed out" and hung["limit_s"] == pytest.approx(3.0, abs=0.2)
+    assert hung["state"] == "timed out" and hung["limit_s"] == pytest.approx(4.0, abs=0.5)
     assert hung["seconds"] < hung["limit_s"] + SLACK_S and hung["data"]["rows"] == [1] and hung["headline"] == "begun"
     assert any("in hang" in line for line in hung["log"]), "where it hung"
     assert rows["fine"]["state"] == "done"
 
 
 def test_what_a_stage_has_started_ends_with_it(tmp_path):
-    rows, _ = check(tmp_path, named("children"), budget_s=3.0)
+    rows, _ = check(tmp_path, named("children"), budget_s=5.0)
     pid = rows["children"]["data"]["pid"]
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline and _runs(pid):
@@ -183,14 +184,14 @@ def test_the_budget_holds_and_stages_without_time_are_skipped(tmp_path):
     began = time.monotonic()
     rows, summary = check(tmp_path, stages, budget_s=4.0)
     assert time.monotonic() - began < 4.0 + SLACK_S and summary["seconds"] < 4.0 + SLACK_S
-    assert rows["hang"]["state"] == "timed out" and rows["hang"]["limit_s"] == pytest.approx(3.2, abs=0.2)
+    assert rows["hang"]["state"] == "timed out" and rows["hang"]["limit_s"] == pytest.approx(3.2, abs=0.5)
     assert rows["late1"]["state"] == "skipped" and rows["late1"]["reason"] == "no time left"
 
 
 def test_time_that_a_stage_leaves_goes_to_the_later_ones(tmp_path):
     stages = (*named("fine", share=9.0), *(dataclasses.replace(s, name="later") for s in named("fine", share=1.0)))
     rows, _ = check(tmp_path, stages, budget_s=30.0)
-    assert rows["fine"]["limit_s"] == pytest.approx(27.0, abs=0.3)
+    assert rows["fine"]["limit_s"] == pytest.approx(27.0, abs=1.0)
     assert rows["later"]["data"]["left_s"] > 15.0
 
 
@@ -298,6 +299,26 @@ def test_device_time_is_what_kernels_cover_and_launches_and_waits_are_counted():
     }  # fmt: skip
     blind = device_figures([e for e in events if e.device_type == host], repeats=2, num_top=1)
     assert blind["device_ms"] is None and blind["null_because"] == NO_EVENTS
+
+
+def test_what_could_not_be_captured_is_told():
+    def fail(backend):
+        raise RuntimeError("no capture here")
+
+    jobs = [
+        CaptureJob(name="one", family="a", rank=0, run=lambda backend: backend.capture(lambda: None)),
+        CaptureJob(name="two", family="b", rank=1, run=fail),
+    ]
+    with CaptureLog() as log:
+        capture_all(jobs, EagerGraphs(), budget_s=60.0)
+    assert (log.facts["jobs_done"], log.facts["jobs_planned"]) == (1, 2) and log.facts["capture_s"] >= 0
+    assert log.facts["failures"] == ["graph two could not be captured; b runs eagerly: no capture here"]
+
+
+def test_two_measurements_take_turns():
+    order = []
+    first, second = alternating(lambda: order.append("a") or [1.0], lambda: order.append("b") or [2.0], turns=3)
+    assert order == ["a", "b", "b", "a", "a", "b"] and (first, second) == ([1.0] * 3, [2.0] * 3)
 
 
 def test_spans_that_overlap_count_once():
