@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -81,8 +82,18 @@ def _device_facts(device: torch.device) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(device)
     return {
         "type": "cuda", "name": found.name, "capability": f"{found.major}.{found.minor}", "memory_bytes": total,
-        "free_bytes": free, "num_multiprocessors": found.multi_processor_count, "cuda": torch.version.cuda,
+        "free_bytes": free, "num_multiprocessors": found.multi_processor_count, "cuda": torch.version.cuda, "driver": _driver(),
+        "has_c_compiler": any(map(shutil.which, ("cc", "gcc", "clang"))),  # Triton compiles its launchers with it
     }  # fmt: skip
+
+
+def _driver() -> str | None:
+    """The driver's version; None where its tool is not there."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        return None
 
 
 def kernels(check: Check) -> None:
