@@ -253,6 +253,7 @@ class _Run:
         }  # fmt: skip
         if self.options.is_dry:
             values["PACELINE_CPU_ISA"] = "none"  # a GPU's rounds are torch's
+            values["OMP_NUM_THREADS"] = "1"  # a second process imports meanwhile: more threads would wait for cores
         else:
             values["TRITON_INTERPRET"] = "0"
         return values

@@ -56,7 +56,6 @@ def dry(tmp_path_factory):
     site = write_bare_site(folder / "bare", (*CARRIED, "scipy"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join((str(site), os.environ.get("PYTHONPATH", ""))))
-        patch.setenv("OMP_NUM_THREADS", "1")
         code = main(["--out", str(folder / "out"), "--dry-run", "--budget", "800"])
     summary = json.loads((folder / "out" / SUMMARY).read_text())
     return SimpleNamespace(
