@@ -26,7 +26,8 @@ from paceline.paths import resolve_model
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
-from paceline.serving.engine.output import FeedbackSink, TraceSink
+from paceline.serving.engine.output import FeedbackSink
+from paceline.serving.engine.traces import TraceSink
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
 from paceline.serving.target_model.model import TargetModel

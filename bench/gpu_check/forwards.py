@@ -255,7 +255,7 @@ def forward(check: Check) -> None:
         fits = int(free / target.kv_row_bytes) - num_scratch
         room = max(b * c for _, b, c in shapes if b * c <= fits)
     kv = target.new_kv_pool(room // _PAGE_TOKENS, _PAGE_TOKENS, num_scratch)
-    check.save(copy_bytes_per_s=round(rate), has_rope_kernel=target.has_rope_kernel, forward=target.forward_name)
+    check.save(copy_bytes_per_s=round(rate), forward=target.forward_name)
     rows: list[dict[str, Any]] = []
     profiles: dict[str, Any] = {}
     best = ""
@@ -287,7 +287,7 @@ def forward(check: Check) -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         rows.append(row)
-        ran = f"{sum('eager_ms' in r for r in rows)} of {len(rows)} forwards ran"
+        ran = f"{sum('eager_ms' in r for r in rows)} of {len(rows)} forwards ran ({target.forward_name})"
         check.save("; ".join([ran, NO_GPU if check.is_dry else best]), rows=rows, profiles=profiles)
     check.fault(next((row["error"] for row in rows if "error" in row), ""))
 
