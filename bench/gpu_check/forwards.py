@@ -287,7 +287,7 @@ def forward(check: Check) -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         rows.append(row)
-        ran = f"{sum('eager_ms' in r for r in rows)} of {len(rows)} forwards ran"
+        ran = f"{sum('eager_ms' in r for r in rows)} of {len(rows)} forwards ran ({target.forward_name})"
         check.save("; ".join([ran, NO_GPU if check.is_dry else best]), rows=rows, profiles=profiles)
     check.fault(next((row["error"] for row in rows if "error" in row), ""))
 

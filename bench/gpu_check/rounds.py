@@ -97,7 +97,11 @@ def _run_arm(
     timing = EngineArm(arm, made, Group.PLAIN if arm == PLAIN else Group.ADAPTIVE).run(group)
     assert timing.whole is not None
     accepted = timing.num_accepted_tokens / max(timing.num_request_rounds, 1)
-    figures = {"backend": target.kernels.backend, "acceptance_length": round(1 + accepted, 3)}
+    figures = {
+        "backend": target.kernels.backend,
+        "forward": target.forward_name,
+        "acceptance_length": round(1 + accepted, 3),
+    }
     return timing, {**figures, **facts, **split_of_rounds([timing.whole]), "failures": drafter_faults(made, facts)}
 
 
