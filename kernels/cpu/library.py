@@ -225,10 +225,10 @@ class NativeDecoder:
         self._num_logits, self._num_taps = num_logits, num_taps
         self._hidden = layers[0].norm1.numel()
         self._dtype = torch.float32 if embedding is None else embedding.dtype
+        projections = [head, None, None]
         if condition is not None:
             assert embedding is None or embedding.dtype == condition.dtype
-            self._dtype = condition.dtype
-        projections = (head, condition and condition.product, condition and condition.context_kv)
+            self._dtype, projections = condition.dtype, [head, condition.product, condition.context_kv]
         self._layers = (_Layer * len(layers))(*(self._layer_record(layer) for layer in layers))
         self._model = _Model(
             self._layers, *(_Linear() if p is None else p.record() for p in projections),
@@ -308,8 +308,9 @@ class NativeDecoder:
             context_lens: (B,) int64 rows of the pool before a request's own, counted likewise.
             slot_table: (., L) int64, one entry a block.
             token_ids: (N,) int64, where the first layer reads embeddings.
-            features: (C, F) of the target. C = N: the stream begins with their condition, or is written to the pool at
-            new_context: (C,) int64 positions and (C,) pool rows of K/V made of features, before the rows' own forward.
+            features: (C, F) of the target. The stream is set to their products, C = N, or, with `new_context`,
+                K/V made of them is written before the layers begin.
+            new_context: (C,) int64 positions and (C,) int64 pool rows of that K/V.
             table_rows: (B,) int64 row of the table of each request; None = its own.
             keys: (B + 1,) int64 offsets and pool rows of the keys behind each context; None = the rows' own.
             ancestors: (N, .) bool, which of those keys a row sees; None = causal.

@@ -28,8 +28,8 @@ struct Layer {
 struct Model {
   const struct Layer* layers;
   struct Linear head;
-  struct Linear condition;    // of rows of features: what rows of the stream begin with, or, with `context_kv`:
-  struct Linear context_kv;   // of normed conditions: keys and values of all layers, layer by layer
+  struct Linear condition;    // of rows of features: what rows of the stream begin with; or what is normed for
+  struct Linear context_kv;   // keys and values of all layers, layer by layer, which are written before the layers run
   const void* embedding;      // (V, E) in number type `features`
   const float *final_norm, *condition_norm;  // (Dm,)
   const float* rope;          // (P, Dh): cosines of Dh / 2 pairs, then sines
@@ -53,7 +53,7 @@ struct Batch {
   float* logits;                                    // (M, logit_stride)
   void* tapped;                                     // (N, m * Dm) or null
   const void* features;                             // (C, F), or null
-  const int64_t *feature_positions, *feature_rows;  // (C,) of the keys and values that `context_kv` makes, C beside N
+  const int64_t *feature_positions, *feature_rows;  // (C,) of the keys and values that `context_kv` makes; null: C = N
   int64_t num_rows, num_requests, num_logits, slot_stride, ancestor_stride, logit_stride, pool_rows, num_threads;
   int64_t num_features;
   int64_t tail;  // rows of each request, its last ones, that go on in the last layer behind its K/V; negative: all

@@ -23,7 +23,7 @@ from paceline.serving.drafters.native import SPARE_ROWS, supports_native
 from paceline.serving.eagle3.forward import EagleForward
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
 from paceline.serving.eagle3.native import NativeTree
-from paceline.serving.eagle3.tree import GatheredTree, StepRows
+from paceline.serving.eagle3.tree import DraftedRows, GatheredTree, StepRows
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class EagleDrafter(TrainedDrafter):
         if supports_native(self.forward, self.config.feature_size, self.config.embed_size):
             self.forward.is_native, self.kv_dtype = True, self.forward.target_dtype
             self._native = NativeTree(self.forward, self.kv_dtype)
-        self._tree = self._native or GatheredTree(self.forward, self.caps.max_depth)
+        self._tree: DraftedRows = self._native or GatheredTree(self.forward, self.caps.max_depth)
 
     # ---- weights and KV
 

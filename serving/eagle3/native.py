@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from paceline.kernels.cpu.library import Condition
@@ -17,6 +18,8 @@ from paceline.serving.drafters.interface import DraftInputs
 from paceline.serving.drafters.native import GrowingDecoder
 from paceline.serving.eagle3.forward import EagleForward
 from paceline.serving.eagle3.tree import StepRows
+
+_MAX_KEPT = 32
 
 
 class NativeTree:
@@ -29,7 +32,7 @@ class NativeTree:
         self._config, self._dtype = forward.config, dtype
         self._embedding = forward.embed_weight.contiguous()
         self._decoder = GrowingDecoder(forward.config, dtype)
-        self._lone_rows: dict[int, StepRows] = {}  # by their number
+        self._lone_rows: dict[int, StepRows] = {}  # by their number, up to _MAX_KEPT
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -67,16 +70,18 @@ class NativeTree:
         batch, count = self._newest.numel(), request.numel()
         if batch == 1 and count in self._lone_rows:
             return self._lone_rows[count]
-        counts = torch.bincount(request, minlength=batch)
-        cu = torch.zeros(batch + 1, dtype=torch.int64)
-        torch.cumsum(counts, 0, out=cu[1:])
-        owner, order = request.sort(stable=True)
-        column = torch.arange(count) - cu.index_select(0, owner)
-        own = column[:, None] == torch.arange(int(counts.max()))
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(count))
-        rows = StepRows(owner, column, own, None if batch == 1 else place, cu)
+        requests = request.numpy()
+        counts, order = np.bincount(requests, minlength=batch), requests.argsort(kind="stable")
+        cu = np.concatenate(([0], counts.cumsum()))
+        owner, cells = requests[order], np.arange(count)
+        column, place = cells - cu[owner], np.empty_like(order)
+        place[order] = cells
+        found = map(torch.from_numpy, (owner, column, column[:, None] == np.arange(counts.max()), place, order, cu))
+        rows = StepRows(*found)
         if batch == 1:
-            self._lone_rows[count] = rows
+            rows.place = None
+            if count <= _MAX_KEPT:
+                self._lone_rows[count] = rows
         return rows
 
     def step(
@@ -87,6 +92,7 @@ class NativeTree:
         depths: torch.Tensor,
         seen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert rows.cu is not None
         inputs, batch, before = self._inputs, self._newest.numel(), self.num_columns
         num_keys = self.num_columns = before + rows.width
         spare = self._spare_rows(batch * num_keys)

@@ -27,6 +27,7 @@ class StepRows:
     column: torch.Tensor  # (N,) int64, which of the W columns is its own
     own: torch.Tensor  # (N, W), which of the columns it sees, as `DraftedRows.visible` and `hidden`
     place: torch.Tensor | None = None  # (F,) int64, row of each leaf; None = theirs
+    order: torch.Tensor | None = None  # (N,) int64, leaf of each row; None = there are rows without one
     cu: torch.Tensor | None = None  # (B + 1,) int64, offsets of each request's rows; None = each has W
 
     @property
@@ -38,19 +39,29 @@ class StepRows:
         """Values of the leaves (F, ...) -> of the rows (N, ...), zeros where a request has fewer leaves."""
         if self.place is None:
             return values
+        if self.order is not None:
+            return values.index_select(0, self.order)
         return values.new_zeros(self.owner.numel(), *values.shape[1:]).index_copy_(0, self.place, values)
 
 
 class DraftedRows(Protocol):
     """Context and tree rows of a round."""
 
-    visible: float | bool
-    hidden: float | bool
-    mask_dtype: torch.dtype
-    """`visible` or `hidden` says whether a row sees a column."""
     num_columns: int
     """D."""
     pool: torch.Tensor
+
+    @property
+    def visible(self) -> float | bool:
+        """Says in a mask that a row sees a column."""
+
+    @property
+    def hidden(self) -> float | bool:
+        """Says that it does not."""
+
+    @property
+    def mask_dtype(self) -> torch.dtype:
+        """Of masks."""
 
     def bind(self, pool: torch.Tensor, num_rows: int) -> None:
         """Take the pool (rows, C), of which requests own the first `num_rows` rows."""
@@ -154,9 +165,9 @@ class GatheredTree:
         """Every request's context, (B, >= L + D, C) with room for tree rows, and what masks its end."""
         batch, length = len(inputs.request_ids), self._length
         room = length + self._forward.config.num_slots * (1 + _SPARE_LEAVES)
-        self._kv = torch.empty(batch, room, self._kv_width, dtype=self.mask_dtype, device=self._device)
+        self._kv = torch.empty(batch, room, self._kv_width, dtype=self._forward.dtype, device=self._device)
         table = inputs.slot_table[:, :length]
-        self._context_bias = torch.zeros(batch, 1, length, dtype=self.mask_dtype, device=self._device)
+        self._context_bias = torch.zeros(batch, 1, length, dtype=self._forward.dtype, device=self._device)
         if batch > 1:  # entries past a context are undefined
             present = torch.arange(length, device=self._device) < inputs.context_lens[:, None]
             self._context_bias.masked_fill_(~present[:, None], float("-inf"))
