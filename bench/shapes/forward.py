@@ -192,7 +192,10 @@ def _ratio(times: list[float], others: list[float], less: list[float] | None = N
     """Of the sums, with its interval over repeats; `less` is taken off the divisor."""
     rows = np.array([times, others, less or [0.0] * len(times)])
     value, values = resampled(rows, lambda sums: sums[0] / (sums[1] - sums[2]))
-    return {"ratio": round(value, 3), "interval": interval(value, values, len(times), is_positive=less is None, digits=3)}
+    return {
+        "ratio": round(value, 3),
+        "interval": interval(value, values, len(times), is_positive=less is None, digits=3),
+    }
 
 
 def print_cells(document: dict[str, Any], console: Console) -> None:
