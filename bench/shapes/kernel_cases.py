@@ -213,6 +213,31 @@ def _tree_words(shape: Shape) -> int:
     return -(-(shape.nodes + 1) // 32)
 
 
+def _rope(shape: Shape, bench: Bench) -> Callable[[], Any]:
+    pool = bench.randn(4 * shape.num_rows, 2, shape.kv_heads, shape.head_dim)
+    rows = torch.randperm(4 * shape.num_rows, device=bench.device)[: shape.num_rows]
+    heads = shape.heads + 2 * shape.kv_heads
+    split = bench.randn(shape.num_rows, heads, shape.head_dim).split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+    cos, sin = (bench.randn(shape.num_rows, shape.head_dim) for _ in range(2))
+    positions, norm = torch.arange(shape.num_rows, device=bench.device), bench.randn(shape.head_dim)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return bench.kernels.rope_scatter(*split, pool, rows, positions, cos, sin, q_norm=norm, k_norm=norm), pool
+
+    return run
+
+
+def _add_norm(shape: Shape, bench: Bench) -> Callable[[], Any]:
+    x, weight = bench.randn(shape.num_rows, shape.hidden_size), bench.randn(shape.hidden_size)
+    delta = torch.zeros_like(x)  # the stream stays what it is, however often this runs
+    return lambda: bench.kernels.add_norm(x, delta, weight, 1e-6)
+
+
+def _silu_mul(shape: Shape, bench: Bench) -> Callable[[], Any]:
+    gate_up = bench.randn(shape.num_rows, 2 * shape.ffn_size)
+    return lambda: bench.kernels.silu_mul(gate_up)
+
+
 _HEADS = ("heads", "kv_heads", "head_dim")
 CASES: dict[str, Case] = {
     "tree_attention": Case(
@@ -234,6 +259,24 @@ CASES: dict[str, Case] = {
             + 8 * s.requests * s.context
         ),
         prepare=_slots,
+    ),
+    "rope_scatter": Case(
+        depends=(*_HEADS, "requests", "nodes"),
+        formula="e * N * (2 H Dh + 2 * 2 Hkv Dh + 2 Dh)",
+        count_bytes=lambda s, e: e * s.num_rows * (2 * s.heads * s.head_dim + 2 * s.kv_width + 2 * s.head_dim),
+        prepare=_rope,
+    ),
+    "add_norm": Case(
+        depends=("hidden_size", "requests", "nodes"),
+        formula="e * 4 * N * h, h = hidden size",
+        count_bytes=lambda s, e: e * 4 * s.num_rows * s.hidden_size,
+        prepare=_add_norm,
+    ),
+    "silu_mul": Case(
+        depends=("ffn_size", "requests", "nodes"),
+        formula="e * 3 * N * f, f = width of the gated layer",
+        count_bytes=lambda s, e: e * 3 * s.num_rows * s.ffn_size,
+        prepare=_silu_mul,
     ),
     "scatter_rows": Case(
         depends=("kv_heads", "head_dim", "requests", "nodes"),
