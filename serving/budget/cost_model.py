@@ -110,12 +110,14 @@ class CostModel:
         *,
         max_rows: int = 65,
         max_requests: int = 1,
+        tree_rows: int = _ROW_GRID[-1],
         repeats: int = 3,
         limit_s: float = math.inf,
     ) -> None:
         """Measure the priors: measure(num_rows, num_requests) runs one verify forward and returns its seconds.
 
-        limit_s: no further point is measured once so much time has gone; the curves are then continued.
+        tree_rows: of the largest tree of one request; more rows are measured with several requests, since the rows of one
+        attend to each other. limit_s: no further point is measured once so much time has gone; the curves are then continued.
         """
         spent = 0.0
 
@@ -129,13 +131,19 @@ class CostModel:
         times = [timed(1, 1)]
         batch = [0.0]
         for q in _ROW_GRID[1:]:
-            if q <= max_rows and spent < limit_s / 2:
+            if q <= min(max_rows, tree_rows) and spent < limit_s / 2:
                 times.append(timed(q, 1))
+        is_whole = len(times) == sum(q <= min(max_rows, tree_rows) for q in _ROW_GRID)
         rows = _extend(_ROW_GRID, times)
         for b in _BATCH_GRID[1:]:
-            if b <= min(max_requests, max_rows) and spent < limit_s:
+            if b <= min(max_requests, max_rows) and spent < limit_s * (0.75 if is_whole else 1.0):
                 batch.append(max(0.0, timed(b, b) - interpolate(_ROW_GRID, rows, b)))
-        self._reset(rows, _extend(_BATCH_GRID, batch), is_known=True)
+        extra = _extend(_BATCH_GRID, batch)
+        for q in _ROW_GRID[len(times) :] if is_whole else ():
+            num_requests = -(-q // tree_rows)
+            if q <= max_rows and num_requests <= max_requests and spent < limit_s:
+                times.append(timed(q, num_requests) - interpolate(_BATCH_GRID, extra, num_requests))
+        self._reset(_extend(_ROW_GRID, times), extra, is_known=True)
         if self._shape is not None:
             self._roofline = Roofline.measured(self._shape, lambda n: self.at_start(n, 1))
 

@@ -27,6 +27,8 @@ MAX_ROWS = 513
 MAX_REQUESTS = 64
 LIMIT_S = 5.0
 """Time for measuring the verify forward; larger sizes are extrapolated when it is over."""
+_WIDE_TREE = 16
+"""Nodes of a tree that is wide in a large batch: more rows than one such has belong to several requests there."""
 _CONTEXT = 64
 _DEPTH = 8
 _PADDED_REQUESTS, _EVEN_ROWS, _PADDING_REPEATS = 8, 9, 6
@@ -87,7 +89,10 @@ class EngineProbe:
         """Measure the prior of the policy's verify cost; the pool must be unused."""
         max_rows = min(MAX_ROWS, self._kv.num_scratch_rows)
         max_requests = min(max_requests, MAX_REQUESTS)
-        policy.budget.costs.verify.calibrate(self.verify, max_rows=max_rows, max_requests=max_requests, limit_s=LIMIT_S)
+        policy.budget.costs.verify.calibrate(
+            self.verify, max_rows=max_rows, max_requests=max_requests, limit_s=LIMIT_S,
+            tree_rows=min(policy.config.max_draft_tokens, _WIDE_TREE) + 1,
+        )  # fmt: skip
         if self._target.pads_requests:
             costs = policy.budget.costs
             costs.uneven_s, costs.pair_s = self.padding_s(min(max_requests, _PADDED_REQUESTS), max_rows)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.kernels.dispatch import Kernels
 
 _SILENT = ("empty", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias", "resolve")
 
@@ -42,6 +45,21 @@ class LaunchCount(TorchDispatchMode):
             yield
         finally:
             self.is_paused = before
+
+    def kernels(self, table: Kernels) -> Kernels:
+        """The same kernels, each counted as one launch instead of by the operators of its reference."""
+
+        def counted(name: str) -> Any:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if not self.is_paused:
+                    self.names[name] += 1
+                with self.paused():
+                    return getattr(table, name)(*args, **kwargs)
+
+            return run
+
+        names = [f.name for f in fields(Kernels) if f.name not in ("backend", "is_capturable")]
+        return replace(table, **{name: counted(name) for name in names})
 
 
 @contextlib.contextmanager

@@ -21,9 +21,14 @@ from tests.helpers.graph_engines import (
     parallel_head,
     specblock,
 )
+from tests.helpers.launch_count import LaunchCount
 from tests.helpers.scripted_drafters import OracleDrafter
 from tests.helpers.static_kernels import STATIC_KERNELS
 from tests.helpers.trees import DevicePolicy
+
+
+MAX_EAGER = {"specblock": 160, "jetspec": 144, "dflash": 121}
+"""Launches of a round beside those inside of graphs, replays included."""
 
 
 @functools.cache
@@ -68,6 +73,47 @@ def test_parallel_heads_draft_by_graph_and_the_tokens_are_the_target_s(count, is
     assert generate(engine, prompts) == generate(make_engine(make_target(), DrafterSlots()), prompts)
     assert engine.stats()["num_drafter_failures"] == 0
     assert backend.num_replays >= 2 * engine.stats()["num_rounds"], "the block and verify of every round were replayed"
+
+
+class UncountedGraphs(CountingGraphs):
+    """Graphs whose replays count as one launch each."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def capture(self, run):
+        def replay():
+            self.count.names["replay"] += 1
+            with self.count.paused():
+                run()
+
+        return super().capture(replay)
+
+
+@pytest.mark.parametrize("family", ["specblock", "jetspec", "dflash"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_round_launches_little_beside_its_graphs(count, family, monkeypatch):
+    """Copies into static tensors, the draws, acceptance, the commit: as many whatever the batch."""
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    launches, rounds = LaunchCount(), []
+    kernels = launches.kernels(STATIC_KERNELS)
+    target = make_target(kernels)
+    build = specblock(target)[0] if family == "specblock" else parallel_head(target, is_causal=family == "jetspec")
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size, kernels=kernels)
+    engine = make_engine(target, DrafterSlots(build(), "v1"), UncountedGraphs(launches), policy)
+
+    def note(_):
+        rounds.append(launches.names.copy())
+        launches.names.clear()
+
+    with launches:
+        generate(engine, make_prompts(count, (0.0,)), note)
+    steady = [names for names in rounds[2:] if names["replay"] >= 3]
+    assert steady, "rounds by graphs"
+    assert max(names.total() for names in steady) <= MAX_EAGER[family], sorted(
+        max(steady, key=lambda names: names.total()).items(), key=lambda x: -x[1]
+    )
 
 
 @pytest.mark.parametrize("count", [1, 4])
