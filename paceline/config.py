@@ -310,6 +310,8 @@ class ServiceConfig:
             token = getattr(self, name)
             fits = token is None or (token.isascii() and token.strip() == token != "")
             require(fits, f"{name} must be ASCII, without spaces around it, or null", "something else")
+        is_on_cpu = self.dtype != "int8" or (self.device != "cuda" and self.engine.tensor_parallel == 1)
+        require(is_on_cpu, "dtype must not be int8 with device cuda or engine.tensor_parallel > 1", self.dtype)
         mix = self.engine.tree.mix
         rule = f"engine.tree.mix must be none with drafter none (it drafts at another one's side; for {mix} alone give drafter {mix})"
         require(self.drafter != "none" or mix == "none", rule, mix)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_child(given.stage_entry, given.stage_imports, given.stage_result, is_dry=given.dry_run)
     if given.out is None:
         parser.error("--out DIR must be given")
-    if not given.budget > 0:
-        parser.error(f"--budget must be > 0, got {given.budget:g}")
+    if not 0 < given.budget < math.inf:
+        parser.error(f"--budget must be > 0 and finite, got {given.budget:g}")
     if given.wheels is not None and not given.wheels.is_dir():
         parser.error(f"--wheels must be a folder, got {given.wheels}")
     names = [s.name for s in STAGES] if given.stages is None else given.stages.split(",")
@@ -72,7 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--out must be a folder, or one that can be made, got {given.out}: {e.strerror}")
     options = CheckOptions(out=given.out, budget_s=given.budget, is_dry=given.dry_run, wheels=given.wheels)
     chosen = tuple(s for s in STAGES if s.name in names)
-    summary = run_stages(options, chosen, lambda line: print(line, flush=True))
+    try:
+        summary = run_stages(options, chosen, lambda line: print(line, flush=True))
+    except zipfile.BadZipFile as e:
+        parser.error(f"--wheels must hold whole wheels: {e}; carry them again")
+    except OSError as e:
+        parser.error(f"nothing can be written to {given.out}: {e.strerror}; name another --out or make room")
     print(f"\n{table(summary)}\n{given.out / SUMMARY}", flush=True)
     return int(any(row["state"] != "done" for row in summary["stages"]))
 

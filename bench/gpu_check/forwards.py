@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.bench.gpu_check.stages import NO_GPU, Check, reason_of
+from paceline.errors import PacelineError
 
 if TYPE_CHECKING:  # what may be missing is imported by the stages themselves, `machine` first: it says what
     from paceline.bench.shapes.kernel_cases import Bench
@@ -251,9 +252,12 @@ def forward(check: Check) -> None:
     num_scratch = max(n * b for n, b, _ in shapes)
     room = max(b * c for _, b, c in shapes)
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # weights were joined: the parts' memory is torch's
         free = torch.cuda.mem_get_info(device)[0] * _FREE_SHARE - num_scratch * target.vocab_size * 8
         fits = int(free / target.kv_row_bytes) - num_scratch
-        room = max(b * c for _, b, c in shapes if b * c <= fits)
+        room = max((b * c for _, b, c in shapes if b * c <= fits), default=0)
+        if room == 0:
+            raise PacelineError(f"{free / 2**30:.1f} GiB are left beside the weights, too few for the smallest cell")
     kv = target.new_kv_pool(room // _PAGE_TOKENS, _PAGE_TOKENS, num_scratch)
     check.save(copy_bytes_per_s=round(rate), forward=target.forward_name)
     rows: list[dict[str, Any]] = []

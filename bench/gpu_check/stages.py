@@ -174,7 +174,8 @@ def run_child(entry: str, imports: Sequence[str], result: Path, *, is_dry: bool)
         function(check)
     except Exception as e:
         traceback.print_exception(e)
-        check.fault(reason_of(e))
+        with contextlib.suppress(OSError):  # a full disk may be what it was; the lines printed tell
+            check.fault(reason_of(e))
         return 1
     return 0
 
@@ -335,8 +336,11 @@ def run_stages(
                     row = run.finish(process, limit_s)
                     process, following = following, None
                 summary["stages"].append(row)
-                write(seconds=round(time.monotonic() - run.began, 2))
                 say(stage_line(row))
+                try:
+                    write(seconds=round(time.monotonic() - run.began, 2))
+                except OSError as e:  # a full disk: the stages' lines are on the terminal, and room may come
+                    say(f"{SUMMARY} could not be written: {e.strerror}")
         finally:
             for left in (process, following):
                 if left is not None:

@@ -191,7 +191,7 @@ def timed_cells(models: Sequence[RandomModel], num_threads: int, options: Forwar
 def _ratio(times: list[float], others: list[float], less: list[float] | None = None) -> dict[str, Any]:
     """Of the sums, with its interval over repeats; `less` is taken off the divisor."""
     rows = np.array([times, others, less or [0.0] * len(times)])
-    value, values = resampled(rows, lambda sums: sums[0] / (sums[1] - sums[2]))
+    value, values = resampled(rows, lambda sums: sums[0] / np.maximum(sums[1] - sums[2], 1e-9))
     return {
         "ratio": round(value, 3),
         "interval": interval(value, values, len(times), is_positive=less is None, digits=3),

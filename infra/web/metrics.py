@@ -169,7 +169,7 @@ SPECULATION = metric_spec(
     "bucket", "role", "mode",
 )  # fmt: skip
 FORWARD = metric_spec(
-    "target_forward", "gauge", "1", "What computes the target's forwards: native-ISA (compiled), kernels (Triton), fused or modules (torch)",
+    "target_forward", "gauge", "1", "What computes the target's forwards: native-ISA (compiled), kernels (Triton), fused, modules-reordered or modules (torch)",
     "forward",
 )  # fmt: skip
 REPLICA_METRICS: tuple[MetricSpec, ...] = (

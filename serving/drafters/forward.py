@@ -83,7 +83,9 @@ def rank_by_softmax(logits: torch.Tensor, factors: torch.Tensor, count: int) -> 
 
 
 def rank_natively(logits: torch.Tensor, factors: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A `Ranking` by one pass of compiled code."""
+    """A `Ranking` by one pass of compiled code; of logits on a device by torch's operators."""
+    if logits.device.type != "cpu":
+        return rank_by_softmax(logits, factors, count)
     values, ids, lse = rank_rows(logits.float(), count, factors[:, 0].contiguous())
     return values.sub_(lse[:, None]), ids
 

@@ -134,8 +134,10 @@ class NativeTree:
     def _spare_rows(self, count: int) -> torch.Tensor:
         """The first spare rows; there are more in the pool from now on if it has not so many."""
         if self._spare.numel() < count:
-            more = self.pool.new_zeros(2 * count - self._spare.numel(), self.pool.shape[1])
             num_columns = self.num_columns
-            self.bind(torch.cat((self.pool, more)), self._num_rows)
+            with torch.inference_mode(False):  # other threads zero the pool when weights are swapped
+                more = self.pool.new_zeros(2 * count - self._spare.numel(), self.pool.shape[1])
+                pool = torch.cat((self.pool, more))
+            self.bind(pool, self._num_rows)
             self.num_columns = num_columns
         return self._spare[:count]

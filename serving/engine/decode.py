@@ -376,7 +376,7 @@ class DecodeRunner:
         groups, group_slots = [], []
         self._catch_up_s, self._num_catch_up_rows = 0.0, 0
         for slot, rows in by_slot.items():
-            group = self._group(batch, slot, rows, table)
+            group = self._group(batch, slot, rows, table) if self._slots.drafter(slot) is not None else None
             if group is not None:
                 groups.append(group)
                 group_slots.append(slot)
@@ -394,6 +394,8 @@ class DecodeRunner:
     def _may_draft(self, request: RunningRequest, slot: str) -> bool:
         """False where a text drafter knows beforehand that nothing will come of it: such a round costs what a plain one does."""
         drafter = self._slots.drafter(slot)
+        if drafter is None:  # it has failed for another request of this round
+            return False
         if not isinstance(drafter, TextDrafter) or self._policy.mixed(drafter) is not drafter:
             return True
         if request.context_len - request.drafted_len > MAX_BACKLOG_ROWS:

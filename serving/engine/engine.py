@@ -282,8 +282,7 @@ class Engine:
             for request in self._deadlines.take_expired(self._clock.now(), self.output.by_id):
                 self.output.end_early(request, "deadline")
         if not scheduler.active and not scheduler.waiting:
-            if self.output.traces is not None:
-                self.output.traces.deliver(is_waiting=True)
+            self.deliver_traces()
             return False
         admitted = scheduler.admit()
         if admitted:
@@ -317,6 +316,11 @@ class Engine:
     def is_draining(self) -> bool:
         """New requests are refused; the ones that were taken are finished. Any thread."""
         return self._inbox.is_closed
+
+    def deliver_traces(self) -> None:
+        """Hand over the traces of requests that have ended, once their rows are on the host. Engine thread."""
+        if self.output.traces is not None:
+            self.output.traces.deliver(is_waiting=True)
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress | None = None) -> None:

@@ -83,6 +83,7 @@ class EngineThread:
                     if self._is_draining and engine.is_idle:
                         break
                     engine.wait_for_work(_IDLE_WAIT_S)
+            engine.deliver_traces()
             engine.fail_all("the engine was shut down before the request was complete")
         except BaseException as e:
             self.error = e

@@ -105,7 +105,7 @@ class TraceCollector:
         try:
             num_rows = len(request.tokens) - 1
             assert request.rows is not None and request.context_len >= num_rows, "a trace lacks feature rows"
-            rows = request.rows[:num_rows].to(self._features.device, non_blocking=True)
+            rows = upload(request.rows[:num_rows], self._features.device)
             with torch.inference_mode(False):  # consumers train on these tensors
                 features = self._features[rows].to("cpu", non_blocking=True)
         except Exception:
@@ -142,7 +142,7 @@ class TraceCollector:
                 temperature=request.request.params.temperature,
                 prompt_len=request.prompt_len,
                 token_ids=list(request.tokens),
-                features=features,
+                features=features.clone() if features.is_pinned() else features,  # pinned memory is never given back
                 topk_ids=torch.from_numpy(ids),
                 topk_logprobs=torch.from_numpy(logprobs),
                 target_version=self._target_version,

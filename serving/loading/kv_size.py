@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
+from paceline.serving.target_model.device import available_ram_bytes
 
 if TYPE_CHECKING:
     from paceline.serving.drafters.slots import DrafterSlots
@@ -25,7 +25,6 @@ CUDA_SHARE = 0.6
 and training jobs on the same device need the rest."""
 RAM_SHARE = 0.25
 """Of the available RAM, divided among the replicas of a machine: the system, the trainer and Redis live there too."""
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def pool_row_bytes(target: TargetModel, slots: DrafterSlots, *, has_traces: bool) -> tuple[int, bool]:
@@ -88,21 +87,3 @@ def free_device_bytes(device: torch.device) -> int:
     """Free memory of a CUDA device, including what torch's allocator holds without using it."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def available_ram_bytes(cgroup: Path = _CGROUP) -> int:
-    """RAM that can be taken without swapping; in a container also not more than its memory limit leaves."""
-    import psutil
-
-    available = psutil.virtual_memory().available
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),  # cgroup v2
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # v1
-    ):
-        try:
-            limit, used = ((cgroup / name).read_text().strip() for name in (limit_file, used_file))
-        except OSError:  # another cgroup version, or no Linux
-            continue
-        if limit.isdigit() and used.isdigit():  # v2 writes 'max' where there is no limit
-            available = min(available, max(0, int(limit) - int(used)))
-    return available

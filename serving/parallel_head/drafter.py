@@ -92,8 +92,9 @@ class ParallelHeadDrafter(TrainedDrafter):
             device=self.device,
         )  # fmt: skip
         self._graphs = GraphedHead(
-            inputs, lambda static: self._draft(static, self.forward.scales(static.temperatures)), outputs
-        )
+            inputs, lambda static: self._draft(static, self.forward.scales(static.temperatures)), outputs,
+            context_row_bytes=self.kv_row_bytes,
+        )  # fmt: skip
         return self._graphs
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:

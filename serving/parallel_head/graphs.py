@@ -13,14 +13,26 @@ from paceline.serving.drafters.graph_inputs import GraphInputs
 from paceline.serving.drafters.interface import DraftInputs, Proposal
 from paceline.serving.target_model.graph_capture import CaptureJob, GraphBackend, GraphTable
 
+MAX_GATHERED_BYTES = 2**30
+"""Of contexts that a graph gathers (twice: as they are, and beside the block's own rows): the memory of captured work stays
+taken. Larger batches draft eagerly."""
+
 
 class GraphedHead:
     """The graphs of one drafter. Its weights may change in place; its pool must not move."""
 
-    def __init__(self, inputs: GraphInputs, draft: Callable[[DraftInputs], Proposal], outputs: Proposal) -> None:
-        """draft: ingests and proposes without a host read. outputs: static, of as many requests as there are at most."""
+    def __init__(
+        self,
+        inputs: GraphInputs,
+        draft: Callable[[DraftInputs], Proposal],
+        outputs: Proposal,
+        *,
+        context_row_bytes: int,
+    ) -> None:
+        """context_row_bytes: of a row of the drafter's K/V, all layers. draft: ingests and proposes without a host read. outputs: static, of as many requests as there are at most."""
         self._inputs, self._draft, self._outputs = inputs, draft, outputs
         self._graphs = GraphTable(inputs.ladders)
+        self._context_row_bytes = context_row_bytes
 
     @property
     def num_graphs(self) -> int:
@@ -36,6 +48,7 @@ class GraphedHead:
             )
             for i, b in enumerate(requests)
             for k, width in enumerate(widths)
+            if 2 * b * width * self._context_row_bytes <= MAX_GATHERED_BYTES
             for n in self._inputs.steps(b)
         ]  # fmt: skip
 

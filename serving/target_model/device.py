@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,11 +33,25 @@ def upload(
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def free_bytes() -> int:
-    """Bytes of the host's memory that are left."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_ram_bytes(cgroup: Path = _CGROUP) -> int:
+    """RAM that can be taken without swapping; in a container also not more than its memory limit leaves."""
     import psutil  # a bare GPU machine may lack it, and is never asked
 
-    return int(psutil.virtual_memory().available)
+    available = psutil.virtual_memory().available
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),  # cgroup v2
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # v1
+    ):
+        try:
+            limit, used = ((cgroup / name).read_text().strip() for name in (limit_file, used_file))
+        except OSError:  # another cgroup version, or no Linux
+            continue
+        if limit.isdigit() and used.isdigit():  # v2 writes 'max' where there is no limit
+            available = min(available, max(0, int(limit) - int(used)))
+    return available
 
 
 @contextlib.contextmanager

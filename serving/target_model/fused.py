@@ -31,7 +31,18 @@ KV_DTYPE = torch.float32
 MAX_WEIGHT_BYTES = 512 * 2**20
 """Larger targets are bound by arithmetic and would pay for a second copy of their weights."""
 _MAX_TABLE_ELEMENTS = 1 << 20
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""RoPE types whose rotations depend on nothing but the position."""
+_DEEPEST_NODE = 256
+"""Of a tree: it may reach beyond the end of the context, where none of its nodes is kept."""
+
+
+def rope_table(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines (P, Dh) of every position that a round may have, rounded as the model rounds them."""
+    embedding = model.get_input_embeddings().weight.detach()
+    last = model.config.max_position_embeddings + _DEEPEST_NODE
+    cos, sin = model.get_decoder().rotary_emb(embedding[:1], torch.arange(last, device=embedding.device)[None])
+    return cos[0].contiguous(), sin[0].contiguous()
 
 
 class _Linear:
@@ -83,7 +94,7 @@ def supports_fused(model: Any) -> bool:
         and not getattr(config, "attention_bias", False)
         and not getattr(config, "mlp_bias", False)
         and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
-        and rope.get("rope_type", "default") in _STATIC_ROPE
+        and rope.get("rope_type", "default") in STATIC_ROPE
         and all(p.device.type == "cpu" for p in parameters)
         and {p.dtype for p in parameters} in ({torch.float32}, {torch.bfloat16})
         and sum(p.numel() * p.element_size() for p in parameters) <= MAX_WEIGHT_BYTES
@@ -110,9 +121,7 @@ class FusedForward:
         self._lm_head = _Linear(model.get_output_embeddings().weight.detach()).bind()
         self._layers = [self._fuse_layer(layer, is_tapped=i in tap_layers) for i, layer in enumerate(decoder.layers)]
         self._folds = torch.stack([layer.fold for layer in self._layers])[:, None]  # (Lt, 1, H + Hkv, 2, Dh)
-        positions = torch.arange(config.max_position_embeddings)[None]
-        cos, sin = decoder.rotary_emb(self._embed[:1], positions)
-        self._rope = torch.stack((cos[0], sin[0]), 1).float()  # (P, 2, Dh), rounded as the model rounds it
+        self._rope = torch.stack(rope_table(model), 1).float()  # (P, 2, Dh)
 
     def _fuse_layer(self, layer: Any, *, is_tapped: bool) -> _Layer:
         attention, mlp, dim = layer.self_attn, layer.mlp, self._head_dim

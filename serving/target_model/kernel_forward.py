@@ -17,12 +17,12 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from paceline.kernels.dispatch import Kernels
+from paceline.serving.target_model.fused import STATIC_ROPE, rope_table
 from paceline.serving.target_model.kv_cache import KVPool
 
 _FAMILIES = ("llama", "qwen3")
 """Model types whose layers are: RMS norm, attention with RMS norm over each head or none and RoPE by halves over the whole
 head, RMS norm, SwiGLU."""
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ def supports_kernel_forward(model: Any) -> bool:
     return (
         config.model_type in _FAMILIES
         and config.hidden_act == "silu"
-        and rope.get("rope_type", "default") in _STATIC_ROPE
+        and rope.get("rope_type", "default") in STATIC_ROPE
     )
 
 
@@ -62,9 +62,7 @@ class KernelForward:
         head = model.get_output_embeddings()
         self._head = (head.weight, head.bias)
         self._layers = [_layer(layer) for layer in decoder.layers]
-        positions = torch.arange(config.max_position_embeddings, device=self._embed.device)[None]
-        cos, sin = decoder.rotary_emb(self._embed[:1], positions)
-        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()  # (P, Dh), rounded as the model rounds them
+        self._cos, self._sin = rope_table(model)
 
     def run(
         self,
@@ -84,12 +82,12 @@ class KernelForward:
         for i, layer in enumerate(self._layers):
             normed = add_norm(x, delta, layer.norm1, eps)
             self._tap(i - 1, x, features)
-            qkv = linear(normed, *layer.qkv).view(count, heads + 2 * kv_heads, -1)
+            qkv = linear(normed, *layer.qkv).view(count, heads + 2 * kv_heads, self._cos.shape[1])
             query, key, value = qkv.split((heads, kv_heads, kv_heads), 1)
             query = kernels.rope_scatter(
                 query, key, value, kv.layers[i], out_rows, positions, self._cos, self._sin, **layer.head_norms
             )
-            attended = kernels.tree_attention(query, kv.layers[i], plan, layer.scale).view(count, -1)
+            attended = kernels.tree_attention(query, kv.layers[i], plan, layer.scale).flatten(1)
             normed = add_norm(x, linear(attended, *layer.out), layer.norm2, eps)
             delta = linear(kernels.silu_mul(linear(normed, *layer.gate_up)), *layer.down)
         normed = add_norm(x, delta, self._final_norm, eps)

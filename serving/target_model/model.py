@@ -139,6 +139,8 @@ class TargetModel:
         self.has_reordered_linears = False
         """Whether the modules' linear layers read reordered weights (reordered.py)."""
         if is_int8:
+            if fast_path is False:
+                raise ConfigError("fast_path must not be False with dtype int8: only the compiled forward serves it")
             self._use_int8()
         elif fast_path is not False and num_ranks == 1:
             self._choose_fast_path(is_required=fast_path is True)
@@ -186,14 +188,16 @@ class TargetModel:
             if not self.is_fast_path and supports_reordered(self.model):
                 self._reorder_linears()
         elif supports_kernel_forward(self.model):
-            self._fused = KernelForward(self.model, self.tap_layers, self.kernels)
             try:
+                self._fused = KernelForward(self.model, self.tap_layers, self.kernels)
                 error = self._fused_error()
             except Exception:  # a kernel that this GPU or compiler does not take: the modules need fewer
                 log.exception("the forward by kernels could not be run; the modules of transformers compute it")
                 error = math.inf
             if error > limit:
                 self._fused = None
+            if self.device.type == "cuda":  # joined weights leave their parts' memory with torch, which others may need
+                torch.cuda.empty_cache()
         if is_required and not self.is_fast_path:
             raise ConfigError(f"fast_path must be None or False for this target, got True (relative error {error})")
         log.info("target forward chosen forward=%s relative_error=%s", self.forward_name, error)
@@ -202,8 +206,11 @@ class TargetModel:
         """Reorder the modules' linear weights if that leaves their logits equal."""
         expected = [self._module_logits(count) for count in (1, 9, 32)]
         undo = reorder_linears(self.model, (self.embed_weight, self.head_weight))
-        got = [self._module_logits(count) for count in (1, 9, 32)]
-        self.has_reordered_linears = all(map(torch.equal, got, expected))
+        try:
+            got = [self._module_logits(count) for count in (1, 9, 32)]
+            self.has_reordered_linears = all(map(torch.equal, got, expected))
+        except Exception:  # modules that read their weights in a way of their own
+            log.exception("reordered linear weights could not be used; the modules keep theirs")
         if not self.has_reordered_linears:
             undo()
 

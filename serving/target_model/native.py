@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from paceline.kernels.cpu.library import NativeDecoder, NativeLayer, PackedLinear, choose_isa, fits_native, interleave
-from paceline.serving.target_model.device import free_bytes
+from paceline.serving.target_model.device import available_ram_bytes
+from paceline.serving.target_model.fused import STATIC_ROPE, rope_table
 from paceline.serving.target_model.int8 import lend_head, lend_layer, pack_int8
 
 _MEMORY_SHARE = 0.7
 """Part of the free memory that the copy of the weights may take: K/V and the rest of the process need some, too."""
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 def supports_native(model: Any, *, is_int8: bool = False) -> bool:
@@ -30,11 +30,11 @@ def supports_native(model: Any, *, is_int8: bool = False) -> bool:
         and not getattr(config, "attention_bias", False)
         and not getattr(config, "mlp_bias", False)
         and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
-        and rope.get("rope_type", "default") in _STATIC_ROPE
+        and rope.get("rope_type", "default") in STATIC_ROPE
         and fits_native(config.hidden_size, head_dim)
         and all(p.device.type == "cpu" for p in parameters)
         and {p.dtype for p in parameters} in ({torch.float32}, {torch.bfloat16})
-        and copied_bytes < free_bytes() * _MEMORY_SHARE
+        and copied_bytes < available_ram_bytes() * _MEMORY_SHARE
     )
 
 
@@ -79,15 +79,14 @@ def new_native(
     if is_lent:
         lend_head(model, head)
     embedding = model.get_input_embeddings().weight.detach()
-    positions = torch.arange(config.max_position_embeddings)[None]
-    cos, sin = decoder.rotary_emb(embedding[:1], positions)
+    cos, sin = rope_table(model)
     half = head_dim // 2
     return NativeDecoder(
         layers=layers,
         head=head,
         embedding=embedding,
         final_norm=decoder.norm.weight.detach().float(),
-        rope=torch.cat((cos[0, :, :half], sin[0, :, :half]), 1).float().contiguous(),
+        rope=torch.cat((cos[:, :half], sin[:, :half]), 1).float().contiguous(),
         num_heads=heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,

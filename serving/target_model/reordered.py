@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.serving.target_model.device import free_bytes
+from paceline.serving.target_model.device import available_ram_bytes
 
 _MEMORY_SHARE = 0.7
 """Part of the free memory that copies of shared weights may take."""
@@ -52,7 +52,7 @@ def reorder_linears(model: Any, shared: tuple[torch.Tensor, ...]) -> Callable[[]
             if type(own) is not torch.nn.Linear:
                 continue
             is_shared, size = own.weight.data_ptr() in kept, own.weight.numel() * own.weight.element_size()
-            if not is_shared or size < free_bytes() * _MEMORY_SHARE:
+            if not is_shared or size < available_ram_bytes() * _MEMORY_SHARE:
                 setattr(parent, name, ReorderedLinear(own))
                 done.append((parent, name, is_shared, own))
                 if not is_shared:

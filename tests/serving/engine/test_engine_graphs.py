@@ -26,7 +26,6 @@ from tests.helpers.scripted_drafters import OracleDrafter
 from tests.helpers.static_kernels import STATIC_KERNELS
 from tests.helpers.trees import DevicePolicy
 
-
 MAX_EAGER = {"specblock": 160, "jetspec": 144, "dflash": 121}
 """Launches of a round beside those inside of graphs, replays included."""
 

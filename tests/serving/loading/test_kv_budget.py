@@ -20,10 +20,10 @@ from paceline.serving.loading.kv_size import (
     MIN_KV_BYTES,
     RAM_SHARE,
     auto_kv_bytes,
-    available_ram_bytes,
     free_device_bytes,
     settle_kv_bytes,
 )
+from paceline.serving.target_model.device import available_ram_bytes
 from tests.helpers.fakes import tiny_target
 
 CPU = torch.device("cpu")
