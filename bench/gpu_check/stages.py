@@ -336,11 +336,11 @@ def run_stages(
                     row = run.finish(process, limit_s)
                     process, following = following, None
                 summary["stages"].append(row)
-                say(stage_line(row))
                 try:
                     write(seconds=round(time.monotonic() - run.began, 2))
                 except OSError as e:  # a full disk: the stages' lines are on the terminal, and room may come
                     say(f"{SUMMARY} could not be written: {e.strerror}")
+                say(stage_line(row))
         finally:
             for left in (process, following):
                 if left is not None:

@@ -24,7 +24,7 @@ from paceline.bench.common.terminal import new_table, progress, say_file
 from paceline.bench.shapes.kernel_cases import CASES, Bench, Case
 from paceline.bench.shapes.kernel_shapes import MODELS, Models, Shape, floor_bytes, kv_bytes, weight_bytes
 from paceline.kernels.dispatch import select_kernels
-from paceline.records import DTYPES, Device, JsonFile, Setting, record, require
+from paceline.records import Device, JsonFile, Setting, record, require
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LIMITS = {"context": 131072, "requests": 256, "nodes": 256}
@@ -63,7 +63,8 @@ class KernelBenchOptions:
     repeats: A[int, Setting("Timed calls per cell, of which the median counts.", ge=1, le=10_000)] = 20
     device: Device = "auto"
     dtype: A[
-        str, Setting("auto (bfloat16 on cuda, float32 on cpu) | float32 | bfloat16 | float16.", choices=DTYPES)
+        str,
+        Setting("auto (bfloat16 on cuda, float32 on cpu) | float32 | bfloat16 | float16.", choices=("auto", *_DTYPES)),
     ] = "auto"
     seed: A[int, Setting("Seed of inputs.", ge=0)] = 0
     json: JsonFile = None

@@ -515,7 +515,7 @@ def test_requests_of_a_killed_replica_break_off_visibly_and_the_rest_succeed(pla
         os.kill(replica["pid"], signal.SIGKILL)
         time.sleep(LOAD_AFTER_KILL_S)
 
-    answers = under_load(place.url, kill, width=8, num_tokens=48)
+    answers = under_load(place.url, kill, width=8, num_tokens=240)
     for answer in answers:
         answer.check_explicit()
     broken = [a for a in answers if not a.looks_complete]

@@ -238,7 +238,8 @@ def test_a_process_that_nobody_waits_for_ends(tmp_path):
     ("arguments", "message"),
     [
         ([], "--out DIR must be given"),
-        (["--out", "x", "--budget", "0"], "--budget must be > 0, got 0"),
+        (["--out", "x", "--budget", "0"], "--budget must be > 0 and finite, got 0"),
+        (["--out", "x", "--budget", "inf"], "--budget must be > 0 and finite, got inf"),
         (["--out", "x", "--stages", "machine,moon"], "got moon"),
         (["--out", "/proc/nowhere"], "--out must be a folder, or one that can be made, got /proc/nowhere"),
         (["--out", "x", "--wheels", "/nowhere"], "--wheels must be a folder, got /nowhere"),

@@ -351,7 +351,7 @@ def test_controller_starts_without_redis_and_connects_later(tmp_path, keys, wait
     assert host.snapshot().redis_up is False
     server.start()
     ensure_first_version(patient_client(server.url), keys, "v1", 10, 1.0)
-    wait_until(lambda: host.snapshot().gen == 1)
+    wait_until(lambda: host.snapshot().gen == 1, 60.0)
     host.stop()
     server.stop()
 
