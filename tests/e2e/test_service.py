@@ -511,11 +511,11 @@ def test_requests_of_a_killed_replica_break_off_visibly_and_the_rest_succeed(pla
     victim, replica = next(iter(place.replicas().items()))
 
     def kill() -> None:
-        wait_busy(place.url, victim)
+        wait_busy(place.url, victim, 3)
         os.kill(replica["pid"], signal.SIGKILL)
         time.sleep(LOAD_AFTER_KILL_S)
 
-    answers = under_load(place.url, kill, width=8, num_tokens=240)
+    answers = under_load(place.url, kill, width=8, num_tokens=64)
     for answer in answers:
         answer.check_explicit()
     broken = [a for a in answers if not a.looks_complete]
