@@ -7,7 +7,7 @@ import torch
 from paceline.kernels.cpu.library import ISA_VARIABLE
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.target_model.graph_capture import EagerGraphs, capture_all
-from tests.helpers.drafters import assert_same_proposal, make_inputs, scattered_requests, tiny_head
+from tests.helpers.drafters import assert_rounds_agree, scattered_requests, tiny_head
 from tests.helpers.static_kernels import STATIC_KERNELS, StrictGraphs
 
 LENGTH = 60
@@ -31,19 +31,6 @@ def make_pair(made, count, backend, *, num_jobs=None, dtype=torch.float32, **lim
     jobs = graphs.jobs("drafter")[:num_jobs]
     assert capture_all(jobs, backend, budget_s=600.0) == len(jobs) == graphs.num_graphs
     return eager, graphed, graphs
-
-
-def assert_rounds_agree(eager, graphed, requests, rng, num_rounds):
-    for drafter in (eager, graphed):
-        drafter.ingest(make_inputs(requests, [(0, r.context - 1) for r in requests]))
-    for r in requests:
-        r.done = r.context - 1
-    for _ in range(num_rounds):
-        active = [r for r in requests if rng.random() < 0.8] or requests[:1]
-        inputs = make_inputs(active, [(r.done, r.context) for r in active], float(rng.choice([0.0, 0.7])))
-        assert_same_proposal(graphed.propose(inputs), eager.propose(inputs))
-        for r in active:
-            r.done, r.context = r.context, r.context + int(rng.integers(1, 6))
 
 
 @KINDS
