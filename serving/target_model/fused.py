@@ -31,7 +31,7 @@ KV_DTYPE = torch.float32
 MAX_WEIGHT_BYTES = 512 * 2**20
 """Larger targets are bound by arithmetic and would pay for a second copy of their weights."""
 _MAX_TABLE_ELEMENTS = 1 << 20
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose rotations depend on nothing but the position."""
 _DEEPEST_NODE = 256
 """Of a tree: it may reach beyond the end of the context, where none of its nodes is kept."""
@@ -83,22 +83,39 @@ class _Layer:
     is_tapped: bool
 
 
-def supports_fused(model: Any) -> bool:
-    """Whether the model is a small dense Qwen3 or Llama on the CPU without biases, sliding windows or dynamic RoPE."""
+def is_dense(model: Any) -> bool:
+    """Whether the model is a dense Llama or Qwen3 without dynamic RoPE: RMS norm, attention with RMS norm over each head or
+    none and RoPE by halves over the whole head, RMS norm, SwiGLU."""
     config = model.config
-    parameters = list(model.parameters())
     rope = getattr(config, "rope_parameters", None) or {}
     return (
         config.model_type in ("qwen3", "llama")
         and config.hidden_act == "silu"
+        and rope.get("rope_type", "default") in _STATIC_ROPE
+    )
+
+
+def is_plain_on_cpu(model: Any) -> bool:
+    """Whether the model is dense, without biases and sliding windows, float32 or bfloat16 on the CPU."""
+    config, parameters = model.config, list(model.parameters())
+    return (
+        is_dense(model)
         and not getattr(config, "attention_bias", False)
         and not getattr(config, "mlp_bias", False)
         and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
-        and rope.get("rope_type", "default") in STATIC_ROPE
         and all(p.device.type == "cpu" for p in parameters)
         and {p.dtype for p in parameters} in ({torch.float32}, {torch.bfloat16})
-        and sum(p.numel() * p.element_size() for p in parameters) <= MAX_WEIGHT_BYTES
     )
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def supports_fused(model: Any) -> bool:
+    """Whether the model is small and plain."""
+    return is_plain_on_cpu(model) and weight_bytes(model) <= MAX_WEIGHT_BYTES
 
 
 class FusedForward:

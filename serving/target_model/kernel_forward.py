@@ -17,12 +17,8 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from paceline.kernels.dispatch import Kernels
-from paceline.serving.target_model.fused import STATIC_ROPE, rope_table
+from paceline.serving.target_model.fused import rope_table
 from paceline.serving.target_model.kv_cache import KVPool
-
-_FAMILIES = ("llama", "qwen3")
-"""Model types whose layers are: RMS norm, attention with RMS norm over each head or none and RoPE by halves over the whole
-head, RMS norm, SwiGLU."""
 
 
 @dataclass(slots=True)
@@ -37,19 +33,8 @@ class _Layer:
     down: tuple[torch.Tensor, torch.Tensor | None]
 
 
-def supports_kernel_forward(model: Any) -> bool:
-    """Whether the model is a dense Llama or Qwen3 without dynamic RoPE."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    return (
-        config.model_type in _FAMILIES
-        and config.hidden_act == "silu"
-        and rope.get("rope_type", "default") in STATIC_ROPE
-    )
-
-
 class KernelForward:
-    """The forward of one model; shares its weights."""
+    """The forward of a model that `is_dense` (fused.py); shares its weights."""
 
     def __init__(self, model: Any, tap_layers: tuple[int, ...], kernels: Kernels) -> None:
         config, decoder = model.config, model.get_decoder()

@@ -24,9 +24,9 @@ from transformers.utils import logging as transformers_logging
 from paceline.errors import ConfigError
 from paceline.kernels.cpu.library import choose_isa
 from paceline.kernels.dispatch import Kernels, select_kernels
-from paceline.serving.target_model.fused import KV_DTYPE, FusedForward, supports_fused
+from paceline.serving.target_model.fused import KV_DTYPE, FusedForward, is_dense, supports_fused
 from paceline.serving.target_model.int8 import served_version
-from paceline.serving.target_model.kernel_forward import KernelForward, supports_kernel_forward
+from paceline.serving.target_model.kernel_forward import KernelForward
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.native import NativeDecoder, new_native, supports_native
 from paceline.serving.target_model.paged_attention import ATTENTION, PagedPass, register_attention
@@ -187,7 +187,7 @@ class TargetModel:
                     self._fused, self.kv_dtype = None, self.dtype
             if not self.is_fast_path and supports_reordered(self.model):
                 self._reorder_linears()
-        elif supports_kernel_forward(self.model):
+        elif is_dense(self.model):
             try:
                 self._fused = KernelForward(self.model, self.tap_layers, self.kernels)
                 error = self._fused_error()

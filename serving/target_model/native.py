@@ -8,7 +8,7 @@ import torch
 
 from paceline.kernels.cpu.library import NativeDecoder, NativeLayer, PackedLinear, choose_isa, fits_native, interleave
 from paceline.serving.target_model.device import available_ram_bytes
-from paceline.serving.target_model.fused import STATIC_ROPE, rope_table
+from paceline.serving.target_model.fused import is_plain_on_cpu, rope_table, weight_bytes
 from paceline.serving.target_model.int8 import lend_head, lend_layer, pack_int8
 
 _MEMORY_SHARE = 0.7
@@ -16,24 +16,14 @@ _MEMORY_SHARE = 0.7
 
 
 def supports_native(model: Any, *, is_int8: bool = False) -> bool:
-    """Whether the model is a dense Qwen3 or Llama on the CPU without biases, sliding windows or dynamic RoPE, and its weights
-    fit the memory that is left once more, unless they are freed as they are packed (is_int8)."""
-    config = model.config
-    parameters = list(model.parameters())
-    copied_bytes = 0 if is_int8 else sum(p.numel() * p.element_size() for p in parameters)
-    rope = getattr(config, "rope_parameters", None) or {}
+    """Whether the model is plain and its weights fit the memory that is left once more, unless they are freed as they are
+    packed (is_int8)."""
+    config, copied_bytes = model.config, 0 if is_int8 else weight_bytes(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
         choose_isa() is not None
-        and config.model_type in ("qwen3", "llama")
-        and config.hidden_act == "silu"
-        and not getattr(config, "attention_bias", False)
-        and not getattr(config, "mlp_bias", False)
-        and "sliding_attention" not in (getattr(config, "layer_types", None) or ())
-        and rope.get("rope_type", "default") in STATIC_ROPE
+        and is_plain_on_cpu(model)
         and fits_native(config.hidden_size, head_dim)
-        and all(p.device.type == "cpu" for p in parameters)
-        and {p.dtype for p in parameters} in ({torch.float32}, {torch.bfloat16})
         and copied_bytes < available_ram_bytes() * _MEMORY_SHARE
     )
 
