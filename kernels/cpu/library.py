@@ -12,6 +12,7 @@ import ctypes
 import functools
 import logging
 import os
+import threading
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,7 +252,7 @@ class NativeDecoder:
         self._forward = getattr(library, f"forward_{_code(isa)}")
         self._scratch_bytes = getattr(library, f"scratch_bytes_{_code(isa)}")
         self._scratch_bytes.restype = c_int64
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = threading.local()  # .room: engines of one process may share a target
         self.isa = isa
 
     @staticmethod
@@ -394,9 +395,10 @@ class NativeDecoder:
             min(torch.get_num_threads(), self._max_threads), 0 if features is None else features.shape[0], tail,
         )  # fmt: skip
         size = self._scratch_bytes(byref(self._model), byref(batch))
-        if self._scratch.numel() < size + 64:
-            self._scratch = torch.empty(size + (size >> 2) + 64, dtype=torch.uint8)
-        start = -(-self._scratch.data_ptr() // 64) * 64
+        room: torch.Tensor | None = getattr(self._scratch, "room", None)
+        if room is None or room.numel() < size + 64:
+            room = self._scratch.room = torch.empty(size + (size >> 2) + 64, dtype=torch.uint8)
+        start = -(-room.data_ptr() // 64) * 64
         self._forward(byref(self._model), byref(batch), c_void_p(start))
         return logits[:, : self._num_logits]
 

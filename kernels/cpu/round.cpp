@@ -384,29 +384,32 @@ void panel_groups(const typename Input<W>::Number* x, int64_t rows, const W* w, 
   for (; b < last; ++b) panels<W, 1>(x, rows, in, w + b * in * LANES, in, y + b * LANES, y_stride);
 }
 
+// y (rows, y_stride)[:, : 16 num_panels] = x @ w.T of these panels.
+template <class W>
+inline void panel_product(const typename Input<W>::Number* x, int64_t rows, const W* w, int64_t in, int64_t num_panels, float* y,
+                          int64_t y_stride, [[maybe_unused]] bool uses_tiles) {
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+  if constexpr (sizeof(W) < 4)
+    if (uses_tiles) return tile_panels<W>(x, rows, in, w, num_panels, in, y, y_stride);
+#endif
+#if defined(__AVX512F__)
+  panel_groups<W, 4>(x, rows, w, in, 0, num_panels, y, y_stride);
+#else  // as many sums as there are registers, however few rows there are
+  if (rows == 1)
+    panel_groups<W, 4>(x, rows, w, in, 0, num_panels, y, y_stride);
+  else if (rows <= 3)
+    panel_groups<W, 2>(x, rows, w, in, 0, num_panels, y, y_stride);
+  else
+    panel_groups<W, 1>(x, rows, w, in, 0, num_panels, y, y_stride);
+#endif
+}
+
 // y (rows, y_stride)[:, 16 first : 16 last] = x @ w.T of these panels.
 template <class W>
 void product(const typename Input<W>::Number* x, int64_t rows, const Linear& linear, int64_t first, int64_t last, float* y,
-             int64_t y_stride, [[maybe_unused]] bool uses_tiles) {
-  const W* w = (const W*)linear.weight;
-  const int64_t in = linear.in;
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
-  if (sizeof(W) < 4 && uses_tiles) {
-    if constexpr (sizeof(W) < 4) tile_panels<W>(x, rows, in, w + first * in * LANES, last - first, in, y + first * LANES, y_stride);
-  } else
-#endif
-  {
-#if defined(__AVX512F__)
-    panel_groups<W, 4>(x, rows, w, in, first, last, y, y_stride);
-#else  // as many sums as there are registers, however few rows there are
-    if (rows == 1)
-      panel_groups<W, 4>(x, rows, w, in, first, last, y, y_stride);
-    else if (rows <= 3)
-      panel_groups<W, 2>(x, rows, w, in, first, last, y, y_stride);
-    else
-      panel_groups<W, 1>(x, rows, w, in, first, last, y, y_stride);
-#endif
-  }
+             int64_t y_stride, bool uses_tiles) {
+  const W* w = (const W*)linear.weight + first * linear.in * LANES;
+  panel_product<W>(x, rows, w, linear.in, last - first, y + first * LANES, y_stride, uses_tiles);
   if (linear.scale)
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t i = first * LANES; i < last * LANES; i += LANES) {
@@ -445,6 +448,7 @@ inline void turn(float* x, const float* weight, const float* angles, int64_t dim
 }
 
 constexpr int64_t QUERY_ROWS = 16;  // rows of a request that one task attends
+constexpr int64_t KEY_BLOCK = 32;   // keys that a softmax takes in at a time: their K and V are read shortly after each other
 
 struct Keys {  // of one request: pool rows of its context, then of its own packed rows or those named instead
   const int64_t *context, *own;
@@ -491,135 +495,215 @@ inline void transpose(Floats* t) {
 }
 #endif
 
-// Up to 16 keys, a lane each: found[d] holds their d-th values; lanes beyond `count` are zeros.
-template <class KV, int PARTS>
-inline void load_keys(const KV* base, const int64_t* rows, int64_t row_size, int64_t count, Floats* found) {
-  for (int p = 0; p < PARTS; ++p) {
-    Floats* t = found + p * LANES;
-    for (int64_t c = 0; c < LANES; ++c) t[c] = c < count ? widen<KV>(base + rows[c] * row_size + p * LANES) : Floats{};
-    transpose(t);
+// What is read next, asked for a cache line at a time while the rows before it are computed; `rows` may be null.
+template <class X>
+struct Next {
+  const X* const* rows;
+  int64_t shift;
+  inline void ask(int64_t row, int64_t at) const {
+    if (rows && at * (int64_t)sizeof(X) % 64 == 0) __builtin_prefetch(rows[row] + shift + at);
   }
+};
+
+// 16 keys' words (of 4 bytes: a number or a pair) side by side, from `size` words of each that lie `at` numbers behind it.
+template <class X, int SIZE>
+inline void pack_words(const X* const* keys, int64_t at, X* panel) {
+  Floats t[LANES];
+  for (int c = 0; c < LANES; ++c) {
+    if (SIZE < LANES) t[c] = Floats{};
+    memcpy(&t[c], keys[c] + at, SIZE * 4);
+  }
+  transpose(t);
+  memcpy(panel, t, SIZE * LANES * 4);
 }
 
-// Scores of QUERIES queries with 16 keys.
-template <int QUERIES>
-inline void score(const float* const* query, const Floats* keys, int64_t dim, float* scores, int64_t stride) {
-  Floats sum[QUERIES];
-  for (int q = 0; q < QUERIES; ++q) sum[q] = Floats{};
-  for (int64_t d = 0; d < dim; ++d)
-    for (int q = 0; q < QUERIES; ++q) sum[q] += keys[d] * query[q][d];
-  for (int q = 0; q < QUERIES; ++q) store(scores + q * stride, sum[q]);
-}
-
-inline void score_all(const float* const* query, int64_t count, const Floats* keys, int64_t dim, float* scores, int64_t stride) {
-  int64_t q = 0;
-  for (; q + 8 <= count; q += 8) score<8>(query + q, keys, dim, scores + q * stride, stride);
-  for (; q + 2 <= count; q += 2) score<2>(query + q, keys, dim, scores + q * stride, stride);
-  if (q < count) score<1>(query + q, keys, dim, scores + q * stride, stride);
-}
-
-// Attention of rows [first, last) of one request to the keys of one KV head, in two passes over them.
-// query (row, H * Dh) of the request's first row; scores (QUERY_ROWS * G, score_stride); y (row, y_stride) likewise.
+// The panel of 16 keys of PARTS * 16 numbers, each `shift` behind its address: scores are the product of queries with it.
 template <class X, int PARTS>
-void attend(const float* query, int64_t query_stride, const X* pool, int64_t row_size, int64_t head, int64_t kv_heads,
-            int64_t groups, const Keys& keys, int64_t first, int64_t last, float* scores, int64_t score_stride, float* sums,
-            const float** queries, X* y, int64_t y_stride) {
-  constexpr int64_t dim = PARTS * LANES;
-  const int64_t num = last - first, count = num * groups;
-  const X* key_base = pool + head * dim;
-  const X* value_base = pool + (kv_heads + head) * dim;
-  for (int64_t q = 0; q < count; ++q) queries[q] = query + (first + q / groups) * query_stride + (head * groups + q % groups) * dim;
-  Floats block[dim];
-  for (int64_t c = 0; c < keys.num_context; c += LANES) {
-    const int64_t left = keys.num_context - c, size = left < LANES ? left : LANES;
-    for (int64_t i = size; i < left && i < 2 * LANES; ++i)
-      for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(X)) __builtin_prefetch(key_base + keys.context[c + i] * row_size + d);
-    load_keys<X, PARTS>(key_base, keys.context + c, row_size, size, block);
-    score_all(queries, count, block, dim, scores + c, score_stride);
+inline void pack_keys(const X* const* keys, int64_t shift, X* panel, const Next<X>& next = {nullptr, 0}) {
+  constexpr int words = PARTS * LANES * sizeof(X) / 4, step = LANES * 4 / sizeof(X);
+  int at = 0;
+  for (; at + step <= PARTS * LANES; at += step) {
+    for (int c = 0; c < LANES; ++c) next.ask(c, at);
+    pack_words<X, LANES>(keys, shift + at, panel + at * LANES);
   }
-  int64_t seen[QUERY_ROWS];
-  for (int64_t r = 0; r < num; ++r) seen[r] = keys.num_context;
-  for (int64_t c = 0; c < keys.num_own; c += LANES) {
-    const int64_t size = keys.num_own - c < LANES ? keys.num_own - c : LANES;
-    load_keys<X, PARTS>(key_base, keys.own + c, row_size, size, block);
-    score_all(queries, count, block, dim, sums, LANES);
-    for (int64_t r = 0; r < num; ++r)
-      for (int64_t i = 0; i < size; ++i) {
-        if (!keys.is_seen(first + r, c + i)) continue;
-        for (int64_t g = 0; g < groups; ++g)
-          scores[(r * groups + g) * score_stride + seen[r]] = sums[(r * groups + g) * LANES + i];
-        ++seen[r];
-      }
-  }
-  for (int64_t q = 0; q < count; ++q) {
-    float* own = scores + q * score_stride;
-    const int64_t size = seen[q / groups], whole = (size + LANES - 1) / LANES * LANES;
-    for (int64_t i = size; i < whole; ++i) own[i] = -INFINITY;
-    Floats most = load(own);
-    for (int64_t i = LANES; i < whole; i += LANES) most = larger(most, load(own + i));
-    const Floats top = all(max_lanes(most));
-    Floats sum{};
-    for (int64_t i = 0; i < whole; i += LANES) {
-      const Floats e = exponential(load(own + i) - top);
-      store(own + i, e);
-      sum += e;
-    }
-    const float factor = 1.0f / sum_lanes(sum);
-    for (int64_t i = 0; i < whole; i += LANES) store(own + i, load(own + i) * factor);
-    for (int i = 0; i < PARTS; ++i) store(sums + q * dim + i * LANES, Floats{});
-  }
-  Floats values[LANES][PARTS];
-  for (int64_t c = 0; c < keys.num_context; c += LANES) {
-    const int64_t left = keys.num_context - c, size = left < LANES ? left : LANES;
-    for (int64_t i = size; i < left && i < 2 * LANES; ++i)
-      for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(X)) __builtin_prefetch(value_base + keys.context[c + i] * row_size + d);
-    for (int64_t j = 0; j < size; ++j)
-      for (int i = 0; i < PARTS; ++i) values[j][i] = widen<X>(value_base + keys.context[c + j] * row_size + i * LANES);
-    for (int64_t q = 0; q < count; ++q) {
-      Floats sum[PARTS];
-      for (int i = 0; i < PARTS; ++i) sum[i] = load(sums + q * dim + i * LANES);
-      const float* share = scores + q * score_stride + c;
-      for (int64_t j = 0; j < size; ++j)
-        for (int i = 0; i < PARTS; ++i) sum[i] += values[j][i] * share[j];
-      for (int i = 0; i < PARTS; ++i) store(sums + q * dim + i * LANES, sum[i]);
-    }
-  }
-  for (int64_t r = 0; r < num; ++r) seen[r] = keys.num_context;
-  for (int64_t c = 0; c < keys.num_own; c += LANES) {
-    const int64_t size = keys.num_own - c < LANES ? keys.num_own - c : LANES;
-    for (int64_t j = 0; j < size; ++j)
-      for (int i = 0; i < PARTS; ++i) values[j][i] = widen<X>(value_base + keys.own[c + j] * row_size + i * LANES);
-    for (int64_t r = 0; r < num; ++r) {
-      int64_t lanes[LANES], found = 0;
-      for (int64_t j = 0; j < size; ++j)
-        if (keys.is_seen(first + r, c + j)) lanes[found++] = j;
-      for (int64_t q = r * groups; q < (r + 1) * groups; ++q) {
-        const float* share = scores + q * score_stride + seen[r];
-        Floats sum[PARTS];
-        for (int i = 0; i < PARTS; ++i) sum[i] = load(sums + q * dim + i * LANES);
-        for (int64_t j = 0; j < found; ++j)
-          for (int i = 0; i < PARTS; ++i) sum[i] += values[lanes[j]][i] * share[j];
-        for (int i = 0; i < PARTS; ++i) store(sums + q * dim + i * LANES, sum[i]);
-      }
-      seen[r] += found;
-    }
-  }
-  for (int64_t q = 0; q < count; ++q)
-    for (int i = 0; i < PARTS; ++i)
-      narrow<X>(y + (first + q / groups) * y_stride + (head * groups + q % groups) * dim + i * LANES,
-                load(sums + q * dim + i * LANES));
+  if constexpr (words % LANES != 0) pack_words<X, words % LANES>(keys, shift + at, panel + at * LANES);
 }
 
-// Attention of all rows of a batch: tasks (request, rows, KV head) in turn over the threads. `query` (N, query_stride),
-// y (N, y_stride), `room` this thread's scores, sums and addresses of queries.
+// A query's softmax so far: its largest score, exponentials added up lane by lane, values added up in their proportion.
+struct Softmax {
+  float *most, *total, *sum;
+};
+
+// One compiled form for all callers: another one might fuse other products and sums, and end in other bits.
+#if defined(__clang__)
+#define ONE_FORM __attribute__((noinline))
+#else
+#define ONE_FORM __attribute__((noipa))
+#endif
+
+// Takes in the scores of up to KEY_BLOCK further keys, which become shares; `size` is a multiple of 16.
+template <int PARTS>
+ONE_FORM void take_scores(float* scores, int64_t size, const Softmax& of) {
+  Floats largest = load(scores);
+  for (int64_t i = LANES; i < size; i += LANES) largest = larger(largest, load(scores + i));
+  const float found = max_lanes(largest);
+  if (found > *of.most) {  // else the factor is 1
+    const Floats factor = exponential(all(*of.most - found));
+    store(of.total, load(of.total) * factor);
+    for (int i = 0; i < PARTS; ++i) store(of.sum + i * LANES, load(of.sum + i * LANES) * factor);
+    *of.most = found;
+  }
+  const Floats top = all(*of.most);
+  Floats total = load(of.total);
+  for (int64_t i = 0; i < size; i += LANES) {
+    const Floats e = exponential(load(scores + i) - top);
+    store(scores + i, e);
+    total += e;
+  }
+  store(of.total, total);
+}
+
+// Each query's sum (PARTS * 16 numbers) grows by up to 16 values in turn, times its share of each.
+template <class X, int PARTS>
+inline void add_values(const X* const* rows, int64_t shift, int64_t size, const float* shares, int64_t stride, int64_t count,
+                       float* sums, const Next<X>& next = {nullptr, 0}) {
+  Floats wide[LANES][PARTS];
+  for (int64_t j = 0; j < size; ++j)
+    for (int i = 0; i < PARTS; ++i) {
+      wide[j][i] = widen(rows[j] + shift + i * LANES);
+      next.ask(j, i * LANES);
+    }
+  for (int64_t q = 0; q < count; ++q, shares += stride, sums += PARTS * LANES) {
+    Floats sum[PARTS];
+    for (int i = 0; i < PARTS; ++i) sum[i] = load(sums + i * LANES);
+    for (int64_t j = 0; j < size; ++j)
+      for (int i = 0; i < PARTS; ++i) sum[i] += wide[j][i] * shares[j];
+    for (int i = 0; i < PARTS; ++i) store(sums + i * LANES, sum[i]);
+  }
+}
+
+// Attention of rows [first, last) of one request to the keys of KV heads [head0, head1): a pool row's heads lie side by side
+// and are read together, and keys and values block by block. A row's blocks are those of the keys that it sees, in order:
+// first all that every row sees, whole blocks for all rows together, then the rest row by row.
+// query (row, H * Dh) of the request's first row; room: see room_size; y (row, y_stride).
+template <class X, int PARTS>
+void attend(const float* query, int64_t query_stride, const X* pool, int64_t head0, int64_t head1, int64_t kv_heads,
+            int64_t groups, const Keys& keys, int64_t first, int64_t last, float* room, int64_t score_stride, X* y,
+            int64_t y_stride, bool uses_tiles) {
+  constexpr int64_t dim = PARTS * LANES;
+  const int64_t num = last - first, count = num * groups, heads = head1 - head0, row_size = 2 * kv_heads * dim;
+  const int64_t values = kv_heads * dim, most_queries = QUERY_ROWS * groups;
+  float *scores = room, *own_scores = scores + most_queries * score_stride, *totals = own_scores + most_queries * LANES;
+  float *mosts = totals + most_queries * LANES, *sums = mosts + most_queries * LANES;
+  X* queries = (X*)(sums + most_queries * dim);
+  const auto softmax_of = [&](int64_t q) { return Softmax{mosts + q, totals + q * LANES, sums + q * dim}; };
+  const auto head_of = [&](int64_t q) { return head0 * groups + q / count * groups + q % groups; };
+  for (int64_t q = 0; q < heads * count; ++q) {
+    const float* from = query + (first + q % count / groups) * query_stride + head_of(q) * dim;
+    mosts[q] = -INFINITY;
+    store(totals + q * LANES, Floats{});
+    for (int64_t i = 0; i < dim; i += LANES) {
+      narrow<X>(queries + q * dim + i, load(from + i));
+      store(sums + q * dim + i, Floats{});
+    }
+  }
+  const int64_t num_before = keys.ancestors ? 0 : first < keys.num_own ? first : keys.num_own;  // own keys that all rows see
+  const int64_t shared = keys.num_context + num_before, whole = shared / KEY_BLOCK * KEY_BLOCK, rest = shared - whole;
+  const auto row_of = [&](int64_t key) {
+    return pool + head0 * dim + (key < keys.num_context ? keys.context[key] : keys.own[key - keys.num_context]) * row_size;
+  };
+  alignas(64) X panel[dim * LANES];
+  const auto score = [&](int64_t h, float* to, int64_t stride) {
+    panel_product<X>(queries + h * count * dim, count, panel, dim, 1, to, stride, uses_tiles && dim % 32 == 0);
+  };
+  const X* found[KEY_BLOCK];
+  for (int64_t at = 0; at < whole; at += KEY_BLOCK) {
+    for (int64_t i = 0; i < KEY_BLOCK; ++i) found[i] = row_of(at + i);
+    const X* next[LANES];  // keys of the block behind this one
+    for (int64_t i = 0; i < LANES; ++i) next[i] = row_of(at + KEY_BLOCK + i < shared ? at + KEY_BLOCK + i : at);
+    for (int64_t c = 0; c < KEY_BLOCK; c += LANES)
+      for (int64_t h = 0; h < heads; ++h) {
+        pack_keys<X, PARTS>(found + c, h * dim, panel,
+                            c + LANES < KEY_BLOCK ? Next<X>{found + c + LANES, h * dim} : Next<X>{found, values + h * dim});
+        score(h, scores + h * count * KEY_BLOCK + c, KEY_BLOCK);
+      }
+    for (int64_t q = 0; q < heads * count; ++q) take_scores<PARTS>(scores + q * KEY_BLOCK, KEY_BLOCK, softmax_of(q));
+    for (int64_t c = 0; c < KEY_BLOCK; c += LANES)
+      for (int64_t h = 0; h < heads; ++h)
+        add_values<X, PARTS>(found + c, values + h * dim, LANES, scores + h * count * KEY_BLOCK + c, KEY_BLOCK, count,
+                             sums + h * count * dim,
+                             c + LANES < KEY_BLOCK ? Next<X>{found + c + LANES, values + h * dim} : Next<X>{next, h * dim});
+  }
+  const auto padded_block = [](int64_t size) { return size < KEY_BLOCK ? (size + LANES - 1) / LANES * LANES : KEY_BLOCK; };
+  for (int64_t h = 0; h < heads; ++h) {
+    const int64_t shift = h * dim, query0 = h * count;
+    int64_t seen[QUERY_ROWS];
+    for (int64_t i = 0; i < padded_block(rest); ++i) found[i] = row_of(whole + (i < rest ? i : 0));
+    for (int64_t c = 0; c < rest; c += LANES) {
+      pack_keys<X, PARTS>(found + c, shift, panel);
+      score(h, scores + c, score_stride);
+    }
+    for (int64_t r = 0; r < num; ++r) seen[r] = rest;
+    const X* own[LANES];
+    for (int64_t c = num_before; c < keys.num_own; c += LANES) {
+      const int64_t size = keys.num_own - c < LANES ? keys.num_own - c : LANES;
+      for (int64_t i = 0; i < LANES; ++i) own[i] = row_of(keys.num_context + c + (i < size ? i : 0));
+      pack_keys<X, PARTS>(own, shift, panel);
+      score(h, own_scores, LANES);
+      for (int64_t r = 0; r < num; ++r)
+        for (int64_t i = 0; i < size; ++i) {
+          if (!keys.is_seen(first + r, c + i)) continue;
+          for (int64_t q = r * groups; q < (r + 1) * groups; ++q) scores[q * score_stride + seen[r]] = own_scores[q * LANES + i];
+          ++seen[r];
+        }
+    }
+    for (int64_t q = 0; q < count; ++q) {
+      float* at = scores + q * score_stride;
+      for (int64_t i = seen[q / groups]; i % LANES; ++i) at[i] = -INFINITY;
+      take_scores<PARTS>(at, padded_block(seen[q / groups]), softmax_of(query0 + q));
+    }
+    for (int64_t c = 0; c < rest; c += LANES)
+      add_values<X, PARTS>(found + c, values + shift, rest - c < LANES ? rest - c : LANES, scores + c, score_stride, count,
+                           sums + query0 * dim);
+    for (int64_t r = 0; r < num; ++r) {
+      int64_t at = rest, held = 0;
+      const auto add = [&] {
+        const int64_t q = r * groups;
+        add_values<X, PARTS>(own, values + shift, held, scores + q * score_stride + at, score_stride, groups,
+                             sums + (query0 + q) * dim);
+        at += held, held = 0;
+        if (at % KEY_BLOCK == 0 && at < seen[r])
+          for (int64_t g = q; g < q + groups; ++g)
+            take_scores<PARTS>(scores + g * score_stride + at, padded_block(seen[r] - at), softmax_of(query0 + g));
+      };
+      for (int64_t c = num_before; c < keys.num_own; ++c) {
+        if (!keys.is_seen(first + r, c)) continue;
+        own[held++] = row_of(keys.num_context + c);
+        if (held == LANES || (at + held) % KEY_BLOCK == 0) add();
+      }
+      if (held) add();
+    }
+  }
+  for (int64_t q = 0; q < heads * count; ++q) {
+    const Floats factor = all(1.0f / sum_lanes(load(totals + q * LANES)));
+    for (int64_t i = 0; i < dim; i += LANES)
+      narrow<X>(y + (first + q % count / groups) * y_stride + head_of(q) * dim + i, load(sums + q * dim + i) * factor);
+  }
+}
+
+// Floats that a thread needs for it: scores, of keys that not all rows see before they are sorted out, and of each query its
+// softmax (lanes of the total, the largest in a register's room, the sum) and its numbers, with room for a block's last rows.
+inline int64_t room_size(int64_t groups, int64_t dim, int64_t score_stride) {
+  return QUERY_ROWS * groups * (score_stride + 3 * LANES + 2 * dim) + 2 * ROW_BLOCK * dim;
+}
+
+// Attention of all rows of a batch: tasks (request, rows, KV heads) in turn over the threads. `query` (N, query_stride),
+// y (N, y_stride), `room` this thread's.
 template <class X, int PARTS>
 void attend_all(const Model& m, const Batch& b, const float* query, int64_t query_stride, const X* pool, float* room,
                 int64_t score_stride, X* y, int64_t y_stride, const int64_t* table, int64_t table_stride, int64_t tail,
                 int thread, int num_threads) {
-  constexpr int64_t dim = PARTS * LANES;
-  const int64_t groups = m.heads / m.kv_heads;
-  float* sums = room + QUERY_ROWS * groups * score_stride;
-  const float** queries = (const float**)(sums + QUERY_ROWS * groups * dim);
+  const int64_t groups = m.heads / m.kv_heads, fair = (m.kv_heads + num_threads - 1) / num_threads;
   int64_t task = 0;
   for (int64_t i = 0; i < b.num_requests; ++i) {
     const int64_t start = b.cu_rows[i], num = b.cu_rows[i + 1] - start;
@@ -632,10 +716,12 @@ void attend_all(const Model& m, const Batch& b, const float* query, int64_t quer
                        b.ancestor_stride};
     for (int64_t first = skipped; first < num; first += QUERY_ROWS) {
       const int64_t last = first + QUERY_ROWS < num ? first + QUERY_ROWS : num;
-      for (int64_t head = 0; head < m.kv_heads; ++head, ++task)
+      const int64_t fitting = QUERY_ROWS / (last - first), heads = fitting < fair ? fitting : fair;
+      for (int64_t head = 0; head < m.kv_heads; head += heads, ++task)
         if (task % num_threads == thread)
-          attend<X, PARTS>(query + start * query_stride, query_stride, pool, 2 * m.kv_heads * dim, head, m.kv_heads, groups,
-                           keys, first, last, room, score_stride, sums, queries, y + to * y_stride, y_stride);
+          attend<X, PARTS>(query + start * query_stride, query_stride, pool, head,
+                           head + heads < m.kv_heads ? head + heads : m.kv_heads, m.kv_heads, groups, keys, first, last, room,
+                           score_stride, y + to * y_stride, y_stride, m.uses_tiles);
     }
   }
 }
@@ -694,12 +780,12 @@ struct Run {
     for (int64_t i = 0; i < b.num_requests; ++i) {
       const int64_t* cu = b.key_rows ? b.cu_keys : b.cu_rows;
       const int64_t own = cu[i + 1] - cu[i];
-      longest = b.context_lens[i] + own > longest ? b.context_lens[i] + own : longest;
+      longest = own > longest ? own : longest;
     }
     const Layer& one = m.layers[0];
     wide_stride = largest({one.qkv.out, one.gate_up.out, one.down.out, m.condition.out, m.context_kv.out});
-    score_stride = padded(longest, LANES) + LANES;
-    score_size = QUERY_ROWS * groups * (score_stride + m.head_dim + 2);  // 2 floats of room for each query's address
+    score_stride = padded(longest + KEY_BLOCK, LANES) + LANES;
+    score_size = room_size(groups, m.head_dim, score_stride);
     int64_t most_in = largest({one.qkv.in, one.gate_up.in, m.head.in, m.condition.in, m.context_kv.in});
     for (int64_t l = 0; l < m.num_layers; ++l) most_in = largest({most_in, m.layers[l].shift.in});
     num_last = b.tail < 0 ? b.num_rows : b.tail * b.num_requests;

@@ -119,12 +119,13 @@ def test_logits_taps_and_kv_are_those_of_the_modules(shape, dtype, isa):
 
 @pytest.mark.parametrize("isa", FOUND)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_a_tree_are_bit_for_bit_those_of_plain_decoding(dtype, isa):
+@pytest.mark.parametrize("is_tree", [True, False], ids=["tree", "prompt"])
+def test_rows_are_bit_for_bit_those_of_plain_decoding(is_tree, dtype, isa):
     """Whatever is computed beside a row, wherever its context lies, and on however many threads."""
     target = make_target(SHAPES[1], dtype)
     native, rng = new_native(target.model, target.tap_layers, isa), torch.Generator().manual_seed(4)
-    sizes = [(9, 21), (1, 40), (18, 15)]
-    batch, num_pages = make_batch(rng, sizes, is_tree=True)
+    sizes = [(9, 21), (1, 40), (18, 15), (5, 61), (3, 96), (40, 26)]  # attention takes keys in by the 32
+    batch, num_pages = make_batch(rng, sizes, is_tree=is_tree)
     pool = fresh_pool(target, num_pages)
     found, threads = [], torch.get_num_threads()
     for num_threads in (1, 2, 3):
@@ -140,7 +141,7 @@ def test_rows_of_a_tree_are_bit_for_bit_those_of_plain_decoding(dtype, isa):
         own = batch.out_rows[start : start + rows]
         for row in range(rows):
             pool.data.copy_(fresh_pool(target, num_pages).data)
-            path = batch.ancestors[start + row].nonzero()[:, 0]
+            path = torch.arange(row + 1) if batch.ancestors is None else batch.ancestors[start + row].nonzero()[:, 0]
             for depth, node in enumerate(path.tolist()):  # one token after the other
                 at = slice(start + node, start + node + 1)
                 one = TargetBatch(

@@ -81,7 +81,8 @@ def test_only_forwards_that_pad_are_charged_for_padding(monkeypatch):
 
 def test_rounds_tell_the_policy_the_longest_context():
     target = tiny_target()
-    engine = Engine(target, DrafterSlots(RandomDrafter(target.vocab_size), "v0"), EngineConfig(kv_bytes=2**22))
+    config = EngineConfig(kv_bytes=2**22, tree=TreeConfig(policy="bastion"))
+    engine = Engine(target, DrafterSlots(RandomDrafter(target.vocab_size), "v0"), config)
     seen, budget = [], engine.policy.budget
     observe, budget.observe = budget.observe, lambda round_: (seen.append(round_), observe(round_))
     for name, length in (("a", 5), ("b", 30)):

@@ -34,12 +34,16 @@ def test_forward_and_modules_are_the_8_bit_form(kind, dtype):
     target = make_int8(kind, dtype, **shape)
     exact = tiny_model(kind, dtype=dtype, **shape).float()
     round_to_int8(exact)
-    tokens = torch.randint(3, 64, (20,), generator=torch.Generator().manual_seed(0))
-    expected = exact(tokens[None], use_cache=False).logits[0]
-    got = prefill(target, target.new_kv_pool(8, 4, 0), PageAllocator(8, 4), "a", tokens.tolist())
-    assert (got.logits - expected).norm() < 2e-2 * expected.norm()
-    limit = 1e-5 if dtype == torch.float32 else 5e-2  # modules round every step to bfloat16
-    assert (plain_logits(target, tokens.tolist()) - expected).norm() < limit * expected.norm()
+    errors = []
+    for seed in range(8):
+        tokens = torch.randint(3, 64, (20,), generator=torch.Generator().manual_seed(seed))
+        expected = exact(tokens[None], use_cache=False).logits[0]
+        got = prefill(target, target.new_kv_pool(8, 4, 0), PageAllocator(8, 4), "a", tokens.tolist()).logits
+        modules = plain_logits(target, tokens.tolist())
+        errors.append(torch.stack([(x - expected).norm() / expected.norm() for x in (got, modules)]))
+    forward_error, module_error = torch.stack(errors).mean(0).tolist()
+    assert forward_error < 2e-2
+    assert module_error < (1e-5 if dtype == torch.float32 else 5e-2), "modules round every step to bfloat16"
 
 
 @needs_native
