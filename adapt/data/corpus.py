@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline.adapt.data.chat_templates import generate_questions
 from paceline.adapt.data.code_templates import generate_code_document
 from paceline.errors import ConfigError
 
@@ -17,15 +18,27 @@ USER, ASSISTANT, CALL, RESULT, SYSTEM, END, PAD = (
 )  # fmt: skip
 SPECIAL_TOKENS = (PAD, END, SYSTEM, USER, ASSISTANT, CALL, RESULT)
 DOMAINS = ("tools", "code", "math", "facts")
+PROMPT_DOMAINS = ("chat", "prose")
+"""Questions without answers: for targets that answer them themselves."""
 _LICENCES = {
     "tools": "Taskmaster-4 (TM-4-2024) by Bill Byrne and Saravanan Ganesh, Google LLC, CC BY 4.0; reformatted as turns",
     "code": "templates written by this project (Apache-2.0)",
     "math": "GSM8K train split, MIT (c) OpenAI; calculator marks removed",
+    "chat": "questions written by this project (Apache-2.0)",
+    "prose": "novels in the public domain, all but the last 10% of each",
     "facts": "World Factbook, US Government work, public domain / CC0; fields shortened",
 }
 _PUZZLES = "Python Programming Puzzles, MIT (c) Microsoft, without its human_eval module"
 _HELD_OUT_PERCENT = 3
+_TURN = re.compile("(" + "|".join(map(re.escape, (SYSTEM, USER, ASSISTANT, CALL, RESULT))) + ")")
+_ROLES = {SYSTEM: "system", USER: "user", ASSISTANT: "assistant", CALL: "assistant", RESULT: "user"}
 _MAX_FIELD_CHARS = 320
+_NUM_CHATS = 12_000
+_PROSE_CHARS = 700
+_PROSE_REQUESTS = (
+    "Continue this text:", "Summarise this text:", "What happens here?", "Rewrite this in simple words:", "Who speaks here, and about what?",
+    "List the main points of this text:",
+)  # fmt: skip
 
 
 def _read_jsonl(path: Path) -> Iterator[dict]:
@@ -34,6 +47,32 @@ def _read_jsonl(path: Path) -> Iterator[dict]:
     with path.open(encoding="utf-8") as f:
         for line in f:
             yield json.loads(line)
+
+
+def chat_document(messages: list[dict[str, str]]) -> str:
+    """The document of a chat, which ends where an answer begins or with one; raises ConfigError on a message without text."""
+    marks = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": RESULT}
+    try:
+        text = "".join(f"{marks[m['role']]}{m['content'].strip()}\n" for m in messages)
+    except (KeyError, TypeError, AttributeError):
+        raise ConfigError(
+            f"messages must be objects with role ({', '.join(marks)}) and content, got {messages}"
+        ) from None
+    return text if messages[-1]["role"] == "assistant" else text + ASSISTANT
+
+
+def messages(document: str) -> list[dict[str, str]]:
+    """The turns of a document as messages of a chat; tool calls are the assistant's words, their results the user's."""
+    parts = _TURN.split(document)
+    parts = ["", USER, *parts] if parts[0] else parts  # what has no mark is a user's
+    turns = [(_ROLES[tag], text.strip()) for tag, text in zip(parts[1::2], parts[2::2], strict=True)]
+    out: list[dict[str, str]] = []
+    for role, content in turns:
+        if out and out[-1]["role"] == role:  # many templates want turns to alternate
+            out[-1]["content"] += "\n" + content
+        else:
+            out.append({"role": role, "content": content})
+    return out
 
 
 def _tools(data: Path) -> Iterator[str]:
@@ -89,7 +128,29 @@ def _code(data: Path | None) -> Iterator[str]:
                 yield f"{USER}Solve this puzzle.\n{row['sat']}\n{ASSISTANT}{row['sol_header']}\n{body}\n"
 
 
-_READERS = {"tools": _tools, "math": _math, "facts": _facts}
+def _chat() -> Iterator[str]:
+    rng = random.Random(11)
+    for _ in range(_NUM_CHATS):
+        # The answer to the first question of two is not known here: both are asked at once.
+        yield f"{USER}{' '.join(generate_questions(rng))}\n{ASSISTANT}"
+
+
+def _prose(data: Path) -> Iterator[str]:
+    folder, rng = data / "prose/books", random.Random(13)
+    books = [f for f in sorted(folder.glob("*.md")) if f.name != "NOTICE.md"]
+    if not books:
+        raise ConfigError(
+            f"data folder {folder} must hold books as .md files; pass --data with the folder that holds it"
+        )
+    for book in books:
+        text = book.read_text(encoding="utf-8")
+        paragraphs = [p.strip() for p in text[: len(text) * 9 // 10].split("\n\n")]
+        for paragraph in paragraphs:
+            if 120 < len(paragraph) <= _PROSE_CHARS and not paragraph.startswith("#"):
+                yield f"{USER}{rng.choice(_PROSE_REQUESTS)}\n\n{paragraph}\n{ASSISTANT}"
+
+
+_READERS = {"tools": _tools, "math": _math, "facts": _facts, "prose": _prose}
 
 
 def licence(domain: str, data: Path | None) -> str:
@@ -101,17 +162,20 @@ def documents(domain: str, data: Path | None, split: str) -> list[str]:
     """Return the chat documents of one domain, without the end token.
 
     Args:
-        domain: one of DOMAINS.
-        data: folder laid out as described in docs/drafters.md; None works for `code` only (project-written templates).
+        domain: one of DOMAINS, or of PROMPT_DOMAINS, whose documents end where the answer begins.
+        data: folder laid out as described in docs/drafters.md; None works for `code` and `chat` (project-written templates).
         split: "train" or "held_out"; a document's side is a hash of its text, so it never changes.
     Raises: ConfigError on an unknown domain or a missing data file.
     """
-    if domain not in DOMAINS:
-        raise ConfigError(f"domain must be one of {', '.join(DOMAINS)}, got {domain!r}")
+    known = (*DOMAINS, *PROMPT_DOMAINS)
+    if domain not in known:
+        raise ConfigError(f"domain must be one of {', '.join(known)}, got {domain!r}")
     if domain == "code":
         found = _code(data)
+    elif domain == "chat":
+        found = _chat()
     elif data is None:
-        raise ConfigError(f"domain {domain!r} needs --data DIR; only 'code' is generated by the project itself")
+        raise ConfigError(f"domain {domain!r} needs --data DIR; 'code' and 'chat' are generated by the project itself")
     else:
         found = _READERS[domain](data)
     held = [(zlib.crc32(d.encode()) % 100 < _HELD_OUT_PERCENT, d) for d in found]

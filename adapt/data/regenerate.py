@@ -61,11 +61,11 @@ class RegenerateConfig:
             raise ConfigError(f"temperature_shares must add up to 1 over temperatures, got {self.temperature_shares}")
 
 
-def folder_documents(folder: Path, tokenizer: Any) -> list[str]:
+def folder_documents(folder: Path) -> list[str]:
     """Prompts from the .jsonl and .txt files of a folder.
 
-    A .jsonl line holds "prompt", "text" or "messages" (through the tokenizer's chat template); a .txt file is cut into
-    paragraphs. Raises: ConfigError when there is nothing to read.
+    A .jsonl line holds "prompt", "text" or "messages" (a chat); a .txt file is cut into paragraphs. Raises: ConfigError when
+    there is nothing to read.
     """
     out: list[str] = []
     for path in sorted(folder.rglob("*.jsonl")):
@@ -74,7 +74,7 @@ def folder_documents(folder: Path, tokenizer: Any) -> list[str]:
                 continue
             row = json.loads(line)
             if "messages" in row:
-                out.append(tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True))
+                out.append(corpus.chat_document(row["messages"]))
             elif "prompt" in row or "text" in row:
                 out.append(row["prompt"] if "prompt" in row else row["text"])
             else:
@@ -87,9 +87,14 @@ def folder_documents(folder: Path, tokenizer: Any) -> list[str]:
 
 
 def draw_prompt(document: str, tokenizer: Any, rng: np.random.Generator, config: RegenerateConfig) -> list[int]:
-    """Token ids of one prompt: up to an answer's beginning (any turn's), or up to a random token."""
+    """Token ids of one prompt: up to an answer's beginning (any turn's), or up to a random token.
+
+    A tokenizer without our turn marks gets a chat by its own template.
+    """
     ends = [m.end() for m in re.finditer(re.escape(corpus.ASSISTANT), document)]
     is_cut = not ends or rng.random() < config.truncation_share
+    if ends and getattr(tokenizer, "chat_template", None) and not _has_marks(tokenizer):
+        return _chat_prompt(document, ends, tokenizer, rng, config, is_cut=is_cut)
     text = document if is_cut else document[: ends[int(rng.integers(len(ends)))]]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) > config.max_prompt_tokens and not is_cut:
@@ -99,6 +104,33 @@ def draw_prompt(document: str, tokenizer: Any, rng: np.random.Generator, config:
         stop = min(len(ids), config.max_prompt_tokens)
         ids = ids[: int(rng.integers(min(4, stop), stop + 1))]
     return ids
+
+
+def _has_marks(tokenizer: Any) -> bool:
+    return tokenizer.convert_tokens_to_ids(corpus.ASSISTANT) not in (None, tokenizer.unk_token_id)
+
+
+def _chat_prompt(
+    document: str, ends: list[int], tokenizer: Any, rng: np.random.Generator, config: RegenerateConfig, *, is_cut: bool
+) -> list[int]:
+    """A chat up to an answer, of which some words are given when `is_cut`.
+
+    Long ones lose their oldest turns; the end of one that is too long even so.
+    """
+    end = ends[int(rng.integers(len(ends)))]
+    turns, given = corpus.messages(document[: end - len(corpus.ASSISTANT)]), ""
+    if is_cut:
+        answer = corpus.messages(document[end - len(corpus.ASSISTANT) :])[0]["content"]
+        given = answer[: int(rng.integers(len(answer) + 1))]
+    ids: list[int] = []
+    for start, turn in enumerate(turns):
+        if turn["role"] != "user":
+            continue
+        text = tokenizer.apply_chat_template(turns[start:], tokenize=False, add_generation_prompt=True) + given
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) <= config.max_prompt_tokens:
+            break
+    return ids[: config.max_prompt_tokens]
 
 
 def loop_start(output: Sequence[int]) -> int | None:

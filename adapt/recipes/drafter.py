@@ -53,9 +53,9 @@ class TrainDrafterOptions:
     target: A[str, Setting("'bundled' or the folder of a local transformers checkpoint.")]
     out: A[Path, Setting("Folder for weights, config, PROVENANCE.md, shards and the checkpoint.")]
     recipe: DrafterRecipe = field(default_factory=DrafterRecipe)
-    data: A[Path | None, Setting("Folder of text data (docs/drafters.md); only code needs none.", is_folder=True)] = (
-        None
-    )
+    data: A[
+        Path | None, Setting("Folder of text data (docs/drafters.md); only code and chat need none.", is_folder=True)
+    ] = None
     num_threads: Threads = None
     device: A[str, Setting("cpu | cuda.", choices=("cpu", "cuda"))] = "cpu"
 
@@ -266,15 +266,13 @@ def _plan(lengths: Sequence[int], recipe: DrafterRecipe) -> list[list[int]]:
     return plan
 
 
-def _documents(
-    data: Path | None, recipe: DrafterRecipe, tokenizer: Any
-) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+def _documents(data: Path | None, recipe: DrafterRecipe) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     if recipe.domains:
         sides = [{d: corpus.documents(d, data, side) for d in recipe.domains} for side in ("train", "held_out")]
         return sides[0], sides[1]
     if data is None:
         raise ConfigError("data must name a folder with .jsonl or .txt prompts when no domains are given")
-    every = folder_documents(data, tokenizer)
+    every = folder_documents(data)
     held = [d for d in every if zlib.crc32(d.encode()) % 100 < 3] or every[:1]
     return {data.name or "prompts": [d for d in every if d not in set(held)] or every}, {data.name or "prompts": held}
 
@@ -289,13 +287,13 @@ def _write_text(
     held["num_tokens"] = recipe.held_out_tokens * max(1, len(recipe.domains))
     held["batch_requests"] = max(1, min(text["batch_requests"], recipe.held_out_tokens // 100))
     goals = [RegenerateConfig(**text), RegenerateConfig(**held)]
-    sources = {d: corpus.licence(d, data) for d in recipe.domains if d in corpus.DOMAINS}
+    sources = {d: corpus.licence(d, data) for d in recipe.domains}
     found = [json.loads(s.read_text(encoding="utf-8")) if s.is_file() else None for s in states]
     if all(f is not None and f["tokens"] >= g.num_tokens for f, g in zip(found, goals, strict=True)):
         _check_text(found, goals, checkpoint_version(source), recipe)
         return {"sources": sources, **(found[0] or {})}
     target = TargetModel.load(source, device=device)
-    sides = _documents(data, recipe, target.tokenizer)
+    sides = _documents(data, recipe)
     done = []
     for side, goal, state_file, name in zip(sides, goals, states, ("text", "held_out"), strict=True):
         done.append(

@@ -85,6 +85,7 @@ def test_exact_short_loops_are_found_and_cut():
 
 def test_a_prompt_ends_where_an_answer_begins_or_is_cut(target_dir):
     tokenizer = tiny_tokenizer(64)
+    tokenizer.chat_template = None
     document = "ab<|assistant|>cd<|assistant|>ef"
     rng = np.random.default_rng(0)
     whole = RegenerateConfig(truncation_share=0.0)
@@ -94,8 +95,56 @@ def test_a_prompt_ends_where_an_answer_begins_or_is_cut(target_dir):
     assert min(cut) >= 4 and len(set(cut)) > 5
 
 
+def test_a_target_with_a_chat_template_of_its_own_is_asked_in_it(target_dir, tmp_path):
+    """Toolcalls are the assistant's words; a long chat loses its oldest turns; some prompts begin the answer."""
+    tokenizer, rng = tiny_tokenizer(64), np.random.default_rng(0)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+    chat = [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "cd"},
+        {"role": "user", "content": "ef"},
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}), encoding="utf-8")
+    [document] = folder_documents(tmp_path)
+
+    def drawn(document, **config):
+        config = RegenerateConfig(**config)
+        return {tokenizer.decode(draw_prompt(document, tokenizer, rng, config)) for _ in range(60)}
+
+    def text(chat, given=""):
+        return tokenizer.decode(
+            tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + given)[
+                "input_ids"
+            ]
+        )
+
+    whole = {text(chat), text(chat[:1])}
+    assert drawn(document, truncation_share=0.0) == whole
+    assert drawn(document, truncation_share=1.0) == {*whole, text(chat[:1], "c"), text(chat[:1], "cd")}
+    room = len(tokenizer(text(chat[2:]))["input_ids"])
+    assert text(chat[2:]) in drawn(document, truncation_share=0.0, max_prompt_tokens=room)
+    called = "<|user|>a\n<|call|>b {}\n<|result|>{}\n<|assistant|>c"
+    assert [(m["role"], m["content"]) for m in corpus.messages(called)] == [
+        ("user", "a"), ("assistant", "b {}"), ("user", "{}"), ("assistant", "c"),
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="role"):
+        corpus.chat_document([{"content": "a"}])
+
+
+@pytest.mark.parametrize("domain", corpus.PROMPT_DOMAINS)
+def test_prompts_without_answers_end_where_one_begins(domain, tmp_path):
+    (tmp_path / "prose/books").mkdir(parents=True)
+    passages = [f"{i} went down to the water again, and nobody who saw it could say why. " * 3 for i in range(100)]
+    (tmp_path / "prose/books/a.md").write_text("# Title\n\n" + "\n\n".join(passages), encoding="utf-8")
+    train, held = (corpus.documents(domain, tmp_path, side) for side in ("train", "held_out"))
+    assert train and all(d.startswith(corpus.USER) and d.endswith(corpus.ASSISTANT) for d in train + held)
+    assert not set(train) & set(held) and not any("99 went" in d for d in train + held), (
+        "a book's end is for benchmarks"
+    )
+
+
 def test_interrupted_text_goes_on_with_the_same_batches(tmp_path, target_dir, prompts_dir):
-    documents = {"prompts": folder_documents(prompts_dir, None)}
+    documents = {"prompts": folder_documents(prompts_dir)}
 
     def run(folder, tokens):
         target = TargetModel.load(target_dir, fast_path=False)
@@ -116,10 +165,10 @@ def test_interrupted_text_goes_on_with_the_same_batches(tmp_path, target_dir, pr
 
 def test_foreign_prompts_must_hold_text(tmp_path):
     with pytest.raises(ConfigError, match=r"\.jsonl or \.txt"):
-        folder_documents(tmp_path, None)
+        folder_documents(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"question": 1}', encoding="utf-8")
     with pytest.raises(ConfigError, match="must hold 'prompt'"):
-        folder_documents(tmp_path, None)
+        folder_documents(tmp_path)
 
 
 def test_batches_hold_every_request_once_within_the_row_limit():
