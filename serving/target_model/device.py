@@ -7,6 +7,7 @@ work took on a device that runs behind the host.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -93,3 +94,13 @@ class CudaSpan:
 def open_span(device: torch.device) -> CudaSpan | None:
     """Begin to measure on CUDA; None elsewhere, where the host's own timer tells the truth."""
     return CudaSpan() if device.type == "cuda" else None
+
+
+def lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Zeros; on the CPU their pages take no memory before they are written, so that an idle engine holds little."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes, align = math.prod(shape) * dtype.itemsize, 64
+    room = np.zeros(num_bytes + align, dtype=np.uint8)
+    start = -room.ctypes.data % align
+    return torch.from_numpy(room[start : start + num_bytes]).view(dtype).view(shape)
