@@ -91,7 +91,7 @@ def run_service(config: ServiceConfig) -> Service:
     Raises: ConfigError for settings, PacelineError when something does not come up; what was started is stopped again.
     """
     resolve_model(config.model)
-    resolve_drafter(config.drafter)
+    resolve_drafter(config.drafter, config.model)
     config = with_environment(config)
     config = replace(config, port=claim_port(config.host, config.port), device=_resolve_device(config.device))
     paths = StorePaths.of(config)
