@@ -316,6 +316,7 @@ def serve_forever(config: ServiceConfig, console: Console) -> None:
                 f'-d \'{{"model": "{config.model_name}", "prompt": "Hello", "max_tokens": 32}}\'',
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
+            console.print(f"  chat {service.url}/chat", highlight=False)
             console.print(
                 f"  {dashboard_words(service.url, Access.of(service.config))}", highlight=False, soft_wrap=True
             )
