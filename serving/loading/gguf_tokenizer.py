@@ -22,6 +22,8 @@ _SPLITS = {
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
 }  # fmt: skip
 """How text is cut before merging, by the name that files give it; None: GPT-2's expression, which is built in."""
+_LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe")
+"""Ways whose tokenizers take a word that is a token as it is, and mark the beginning unless the file says otherwise."""
 _END_NAMES = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"})
 """Control tokens that end an answer; many files name one of them only."""
 
@@ -47,8 +49,8 @@ def read_tokenizer(file: GgufFile) -> Any:
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if (i := token_id(file, f"{key}_token_id")) is not None
     }
-    first = [n for n in ("bos",) if file.values.get(f"{_KEY}add_{n}_token", kind == "llama")]
-    if first and "bos_token" in named:
+    marks_beginning = kind == "llama" or file.values.get(_KEY + "pre") in _LLAMA3_NAMES
+    if file.value(_KEY + "add_bos_token", bool, marks_beginning) and "bos_token" in named:
         bos = named["bos_token"]
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokens.index(bos))]
@@ -106,8 +108,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     if any(len(m) != 2 for m in merges):
         raise ConfigError(f"model {file.path} must have merges of two tokens each; download or convert it again")
     split = _SPLITS[name]
-    is_llama3 = split is _LLAMA3
-    backend = Tokenizer(_bpe(file, tokens, merges, ignore_merges=is_llama3))
+    backend = Tokenizer(_bpe(file, tokens, merges, ignore_merges=name in _LLAMA3_NAMES))
     if split is _QWEN2:
         backend.normalizer = normalizers.NFC()
     parts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if name == "smollm" else []

@@ -115,11 +115,14 @@ def test_byte_level_tokens_are_those_of_transformers(tmp_path, pre, reference):
 
 @pytest.mark.parametrize(("pre", "width"), [("smollm", 1), ("qwen2", 1), ("llama-bpe", 3)])
 def test_digits_are_cut_as_the_file_says(tmp_path, pre, width):
-    path = write_model(tmp_path / "m.gguf", model_of(layers=1), tokenizer=byte_level_values(pre)[0])
+    values = {**byte_level_values(pre)[0], "tokenizer.ggml.bos_token_id": 1}
+    del values["tokenizer.ggml.add_bos_token"]
+    path = write_model(tmp_path / "m.gguf", model_of(layers=1), tokenizer=values)
     tokenizer = open_checkpoint(path).tokenizer()
     parts = [text for text, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a1234567")]
     assert max(len(p) for p in parts[1:]) == width and "".join(parts) == "a1234567"
-    assert all(tokenizer.decode(tokenizer.encode(t)) == t for t in TEXT)
+    assert all(tokenizer.decode(tokenizer.encode(t), skip_special_tokens=True) == t for t in TEXT)
+    assert (tokenizer.encode("a")[0] == 1) is (pre == "llama-bpe")
 
 
 def test_sentencepiece_merges_follow_from_scores(tmp_path):
