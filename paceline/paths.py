@@ -54,7 +54,8 @@ def _drafters_of(version: str) -> dict[str, Path]:
 
     They lie in models/FAMILY (of the bundled target) and models/TARGET/FAMILY; their config.json names the version.
     """
-    root, found = _bundled_folder("."), {}
+    root = _bundled_folder(".")
+    found: dict[str, Path] = {}
     for family in BUNDLED_DRAFTERS:
         for path in (root / family / "config.json", *sorted(root.glob(f"*/{family}/config.json"))):
             trained_for = json.loads(path.read_text(encoding="utf-8")).get("target_version") if path.is_file() else None
@@ -91,7 +92,7 @@ def is_gguf(path: str | Path) -> bool:
 def _smollm2_file() -> Path:
     """The file of the installed package, which is not imported: its module needs llama.cpp. Raises: ConfigError."""
     try:
-        found = [Path(str(f.locate())) for f in distribution(SMOLLM2_PACKAGE).files or () if is_gguf(f)]
+        found = [Path(str(f.locate())) for f in distribution(SMOLLM2_PACKAGE).files or () if is_gguf(f.name)]
     except PackageNotFoundError:
         found = []
     path = next((f for f in found if f.is_file()), None)

@@ -28,7 +28,7 @@ from paceline.adapt.recipes.learning_curve import LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
 from paceline.errors import ConfigError
 from paceline.paths import model_version, open_atomic
-from paceline.records import Setting, Threads, record
+from paceline.records import MODELS, Setting, Threads, record
 from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.loading.families import save_drafter
 from paceline.serving.loading.target import read_target
@@ -50,7 +50,7 @@ class TrainDrafterOptions:
     Example: paceline train-drafter --target ~/models/qwen3 --out runs/mine --drafter eagle3 --domains '' --data texts
     """
 
-    target: A[str, Setting("'bundled' or the folder of a local transformers checkpoint.")]
+    target: A[str, Setting(MODELS)]
     out: A[Path, Setting("Folder for weights, config, PROVENANCE.md, shards and the checkpoint.")]
     recipe: DrafterRecipe = field(default_factory=DrafterRecipe)
     data: A[Path | None, Setting("Folder of text data (docs/drafters.md); only code needs none.", is_folder=True)] = (

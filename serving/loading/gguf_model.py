@@ -114,7 +114,8 @@ class GgufCheckpoint:
         Raises: ConfigError when tensors are absent, too many, of other shapes or not finite.
         """
         config = self.config()
-        dtype, kind = dtype or config.dtype, _FAMILIES[self._family][1]
+        kind, own_dtype = _FAMILIES[self._family][1], self._own_dtype()
+        dtype = dtype or own_dtype
         with torch.device("meta"):
             empty = kind(config)
         wanted = {
@@ -130,7 +131,7 @@ class GgufCheckpoint:
             if record is None or record.shape != shape:
                 found = "lacks it" if record is None else f"has {record.shape}"
                 raise self._unfit(f"{names[name]!r} of shape {shape} in its sizes, and {found} in its tensors")
-            own = self._file.tensor(names[name]).to(config.dtype)
+            own = self._file.tensor(names[name]).to(own_dtype)
             if not bool(torch.isfinite(own).all()):
                 raise ConfigError(f"model {self.path} has non-finite weights in {names[name]}; download it again")
             if has_turned_rows(self._family, name):
