@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from paceline.errors import ConfigError
 from paceline.serving.loading.checkpoint import open_checkpoint
-from paceline.serving.target_model.model import TargetModel
+from paceline.serving.target_model.model import TargetModel, check_decoder, first_line, unservable
 from paceline.serving.target_model.paged_attention import ATTENTION, register_attention
 
 
@@ -58,3 +59,16 @@ def read_target(
         num_ranks=num_ranks,
         is_int8=is_int8,
     )
+
+
+def check_target(path: str | Path) -> None:
+    """Refuse a checkpoint that cannot be served, as far as that shows without its weights. Raises: ConfigError."""
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    checkpoint.tokenizer()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError) as e:
+        raise unservable(config.model_type, first_line(e)) from e
+    check_decoder(model)

@@ -15,7 +15,7 @@ from paceline.paths import model_version
 from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.loading.gguf_file import BLOCK_TYPES, PLAIN_TYPES
 from paceline.serving.loading.gguf_model import ROPE_FACTORS
-from paceline.serving.loading.target import read_target
+from paceline.serving.loading.target import check_target, read_target
 from tests.helpers.fakes import greedy_continuation, tiny_model
 from tests.helpers.gguf_files import CONTROL, TEXT, byte_level_values, sentencepiece_values, write_model
 
@@ -53,6 +53,7 @@ def test_the_target_computes_with_the_files_values(tmp_path, family, kind):
 def test_a_target_is_served_as_any_other(tmp_path):
     model = model_of("llama", width=64, head_dim=16)
     path = write_model(tmp_path / "m.gguf", model, "Q4_1")
+    check_target(path)
     target = read_target(path, dtype="float32")
     assert target.is_fast_path and target.context_tokens == 512 and target.eos_token_ids == {0, 2}
     assert greedy_continuation(target, [5, 6, 7], 8) == greedy_continuation(read_target(path, dtype="float32", fast_path=False), [5, 6, 7], 8)  # fmt: skip

@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 from paceline.kernels.cpu.library import choose_isa
 from paceline.kernels.dispatch import select_kernels
 from paceline.paths import model_version
-from paceline.serving.loading.target import read_target
+from paceline.serving.loading.target import check_target, read_target
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetModel, default_tap_layers
 from tests.helpers.fakes import plain_logits, prefill, tiny_model, tiny_target, tiny_tokenizer
@@ -221,6 +221,9 @@ def test_families_that_cannot_be_served_are_refused_in_one_sentence(tmp_path, fa
     with pytest.raises(ConfigError, match="model") as e:
         read_target(tmp_path)
     assert len(str(e.value)) < 500 and "\n" not in str(e.value)
+    if family not in ("falcon", "gptj", "stablelm", "mamba"):  # those show when they run
+        with pytest.raises(ConfigError, match="family that can be served"):
+            check_target(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "phi3", "gemma3_text", "granite", "olmo2"])
