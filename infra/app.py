@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
@@ -90,8 +91,12 @@ def run_service(config: ServiceConfig) -> Service:
     set), Serve's proxy and the replicas, which start the controller when the drafter can be trained. Port 0 takes a free one.
     Raises: ConfigError for settings, PacelineError when something does not come up; what was started is stopped again.
     """
-    resolve_model(config.model)
-    resolve_drafter(config.drafter)
+    path = resolve_model(config.model)
+    resolve_drafter(config.drafter, config.model)
+    if config.model != "bundled":  # a replica would refuse it too, but later and three times
+        from paceline.serving.loading.target import check_target
+
+        check_target(path)
     config = with_environment(config)
     config = replace(config, port=claim_port(config.host, config.port), device=_resolve_device(config.device))
     paths = StorePaths.of(config)
@@ -115,10 +120,11 @@ def run_service(config: ServiceConfig) -> Service:
         owns_app = True
         handle = serve.run(app, name=APP_NAME, route_prefix="/")
     except BaseException as e:
+        reason = _refusal() if owns_app else ""
         _stop(config, redis, owns_ray, owns_app=owns_app)
         if isinstance(e, PacelineError) or not isinstance(e, Exception):
             raise
-        raise PacelineError(f"the service did not start: {e}") from e
+        raise PacelineError(f"the service did not start: {reason or e}") from e
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"http://{host}:{config.port}"
     log.info("service ready url=%s replicas=%d", url, config.num_replicas)
@@ -261,6 +267,17 @@ def _running_apps() -> set[str]:
         return set()
 
 
+def _refusal() -> str:
+    """The sentence with which a replica refused to start; Serve itself only says that none came up."""
+    try:
+        deployments = serve.status().applications[APP_NAME].deployments.values()
+    except Exception as e:  # whatever it was that failed, this is no further help
+        log.debug("no Serve status: %s", e)
+        return ""
+    found = re.findall(r"paceline\.errors\.\w+: ([^\n]+)", "\n".join(d.message for d in deployments))
+    return found[-1] if found else ""
+
+
 def _resolve_device(device: str) -> str:
     if device != "auto":
         return device
@@ -316,6 +333,7 @@ def serve_forever(config: ServiceConfig, console: Console) -> None:
                 f'-d \'{{"model": "{config.model_name}", "prompt": "Hello", "max_tokens": 32}}\'',
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
+            console.print(f"  chat {service.url}/chat", highlight=False)
             console.print(
                 f"  {dashboard_words(service.url, Access.of(service.config))}", highlight=False, soft_wrap=True
             )

@@ -15,8 +15,8 @@ from typing import Annotated as A
 from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
-from paceline.paths import TEXT_DRAFTERS
-from paceline.records import DEVICES, DRAFTERS, DTYPES, Setting, build, record, require
+from paceline.paths import TEXT_DRAFTERS, default_drafter
+from paceline.records import DEVICES, DRAFTERS, DTYPES, MODELS, Setting, build, record, require
 
 C = TypeVar("C")
 TREE_POLICIES = ("adaptive", "bastion", "fixed", "ddtree", "bundle")
@@ -246,12 +246,12 @@ VARIABLES = {
 class ServiceConfig:
     """One Paceline service: model, replicas, stores, feedback, policy."""
 
-    model: A[str, Setting("'bundled' or the folder of a local transformers checkpoint.")] = "bundled"
+    model: A[str, Setting(MODELS)] = "bundled"
     drafter: A[
         str,
         Setting(
-            f"none | {DRAFTERS}; suffix-recent counts other requests' answers too. With a --model of your own and no "
-            "--drafter: lookup.",
+            f"none | {DRAFTERS}; suffix-recent counts other requests' answers too. With another --model and no "
+            "--drafter: lookup; smollm2: suffix.",
             panel="Drafting",
         ),
     ] = "bundled"
@@ -355,7 +355,7 @@ class ServeOptions:
     """Settings of a file (--config) and options; options win. A service needs neither: `paceline serve` serves the
     bundled model.
 
-    Examples: paceline serve --model ~/models/qwen3 --drafter suffix. paceline serve --config service.yaml --port 8080.
+    Examples: paceline serve --model smollm2. paceline serve --model ~/models/qwen3 --drafter suffix. paceline serve --config service.yaml --port 8080.
     """
 
     config: A[Path | None, Setting("YAML file with any setting of ServiceConfig; options given here win.")] = None
@@ -368,7 +368,7 @@ class ServeOptions:
         base = load_config(self.config) if self.config else ServiceConfig()
         changes = dict(self.changes)
         if changes.get("model", "bundled") != "bundled" and "drafter" not in changes and base.drafter == "bundled":
-            changes["drafter"] = "lookup"
+            changes["drafter"] = default_drafter(changes["model"])
         return override(base, changes)
 
 

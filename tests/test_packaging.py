@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.paths import BUNDLED_DRAFTERS
+from paceline.paths import BUNDLED_DRAFTERS, SMOLLM2
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "serving", "bandit", "adapt", "infra", "bench")
@@ -66,7 +66,7 @@ def test_wheel_holds_the_dashboard_and_the_grafana_files(wheel_names):
 def test_bundled_models_stay_within_40_megabytes_and_are_those_that_have_a_name():
     folder = ROOT / "paceline" / "models"
     assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) <= MAX_MODEL_BYTES
-    assert {p.name for p in folder.iterdir()} <= {"target", *BUNDLED_DRAFTERS}
+    assert {p.name for p in folder.iterdir()} <= {"target", SMOLLM2, *BUNDLED_DRAFTERS}
 
 
 def test_hugging_face_kernels_is_not_shadowed_by_our_folder(tmp_path):

@@ -13,12 +13,12 @@ from typing import Annotated as A
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from paceline.adapt.data.regenerate import RegenerateConfig
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.records import Setting, record
 from paceline.serving.drafters.network import TargetHandles
+from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.sampling.request import RequestTrace
 
 
@@ -81,8 +81,8 @@ class TargetShape:
 
 
 def target_shape(target_dir: Path) -> TargetShape:
-    """Read the sizes from a checkpoint folder; an MLP wider than four times the hidden size counts as that wide."""
-    t = AutoConfig.from_pretrained(target_dir, local_files_only=True).get_text_config()
+    """Read the sizes from a checkpoint; an MLP wider than four times the hidden size counts as that wide."""
+    t = open_checkpoint(target_dir).config().get_text_config()
     heads = t.num_attention_heads
     return TargetShape(
         hidden_size=t.hidden_size,

@@ -1,25 +1,21 @@
 """Target handle: what a training job needs of the target, without loading the whole model.
 
-Its version hash, its sizes, its token embedding and its output head (frozen, shared with the drafter); one tensor is
-read from disk, two where the head is not the embedding.
+Its version hash, its sizes, its token embedding and its output head (frozen, shared with the drafter); no other weights
+are read.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
 
 from paceline.errors import ConfigError
+from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.target_model.int8 import served_version
-from paceline.serving.target_model.model import checkpoint_version, default_tap_layers
-
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+from paceline.serving.target_model.model import default_tap_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,37 +40,32 @@ class TargetHandle:
 
 
 def load_target_handle(
-    folder: str | Path,
+    path: str | Path,
     *,
     device: str = "cpu",
     version: str | None = None,
     tap_layers: Sequence[int] | None = None,
     dtype: str = "auto",
 ) -> TargetHandle:
-    """Read a checkpoint folder's version, sizes, token embedding and output head.
+    """Read a checkpoint's version, sizes, token embedding and output head.
 
     Args:
         version: known hash; None hashes the files.
         tap_layers: layers whose outputs the drafter reads; None = SpecBlock's three.
         dtype: of the target where it serves; int8 is a target of its own.
-    Raises: ConfigError when the folder is not a usable checkpoint or torch has no such device.
+    Raises: ConfigError when there is no usable checkpoint or torch has no such device.
     """
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
             "training must run on a GPU but torch finds none here; install a CUDA build of torch on the nodes that train, "
             "or set trainer_resources.num_gpus to 0"
         )
-    root = Path(folder)
-    if not (root / "config.json").is_file():
-        raise ConfigError(f"model must be the folder of a transformers checkpoint with a config.json, got {root}")
-    config = AutoConfig.from_pretrained(root, local_files_only=True).get_text_config()
-    embed = _read_tensor(root, _EMBEDDING)
-    if embed is None:
-        raise ConfigError(f"weights in {root} must hold a tensor named *.{_EMBEDDING}")
-    head = None if getattr(config, "tie_word_embeddings", False) else _read_tensor(root, _HEAD)
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config().get_text_config()
+    embed, head = checkpoint.embeddings()
     taps = default_tap_layers(config.num_hidden_layers) if tap_layers is None else tuple(tap_layers)
     return TargetHandle(
-        version=served_version(version or checkpoint_version(root), dtype),
+        version=served_version(version or checkpoint.version(), dtype),
         vocab_size=config.vocab_size,
         feature_size=len(taps) * config.hidden_size,
         device=torch.device(device),
@@ -83,22 +74,3 @@ def load_target_handle(
         num_layers=config.num_hidden_layers,
         tap_layers=taps,
     )
-
-
-def _read_tensor(root: Path, ending: str) -> torch.Tensor | None:
-    """The tensor whose name ends so, None when there is none."""
-    index = root / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = [root / file for name, file in names.items() if name.endswith(ending)]
-        else:
-            files = sorted(root.glob("*.safetensors"))
-        for file in files:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a mapping
-                    if name.endswith(ending):
-                        return tensors.get_tensor(name)
-    except (OSError, ValueError, KeyError, SafetensorError) as e:
-        raise ConfigError(f"weights in {root} must be readable safetensors: {e}") from e
-    return None

@@ -27,12 +27,12 @@ from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.recipes.learning_curve import LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
 from paceline.errors import ConfigError
-from paceline.paths import open_atomic
-from paceline.records import Setting, Threads, record
+from paceline.paths import model_version, open_atomic
+from paceline.records import MODELS, Setting, Threads, record
 from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.loading.families import save_drafter
+from paceline.serving.loading.target import read_target
 from paceline.serving.sampling.request import RequestTrace
-from paceline.serving.target_model.model import TargetModel, checkpoint_version
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int, dict], None]
@@ -50,7 +50,7 @@ class TrainDrafterOptions:
     Example: paceline train-drafter --target ~/models/qwen3 --out runs/mine --drafter eagle3 --domains '' --data texts
     """
 
-    target: A[str, Setting("'bundled' or the folder of a local transformers checkpoint.")]
+    target: A[str, Setting(MODELS)]
     out: A[Path, Setting("Folder for weights, config, PROVENANCE.md, shards and the checkpoint.")]
     recipe: DrafterRecipe = field(default_factory=DrafterRecipe)
     data: A[
@@ -290,9 +290,9 @@ def _write_text(
     sources = {d: corpus.licence(d, data) for d in recipe.domains}
     found = [json.loads(s.read_text(encoding="utf-8")) if s.is_file() else None for s in states]
     if all(f is not None and f["tokens"] >= g.num_tokens for f, g in zip(found, goals, strict=True)):
-        _check_text(found, goals, checkpoint_version(source), recipe)
+        _check_text(found, goals, model_version(source), recipe)
         return {"sources": sources, **(found[0] or {})}
-    target = TargetModel.load(source, device=device)
+    target = read_target(source, device=device)
     sides = _documents(data, recipe)
     done = []
     for side, goal, state_file, name in zip(sides, goals, states, ("text", "held_out"), strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.errors import ConfigError
 from paceline.paths import write_atomic
-from paceline.records import Setting, record
+from paceline.records import MODELS, Setting, record
 from paceline.serving.loading.families import build_model, save_drafter
 from paceline.serving.loading.released import read_released
 
@@ -23,7 +23,7 @@ class ImportOptions:
     """Of the EAGLE-3, DFlash, JetSpec or SpecBlock layout. A released folder also works as --drafter directly."""
 
     folder: A[Path, Setting("Folder with config.json and model.safetensors or its shards.", is_argument=True)]
-    target: A[str, Setting("'bundled' or the folder of the target it was trained for.")]
+    target: A[str, Setting(f"The target it was trained for: {MODELS}")]
     out: A[Path, Setting("New folder for drafter.safetensors, config.json and PROVENANCE.md.")]
     taps: A[
         tuple[int, ...] | None,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
@@ -16,13 +15,15 @@ from paceline.paths import TEXT_DRAFTERS, resolve_drafter, resolve_model
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
+from paceline.serving.loading.checkpoint import open_checkpoint
+from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.model import TargetModel, default_tap_layers
 
 
 def load_target(model: str, dtype: str = "auto", device: str = "cpu", *, drafters: Sequence[str] = ()) -> TargetModel:
-    """Load 'bundled' or a local checkpoint, with the taps that these drafters read; raises ConfigError."""
+    """Load a model by name or path, with the taps that these drafters read; raises ConfigError."""
     path = resolve_model(model)
-    return TargetModel.load(path, dtype=dtype, device=device, tap_layers=_common_taps(path, drafters))
+    return read_target(path, dtype=dtype, device=device, tap_layers=_common_taps(model, path, drafters))
 
 
 def target_facts(target: TargetModel) -> dict[str, Any]:
@@ -32,14 +33,14 @@ def target_facts(target: TargetModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _common_taps(model: Path, drafters: Sequence[str]) -> tuple[int, ...] | None:
+def _common_taps(model: str, path: Path, drafters: Sequence[str]) -> tuple[int, ...] | None:
     """Target layers that all drafters read; None = the usual three, which drafters without weights also get."""
     from paceline.serving.loading.released import wanted_tap_layers
 
-    folders = {name: resolve_drafter(name) for name in drafters}
+    folders = {name: resolve_drafter(name, model) for name in drafters}
     wanted = {name: wanted_tap_layers(folder) for name, folder in folders.items() if folder is not None}
     if len(set(wanted.values())) > 1:
-        depth = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().num_hidden_layers
+        depth = open_checkpoint(path).config().get_text_config().num_hidden_layers
         wanted = {name: taps or default_tap_layers(depth) for name, taps in wanted.items()}
     if len(set(wanted.values())) > 1:
         raise ConfigError(f"drafters must read the same target layers, got {wanted}; run them one after the other")
@@ -56,15 +57,15 @@ def load_named_drafter(name: str, target: TargetModel) -> Drafter | None:
         return make_text_drafter(name)
     from paceline.serving.loading.families import load_drafter
 
-    path = resolve_drafter(name)
+    path = resolve_drafter(name, version=target.version)
     if path is None:
         raise ConfigError(f"drafter must be a bundled drafter's name or a folder with weights, got {name!r}")
     return load_drafter(path, target)
 
 
-def trained_domains(name: str) -> tuple[str, ...]:
+def trained_domains(name: str, model: str = "bundled") -> tuple[str, ...]:
     """Domains that a drafter was trained on, as its config says; () for drafters without weights."""
-    path = resolve_drafter(name)
+    path = resolve_drafter(name, model)
     if path is None:
         return ()
     return tuple(json.loads((path / "config.json").read_text()).get("domains") or ())

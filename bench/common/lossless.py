@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from paceline.errors import ConfigError
+from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.sampling.draw import SamplingBatch, has_penalties
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.int8 import round_to_int8
@@ -43,7 +43,7 @@ class LosslessChecker:
 
     def __init__(self, target_dir: Path, *, is_int8: bool = False) -> None:
         """is_int8: the target's linear weights are those of its 8-bit form, exactly."""
-        self._model = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
+        self._model = open_checkpoint(target_dir).model().float().eval()
         if is_int8:
             round_to_int8(self._model)
 

@@ -57,20 +57,22 @@ def check_policies(policies: Sequence[str], nodes: Sequence[int]) -> None:
         TreeConfig(max_draft_tokens=n)
 
 
-def arm_specs(drafters: Sequence[str], policies: Sequence[str], nodes: Sequence[int]) -> list[ArmSpec]:
+def arm_specs(
+    drafters: Sequence[str], policies: Sequence[str], nodes: Sequence[int], model: str = "bundled"
+) -> list[ArmSpec]:
     """Every drafter under every policy; raises ConfigError on unknown names, two equal ones, or missing weights."""
     check_policies(policies, nodes)
     out: list[ArmSpec] = []
     for drafter in drafters:
         label = drafter.rstrip("/").rsplit("/", 1)[-1]
-        num_weights, weight_bytes = weights_of(drafter)
+        num_weights, weight_bytes = weights_of(drafter, model)
         trees = {p: TreeConfig(**FREE_POLICIES[p]) for p in policies if p in FREE_POLICIES}
         budgets = [p for p in policies if p in BUDGET_POLICIES]
         trees |= {f"{p}{n}": TreeConfig(**BUDGET_POLICIES[p], max_draft_tokens=n) for p in budgets for n in nodes}
         out += [
             ArmSpec(
                 name=f"{label}/{policy}", drafter=drafter, policy=policy, tree=tree, num_weights=num_weights,
-                weight_bytes=weight_bytes, domains=trained_domains(drafter),
+                weight_bytes=weight_bytes, domains=trained_domains(drafter, model),
             )
             for policy, tree in trees.items()
         ]  # fmt: skip
@@ -81,9 +83,9 @@ def arm_specs(drafters: Sequence[str], policies: Sequence[str], nodes: Sequence[
     return out
 
 
-def weights_of(drafter: str) -> tuple[int, int]:
+def weights_of(drafter: str, model: str = "bundled") -> tuple[int, int]:
     """(elements, bytes) of a drafter's weight files; (0, 0) for drafters without weights."""
-    folder = resolve_drafter(drafter)
+    folder = resolve_drafter(drafter, model)
     if folder is None:
         return 0, 0
     num_weights = num_bytes = 0

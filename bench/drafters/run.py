@@ -138,7 +138,7 @@ def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any
     """
     set_threads(options.num_threads)
     device = pick_device(options.device)
-    specs = arm_specs(options.drafters, options.policies, options.nodes)
+    specs = arm_specs(options.drafters, options.policies, options.nodes, options.model)
     result = ResultFile(
         options.json, command="bench drafters", options=options,
         extra={"device": device, "drafting_arms": [plain_values(s) for s in specs], "cells": []},

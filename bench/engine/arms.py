@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from paceline.bench.common.recorders import CountedDrafter, DraftCalls, Round, RoundRecorder
 from paceline.config import EngineConfig
@@ -28,6 +28,7 @@ from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.output import FeedbackSink
 from paceline.serving.engine.traces import TraceSink
+from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.loading.kv_size import pool_row_bytes
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
 from paceline.serving.target_model.int8 import round_to_int8
@@ -336,7 +337,7 @@ class Arm(Protocol):
 
 def transformers_arms(names: Sequence[str], model: str, target: TargetModel, device: str) -> list[TransformersArm]:
     """Arms among GENERATE and LOOKUP, with one copy of the model in the number type of the target's activations."""
-    loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=target.dtype).eval().to(device)
+    loaded = open_checkpoint(resolve_model(model)).model(target.dtype).eval().to(device)
     if target.is_int8:
         round_to_int8(loaded)
     pad = target.tokenizer.pad_token_id or 0

@@ -13,7 +13,8 @@ from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import RequestError
-from paceline.records import DTYPES, Drafter, Model, Setting, record
+from paceline.paths import default_drafter
+from paceline.records import DRAFTERS, DTYPES, Model, Setting, record
 from paceline.serving.sampling.request import SamplingParams
 
 
@@ -21,12 +22,12 @@ from paceline.serving.sampling.request import SamplingParams
 class GenerateOptions:
     """Accepted draft tokens are green.
 
-    Example: paceline generate "def fibonacci(n):" --compare.
+    Examples: paceline generate "def fibonacci(n):" --compare. paceline generate "Hello, who are you?" --model smollm2.
     """
 
     prompt: A[str, Setting("Text; without chat markers it is sent as a user's turn.", is_argument=True)]
     model: Model = "bundled"
-    drafter: Drafter = "bundled"
+    drafter: A[str | None, Setting(f"none | {DRAFTERS}; default: bundled, or what `paceline serve` takes.")] = None
     is_comparing: A[bool, Setting("Run without the drafter too and print the ratio.", flag="compare")] = False
     max_tokens: A[int, Setting("New tokens at most.", ge=1)] = 128
     temperature: A[float, Setting("0 = greedy.", ge=0)] = 0.0
@@ -39,7 +40,7 @@ def run_generate(options: GenerateOptions, console: Console) -> None:
 
     The two sides alternate three times after a warm-up, so that the ratio is not one side's cold start.
     """
-    prompt, drafter, compare = options.prompt, options.drafter, options.is_comparing
+    prompt, drafter, compare = options.prompt, options.drafter or default_drafter(options.model), options.is_comparing
     if not prompt.strip():
         raise RequestError("prompt must not be empty")
     params = (SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed),)

@@ -1,31 +1,23 @@
 """GGUF file of a dense Llama or Qwen3 checkpoint, as llama.cpp reads it: weights and sizes, no tokenizer.
 
-Format: header, key-values, tensor records, then the tensors, each at a multiple of 32 bytes (gguf version 3, little
-endian; docs/gguf.md of ggml). Prompts are token ids, so the vocabulary is `none` with its size.
+Prompts are token ids, so the vocabulary is `none` with its size.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from gguf import GGMLQuantizationType, GGUFWriter
 
 from paceline.errors import ConfigError
+from paceline.serving.loading.checkpoint import open_checkpoint
+from paceline.serving.loading.gguf_file import PLAIN_TYPES
+from paceline.serving.loading.gguf_model import gguf_name, has_turned_rows, interleave_rows
 
-_ALIGNMENT = 32
-_UINT32, _FLOAT32, _STRING = 4, 6, 8
-_TENSOR_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_TYPES = {dtype: GGMLQuantizationType[name] for name, dtype in PLAIN_TYPES.items()}
 
 
 def write_gguf(checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
@@ -33,7 +25,7 @@ def write_gguf(checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
 
     Raises: ConfigError for other families than dense Llama and Qwen3, for biases and for scaled RoPE.
     """
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, local_files_only=True)
+    model = open_checkpoint(checkpoint).model(dtype)
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     is_known = config.model_type in ("llama", "qwen3") and rope.get("rope_type", "default") == "default"
@@ -42,25 +34,25 @@ def write_gguf(checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
             f"model must be a dense Llama or Qwen3 without biases and with plain RoPE to be handed to llama.cpp, got "
             f"{config.model_type}; leave its arms out"
         )
-    values = _key_values(config, float(rope.get("rope_theta", 10000.0)))
-    tensors = dict(_tensors(model))
-    with path.open("wb") as out:
-        out.write(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(values)))
-        for key, value in values.items():
-            _write_value(out, key, value)
-        offset = 0
-        for name, tensor in tensors.items():
-            _write_text(out, name)
-            shape = tensor.shape[::-1]  # the fastest dimension first
-            out.write(struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, _TENSOR_TYPES[tensor.dtype], offset))
-            offset += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        for tensor in tensors.values():
-            out.write(bytes(-out.tell() % _ALIGNMENT))
-            out.write(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        out.write(bytes(-out.tell() % _ALIGNMENT))
+    writer = GGUFWriter(path, config.model_type)
+    for key, value in key_values(config, float(rope.get("rope_theta", 10000.0))).items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    for name, tensor in named_tensors(model):
+        data = tensor.contiguous().view(torch.uint8).view(*tensor.shape[:-1], -1).numpy()
+        writer.add_tensor(name, data, raw_dtype=_TYPES[tensor.dtype])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-def _key_values(config: Any, rope_theta: float) -> dict[str, int | float | str]:
+def key_values(config: Any, rope_theta: float) -> dict[str, int | float | str]:
+    """What a file says of a model's sizes, without its architecture."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     sizes: dict[str, int | float] = {
@@ -73,42 +65,19 @@ def _key_values(config: Any, rope_theta: float) -> dict[str, int | float | str]:
     }  # fmt: skip
     family = config.model_type
     return {
-        "general.architecture": family,
         "general.name": "paceline",
         **{f"{family}.{key}": value for key, value in sizes.items()},
         "tokenizer.ggml.model": "none",
     }
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """(Name, tensor) as llama.cpp wants them; its Llama turns neighbouring values, so q and k rows are interleaved."""
     config = model.config
     for name, tensor in model.state_dict().items():
-        own = name.removesuffix(".weight")
-        if own == "lm_head" and config.tie_word_embeddings:
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue  # a file without a head has the embedding for it
-        if own in _NAMES:
-            new = _NAMES[own]
-        else:
-            _, _, layer, part = own.split(".", 3)
-            new = f"blk.{layer}.{_LAYER_NAMES[part]}"
-            if config.model_type == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
-                heads = config.num_attention_heads if part.endswith("q_proj") else config.num_key_value_heads
-                tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
-        yield f"{new}.weight", tensor.float() if tensor.ndim == 1 else tensor
-
-
-def _write_text(out: BinaryIO, text: str) -> None:
-    data = text.encode()
-    out.write(struct.pack("<Q", len(data)) + data)
-
-
-def _write_value(out: BinaryIO, key: str, value: int | float | str) -> None:
-    _write_text(out, key)
-    if isinstance(value, str):
-        out.write(struct.pack("<I", _STRING))
-        _write_text(out, value)
-    elif isinstance(value, float):
-        out.write(struct.pack("<If", _FLOAT32, value))
-    else:
-        out.write(struct.pack("<II", _UINT32, value))
+        if has_turned_rows(config.model_type, name):
+            is_query = name.endswith("q_proj.weight")
+            tensor = interleave_rows(tensor, config.num_attention_heads if is_query else config.num_key_value_heads)
+        yield gguf_name(name), tensor.float() if tensor.ndim == 1 else tensor

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from paceline.bench.common.engine_run import set_threads
 from paceline.bench.common.result_file import ResultFile
@@ -30,6 +30,7 @@ from paceline.errors import ConfigError
 from paceline.paths import resolve_model
 from paceline.records import DEVICES, Setting, record, require
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
+from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.target_model.model import TargetModel
 
 NUM_DRAFT_TOKENS = 8
@@ -168,7 +169,7 @@ def random_target(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:  # weights are drawn where they stay
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model("bundled"), local_files_only=True)
+    tokenizer = open_checkpoint(resolve_model("bundled")).tokenizer()
     return TargetModel.from_model(model.to(device), tokenizer, tap_layers=tap_layers, version=f"random-{name}")
 
 

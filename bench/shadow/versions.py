@@ -69,7 +69,7 @@ class VersionShop:
 
     def __init__(self, folder: Path, target: TargetModel, *, drafter: str = "bundled", seed: int = 0) -> None:
         """drafter: name or folder of the first version. Raises: ConfigError when it has no weights."""
-        path = resolve_drafter(drafter)
+        path = resolve_drafter(drafter, version=target.version)
         if path is None:
             raise ConfigError(f"drafter must have weights to be trained further, got {drafter!r}")
         self._target, self._seed, self._first = target, seed, path

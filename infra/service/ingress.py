@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from paceline.config import ServiceConfig
-from paceline.errors import CapacityError, ConfigError, EngineStoppedError
+from paceline.errors import CapacityError, EngineStoppedError
 from paceline.infra.service.deployment import DeploymentLimits, RunningReplica, bind_engine, close_grpc_port, deployment
 from paceline.infra.service.parts import StorePaths
 from paceline.infra.state.log import configure_logging
@@ -145,17 +145,12 @@ class ResumeIngress:
 
 def ingress_parts(config: ServiceConfig, client: ResumingClient, open_http: Any) -> ApiParts:
     """What the routes of an ingress are put together from; raises ConfigError without a readable tokenizer."""
-    from transformers import AutoTokenizer
+    from paceline.serving.loading.checkpoint import open_checkpoint
 
-    folder = resolve_model(config.model)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"model folder {folder} must hold a readable tokenizer: {e}") from e
     return ApiParts(
         client=client,
         admitted=client.admitted,
-        tokenizer=tokenizer,
+        tokenizer=open_checkpoint(resolve_model(config.model)).tokenizer(),
         api_token=config.api_token,
         holdback_percent=client.holdback_percent,
         opt_out_tenants=frozenset(config.trace.opt_out_tenants),

@@ -40,8 +40,9 @@ from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread
 from paceline.serving.loading.families import build_drafter, read_drafter_files
 from paceline.serving.loading.released import wanted_tap_layers
+from paceline.serving.loading.target import read_target
+from paceline.serving.loading.tensor_parallel import Ranks, load_parallel
 from paceline.serving.target_model.model import TargetModel
-from paceline.serving.target_model.tensor_parallel import Ranks, load_parallel
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +66,12 @@ class StorePaths:
 
 def is_adaptive(config: ServiceConfig) -> bool:
     """Whether the configured drafter has weights that can be trained."""
-    return resolve_drafter(config.drafter) is not None
+    return resolve_drafter(config.drafter, config.model) is not None
 
 
 def drafter_taps(config: ServiceConfig) -> tuple[int, ...] | None:
     """Target layers that the configured drafter reads: none without weights; None = the usual three."""
-    folder = resolve_drafter(config.drafter)
+    folder = resolve_drafter(config.drafter, config.model)
     return () if folder is None else wanted_tap_layers(folder)
 
 
@@ -130,7 +131,7 @@ def make_slots(config: ServiceConfig, target: TargetHandles, registry: DrafterRe
 
     Raises: ConfigError, DrafterMismatchError when the drafter does not exist or does not fit the target.
     """
-    folder = resolve_drafter(config.drafter)
+    folder = resolve_drafter(config.drafter, config.model, version=target.version)
     if folder is None:
         return DrafterSlots() if config.drafter == "none" else DrafterSlots(make_text_drafter(config.drafter))
     settings, state = read_drafter_files(folder, target)
@@ -277,7 +278,7 @@ def load_target(config: ServiceConfig, *, tap_layers: tuple[int, ...] | None) ->
     path, size = resolve_model(config.model), config.engine.tensor_parallel
     if size > 1:
         return load_parallel(path, size=size, device=config.device, dtype=config.dtype, tap_layers=tap_layers)
-    return TargetModel.load(path, device=config.device, dtype=config.dtype, tap_layers=tap_layers), None
+    return read_target(path, device=config.device, dtype=config.dtype, tap_layers=tap_layers), None
 
 
 def limit_threads(num_threads: int | None) -> None:

@@ -48,10 +48,10 @@ def train_drafter(options: TrainDrafterOptions, console: Console) -> None:
     """Train a drafter for a target on text that the target itself writes; resumes."""
     from paceline.adapt.recipes.drafter import train_drafter as train
     from paceline.bench.common.engine_run import set_threads
-    from paceline.paths import resolve_model
+    from paceline.paths import MODEL_NAMES, resolve_model
 
     set_threads(options.num_threads)
-    shown = options if options.target == "bundled" else dataclasses.replace(options, target="DIR")
+    shown = options if options.target in MODEL_NAMES else dataclasses.replace(options, target="DIR")
     words = f"paceline train-drafter {given_words(shown, hidden=_MACHINE)}"
     source = resolve_model(options.target)
     with _training_bar("drafter", console) as report:

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.serving.api.access_log import AccessLog, access_record
 from paceline.serving.api.bodies import ChatBody, CompletionBody, GenerateBody, parse_body
+from paceline.serving.api.chat_page import chat_page
 from paceline.serving.api.choice import Choice, ChoiceStyle, make_echo
 from paceline.serving.api.format import Answer
 from paceline.serving.api.generation import ApiParts, Cutoff, EventStream, Generation, begun, events, whole
@@ -116,6 +117,7 @@ class Api:
             is_chat=is_chat,
             num_top=body.num_logprobs(),
             with_token_ids=body.return_token_ids,
+            with_segments=body.return_segments,
             with_own_stats=len(requests) > 1,
         )
         choices = [
@@ -180,7 +182,7 @@ def make_router(parts: ApiParts) -> APIRouter:
     """Every route of a replica.
 
     /v1, /tokenize, /detokenize and the extra routers ask for the API token when there is one. State, swap and metrics
-    ask for it too, unless `parts` brings rules of their own. /healthz and /readyz ask for nothing; the open routers check
+    ask for it too, unless `parts` brings rules of their own. /healthz, /readyz and /chat ask for nothing; the open routers check
     what they want themselves.
     """
     api = Api(parts)
@@ -199,6 +201,7 @@ def make_router(parts: ApiParts) -> APIRouter:
         locked.include_router(extra)
     router.add_api_route("/healthz", api.healthz, methods=["GET"])
     router.add_api_route("/readyz", api.readyz, methods=["GET"])
+    router.add_api_route("/chat", chat_page, methods=["GET"])
     for extra in parts.open_routers:
         router.include_router(extra)
     for path, handler, check in (

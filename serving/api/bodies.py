@@ -250,6 +250,8 @@ class GenerateBody(StrictModel):
     """False: markers such as <|call|> stay in the text."""
     return_token_ids: bool = False
     """Add prompt_token_ids and token_ids to the choice."""
+    return_segments: bool = False
+    """Add to the choice its text in segments, [text, whether it was drafted and accepted]."""
     priority: int | None = Field(default=None, ge=-1000, le=1000)
     """Requests with a lower number are admitted first; 0 when not given."""
     timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from paceline.serving.sampling.text_stream import TextStream, TokenText
 
 Entry = tuple[int, TokenLogprob | None, int]
 """(token id, its log-probability, characters before it); no log-probability for the first token of a prompt."""
+
+Segment = tuple[str, bool]
+"""(text, whether it is of accepted draft tokens)."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +30,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens whose text is no longer held back; empty unless log-probabilities are wanted."""
     finish_reason: str | None
     stats: RequestStats
+    segments: list[Segment]
+    """The text of `text`, cut where its origin changes; empty unless wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +42,8 @@ class ChoiceStyle:
     num_top: int | None
     """Alternatives per token; None = no log-probabilities."""
     with_token_ids: bool
+    with_segments: bool = False
+    """Whether text was drafted is told."""
     with_own_stats: bool
     """The `paceline` object stands in the choice: several choices have one each."""
 
@@ -68,10 +76,14 @@ class Choice:
         self._tokens, self._stream, self._style, self._echo = tokens, stream, style, echo
         self._prompt_token_ids = prompt_token_ids
         self._waiting: list[Entry] = []
+        self._is_accepted: list[bool] = []
+        """Of each token so far; kept where segments are wanted."""
+        self._num_told = 0
+        """Characters that segments have told of."""
         self.num_tokens = 0
         self.stats: RequestStats | None = None
         """Of the newest event."""
-        self._has_event = self._has_chunk = False
+        self._has_event = self._has_chunk = self._has_told = False
 
     def take(self, event: RoundEvent) -> Piece:
         """Fold one round's event."""
@@ -91,6 +103,7 @@ class Choice:
                 text = self._echo.text + text
                 entries = self._prompt_entries(event) + entries
         self._has_event = True
+        segments = self._segments(event) if self._style.with_segments else []
         return Piece(
             index=self.index,
             text=text,
@@ -98,7 +111,22 @@ class Choice:
             entries=entries,
             finish_reason=event.finish_reason,
             stats=event.stats,
+            segments=segments,
         )
+
+    def _segments(self, event: RoundEvent) -> list[Segment]:
+        """What was sent since the last event, cut where accepted draft tokens begin and end; an echo was not drafted."""
+        self._is_accepted += [i < event.num_accepted_tokens for i in range(len(event.token_ids))]
+        out: list[Segment] = []
+        if self._echo is not None and not self._has_told:
+            out.append((self._echo.text, False))
+        self._has_told = True
+        starts, text = self._stream.starts, self._stream.text
+        for i in range(max(0, bisect_right(starts, self._num_told) - 1), len(starts)):
+            begin, end = max(starts[i], self._num_told), starts[i + 1] if i + 1 < len(starts) else len(text)
+            out.append((text[begin : min(end, len(text))], self._is_accepted[i]))
+        self._num_told = len(text)
+        return join_segments(out)
 
     def _prompt_entries(self, event: RoundEvent) -> list[Entry]:
         if self._echo is None or event.prompt_logprobs is None:
@@ -128,6 +156,8 @@ class Choice:
             out["token_ids"] = piece.token_ids
             if not self._has_chunk:
                 out["prompt_token_ids"] = list(self._prompt_token_ids)
+        if self._style.with_segments:
+            out["segments"] = piece.segments
         if self._style.with_own_stats and piece.finish_reason is not None:
             out["paceline"] = stats_body(piece.stats)
         self._has_chunk = True
@@ -145,6 +175,8 @@ class Choice:
         if self._style.with_token_ids:
             out["prompt_token_ids"] = list(self._prompt_token_ids)
             out["token_ids"] = [t for p in pieces for t in p.token_ids]
+        if self._style.with_segments:
+            out["segments"] = join_segments([segment for p in pieces for segment in p.segments])
         if self._style.with_own_stats:
             out["paceline"] = stats_body(pieces[-1].stats)
         return out
@@ -182,6 +214,17 @@ class Choice:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
+
+def join_segments(segments: Sequence[Segment]) -> list[Segment]:
+    """Neighbours of one origin as one, empty ones left out."""
+    out: list[Segment] = []
+    for text, is_accepted in segments:
+        if text and out and out[-1][1] == is_accepted:
+            out[-1] = (out[-1][0] + text, is_accepted)
+        elif text:
+            out.append((text, is_accepted))
+    return out
 
 
 def stats_body(stats: RequestStats) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.forward import DrafterForward, choose_head_dtype
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafters.network import DrafterConfig, DrafterModel, TargetHandles, check_state
-from paceline.serving.target_model.device import lazy_zeros
+from paceline.serving.target_model.device import pool_zeros
 
 
 class TrainedDrafter(ABC):
@@ -116,7 +116,7 @@ class TrainedDrafter(ABC):
 
     def alloc(self, num_pool_rows: int) -> None:
         """Allocate zeroed drafter KV for pool rows 0..num_pool_rows-1."""
-        self.pool = lazy_zeros(*self._pool_shape(num_pool_rows), dtype=self.kv_dtype, device=self.device)
+        self.pool = pool_zeros(self._pool_shape(num_pool_rows), self.kv_dtype, self.device)
 
     @property
     def kv_row_bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -55,6 +56,14 @@ def available_ram_bytes(cgroup: Path = _CGROUP) -> int:
     return available
 
 
+def pool_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """A tensor of zeros for rows that are written later; on the host a page of memory is taken when it is first written."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or not num_bytes:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(*shape)
+
+
 @contextlib.contextmanager
 def side_stream(device: torch.device | str | None) -> Iterator[None]:
     """Run the block's CUDA work on a stream of its own and return when it is done; nothing on other devices.
@@ -94,13 +103,3 @@ class CudaSpan:
 def open_span(device: torch.device) -> CudaSpan | None:
     """Begin to measure on CUDA; None elsewhere, where the host's own timer tells the truth."""
     return CudaSpan() if device.type == "cuda" else None
-
-
-def lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Zeros; on the CPU their pages take no memory before they are written, so that an idle engine holds little."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes, align = math.prod(shape) * dtype.itemsize, 64
-    room = np.zeros(num_bytes + align, dtype=np.uint8)
-    start = -room.ctypes.data % align
-    return torch.from_numpy(room[start : start + num_bytes]).view(dtype).view(shape)

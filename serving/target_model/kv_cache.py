@@ -12,7 +12,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.kernels.dispatch import Kernels, select_kernels
-from paceline.serving.target_model.device import lazy_zeros
+from paceline.serving.target_model.device import pool_zeros
 from paceline.serving.target_model.prefix_cache import CachedPage, DraftWriter, PrefixCache
 
 
@@ -119,7 +119,7 @@ class KVPool:
         self.num_scratch_rows = num_scratch_rows
         self.num_rows = self.scratch_start + num_scratch_rows
         # K beside V: one scatter and one gather per layer move both.
-        self.data = lazy_zeros(num_layers, self.num_rows, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.data = pool_zeros((num_layers, self.num_rows, 2, num_kv_heads, head_dim), dtype, device)
         self.keys = self.data[:, :, 0]  # (Lt, R, Hkv, Dh) view
         self.values = self.data[:, :, 1]  # (Lt, R, Hkv, Dh) view
         # Views of each layer, made once: on the CPU a view costs as much as a small operator.
@@ -131,7 +131,7 @@ class KVPool:
         self.features: torch.Tensor | None = None
         """(canonical rows, m * Dm) tapped hidden states, for drafters and traces; None when nobody wants them."""
         if feature_size:
-            self.features = lazy_zeros(self.scratch_start, feature_size, dtype=feature_dtype, device=device)
+            self.features = pool_zeros((self.scratch_start, feature_size), feature_dtype, device)
         self._on_commit = on_commit
         self._commit_rows = (kernels or select_kernels(device)).commit_rows
 

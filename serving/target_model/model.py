@@ -10,16 +10,11 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from paceline.errors import ConfigError
 from paceline.kernels.cpu.library import choose_isa
@@ -96,6 +91,7 @@ class TargetModel:
         is_int8: serve the 8-bit form of the model (int8.py), whose linear weights are freed. Raises: ConfigError.
         """
         register_attention()
+        check_decoder(model)
         model.set_attn_implementation(ATTENTION)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -144,6 +140,8 @@ class TargetModel:
             self._use_int8()
         elif fast_path is not False and num_ranks == 1:
             self._choose_fast_path(is_required=fast_path is True)
+        if not self.is_fast_path and num_ranks == 1:
+            self._check_modules()
 
     @property
     def dtype_name(self) -> str:
@@ -251,78 +249,22 @@ class TargetModel:
         error = float((got - expected).norm() / expected.norm().clamp_min(1e-12))
         return error if math.isfinite(error) else math.inf
 
+    @torch.inference_mode()
+    def _check_modules(self) -> None:
+        """Refuse a family whose modules do something else with paged K/V than without."""
+        try:
+            error = self._fused_error()
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
+            raise unservable(self.config.model_type, f"it cannot attend to paged K/V ({first_line(e)})") from e
+        if error > (_MAX_FUSED_ERROR_FP32 if self.dtype == torch.float32 else _MAX_FUSED_ERROR_BF16):
+            raise unservable(self.config.model_type, f"with paged K/V its logits are off by {error:.3g}")
+
     def _fixed_tokens(self, count: int) -> torch.Tensor:
         return (torch.arange(min(count, self.context_tokens), device=self.device) * 7919 + 13) % self.vocab_size
 
     def _module_logits(self, count: int) -> torch.Tensor:
         """(count, V) float32 logits of the transformers modules on fixed tokens."""
         return self.model(input_ids=self._fixed_tokens(count)[None], use_cache=False).logits[0].float()
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        device: str = "cpu",
-        dtype: str = "auto",
-        tap_layers: tuple[int, ...] | None = None,
-        fast_path: bool | None = None,
-        split: Callable[[Any], Any] | None = None,
-        num_ranks: int = 1,
-    ) -> TargetModel:
-        """Load a local transformers checkpoint (safetensors only).
-
-        Args:
-            path: folder with config.json, *.safetensors and tokenizer.json.
-            device: cpu | cuda | auto.
-            dtype: auto (the checkpoint's) | float32 | bfloat16 | float16 | int8 (linear weights of the checkpoint rounded to
-                8 bits, for the compiled forward on the CPU).
-            tap_layers: None = SpecBlock's three; () = no taps.
-            fast_path: None = a forward with fewer operators where there is one that was checked equal; False = never; True = required.
-            split: keeps this rank's share of the model, on its device, of `num_ranks` (tensor_parallel.py).
-        Raises: ConfigError when the folder is not a usable checkpoint.
-        """
-        folder = Path(path)
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model must be the folder of a transformers checkpoint with a config.json, got {folder}")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        is_int8 = dtype == "int8"
-        if is_int8 and (device != "cpu" or num_ranks > 1):
-            raise ConfigError(
-                f"dtype must not be int8 on {device} over {num_ranks} rank(s): 8-bit weights run on one CPU process; choose "
-                "--device cpu, or dtype auto"
-            )
-        register_attention()
-        transformers_logging.disable_progress_bar()  # it would write over the command line's own output
-        model: torch.nn.Module
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype="auto" if is_int8 or dtype == "auto" else getattr(torch, dtype),
-                attn_implementation=ATTENTION,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-            model, info = loaded  # a pair because of output_loading_info
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as e:
-            raise ConfigError(f"model folder {folder} must hold a readable transformers checkpoint: {e}") from e
-        if info["missing_keys"]:
-            # transformers would fill them with random numbers and serve nonsense
-            raise ConfigError(
-                f"model {folder} lacks weights, first {sorted(info['missing_keys'])[0]}; download it again"
-            )
-        bad = next((n for n, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None)
-        if bad is not None:
-            raise ConfigError(f"model {folder} has non-finite weights in {bad}; download it again")
-        version = checkpoint_version(folder)
-        model = model.to(device) if split is None else split(model)
-        return cls(
-            model, tokenizer, tap_layers=tap_layers, version=version, fast_path=fast_path, num_ranks=num_ranks,
-            is_int8=is_int8,
-        )  # fmt: skip
 
     @classmethod
     def from_model(
@@ -432,24 +374,35 @@ class TargetModel:
         return hook
 
 
-def checkpoint_version(folder: str | Path) -> str:
-    """First 16 hex digits of sha256 over config.json, the weights and tokenizer.json."""
-    digest = hashlib.sha256()
-    root = Path(folder)
-    for path in (root / "config.json", *sorted(root.glob("*.safetensors")), root / "tokenizer.json"):
-        if path.is_file():
-            with path.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
-    return digest.hexdigest()[:16]
-
-
 def _model_version(model: Any) -> str:
     digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def check_decoder(model: Any) -> None:
+    """Refuse a model whose parts do not lie where a target's are looked for. Raises: ConfigError."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    lacking = [name for name in ("layers", "norm") if not hasattr(decoder, name)]
+    if model.get_output_embeddings() is None:
+        lacking.append("output head")
+    if lacking:
+        raise unservable(model.config.model_type, f"{type(decoder).__name__} has no {' and no '.join(lacking)}")
+
+
+def unservable(family: str, why: str) -> ConfigError:
+    """The refusal of a family of models."""
+    return ConfigError(
+        f"model must be of a family that can be served (Llama, Qwen2 and Qwen3, Mistral, Mixtral, Phi-3, Gemma 3, Granite, "
+        f"OLMo 2 and others built like them), got {family}: {why}; choose another model"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, for a sentence: libraries explain themselves over pages."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _context_tokens(config: Any) -> int:

@@ -24,7 +24,7 @@ from paceline.infra.demo.client import DemoClient
 from paceline.infra.demo.scenario import Phase, Traffic
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.loading.families import read_drafter_files
-from paceline.serving.target_model.model import TargetModel
+from paceline.serving.loading.target import read_target
 from tests.helpers import service_load
 from tests.helpers.browser_page import Watch, open_browser, watched_page
 from tests.helpers.service_load import HTTP
@@ -114,7 +114,7 @@ def another_version(config: ServiceConfig, first: str) -> str:
     settings, state = read_drafter_files(folder)
     name = sorted(state)[0]
     state[name] = state[name] * 1.001
-    target = TargetModel.load(resolve_model(config.model))
+    target = read_target(resolve_model(config.model))
     registry = DrafterRegistry(Path(config.data_dir) / "registry")
     return registry.put(
         state, drafter_type="specblock", config=settings, target_version=target.version, parent=first, arm="head"

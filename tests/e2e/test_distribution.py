@@ -15,6 +15,7 @@ from paceline.config import EngineConfig, TreeConfig
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.families import load_drafter
+from paceline.serving.loading.target import read_target
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.target_model.model import TargetModel
@@ -127,7 +128,7 @@ def test_the_test_itself_tells_a_wrong_law() -> None:
 def test_the_bundled_target_keeps_its_law_with_its_drafter() -> None:
     """First token (prefill) and second token (drafted) at temperature 0.8, fp32."""
     temperature, num_samples = 0.8, 1500
-    target = TargetModel.load(MODELS / "target", dtype="float32")
+    target = read_target(MODELS / "target", dtype="float32")
     drafter = load_drafter(MODELS / "specblock", target)
     engine = Engine(target, DrafterSlots(drafter, "v0"), ENGINE)
     prompt = target.tokenizer.encode("The sum of 12 and", add_special_tokens=False)

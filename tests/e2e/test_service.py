@@ -29,6 +29,7 @@ from paceline.contracts import DrafterManifest
 from paceline.infra.app import Service
 from paceline.infra.controller.actor import get_controller
 from paceline.serving.loading.families import read_drafter_files
+from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import greedy_continuation
 from tests.helpers.service_load import (
@@ -127,7 +128,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("faults")
     config = tiny_config(root, "faults", trace=TraceConfig(share=0.1, flush_interval_s=0.5))
-    target = TargetModel.load(config.model)
+    target = read_target(config.model)
     registry = DrafterRegistry(root / "data" / "registry")
     others = [put_drafter(registry, target, root / f"d{seed}", seed) for seed in (7, 8)]
     with running(config) as service:

@@ -20,6 +20,7 @@ from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import EngineConfig, PolicyConfig, ServiceConfig
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.serving.loading.families import read_drafter_files, save_drafter
+from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.drafters import specblock_for
 from tests.helpers.fakes import greedy_continuation, plain_logits, tiny_model, tiny_target, tiny_tokenizer
@@ -53,7 +54,7 @@ def put_drafter(registry: DrafterRegistry, target: TargetModel, folder: Path, se
 def tiny_config(root: Path, name: str, **changes: Any) -> ServiceConfig:
     """Write the model and its first drafter below `root`; a service of two replicas that never trains."""
     write_model(root / "model")
-    write_drafter(root / "drafter", TargetModel.load(root / "model"), seed=0)
+    write_drafter(root / "drafter", read_target(root / "model"), seed=0)
     values: dict[str, Any] = {
         "model": str(root / "model"), "drafter": str(root / "drafter"), "model_name": name, "device": "cpu",
         "data_dir": str(root / "data"), "port": 0, "num_replicas": NUM_REPLICAS,

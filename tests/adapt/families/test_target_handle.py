@@ -5,7 +5,7 @@ import torch
 
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.errors import ConfigError
-from paceline.serving.target_model.model import TargetModel
+from paceline.serving.loading.target import read_target
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
 
 
@@ -13,7 +13,7 @@ from tests.helpers.fakes import tiny_model, tiny_tokenizer
 def test_handle_agrees_with_the_loaded_target(tmp_path, shard_size):
     tiny_model().save_pretrained(tmp_path, max_shard_size=shard_size)
     tiny_tokenizer().save_pretrained(tmp_path)
-    handle, target = load_target_handle(tmp_path), TargetModel.load(tmp_path)
+    handle, target = load_target_handle(tmp_path), read_target(tmp_path)
     assert (handle.version, handle.vocab_size, handle.feature_size) == (
         target.version, target.vocab_size, target.feature_size,
     )  # fmt: skip
@@ -28,7 +28,7 @@ def test_a_tied_head_is_the_token_embedding(tmp_path):
     model.tie_weights()
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    handle, target = load_target_handle(tmp_path), TargetModel.load(tmp_path)
+    handle, target = load_target_handle(tmp_path), read_target(tmp_path)
     assert handle.head_weight is handle.embed_weight
     assert torch.equal(handle.head_weight, target.head_weight)
 

@@ -26,14 +26,14 @@ from paceline.adapt.recipes.drafter import DrafterRecipe, plan_batches, rate_at,
 from paceline.adapt.recipes.learning_curve import read_curve
 from paceline.errors import ConfigError
 from paceline.serving.loading.families import load_drafter
+from paceline.serving.loading.target import read_target
 from paceline.serving.sampling.request import RequestTrace
-from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
 from tests.helpers.training import TEXT
 
 
 def run_batch(target_dir, temperatures, prompts=([5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [20, 21, 22, 23, 24])):
-    writer = Regenerator(TargetModel.load(target_dir), batch_requests=len(prompts), max_request_tokens=40, topk=4)
+    writer = Regenerator(read_target(target_dir), batch_requests=len(prompts), max_request_tokens=40, topk=4)
     return writer.run(prompts, temperatures, max_new_tokens=20, seed=0, bucket="b", name="n")
 
 
@@ -147,7 +147,7 @@ def test_interrupted_text_goes_on_with_the_same_batches(tmp_path, target_dir, pr
     documents = {"prompts": folder_documents(prompts_dir)}
 
     def run(folder, tokens):
-        target = TargetModel.load(target_dir, fast_path=False)
+        target = read_target(target_dir, fast_path=False)
         config = dataclasses.replace(TEXT, num_tokens=tokens)
         store = TraceStore(folder / "text")
         state = regenerate(target, store, documents, config, state_file=folder / "text.json")

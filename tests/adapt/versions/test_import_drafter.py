@@ -17,8 +17,8 @@ from paceline.contracts import Group
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.infra.service.parts import drafter_taps, make_slots
 from paceline.serving.loading.families import load_drafter
+from paceline.serving.loading.target import read_target
 from paceline.serving.sampling.request import SamplingParams
-from paceline.serving.target_model.model import TargetModel
 from tests.helpers import released
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
 from tests.helpers.released import HIDDEN, VOCAB, write
@@ -54,11 +54,11 @@ def test_the_command_writes_a_folder_that_loads_without_the_release(tmp_path, ta
     assert config["drafter_type"] == "dflash" and config["tap_layers"] == list(OTHER_TAPS)
     text = (out / "PROVENANCE.md").read_text()
     assert "`released-dflash`" in text and str(tmp_path) not in text and config["target_version"] in text
-    target = TargetModel.load(target_dir, tap_layers=OTHER_TAPS)
+    target = read_target(target_dir, tap_layers=OTHER_TAPS)
     ours, direct = load_drafter(out, target), load_drafter(dflash_dir, target)
     assert all(torch.equal(t, direct.forward.weights[n]) for n, t in ours.forward.weights.items())
     with pytest.raises(DrafterMismatchError, match=r"load it with tap_layers=\(0, 4, 9\)"):
-        load_drafter(out, TargetModel.load(target_dir))
+        load_drafter(out, read_target(target_dir))
 
 
 def test_taps_given_by_hand_replace_those_of_the_release(tmp_path, target_dir):
@@ -87,7 +87,7 @@ def test_the_service_taps_and_registers_what_a_released_drafter_reads(tmp_path, 
     assert drafter_taps(config) == OTHER_TAPS
     assert (drafter_taps(ServiceConfig(drafter="lookup")), drafter_taps(ServiceConfig())) == ((), None)
     registry = DrafterRegistry(tmp_path / "registry")
-    slots = make_slots(config, TargetModel.load(target_dir, tap_layers=drafter_taps(config)), registry)
+    slots = make_slots(config, read_target(target_dir, tap_layers=drafter_taps(config)), registry)
     manifest = registry.get_manifest(slots.live_version)
     assert manifest.config["tap_layers"] == list(OTHER_TAPS)
     handle = load_target_handle(target_dir, tap_layers=manifest.config["tap_layers"])

@@ -15,7 +15,7 @@ from paceline.bench.engine.gguf import write_gguf
 from paceline.bench.engine.llamacpp import LlamaCppArm, LlamaCppModel, accepted
 from paceline.cli.main import app
 from paceline.errors import ConfigError
-from paceline.serving.target_model.model import TargetModel
+from paceline.serving.loading.target import read_target
 from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
 
 NUMBERS = {0: np.float32, 1: np.float16, 30: np.uint16}
@@ -117,7 +117,7 @@ def test_answers_are_the_targets_greedy_ones(tmp_path, kind, name):
     """More requests than run at once, of unlike lengths; float32 leaves no near ties here."""
     pytest.importorskip("llama_cpp")
     save(tmp_path, kind, width=64)
-    target = TargetModel.load(tmp_path)
+    target = read_target(tmp_path)
     arm = LlamaCppArm(name, LlamaCppModel(tmp_path, target, num_context=80))
     prompts = [tuple(int(x) for x in np.random.default_rng(i).integers(3, 64, 4 + 5 * i)) for i in range(7)]
     for batch in (1, 3):

@@ -12,8 +12,8 @@ from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.families import build_drafter, read_drafter_files
+from paceline.serving.loading.target import read_target
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
-from paceline.serving.target_model.model import TargetModel
 
 CONFIG = RolloutConfig(canary_percent=10, quiet_s=0.5)
 WIDTH, MOST = 4, 200
@@ -45,7 +45,7 @@ def test_a_poisoned_drafter_goes_within_200_requests_at_a_tenth_and_no_token_cha
     folder = resolve_drafter("bundled")
     assert folder is not None
     settings, state = read_drafter_files(folder)
-    target = TargetModel.load(resolve_model("bundled"), device="cpu")
+    target = read_target(resolve_model("bundled"), device="cpu")
 
     def build():
         return build_drafter(settings, state, target)

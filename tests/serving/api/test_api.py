@@ -395,3 +395,26 @@ def test_operating_routes(url: str) -> None:
     metrics = httpx.get(f"{url}/metrics")
     assert "x_total 1" in metrics.text and metrics.headers["content-type"].startswith("text/plain")
     assert httpx.post(f"{url}/paceline/swap").status_code == 405
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_segments_cut_the_text_where_accepted_tokens_begin_and_end(url: str, route: str) -> None:
+    ask: dict = {"max_tokens": 100, "return_segments": True}
+    ask |= {"prompt": "abc"} if route == "completions" else {"messages": [{"role": "user", "content": "abc"}]}
+    (choice,) = httpx.post(f"{url}/v1/{route}", json=ask).json()["choices"]
+    # Two of three tokens a round are accepted ones, a token is a byte, and a character is its last byte's.
+    assert choice["segments"] == [
+        ["He", True], ["l", False], ["lo", True], [",", False], [" wör", True], ["l", False], ["d!", True], [" 日本", False],
+    ]  # fmt: skip
+    (cut,) = httpx.post(f"{url}/v1/{route}", json={**ask, "stop": "rl"}).json()["choices"]
+    assert cut["segments"] == [["He", True], ["l", False], ["lo", True], [",", False], [" wö", True]]
+    with httpx.stream("POST", f"{url}/v1/{route}", json={**ask, "stop": "rl", "stream": True}) as response:
+        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
+    streamed = [s for line in lines for c in json.loads(line)["choices"] for s in c["segments"]]
+    assert "".join(t for t, a in streamed if a) == "Helo wö" and streamed[0] == ["He", True]
+    if route == "completions":
+        (echoed,) = httpx.post(f"{url}/v1/{route}", json={**ask, "echo": True}).json()["choices"]
+        assert echoed["segments"][0] == ["abc", False] and echoed["text"].startswith("abcHe")
+    assert (
+        "segments" not in httpx.post(f"{url}/v1/{route}", json={**ask, "return_segments": False}).json()["choices"][0]
+    )

@@ -50,6 +50,19 @@ def test_real_greedy_answers_equal_plain_decoding_and_report_their_drafter(real:
     assert answers["plain"].usage.completion_tokens == 20
 
 
+def test_real_segments_say_what_was_drafted_and_of_a_plain_answer_nothing(real: tuple) -> None:
+    _, base, _ = real
+    ask = {"prompt": [7, 8], "max_tokens": 24, "temperature": 0, "logit_bias": {"40": 100}, "return_segments": True}
+    found = httpx.post(f"{base}/v1/completions", json=ask).json()
+    (choice,), stats = found["choices"], found["paceline"]
+    assert "".join(text for text, _ in choice["segments"]) == choice["text"]
+    assert any(is_accepted for _, is_accepted in choice["segments"]) == (stats["num_accepted_tokens"] > 0)
+    (plain,) = httpx.post(f"{base}/v1/completions", json={**ask, "metadata": {"paceline_group": "plain"}}).json()[
+        "choices"
+    ]
+    assert plain["segments"] == [[choice["text"], False]]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ends", [{"max_tokens": 7}, {"stop": "STOP"}, {"max_tokens": 1}])
 def test_real_statistics_balance_with_the_usage(real: tuple, ends: dict, stream: bool) -> None:

@@ -11,6 +11,7 @@ from paceline.errors import ConfigError
 from paceline.kernels.cpu.library import ISA_VARIABLE, choose_isa
 from paceline.paths import resolve_model
 from paceline.serving.loading.families import fits_version
+from paceline.serving.loading.target import read_target
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.target_model.int8 import Int8Linear, round_to_int8
 from paceline.serving.target_model.kv_cache import PageAllocator
@@ -60,8 +61,8 @@ def test_linear_weights_are_kept_once_and_in_8_bits():
 def test_it_is_a_target_of_its_own_that_takes_its_checkpoints_drafters(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    version = TargetModel.load(tmp_path).version
-    target, handle = TargetModel.load(tmp_path, dtype="int8"), load_target_handle(tmp_path, dtype="int8")
+    version = read_target(tmp_path).version
+    target, handle = read_target(tmp_path, dtype="int8"), load_target_handle(tmp_path, dtype="int8")
     assert target.version == handle.version == f"{version}-int8" != version
     assert fits_version(version, target.version) and fits_version(target.version, target.version)
     assert not fits_version(target.version, version) and not fits_version("other", target.version)
@@ -82,7 +83,7 @@ def test_where_there_is_no_8_bit_forward_the_error_says_what_to_do(kind, isa, de
     tiny_model(kind).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"{rule}.*choose"):
-        TargetModel.load(tmp_path, dtype="int8", device=device)
+        read_target(tmp_path, dtype="int8", device=device)
 
 
 @pytest.fixture(scope="module")

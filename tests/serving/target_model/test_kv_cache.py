@@ -1,10 +1,12 @@
 """Pages neither leak nor overlap, and row tables follow the page tables."""
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from paceline.errors import ConfigError
+from paceline.serving.target_model.device import pool_zeros
 from paceline.serving.target_model.kv_cache import KVPool, PageAllocator
 
 
@@ -93,3 +95,12 @@ def test_integrity_check_finds_a_leak():
     pages._runs.take(1, None)
     with pytest.raises(AssertionError):
         pages.check_integrity()
+
+
+def test_a_pool_takes_memory_when_it_is_written():
+    before = psutil.Process().memory_info().rss
+    pool = pool_zeros((2**16, 4096), torch.float32, "cpu")  # 1 GiB
+    pool[7] = 1.0
+    assert psutil.Process().memory_info().rss - before < 2**26
+    assert pool.data_ptr() % 64 == 0 and float(pool[:9].sum()) == 4096 and not pool[-1].any()
+    assert pool_zeros((0, 4), torch.float32, "cpu").shape == (0, 4)

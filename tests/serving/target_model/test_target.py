@@ -4,12 +4,15 @@ import os
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from paceline.errors import ConfigError
 from paceline.kernels.cpu.library import choose_isa
 from paceline.kernels.dispatch import select_kernels
+from paceline.paths import model_version
+from paceline.serving.loading.target import check_target, read_target
 from paceline.serving.target_model.kv_cache import PageAllocator
-from paceline.serving.target_model.model import TargetModel, checkpoint_version, default_tap_layers
+from paceline.serving.target_model.model import TargetModel, default_tap_layers
 from tests.helpers.fakes import plain_logits, prefill, tiny_model, tiny_target, tiny_tokenizer
 from tests.helpers.trees import tree_batch, tree_path
 
@@ -165,15 +168,15 @@ def test_saved_checkpoint_loads_with_its_version(tmp_path):
     made = tiny_target("llama")
     made.model.save_pretrained(tmp_path)
     made.tokenizer.save_pretrained(tmp_path)
-    loaded = TargetModel.load(tmp_path)
-    assert loaded.version == checkpoint_version(tmp_path)
+    loaded = read_target(tmp_path)
+    assert loaded.version == model_version(tmp_path)
     assert len(loaded.version) == 16
     assert loaded.eos_token_ids == {1}
     assert loaded.kv_row_bytes == loaded.new_kv_pool(1, 1, 0).row_bytes
     tokens = _tokens(7)
     torch.testing.assert_close(plain_logits(loaded, tokens), plain_logits(made, tokens), **TOLERANCE)
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text() + "\n")
-    assert checkpoint_version(tmp_path) != loaded.version
+    assert model_version(tmp_path) != loaded.version
 
 
 def test_versions_follow_the_weights():
@@ -183,7 +186,7 @@ def test_versions_follow_the_weights():
 
 def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json"):
-        TargetModel.load(tmp_path)
+        read_target(tmp_path)
     with pytest.raises(ConfigError, match="tap_layers"):
         tiny_target(layers=4, tap_layers=(4,))
     with pytest.raises(ConfigError, match="fast_path"):
@@ -202,6 +205,35 @@ def test_a_sliding_window_limits_the_context():
     model = tiny_model("qwen3")
     model.config.sliding_window = 40
     model.config.layer_types = ["sliding_attention"] * model.config.num_hidden_layers
-    target = TargetModel.from_model(model, tiny_tokenizer())
+    target = TargetModel.from_model(type(model)(model.config), tiny_tokenizer())
     assert target.context_tokens == 40
     assert not target.is_fast_path
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "bloom", "falcon", "gptj", "stablelm", "mamba", "t5"])
+def test_families_that_cannot_be_served_are_refused_in_one_sentence(tmp_path, family):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    own = {"gptj": {"rotary_dim": 4}, "opt": {"word_embed_proj_dim": 32}, "stablelm": {"intermediate_size": 64}}
+    config = AutoConfig.for_model(family, **sizes, **own.get(family, {}))
+    kind = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
+    kind.from_config(config).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model") as e:
+        read_target(tmp_path)
+    assert len(str(e.value)) < 500 and "\n" not in str(e.value)
+    if family not in ("falcon", "gptj", "stablelm", "mamba"):  # those show when they run
+        with pytest.raises(ConfigError, match="family that can be served"):
+            check_target(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "phi3", "gemma3_text", "granite", "olmo2"])
+def test_other_families_are_served_by_their_own_modules(family):
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 64, "pad_token_id": 0, "head_dim": 8, "max_position_embeddings": 128,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
+    target = TargetModel.from_model(model, tiny_tokenizer())
+    tokens = _tokens(9)
+    got = prefill(target, target.new_kv_pool(8, 4, 0), PageAllocator(8, 4), "a", tokens).logits
+    torch.testing.assert_close(got, plain_logits(target, tokens), **TOLERANCE)

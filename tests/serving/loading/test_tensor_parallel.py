@@ -12,10 +12,10 @@ from paceline.config import EngineConfig, TreeConfig
 from paceline.errors import ConfigError
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
+from paceline.serving.loading.target import read_target
+from paceline.serving.loading.tensor_parallel import Order, Orders, check_split, drop_tables, load_parallel
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.target_model.kv_cache import PageAllocator
-from paceline.serving.target_model.model import TargetModel
-from paceline.serving.target_model.tensor_parallel import Order, Orders, check_split, drop_tables, load_parallel
 from tests.helpers.fakes import prefill, tiny_model, tiny_target, tiny_tokenizer
 from tests.helpers.scripted_drafters import OracleDrafter
 
@@ -46,7 +46,7 @@ def test_two_ranks_compute_what_one_does(tmp_path):
     model = tiny_model("qwen3", layers=3)
     model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    whole = TargetModel.load(tmp_path, device="cpu", fast_path=False)
+    whole = read_target(tmp_path, device="cpu", fast_path=False)
     split, ranks = load_parallel(tmp_path, size=2, device="cpu")
     try:
         assert (split.num_heads, split.num_kv_heads) == (whole.num_heads // 2, whole.num_kv_heads // 2)

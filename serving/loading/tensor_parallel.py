@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
+from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel
 
@@ -293,7 +294,7 @@ def load_parallel(
 ) -> tuple[TargetModel, Ranks]:
     """Load a checkpoint over `size` ranks of this machine; the calling process becomes rank 0.
 
-    Raises: ConfigError as TargetModel.load, and when the target or the machine cannot be split so.
+    Raises: ConfigError as read_target, and when the target or the machine cannot be split so.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -318,7 +319,7 @@ def load_parallel(
 
 def _load_rank(rank: int, settings: RankSettings) -> tuple[TargetModel, Orders]:
     device, orders = join_ranks(rank, settings)
-    target = TargetModel.load(
+    target = read_target(
         settings.path,
         device=settings.device,
         dtype=settings.dtype,

@@ -1,0 +1,135 @@
+"""Checkpoint: the files of a target, a transformers folder or a GGUF file, behind one face."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from paceline.errors import ConfigError
+from paceline.paths import is_gguf, model_version
+from paceline.serving.target_model.model import first_line, unservable
+
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+class Checkpoint(Protocol):
+    """What of a target lies on disk."""
+
+    path: Path
+
+    def version(self) -> str:
+        """16 hex digits that follow from every byte that decides what the target says."""
+        ...
+
+    def config(self) -> Any:
+        """The transformers configuration. Raises: ConfigError."""
+        ...
+
+    def model(self, dtype: torch.dtype | None = None, attention: str | None = None) -> Any:
+        """The transformers model on the CPU, all weights finite; dtype None = the checkpoint's. Raises: ConfigError."""
+        ...
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, with the chat template if there is one. Raises: ConfigError."""
+        ...
+
+    def embeddings(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The token embedding (V, Dm), and the output head where it is another matrix. Raises: ConfigError."""
+        ...
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """The checkpoint at a path. Raises: ConfigError when there is none that can be read."""
+    transformers_logging.disable_progress_bar()  # it would write over the command line's own output
+    if is_gguf(path):
+        from paceline.serving.loading.gguf_model import GgufCheckpoint
+
+        return GgufCheckpoint(path)
+    return FolderCheckpoint(path)
+
+
+class FolderCheckpoint:
+    """A transformers folder: config.json, *.safetensors, tokenizer.json."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises: ConfigError without a config.json."""
+        self.path = Path(path)
+        if not (self.path / "config.json").is_file():
+            raise ConfigError(
+                f"model must be the folder of a transformers checkpoint with a config.json, or a GGUF file, got {self.path}"
+            )
+
+    def version(self) -> str:
+        return model_version(self.path)
+
+    def config(self) -> Any:
+        try:
+            return AutoConfig.from_pretrained(self.path, local_files_only=True)
+        except (OSError, ValueError, KeyError) as e:
+            raise ConfigError(
+                f"model folder {self.path} must hold a config.json that transformers knows: {first_line(e)}"
+            ) from e
+
+    def model(self, dtype: torch.dtype | None = None, attention: str | None = None) -> Any:
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                self.path,
+                dtype=dtype or "auto",
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **({} if attention is None else {"attn_implementation": attention}),
+            )
+        except KeyError as e:  # a family with its own table of attention functions
+            raise unservable(self.config().model_type, f"its attention is not that of transformers ({e})") from e
+        except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+            raise ConfigError(
+                f"model folder {self.path} must hold a readable transformers checkpoint: {first_line(e)}"
+            ) from e
+        model, info = loaded  # a pair because of output_loading_info
+        if info["missing_keys"]:
+            # transformers would fill them with random numbers and serve nonsense
+            first = sorted(info["missing_keys"])[0]
+            raise ConfigError(f"model {self.path} lacks weights, first {first}; download it again")
+        bad = next((n for n, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None)
+        if bad is not None:
+            raise ConfigError(f"model {self.path} has non-finite weights in {bad}; download it again")
+        return model
+
+    def tokenizer(self) -> Any:
+        try:
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"model folder {self.path} must hold a readable tokenizer: {first_line(e)}") from e
+
+    def embeddings(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One tensor is read from disk, two where the head is not the embedding."""
+        embed = self._tensor(_EMBEDDING)
+        if embed is None:
+            raise ConfigError(f"weights in {self.path} must hold a tensor named *.{_EMBEDDING}")
+        is_tied = getattr(self.config().get_text_config(), "tie_word_embeddings", False)
+        return embed, None if is_tied else self._tensor(_HEAD)
+
+    def _tensor(self, ending: str) -> torch.Tensor | None:
+        """The tensor whose name ends so, None when there is none."""
+        index = self.path / "model.safetensors.index.json"
+        try:
+            if index.is_file():
+                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                files = [self.path / file for name, file in names.items() if name.endswith(ending)]
+            else:
+                files = sorted(self.path.glob("*.safetensors"))
+            for file in files:
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                        if name.endswith(ending):
+                            return tensors.get_tensor(name)
+        except (OSError, ValueError, KeyError, SafetensorError) as e:
+            raise ConfigError(f"weights in {self.path} must be readable safetensors: {e}") from e
+        return None
