@@ -57,11 +57,17 @@ def available_ram_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 def pool_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """A tensor of zeros for rows that are written later; on the host a page of memory is taken when it is first written."""
+    """A tensor of zeros for rows that are written later; on the host memory is taken when it is first written.
+
+    There in large pages where the system has them: rows of a context lie in many small ones.
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or not num_bytes:
         return torch.zeros(*shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(*shape)
+    room = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # a system without them
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=dtype).view(*shape)
 
 
 @contextlib.contextmanager
