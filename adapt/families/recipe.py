@@ -34,9 +34,9 @@ class DrafterRecipe:
     epochs: A[float, Setting("Passes over that text.", ge=0.01)] = 3.0
     held_out_tokens: int = 8_000
     """Output tokens per domain, continued from held-out documents, for the report."""
-    batch_rows: A[
-        int, Setting("Rows of a step, padding included: fewer make more steps of the same text.", ge=32)
-    ] = 1536
+    batch_rows: A[int, Setting("Rows of a step, padding included: fewer make more steps of the same text.", ge=32)] = (
+        1536
+    )
     max_rows: int = 1024
     """Longer requests are cut."""
     learning_rate: A[float | None, Setting("Its peak; default: the kind's own.", ge=1e-8, le=1.0)] = None
