@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from paceline.bench.engine.arms import BenchGroup, GroupTiming, Stretch
-from paceline.bench.engine.gguf import write_gguf
 from paceline.errors import ConfigError, PacelineError
 from paceline.serving.target_model.model import TargetModel
 
@@ -57,6 +56,8 @@ class LlamaCppModel:
         self.vocab_size, self.eos, self.num_context = target.vocab_size, target.eos_token_ids, num_context
         with tempfile.TemporaryDirectory() as room:
             path = Path(room, "target.gguf")
+            from paceline.bench.engine.gguf import write_gguf  # half a second that no other arm needs
+
             write_gguf(checkpoint, path, target.dtype)
             self._model = self.lib.llama_model_load_from_file(str(path).encode(), self.lib.llama_model_default_params())
         if not self._model:
