@@ -175,10 +175,13 @@ class Engine:
         graph_backend = graph_backend or default_backend(target, config)
         self.graphs: EngineGraphs | None = None
         if graph_backend is not None:
-            self.graphs = EngineGraphs(graph_backend, target, self.kv, slots, config, self.max_context_tokens)
+            self.graphs = EngineGraphs(
+                graph_backend, target, self.kv, slots, config, self.max_context_tokens, self.policy,
+                num_traced=0 if self.output.traces is None else trace_topk,
+            )  # fmt: skip
         self._decode = DecodeRunner(
             target, self.kv, self.scheduler, slots, self.policy, self.output,
-            chunk_rows=config.prefill_chunk_tokens, timer=timer, graphs=self.graphs.target if self.graphs else None,
+            chunk_rows=config.prefill_chunk_tokens, timer=timer, graphs=self.graphs,
         )  # fmt: skip
         self._token_text = TokenText(target.tokenizer)
         self.grammars = GrammarFactory(target.tokenizer, target.vocab_size, target.eos_token_ids)

@@ -21,7 +21,7 @@ from paceline.serving.drafters.graph_inputs import GraphInputs, num_graph_rows
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafters.native import SPARE_ROWS, supports_native
 from paceline.serving.parallel_head.forward import HeadForward
-from paceline.serving.parallel_head.graphs import GraphedHead, static_outputs
+from paceline.serving.parallel_head.graphs import GraphedHead, StaticHead, static_outputs
 from paceline.serving.parallel_head.model import (
     DRAFTER_TYPES,
     ParallelHeadConfig,
@@ -78,24 +78,28 @@ class ParallelHeadDrafter(TrainedDrafter):
 
         max_leaves: of no use here.
         """
-        c, max_depth = self.config, self.caps.max_depth
-        assert self._native is None, "compiled drafting takes one call a block: there is nothing to capture"
-        self.forward.use_kernels(kernels)
-        self.forward.angles(max_context + c.num_slots + 1)  # a larger table would take another's place
-        padding = torch.full((num_graph_rows(max_requests, max_depth),), -1, device=self.device)
+        c, static = self.config, self.make_static(kernels, max_requests=max_requests, max_context=max_context)
         inputs = GraphInputs(
-            feature_size=c.feature_size, dtype=self.dtype, padding_slots=padding,
-            max_requests=max_requests, max_context=max_context, max_depth=max_depth,
+            feature_size=c.feature_size, dtype=self.dtype, padding_slots=static.padding_slots,
+            max_requests=max_requests, max_context=max_context, max_depth=self.caps.max_depth,
         )  # fmt: skip
         outputs = static_outputs(
             max_requests, c.num_slots, self.caps.num_candidates, has_edges=c.edge_rank > 0 and c.num_slots > 1,
             device=self.device,
         )  # fmt: skip
-        self._graphs = GraphedHead(
-            inputs, lambda static: self._draft(static, self.forward.scales(static.temperatures)), outputs,
+        self._graphs = GraphedHead(inputs, static.propose, outputs, context_row_bytes=self.kv_row_bytes)
+        return self._graphs
+
+    def make_static(self, kernels: Kernels, *, max_requests: int, max_context: int, max_leaves: int = 0) -> StaticHead:
+        """The block as captured work; before the first request, after `alloc`. max_leaves: of no use here."""
+        assert self._native is None, "compiled drafting takes one call a block: there is nothing to capture"
+        self.forward.use_kernels(kernels)
+        self.forward.angles(max_context + self.config.num_slots + 1)  # a larger table would take another's place
+        padding = torch.full((num_graph_rows(max_requests, self.caps.max_depth),), -1, device=self.device)
+        return StaticHead(
+            self.caps, lambda inputs: self._draft(inputs, self.forward.scales(inputs.temperatures)), padding,
             context_row_bytes=self.kv_row_bytes,
         )  # fmt: skip
-        return self._graphs
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """As TrainedDrafter.load_state; weights that were trained with the other kind of block do not fit either."""

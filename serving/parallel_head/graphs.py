@@ -10,12 +10,40 @@ from collections.abc import Callable
 import torch
 
 from paceline.serving.drafters.graph_inputs import GraphInputs
-from paceline.serving.drafters.interface import DraftInputs, Proposal
+from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.target_model.graph_capture import CaptureJob, GraphBackend, GraphTable
 
 MAX_GATHERED_BYTES = 2**30
 """Of contexts that a graph gathers (twice: as they are, and beside the block's own rows): the memory of captured work stays
 taken. Larger batches draft eagerly."""
+
+
+class StaticHead:
+    """The block as captured work. The drafter's weights may change in place; its pool must not move."""
+
+    def __init__(
+        self,
+        caps: DrafterCaps,
+        draft: Callable[[DraftInputs], Proposal],
+        padding_slots: torch.Tensor,
+        *,
+        context_row_bytes: int,
+    ) -> None:
+        """As GraphedHead."""
+        self.caps, self.padding_slots = caps, padding_slots
+        self._draft, self._context_row_bytes = draft, context_row_bytes
+
+    def takes(self, num_requests: int, width: int) -> bool:
+        """Whether the contexts that it gathers are small enough."""
+        return 2 * num_requests * width * self._context_row_bytes <= MAX_GATHERED_BYTES
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        """The block."""
+        return self._draft(inputs)
+
+    def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
+        """Never called."""
+        raise NotImplementedError("one block a round is drafted")
 
 
 class GraphedHead:

@@ -22,7 +22,7 @@ import torch
 from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.forward import choose_ranking
 from paceline.serving.drafters.graph_inputs import GraphInputs, num_graph_rows
-from paceline.serving.drafters.interface import DraftInputs, Frontier, Proposal
+from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.specblock.forward import SlotForward
 from paceline.serving.target_model.graph_capture import CaptureJob, GraphBackend, GraphTable
 
@@ -145,6 +145,40 @@ class KernelAttention:
             own_slots=seen,
             scale=1.0,
         )
+
+
+class StaticSpecBlock:
+    """Both blocks as captured work. The drafter's weights may change in place; its pool must not move."""
+
+    def __init__(
+        self,
+        caps: DrafterCaps,
+        forward: SlotForward,
+        pool: torch.Tensor,
+        kernels: Kernels,
+        *,
+        first_spare: int,
+        max_leaves: int,
+        max_context: int,
+    ) -> None:
+        """pool: (layers, pool rows, K, ..), the rows from `first_spare` on take padding. max_leaves: M."""
+        self.caps, self._forward, self._rank = caps, forward, choose_ranking(kernels)
+        self.padding_slots = torch.arange(first_spare, pool.shape[1], device=forward.device)
+        self._attention = KernelAttention(forward, pool, kernels, max_leaves=max_leaves, max_context=max_context)
+
+    def takes(self, num_requests: int, width: int) -> bool:
+        """Any round: nothing is gathered."""
+        return True
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        """Block 1."""
+        return self._forward.block1(self._attention, inputs, self._forward.scales(inputs.temperatures), self._rank)
+
+    def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
+        """Block 2."""
+        scales = self._forward.scales(inputs.temperatures)
+        assert proposal.hidden is not None
+        return self._forward.block2(self._attention, inputs, proposal.hidden, frontier, scales, self._rank)
 
 
 class GraphedSpecBlock:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
+from paceline.serving.drafters.interface import DrafterCaps, Proposal
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.families import build_drafter
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
@@ -27,6 +30,45 @@ def parallel_head(target, *, is_causal):
     return lambda: build_drafter(settings, model.state_dict(), target, target_version=target.version)
 
 
+class StaticOracle:
+    """Captured drafting that proposes what comes next in known texts, with a wrong sibling beside every token."""
+
+    caps = DrafterCaps(
+        name="oracle", num_slots=4, num_candidates=2, max_depth=4, is_reentrant=False, needs_features=False
+    )
+    version = "oracle"
+
+    def __init__(self, texts, vocab_size):
+        self._vocab_size = vocab_size
+        self._next = torch.zeros(max(map(len, texts)), vocab_size, 4, dtype=torch.int64)
+        for text in texts:
+            for position in range(len(text) - 4):
+                self._next[position, text[position]] = torch.tensor(text[position + 1 : position + 5])
+
+    def make_static(self, kernels, **limits):
+        self.padding_slots = torch.full((512,), -1)
+        return self
+
+    def takes(self, num_requests, width):
+        return True
+
+    def alloc(self, num_pool_rows):
+        """It keeps nothing."""
+
+    def release(self, request_id):
+        """It keeps nothing."""
+
+    def ingest(self, inputs):
+        """It reads nothing."""
+
+    def propose(self, inputs):
+        ids = self._next[inputs.context_lens, inputs.anchor_token_ids]
+        logprobs = torch.tensor([0.7, 0.2]).log().expand(*ids.shape, 2)
+        return Proposal(
+            token_ids=torch.stack((ids, (ids + 1) % self._vocab_size), -1), logprobs=logprobs.contiguous(), widths=None
+        )
+
+
 class CountingGraphs:
     """EagerGraphs that count replays; nothing runs at capture, which test_graphed_target and others show to work."""
 
@@ -46,9 +88,10 @@ class _Counted:
         self.run()
 
 
-def make_engine(target, slots, backend=None, policy=None, **changes):
+def make_engine(target, slots, backend=None, policy=None, traces=None, **changes):
     settings = {"max_running": 8, "kv_bytes": 64 * 2**20, "page_tokens": 4, "max_context_tokens": CONTEXT, "tree": TREE}
-    engine = Engine(target, slots, EngineConfig(**{**settings, **changes}), graph_backend=backend, policy=policy)
+    config = EngineConfig(**{**settings, **changes})
+    engine = Engine(target, slots, config, graph_backend=backend, policy=policy, traces=traces)
     if backend is not None:
         engine.graphs.capture()
     return engine

@@ -115,6 +115,14 @@ def draft_ingest(*, features, fc, norm_weight, kv_weight, k_norm_weight, cos, si
     pool.index_copy_(1, at, torch.where(is_kept.any(), rows, pool[:, at]))
 
 
+def commit_rows(pool, src_rows, dst_rows):
+    """Pairs with a negative row are skipped; as rope_scatter."""
+    is_pair = (src_rows >= 0) & (dst_rows >= 0)
+    source = torch.where(is_pair, torch.arange(src_rows.numel()), is_pair.long().argmax())
+    src, dst = src_rows[source].clamp(min=0), dst_rows[source].clamp(min=0)
+    pool.index_copy_(1, dst, pool[:, torch.where(is_pair.any(), src, dst)])
+
+
 STATIC_KERNELS = replace(
     select_kernels("cpu", "reference"),
     backend="static",
@@ -124,6 +132,7 @@ STATIC_KERNELS = replace(
     rope_scatter=rope_scatter,
     slot_attention=slot_attention,
     draft_ingest=draft_ingest,
+    commit_rows=commit_rows,
 )
 
 
@@ -149,9 +158,9 @@ class StrictGraphs:
         self.num_captured = 0
 
     def capture(self, run):
+        run()  # first: what is made once and kept must be real
         with NoHostReads(), FakeTensorMode(allow_non_fake_inputs=True):
             run()
-        run()
         self.num_captured += 1
         return _Graph(run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -10,24 +11,27 @@ import torch
 from paceline.kernels.cpu.library import ISA_VARIABLE
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.target_model.model import TargetModel
+from tests.helpers.engines import Sinks
 from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
 from tests.helpers.graph_engines import (
     CONTEXT,
     NUM_TOKENS,
     TREE,
     CountingGraphs,
+    StaticOracle,
     generate,
     make_engine,
     parallel_head,
     specblock,
 )
-from tests.helpers.launch_count import LaunchCount
+from tests.helpers.launch_count import LaunchCount, WaitCount
 from tests.helpers.scripted_drafters import OracleDrafter
 from tests.helpers.static_kernels import STATIC_KERNELS
 from tests.helpers.trees import DevicePolicy
 
-MAX_EAGER = {"specblock": 160, "jetspec": 144, "dflash": 121}
-"""Launches of a round beside those inside of graphs, replays included."""
+MAX_EAGER = 10
+"""Launches of a round beside those inside of graphs, replays and the download of what the host reads included."""
+FAMILIES = ("specblock", "jetspec", "dflash")
 
 
 @functools.cache
@@ -75,44 +79,79 @@ def test_parallel_heads_draft_by_graph_and_the_tokens_are_the_target_s(count, is
 
 
 class UncountedGraphs(CountingGraphs):
-    """Graphs whose replays count as one launch each."""
+    """Graphs whose replays count as one launch each, whatever the references do inside."""
 
-    def __init__(self, count):
+    def __init__(self, count, waits):
         super().__init__()
-        self.count = count
+        self.count, self.waits = count, waits
 
     def capture(self, run):
         def replay():
             self.count.names["replay"] += 1
+            self.waits.is_paused = True
             with self.count.paused():
                 run()
+            self.waits.is_paused = False
 
         return super().capture(replay)
 
 
-@pytest.mark.parametrize("family", ["specblock", "jetspec", "dflash"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_round_launches_little_beside_its_graphs(count, family, monkeypatch):
-    """Copies into static tensors, the draws, acceptance, the commit: as many whatever the batch."""
-    monkeypatch.setenv(ISA_VARIABLE, "none")
-    launches, rounds = LaunchCount(), []
+def build_family(family, target):
+    """A function that makes equal drafters."""
+    return specblock(target)[0] if family == "specblock" else parallel_head(target, is_causal=family == "jetspec")
+
+
+def steady_rounds(family, count, temperatures, *, has_traces=False, **changes):
+    """What rounds launch and how often they wait, of those before and behind which the same requests run."""
+    launches, waits, found, running = LaunchCount(), WaitCount(), [], []
     kernels = launches.kernels(STATIC_KERNELS)
     target = make_target(kernels)
-    build = specblock(target)[0] if family == "specblock" else parallel_head(target, is_causal=family == "jetspec")
-    policy = DevicePolicy(TREE, vocab_size=target.vocab_size, kernels=kernels)
-    engine = make_engine(target, DrafterSlots(build(), "v1"), UncountedGraphs(launches), policy)
+    build = build_family(family, target)
+    tree = dataclasses.replace(TREE, **changes)
+    policy = DevicePolicy(tree, vocab_size=target.vocab_size, kernels=kernels)
+    traces = Sinks() if has_traces else None
+    slots = DrafterSlots(build(), "v1")
+    engine = make_engine(target, slots, UncountedGraphs(launches, waits), policy, traces, tree=tree)
 
     def note(_):
-        rounds.append(launches.names.copy())
+        running.append(engine.stats()["num_running"])
+        found.append((launches.names.copy(), waits.names.copy()))
         launches.names.clear()
+        waits.names.clear()
 
-    with launches:
-        generate(engine, make_prompts(count, (0.0,)), note)
-    steady = [names for names in rounds[2:] if names["replay"] >= 3]
-    assert steady, "rounds by graphs"
-    assert max(names.total() for names in steady) <= MAX_EAGER[family], sorted(
-        max(steady, key=lambda names: names.total()).items(), key=lambda x: -x[1]
-    )
+    with launches, waits:
+        generate(engine, make_prompts(count, temperatures), note, max_tokens=NUM_TOKENS)
+    assert engine.stats()["num_drafter_failures"] == 0
+    assert traces is None or len(traces.traces) == count
+    return [f for f, a, b, c in zip(found[2:], running, running[1:], running[2:], strict=False) if a == b == c > 0]
+
+
+ROUNDS = pytest.mark.parametrize("temperatures", [(0.0,), (0.9, 0.0, 0.7)], ids=["greedy", "sampled"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("has_traces", [False, True], ids=["", "traces"])
+@ROUNDS
+def test_a_round_launches_little_beside_its_graphs(count, family, temperatures, has_traces, monkeypatch):
+    """One upload, a replay for the drafter and three for the target, one download: as many whatever the batch."""
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    rounds = steady_rounds(family, count, temperatures, has_traces=has_traces)
+    assert len(rounds) >= 2 and all(names["replay"] >= 3 for names, _ in rounds)
+    assert max(names["replay"] for names, _ in rounds) >= 4, "a drafter's replay"
+    most = max((names for names, _ in rounds), key=lambda names: names.total())
+    assert most.total() + 1 <= MAX_EAGER, most
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("policy", ["fixed", "bastion", "adaptive"])
+@ROUNDS
+def test_a_round_waits_once(count, family, temperatures, policy, monkeypatch):
+    """Masses, checks and what calibration learns from come with the accepted paths."""
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    rounds = steady_rounds(family, count, temperatures, has_traces=True, policy=policy)
+    assert len(rounds) >= 2 and all(waits == {"cpu": 1} for _, waits in rounds), [waits for _, waits in rounds]
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -123,6 +162,44 @@ def test_graphs_and_drafting_with_one_read_work_together(count):
     engine = make_engine(target, DrafterSlots(build(), "v1"), CountingGraphs(), policy)
     assert generate(engine, prompts) == generate(make_engine(make_target(), DrafterSlots()), prompts)
     assert engine.stats()["num_drafter_failures"] == 0
+
+
+FILTERS = ({}, {"top_p": 0.7}, {"top_k": 5, "min_p": 0.05})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("filters", FILTERS, ids=["plain", "top-p", "top-k"])
+def test_sampled_rounds_that_stay_on_the_device_draw_the_same_tokens_and_traces(family, filters, monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    prompts, target, (ours, theirs) = make_prompts(5, (0.9, 0.0, 0.7)), make_target(STATIC_KERNELS), (Sinks(), Sinks())
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    backend = CountingGraphs()
+    engine = make_engine(target, DrafterSlots(build_family(family, target)(), "v1"), backend, policy, ours)
+    plain = make_engine(make_target(), DrafterSlots(), traces=theirs)
+    assert generate(engine, prompts, **filters) == generate(plain, prompts, **filters)
+    assert engine.stats()["num_drafter_failures"] == 0 and backend.num_replays >= 4 * engine.stats()["num_rounds"] - 4
+    for got, expected in zip(*(sorted(s.traces, key=lambda t: t.request_id) for s in (ours, theirs)), strict=True):
+        assert got.token_ids == expected.token_ids and torch.equal(got.topk_ids[:, 0], expected.topk_ids[:, 0])
+        torch.testing.assert_close(got.topk_logprobs, expected.topk_logprobs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(got.features, expected.features, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("pages", [None, 26], ids=["", "few pages"])
+def test_accepted_drafts_are_committed_on_the_device(count, pages):
+    """Right drafts, wrong siblings: what later rounds read is what the accepted rows left behind."""
+    target, plain = make_target(STATIC_KERNELS), make_target()
+    prompts = make_prompts(count, (0.0,))
+    texts = [[*p, *greedy_continuation(plain, list(p), NUM_TOKENS + 8)] for p, _ in prompts]
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    changes = {} if pages is None else {"kv_bytes": pages * 4 * target.kv_row_bytes}
+    oracle = StaticOracle(texts, target.vocab_size)
+    engine = make_engine(target, DrafterSlots(oracle, "oracle"), CountingGraphs(), policy, **changes)
+    got = generate(engine, prompts)
+    assert list(got.values()) == [
+        t[len(p) :][: NUM_TOKENS - i] for i, (t, (p, _)) in enumerate(zip(texts, prompts, strict=True))
+    ]
+    assert pages is not None or engine.stats()["num_rounds"] <= 6, "drafts were accepted"
 
 
 def test_accepted_drafts_come_through_the_graphs():

@@ -17,7 +17,7 @@ from paceline.kernels.gpu import draft_ingest, rope_scatter, slot_attention, top
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.eagle3.drafter import EagleDrafter
 from paceline.serving.loading import calibration as engine_calibration
-from paceline.serving.loading.graphs import GraphedTarget
+from paceline.serving.loading.target_graphs import GraphedTarget
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.target_model.kv_cache import PageAllocator
