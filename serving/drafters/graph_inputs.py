@@ -22,6 +22,11 @@ MAX_GRAPH_ROWS = 512
 """New rows of a round beyond this are drafted eagerly: launches cost so many rows little."""
 
 
+MAX_GATHERED_BYTES = 2**30
+"""Of contexts that a graph gathers (twice: as they are, and beside the block's own rows): the memory of captured work stays
+taken. Larger batches draft eagerly."""
+
+
 def num_graph_rows(max_requests: int, max_depth: int) -> int:
     """New rows of the largest graph: the deepest path and the root for every request."""
     return min(MAX_GRAPH_ROWS, max(32, max_requests * (max_depth + 1)))

@@ -9,13 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.serving.drafters.graph_inputs import GraphInputs
+from paceline.serving.drafters.graph_inputs import MAX_GATHERED_BYTES, GraphInputs
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.target_model.graph_capture import CaptureJob, GraphBackend, GraphTable
-
-MAX_GATHERED_BYTES = 2**30
-"""Of contexts that a graph gathers (twice: as they are, and beside the block's own rows): the memory of captured work stays
-taken. Larger batches draft eagerly."""
 
 
 class StaticHead:

@@ -10,7 +10,7 @@ from paceline.serving.drafters.interface import DrafterCaps, Proposal
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.families import build_drafter
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
-from tests.helpers.drafters import head_for, specblock_for
+from tests.helpers.drafters import eagle_for, head_for, specblock_for
 
 CONTEXT, NUM_TOKENS = 96, 14
 TREE = TreeConfig(max_draft_tokens=8, max_frontier=3, policy="fixed")
@@ -27,6 +27,13 @@ def parallel_head(target, *, is_causal):
     """A function that makes equal drafters."""
     model = head_for(target, is_causal=is_causal, edge_rank=3 * is_causal)
     settings = {**model.config.to_dict(), "drafter_type": "jetspec" if is_causal else "dflash"}
+    return lambda: build_drafter(settings, model.state_dict(), target, target_version=target.version)
+
+
+def eagle(target, **changes):
+    """A function that makes equal drafters."""
+    model = eagle_for(target, **changes)
+    settings = {**model.config.to_dict(), "drafter_type": "eagle3"}
     return lambda: build_drafter(settings, model.state_dict(), target, target_version=target.version)
 
 

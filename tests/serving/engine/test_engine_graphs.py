@@ -19,6 +19,7 @@ from tests.helpers.graph_engines import (
     TREE,
     CountingGraphs,
     StaticOracle,
+    eagle,
     generate,
     make_engine,
     parallel_head,
@@ -31,7 +32,7 @@ from tests.helpers.trees import DevicePolicy
 
 MAX_EAGER = 10
 """Launches of a round beside those inside of graphs, replays and the download of what the host reads included."""
-FAMILIES = ("specblock", "jetspec", "dflash")
+FAMILIES = ("specblock", "jetspec", "dflash", "eagle3", "eagle3 by twos")
 
 
 @functools.cache
@@ -98,6 +99,8 @@ class UncountedGraphs(CountingGraphs):
 
 def build_family(family, target):
     """A function that makes equal drafters."""
+    if family.startswith("eagle3"):
+        return eagle(target, num_slots=2 if family.endswith("twos") else 1)
     return specblock(target)[0] if family == "specblock" else parallel_head(target, is_causal=family == "jetspec")
 
 
