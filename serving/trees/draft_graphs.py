@@ -46,6 +46,7 @@ class DraftGraphs:
         max_context: int,
     ) -> None:
         self._drafter, self._tables, self._trees, self._kernels = drafter, tables, trees, kernels
+        self._staging = staging
         self._config, self._vocab_size, caps = config, vocab_size, drafter.caps
         rows = num_graph_rows(max_requests, caps.max_depth)
         self._inputs = StagedInputs(
@@ -105,6 +106,22 @@ class DraftGraphs:
     ) -> None:
         """As `StagedInputs.stage`."""
         self._inputs.stage(lines, starts, stops, histories, temperatures, kappa)
+
+    def rehearse(self, num_requests: int, num_rows: int, *, is_expanded: bool) -> bool:
+        """Draft for so many requests with so many new rows each, over the pool's first row; False when no graph holds it.
+
+        Nothing is learnt; the pool must be unused.
+        """
+        sizes = self.fit(num_requests * num_rows, num_requests, num_rows, is_expanded=is_expanded)
+        if sizes is None or self.goes_on(sizes) != is_expanded:
+            return False
+        lines, ends = [self._trees.padding_line] * num_requests, [num_rows] * num_requests
+        slots = self._drafter.caps.num_slots
+        kappa = np.zeros((2, 1, slots, NUM_RANK_CLASSES))
+        self.stage(lines, [0] * num_requests, ends, [[0] * (num_rows + 1)] * num_requests, [0.0] * num_requests, kappa)
+        self._staging.send()
+        self.replay(sizes)
+        return True
 
     def replay(self, sizes: tuple[int, ...]) -> None:
         """Draft; the trees are then in the round's.  Syncs: none."""
