@@ -25,6 +25,7 @@ from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.drafters.text import TextDrafter
 from paceline.serving.engine.graphed import GraphedRounds, RoundResult
 from paceline.serving.engine.output import RoundOutput, round_logprobs
+from paceline.serving.engine.prefill import PromptRows
 from paceline.serving.engine.running import RunningRequest, cut_tokens
 from paceline.serving.engine.scheduler import Scheduler
 from paceline.serving.loading.graphs import EngineGraphs
@@ -265,7 +266,7 @@ class DecodeRunner:
         """Seconds that all rounds together spent inside drafters, building trees, in the verify forward, accepting,
         copying rows, and in everything else."""
 
-    def run(self, requests: list[RunningRequest], prompts: TargetBatch | None = None) -> TargetOutput | None:
+    def run(self, requests: list[RunningRequest], prompts: PromptRows | None = None) -> TargetOutput | None:
         """One round for all running requests; every one of them emits at least one token.
 
         Args:
@@ -277,15 +278,14 @@ class DecodeRunner:
         batch = self._prepare(requests)
         keys, by_slot = self._wanted(batch)
         found = None
-        if self._graphed is not None and prompts is None:
-            found = self._run_graphed(self._graphed, batch, keys, by_slot)
-        prompt_out = None
+        if self._graphed is not None:
+            found = self._run_graphed(self._graphed, batch, keys, by_slot, prompts)
         if found is None:
-            found, prompt_out = self._run_eagerly(batch, keys, by_slot, prompts)
+            found = self._run_eagerly(batch, keys, by_slot, prompts)
         draft, model_s, verify_s = found.draft, found.draft.model_s + self._catch_up_s, found.verify_s
         self.num_rows = draft.tree.token_ids.numel()
         if prompts is not None:
-            prompt_s = verify_s * prompts.token_ids.numel() / (prompts.token_ids.numel() + self.num_rows)
+            prompt_s = verify_s * prompts.num_rows / (prompts.num_rows + self.num_rows)
             verify_s -= prompt_s
             start += prompt_s
         self._finish_round(batch, found, start, model_s, verify_s)
@@ -296,10 +296,15 @@ class DecodeRunner:
         part_s["verify"] += verify_s
         part_s["accept"] += found.accept_s
         part_s["host"] += self._timer() - start - model_s - build_s - verify_s - found.accept_s - self._commit_s
-        return prompt_out
+        return found.prompt_out
 
     def _run_graphed(
-        self, graphed: GraphedRounds, batch: _Batch, keys: list[DraftKey | None], by_slot: dict[str, list[int]]
+        self,
+        graphed: GraphedRounds,
+        batch: _Batch,
+        keys: list[DraftKey | None],
+        by_slot: dict[str, list[int]],
+        prompts: PromptRows | None,
     ) -> RoundResult | None:
         requests, groups = batch.requests, []
         for slot, rows in by_slot.items():
@@ -308,7 +313,7 @@ class DecodeRunner:
                 return None
             groups.append((drafter, rows))
         found = graphed.run(
-            requests, batch.sampling, groups, keys, has_new_rows=batch.staged != self._scheduler.generation
+            requests, batch.sampling, groups, keys, prompts, has_new_rows=batch.staged != self._scheduler.generation
         )
         if found is None:
             return None
@@ -317,8 +322,8 @@ class DecodeRunner:
         return found
 
     def _run_eagerly(
-        self, batch: _Batch, keys: list[DraftKey | None], by_slot: dict[str, list[int]], prompts: TargetBatch | None
-    ) -> tuple[RoundResult, TargetOutput | None]:
+        self, batch: _Batch, keys: list[DraftKey | None], by_slot: dict[str, list[int]], prompts: PromptRows | None
+    ) -> RoundResult:
         requests, table = batch.requests, self._table(batch)
         context_lens = upload([r.context_len for r in requests], self._target.device)
         num_keys = max(r.context_len for r in requests)
@@ -346,7 +351,7 @@ class DecodeRunner:
         if prompts is None:
             out = self._forward(rows, self._kv)
         else:
-            out, prompt_out = forward_together(self._target, self._kv, rows, prompts)
+            out, prompt_out = forward_together(self._target, self._kv, rows, prompts.batch(self._target.device))
         verify_s = self._timer() - verify_start
         if span is not None:
             span.close()
@@ -355,7 +360,7 @@ class DecodeRunner:
             plan.on_host()  # the wait for the device; the host's clock saw only the launches
             verify_s = span.seconds()
         accept_s = self._timer() - verify_start - verify_s
-        return RoundResult(draft, plan, out, verify_s, accept_s, is_committed=False), prompt_out
+        return RoundResult(draft, plan, out, verify_s, accept_s, is_committed=False, prompt_out=prompt_out)
 
     # ---- draft --------------------------------------------------------------------------------------------------
     def _prepare(self, requests: list[RunningRequest]) -> _Batch:

@@ -299,7 +299,7 @@ class Engine:
         chunks = scheduler.prefill_chunks(self._decode.num_rows if has_decoding else 0)
         if batch and chunks:
             prompts = self._prefill.pack(chunks)
-            out = self._decode.run(batch, prompts.batch)
+            out = self._decode.run(batch, prompts)
             assert out is not None
             self._prefill.finish(prompts, out)
             return True
@@ -339,7 +339,10 @@ class Engine:
         probe.calibrate_verify(self.policy, self.config.max_running)
         if drafter is not None:
             try:
-                mixed, graphs = self.policy.mixed(drafter), self.graphs and self.graphs.drafting(drafter)
+                mixed, graphs = (
+                    self.policy.mixed(drafter),
+                    None if self.graphs is None else self.graphs.drafting(drafter),
+                )
                 probe.calibrate_draft(self.policy, mixed, self.config.max_running, graphs)
             except Exception as e:  # a broken drafter costs speed, never the engine
                 self.slots.mark_failed(slot, f"calibration raised {type(e).__name__}: {e}")

@@ -16,9 +16,10 @@ import torch
 
 from paceline.serving.budget.stats import DraftKey
 from paceline.serving.drafters.interface import Drafter
+from paceline.serving.engine.prefill import PromptRows
 from paceline.serving.engine.running import RunningRequest
 from paceline.serving.loading.graphs import EngineGraphs
-from paceline.serving.loading.target_graphs import FILTERED, GREEDY, SAMPLED
+from paceline.serving.loading.target_graphs import FILTERED, GREEDY, MAX_PROMPTS, SAMPLED
 from paceline.serving.sampling.draw import SamplingBatch
 from paceline.serving.target_model.device import open_span
 from paceline.serving.target_model.model import TargetOutput
@@ -39,6 +40,8 @@ class RoundResult:
     accept_s: float
     is_committed: bool
     """Whether accepted K/V and hidden states are where they belong."""
+    prompt_out: TargetOutput | None = None
+    """Of prompt rows that rode along; without features these are in the pool."""
 
 
 @dataclass(slots=True)
@@ -70,6 +73,7 @@ class GraphedRounds:
         sampling: SamplingBatch,
         groups: list[tuple[Drafter, list[int]]],
         keys: list[DraftKey | None],
+        prompts: PromptRows | None = None,
         *,
         has_new_rows: bool,
     ) -> RoundResult | None:
@@ -79,6 +83,7 @@ class GraphedRounds:
             sampling: on the host.
             groups: drafters and the requests (of the B) that each drafts for; their backlogs are those of usual rounds.
             keys: (B,).
+            prompts: rows that ride along.
             has_new_rows: whether any row table is another one than in the latest round.
         Syncs: one.
         """
@@ -86,19 +91,24 @@ class GraphedRounds:
         lens = [r.context_len for r in requests]
         context_rows, longest = sum(lens), max(lens)
         found = self._fit(requests, groups, keys, context_rows)
-        if kind is None or found is None:
+        chunks = [] if prompts is None else prompts.chunks
+        if kind is None or found is None or (prompts is not None and prompts.scoring) or len(chunks) > MAX_PROMPTS:
             return None
         draft = RoundDraft.planned(keys, context_rows, longest)
         limits, floors, num_nodes = self._policy.plan_nodes(keys, [row for g in found for row in g.rows], context_rows)
-        sizes = target.fit(b + num_nodes, b, longest, kind)
+        widest = max([longest, *(r.context_len for r, _ in chunks)])
+        sizes = target.fit(b + num_nodes, b, widest, kind, sum(num for _, num in chunks))
         if sizes is None:
             return None
         start = self._timer()
         device = target.device
-        target.stage(
-            [r.rows for r in requests] if has_new_rows or target.tables.is_dirty else None,  # type: ignore[misc]
-            lens, [r.row_capacity for r in requests], sampling,
-        )  # fmt: skip
+        is_new = has_new_rows or target.tables.is_dirty
+        tables = {i: r.rows for i, r in enumerate(requests)} if is_new else {}
+        tables |= {target.prompt_line + i: r.rows for i, (r, _) in enumerate(chunks)}
+        target.stage(tables, lens, [r.row_capacity for r in requests], sampling)  # type: ignore[arg-type]
+        target.stage_prompts(
+            [r.context_len for r, _ in chunks], [r.tokens[r.context_len : r.context_len + num] for r, num in chunks]
+        )
         target.trees.decide([r.tokens[r.context_len] for r in requests], limits, floors, num_nodes)
         for g in found:
             own = [requests[row] for row in g.rows]
@@ -139,8 +149,11 @@ class GraphedRounds:
                 leaf_mass=results.leaf_mass, facts=results.facts,
             )  # fmt: skip
         out = target.output(len(results.tree.token_ids))
+        prompt_out = None
+        if prompts is not None:
+            prompt_out = target.prompt_output([i for i, (r, _) in enumerate(chunks) if r in prompts.drawing])
         accept_s = max(end - verify_start - verify_s, 0.0)
-        return RoundResult(draft, results.plan, out, verify_s, accept_s, is_committed=True)
+        return RoundResult(draft, results.plan, out, verify_s, accept_s, is_committed=True, prompt_out=prompt_out)
 
     def best_tokens(self, rows: list[int]) -> torch.Tensor | None:
         """Of rows of the latest round, as `GraphedTarget.best_tokens`."""

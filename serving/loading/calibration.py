@@ -7,6 +7,7 @@ Shape legend: B requests, N packed rows, L context rows.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -170,9 +171,7 @@ class EngineProbe:
         """Seconds of a first block for so many requests, or, with num_leaves > 0, of the second block at the leaves."""
         if graphs is not None and graphs.rehearse(num_requests, _NUM_NEW, is_expanded=num_leaves > 0):
             first_s, whole_s = (
-                self._timed(
-                    lambda is_expanded=is_expanded: graphs.rehearse(num_requests, _NUM_NEW, is_expanded=is_expanded)
-                )
+                self._timed(functools.partial(graphs.rehearse, num_requests, _NUM_NEW, is_expanded=is_expanded))
                 for is_expanded in (False, num_leaves > 0)
             )
             return max(whole_s - first_s, 0.0) if num_leaves > 0 else whole_s

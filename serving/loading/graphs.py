@@ -70,6 +70,7 @@ class EngineGraphs:
         self.target = GraphedTarget(
             target, kv, max_requests=config.max_running, max_width=config.tree.max_draft_tokens + 1,
             max_context=max_context, num_traced=num_traced,
+            max_prompt_rows=config.prefill_chunk_tokens,
         )  # fmt: skip
         self._jobs: list[CaptureJob] = self.target.jobs()
         self._drafters = []

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from paceline.serving.drafters.forward import best_tokens, choose_ranking
 from paceline.serving.sampling.draw import SamplingBatch, draw_captured, draw_tokens
@@ -37,8 +38,14 @@ from paceline.serving.trees.verify import AcceptPlan, accepted_rows, plan_of
 
 MAX_GRAPH_ROWS = 512
 """Larger rounds are bound by arithmetic: launches cost them little, and every row has its logits in a static tensor."""
+MAX_PROMPT_ROWS, MAX_PROMPTS = 512, 8
+"""Prompt rows beside a round, and requests that they are of; rounds with more run eagerly."""
 GREEDY, SAMPLED, FILTERED = 0, 1, 2
 """Draws that a graph can make; it can make those of lower number, too."""
+
+
+_RANK_OF_PROMPTS = 12
+"""Graphs of rounds with prompt rows come after the commonest ones without."""
 
 
 @dataclass(slots=True)
@@ -65,10 +72,12 @@ class GraphedTarget:
         max_requests: int,
         max_width: int,
         max_context: int,
+        max_prompt_rows: int = 0,
         num_traced: int = 0,
     ) -> None:
         """max_requests: B of a round. max_width: rows of one tree, root included. max_context: longest context.
 
+        max_prompt_rows: that ride along in a forward; 0 = none do.
         num_traced: best tokens of a row that traces hold; 0 = there are no traces.
         """
         self._target, self._kv = target, kv
@@ -86,11 +95,19 @@ class GraphedTarget:
         self._ends = GraphTable((*self._ladders[:2], (GREEDY, SAMPLED, FILTERED)))
         self._rankings = GraphTable((self._ladders[0],))
         self.staging, self._ranked = Staging(device), Staging(device)
+        self._prompt_ladder = size_ladder(min(max_prompt_rows, MAX_PROMPT_ROWS), start=64) if max_prompt_rows else ()
+        self._mixed = GraphTable((*self._ladders, self._prompt_ladder))
+        self._first_prompt, num_prompts = requests, MAX_PROMPTS if max_prompt_rows else 0
         self.tables = RowTables(
-            self.staging, max_requests=requests, max_context=max_context, max_growth=max_width,
+            self.staging, max_requests=requests + num_prompts, max_context=max_context, max_growth=max_width,
             page_tokens=kv.page_tokens, device=device,
         )  # fmt: skip
-        self.trees = RoundTrees(self.staging, max_requests=requests, max_nodes=max(max_width - 1, 1), device=device)
+        self.trees = RoundTrees(
+            self.staging, max_requests=requests, padding_line=self.tables.padding_line, max_nodes=max(max_width - 1, 1),
+            device=device,
+        )  # fmt: skip
+        self._prompt_starts, self._prompt_stops = (self.staging.reserve(num_prompts) for _ in range(2))
+        self._prompt_token_ids = self.staging.reserve(max(self._prompt_ladder, default=0))
         self._context_lens, self._capacities, self._top_ks, self._seeds = (
             self.staging.reserve(requests) for _ in range(4)
         )
@@ -109,6 +126,7 @@ class GraphedTarget:
         self._logits = zeros(rows, target.vocab_size, dtype=torch.float32)
         has_taps = bool(target.tap_layers)
         self._features = zeros(rows, target.feature_size, dtype=target.dtype) if has_taps else None
+        self._prompt_logits = zeros(num_prompts, target.vocab_size, dtype=torch.float32)
         self._parents, self._depths, self._cells, self._owners = (zeros(rows) for _ in range(4))
         self._scores = zeros(rows, dtype=torch.float32)
         self._num_traced, self._ranked_rows = min(num_traced, target.vocab_size), self._ranked.reserve(rows)
@@ -123,7 +141,7 @@ class GraphedTarget:
 
     @property
     def num_graphs(self) -> int:
-        return sum(map(len, (self._cuts, self._forwards, self._ends, self._rankings)))
+        return sum(map(len, (self._cuts, self._forwards, self._mixed, self._ends, self._rankings)))
 
     def jobs(self) -> list[CaptureJob]:
         """Every graph worth having; those of plain decoding and full trees, which hold all others, come first."""
@@ -144,6 +162,12 @@ class GraphedTarget:
                     jobs.append(
                         CaptureJob(name=f"verify {name} context={width}", family="verify", rank=rank + k, run=run)
                     )
+            for k, width in enumerate(widths):
+                for p in self._prompt_ladder:
+                    for n in sorted({b, steps[-1]}):
+                        name, run = f"rows={n}+{p} requests={b} context={width}", self._mixed_job(n, b, width, p)
+                        rank = _RANK_OF_PROMPTS + i + k
+                        jobs.append(CaptureJob(name=f"mixed {name}", family="mixed", rank=rank, run=run))
         for i, n in enumerate(rows if self._num_traced else ()):
             jobs.append(CaptureJob(name=f"traces rows={n}", family="traces", rank=i, run=self._ranking_job(n)))
         return jobs
@@ -179,12 +203,17 @@ class GraphedTarget:
         return TargetOutput(logits=self._logits[:n], features=None if self._features is None else self._features[:n])
 
     # ---- rounds that stay on the device -------------------------------------------------------------------------
-    def fit(self, num_rows: int, num_requests: int, longest: int, kind: int) -> tuple[tuple[int, ...], ...] | None:
+    def fit(
+        self, num_rows: int, num_requests: int, longest: int, kind: int, num_prompt_rows: int = 0
+    ) -> tuple[tuple[int, ...], ...] | None:
         """Sizes of the graphs that hold a round of at most so many rows: cut, forward, end; None when one is missing.
 
         longest: context of any request. kind: GREEDY, SAMPLED or FILTERED.
         """
         forward = self._forwards.fit(num_rows, num_requests, longest)
+        if num_prompt_rows:
+            has_prompts = bool(self._prompt_ladder)
+            forward = self._mixed.fit(num_rows, num_requests, longest, num_prompt_rows) if has_prompts else None
         if forward is None:
             return None
         both = forward[:2]
@@ -193,16 +222,17 @@ class GraphedTarget:
 
     def stage(
         self,
-        tables: Sequence[torch.Tensor] | None,
+        tables: dict[int, torch.Tensor],
         context_lens: Sequence[int],
         capacities: Sequence[int],
         sampling: SamplingBatch,
     ) -> None:
         """Numbers of the next upload, of the round's requests (B,).
 
-        tables: their row tables on the host, None = as before. capacities: positions that have rows. sampling: on the host.
+        tables: row tables on the host that have changed, by line; prompts' lines begin at `prompt_line`. capacities:
+        positions that have rows. sampling: on the host.
         """
-        self.tables.note(tables or ())
+        self.tables.note(list(tables), list(tables.values()))
         self._context_lens.set(context_lens)
         self._capacities.set(capacities)
         for field, values in (
@@ -211,11 +241,32 @@ class GraphedTarget:
         ):  # fmt: skip
             field.set(values.numpy())
 
+    @property
+    def prompt_line(self) -> int:
+        """Line of the first prompt that rides along."""
+        return self._first_prompt
+
+    def stage_prompts(self, starts: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        """Numbers of the next upload, of prompts that ride along: where each goes on, and its next tokens."""
+        self._prompt_starts.set(starts)
+        self._prompt_stops.set([start + len(tokens) for start, tokens in zip(starts, token_ids, strict=True)])
+        self._prompt_token_ids.set([token for tokens in token_ids for token in tokens])
+
     def run(self, sizes: tuple[tuple[int, ...], ...]) -> None:
-        """Cut and verify the round's trees.  Syncs: none."""
+        """Cut and verify the round's trees, and compute the prompt rows beside them.  Syncs: none."""
         cut, forward, _ = sizes
         self._cuts.replay(cut)
-        self._forwards.replay(forward)
+        if len(forward) == 3:
+            self._forwards.replay(forward)
+        else:
+            self._mixed.replay(forward)
+
+    def prompt_output(self, prompts: Sequence[int]) -> TargetOutput:
+        """Logits of the last rows of these prompts, until the next round; their hidden states are in the pool."""
+        if not prompts:
+            return TargetOutput(logits=self._prompt_logits[:0], features=None)
+        index = upload(list(prompts), self.device, torch.int64)
+        return TargetOutput(logits=self._prompt_logits.index_select(0, index), features=None)
 
     def finish(self, sizes: tuple[tuple[int, ...], ...]) -> None:
         """Draw, accept, commit, and lay out what the host reads.  Syncs: none."""
@@ -286,7 +337,7 @@ class GraphedTarget:
         found = accepted_rows(rows, rows.token_ids == drawn[rows.above])
         results.plan = plan_of(rows, found, drawn)
         is_accepted = torch.zeros(n, dtype=torch.bool, device=device)
-        is_accepted[upload(found, device)] = True
+        is_accepted[upload(found.tolist(), device, torch.int64)] = True
         self._commit(n, is_accepted & (self._positions[:n] < self._capacities.tensor[self._owners[:n]]))
 
     # ---- captured -----------------------------------------------------------------------------------------------
@@ -330,6 +381,47 @@ class GraphedTarget:
             self._forwards.add((rows, requests, width), backend.capture(run))
 
         return capture
+
+    def _mixed_job(self, rows: int, requests: int, width: int, num_prompt_rows: int) -> Callable[[GraphBackend], None]:
+        """One forward of the round's rows, then the padding rows as a request of their own, then the prompts'."""
+
+        def run() -> None:
+            starts, stops = self._prompt_starts.tensor, self._prompt_stops.tensor
+            lines, first, device = self.tables.lines, self._first_prompt, starts.device
+            cu = pad((stops - starts).cumsum(0), (1, 0))
+            row = torch.arange(num_prompt_rows, device=device)
+            owner = torch.searchsorted(cu[1:], row, right=True).clamp(max=starts.numel() - 1)
+            is_row, local = row < cu[-1], row - cu[owner]
+            positions = torch.where(is_row, starts[owner] + local, 0)
+            slots = lines[first + owner, positions]
+            ancestors = torch.zeros(rows + num_prompt_rows, max(self._max_width, num_prompt_rows), dtype=torch.bool,
+                                    device=device)  # fmt: skip
+            ancestors[:rows, : self._max_width] = self._ancestors[:rows]
+            causal = torch.arange(num_prompt_rows, device=device) <= local[:, None]
+            ancestors[rows:, :num_prompt_rows] = causal & is_row[:, None]
+            nobody = torch.zeros_like(starts[:1])
+            batch = TargetBatch(
+                token_ids=torch.cat((self._token_ids[:rows], self._prompt_token_ids.tensor[:num_prompt_rows])),
+                positions=torch.cat((self._positions[:rows], positions)),
+                cu_rows=torch.cat((self._cu_rows[: requests + 1], nobody + rows, cu[1:] + rows)),
+                context_lens=torch.cat((self._context_lens.tensor[:requests], nobody, starts)),
+                slot_table=torch.cat(
+                    (lines[:requests, :width], lines[-1:, :width], lines[first : first + starts.numel(), :width])
+                ),
+                out_rows=torch.cat((self._out_rows[:rows], torch.where(is_row, slots, -1))),
+                ancestors=ancestors,
+                logit_rows=torch.cat((torch.arange(rows, device=device), rows + (cu[1:] - 1).clamp(min=0))),
+            )
+            out = self._target.forward(batch, self._kv)
+            self._logits[:rows].copy_(out.logits[:rows])
+            self._prompt_logits.copy_(out.logits[rows:])
+            if self._features is not None and out.features is not None:
+                self._features[:rows].copy_(out.features[:rows])
+                if self._kv.features is not None:  # padding writes what the first row does
+                    source = torch.where(is_row, row, 0)
+                    self._kv.features.index_copy_(0, slots[source], out.features[rows:].index_select(0, source))
+
+        return lambda backend: self._mixed.add((rows, requests, width, num_prompt_rows), backend.capture(run))
 
     def _end_job(self, rows: int, requests: int, kind: int) -> Callable[[GraphBackend], None]:
         def run() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -124,7 +125,7 @@ class SamplingBatch:
         """The same settings on a device; themselves where they are there."""
         if self.seeds.device == device:
             return self
-        tensors = {
+        tensors: dict[str, Any] = {
             f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), torch.Tensor)
         }
         biases = [bias and (bias[0].to(device), bias[1].to(device)) for bias in self.biases]

@@ -165,7 +165,7 @@ class RowTables:
         self, staging: Staging, *, max_requests: int, max_context: int, max_growth: int, page_tokens: int,
         device: torch.device,
     ) -> None:  # fmt: skip
-        """max_growth: positions by which a request may grow in a round without an upload of the whole."""
+        """max_requests: lines. max_growth: positions by which a request may grow in a round without an upload of all."""
         self._num_pages, self._page_tokens = -(-max_context // page_tokens), page_tokens
         self.padding_line = max_requests
         """A line that belongs to no request."""
@@ -180,11 +180,11 @@ class RowTables:
         self._num_changes = num_changes
         self._offsets = torch.arange(page_tokens, device=device)
 
-    def note(self, rows: Sequence[torch.Tensor]) -> None:
-        """Take the tables of the round's requests, (positions,) int64 each on the host, whole pages.  Syncs: none."""
+    def note(self, lines: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """Take the tables of some lines, (positions,) int64 each on the host, whole pages.  Syncs: none."""
         self.is_dirty &= not rows
         size, at, pages = self._page_tokens, list[np.ndarray](), list[np.ndarray]()
-        for i, table in enumerate(rows):
+        for i, table in zip(lines, rows, strict=True):
             own = table.numpy()[::size] // size
             changed = np.flatnonzero(self._known[i, : len(own)] != own)
             if len(changed):
@@ -193,9 +193,10 @@ class RowTables:
                 pages.append(own[changed])
         changes = sum(map(len, at))
         if changes > self._num_changes:
-            first = np.maximum(self._known[: len(rows)], 0) * size
-            whole = torch.from_numpy((first[:, :, None] + np.arange(size)).reshape(len(rows), -1))
-            self.lines[: len(rows)].copy_(upload(whole, self.lines.device), non_blocking=True)
+            end = max(lines) + 1
+            first = np.maximum(self._known[:end], 0) * size
+            whole = torch.from_numpy((first[:, :, None] + np.arange(size)).reshape(end, -1))
+            self.lines[:end].copy_(upload(whole, self.lines.device), non_blocking=True)
             changes, at, pages = 0, [], []
         self._at.set(np.concatenate(at) if changes else [], self.padding_line * self._num_pages)
         self._pages.set(np.concatenate(pages) if changes else [])

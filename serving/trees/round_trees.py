@@ -39,10 +39,12 @@ class CutTrees:
 class RoundTrees:
     """Static trees of up to `max_requests` requests, and what the host has decided about them."""
 
-    def __init__(self, staging: Staging, *, max_requests: int, max_nodes: int, device: torch.device) -> None:
-        self.padding_line = max_requests
-        """A line that belongs to no request."""
-        lines, self._width = max_requests + 1, max_nodes + 1
+    def __init__(
+        self, staging: Staging, *, max_requests: int, padding_line: int, max_nodes: int, device: torch.device
+    ) -> None:
+        """padding_line: one behind those of the requests, which belongs to none."""
+        self.padding_line = padding_line
+        lines, self._width = padding_line + 1, max_nodes + 1
         self._built = BuiltTrees.empty(lines, self._width, device)
         for tensor, value in (
             (self._built.token_ids, 0), (self._built.parents, -1), (self._built.depths, 0), (self._built.candidates, -1),

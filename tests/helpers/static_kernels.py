@@ -123,6 +123,14 @@ def commit_rows(pool, src_rows, dst_rows):
     pool.index_copy_(1, dst, pool[:, torch.where(is_pair.any(), src, dst)])
 
 
+def scatter_rows(pool, rows, keys, values):
+    """As rope_scatter, of what is turned already."""
+    is_kept = rows >= 0
+    source = torch.where(is_kept, torch.arange(rows.numel()), is_kept.long().argmax())
+    at = rows[source].clamp(min=0)
+    pool.index_copy_(0, at, torch.where(is_kept.any(), torch.stack((keys, values), 1)[source], pool[at]))
+
+
 STATIC_KERNELS = replace(
     select_kernels("cpu", "reference"),
     backend="static",
@@ -132,6 +140,7 @@ STATIC_KERNELS = replace(
     rope_scatter=rope_scatter,
     slot_attention=slot_attention,
     draft_ingest=draft_ingest,
+    scatter_rows=scatter_rows,
     commit_rows=commit_rows,
 )
 

@@ -8,8 +8,11 @@ import functools
 import pytest
 import torch
 
+from paceline.config import EngineConfig
 from paceline.kernels.cpu.library import ISA_VARIABLE
+from paceline.kernels.reference.tree_build import BuiltTrees
 from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.engine.engine import Engine
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.engines import Sinks
 from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
@@ -27,7 +30,7 @@ from tests.helpers.graph_engines import (
 )
 from tests.helpers.launch_count import LaunchCount, WaitCount
 from tests.helpers.scripted_drafters import OracleDrafter
-from tests.helpers.static_kernels import STATIC_KERNELS
+from tests.helpers.static_kernels import STATIC_KERNELS, StrictGraphs
 from tests.helpers.trees import DevicePolicy
 
 MAX_EAGER = 10
@@ -165,6 +168,72 @@ def test_graphs_and_drafting_with_one_read_work_together(count):
     engine = make_engine(target, DrafterSlots(build(), "v1"), CountingGraphs(), policy)
     assert generate(engine, prompts) == generate(make_engine(make_target(), DrafterSlots()), prompts)
     assert engine.stats()["num_drafter_failures"] == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_graph_of_an_engine_can_be_captured(family, monkeypatch):
+    """No host read and no shape that depends on data in any of them; the tree kernel's reference, which has both, is out."""
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+
+    def no_trees(*, scores, max_nodes, **_):
+        built = BuiltTrees.empty(len(scores), max_nodes + 1, scores.device)
+        for field in dataclasses.fields(built):
+            getattr(built, field.name).zero_()
+        return built
+
+    target = make_target(dataclasses.replace(STATIC_KERNELS, build_trees=no_trees))
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size, kernels=target.kernels)
+    slots, backend = DrafterSlots(build_family(family, target)(), "v1"), StrictGraphs()
+    small = {"max_running": 1, "tree": dataclasses.replace(TREE, max_draft_tokens=3), "prefill_chunk_tokens": 20}
+    progress = []
+    config = EngineConfig(
+        **{"kv_bytes": 2**20, "page_tokens": 4, "max_context_tokens": 40, "capture_s": 600.0, **small}
+    )
+    engine = Engine(target, slots, config, graph_backend=backend, policy=policy, traces=Sinks())
+    engine.graphs.capture(progress=lambda done, planned: progress.append((done, planned)))
+    assert progress[-1] == (backend.num_captured,) * 2 and backend.num_captured == engine.graphs.num_graphs > 20
+
+
+def crowd(temperatures):
+    """Two prompts of one chunk and three long ones."""
+    rng = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 64, (n,), generator=rng).tolist() for n in (5, 4, 70, 61, 33)]
+    return [(p, temperatures[i % len(temperatures)]) for i, p in enumerate(prompts)]
+
+
+CHUNKS = {"prefill_chunk_tokens": 24, "min_prefill_tokens": 12}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@ROUNDS
+def test_rounds_with_prompt_rows_stay_on_the_device(family, temperatures, monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    launches, waits, found = LaunchCount(), WaitCount(), []
+    target = make_target(launches.kernels(STATIC_KERNELS))
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size, kernels=target.kernels)
+    slots = DrafterSlots(build_family(family, target)(), "v1")
+    engine = make_engine(target, slots, UncountedGraphs(launches, waits), policy, **CHUNKS)
+
+    def note(_):
+        counts = engine.stats()["num_prefill_rows"], engine.scheduler.num_running
+        found.append((launches.names.copy(), waits.names.copy(), *counts))
+        launches.names.clear()
+        waits.names.clear()
+
+    with launches, waits:
+        got = generate(engine, crowd(temperatures), note, max_tokens=20)
+    plain = make_engine(make_target(), DrafterSlots(), **CHUNKS)
+    assert got == generate(plain, crowd(temperatures), max_tokens=20)
+    assert engine.stats()["num_drafter_failures"] == 0
+    windows = zip(found, found[1:], found[2:], strict=False)
+    mixed = [
+        (names, held)
+        for (*_, before), (*_, rows, running), (names, held, rows_after, running_after) in windows
+        if rows_after > rows and running_after == running == before > 0
+    ]
+    assert len(mixed) >= 3, "rounds with prompt rows, no prompt completed in them or in the one before"
+    for names, held in mixed:
+        assert names.total() + 1 <= MAX_EAGER and names["replay"] == 4 and held == {"cpu": 1}, names
 
 
 FILTERS = ({}, {"top_p": 0.7}, {"top_k": 5, "min_p": 0.05})
