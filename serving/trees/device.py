@@ -484,12 +484,20 @@ class DeviceTrees:
                 out.failures[d.index] = error
                 continue
             masses[np.ix_(rows, range(own.shape[1]))] = own
-            for row in rows:
-                out.is_drafted[row] = True
+            self._note_masses(rows, masses, out)
             if leaf_mass is not None:
                 self._note_leaves(rows, leaf_mass, d.blocks.is_expanded, d.blocks.num_slots, out)
                 out.num_leaves += len(rows) * self._config.max_frontier * d.blocks.is_expanded
         return masses
+
+    def _note_masses(self, rows: Sequence[int], masses: np.ndarray, out: RoundDraft) -> None:
+        """Learn the masses (B, M) of requests that were drafted for."""
+        for row in rows:
+            out.is_drafted[row] = True
+            key = out.keys[row]
+            if key is not None:
+                old = self._masses.get(key, masses[row])
+                self._masses[key] = old + _MASS_RATE * (masses[row] - old)
 
     def _note_leaves(
         self, rows: Sequence[int], leaf_mass: np.ndarray, is_expanded: bool, num_slots: int, out: RoundDraft
@@ -546,12 +554,7 @@ class DeviceTrees:
         if error is not None:
             out.failures[index] = error
             return
-        for row in own:
-            out.is_drafted[row] = True
-            key = out.keys[row]
-            if key is not None:
-                old = self._masses.get(key, masses[row])
-                self._masses[key] = old + _MASS_RATE * (masses[row] - old)
+        self._note_masses(own, masses, out)
         if caps.is_reentrant and self._config.max_frontier:
             # Its time is part of the drafting pass, which is one piece: what re-entry costs is known from calibration.
             self._note_leaves(own, leaf_mass[own], is_expanded, caps.num_slots, out)

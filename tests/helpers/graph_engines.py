@@ -104,12 +104,16 @@ def make_engine(target, slots, backend=None, policy=None, traces=None, **changes
     return engine
 
 
-def generate(engine, prompts, on_round=None, **params):
+def generate(engine, prompts, on_round=None, groups=(Group.ADAPTIVE,), **params):
+    """Tokens of each request. groups: of the requests, in turn."""
     tokens = {f"r{i}": [] for i in range(len(prompts))}
     for i, (prompt, temperature) in enumerate(prompts):
         values = {"temperature": temperature, "max_tokens": NUM_TOKENS - i, "ignore_eos": True, "seed": i, **params}
         request = GenerationRequest(
-            request_id=f"r{i}", prompt_token_ids=tuple(prompt), params=SamplingParams(**values), group=Group.ADAPTIVE
+            request_id=f"r{i}",
+            prompt_token_ids=tuple(prompt),
+            params=SamplingParams(**values),
+            group=groups[i % len(groups)],
         )
         engine.submit(request, lambda e: tokens[e.request_id].extend(e.token_ids))
     count = 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
+from paceline.contracts import Group
 from paceline.kernels.cpu.library import ISA_VARIABLE
 from paceline.kernels.reference.tree_build import BuiltTrees
 from paceline.serving.drafters.slots import DrafterSlots
@@ -282,6 +283,30 @@ def test_accepted_drafts_come_through_the_graphs():
     got = generate(engine, prompts)
     assert all(texts[name][len(p) :][: len(got[name])] == got[name] for name, (p, _) in zip(got, prompts, strict=True))
     assert engine.stats()["num_rounds"] <= 6, "drafts were accepted"
+
+
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.9, 0.0, 0.7)], ids=["greedy", "sampled"])
+def test_requests_of_several_drafters_share_a_round_on_the_device(temperatures):
+    """Adaptive, hold-back and plain requests side by side, and after a swap the twin's graphs."""
+    target, groups = make_target(STATIC_KERNELS), (Group.ADAPTIVE, Group.STATIC, Group.PLAIN)
+    (build, _), (_, state) = specblock(target), specblock(target, seed=1)
+    launches, waits, found = LaunchCount(), WaitCount(), []
+    slots = DrafterSlots(build(), "v1", first=build(), spawn=build)
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    engine = make_engine(target, slots, UncountedGraphs(launches, waits), policy)
+    prompts = make_prompts(6, temperatures)
+    expected = generate(make_engine(make_target(), DrafterSlots()), prompts)
+
+    def note(_):
+        found.append(launches.names["replay"])
+        launches.names.clear()
+
+    assert generate(engine, prompts, note, groups) == expected
+    assert slots.stage("v2", state)
+    slots.publish("v2")
+    assert generate(engine, prompts, note, groups) == expected
+    assert engine.stats()["num_drafter_failures"] == 0
+    assert max(found) == 5, "two drafters and three for the target"
 
 
 def test_a_swap_to_the_prepared_twin_drafts_by_its_own_graphs():
