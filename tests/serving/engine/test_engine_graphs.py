@@ -14,6 +14,8 @@ from paceline.kernels.cpu.library import ISA_VARIABLE
 from paceline.kernels.reference.tree_build import BuiltTrees
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
+from paceline.serving.loading.target_graphs import GraphedTarget
+from paceline.serving.sampling import draw
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.engines import Sinks
 from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
@@ -255,6 +257,22 @@ def test_sampled_rounds_that_stay_on_the_device_draw_the_same_tokens_and_traces(
         assert got.token_ids == expected.token_ids and torch.equal(got.topk_ids[:, 0], expected.topk_ids[:, 0])
         torch.testing.assert_close(got.topk_logprobs, expected.topk_logprobs, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(got.features, expected.features, atol=1e-4, rtol=1e-4)
+
+
+def test_draws_that_need_more_of_the_vocabulary_are_made_again(monkeypatch):
+    """Filters look at the likeliest tokens only; where those do not suffice, the host draws before anything is emitted."""
+    prompts, target = make_prompts(5, (0.9, 0.0, 0.7)), make_target(STATIC_KERNELS)
+    texts = [[*p, *greedy_continuation(make_target(), list(p), NUM_TOKENS + 8)] for p, _ in prompts]
+    filters = {"top_p": 0.95, "top_k": 40}
+    expected = generate(make_engine(make_target(), DrafterSlots()), prompts, **filters)
+    monkeypatch.setattr(draw, "_PROBE", 8)
+    again = []
+    judge = GraphedTarget.judge_again
+    monkeypatch.setattr(GraphedTarget, "judge_again", lambda *args: (again.append(1), judge(*args)))
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    slots = DrafterSlots(StaticOracle(texts, target.vocab_size), "oracle")
+    engine = make_engine(target, slots, CountingGraphs(), policy)
+    assert generate(engine, prompts, **filters) == expected and len(again) > 3
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
