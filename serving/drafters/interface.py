@@ -110,6 +110,9 @@ class StaticDrafter(Protocol):
     def takes(self, num_requests: int, width: int) -> bool:
         """Whether a pass over so many requests and columns of the slot table may be captured."""
 
+    def ingest(self, inputs: DraftInputs) -> None:
+        """As `Drafter.ingest`."""
+
     def propose(self, inputs: DraftInputs) -> Proposal:
         """As `Drafter.propose`."""
 

@@ -98,8 +98,7 @@ class EagleDrafter(TrainedDrafter):
     @torch.no_grad()
     def ingest(self, inputs: DraftInputs) -> None:
         """Write drafter KV for the new rows."""
-        self._tree.ingest(inputs)
-        self._levels.forget()
+        self._levels.ingest(inputs)
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:

@@ -44,6 +44,11 @@ class Levels:
         self._inputs: DraftInputs | None = None
         self._blocks: list[_Block] = []  # each below the one before
 
+    def ingest(self, inputs: DraftInputs) -> None:
+        """Write drafter KV for the new rows."""
+        self._tree.ingest(inputs)
+        self.forget()
+
     def propose(self, inputs: DraftInputs) -> Proposal:
         """Ingest the new rows and draft S tokens at each anchor.  Syncs: one."""
         self._inputs = inputs
@@ -146,7 +151,7 @@ class StaticEagle:
         """levels: over rows that are `is_static`. context_row_bytes: of a row of the drafter's K/V."""
         self.caps, self.padding_slots = levels.caps, padding_slots
         self._context_row_bytes = context_row_bytes
-        self.propose, self.expand = levels.propose, levels.expand
+        self.ingest, self.propose, self.expand = levels.ingest, levels.propose, levels.expand
 
     def takes(self, num_requests: int, width: int) -> bool:
         """Whether the contexts that it gathers are small enough."""

@@ -112,7 +112,8 @@ class GatheredTree:
         self.pool, self.num_columns = pool, 0
 
     def ingest(self, inputs: DraftInputs) -> None:
-        self._write_rows(inputs, int(inputs.new_positions.max()) + 1)
+        length = inputs.slot_table.shape[1] if self._is_static else int(inputs.new_positions.max()) + 1
+        self._write_rows(inputs, length)
 
     def open(self, inputs: DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
         batch, forward = inputs.context_lens.numel(), self._forward

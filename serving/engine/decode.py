@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -188,8 +188,18 @@ def catch_up(
     if not is_behind(requests):
         return 0
     num_done = 0
+    for rows, stops in backlog_chunks(requests, chunk_rows):
+        own, index = [requests[i] for i in rows], upload(rows, slot_table.device)
+        num_done += sum(stops) - sum(r.drafted_len for r in own)
+        drafter.ingest(draft_inputs(own, slot_table[index], temperatures[index], features, stops))
+        mark_ingested(own, stops)
+    return num_done
+
+
+def backlog_chunks(requests: list[RunningRequest], chunk_rows: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Requests and where the next rows of each end, chunk after chunk; whoever asks for the next has taken the last in."""
     while True:
-        budget, rows, stops = chunk_rows, [], []
+        budget, rows, stops = chunk_rows, list[int](), list[int]()
         for i, r in enumerate(requests):
             num_rows = max(0, min(budget, r.context_len - 1 - r.drafted_len))
             if num_rows:  # the others would be padded to it
@@ -197,11 +207,8 @@ def catch_up(
                 rows.append(i)
                 stops.append(r.drafted_len + num_rows)
         if not rows:
-            return num_done
-        num_done += chunk_rows - budget
-        own, index = [requests[i] for i in rows], upload(rows, slot_table.device)
-        drafter.ingest(draft_inputs(own, slot_table[index], temperatures[index], features, stops))
-        mark_ingested(own, stops)
+            return
+        yield rows, stops
 
 
 @dataclass(slots=True)
@@ -499,12 +506,22 @@ class DecodeRunner:
             return False
         if not is_behind(requests):
             return True
-        start, index = self._timer(), upload(rows, self._target.device)
-        table = self._table(batch)[:, : max(r.context_len for r in batch.requests)]
+        start, longest = self._timer(), max(r.context_len for r in requests)
+        chunk_rows = self._graphed.ingest_rows(drafter, rows, longest) if self._graphed is not None else 0
         try:
-            self._num_catch_up_rows += catch_up(
-                drafter, requests, table[index], self._sampling(batch).temperatures[index], features, self._chunk_rows
-            )
+            if self._graphed is not None and chunk_rows:
+                for chosen, stops in backlog_chunks(requests, min(chunk_rows, self._chunk_rows)):
+                    own = [requests[i] for i in chosen]
+                    self._num_catch_up_rows += sum(stops) - sum(r.drafted_len for r in own)
+                    self._graphed.ingest(drafter, batch.requests, [rows[i] for i in chosen], stops)
+                    mark_ingested(own, stops)
+            else:
+                index, table = upload(rows, self._target.device), self._table(batch)
+                width = max(r.context_len for r in batch.requests)
+                self._num_catch_up_rows += catch_up(
+                    drafter, requests, table[index, :width], self._sampling(batch).temperatures[index], features,
+                    self._chunk_rows,
+                )  # fmt: skip
         except Exception as e:  # a broken drafter costs speed, never a request
             self._slots.mark_failed(slot, f"ingest raised {type(e).__name__}: {e}")
             return False

@@ -155,6 +155,18 @@ class GraphedRounds:
         accept_s = max(end - verify_start - verify_s, 0.0)
         return RoundResult(draft, results.plan, out, verify_s, accept_s, is_committed=True, prompt_out=prompt_out)
 
+    def ingest_rows(self, drafter: Drafter, rows: list[int], longest: int) -> int:
+        """Rows of a backlog that a drafter takes at once for these requests of a round; 0 = it has no graph for them."""
+        graphs = self._graphs.drafting(drafter)
+        return 0 if graphs is None else graphs.ingest_rows(len(rows), longest)
+
+    def ingest(self, drafter: Drafter, requests: list[RunningRequest], rows: list[int], stops: list[int]) -> None:
+        """Take in rows drafted_len..stop-1 of some requests (`rows`) of a round.  Syncs: none."""
+        graphs, own = self._graphs.drafting(drafter), [requests[row] for row in rows]
+        assert graphs is not None
+        self._graphs.target.tables.note(range(len(requests)), [r.rows for r in requests])  # type: ignore[misc]
+        graphs.ingest(rows, [r.drafted_len for r in own], stops, [r.tokens for r in own])
+
     def best_tokens(self, rows: list[int]) -> torch.Tensor | None:
         """Of rows of the latest round, as `GraphedTarget.best_tokens`."""
         return self._graphs.target.best_tokens(rows)

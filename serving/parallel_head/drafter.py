@@ -93,7 +93,7 @@ class ParallelHeadDrafter(TrainedDrafter):
         self.forward.angles(max_context + self.config.num_slots + 1)  # a larger table would take another's place
         padding = torch.full((num_graph_rows(max_requests, self.caps.max_depth),), -1, device=self.device)
         return StaticHead(
-            self.caps, lambda inputs: self._draft(inputs, self.forward.scales(inputs.temperatures)), padding,
+            self.caps, self.ingest, lambda inputs: self._draft(inputs, self.forward.scales(inputs.temperatures)), padding,
             context_row_bytes=self.kv_row_bytes,
         )  # fmt: skip
 

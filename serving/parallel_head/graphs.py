@@ -16,14 +16,15 @@ class StaticHead:
     def __init__(
         self,
         caps: DrafterCaps,
+        ingest: Callable[[DraftInputs], None],
         draft: Callable[[DraftInputs], Proposal],
         padding_slots: torch.Tensor,
         *,
         context_row_bytes: int,
     ) -> None:
-        """draft: ingests and proposes without a host read. context_row_bytes: of a row of the drafter's K/V, all layers."""
+        """ingest, draft: work without a host read; draft ingests, too. context_row_bytes: of a row of the drafter's K/V."""
         self.caps, self.padding_slots = caps, padding_slots
-        self._draft, self._context_row_bytes = draft, context_row_bytes
+        self.ingest, self._draft, self._context_row_bytes = ingest, draft, context_row_bytes
 
     def takes(self, num_requests: int, width: int) -> bool:
         """Whether the contexts that it gathers are small enough."""

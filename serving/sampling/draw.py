@@ -96,7 +96,6 @@ class SamplingBatch:
         def f32(values: list[float]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
 
-        raw = torch.tensor([_to_int64(s) for s in seeds], dtype=torch.int64, device=device)
         return SamplingBatch(
             temperatures=f32([p.temperature for p in params]),
             top_ks=torch.tensor([p.top_k or 2**40 for p in params], dtype=torch.int64, device=device),
@@ -105,7 +104,7 @@ class SamplingBatch:
             repetition=f32([p.repetition_penalty for p in params]),
             presence=f32([p.presence_penalty for p in params]),
             frequency=f32([p.frequency_penalty for p in params]),
-            seeds=_mix(raw),
+            seeds=torch.tensor([_to_int64(_mix_number(s)) for s in seeds], dtype=torch.int64, device=device),
             counts=counts,
             is_greedy=is_greedy,
             is_filtered=[p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params],
@@ -185,12 +184,17 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift(x, 31)
 
 
-def _uniform(x: int) -> float:
-    """`_mix` of any int and its uniform, in Python numbers."""
+def _mix_number(x: int) -> int:
+    """`_mix` of any int, in Python numbers: 64 bits without a sign."""
     x = (x + _GOLDEN) & _ALL_BITS
     x = ((x ^ (x >> 30)) * _MIX_1) & _ALL_BITS
     x = ((x ^ (x >> 27)) * _MIX_2) & _ALL_BITS
-    return ((x ^ (x >> 31)) >> 11) * 2.0**-53
+    return x ^ (x >> 31)
+
+
+def _uniform(x: int) -> float:
+    """The uniform of `_mix_number`."""
+    return (_mix_number(x) >> 11) * 2.0**-53
 
 
 def argmax_rows(logits: torch.Tensor) -> torch.Tensor:

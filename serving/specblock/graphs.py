@@ -166,6 +166,10 @@ class StaticSpecBlock:
         """Any round: nothing is gathered."""
         return True
 
+    def ingest(self, inputs: DraftInputs) -> None:
+        """K/V of the new rows."""
+        self._forward.ingest(self._attention, inputs)
+
     def propose(self, inputs: DraftInputs) -> Proposal:
         """Block 1."""
         return self._forward.block1(self._attention, inputs, self._forward.scales(inputs.temperatures), self._rank)

@@ -59,15 +59,24 @@ class DraftGraphs:
             size_ladder(max_context, start=256, factor=4), (0, 1) if self._is_reentrant else (0,),
         )  # fmt: skip
         self._graphs = GraphTable(self._ladders)
+        self._ingests = GraphTable((size_ladder(rows, start=64, factor=4), (1, max_requests), self._ladders[2]))
 
     @property
     def num_graphs(self) -> int:
-        return len(self._graphs)
+        return len(self._graphs) + len(self._ingests)
 
     def jobs(self, name: str, rank: int = 0) -> list[CaptureJob]:
         """Every graph worth having; those that hold all others come first. rank: added to all ranks."""
         rows, requests, widths, blocks = self._ladders
-        jobs = []
+        jobs = [
+            CaptureJob(
+                name=f"{name} backlog rows={n} requests={b} context={width}", family=f"{name} backlog",
+                rank=rank + len(requests) + k, run=self._ingest_job(n, b, width),
+            )
+            for b in sorted({1, requests[-1]})
+            for k, width in enumerate(widths)
+            for n in size_ladder(rows[-1], start=64, factor=4)
+        ]  # fmt: skip
         for i, b in enumerate(requests):
             most = max(32, b * (self._drafter.caps.max_depth + 1))  # of a usual round
             steps = [n for n in rows if b <= n <= most or n == rows[-1] < b]
@@ -126,6 +135,31 @@ class DraftGraphs:
     def replay(self, sizes: tuple[int, ...]) -> None:
         """Draft; the trees are then in the round's.  Syncs: none."""
         self._graphs.replay(sizes)
+
+    def ingest_rows(self, num_requests: int, longest: int) -> int:
+        """Rows of a backlog that one `ingest` of so many requests takes, at most; 0 = there is no graph."""
+        sizes = self._ingests.fit(1, num_requests, longest)
+        steps = [n for n in self._ladders[0] if sizes and self._ingests.fit(n, num_requests, longest)]
+        return max(steps, default=0)
+
+    def ingest(
+        self, lines: Sequence[int], starts: Sequence[int], stops: Sequence[int], histories: Sequence[list[int]]
+    ) -> None:
+        """Take in rows starts..stops-1 of requests, as many as `ingest_rows` allows.  Syncs: none."""
+        sizes = self._ingests.fit(sum(stops) - sum(starts), len(lines), max(stops))
+        assert sizes is not None
+        shape = (2, 1, self._drafter.caps.num_slots, NUM_RANK_CLASSES)
+        self.stage(lines, starts, stops, histories, [0.0] * len(lines), np.zeros(shape))
+        self._staging.send()
+        self._ingests.replay(sizes)
+
+    def _ingest_job(self, rows: int, requests: int, width: int) -> Callable[[GraphBackend], None]:
+        @torch.no_grad()
+        def run() -> None:
+            self._tables.apply()
+            self._drafter.ingest(self._inputs.inputs(rows, requests, width, self._drafter.padding_slots))
+
+        return lambda backend: self._ingests.add((rows, requests, width), backend.capture(run))
 
     def _job(self, rows: int, requests: int, width: int, goes_on: bool) -> Callable[[GraphBackend], None]:
         def capture(backend: GraphBackend) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -235,6 +236,13 @@ def test_rounds_with_prompt_rows_stay_on_the_device(family, temperatures, monkey
         if rows_after > rows and running_after == running == before > 0
     ]
     assert len(mixed) >= 3, "rounds with prompt rows, no prompt completed in them or in the one before"
+    behind = [
+        (names, held)
+        for (*_, running), (names, held, _, running_after) in itertools.pairwise(found)
+        if running_after == running > 0
+    ]
+    chunks = -(-70 // CHUNKS["prefill_chunk_tokens"])
+    assert all(names.total() + 1 <= MAX_EAGER + 2 * chunks and held == {"cpu": 1} for names, held in behind), behind
     for names, held in mixed:
         assert names.total() + 1 <= MAX_EAGER and names["replay"] == 4 and held == {"cpu": 1}, names
 
