@@ -71,11 +71,18 @@ class BudgetController:
         if num_drafting is None:
             num_drafting = int((available > 0).sum())
         nodes = self._rule.choose(masses, context_rows, num_drafting)
-        if self._switch is not None:
-            probed = {k for k in set(keys) if k is not None and self._switch.is_probing(k, len(keys))}
-            for i in [i for i, key in enumerate(keys) if key in probed]:
-                nodes[i] = max(nodes[i], min(PROBE_NODES, available[i]))
+        for i, floor in enumerate(self.floors(keys)):
+            if floor:
+                nodes[i] = max(nodes[i], min(floor, available[i]))
         return nodes
+
+    def floors(self, keys: Sequence[DraftKey | None]) -> list[int]:
+        """Nodes that each of the B requests gets whatever they weigh."""
+        switch = self._switch
+        if switch is None:
+            return [0] * len(keys)
+        probed = {k for k in set(keys) if k is not None and switch.is_probing(k, len(keys))}
+        return [PROBE_NODES if key in probed else 0 for key in keys]
 
     def choose_leaves(
         self, keys: Sequence[DraftKey], masses: Sequence[float], context_rows: int, num_requests: int

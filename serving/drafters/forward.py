@@ -105,6 +105,13 @@ def choose_ranking(kernels: Kernels) -> Ranking:
     return rank
 
 
+def best_tokens(logits: torch.Tensor, ranking: Ranking, count: int) -> torch.Tensor:
+    """(n, 2, k) int32: ids of the best tokens of each row of logits (n, V), bits of their log-probabilities."""
+    factors = torch.ones(logits.shape[0], 1, device=logits.device)
+    logprobs, ids = ranking(logits, factors, min(count, logits.shape[1]))
+    return torch.stack((ids.int(), logprobs.view(torch.int32)), 1)
+
+
 def choose_head_dtype(dtype: torch.dtype, device: torch.device, num_weights: int) -> torch.dtype:
     """The output head's dtype: bfloat16 for large heads where the CPU computes it natively, else the drafter's.
 

@@ -8,13 +8,23 @@ Shape legend: R new rows, B requests, L columns of the slot table; a graph has a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from paceline.serving.drafters.interface import DraftInputs
-from paceline.serving.target_model.graph_capture import REFINING_RANK, size_ladder
+from paceline.serving.target_model.graph_capture import REFINING_RANK, Staging, size_ladder
+from paceline.serving.target_model.kv_cache import RowTables
 
 MAX_GRAPH_ROWS = 512
 """New rows of a round beyond this are drafted eagerly: launches cost so many rows little."""
+
+
+MAX_GATHERED_BYTES = 2**30
+"""Of contexts that a graph gathers (twice: as they are, and beside the block's own rows): the memory of captured work stays
+taken. Larger batches draft eagerly."""
 
 
 def num_graph_rows(max_requests: int, max_depth: int) -> int:
@@ -101,5 +111,82 @@ class GraphInputs:
             new_token_ids=self._token_ids[:rows],
             new_features=self._features[:rows],
             new_slots=self._slots[:rows],
+            histories=[],
+        )
+
+
+class StagedInputs:
+    """`DraftInputs` that captured work computes from what the host stages: the numbers of one drafter's requests."""
+
+    def __init__(
+        self, staging: Staging, tables: RowTables, features: torch.Tensor | None, *, max_requests: int, max_rows: int,
+        num_slots: int, num_ranks: int,
+    ) -> None:  # fmt: skip
+        """features: (pool rows, m * Dm) of all canonical rows. num_slots, num_ranks: S and R of calibration."""
+        self._tables, self._features, self._max_requests = tables, features, max_requests
+        self._shape = (2, max_requests, num_slots, num_ranks)
+        self._lines, self._starts, self._stops, self._anchors = (staging.reserve(max_requests) for _ in range(4))
+        self._token_ids = staging.reserve(max_rows)
+        self._temperatures = staging.reserve(max_requests, is_float=True)
+        self._kappa = staging.reserve(2 * max_requests * num_slots * num_ranks, is_float=True)
+
+    def stage(
+        self,
+        lines: Sequence[int],
+        starts: Sequence[int],
+        stops: Sequence[int],
+        histories: Sequence[list[int]],
+        temperatures: Sequence[float],
+        kappa: np.ndarray,
+    ) -> None:
+        """Numbers of the next upload.
+
+        Args:
+            lines: (G,) line of each request among the round's.
+            starts, stops: (G,) new rows of each request: those at positions start..stop-1; stop is the anchor's position.
+            histories: (G,) token ids.
+            kappa: (2, G or 1, S, R) corrections.
+        """
+        self._lines.set(lines, self._tables.padding_line)
+        self._starts.set(starts)
+        self._stops.set(stops)
+        bounds = list(zip(histories, starts, stops, strict=True))
+        self._anchors.set([tokens[stop] for tokens, _, stop in bounds])
+        self._token_ids.set([t for tokens, start, stop in bounds for t in tokens[start + 1 : stop + 1]])
+        self._temperatures.set(temperatures)
+        whole = np.zeros(self._shape)
+        whole[:, : len(lines)] = kappa
+        self._kappa.set(whole.reshape(-1))
+
+    def lines(self, num_requests: int) -> torch.Tensor:
+        """(B,) int64, line of each request; that of nobody for padding."""
+        return self._lines.tensor[:num_requests]
+
+    def kappa(self, num_requests: int) -> torch.Tensor:
+        """(2, B, S, R) float32."""
+        return self._kappa.tensor.view(self._shape)[:, :num_requests].float()
+
+    def inputs(self, rows: int, requests: int, width: int, padding_slots: torch.Tensor) -> DraftInputs:
+        """Inputs of these sizes, padded; a part of captured work.  Syncs: none."""
+        starts, stops = self._starts.tensor[:requests], self._stops.tensor[:requests]
+        lines, table = self.lines(requests), self._tables.lines
+        cu_new = pad((stops - starts).cumsum(0), (1, 0))
+        row = torch.arange(rows, device=table.device)
+        owner = torch.searchsorted(cu_new[1:], row, right=True).clamp(max=requests - 1)
+        is_row = row < cu_new[-1]
+        positions = torch.where(is_row, row + (starts - cu_new[:-1])[owner], 0)
+        slots = table[lines[owner], positions]
+        features = None if self._features is None else self._features.index_select(0, torch.where(is_row, slots, 0))
+        return DraftInputs(
+            request_ids=[],
+            context_lens=stops,
+            anchor_token_ids=self._anchors.tensor[:requests],
+            temperatures=self._temperatures.tensor[:requests].float(),
+            slot_table=table[:, :width].index_select(0, lines),
+            cu_new=cu_new,
+            new_positions=positions,
+            new_token_ids=self._token_ids.tensor[:rows],
+            new_features=features,
+            new_slots=torch.where(is_row, slots, padding_slots[:rows]),
             histories=[],
         )

@@ -75,11 +75,6 @@ class Proposal:
     """(F, S - 1, K, K) float32, product tables only (S up to `restart` where that is set): [f, s, i, j] replaces logprobs[f, s + 1, j] below candidate i of
     slot s, in any order of j. Ranks (calibration, widths) are then those among the candidates of one parent."""
 
-    def highest_logprob(self) -> torch.Tensor:
-        """() largest score of any candidate; NaN wins."""
-        own = self.logprobs.max()
-        return own if self.edge_logprobs is None else torch.maximum(own, self.edge_logprobs.max())
-
     def check_form(self) -> None:
         """Raise ValueError when the tensors do not fit each other; reads no values, so it waits for no device."""
         ids, logprobs = self.token_ids, self.logprobs
@@ -100,6 +95,29 @@ class Frontier:
     """(F,) int64, slot of the proposal that the leaf sits in; from `restart` on those of its second chain"""
     token_ids: torch.Tensor  # (F,) int64, the leaf's token
     node: torch.Tensor | None = None  # (F,) int64, row of the proposal; None = `request`, as in the first block
+
+
+class StaticDrafter(Protocol):
+    """A drafter's passes as captured work: no host read, no shape that depends on data.
+
+    Padding rows come behind those of the round, hold zeros and go to `padding_slots`; padding requests have no context.
+    """
+
+    caps: DrafterCaps
+    padding_slots: torch.Tensor
+    """(rows of the largest pass,) int64, where each padding row is written; negative = nowhere."""
+
+    def takes(self, num_requests: int, width: int) -> bool:
+        """Whether a pass over so many requests and columns of the slot table may be captured."""
+
+    def ingest(self, inputs: DraftInputs) -> None:
+        """As `Drafter.ingest`."""
+
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        """As `Drafter.propose`."""
+
+    def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
+        """As `Drafter.expand`, below as many leaves of every request, in the order of requests."""
 
 
 class Drafter(Protocol):

@@ -12,27 +12,20 @@ Source: EAGLE-3 (arXiv 2503.01840).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
+from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.family import DrafterFamily, TrainedDrafter
 from paceline.serving.drafters.forward import ScaleCache
+from paceline.serving.drafters.graph_inputs import num_graph_rows
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafters.native import SPARE_ROWS, supports_native
 from paceline.serving.eagle3.forward import EagleForward
+from paceline.serving.eagle3.levels import Levels, StaticEagle
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
 from paceline.serving.eagle3.native import NativeTree
-from paceline.serving.eagle3.tree import DraftedRows, GatheredTree, StepRows
-
-
-@dataclass(slots=True)
-class _Block:
-    """Where the candidates of a proposal can be re-entered."""
-
-    hidden: torch.Tensor  # (F, S, H), the proposal's
-    depths: torch.Tensor  # (F,) int64, depth of each node: its slot s proposes depth + s + 1
-    seen: torch.Tensor  # (F, S, D), columns that a child of slot s sees
+from paceline.serving.eagle3.tree import DraftedRows, GatheredTree
 
 
 class EagleDrafter(TrainedDrafter):
@@ -65,6 +58,9 @@ class EagleDrafter(TrainedDrafter):
             self.forward.is_native, self.kv_dtype = True, self.forward.target_dtype
             self._native = NativeTree(self.forward, self.kv_dtype)
         self._tree: DraftedRows = self._native or GatheredTree(self.forward, self.caps.max_depth)
+        self._levels = Levels(
+            self.caps, self.forward, self._tree, lambda temps: self._scale_cache.get(temps, self.forward.scales)
+        )
 
     # ---- weights and KV
 
@@ -77,28 +73,38 @@ class EagleDrafter(TrainedDrafter):
     def alloc(self, num_pool_rows: int) -> None:
         super().alloc(num_pool_rows + (0 if self._native is None else SPARE_ROWS))
         self._tree.bind(self.pool, num_pool_rows)
-        self._inputs: DraftInputs | None = None  # of the round
-        self._blocks: list[_Block] = []  # of the round, each below the one before
+        self._num_rows = num_pool_rows
+        self._levels.forget()
+
+    def make_static(self, kernels: Kernels, *, max_requests: int, max_context: int, max_leaves: int = 0) -> StaticEagle:
+        """A round as captured work; before the first request, after `alloc`. max_leaves: of no use here.
+
+        The pool is allocated anew, with spare rows for padding behind those that it has.
+        """
+        assert self._native is None, "compiled drafting has nothing to capture"
+        num_rows, forward = self._num_rows, self.forward
+        forward.use_kernels(kernels)
+        forward.angles(max_context + self.caps.max_depth + 1)  # a larger table would take another's place
+        self.alloc(num_rows + num_graph_rows(max_requests, self.caps.max_depth))
+        tree = GatheredTree(forward, self.caps.max_depth, is_static=True)
+        tree.bind(self.pool, num_rows)
+        self._num_rows = num_rows
+        padding = torch.arange(num_rows, self.pool.shape[0], device=self.device)
+        levels = Levels(self.caps, forward, tree, forward.scales)
+        return StaticEagle(levels, padding, context_row_bytes=self.kv_row_bytes)
 
     # ---- the drafter interface
 
     @torch.no_grad()
     def ingest(self, inputs: DraftInputs) -> None:
         """Write drafter KV for the new rows."""
-        self._tree.ingest(inputs)
-        self._inputs, self._blocks = None, []
+        self._levels.ingest(inputs)
 
     @torch.no_grad()
     def propose(self, inputs: DraftInputs) -> Proposal:
         """Ingest the new rows and draft S tokens at each anchor.  Syncs: one."""
-        self._inputs = inputs
-        hidden, logits = self._tree.open(inputs)
-        self._scales = self._scale_cache.get(inputs.temperatures, self.forward.scales)  # (B, steps)
-        slots = self.forward.heads(logits, self._scales[:, :1])
-        depths = torch.zeros_like(inputs.context_lens)
-        rows = self._tree.rows(torch.arange(depths.numel(), device=self.device))
-        proposal, block = self._unroll(rows, hidden, slots, depths, None)
-        self._blocks = [block]
+        proposal = self._levels.propose(inputs)
+        self.pool = self._tree.pool  # which may have grown
         return proposal
 
     @torch.no_grad()
@@ -107,83 +113,9 @@ class EagleDrafter(TrainedDrafter):
 
         A proposal that was expanded later than this one cannot be expanded any more.  Syncs: one when B > 1.
         """
-        assert self._inputs is inputs, "expand follows propose on the same inputs"
-        at = next((i for i, block in enumerate(self._blocks) if block.hidden is proposal.hidden), None)
-        assert at is not None, "only proposals of this round can be expanded"
-        block = self._blocks[at]
-        self._tree.num_columns = block.seen.shape[2]
-        node = frontier.request if frontier.node is None else frontier.node
-        cell = node if self.caps.num_slots == 1 else node * self.caps.num_slots + frontier.slot
-        rows = self._tree.rows(frontier.request)
-        depths = rows.lay(block.depths.index_select(0, node) + (frontier.slot + 1))
-        seen = torch.cat((rows.lay(block.seen.flatten(0, 1).index_select(0, cell)), rows.own), 1)
-        hidden = rows.lay(block.hidden.flatten(0, 1).index_select(0, cell))
-        hidden, slots = self._step(rows, hidden, rows.lay(frontier.token_ids), depths, seen)
-        result, after = self._unroll(rows, hidden, slots, depths, seen)
-        if rows.place is not None:
-            result.token_ids, result.logprobs = result.token_ids[rows.place], result.logprobs[rows.place]
-            after = _Block(after.hidden[rows.place], after.depths[rows.place], after.seen[rows.place])
-            result.hidden = after.hidden
-        self._blocks = [*self._blocks[: at + 1], after]
+        result = self._levels.expand(inputs, proposal, frontier)
+        self.pool = self._tree.pool
         return result
-
-    # ---- pieces
-
-    def _unroll(
-        self,
-        rows: StepRows,
-        hidden: torch.Tensor,
-        slots: tuple[torch.Tensor, torch.Tensor],
-        depths: torch.Tensor,
-        seen: torch.Tensor | None,
-    ) -> tuple[Proposal, _Block]:
-        """Draft on below the first candidates of slot 0 until there are S slots.
-
-        Args:
-            rows: those that each step adds.
-            hidden: (N, H) that proposed slot 0, with `slots`, its tokens and log-probabilities (N, K).
-            depths: (N,) of the nodes that slot 0 hangs below.
-            seen: (N, D) columns that a child of slot 0 sees; None = there are none.
-        """
-        tree, width, count = self._tree, rows.width, self.config.num_slots - 1
-        if count == 0:
-            seen = rows.own[:, :0] if seen is None else seen
-            block = _Block(hidden[:, None], depths, seen[:, None])
-            one = Proposal(token_ids=slots[0][:, None], logprobs=slots[1][:, None], widths=None, hidden=block.hidden)
-            return one, block
-        first = 0 if seen is None else seen.shape[1]
-        shape = (hidden.shape[0], count + 1, first + count * width)
-        mask = torch.full(shape, tree.visible, dtype=tree.mask_dtype, device=self.device)
-        if seen is not None:
-            mask[:, :, :first] = seen[:, None]
-        mask[:, :, first:] = rows.own.repeat(1, count)[:, None]
-        steps = torch.arange(count + 1, device=self.device)
-        later = (steps[:-1] >= steps[:, None]).repeat_interleave(width, 1)  # (S, count * W): columns of later steps
-        mask[:, :, first:].masked_fill_(later, tree.hidden)
-        every_id, every_logprob, every_hidden = [slots[0]], [slots[1]], [hidden]
-        for step in range(count):
-            visible = None if seen is None else mask[:, step + 1, : first + (step + 1) * width]
-            hidden, slots = self._step(rows, hidden.clone(), slots[0][:, 0], depths + (step + 1), visible)
-            every_id.append(slots[0])
-            every_logprob.append(slots[1])
-            every_hidden.append(hidden)
-        block = _Block(torch.stack(every_hidden, 1), depths, mask)
-        ids, logprobs = torch.stack(every_id, 1), torch.stack(every_logprob, 1)
-        return Proposal(token_ids=ids, logprobs=logprobs, widths=None, hidden=block.hidden), block
-
-    def _step(
-        self,
-        rows: StepRows,
-        hidden: torch.Tensor,
-        token_ids: torch.Tensor,
-        depths: torch.Tensor,
-        seen: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """One forward of drafted tokens, as `DraftedRows.step`: the rows' hidden states and their best candidates."""
-        hidden, logits = self._tree.step(rows, hidden, token_ids, depths, seen)
-        self.pool = self._tree.pool  # which may have grown
-        steps = depths.clamp(max=self.config.num_steps - 1)
-        return hidden, self.forward.heads(logits, self._scales[rows.owner, steps][:, None])
 
 
 FAMILY = DrafterFamily(name=EagleModel.drafter_type, config=EagleConfig, model=EagleModel, drafter=EagleDrafter)

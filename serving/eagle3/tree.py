@@ -99,7 +99,10 @@ class GatheredTree:
 
     visible, hidden = 0.0, float("-inf")  # added to scores
 
-    def __init__(self, forward: EagleForward, max_depth: int) -> None:
+    def __init__(self, forward: EagleForward, max_depth: int, *, is_static: bool = False) -> None:
+        """is_static: no host read and no shape that depends on data; leaves are then as many of every request, in the order
+        of requests, and inputs are padded."""
+        self._is_static = is_static
         self._forward, self._max_depth = forward, max_depth
         self.mask_dtype, self._device = forward.dtype, forward.device
         c = forward.config
@@ -109,13 +112,15 @@ class GatheredTree:
         self.pool, self.num_columns = pool, 0
 
     def ingest(self, inputs: DraftInputs) -> None:
-        self._write_rows(inputs, int(inputs.new_positions.max()) + 1)
+        length = inputs.slot_table.shape[1] if self._is_static else int(inputs.new_positions.max()) + 1
+        self._write_rows(inputs, length)
 
     def open(self, inputs: DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, length, forward = len(inputs.request_ids), int(inputs.context_lens.max()), self._forward
+        batch, forward = inputs.context_lens.numel(), self._forward
+        length = inputs.slot_table.shape[1] if self._is_static else int(inputs.context_lens.max())
         hidden, qkv = self._write_rows(inputs, length)
-        if hidden.shape[0] > batch:  # only the newest row of each request drafts
-            newest = inputs.cu_new[1:] - 1
+        if hidden.shape[0] > batch or self._is_static:  # only the newest row of each request drafts
+            newest = (inputs.cu_new[1:] - 1).clamp(min=0)
             hidden, qkv = hidden.index_select(0, newest), qkv.index_select(0, newest)
         self._newest, self._length, self.num_columns = inputs.context_lens - 1, length, 0
         self._gather(inputs)
@@ -124,8 +129,8 @@ class GatheredTree:
 
     def rows(self, request: torch.Tensor) -> StepRows:
         batch = self._newest.numel()
-        if batch == 1:
-            place, width = None, max(1, request.numel())
+        if batch == 1 or self._is_static:
+            place, width = None, max(1, request.numel() // batch)
         else:
             place, width = leaf_grid(request, batch)
         cells = torch.arange(batch * width, device=self._device)
@@ -163,17 +168,22 @@ class GatheredTree:
 
     def _gather(self, inputs: DraftInputs) -> None:
         """Every request's context, (B, >= L + D, C) with room for tree rows, and what masks its end."""
-        batch, length = len(inputs.request_ids), self._length
+        batch, length = inputs.context_lens.numel(), self._length
         room = length + self._forward.config.num_slots * (1 + _SPARE_LEAVES)
         self._kv = torch.empty(batch, room, self._kv_width, dtype=self._forward.dtype, device=self._device)
         table = inputs.slot_table[:, :length]
         self._context_bias = torch.zeros(batch, 1, length, dtype=self._forward.dtype, device=self._device)
-        if batch > 1:  # entries past a context are undefined
+        if self._is_padded:  # entries past a context are undefined
             present = torch.arange(length, device=self._device) < inputs.context_lens[:, None]
             self._context_bias.masked_fill_(~present[:, None], float("-inf"))
             table = table * present
         rows = self.pool.index_select(0, table.reshape(-1).clamp(0, self.pool.shape[0] - 1))
         self._kv[:, :length] = rows.view(batch, length, -1)
+
+    @property
+    def _is_padded(self) -> bool:
+        """Whether some request has less than `_length` rows."""
+        return self._is_static or self._newest.numel() > 1
 
     def _columns(self, count: int) -> torch.Tensor:
         """Room for `count` more tree rows of each request, (B, count, C)."""
@@ -195,7 +205,7 @@ class GatheredTree:
         bias: torch.Tensor | None = None
         if tree_bias is not None:
             bias = torch.cat((self._context_bias.expand(-1, width, -1), tree_bias), 2).repeat(1, groups, 1)[:, None]
-        elif batch > 1:
+        elif self._is_padded:
             bias = F.pad(self._context_bias, (0, self.num_columns)).expand(-1, groups * width, -1)[:, None]
         out = F.scaled_dot_product_attention(q, kv[0], kv[1], bias, scale=1.0)
         out = out.view(batch, c.num_kv_heads, groups, width, c.head_dim)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +23,12 @@ from paceline.serving.budget.stats import DraftKey
 from paceline.serving.drafters.interface import Drafter, DraftInputs
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.drafters.text import TextDrafter
+from paceline.serving.engine.graphed import GraphedRounds, RoundResult
 from paceline.serving.engine.output import RoundOutput, round_logprobs
+from paceline.serving.engine.prefill import PromptRows
 from paceline.serving.engine.running import RunningRequest, cut_tokens
 from paceline.serving.engine.scheduler import Scheduler
-from paceline.serving.loading.graphs import GraphedTarget
+from paceline.serving.loading.graphs import EngineGraphs
 from paceline.serving.sampling.draw import SamplingBatch
 from paceline.serving.target_model.device import open_span, upload
 from paceline.serving.target_model.kv_cache import KVPool
@@ -34,7 +36,7 @@ from paceline.serving.target_model.model import TargetBatch, TargetModel, Target
 from paceline.serving.trees.policy import TreePolicy
 from paceline.serving.trees.propose import DraftGroup, RoundDraft
 from paceline.serving.trees.tree import TreeBatch
-from paceline.serving.trees.verify import AcceptPlan, accept, verify
+from paceline.serving.trees.verify import accept, verify
 
 
 class RoundRows:
@@ -165,6 +167,11 @@ def mark_ingested(requests: list[RunningRequest], stops: list[int] | None = None
         r.drafted_len = r.context_len if stops is None else stops[i]
 
 
+def is_behind(requests: list[RunningRequest]) -> bool:
+    """Whether the backlog of any is longer than a usual round leaves."""
+    return max(r.context_len - r.drafted_len for r in requests) > MAX_BACKLOG_ROWS
+
+
 def catch_up(
     drafter: Drafter,
     requests: list[RunningRequest],
@@ -178,11 +185,21 @@ def catch_up(
     Without it a proposal's time would not be that of a typical round, and the rows of one drafter call would be
     unbounded. Returns how many rows it took.
     """
-    if max(r.context_len - r.drafted_len for r in requests) <= MAX_BACKLOG_ROWS:
+    if not is_behind(requests):
         return 0
     num_done = 0
+    for rows, stops in backlog_chunks(requests, chunk_rows):
+        own, index = [requests[i] for i in rows], upload(rows, slot_table.device)
+        num_done += sum(stops) - sum(r.drafted_len for r in own)
+        drafter.ingest(draft_inputs(own, slot_table[index], temperatures[index], features, stops))
+        mark_ingested(own, stops)
+    return num_done
+
+
+def backlog_chunks(requests: list[RunningRequest], chunk_rows: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Requests and where the next rows of each end, chunk after chunk; whoever asks for the next has taken the last in."""
     while True:
-        budget, rows, stops = chunk_rows, [], []
+        budget, rows, stops = chunk_rows, list[int](), list[int]()
         for i, r in enumerate(requests):
             num_rows = max(0, min(budget, r.context_len - 1 - r.drafted_len))
             if num_rows:  # the others would be padded to it
@@ -190,11 +207,8 @@ def catch_up(
                 rows.append(i)
                 stops.append(r.drafted_len + num_rows)
         if not rows:
-            return num_done
-        num_done += chunk_rows - budget
-        own, index = [requests[i] for i in rows], upload(rows, slot_table.device)
-        drafter.ingest(draft_inputs(own, slot_table[index], temperatures[index], features, stops))
-        mark_ingested(own, stops)
+            return
+        yield rows, stops
 
 
 @dataclass(slots=True)
@@ -208,12 +222,15 @@ class _Batch:
     versions: list[str]
     """Drafter version of each request, '' for those that are not drafted for."""
     sampling: SamplingBatch
-    temperatures: torch.Tensor  # (B,) float32
+    """On the host, where captured work gets its numbers from."""
     keys: list[DraftKey | None]
     slots: list[str | None]
     num_failures: int
     table: torch.Tensor | None = None  # (B, widest row capacity) int64
     generation: int = -1  # of the scheduler when `table` was built
+    device_sampling: SamplingBatch | None = None
+    """`sampling` on the device, once a round has needed it there."""
+    staged: int = -1  # of the scheduler when captured work was told of the row tables
 
 
 class DecodeRunner:
@@ -230,12 +247,13 @@ class DecodeRunner:
         *,
         chunk_rows: int,
         timer: Callable[[], float] = time.perf_counter,
-        graphs: GraphedTarget | None = None,
+        graphs: EngineGraphs | None = None,
     ) -> None:
-        """graphs: verify forwards and acceptance by graph; None = eagerly."""
+        """graphs: rounds by graph where they fit, verify forwards where not; None = eagerly."""
         self._target = target
-        self._graphs = graphs
-        self._accept = functools.partial(accept, kernels=target.kernels) if graphs is None else graphs.accept
+        self._forward = target.forward if graphs is None else graphs.target.forward
+        self._graphed = None if graphs is None else GraphedRounds(graphs, policy, timer)
+        self._accept = functools.partial(accept, kernels=target.kernels)
         self._kv = kv
         self._scheduler = scheduler
         self._slots = slots
@@ -255,7 +273,7 @@ class DecodeRunner:
         """Seconds that all rounds together spent inside drafters, building trees, in the verify forward, accepting,
         copying rows, and in everything else."""
 
-    def run(self, requests: list[RunningRequest], prompts: TargetBatch | None = None) -> TargetOutput | None:
+    def run(self, requests: list[RunningRequest], prompts: PromptRows | None = None) -> TargetOutput | None:
         """One round for all running requests; every one of them emits at least one token.
 
         Args:
@@ -265,13 +283,59 @@ class DecodeRunner:
         """
         start = self._timer()
         batch = self._prepare(requests)
-        table = batch.table
-        assert table is not None
+        keys, by_slot = self._wanted(batch)
+        found = None
+        if self._graphed is not None:
+            found = self._run_graphed(self._graphed, batch, keys, by_slot, prompts)
+        if found is None:
+            found = self._run_eagerly(batch, keys, by_slot, prompts)
+        draft, model_s, verify_s = found.draft, found.draft.model_s + self._catch_up_s, found.verify_s
+        self.num_rows = draft.tree.token_ids.numel()
+        if prompts is not None:
+            prompt_s = verify_s * prompts.num_rows / (prompts.num_rows + self.num_rows)
+            verify_s -= prompt_s
+            start += prompt_s
+        self._finish_round(batch, found, start, model_s, verify_s)
+        part_s = self.part_s
+        build_s = draft.draft_s - draft.model_s
+        part_s["draft"] += model_s
+        part_s["build"] += build_s
+        part_s["verify"] += verify_s
+        part_s["accept"] += found.accept_s
+        part_s["host"] += self._timer() - start - model_s - build_s - verify_s - found.accept_s - self._commit_s
+        return found.prompt_out
+
+    def _run_graphed(
+        self,
+        graphed: GraphedRounds,
+        batch: _Batch,
+        keys: list[DraftKey | None],
+        by_slot: dict[str, list[int]],
+        prompts: PromptRows | None,
+    ) -> RoundResult | None:
+        requests, groups = batch.requests, []
+        for slot, rows in by_slot.items():
+            drafter = self._slots.drafter(slot)
+            if drafter is None or not self._has_caught_up(batch, slot, rows):
+                return None
+            groups.append((drafter, rows))
+        found = graphed.run(
+            requests, batch.sampling, groups, keys, prompts, has_new_rows=batch.staged != self._scheduler.generation
+        )
+        if found is None:
+            return None
+        batch.staged = self._scheduler.generation
+        self._note_drafted(batch, found.draft, list(by_slot), list(by_slot.values()))
+        return found
+
+    def _run_eagerly(
+        self, batch: _Batch, keys: list[DraftKey | None], by_slot: dict[str, list[int]], prompts: PromptRows | None
+    ) -> RoundResult:
+        requests, table = batch.requests, self._table(batch)
         context_lens = upload([r.context_len for r in requests], self._target.device)
         num_keys = max(r.context_len for r in requests)
-        draft = self._draft(batch, table[:, :num_keys])
-        tree, model_s = draft.tree, draft.model_s + self._catch_up_s
-        self.num_rows = tree.token_ids.numel()
+        draft = self._draft(batch, keys, by_slot, table[:, :num_keys])
+        tree = draft.tree
 
         verify_start = self._timer()
         span = open_span(self._target.device)
@@ -292,34 +356,22 @@ class DecodeRunner:
         )
         prompt_out = None
         if prompts is None:
-            out = (self._graphs or self._target).forward(rows, self._kv)
+            out = self._forward(rows, self._kv)
         else:
-            out, prompt_out = forward_together(self._target, self._kv, rows, prompts)
+            out, prompt_out = forward_together(self._target, self._kv, rows, prompts.batch(self._target.device))
         verify_s = self._timer() - verify_start
         if span is not None:
             span.close()
-        plan = verify(tree, out.logits, batch.sampling, context_lens, self._accept)
+        plan = verify(tree, out.logits, self._sampling(batch), context_lens, self._accept)
         if span is not None:
             plan.on_host()  # the wait for the device; the host's clock saw only the launches
             verify_s = span.seconds()
         accept_s = self._timer() - verify_start - verify_s
-        if prompts is not None:
-            prompt_s = verify_s * prompts.token_ids.numel() / (prompts.token_ids.numel() + self.num_rows)
-            verify_s -= prompt_s
-            start += prompt_s
-        self._finish_round(batch, draft, plan, out, start, model_s, verify_s)
-        part_s = self.part_s
-        build_s = draft.draft_s - draft.model_s
-        part_s["draft"] += model_s
-        part_s["build"] += build_s
-        part_s["verify"] += verify_s
-        part_s["accept"] += accept_s
-        part_s["host"] += self._timer() - start - model_s - build_s - verify_s - accept_s - self._commit_s
-        return prompt_out
+        return RoundResult(draft, plan, out, verify_s, accept_s, is_committed=False, prompt_out=prompt_out)
 
     # ---- draft --------------------------------------------------------------------------------------------------
     def _prepare(self, requests: list[RunningRequest]) -> _Batch:
-        batch, device = self._batch, self._target.device
+        batch = self._batch
         if batch is None or batch.requests != requests or batch.num_failures != self._slots.num_failures:
             params = [r.request.params for r in requests]
             slots = [r.slot if self._can_draft(r.slot) else None for r in requests]
@@ -333,10 +385,8 @@ class DecodeRunner:
                     params,
                     [r.seed for r in requests],
                     [r.counts for r in requests],
-                    device,
-                    [r.grammar for r in requests],
+                    grammars=[r.grammar for r in requests],
                 ),
-                temperatures=torch.tensor([p.temperature for p in params], device=device),
                 keys=[
                     (r.version, r.request.bucket, r.is_greedy) if slot is not None else None
                     for r, slot in zip(requests, slots, strict=True)
@@ -344,23 +394,33 @@ class DecodeRunner:
                 slots=slots,
                 num_failures=self._slots.num_failures,
             )
+        return batch
+
+    def _table(self, batch: _Batch) -> torch.Tensor:
+        """(B, widest row capacity) int64, pool row of each position, on the device."""
         if batch.table is None or batch.generation != self._scheduler.generation:
-            batch.generation = self._scheduler.generation
+            batch.generation, requests = self._scheduler.generation, batch.requests
             if len(requests) == 1:
                 table = requests[0].rows[None]  # type: ignore[index]
             else:
                 table = torch.zeros(len(requests), max(r.row_capacity for r in requests), dtype=torch.int64)
                 for line, r in zip(table.numpy(), requests, strict=True):
                     line[: r.row_capacity] = r.rows  # type: ignore[assignment]
-            batch.table = table.to(device)
-        return batch
+            batch.table = table.to(self._target.device)
+        return batch.table
+
+    def _sampling(self, batch: _Batch) -> SamplingBatch:
+        """Sampling settings on the device."""
+        if batch.device_sampling is None:
+            batch.device_sampling = batch.sampling.to(self._target.device)
+        return batch.device_sampling
 
     def _can_draft(self, slot: str | None) -> bool:
         drafter = self._slots.drafter(slot)
         return drafter is not None and drafter.caps.num_slots > 0
 
-    def _draft(self, batch: _Batch, table: torch.Tensor) -> RoundDraft:
-        """Draft for the requests that the policy wants drafted, after the backlogs that no typical round has."""
+    def _wanted(self, batch: _Batch) -> tuple[list[DraftKey | None], dict[str, list[int]]]:
+        """The round's keys, and the requests that the policy wants drafted, by slot."""
         requests = batch.requests
         context_rows = sum(r.context_len for r in requests)
         # With one token left there is nothing to gain from a draft.
@@ -373,23 +433,33 @@ class DecodeRunner:
         for i, is_wanted in enumerate(wants):
             if is_wanted and self._may_draft(requests[i], batch.slots[i]):  # type: ignore[arg-type]
                 by_slot.setdefault(batch.slots[i], []).append(i)  # type: ignore[arg-type]
-        groups, group_slots = [], []
         self._catch_up_s, self._num_catch_up_rows = 0.0, 0
+        return keys, by_slot
+
+    def _draft(
+        self, batch: _Batch, keys: list[DraftKey | None], by_slot: dict[str, list[int]], table: torch.Tensor
+    ) -> RoundDraft:
+        """Draft for the wanted requests, after the backlogs that no typical round has."""
+        requests, groups, group_slots = batch.requests, [], []
         for slot, rows in by_slot.items():
             group = self._group(batch, slot, rows, table) if self._slots.drafter(slot) is not None else None
             if group is not None:
                 groups.append(group)
                 group_slots.append(slot)
         anchors = upload([r.tokens[r.context_len] for r in requests], table.device)
-        draft = self._policy.draft(groups, keys, anchors, context_rows)
+        draft = self._policy.draft(groups, keys, anchors, sum(r.context_len for r in requests))
         draft.longest_context = max(r.context_len for r in requests)
-        for i, (slot, group) in enumerate(zip(group_slots, groups, strict=True)):
+        self._note_drafted(batch, draft, group_slots, [group.rows for group in groups])
+        return draft
+
+    def _note_drafted(self, batch: _Batch, draft: RoundDraft, slots: list[str], rows: list[list[int]]) -> None:
+        """Mark what drafters have taken in, and those that failed; rows: of each group."""
+        for i, (slot, own) in enumerate(zip(slots, rows, strict=True)):
             reason = draft.failures.get(i)
             if reason is not None:
                 self._slots.mark_failed(slot, reason)
-            elif draft.is_drafted[group.rows[0]]:
-                mark_ingested([requests[row] for row in group.rows])
-        return draft
+            elif draft.is_drafted[own[0]]:
+                mark_ingested([batch.requests[row] for row in own])
 
     def _may_draft(self, request: RunningRequest, slot: str) -> bool:
         """False where a text drafter knows beforehand that nothing will come of it: such a round costs what a plain one does."""
@@ -415,38 +485,53 @@ class DecodeRunner:
         assert drafter is not None
         drafter = self._policy.mixed(drafter)
         requests = [batch.requests[i] for i in rows]
-        temperatures = batch.temperatures
+        temperatures = self._sampling(batch).temperatures
+        if not self._has_caught_up(batch, slot, rows):
+            return None
         if len(rows) < len(batch.requests):
             index = upload(rows, table.device)
             table, temperatures = table[index], temperatures[index]
         features = self._kv.features if drafter.caps.needs_features else None
-        if drafter.caps.needs_features and features is None:
-            self._slots.mark_failed(slot, "it needs tapped hidden states, which this engine does not keep")
-            return None
-        start = self._timer()
-        try:
-            num_rows = catch_up(drafter, requests, table, temperatures, features, self._chunk_rows)
-            if num_rows:
-                self._catch_up_s += self._timer() - start
-                self._num_catch_up_rows += num_rows
-        except Exception as e:  # a broken drafter costs speed, never a request
-            self._slots.mark_failed(slot, f"ingest raised {type(e).__name__}: {e}")
-            return None
         inputs = draft_inputs(requests, table, temperatures, features)
         return DraftGroup(drafter=drafter, inputs=inputs, rows=rows)
 
+    def _has_caught_up(self, batch: _Batch, slot: str, rows: list[int]) -> bool:
+        """Bring a slot's drafter to a usual round's backlog; False when it fails on the way."""
+        drafter = self._slots.drafter(slot)
+        assert drafter is not None
+        drafter, requests = self._policy.mixed(drafter), [batch.requests[i] for i in rows]
+        features = self._kv.features if drafter.caps.needs_features else None
+        if drafter.caps.needs_features and features is None:
+            self._slots.mark_failed(slot, "it needs tapped hidden states, which this engine does not keep")
+            return False
+        if not is_behind(requests):
+            return True
+        start, longest = self._timer(), max(r.context_len for r in requests)
+        chunk_rows = self._graphed.ingest_rows(drafter, rows, longest) if self._graphed is not None else 0
+        try:
+            if self._graphed is not None and chunk_rows:
+                for chosen, stops in backlog_chunks(requests, min(chunk_rows, self._chunk_rows)):
+                    own = [requests[i] for i in chosen]
+                    self._num_catch_up_rows += sum(stops) - sum(r.drafted_len for r in own)
+                    self._graphed.ingest(drafter, batch.requests, [rows[i] for i in chosen], stops)
+                    mark_ingested(own, stops)
+            else:
+                index, table = upload(rows, self._target.device), self._table(batch)
+                width = max(r.context_len for r in batch.requests)
+                self._num_catch_up_rows += catch_up(
+                    drafter, requests, table[index, :width], self._sampling(batch).temperatures[index], features,
+                    self._chunk_rows,
+                )  # fmt: skip
+        except Exception as e:  # a broken drafter costs speed, never a request
+            self._slots.mark_failed(slot, f"ingest raised {type(e).__name__}: {e}")
+            return False
+        self._catch_up_s += self._timer() - start
+        return True
+
     # ---- after the verify forward -------------------------------------------------------------------------------
-    def _finish_round(
-        self,
-        batch: _Batch,
-        draft: RoundDraft,
-        plan: AcceptPlan,
-        out: TargetOutput,
-        start: float,
-        model_s: float,
-        verify_s: float,
-    ) -> None:
-        requests, tree = batch.requests, draft.tree
+    def _finish_round(self, batch: _Batch, found: RoundResult, start: float, model_s: float, verify_s: float) -> None:
+        requests, draft, plan, out = batch.requests, found.draft, found.plan, found.out
+        tree = draft.tree
         paths = plan.on_host()
         accepted_tokens = plan.accepted_tokens(tree)
         rows: list[list[int]] = []
@@ -465,13 +550,15 @@ class DecodeRunner:
             rows.append(path[: len(new)])
             ends.append((reason, match))
         commit_start = self._timer()
-        self._rows.commit(requests, rows, out.features)
+        if not found.is_committed:
+            self._rows.commit(requests, rows, out.features)
         self._commit_s = self._timer() - commit_start
         self.part_s["commit"] += self._commit_s
         logprobs = round_logprobs(requests, out.logits, rows, tokens)
         if self._output.traces is not None:
             self._output.traces.deliver()
-            self._output.traces.add(requests, rows, out.logits)
+            rank = self._graphed.best_tokens if self._graphed is not None and found.is_committed else None
+            self._output.traces.add(requests, rows, out.logits, rank)
 
         num_drafted, num_requests = sum(draft.is_drafted), len(requests)
         draft_ms = [model_s * 1e3 / num_drafted if is_drafted else 0.0 for is_drafted in draft.is_drafted]

@@ -175,10 +175,13 @@ class Engine:
         graph_backend = graph_backend or default_backend(target, config)
         self.graphs: EngineGraphs | None = None
         if graph_backend is not None:
-            self.graphs = EngineGraphs(graph_backend, target, self.kv, slots, config, self.max_context_tokens)
+            self.graphs = EngineGraphs(
+                graph_backend, target, self.kv, slots, config, self.max_context_tokens, self.policy,
+                num_traced=0 if self.output.traces is None else trace_topk,
+            )  # fmt: skip
         self._decode = DecodeRunner(
             target, self.kv, self.scheduler, slots, self.policy, self.output,
-            chunk_rows=config.prefill_chunk_tokens, timer=timer, graphs=self.graphs.target if self.graphs else None,
+            chunk_rows=config.prefill_chunk_tokens, timer=timer, graphs=self.graphs,
         )  # fmt: skip
         self._token_text = TokenText(target.tokenizer)
         self.grammars = GrammarFactory(target.tokenizer, target.vocab_size, target.eos_token_ids)
@@ -296,7 +299,7 @@ class Engine:
         chunks = scheduler.prefill_chunks(self._decode.num_rows if has_decoding else 0)
         if batch and chunks:
             prompts = self._prefill.pack(chunks)
-            out = self._decode.run(batch, prompts.batch)
+            out = self._decode.run(batch, prompts)
             assert out is not None
             self._prefill.finish(prompts, out)
             return True
@@ -336,7 +339,11 @@ class Engine:
         probe.calibrate_verify(self.policy, self.config.max_running)
         if drafter is not None:
             try:
-                probe.calibrate_draft(self.policy, self.policy.mixed(drafter), self.config.max_running)
+                mixed, graphs = (
+                    self.policy.mixed(drafter),
+                    None if self.graphs is None else self.graphs.drafting(drafter),
+                )
+                probe.calibrate_draft(self.policy, mixed, self.config.max_running, graphs)
             except Exception as e:  # a broken drafter costs speed, never the engine
                 self.slots.mark_failed(slot, f"calibration raised {type(e).__name__}: {e}")
 

@@ -76,10 +76,41 @@ class PromptRows:
     """The prompt rows of one round, packed."""
 
     chunks: list[tuple[RunningRequest, int]]
-    batch: TargetBatch
+    logit_rows: list[int]
     drawing: list[RunningRequest]  # whose prompt is complete after this forward
     draw_at: list[int]  # (D,) their rows of logits
     scoring: list[tuple[RunningRequest, int, int]]  # (request, its first row of logits, their number)
+
+    out_rows: torch.Tensor | None = None
+    """(N,) int64 pool rows on the device, once `batch` was asked for."""
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return sum(num for _, num in self.chunks)
+
+    def batch(self, device: torch.device) -> TargetBatch:
+        """The rows for an eager forward."""
+        token_ids, positions, offsets = list[int](), list[int](), [0]
+        table = torch.zeros(len(self.chunks), max(r.context_len for r, _ in self.chunks), dtype=torch.int64)
+        for i, (request, num_rows) in enumerate(self.chunks):
+            start, stop = request.context_len, request.context_len + num_rows
+            token_ids += request.tokens[start:stop]
+            positions += range(start, stop)
+            offsets.append(len(token_ids))
+            table[i, :start] = request.rows[:start]  # type: ignore[index]
+        out_rows = [r.rows[r.context_len : r.context_len + num] for r, num in self.chunks]  # type: ignore[index]
+        self.out_rows = torch.cat(out_rows).to(device)
+        return TargetBatch(
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            cu_rows=torch.tensor(offsets, device=device),
+            context_lens=torch.tensor([r.context_len for r, _ in self.chunks], device=device),
+            slot_table=table.to(device),
+            out_rows=self.out_rows,
+            ancestors=None,
+            logit_rows=torch.tensor(self.logit_rows, dtype=torch.int64, device=device),
+        )
 
 
 class PrefillRunner:
@@ -95,57 +126,35 @@ class PrefillRunner:
     def run(self, chunks: list[tuple[RunningRequest, int]]) -> None:
         """Prefill the next rows of each request; requests whose rows are complete start running (or end)."""
         rows = self.pack(chunks)
-        self.finish(rows, self._target.forward(rows.batch, self._kv))
+        self.finish(rows, self._target.forward(rows.batch(self._target.device), self._kv))
 
     def pack(self, chunks: list[tuple[RunningRequest, int]]) -> PromptRows:
         """Lay out the next rows of each request for a forward. Mutates nothing."""
-        device = self._target.device
         chunks = bound_chunks(chunks, self._target.vocab_size)
-        token_ids: list[int] = []
-        positions: list[int] = []
-        offsets = [0]
-        out_rows: list[torch.Tensor] = []
-        logit_rows: list[int] = []
+        num_rows, logit_rows = 0, list[int]()
         drawing: list[RunningRequest] = []
         draw_at: list[int] = []
         scoring: list[tuple[RunningRequest, int, int]] = []  # (request, its first row of logits, their number)
-        for request, num_rows in chunks:
-            start, stop = request.context_len, request.context_len + num_rows
+        for request, num in chunks:
+            start, stop = request.context_len, request.context_len + num
             assert request.rows is not None
-            token_ids += request.tokens[start:stop]
-            positions += range(start, stop)
-            out_rows.append(request.rows[start:stop])
-            offsets.append(len(token_ids))
-            if num := num_scores(request, stop):
-                first = offsets[-2] + first_score_position(request) - start
-                assert first >= offsets[-2], "a row that scores a prompt token was not computed"
-                scoring.append((request, len(logit_rows), num))
-                logit_rows += range(first, first + num)
+            if num_scored := num_scores(request, stop):
+                first = num_rows + first_score_position(request) - start
+                assert first >= num_rows, "a row that scores a prompt token was not computed"
+                scoring.append((request, len(logit_rows), num_scored))
+                logit_rows += range(first, first + num_scored)
+            num_rows += num
             if stop == len(request.tokens):  # no output yet, so the last row's logits are the first token's
                 draw_at.append(len(logit_rows))
-                logit_rows.append(len(token_ids) - 1)
+                logit_rows.append(num_rows - 1)
                 drawing.append(request)
-        longest = max(r.context_len for r, _ in chunks)
-        table = torch.zeros(len(chunks), longest, dtype=torch.int64)
-        for i, (request, _) in enumerate(chunks):
-            table[i, : request.context_len] = request.rows[: request.context_len]  # type: ignore[index]
-        batch = TargetBatch(
-            token_ids=torch.tensor(token_ids, device=device),
-            positions=torch.tensor(positions, device=device),
-            cu_rows=torch.tensor(offsets, device=device),
-            context_lens=torch.tensor([r.context_len for r, _ in chunks], device=device),
-            slot_table=table.to(device),
-            out_rows=torch.cat(out_rows).to(device),
-            ancestors=None,
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
-        )
-        return PromptRows(chunks=chunks, batch=batch, drawing=drawing, draw_at=draw_at, scoring=scoring)
+        return PromptRows(chunks=chunks, logit_rows=logit_rows, drawing=drawing, draw_at=draw_at, scoring=scoring)
 
     def finish(self, rows: PromptRows, out: TargetOutput) -> None:
         """Take the forward's output; requests whose rows are complete start running (or end)."""
-        self.num_rows += rows.batch.token_ids.numel()
-        if out.features is not None and self._kv.features is not None:
-            self._kv.features.index_copy_(0, rows.batch.out_rows, out.features)
+        self.num_rows += rows.num_rows
+        if out.features is not None and self._kv.features is not None and rows.out_rows is not None:
+            self._kv.features.index_copy_(0, rows.out_rows, out.features)
         for request, num_rows in rows.chunks:
             request.context_len += num_rows
             self._scheduler.publish(request)

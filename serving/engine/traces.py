@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from paceline.serving.drafters.forward import Ranking
+from paceline.serving.drafters.forward import Ranking, best_tokens
 from paceline.serving.engine.running import RunningRequest, TraceRows
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.target_model.device import upload
@@ -75,11 +75,29 @@ class TraceCollector:
         except Exception:
             self._note_error("choosing a request to trace")
 
-    def add(self, requests: list[RunningRequest], rows: list[list[int]], logits: torch.Tensor) -> None:
-        """Take the rows of logits (N, V) from which the traced ones of these requests drew their newest tokens.  Syncs: none."""
+    def add(
+        self,
+        requests: list[RunningRequest],
+        rows: list[list[int]],
+        logits: torch.Tensor,
+        rank: Callable[[list[int]], torch.Tensor | None] | None = None,
+    ) -> None:
+        """Take the rows of logits (N, V) from which the traced ones of these requests drew their newest tokens.
+
+        rank: the best tokens of some rows by a graph, as `best_tokens` on the host; it may have none.  Syncs: none.
+        """
         traced = [(r, own) for r, own in zip(requests, rows, strict=True) if r.trace is not None]
         index = [row for _, own in traced for row in own]
         if not index:
+            return
+        try:
+            best = None if rank is None else rank(index)
+            if best is not None:
+                self._rank()  # what came before
+                self._hand_out(best, [(r, len(own)) for r, own in traced])
+                return
+        except Exception:
+            self._drop("ranking a trace")
             return
         self._owners += [(r, len(own)) for r, own in traced]
         self._num_elements += len(index) * logits.shape[1]
@@ -154,10 +172,18 @@ class TraceCollector:
         if not self._logits:
             return
         logits = self._logits[0] if len(self._logits) == 1 else torch.cat(self._logits)
-        found = [self._best(part) for part in logits.split(max(1, _MAX_ELEMENTS // logits.shape[1]))]
+        found = [
+            best_tokens(part, self.ranking, self._topk)
+            for part in logits.split(max(1, _MAX_ELEMENTS // logits.shape[1]))
+        ]
         best = found[0] if len(found) == 1 else torch.cat(found)
-        rows, at = best.to("cpu", non_blocking=True).numpy(), 0
-        for request, count in self._owners:
+        self._hand_out(best.to("cpu", non_blocking=True), self._owners)
+        self._clear()
+
+    def _hand_out(self, best: torch.Tensor, owners: list[tuple[RunningRequest, int]]) -> None:
+        """Give every request its rows of (n, 2, k) int32."""
+        rows, at = best.numpy(), 0
+        for request, count in owners:
             trace = request.trace
             if trace is not None:
                 if len(trace.parts) >= _MAX_PARTS:  # all of them arrived before this round's tokens were read
@@ -165,13 +191,6 @@ class TraceCollector:
                     trace.parts, trace.bounds = [joined], [0, len(joined)]
                 trace.append(rows, at, at + count)
             at += count
-        self._clear()
-
-    def _best(self, logits: torch.Tensor) -> torch.Tensor:
-        """(n, 2, k) int32: ids of each row's best tokens, bits of their log-probabilities."""
-        factors = torch.ones(logits.shape[0], 1, device=logits.device)
-        logprobs, ids = self.ranking(logits, factors, min(self._topk, logits.shape[1]))
-        return torch.stack((ids.int(), logprobs.view(torch.int32)), 1)
 
     def _drop(self, what: str) -> None:
         lost = {id(request): request for request, _ in self._owners if request.trace is not None}

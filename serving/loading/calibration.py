@@ -7,6 +7,7 @@ Shape legend: B requests, N packed rows, L context rows.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from paceline.serving.drafters.interface import Drafter, DraftInputs, Frontier
 from paceline.serving.target_model.graph_capture import CaptureJob, GraphBackend, size_ladder
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel, TargetOutput
+from paceline.serving.trees.draft_graphs import DraftGraphs
 from paceline.serving.trees.policy import TreePolicy, plain_round
 from paceline.serving.trees.propose import DraftGroup
 from paceline.serving.trees.verify import accept_rows
@@ -33,6 +35,8 @@ _CONTEXT = 64
 _DEPTH = 8
 _PADDED_REQUESTS, _EVEN_ROWS, _PADDING_REPEATS = 8, 9, 6
 """Of the rounds that tell what padding costs."""
+_NUM_NEW = 2
+"""New rows of a request in a usual round."""
 _NUM_REQUESTS = 2
 """Of a round that only compiles: no kernel is compiled for a number of requests."""
 
@@ -118,18 +122,25 @@ class EngineProbe:
         pair_s = max(wide - near, 0.0) / (pairs[2] - pairs[1])
         return max(near - alike - pair_s * pairs[1], 0.0), pair_s
 
-    def calibrate_draft(self, policy: TreePolicy, drafter: Drafter, max_requests: int) -> None:
-        """Measure the priors of the policy's drafting costs; passes on what the drafter raises."""
+    def calibrate_draft(
+        self, policy: TreePolicy, drafter: Drafter, max_requests: int, graphs: DraftGraphs | None = None
+    ) -> None:
+        """Measure the priors of the policy's drafting costs; passes on what the drafter raises.
+
+        graphs: by which whole rounds are drafted; None = call by call.
+        """
         if drafter.caps.num_slots == 0:
             return
         budget, max_requests = policy.budget, min(max_requests, MAX_REQUESTS)
-        budget.costs.draft.calibrate(lambda n: self.draft(drafter, n, 0), max_size=max_requests)
+        budget.costs.draft.calibrate(lambda n: self.draft(drafter, n, 0, graphs), max_size=max_requests)
         num_rows = min(256, self._kv.scratch_start)
         self.ingest(drafter, num_rows)  # warm-up
         budget.costs.ingest_row_s = self.ingest(drafter, num_rows) / num_rows
         frontier = policy.config.max_frontier
         if drafter.caps.is_reentrant and frontier > 0:
-            budget.costs.expand.calibrate(lambda n: self.draft(drafter, -(-n // frontier), n), max_size=max_requests)
+            budget.costs.expand.calibrate(
+                lambda n: self.draft(drafter, -(-n // frontier), n, graphs), max_size=max_requests
+            )
 
     def verify(self, num_rows: int, num_requests: int, widest: int | None = None) -> float:
         """Seconds of one forward over num_rows scratch rows of so many requests. widest: rows of the first of them, the
@@ -156,8 +167,14 @@ class EngineProbe:
         )
         return self._timed(lambda: self._forward(batch, self._kv))
 
-    def draft(self, drafter: Drafter, num_requests: int, num_leaves: int) -> float:
+    def draft(self, drafter: Drafter, num_requests: int, num_leaves: int, graphs: DraftGraphs | None = None) -> float:
         """Seconds of a first block for so many requests, or, with num_leaves > 0, of the second block at the leaves."""
+        if graphs is not None and graphs.rehearse(num_requests, _NUM_NEW, is_expanded=num_leaves > 0):
+            first_s, whole_s = (
+                self._timed(functools.partial(graphs.rehearse, num_requests, _NUM_NEW, is_expanded=is_expanded))
+                for is_expanded in (False, num_leaves > 0)
+            )
+            return max(whole_s - first_s, 0.0) if num_leaves > 0 else whole_s
         inputs = self._inputs(drafter, num_requests)
         try:
             if num_leaves == 0:
@@ -182,7 +199,9 @@ class EngineProbe:
         finally:
             drafter.release(inputs.request_ids[0])
 
-    def _inputs(self, drafter: Drafter, num_requests: int, *, num_new: int = 2, length: int = _CONTEXT) -> DraftInputs:
+    def _inputs(
+        self, drafter: Drafter, num_requests: int, *, num_new: int = _NUM_NEW, length: int = _CONTEXT
+    ) -> DraftInputs:
         """Requests of a short context that all lie on the same pool rows; the last num_new rows of each are new."""
         device = self._device
         length = min(length, self._kv.scratch_start)

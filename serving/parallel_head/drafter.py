@@ -17,11 +17,12 @@ from paceline.errors import DrafterMismatchError
 from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.family import DrafterFamily, TrainedDrafter
 from paceline.serving.drafters.forward import ScaleCache
-from paceline.serving.drafters.graph_inputs import GraphInputs, num_graph_rows
+from paceline.serving.drafters.graph_inputs import num_graph_rows
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafters.native import SPARE_ROWS, supports_native
+from paceline.serving.drafters.pass_graphs import PassGraphs
 from paceline.serving.parallel_head.forward import HeadForward
-from paceline.serving.parallel_head.graphs import GraphedHead, static_outputs
+from paceline.serving.parallel_head.graphs import StaticHead
 from paceline.serving.parallel_head.model import (
     DRAFTER_TYPES,
     ParallelHeadConfig,
@@ -59,7 +60,7 @@ class ParallelHeadDrafter(TrainedDrafter):
         self._hidden_rows = ~block_visibility(self.config.num_slots, self.config.is_causal, self.device)  # (N, N)
         self._lone_bias = torch.empty(0, 0)
         self._scale_cache = ScaleCache()
-        self._graphs: GraphedHead | None = None
+        self._graphs: PassGraphs | None = None
         self.is_graphed = False
         """Whether the latest `propose` was replayed."""
         self._native: NativeHead | None = None
@@ -73,29 +74,28 @@ class ParallelHeadDrafter(TrainedDrafter):
         if self._native is not None:
             self._native.bind(self.pool, num_pool_rows)
 
-    def make_graphs(self, kernels: Kernels, *, max_requests: int, max_leaves: int, max_context: int) -> GraphedHead:
-        """Static tensors for drafting by graphs, which the caller has captured; before the first request, after `alloc`.
+    def make_graphs(self, kernels: Kernels, *, max_requests: int, max_leaves: int, max_context: int) -> PassGraphs:
+        """Graphs of the block alone, which the caller has captured; before the first request, after `alloc`.
 
         max_leaves: of no use here.
         """
-        c, max_depth = self.config, self.caps.max_depth
-        assert self._native is None, "compiled drafting takes one call a block: there is nothing to capture"
-        self.forward.use_kernels(kernels)
-        self.forward.angles(max_context + c.num_slots + 1)  # a larger table would take another's place
-        padding = torch.full((num_graph_rows(max_requests, max_depth),), -1, device=self.device)
-        inputs = GraphInputs(
-            feature_size=c.feature_size, dtype=self.dtype, padding_slots=padding,
-            max_requests=max_requests, max_context=max_context, max_depth=max_depth,
-        )  # fmt: skip
-        outputs = static_outputs(
-            max_requests, c.num_slots, self.caps.num_candidates, has_edges=c.edge_rank > 0 and c.num_slots > 1,
-            device=self.device,
-        )  # fmt: skip
-        self._graphs = GraphedHead(
-            inputs, lambda static: self._draft(static, self.forward.scales(static.temperatures)), outputs,
-            context_row_bytes=self.kv_row_bytes,
+        static = self.make_static(kernels, max_requests=max_requests, max_context=max_context)
+        self._graphs = PassGraphs(
+            static, feature_size=self.config.feature_size, dtype=self.dtype, max_requests=max_requests, max_leaves=0,
+            max_context=max_context,
         )  # fmt: skip
         return self._graphs
+
+    def make_static(self, kernels: Kernels, *, max_requests: int, max_context: int, max_leaves: int = 0) -> StaticHead:
+        """The block as captured work; before the first request, after `alloc`. max_leaves: of no use here."""
+        assert self._native is None, "compiled drafting takes one call a block: there is nothing to capture"
+        self.forward.use_kernels(kernels)
+        self.forward.angles(max_context + self.config.num_slots + 1)  # a larger table would take another's place
+        padding = torch.full((num_graph_rows(max_requests, self.caps.max_depth),), -1, device=self.device)
+        return StaticHead(
+            self.caps, self.ingest, lambda inputs: self._draft(inputs, self.forward.scales(inputs.temperatures)), padding,
+            context_row_bytes=self.kv_row_bytes,
+        )  # fmt: skip
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """As TrainedDrafter.load_state; weights that were trained with the other kind of block do not fit either."""

@@ -9,7 +9,8 @@ seeded request draws the same tokens whatever the tree, batch or drafter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,7 +96,6 @@ class SamplingBatch:
         def f32(values: list[float]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
 
-        raw = torch.tensor([_to_int64(s) for s in seeds], dtype=torch.int64, device=device)
         return SamplingBatch(
             temperatures=f32([p.temperature for p in params]),
             top_ks=torch.tensor([p.top_k or 2**40 for p in params], dtype=torch.int64, device=device),
@@ -104,7 +104,7 @@ class SamplingBatch:
             repetition=f32([p.repetition_penalty for p in params]),
             presence=f32([p.presence_penalty for p in params]),
             frequency=f32([p.frequency_penalty for p in params]),
-            seeds=_mix(raw),
+            seeds=torch.tensor([_to_int64(_mix_number(s)) for s in seeds], dtype=torch.int64, device=device),
             counts=counts,
             is_greedy=is_greedy,
             is_filtered=[p.temperature > 0 and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0) for p in params],
@@ -119,6 +119,16 @@ class SamplingBatch:
             has_grammars=has_grammars,
             is_all_greedy=all(is_greedy) and is_plain,
         )
+
+    def to(self, device: torch.device) -> SamplingBatch:
+        """The same settings on a device; themselves where they are there."""
+        if self.seeds.device == device:
+            return self
+        tensors: dict[str, Any] = {
+            f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), torch.Tensor)
+        }
+        biases = [bias and (bias[0].to(device), bias[1].to(device)) for bias in self.biases]
+        return replace(self, **tensors, biases=biases)
 
     def rewind(self) -> None:
         """Take every grammar back to the committed tokens of its request."""
@@ -174,12 +184,17 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift(x, 31)
 
 
-def _uniform(x: int) -> float:
-    """`_mix` of any int and its uniform, in Python numbers."""
+def _mix_number(x: int) -> int:
+    """`_mix` of any int, in Python numbers: 64 bits without a sign."""
     x = (x + _GOLDEN) & _ALL_BITS
     x = ((x ^ (x >> 30)) * _MIX_1) & _ALL_BITS
     x = ((x ^ (x >> 27)) * _MIX_2) & _ALL_BITS
-    return ((x ^ (x >> 31)) >> 11) * 2.0**-53
+    return x ^ (x >> 31)
+
+
+def _uniform(x: int) -> float:
+    """The uniform of `_mix_number`."""
+    return (_mix_number(x) >> 11) * 2.0**-53
 
 
 def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
@@ -251,6 +266,33 @@ def _draw(
     return _inverse_cdf(weights, uniforms)
 
 
+def draw_captured(
+    logits: torch.Tensor, owner: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch, *, has_filters: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw_tokens` without host reads, of requests without biases, grammars and penalties.
+
+    Args:
+        logits, owner, positions: as for draw_tokens.
+        batch: its tensors alone are read.
+        has_filters: whether top-k, top-p and min-p are looked at.
+    Returns: tokens (N,) int64, and whether each is right, (N,) bool: filters look at the likeliest tokens only.
+    Syncs: none.
+    """
+    temperatures = batch.temperatures[owner]
+    weights = logits - logits.amax(-1, keepdim=True)
+    weights = weights.div_(torch.where(temperatures > 0, temperatures, 1.0)[:, None]).exp_()
+    is_right = torch.ones_like(owner, dtype=torch.bool)
+    if has_filters:
+        vocab = weights.shape[1]
+        best = weights.topk(min(vocab, _PROBE), dim=-1).values
+        num = _num_kept(best, weights.sum(-1, dtype=torch.float64), owner, batch, vocab)
+        is_right = _suffices(num, best.shape[1], owner, batch, vocab)
+        kept, surplus = _kept(weights, best, num)
+        weights = weights * (_without_surplus(weights, best, num, kept, surplus) | (num >= vocab)[:, None])
+    drawn = _inverse_cdf(weights, batch.uniforms(owner, positions))
+    return torch.where(temperatures > 0, drawn, logits.argmax(-1)), is_right | (temperatures <= 0)
+
+
 def _bias(logits: torch.Tensor, owner_list: list[int], batch: SamplingBatch) -> torch.Tensor:
     """Logits with the numbers that requests add to tokens' logits (OpenAI's logit_bias)."""
     found = [(i, bias) for i, b in enumerate(owner_list) if (bias := batch.biases[b]) is not None]
@@ -303,8 +345,7 @@ def _filter(weights: torch.Tensor, owner: torch.Tensor, batch: SamplingBatch) ->
     the shortest of the three.
     """
     vocab = weights.shape[1]
-    top_k = batch.top_ks[owner].clamp(max=vocab)
-    top_p = batch.top_ps[owner]
+    top_k = batch.top_ks[owner].clamp(1, vocab)
     is_host = weights.device.type == "cpu"
     width = vocab if is_host else min(vocab, max(_PROBE, int(torch.where(top_k < vocab, top_k, 0).max())))
     total = weights.sum(-1, dtype=torch.float64)
@@ -313,26 +354,60 @@ def _filter(weights: torch.Tensor, owner: torch.Tensor, batch: SamplingBatch) ->
             ordered = torch.from_numpy(np.sort(weights.numpy(), axis=-1)[:, ::-1].copy())
         else:
             ordered = weights.topk(width, dim=-1).values
-        cum = ordered.cumsum(-1, dtype=torch.float64)  # ordered: (R, width), falling
-        # top-p renormalises over what top-k kept
-        kept_total = torch.where(top_k <= width, cum.gather(1, (top_k.clamp(max=width) - 1)[:, None])[:, 0], total)
-        num_p = 1 + (cum < (top_p * kept_total)[:, None]).sum(-1)  # the token that crosses top_p is kept
-        num_p = torch.where(top_p >= 1.0, vocab, num_p)
-        num_min = (ordered >= batch.min_ps[owner][:, None]).sum(-1)
-        num_min = torch.where(batch.min_ps[owner] > 0, num_min, vocab)
-        num = torch.minimum(torch.minimum(num_p, num_min), top_k)
-        if width == vocab or bool(((num < width) | (num == top_k)).all()):
+        num = _num_kept(ordered, total, owner, batch, vocab)
+        if width == vocab or bool(_suffices(num, width, owner, batch, vocab).all()):
             break
         width = vocab
-    num = num.clamp(max=vocab)
-    threshold = ordered.gather(1, (num.clamp(max=width) - 1)[:, None])
-    kept = weights >= threshold
-    surplus = kept.sum(-1) - num
-    if bool((surplus > 0).any()):  # ties at the threshold: the lower token ids stay
-        tied = weights == threshold
-        num_tied = tied.sum(-1) - surplus
-        kept &= ~tied | (tied.cumsum(-1) <= num_tied[:, None])
+    kept, surplus = _kept(weights, ordered, num)
+    if bool((surplus > 0).any()):
+        kept = _without_surplus(weights, ordered, num, kept, surplus)
     return weights * kept
+
+
+def _num_kept(
+    ordered: torch.Tensor, total: torch.Tensor, owner: torch.Tensor, batch: SamplingBatch, vocab: int
+) -> torch.Tensor:
+    """How many tokens of each row stay, (R,) int64, V of a row without filters; right where `_suffices` says so.
+
+    ordered: (R, width) weights, falling, as many as were looked at. total: (R,) of all weights.
+    """
+    width, top_k = ordered.shape[1], batch.top_ks[owner].clamp(1, vocab)
+    top_p = batch.top_ps[owner]
+    cum = ordered.cumsum(-1, dtype=torch.float64)
+    # top-p renormalises over what top-k kept
+    kept_total = torch.where(top_k <= width, cum.gather(1, (top_k.clamp(max=width) - 1)[:, None])[:, 0], total)
+    num_p = 1 + (cum < (top_p * kept_total)[:, None]).sum(-1)  # the token that crosses top_p is kept
+    num_p = torch.where(top_p >= 1.0, vocab, num_p)
+    num_min = (ordered >= batch.min_ps[owner][:, None]).sum(-1)
+    num_min = torch.where(batch.min_ps[owner] > 0, num_min, vocab)
+    return torch.minimum(torch.minimum(num_p, num_min), top_k).clamp(1, vocab)
+
+
+def _suffices(num: torch.Tensor, width: int, owner: torch.Tensor, batch: SamplingBatch, vocab: int) -> torch.Tensor:
+    """Whether the `width` likeliest tokens tell which stay, (R,) bool. num: (R,) of `_num_kept`."""
+    top_k = batch.top_ks[owner].clamp(1, vocab)
+    is_off = (top_k >= vocab) & (batch.top_ps[owner] >= 1.0) & (batch.min_ps[owner] <= 0)
+    is_settled = (num < width) | (num == top_k) | (width >= vocab)
+    return is_off | (is_settled & ((top_k <= width) | (top_k >= vocab)))
+
+
+def _kept(weights: torch.Tensor, ordered: torch.Tensor, num: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens weigh as much as the last that stays (R, V), and how many too many those are (R,)."""
+    kept = weights >= _threshold(ordered, num)
+    return kept, kept.sum(-1) - num
+
+
+def _without_surplus(
+    weights: torch.Tensor, ordered: torch.Tensor, num: torch.Tensor, kept: torch.Tensor, surplus: torch.Tensor
+) -> torch.Tensor:
+    """Of ties at the threshold the lower token ids stay."""
+    tied = weights == _threshold(ordered, num)
+    num_tied = tied.sum(-1) - surplus
+    return kept & (~tied | (tied.cumsum(-1) <= num_tied[:, None]))
+
+
+def _threshold(ordered: torch.Tensor, num: torch.Tensor) -> torch.Tensor:
+    return ordered.gather(1, (num.clamp(max=ordered.shape[1]) - 1)[:, None])
 
 
 def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -342,7 +417,7 @@ def _inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         weights = torch.nn.functional.pad(weights, (0, _CHUNK - vocab % _CHUNK))
     chunks = weights.view(num_rows, -1, _CHUNK)
     cum = chunks.sum(-1, dtype=torch.float64).cumsum(-1)  # (N, V / 64)
-    goal = torch.minimum(uniforms, uniforms.new_tensor(_BELOW_ONE)) * cum[:, -1]
+    goal = uniforms.clamp(max=_BELOW_ONE) * cum[:, -1]
     index = (cum <= goal[:, None]).sum(-1)  # < number of chunks because goal < cum[-1]
     before = torch.where(index > 0, cum.gather(1, (index - 1).clamp(min=0)[:, None])[:, 0], 0.0)
     inside = chunks.gather(1, index[:, None, None].expand(-1, 1, _CHUNK))[:, 0].cumsum(-1, dtype=torch.float64)

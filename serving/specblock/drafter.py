@@ -19,9 +19,10 @@ from paceline.serving.drafters.forward import ScaleCache
 from paceline.serving.drafters.graph_inputs import num_graph_rows
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafters.native import SPARE_ROWS, supports_native
+from paceline.serving.drafters.pass_graphs import PassGraphs
 from paceline.serving.specblock.attention import GatheredAttention
 from paceline.serving.specblock.forward import SlotForward
-from paceline.serving.specblock.graphs import GraphedSpecBlock
+from paceline.serving.specblock.graphs import StaticSpecBlock
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from paceline.serving.specblock.native import NativeSpecBlock
 
@@ -72,33 +73,38 @@ class SpecBlockDrafter(TrainedDrafter):
         if self._native is not None:
             self._native.bind(self.pool, num_pool_rows)
         self._round: tuple[DraftInputs, torch.Tensor] | None = None  # inputs and scales of the latest eager `propose`
-        self._graphs: GraphedSpecBlock | None = None
+        self._graphs: PassGraphs | None = None
         self._is_graphed = False  # the latest `propose` was replayed
 
-    def make_graphs(
-        self, kernels: Kernels, *, max_requests: int, max_leaves: int, max_context: int
-    ) -> GraphedSpecBlock:
-        """Static tensors for drafting by graphs, which the caller has captured; before the first request, after `alloc`.
+    def make_graphs(self, kernels: Kernels, *, max_requests: int, max_leaves: int, max_context: int) -> PassGraphs:
+        """Graphs of the blocks alone, which the caller has captured; before the first request, after `alloc`.
 
-        The pool is allocated anew, with spare rows for padding. max_leaves: of one request.
+        max_leaves: of one request.
         """
-        num_rows = self._num_rows if self._graphs is None else self._graphs.first_spare
+        limits = {"max_requests": max_requests, "max_leaves": max_leaves, "max_context": max_context}
+        self._graphs = PassGraphs(
+            self.make_static(kernels, **limits), feature_size=self.config.feature_size, dtype=self.dtype, **limits
+        )
+        return self._graphs
+
+    def make_static(self, kernels: Kernels, *, max_requests: int, max_leaves: int, max_context: int) -> StaticSpecBlock:
+        """Both blocks as captured work; before the first request, after `alloc`. Arguments as for `make_graphs`."""
+        num_rows = self._make_room(max_requests)
+        return StaticSpecBlock(
+            self.caps, self.forward, self.pool, kernels, first_spare=num_rows, max_leaves=max_leaves,
+            max_context=max_context,
+        )  # fmt: skip
+
+    def _make_room(self, max_requests: int) -> int:
+        """Allocate the pool anew, with spare rows for padding behind those that it has; returns how many it has."""
+        num_rows = self._num_rows
         self._native, self.kv_dtype = None, self.dtype  # its keys are turned otherwise
         self.pool = self.pool.new_empty(0)  # the old one goes before the new one comes
         self._attention.bind(self.pool, 0)
         self.alloc(num_rows + num_graph_rows(max_requests, self.caps.max_depth))
         self._attention.bind(self.pool, num_rows)
-        self._graphs = GraphedSpecBlock(
-            self.forward,
-            self.pool,
-            kernels,
-            first_spare=num_rows,
-            max_requests=max_requests,
-            max_leaves=max_leaves,
-            max_context=max_context,
-            max_depth=self.caps.max_depth,
-        )
-        return self._graphs
+        self._num_rows = num_rows
+        return num_rows
 
     # ---- the drafter interface
 

@@ -1,4 +1,4 @@
-"""SpecBlock graphs: both blocks captured; a round's inputs are copied into static tensors, padded, replayed.
+"""SpecBlock graphs: both blocks as captured work.
 
 Attention is by kernels whose shapes follow from tensors' shapes alone: nothing is gathered, nothing read on the host.
 Rotation and the K/V write are one kernel. In block 1 the slots of the drafter's pool are taken as K/V rows of their own, K
@@ -15,16 +15,12 @@ are computed and belong to nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.forward import choose_ranking
-from paceline.serving.drafters.graph_inputs import GraphInputs, num_graph_rows
-from paceline.serving.drafters.interface import DraftInputs, Frontier, Proposal
+from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.specblock.forward import SlotForward
-from paceline.serving.target_model.graph_capture import CaptureJob, GraphBackend, GraphTable
 
 
 class KernelAttention:
@@ -147,145 +143,39 @@ class KernelAttention:
         )
 
 
-class GraphedSpecBlock:
-    """The graphs of one drafter. Its weights may change in place; its pool must not move."""
+class StaticSpecBlock:
+    """Both blocks as captured work. The drafter's weights may change in place; its pool must not move."""
 
     def __init__(
         self,
+        caps: DrafterCaps,
         forward: SlotForward,
         pool: torch.Tensor,
         kernels: Kernels,
         *,
         first_spare: int,
-        max_requests: int,
         max_leaves: int,
         max_context: int,
-        max_depth: int,
     ) -> None:
-        """pool: (layers, pool rows, K, ..), the rows from `first_spare` on are `num_graph_rows(..)` spare ones.
-
-        max_leaves: M; 0 leaves block 2 out. max_depth: deepest draft token, which bounds the rows of a usual round.
-        """
-        c, device = forward.config, forward.device
-        self._max_leaves, self.first_spare = max_leaves, first_spare
-        spare = first_spare + torch.arange(num_graph_rows(max_requests, max_depth), device=device)
-        self._static = GraphInputs(
-            feature_size=c.feature_size, dtype=forward.dtype, padding_slots=spare, max_requests=max_requests,
-            max_context=max_context, max_depth=max_depth,
-        )  # fmt: skip
-        self._forward, self._rank = forward, choose_ranking(kernels)
+        """pool: (layers, pool rows, K, ..), the rows from `first_spare` on take padding. max_leaves: M."""
+        self.caps, self._forward, self._rank = caps, forward, choose_ranking(kernels)
+        self.padding_slots = torch.arange(first_spare, pool.shape[1], device=forward.device)
         self._attention = KernelAttention(forward, pool, kernels, max_leaves=max_leaves, max_context=max_context)
-        self._first, self._second = GraphTable(self._static.ladders), GraphTable(self._static.ladders[1:])
-        self._sizes: tuple[int, ...] | None = None  # (B, L) of what the request tensors hold
-        self._inputs: DraftInputs | None = None  # of the latest `propose`
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+    def takes(self, num_requests: int, width: int) -> bool:
+        """Any round: nothing is gathered."""
+        return True
 
-        leaves, count, k = max_requests * max_leaves, forward.num_candidates, c.num_slots
-        self._leaves = {name: zeros(leaves) for name in ("request", "slot", "token_ids")}
+    def ingest(self, inputs: DraftInputs) -> None:
+        """K/V of the new rows."""
+        self._forward.ingest(self._attention, inputs)
 
-        def outputs(num: int) -> Proposal:
-            return Proposal(
-                token_ids=zeros(num, k, count),
-                logprobs=zeros(num, k, count, dtype=torch.float32),
-                widths=zeros(num, k),
-                hidden=zeros(num, k, c.hidden_size, dtype=forward.dtype),
-            )
+    def propose(self, inputs: DraftInputs) -> Proposal:
+        """Block 1."""
+        return self._forward.block1(self._attention, inputs, self._forward.scales(inputs.temperatures), self._rank)
 
-        self._block1, self._block2 = outputs(max_requests), outputs(leaves)
-
-    @property
-    def num_graphs(self) -> int:
-        return len(self._first) + len(self._second)
-
-    def jobs(self, name: str, rank: int = 0) -> list[CaptureJob]:
-        """Every graph worth having; those with most rows, which hold all others, come first. rank: added to all ranks."""
-        _, requests, widths = self._static.ladders
-        jobs = []
-        for i, b in enumerate(requests):
-            for k, width in enumerate(widths):
-                at = rank + i + k
-                if self._max_leaves:
-                    title = f"{name} block 2 requests={b} context={width}"
-                    run = self._second_job(b, width)
-                    jobs.append(CaptureJob(name=title, family=f"{name} block 2", rank=at, run=run))
-                for n in self._static.steps(b):
-                    title = f"{name} block 1 rows={n} requests={b} context={width}"
-                    own, run = self._static.rank(at, n, b), self._first_job(n, b, width)
-                    jobs.append(CaptureJob(name=title, family=f"{name} block 1", rank=own, run=run))
-        return jobs
-
-    def propose(self, inputs: DraftInputs) -> Proposal | None:
-        """Block 1, valid until the next call; None when no graph holds the round.  Syncs: none."""
-        n, b = inputs.new_token_ids.numel(), inputs.context_lens.numel()
-        columns = inputs.slot_table.shape[1]
-        sizes = self._first.fit(n, b, columns)
-        if sizes is None or (self._max_leaves and self._second.fit(b, columns) is None):
-            return None
-        self._static.load(inputs, sizes)
-        self._sizes = sizes[1:]
-        self._first.replay(sizes)
-        self._inputs = inputs
-        return _rows_of(self._block1, b)
-
-    def expand(self, inputs: DraftInputs, frontier: Frontier) -> Proposal:
-        """Block 2 at at most M leaves per request of the latest `propose`; valid until the next call.  Syncs: none."""
-        assert self._inputs is inputs, "expand follows propose on the same inputs"
-        f, b, columns = frontier.token_ids.numel(), inputs.context_lens.numel(), inputs.slot_table.shape[1]
-        sizes = self._second.fit(b, columns)
-        if sizes is None or f > b * self._max_leaves:
-            raise ValueError(f"a frontier must have at most {self._max_leaves} leaves per request, got {f} for {b}")
-        requests, width = sizes
-        if sizes != self._sizes:
-            self._static.load_requests(inputs, requests, width)
-            self._sizes = sizes
-        padded = requests * self._max_leaves
-        for name, static in self._leaves.items():
-            static[:f].copy_(getattr(frontier, name))
-            static[f:padded].fill_(requests if name == "request" else 0)
-        self._second.replay((requests, width))
-        return _rows_of(self._block2, f)
-
-    def _first_job(self, rows: int, requests: int, width: int) -> Callable[[GraphBackend], None]:
-        def capture(backend: GraphBackend) -> None:
-            inputs = self._static.view(rows, requests, width)
-
-            def run() -> None:
-                scales = self._forward.scales(inputs.temperatures)
-                _copy(self._block1, self._forward.block1(self._attention, inputs, scales, self._rank))
-
-            self._first.add((rows, requests, width), backend.capture(run))
-
-        return capture
-
-    def _second_job(self, requests: int, width: int) -> Callable[[GraphBackend], None]:
-        def capture(backend: GraphBackend) -> None:
-            leaves = {name: static[: requests * self._max_leaves] for name, static in self._leaves.items()}
-            inputs, frontier = self._static.view(0, requests, width), Frontier(**leaves)
-            assert self._block1.hidden is not None
-            hidden = self._block1.hidden[:requests]
-
-            def run() -> None:
-                scales = self._forward.scales(inputs.temperatures)
-                found = self._forward.block2(self._attention, inputs, hidden, frontier, scales, self._rank)
-                _copy(self._block2, found)
-
-            self._second.add((requests, width), backend.capture(run))
-
-        return capture
-
-
-def _parts(proposal: Proposal) -> tuple[torch.Tensor, ...]:
-    assert proposal.widths is not None and proposal.hidden is not None
-    return proposal.token_ids, proposal.logprobs, proposal.widths, proposal.hidden
-
-
-def _copy(static: Proposal, value: Proposal) -> None:
-    for to, tensor in zip(_parts(static), _parts(value), strict=True):
-        to[: tensor.shape[0]].copy_(tensor)
-
-
-def _rows_of(static: Proposal, num: int) -> Proposal:
-    token_ids, logprobs, widths, hidden = (t[:num] for t in _parts(static))
-    return Proposal(token_ids=token_ids, logprobs=logprobs, widths=widths, hidden=hidden)
+    def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
+        """Block 2."""
+        scales = self._forward.scales(inputs.temperatures)
+        assert proposal.hidden is not None
+        return self._forward.block2(self._attention, inputs, proposal.hidden, frontier, scales, self._rank)

@@ -2,6 +2,7 @@
 
 A piece of work is a function without arguments that reads static tensors and writes static tensors. Captured once, it
 can be replayed for every round that fits its sizes: the round's numbers are copied into the static tensors and padded.
+What the host knows of a round goes there in one upload (`Staging`); captured work slices, pads and scatters it.
 What a captured function must keep to: no host read, no shape that depends on data, no tensor that is not static.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,65 @@ class _EagerGraph:
 
     def replay(self) -> None:
         self.run()
+
+
+class StagedField:
+    """Some numbers of a `Staging`."""
+
+    def __init__(self, staging: Staging, start: int, size: int, is_float: bool) -> None:
+        self._staging, self._bounds, self._is_float = staging, slice(start, start + size), is_float
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """(size,) int64 or float64 on the device, the same memory always."""
+        tensor = self._staging.static[self._bounds]
+        return tensor.view(torch.float64) if self._is_float else tensor
+
+    def set(self, values: Sequence[int] | Sequence[float] | np.ndarray, padding: float = 0) -> None:
+        """Numbers for the next upload; `padding` behind them."""
+        host = self._staging.host[self._bounds]
+        host = host.view(np.float64) if self._is_float else host
+        host[: len(values)] = values
+        host[len(values) :] = padding
+
+
+class Staging:
+    """Numbers that the host tells captured work, in one static buffer.
+
+    All fields are reserved before the first is read or set.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._size = device, 0
+        self._buffers: tuple[np.ndarray, torch.Tensor] | None = None
+
+    def reserve(self, size: int, *, is_float: bool = False) -> StagedField:
+        """Room for so many numbers, int64 or float64."""
+        assert self._buffers is None, "a field is reserved before any is used"
+        self._size += size
+        return StagedField(self, self._size - size, size, is_float)
+
+    def _both(self) -> tuple[np.ndarray, torch.Tensor]:
+        if self._buffers is None:
+            static = torch.zeros(self._size, dtype=torch.int64, device=self._device)
+            self._buffers = np.zeros(self._size, dtype=np.int64), static
+        return self._buffers
+
+    @property
+    def host(self) -> np.ndarray:
+        """(size of all fields,) int64, what the next upload brings."""
+        return self._both()[0]
+
+    @property
+    def static(self) -> torch.Tensor:
+        """(size of all fields,) int64 on the device."""
+        return self._both()[1]
+
+    def send(self) -> None:
+        """Upload every field, from pinned memory of its own to a device.  Syncs: none."""
+        host, static = self._both()
+        numbers = torch.from_numpy(host)
+        static.copy_(numbers.pin_memory() if static.device.type == "cuda" else numbers, non_blocking=True)
 
 
 class GraphTable:

@@ -6,13 +6,15 @@ Shape legend: Lt layers, R pool rows, Hkv KV heads, Dh head dim, B requests, L c
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from paceline.errors import ConfigError
 from paceline.kernels.dispatch import Kernels, select_kernels
-from paceline.serving.target_model.device import pool_zeros
+from paceline.serving.target_model.device import pool_zeros, upload
+from paceline.serving.target_model.graph_capture import Staging
 from paceline.serving.target_model.prefix_cache import CachedPage, DraftWriter, PrefixCache
 
 
@@ -151,6 +153,64 @@ class KVPool:
         if self._on_commit is not None:
             self._on_commit(src_rows, dst_rows)
         self._commit_rows(self.data, src_rows, dst_rows)
+
+
+class RowTables:
+    """The pool rows of the running requests' positions, resident on the device for captured work.
+
+    New pages ride along with a round's staged numbers; only a batch of other requests is uploaded as a whole.
+    """
+
+    def __init__(
+        self, staging: Staging, *, max_requests: int, max_context: int, max_growth: int, page_tokens: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        """max_requests: lines. max_growth: positions by which a request may grow in a round without an upload of all."""
+        self._num_pages, self._page_tokens = -(-max_context // page_tokens), page_tokens
+        self.padding_line = max_requests
+        """A line that belongs to no request."""
+        width = self._num_pages * page_tokens
+        self.lines = torch.zeros(max_requests + 1, width, dtype=torch.int64, device=device)
+        """(max_requests + 1, positions) int64; entries past a request's pages mean nothing, but are rows of the pool."""
+        self._known = np.full((max_requests, self._num_pages), -1)
+        self.is_dirty = False
+        """Other rows than those of the latest `note` lie here."""
+        num_changes = max_requests * (max_growth // page_tokens + 2)
+        self._at, self._pages = staging.reserve(num_changes), staging.reserve(num_changes)
+        self._num_changes = num_changes
+        self._offsets = torch.arange(page_tokens, device=device)
+
+    def note(self, lines: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """Take the tables of some lines, (positions,) int64 each on the host, whole pages.  Syncs: none."""
+        self.is_dirty &= not rows
+        size, at, pages = self._page_tokens, list[np.ndarray](), list[np.ndarray]()
+        for i, table in zip(lines, rows, strict=True):
+            own = table.numpy()[::size] // size
+            changed = np.flatnonzero(self._known[i, : len(own)] != own)
+            if len(changed):
+                self._known[i, changed] = own[changed]
+                at.append(i * self._num_pages + changed)
+                pages.append(own[changed])
+        changes = sum(map(len, at))
+        if changes > self._num_changes:
+            end = max(lines) + 1
+            first = np.maximum(self._known[:end], 0) * size
+            whole = torch.from_numpy((first[:, :, None] + np.arange(size)).reshape(end, -1))
+            self.lines[:end].copy_(upload(whole, self.lines.device), non_blocking=True)
+            changes, at, pages = 0, [], []
+        self._at.set(np.concatenate(at) if changes else [], self.padding_line * self._num_pages)
+        self._pages.set(np.concatenate(pages) if changes else [])
+
+    def apply(self) -> None:
+        """Write the staged pages; a part of captured work, and doing it twice changes nothing."""
+        pages = self._pages.tensor[:, None] * self._page_tokens + self._offsets
+        self.lines.view(-1, self._page_tokens).index_copy_(0, self._at.tensor, pages)
+
+    def overwrite(self, slot_table: torch.Tensor) -> None:
+        """Hold (B, L) int64 pool rows for one round; the next `note` uploads its tables as a whole."""
+        self.lines[: slot_table.shape[0], : slot_table.shape[1]].copy_(slot_table)
+        self._known.fill(-1)
+        self.is_dirty = True
 
 
 class PageAllocator:
@@ -341,5 +401,5 @@ class PageAllocator:
 
     def _set_pages(self, request_id: str, pages: list[int]) -> None:
         self._pages[request_id] = pages
-        first = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_tokens
-        self._rows[request_id] = (first + torch.arange(self.page_tokens)).reshape(-1)
+        first = np.array(pages, dtype=np.int64)[:, None] * self.page_tokens
+        self._rows[request_id] = torch.from_numpy((first + np.arange(self.page_tokens)).reshape(-1))

@@ -238,8 +238,9 @@ def _best_of_levels(
 
 
 _MASS_RATE = 0.2
+_MAX_LOGPROB = 1e-3
 _NUM_CHECKS = 3
-"""Per proposal: largest log-probability, lowest and highest token id."""
+"""Per request and proposal: largest log-probability, lowest and highest token id."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -254,7 +255,9 @@ class DeviceBlocks:
     is_expanded: bool
     """Go on below the leaves; otherwise only their mass is found."""
     num_slots: int = 0
-    checks: list[torch.Tensor] = field(default_factory=list)  # (3,) float64 each
+    is_timed: bool = True
+    """Measure re-entry by the device's clock; captured work cannot be."""
+    checks: list[torch.Tensor] = field(default_factory=list)  # (G, 3) float64 each
     leaf_mass: torch.Tensor | None = None  # (G,) float64, of the first block's leaves
     span: CudaSpan | None = None
     """Of the re-entry."""
@@ -270,7 +273,7 @@ class DeviceBlocks:
 
     def begin(self, proposal: Proposal) -> None:
         """Take the first block. Raises: ValueError on a wrong form."""
-        self.checks.append(_facts(proposal))
+        self.checks.append(_facts(proposal, len(proposal.logprobs)))
         self.num_slots = proposal.logprobs.shape[1]
         self._kappa = self.corrections(self.num_slots)
         self._candidates = DeviceCandidates.of(proposal, self.is_product, self.max_nodes, self._kappa[0])
@@ -283,13 +286,13 @@ class DeviceBlocks:
         if self.leaf_mass is None:
             num_requests = self.candidates.scores.shape[0]
             self.leaf_mass = self._leaves.scores.double().exp().view(num_requests, -1).sum(1)
-            self.span = open_span(self._leaves.scores.device) if self.is_expanded else None
+            self.span = open_span(self._leaves.scores.device) if self.is_expanded and self.is_timed else None
         return self._leaves.frontier if self.is_expanded else None
 
     def extend(self, proposal: Proposal) -> None:
         """Take the block below the latest frontier. Raises: ValueError on a wrong form."""
         assert self._leaves is not None and self._kappa is not None
-        self.checks.append(_facts(proposal))
+        self.checks.append(_facts(proposal, self.candidates.scores.shape[0]))
         kappa = self._kappa[1][self._leaves.frontier.request]
         self._candidates = self.candidates.append(self._leaves, proposal, kappa)
 
@@ -373,6 +376,7 @@ class DeviceTrees:
         self._config, self._budget, self._calibration = config, budget, calibration
         self._timer, self._vocab_size = timer, vocab_size
         self._leaf_mass: dict[DraftKey, float] = {}
+        self._masses: dict[DraftKey, np.ndarray] = {}  # (M,) of the largest trees' nodes, smoothed
 
     def takes(self, caps: DrafterCaps) -> bool:
         """Whether the tree kernel takes so many candidates and nodes; trees of other drafters are built on the host."""
@@ -409,7 +413,7 @@ class DeviceTrees:
         caps, inputs, limit = group.drafter.caps, group.inputs, self._config.max_draft_tokens
         own, device = [keys[r] for r in group.rows], inputs.anchor_token_ids.device
         if is_expanded is None:
-            is_expanded = self._should_expand(own, out.context_rows, len(keys), caps)
+            is_expanded = self.should_expand(own, out.context_rows, len(keys), caps)
         blocks = DeviceBlocks(
             is_product=caps.is_product,
             max_nodes=limit,
@@ -440,7 +444,7 @@ class DeviceTrees:
         shape = (2, len(keys), *found.shape[2:])
         return upload(torch.from_numpy(np.broadcast_to(found, shape).copy()), device)
 
-    def _should_expand(
+    def should_expand(
         self, keys: list[DraftKey | None], context_rows: int, num_requests: int, caps: DrafterCaps
     ) -> bool:
         """Whether any leaf would earn its time, had each its share of the mass of the key's earlier rounds."""
@@ -455,7 +459,7 @@ class DeviceTrees:
         """Bring checks and masses to the host in one read; returns (B, limit) masses, 0 for what failed."""
         parts = []
         for d in drafted:
-            parts += [*d.blocks.checks, d.masses.flatten()]
+            parts += [*(check.flatten() for check in d.blocks.checks), d.masses.flatten()]
             if d.blocks.leaf_mass is not None:
                 parts.append(d.blocks.leaf_mass)
         start = self._timer()
@@ -472,7 +476,7 @@ class DeviceTrees:
 
         for d in drafted:
             rows = d.group.rows
-            errors = [self._error(take(_NUM_CHECKS)) for _ in d.blocks.checks]
+            errors = [self._error(take(_NUM_CHECKS * len(rows)).reshape(-1, _NUM_CHECKS)) for _ in d.blocks.checks]
             own = take(d.masses.numel()).reshape(len(rows), -1)
             leaf_mass = None if d.blocks.leaf_mass is None else take(len(rows))
             error = next((e for e in errors if e), None)
@@ -480,29 +484,85 @@ class DeviceTrees:
                 out.failures[d.index] = error
                 continue
             masses[np.ix_(rows, range(own.shape[1]))] = own
-            for row in rows:
-                out.is_drafted[row] = True
+            self._note_masses(rows, masses, out)
             if leaf_mass is not None:
-                self._note_leaves(d, leaf_mass, out)
+                self._note_leaves(rows, leaf_mass, d.blocks.is_expanded, d.blocks.num_slots, out)
+                out.num_leaves += len(rows) * self._config.max_frontier * d.blocks.is_expanded
         return masses
 
-    def _note_leaves(self, d: _Drafted, leaf_mass: np.ndarray, out: RoundDraft) -> None:
-        rows = d.group.rows
+    def _note_masses(self, rows: Sequence[int], masses: np.ndarray, out: RoundDraft) -> None:
+        """Learn the masses (B, M) of requests that were drafted for."""
+        for row in rows:
+            out.is_drafted[row] = True
+            key = out.keys[row]
+            if key is not None:
+                old = self._masses.get(key, masses[row])
+                self._masses[key] = old + _MASS_RATE * (masses[row] - old)
+
+    def _note_leaves(
+        self, rows: Sequence[int], leaf_mass: np.ndarray, is_expanded: bool, num_slots: int, out: RoundDraft
+    ) -> None:
+        """Learn the mass of the first block's leaves, (G,) of the round's requests `rows`."""
         for row, mass in zip(rows, leaf_mass.tolist(), strict=True):
             key = out.keys[row]
             if key is not None:
                 old = self._leaf_mass.get(key, mass)
                 self._leaf_mass[key] = old + _MASS_RATE * (mass - old)
-            if d.blocks.is_expanded:
+            if is_expanded:
                 out.frontier_mass = out.frontier_mass or [0.0] * len(out.keys)
                 out.frontier_mass[row] = mass
-        if d.blocks.is_expanded:
-            out.num_cells = d.blocks.num_slots * NUM_RANK_CLASSES
-            out.num_leaves += len(rows) * self._config.max_frontier
+        if is_expanded:
+            out.num_cells = num_slots * NUM_RANK_CLASSES
+
+    # ---- rounds that are read once they are verified ------------------------------------------------------------
+    def plan_nodes(
+        self, keys: list[DraftKey | None], rows: Sequence[int], context_rows: int
+    ) -> tuple[list[int], list[int], int]:
+        """How many nodes each request may have at most, how many it gets at least, and how many all get together.
+
+        rows: the requests, of the B, that are drafted for. The masses are those of the keys' earlier rounds; a key without
+        any gets all that there are.
+        """
+        most, masses = self._config.max_draft_tokens, np.zeros((len(keys), self._config.max_draft_tokens))
+        for row in rows:
+            masses[row] = self._masses.get(keys[row], 1.0)  # type: ignore[arg-type]
+        nodes = self._budget.choose(masses, keys, context_rows, len(rows))
+        floors, drafted = self._budget.floors(keys), set(rows)
+        limits = [most if i in drafted else 0 for i in range(len(keys))]
+        return limits, [min(a, b) for a, b in zip(floors, limits, strict=True)], int(nodes.sum())
+
+    def settle(
+        self,
+        out: RoundDraft,
+        index: int,
+        rows: Sequence[int],
+        caps: DrafterCaps,
+        *,
+        is_expanded: bool,
+        masses: np.ndarray,
+        leaf_mass: np.ndarray,
+        facts: np.ndarray,
+    ) -> None:
+        """Fill in what became of a group's drafts, and learn from it.
+
+        Args:
+            index: of the group. rows: its requests.
+            masses: (B, M) float64. leaf_mass: (B,). facts: (B, 3), as `joined_facts`.
+        """
+        own = list(rows)
+        error = self._error(facts[own])
+        if error is not None:
+            out.failures[index] = error
+            return
+        self._note_masses(own, masses, out)
+        if caps.is_reentrant and self._config.max_frontier:
+            # Its time is part of the drafting pass, which is one piece: what re-entry costs is known from calibration.
+            self._note_leaves(own, leaf_mass[own], is_expanded, caps.num_slots, out)
 
     def _error(self, facts: np.ndarray) -> str | None:
-        highest, low, high = facts.tolist()
-        if not highest <= 1e-3:
+        """What is wrong with a proposal. facts: (G, 3) of `_facts`."""
+        highest, low, high = float(facts[:, 0].max()), facts[:, 1].min(), facts[:, 2].max()
+        if not highest <= _MAX_LOGPROB:
             return f"ValueError: log-probabilities must be at most 0 (-inf = absent), got {highest}"
         if self._vocab_size is not None and (low < 0 or high >= self._vocab_size):
             return f"ValueError: proposed token ids must be in [0, {self._vocab_size}), got {low:.0f}..{high:.0f}"
@@ -523,16 +583,35 @@ class DeviceTrees:
 
     def forget(self, version: str) -> None:
         """Drop what was learnt about a drafter version."""
-        for key in [k for k in self._leaf_mass if k[0] == version]:
-            del self._leaf_mass[key]
+        for known in (self._leaf_mass, self._masses):
+            for key in [k for k in known if k[0] == version]:
+                del known[key]
 
 
-def _facts(proposal: Proposal) -> torch.Tensor:
-    """(3,) float64: largest log-probability (NaN wins a maximum), lowest and highest token id. Raises: ValueError on a
-    wrong form."""
+def _facts(proposal: Proposal, num_requests: int) -> torch.Tensor:
+    """(G, 3) float64: largest log-probability (NaN wins a maximum), lowest and highest token id of each request. Raises:
+    ValueError on a wrong form."""
     proposal.check_form()
-    low, high = torch.aminmax(proposal.token_ids)
-    return torch.stack((proposal.highest_logprob().double(), low.double(), high.double()))
+    highest = proposal.logprobs.reshape(num_requests, -1).amax(1)
+    if proposal.edge_logprobs is not None:
+        highest = torch.maximum(highest, proposal.edge_logprobs.reshape(num_requests, -1).amax(1))
+    low, high = torch.aminmax(proposal.token_ids.reshape(num_requests, -1), dim=1)
+    return torch.stack((highest.double(), low.double(), high.double()), 1)
+
+
+def joined_facts(checks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(G, 3) of all blocks, from those of each."""
+    highest, low, high = checks[0].unbind(1)
+    for check in checks[1:]:
+        highest, low, high = (
+            torch.maximum(highest, check[:, 0]), torch.minimum(low, check[:, 1]), torch.maximum(high, check[:, 2])
+        )  # fmt: skip
+    return torch.stack((highest, low, high), 1)
+
+
+def broken_requests(facts: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """(G,) bool, requests with a score that is none or a token that does not exist: they get no draft."""
+    return ~((facts[:, 0] <= _MAX_LOGPROB) & (facts[:, 1] >= 0) & (facts[:, 2] < vocab_size))
 
 
 def _in_request_order(parts: Sequence[tuple[TreeBatch, Sequence[int]]], num_requests: int) -> TreeBatch:

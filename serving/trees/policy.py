@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from paceline.kernels.dispatch import Kernels
 from paceline.serving.budget.controller import BudgetController
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.budget.stats import DraftKey, RoundObservation
-from paceline.serving.drafters.interface import Drafter
+from paceline.serving.drafters.interface import Drafter, DrafterCaps
 from paceline.serving.drafters.mixed import MixedDrafter
 from paceline.serving.drafters.text import make_text_drafter
 from paceline.serving.trees.calibration import ScoreCalibration
@@ -145,6 +146,37 @@ class TreePolicy:
         if trees is None or device.type == "cpu" or not all(trees.takes(g.drafter.caps) for g in groups):
             return self._host_trees
         return trees
+
+    # ---- rounds on the device, which are read once they are verified --------------------------------------------
+    def drafts_by_graph(self, drafter: Drafter, device: torch.device) -> bool:
+        """Whether the trees of a drafter are built on the device, whose rounds captured work can draft whole."""
+        trees = self.trees_for([], device)
+        return trees is self.device_trees and self.mixed(drafter) is drafter and trees.takes(drafter.caps)
+
+    def should_expand(
+        self, keys: list[DraftKey | None], context_rows: int, num_requests: int, caps: DrafterCaps
+    ) -> bool:
+        """Whether to re-enter at the leaves of requests with these keys (G,), as earlier rounds tell."""
+        assert self.device_trees is not None
+        return self.device_trees.should_expand(keys, context_rows, num_requests, caps)
+
+    def corrections(self, keys: list[DraftKey | None], num_slots: int) -> np.ndarray:
+        """(2, G or 1, S, R) of the score calibration."""
+        return self._calibration.corrections(keys, num_slots)
+
+    def plan_nodes(
+        self, keys: list[DraftKey | None], rows: list[int], context_rows: int
+    ) -> tuple[list[int], list[int], int]:
+        """As `DeviceTrees.plan_nodes`."""
+        if not rows:
+            return [0] * len(keys), [0] * len(keys), 0
+        assert self.device_trees is not None
+        return self.device_trees.plan_nodes(keys, rows, context_rows)
+
+    def settle(self, draft: RoundDraft, index: int, rows: list[int], caps: DrafterCaps, **found: Any) -> None:
+        """As `DeviceTrees.settle`."""
+        assert self.device_trees is not None
+        self.device_trees.settle(draft, index, rows, caps, **found)
 
     def observe(
         self,

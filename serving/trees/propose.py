@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from paceline.serving.budget.stats import DraftKey
 from paceline.serving.drafters.interface import Drafter, DraftInputs, Frontier, Proposal
 from paceline.serving.trees.tree import TreeBatch
@@ -50,6 +52,14 @@ class RoundDraft:
     num_cells: int = 0
     """Cells of the first block: cells beyond belong to re-entered blocks."""
     frontier_mass: list[float] = field(default_factory=list)  # (B,) or empty
+
+    @staticmethod
+    def planned(keys: list[DraftKey | None], context_rows: int, longest_context: int) -> RoundDraft:
+        """A round whose trees are not known yet. keys: (B,)."""
+        return RoundDraft(
+            tree=TreeBatch.roots(torch.empty(0, dtype=torch.int64)), keys=keys, num_draft_tokens=[],
+            is_drafted=[False] * len(keys), context_rows=context_rows, longest_context=longest_context,
+        )  # fmt: skip
 
 
 class Blocks(Protocol):

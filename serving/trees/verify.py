@@ -89,7 +89,7 @@ def accept(tree: TreeBatch, next_token_ids: torch.Tensor, kernels: Kernels | Non
             host_tokens=[[] for _ in range(tree.num_requests)],
         )
     rows, drawn = tree.on_host(), next_token_ids.numpy()
-    return _plan(rows, accepted_rows(rows, rows.token_ids == drawn[rows.above]), drawn)
+    return plan_of(rows, accepted_rows(rows, rows.token_ids == drawn[rows.above]), drawn)
 
 
 def accepted_rows(rows: TreeRows, is_match: np.ndarray) -> np.ndarray:
@@ -106,7 +106,7 @@ def accepted_rows(rows: TreeRows, is_match: np.ndarray) -> np.ndarray:
     return is_match.nonzero()[0]
 
 
-def _plan(rows: TreeRows, found: np.ndarray, drawn: np.ndarray) -> AcceptPlan:
+def plan_of(rows: TreeRows, found: np.ndarray, drawn: np.ndarray) -> AcceptPlan:
     """The plan of accepted rows `found` (M,). drawn: (N,) int64, read at the ends of the paths."""
     num_requests = len(rows.roots)
     lines, tokens = found.tolist(), rows.token_ids[found].tolist()
@@ -240,4 +240,4 @@ def _walk(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, contex
         going = rows.owners[current]
         paths = np.concatenate((paths[active.searchsorted(going)], rows.token_ids[current, None]), 1)
         active = going
-    return _plan(rows, is_accepted.nonzero()[0], drawn)
+    return plan_of(rows, is_accepted.nonzero()[0], drawn)

@@ -60,6 +60,17 @@ def head_for(target, seed=0, **changes):
         return perturb(ParallelHeadModel(ParallelHeadConfig(**{**SIZES, **sizes, **changes})))
 
 
+def eagle_for(target, seed=0, **changes):
+    """An EAGLE-3 drafter that fits a target, with weights away from their initial ones."""
+    sizes = {
+        "vocab_size": target.vocab_size, "feature_size": target.feature_size, "hidden_size": target.hidden_size,
+        "embed_size": target.hidden_size, "num_slots": 1, "max_depth": 4,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return perturb(EagleModel(EagleConfig(**{**SIZES, **sizes, **changes})))
+
+
 def tiny_eagle(seed=0, **changes):
     """A model with weights away from their initial values, and the target's embedding."""
     torch.manual_seed(seed)
@@ -229,6 +240,49 @@ def assert_same_proposal(got, expected):
     assert torch.equal(got.token_ids, expected.token_ids)
     assert (got.widths is None) == (expected.widths is None)
     assert got.widths is None or torch.equal(got.widths, expected.widths)
+
+
+def padded(inputs, rows, requests, width, padding_slots):
+    """The same round in the sizes of a captured one."""
+    n, b = inputs.new_token_ids.numel(), inputs.context_lens.numel()
+
+    def pad(tensor, size, value=0):
+        return torch.cat((tensor, tensor.new_full((size - len(tensor), *tensor.shape[1:]), value)))
+
+    table = torch.zeros(requests, width, dtype=torch.int64)
+    table[:b, : inputs.slot_table.shape[1]] = inputs.slot_table
+    return dataclasses.replace(
+        inputs,
+        context_lens=pad(inputs.context_lens, requests),
+        anchor_token_ids=pad(inputs.anchor_token_ids, requests),
+        temperatures=pad(inputs.temperatures, requests),
+        slot_table=table,
+        cu_new=pad(inputs.cu_new, requests + 1, n),
+        new_positions=pad(inputs.new_positions, rows),
+        new_token_ids=pad(inputs.new_token_ids, rows),
+        new_features=pad(inputs.new_features, rows),
+        new_slots=torch.cat((inputs.new_slots, padding_slots[n:rows])),
+        request_ids=[],
+        histories=[],
+    )
+
+
+def even_frontier(rng, count, proposal, num_leaves, node=None):
+    """As many leaves of every request, in the order of requests; node: below a later proposal of so many rows each."""
+    request = torch.arange(count).repeat_interleave(num_leaves)
+    slot = torch.from_numpy(rng.integers(proposal.logprobs.shape[1], size=count * num_leaves))
+    token_ids = torch.from_numpy(rng.integers(V, size=count * num_leaves))
+    nodes = None if node is None else request * node + torch.from_numpy(rng.integers(node, size=count * num_leaves))
+    return Frontier(request=request, slot=slot, token_ids=token_ids, node=nodes)
+
+
+def first_requests(frontier, count):
+    """The part of a frontier that the first requests have."""
+    mine = frontier.request < count
+    node = None if frontier.node is None else frontier.node[mine]
+    return Frontier(
+        request=frontier.request[mine], slot=frontier.slot[mine], token_ids=frontier.token_ids[mine], node=node
+    )
 
 
 def assert_rounds_agree(eager, graphed, requests, rng, num_rounds, max_leaves=3):

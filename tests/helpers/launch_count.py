@@ -1,4 +1,4 @@
-"""Launch count: how many kernels a piece of work would launch on a device, counted on the CPU.
+"""Launch count: how many kernels a piece of work would launch on a device, and how often the host would wait for it.
 
 Operators of torch are seen by a dispatch mode (views and allocations launch nothing), kernels of Triton in its interpreter,
 whose own operators are not counted. Copies from the host are not seen.
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.kernels.dispatch import Kernels
@@ -81,3 +82,20 @@ def counted_launches() -> Iterator[LaunchCount]:
             yield count
     finally:
         GridExecutor.__call__ = run
+
+
+class WaitCount(TorchFunctionMode):
+    """Names of the calls of tensors that wait for a device, with how often."""
+
+    NAMES = ("item", "tolist", "cpu", "nonzero", "synchronize", "__int__", "__float__", "__bool__", "__index__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.is_paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES and not self.is_paused:
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))

@@ -115,6 +115,22 @@ def draft_ingest(*, features, fc, norm_weight, kv_weight, k_norm_weight, cos, si
     pool.index_copy_(1, at, torch.where(is_kept.any(), rows, pool[:, at]))
 
 
+def commit_rows(pool, src_rows, dst_rows):
+    """Pairs with a negative row are skipped; as rope_scatter."""
+    is_pair = (src_rows >= 0) & (dst_rows >= 0)
+    source = torch.where(is_pair, torch.arange(src_rows.numel()), is_pair.long().argmax())
+    src, dst = src_rows[source].clamp(min=0), dst_rows[source].clamp(min=0)
+    pool.index_copy_(1, dst, pool[:, torch.where(is_pair.any(), src, dst)])
+
+
+def scatter_rows(pool, rows, keys, values):
+    """As rope_scatter, of what is turned already."""
+    is_kept = rows >= 0
+    source = torch.where(is_kept, torch.arange(rows.numel()), is_kept.long().argmax())
+    at = rows[source].clamp(min=0)
+    pool.index_copy_(0, at, torch.where(is_kept.any(), torch.stack((keys, values), 1)[source], pool[at]))
+
+
 STATIC_KERNELS = replace(
     select_kernels("cpu", "reference"),
     backend="static",
@@ -124,6 +140,8 @@ STATIC_KERNELS = replace(
     rope_scatter=rope_scatter,
     slot_attention=slot_attention,
     draft_ingest=draft_ingest,
+    scatter_rows=scatter_rows,
+    commit_rows=commit_rows,
 )
 
 
@@ -149,9 +167,9 @@ class StrictGraphs:
         self.num_captured = 0
 
     def capture(self, run):
+        run()  # first: what is made once and kept must be real
         with NoHostReads(), FakeTensorMode(allow_non_fake_inputs=True):
             run()
-        run()
         self.num_captured += 1
         return _Graph(run)
 

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
 
+from paceline.config import EngineConfig
+from paceline.contracts import Group
 from paceline.kernels.cpu.library import ISA_VARIABLE
+from paceline.kernels.reference.tree_build import BuiltTrees
 from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.engine.engine import Engine
+from paceline.serving.loading.target_graphs import GraphedTarget
+from paceline.serving.sampling import draw
 from paceline.serving.target_model.model import TargetModel
+from tests.helpers.engines import Sinks
 from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
 from tests.helpers.graph_engines import (
     CONTEXT,
     NUM_TOKENS,
     TREE,
     CountingGraphs,
+    StaticOracle,
+    eagle,
     generate,
     make_engine,
     parallel_head,
     specblock,
 )
-from tests.helpers.launch_count import LaunchCount
+from tests.helpers.launch_count import LaunchCount, WaitCount
 from tests.helpers.scripted_drafters import OracleDrafter
-from tests.helpers.static_kernels import STATIC_KERNELS
+from tests.helpers.static_kernels import STATIC_KERNELS, StrictGraphs
 from tests.helpers.trees import DevicePolicy
 
-MAX_EAGER = {"specblock": 160, "jetspec": 144, "dflash": 121}
-"""Launches of a round beside those inside of graphs, replays included."""
+MAX_EAGER = 10
+"""Launches of a round beside those inside of graphs, replays and the download of what the host reads included."""
+FAMILIES = ("specblock", "jetspec", "dflash", "eagle3", "eagle3 by twos")
 
 
 @functools.cache
@@ -75,44 +87,81 @@ def test_parallel_heads_draft_by_graph_and_the_tokens_are_the_target_s(count, is
 
 
 class UncountedGraphs(CountingGraphs):
-    """Graphs whose replays count as one launch each."""
+    """Graphs whose replays count as one launch each, whatever the references do inside."""
 
-    def __init__(self, count):
+    def __init__(self, count, waits):
         super().__init__()
-        self.count = count
+        self.count, self.waits = count, waits
 
     def capture(self, run):
         def replay():
             self.count.names["replay"] += 1
+            self.waits.is_paused = True
             with self.count.paused():
                 run()
+            self.waits.is_paused = False
 
         return super().capture(replay)
 
 
-@pytest.mark.parametrize("family", ["specblock", "jetspec", "dflash"])
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_round_launches_little_beside_its_graphs(count, family, monkeypatch):
-    """Copies into static tensors, the draws, acceptance, the commit: as many whatever the batch."""
-    monkeypatch.setenv(ISA_VARIABLE, "none")
-    launches, rounds = LaunchCount(), []
+def build_family(family, target):
+    """A function that makes equal drafters."""
+    if family.startswith("eagle3"):
+        return eagle(target, num_slots=2 if family.endswith("twos") else 1)
+    return specblock(target)[0] if family == "specblock" else parallel_head(target, is_causal=family == "jetspec")
+
+
+def steady_rounds(family, count, temperatures, *, has_traces=False, **changes):
+    """What rounds launch and how often they wait, of those before and behind which the same requests run."""
+    launches, waits, found, running = LaunchCount(), WaitCount(), [], []
     kernels = launches.kernels(STATIC_KERNELS)
     target = make_target(kernels)
-    build = specblock(target)[0] if family == "specblock" else parallel_head(target, is_causal=family == "jetspec")
-    policy = DevicePolicy(TREE, vocab_size=target.vocab_size, kernels=kernels)
-    engine = make_engine(target, DrafterSlots(build(), "v1"), UncountedGraphs(launches), policy)
+    build = build_family(family, target)
+    tree = dataclasses.replace(TREE, **changes)
+    policy = DevicePolicy(tree, vocab_size=target.vocab_size, kernels=kernels)
+    traces = Sinks() if has_traces else None
+    slots = DrafterSlots(build(), "v1")
+    engine = make_engine(target, slots, UncountedGraphs(launches, waits), policy, traces, tree=tree)
 
     def note(_):
-        rounds.append(launches.names.copy())
+        running.append(engine.stats()["num_running"])
+        found.append((launches.names.copy(), waits.names.copy()))
         launches.names.clear()
+        waits.names.clear()
 
-    with launches:
-        generate(engine, make_prompts(count, (0.0,)), note)
-    steady = [names for names in rounds[2:] if names["replay"] >= 3]
-    assert steady, "rounds by graphs"
-    assert max(names.total() for names in steady) <= MAX_EAGER[family], sorted(
-        max(steady, key=lambda names: names.total()).items(), key=lambda x: -x[1]
-    )
+    with launches, waits:
+        generate(engine, make_prompts(count, temperatures), note, max_tokens=NUM_TOKENS)
+    assert engine.stats()["num_drafter_failures"] == 0
+    assert traces is None or len(traces.traces) == count
+    return [f for f, a, b, c in zip(found[2:], running, running[1:], running[2:], strict=False) if a == b == c > 0]
+
+
+ROUNDS = pytest.mark.parametrize("temperatures", [(0.0,), (0.9, 0.0, 0.7)], ids=["greedy", "sampled"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("has_traces", [False, True], ids=["", "traces"])
+@ROUNDS
+def test_a_round_launches_little_beside_its_graphs(count, family, temperatures, has_traces, monkeypatch):
+    """One upload, a replay for the drafter and three for the target, one download: as many whatever the batch."""
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    rounds = steady_rounds(family, count, temperatures, has_traces=has_traces)
+    assert len(rounds) >= 2 and all(names["replay"] >= 3 for names, _ in rounds)
+    assert max(names["replay"] for names, _ in rounds) >= 4, "a drafter's replay"
+    most = max((names for names, _ in rounds), key=lambda names: names.total())
+    assert most.total() + 1 <= MAX_EAGER, most
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("policy", ["fixed", "bastion", "adaptive"])
+@ROUNDS
+def test_a_round_waits_once(count, family, temperatures, policy, monkeypatch):
+    """Masses, checks and what calibration learns from come with the accepted paths."""
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    rounds = steady_rounds(family, count, temperatures, has_traces=True, policy=policy)
+    assert len(rounds) >= 2 and all(waits == {"cpu": 1} for _, waits in rounds), [waits for _, waits in rounds]
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -125,6 +174,133 @@ def test_graphs_and_drafting_with_one_read_work_together(count):
     assert engine.stats()["num_drafter_failures"] == 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_graph_of_an_engine_can_be_captured(family, monkeypatch):
+    """No host read and no shape that depends on data in any of them; the tree kernel's reference, which has both, is out."""
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+
+    def no_trees(*, scores, max_nodes, **_):
+        built = BuiltTrees.empty(len(scores), max_nodes + 1, scores.device)
+        for field in dataclasses.fields(built):
+            getattr(built, field.name).zero_()
+        return built
+
+    target = make_target(dataclasses.replace(STATIC_KERNELS, build_trees=no_trees))
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size, kernels=target.kernels)
+    slots, backend = DrafterSlots(build_family(family, target)(), "v1"), StrictGraphs()
+    small = {"max_running": 1, "tree": dataclasses.replace(TREE, max_draft_tokens=3), "prefill_chunk_tokens": 20}
+    progress = []
+    config = EngineConfig(
+        **{"kv_bytes": 2**20, "page_tokens": 4, "max_context_tokens": 40, "capture_s": 600.0, **small}
+    )
+    engine = Engine(target, slots, config, graph_backend=backend, policy=policy, traces=Sinks())
+    engine.graphs.capture(progress=lambda done, planned: progress.append((done, planned)))
+    assert progress[-1] == (backend.num_captured,) * 2 and backend.num_captured == engine.graphs.num_graphs > 20
+
+
+def crowd(temperatures):
+    """Two prompts of one chunk and three long ones."""
+    rng = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 64, (n,), generator=rng).tolist() for n in (5, 4, 70, 61, 33)]
+    return [(p, temperatures[i % len(temperatures)]) for i, p in enumerate(prompts)]
+
+
+CHUNKS = {"prefill_chunk_tokens": 24, "min_prefill_tokens": 12}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@ROUNDS
+def test_rounds_with_prompt_rows_stay_on_the_device(family, temperatures, monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    launches, waits, found = LaunchCount(), WaitCount(), []
+    target = make_target(launches.kernels(STATIC_KERNELS))
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size, kernels=target.kernels)
+    slots = DrafterSlots(build_family(family, target)(), "v1")
+    engine = make_engine(target, slots, UncountedGraphs(launches, waits), policy, **CHUNKS)
+
+    def note(_):
+        counts = engine.stats()["num_prefill_rows"], engine.scheduler.num_running
+        found.append((launches.names.copy(), waits.names.copy(), *counts))
+        launches.names.clear()
+        waits.names.clear()
+
+    with launches, waits:
+        got = generate(engine, crowd(temperatures), note, max_tokens=20)
+    plain = make_engine(make_target(), DrafterSlots(), **CHUNKS)
+    assert got == generate(plain, crowd(temperatures), max_tokens=20)
+    assert engine.stats()["num_drafter_failures"] == 0
+    windows = zip(found, found[1:], found[2:], strict=False)
+    mixed = [
+        (names, held)
+        for (*_, before), (*_, rows, running), (names, held, rows_after, running_after) in windows
+        if rows_after > rows and running_after == running == before > 0
+    ]
+    assert len(mixed) >= 3, "rounds with prompt rows, no prompt completed in them or in the one before"
+    behind = [
+        (names, held)
+        for (*_, running), (names, held, _, running_after) in itertools.pairwise(found)
+        if running_after == running > 0
+    ]
+    chunks = -(-70 // CHUNKS["prefill_chunk_tokens"])
+    assert all(names.total() + 1 <= MAX_EAGER + 2 * chunks and held == {"cpu": 1} for names, held in behind), behind
+    for names, held in mixed:
+        assert names.total() + 1 <= MAX_EAGER and names["replay"] == 4 and held == {"cpu": 1}, names
+
+
+FILTERS = ({}, {"top_p": 0.7}, {"top_k": 5, "min_p": 0.05})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("filters", FILTERS, ids=["plain", "top-p", "top-k"])
+def test_sampled_rounds_that_stay_on_the_device_draw_the_same_tokens_and_traces(family, filters, monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    prompts, target, (ours, theirs) = make_prompts(5, (0.9, 0.0, 0.7)), make_target(STATIC_KERNELS), (Sinks(), Sinks())
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    backend = CountingGraphs()
+    engine = make_engine(target, DrafterSlots(build_family(family, target)(), "v1"), backend, policy, ours)
+    plain = make_engine(make_target(), DrafterSlots(), traces=theirs)
+    assert generate(engine, prompts, **filters) == generate(plain, prompts, **filters)
+    assert engine.stats()["num_drafter_failures"] == 0 and backend.num_replays >= 4 * engine.stats()["num_rounds"] - 4
+    for got, expected in zip(*(sorted(s.traces, key=lambda t: t.request_id) for s in (ours, theirs)), strict=True):
+        assert got.token_ids == expected.token_ids and torch.equal(got.topk_ids[:, 0], expected.topk_ids[:, 0])
+        torch.testing.assert_close(got.topk_logprobs, expected.topk_logprobs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(got.features, expected.features, atol=1e-4, rtol=1e-4)
+
+
+def test_draws_that_need_more_of_the_vocabulary_are_made_again(monkeypatch):
+    """Filters look at the likeliest tokens only; where those do not suffice, the host draws before anything is emitted."""
+    prompts, target = make_prompts(5, (0.9, 0.0, 0.7)), make_target(STATIC_KERNELS)
+    texts = [[*p, *greedy_continuation(make_target(), list(p), NUM_TOKENS + 8)] for p, _ in prompts]
+    filters = {"top_p": 0.95, "top_k": 40}
+    expected = generate(make_engine(make_target(), DrafterSlots()), prompts, **filters)
+    monkeypatch.setattr(draw, "_PROBE", 8)
+    again = []
+    judge = GraphedTarget.judge_again
+    monkeypatch.setattr(GraphedTarget, "judge_again", lambda *args: (again.append(1), judge(*args)))
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    slots = DrafterSlots(StaticOracle(texts, target.vocab_size), "oracle")
+    engine = make_engine(target, slots, CountingGraphs(), policy)
+    assert generate(engine, prompts, **filters) == expected and len(again) > 3
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("pages", [None, 26], ids=["", "few pages"])
+def test_accepted_drafts_are_committed_on_the_device(count, pages):
+    """Right drafts, wrong siblings: what later rounds read is what the accepted rows left behind."""
+    target, plain = make_target(STATIC_KERNELS), make_target()
+    prompts = make_prompts(count, (0.0,))
+    texts = [[*p, *greedy_continuation(plain, list(p), NUM_TOKENS + 8)] for p, _ in prompts]
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    changes = {} if pages is None else {"kv_bytes": pages * 4 * target.kv_row_bytes}
+    oracle = StaticOracle(texts, target.vocab_size)
+    engine = make_engine(target, DrafterSlots(oracle, "oracle"), CountingGraphs(), policy, **changes)
+    got = generate(engine, prompts)
+    assert list(got.values()) == [
+        t[len(p) :][: NUM_TOKENS - i] for i, (t, (p, _)) in enumerate(zip(texts, prompts, strict=True))
+    ]
+    assert pages is not None or engine.stats()["num_rounds"] <= 6, "drafts were accepted"
+
+
 def test_accepted_drafts_come_through_the_graphs():
     target, plain = make_target(STATIC_KERNELS), make_target()
     prompts = make_prompts(3, (0.0,))
@@ -133,6 +309,30 @@ def test_accepted_drafts_come_through_the_graphs():
     got = generate(engine, prompts)
     assert all(texts[name][len(p) :][: len(got[name])] == got[name] for name, (p, _) in zip(got, prompts, strict=True))
     assert engine.stats()["num_rounds"] <= 6, "drafts were accepted"
+
+
+@pytest.mark.parametrize("temperatures", [(0.0,), (0.9, 0.0, 0.7)], ids=["greedy", "sampled"])
+def test_requests_of_several_drafters_share_a_round_on_the_device(temperatures):
+    """Adaptive, hold-back and plain requests side by side, and after a swap the twin's graphs."""
+    target, groups = make_target(STATIC_KERNELS), (Group.ADAPTIVE, Group.STATIC, Group.PLAIN)
+    (build, _), (_, state) = specblock(target), specblock(target, seed=1)
+    launches, waits, found = LaunchCount(), WaitCount(), []
+    slots = DrafterSlots(build(), "v1", first=build(), spawn=build)
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    engine = make_engine(target, slots, UncountedGraphs(launches, waits), policy)
+    prompts = make_prompts(6, temperatures)
+    expected = generate(make_engine(make_target(), DrafterSlots()), prompts)
+
+    def note(_):
+        found.append(launches.names["replay"])
+        launches.names.clear()
+
+    assert generate(engine, prompts, note, groups) == expected
+    assert slots.stage("v2", state)
+    slots.publish("v2")
+    assert generate(engine, prompts, note, groups) == expected
+    assert engine.stats()["num_drafter_failures"] == 0
+    assert max(found) == 5, "two drafters and three for the target"
 
 
 def test_a_swap_to_the_prepared_twin_drafts_by_its_own_graphs():

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from paceline.kernels.dispatch import select_kernels
-from paceline.serving.loading.graphs import GraphedTarget
+from paceline.serving.loading.target_graphs import GraphedTarget
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from paceline.serving.target_model.graph_capture import EagerGraphs, capture_all
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetModel
-from paceline.serving.trees.verify import accept
+from paceline.serving.trees.verify import accept, accept_rows
 from tests.helpers.drafters import assert_rounds_agree, scattered_requests, tiny_specblock
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
 from tests.helpers.rounds import TOLERANCE, WIDTH, assert_same_plan, make_rounds
@@ -48,7 +48,8 @@ def test_verify(triton):
         torch.testing.assert_close(graphed.forward(batch, kv).logits, logits, **TOLERANCE)
         for _ in range(3):
             drawn = torch.from_numpy(rng.integers(6, size=tree.token_ids.numel()))
-            assert_same_plan(graphed.accept(tree, drawn), accept(tree, drawn), tree)
+            got = accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, drawn, triton)
+            assert_same_plan(got, accept(tree, drawn), tree)
 
 
 @pytest.mark.parametrize("changes", [{}, {"compat_rope": True, "num_kv_heads": 1}])
