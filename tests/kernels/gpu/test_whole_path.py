@@ -77,8 +77,9 @@ def test_logits_of_prefill_and_ragged_trees_equal_the_reference(device, kernels,
     with launches(tree_attention._own_kernel) as ran:
         expected, expected_kv = run(make_target(select_kernels("cpu", "reference"), kind=kind), 0)
     assert not ran.names
+    target = make_target(kernels, device, kind)  # checks its forward while it is made
     with launches(tree_attention._own_kernel) as ran:
-        got, got_kv = run(make_target(kernels, device, kind), 0)
+        got, got_kv = run(target, 0)
     assert len(ran.names) == 2 * 2, "two forwards of two layers"
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, **TOLERANCE)
