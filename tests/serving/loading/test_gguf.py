@@ -161,6 +161,15 @@ REFUSED = [
     ({"tokenizer.ggml.merges": ["x y z", "qq"]}, "merges of two"),
     ({"tokenizer.ggml.merges": ["日 本"]}, "merges of its own tokens"),
     ({"tokenizer.ggml.eos_token_id": 999}, "999 beyond"),
+    ({"tokenizer.ggml.bos_token_id": 999}, "999 beyond"),
+    ({"tokenizer.ggml.bos_token_id": "<s>"}, "bos_token_id, it has a value of another kind"),
+    ({"tokenizer.ggml.tokens": 5}, "tokenizer.ggml.tokens, it has a value of another kind"),
+    ({"tokenizer.ggml.token_type": 5}, "token_type, it has a value of another kind"),
+    ({"tokenizer.chat_template": ["a"]}, "chat_template, it has a value of another kind"),
+    ({"llama.attention.head_count": 7}, "sizes that do not go together .*not a multiple"),
+    ({"llama.rope.freq_base": float("inf")}, "rope.freq_base inf"),
+    ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon nan"),
+    ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, "rope.scaling.factor 0.0"),
 ]
 
 
@@ -170,6 +179,24 @@ def test_what_a_file_cannot_mean_is_refused_in_one_sentence(tmp_path, values, wo
     with pytest.raises(ConfigError, match=words) as e:
         read_target(path)
     assert "\n" not in str(e.value) and str(path) in str(e.value)
+
+
+@pytest.mark.parametrize("scores", [["best"] * 500, [float("nan")] * 500], ids=["words", "nan"])
+def test_scores_that_are_no_numbers_are_refused(tmp_path, scores):
+    values, vocab, _ = sentencepiece_values()
+    values["tokenizer.ggml.scores"] = scores[: len(vocab)]
+    path = write_model(tmp_path / "m.gguf", tiny_model("llama", vocab=len(vocab), layers=1), tokenizer=values)
+    with pytest.raises(ConfigError, match="a score for each token"):
+        open_checkpoint(path).tokenizer()
+
+
+def test_a_beginning_that_no_text_can_have_is_refused(tmp_path):
+    values = byte_level_values()[0]
+    values["tokenizer.ggml.tokens"][1] = "a:b"
+    values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.add_bos_token": True}
+    path = write_model(tmp_path / "m.gguf", model_of(layers=1), tokenizer=values)
+    with pytest.raises(ConfigError, match="mark a text's beginning, got 'a:b'"):
+        open_checkpoint(path).tokenizer()
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path):
