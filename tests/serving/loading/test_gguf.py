@@ -11,7 +11,7 @@ from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 from paceline.adapt.families.recipe import target_shape
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.errors import ConfigError
-from paceline.paths import model_version
+from paceline.paths import model_version, resolve_model
 from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.loading.gguf_file import BLOCK_TYPES, PLAIN_TYPES
 from paceline.serving.loading.gguf_model import ROPE_FACTORS
@@ -138,6 +138,12 @@ def test_sentencepiece_merges_follow_from_scores(tmp_path):
     path = write_model(tmp_path / "n.gguf", tiny_model("llama", vocab=len(vocab), layers=1), tokenizer=bare)
     tokenizer = open_checkpoint(path).tokenizer()
     assert all(tokenizer.decode(tokenizer.encode(t)) == t for t in TEXT)
+
+
+def test_a_folder_of_such_a_name_is_a_checkpoint(tmp_path):
+    model_of(layers=1).save_pretrained(tmp_path / "m.gguf")
+    path = resolve_model(str(tmp_path / "m.gguf"))
+    assert open_checkpoint(path).config().hidden_size == 256 and len(model_version(path)) == 16
 
 
 REFUSED = [
