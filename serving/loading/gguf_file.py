@@ -118,6 +118,9 @@ class GgufFile:
             raise _BrokenFile(f"general.alignment is {alignment!r}, no power of two")
         found = [self._record() for _ in range(num_tensors)]
         start = -(-self._at // alignment) * alignment
+        if sum(record.num_bytes for _, record in found) > len(self._data) - self._at:
+            # cut off, or tensors share bytes, which would be read many times
+            raise _BrokenFile("it has less bytes than its tensors take")
         for name, record in found:
             if name in self.tensors:
                 raise _BrokenFile(f"it has tensor {name!r} twice")

@@ -243,6 +243,12 @@ def test_every_cut_and_every_flipped_byte_ends_in_one_sentence_or_a_model(tmp_pa
         (struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 0, 2**61) + bytes(64), "claims .* numbers"),
         (struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 9, 1) + bytes(64), "unknown type 9"),
         (struct.pack("<4sIQQ", b"GGUF", 3, 0, 0), "general.architecture"),
+        (
+            struct.pack("<4sIQQ", b"GGUF", 3, 2, 0)
+            + b"".join(struct.pack("<Q1sIQIQ", 1, name, 1, 1024, 0, 0) for name in (b"a", b"b"))
+            + bytes(4200),
+            "less bytes than its tensors take",
+        ),
     ],
 )
 def test_a_hostile_header_costs_nothing(tmp_path, data, words):
