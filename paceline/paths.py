@@ -85,8 +85,8 @@ def resolve_model(model: str) -> Path:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file."""
-    return Path(path).suffix.lower() == ".gguf"
+    """Whether a path names a GGUF file; a folder of such a name is none."""
+    return Path(path).suffix.lower() == ".gguf" and not Path(path).is_dir()
 
 
 def _smollm2_file() -> Path:

@@ -54,11 +54,12 @@ def chat_document(messages: list[dict[str, str]]) -> str:
     marks = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": RESULT}
     try:
         text = "".join(f"{marks[m['role']]}{m['content'].strip()}\n" for m in messages)
-    except (KeyError, TypeError, AttributeError):
+        is_answered = messages[-1]["role"] == "assistant"
+    except (KeyError, TypeError, AttributeError, IndexError):
         raise ConfigError(
-            f"messages must be objects with role ({', '.join(marks)}) and content, got {messages}"
+            f"messages must be objects with role ({', '.join(marks)}) and content, at least one, got {str(messages)[:200]}"
         ) from None
-    return text if messages[-1]["role"] == "assistant" else text + ASSISTANT
+    return text if is_answered else text + ASSISTANT
 
 
 def messages(document: str) -> list[dict[str, str]]:
@@ -153,8 +154,15 @@ def _prose(data: Path) -> Iterator[str]:
 _READERS = {"tools": _tools, "math": _math, "facts": _facts, "prose": _prose}
 
 
+def _check_domain(domain: str) -> None:
+    known = (*DOMAINS, *PROMPT_DOMAINS)
+    if domain not in known:
+        raise ConfigError(f"domain must be one of {', '.join(known)}, got {domain!r}")
+
+
 def licence(domain: str, data: Path | None) -> str:
-    """Sources and licences of the documents that `documents` returns for the same domain and data."""
+    """Sources and licences of the documents that `documents` returns for the same domain and data; raises as it does."""
+    _check_domain(domain)
     return f"{_LICENCES[domain]}; {_PUZZLES}" if domain == "code" and data is not None else _LICENCES[domain]
 
 
@@ -167,9 +175,7 @@ def documents(domain: str, data: Path | None, split: str) -> list[str]:
         split: "train" or "held_out"; a document's side is a hash of its text, so it never changes.
     Raises: ConfigError on an unknown domain or a missing data file.
     """
-    known = (*DOMAINS, *PROMPT_DOMAINS)
-    if domain not in known:
-        raise ConfigError(f"domain must be one of {', '.join(known)}, got {domain!r}")
+    _check_domain(domain)
     if domain == "code":
         found = _code(data)
     elif domain == "chat":

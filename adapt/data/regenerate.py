@@ -115,7 +115,7 @@ def _chat_prompt(
 ) -> list[int]:
     """A chat up to an answer, of which some words are given when `is_cut`.
 
-    Long ones lose their oldest turns; the end of one that is too long even so.
+    Long ones lose their oldest turns, but no instructions of the system; the end of one that is too long even so. Empty where no user has said anything.
     """
     end = ends[int(rng.integers(len(ends)))]
     turns, given = corpus.messages(document[: end - len(corpus.ASSISTANT)]), ""
@@ -123,10 +123,12 @@ def _chat_prompt(
         answer = corpus.messages(document[end - len(corpus.ASSISTANT) :])[0]["content"]
         given = answer[: int(rng.integers(len(answer) + 1))]
     ids: list[int] = []
+    system = [turn for turn in turns[:1] if turn["role"] == "system"]
     for start, turn in enumerate(turns):
         if turn["role"] != "user":
             continue
-        text = tokenizer.apply_chat_template(turns[start:], tokenize=False, add_generation_prompt=True) + given
+        chat = [*system, *turns[start:]]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + given
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) <= config.max_prompt_tokens:
             break

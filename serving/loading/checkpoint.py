@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -15,6 +16,7 @@ from paceline.errors import ConfigError
 from paceline.paths import is_gguf, model_version
 from paceline.serving.target_model.model import first_line, unservable
 
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, StrictDataclassError)
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -71,12 +73,13 @@ class FolderCheckpoint:
     def config(self) -> Any:
         try:
             return AutoConfig.from_pretrained(self.path, local_files_only=True)
-        except (OSError, ValueError, KeyError) as e:
+        except _UNREADABLE as e:
             raise ConfigError(
                 f"model folder {self.path} must hold a config.json that transformers knows: {first_line(e)}"
             ) from e
 
     def model(self, dtype: torch.dtype | None = None, attention: str | None = None) -> Any:
+        self.config()  # it says better what is wrong with it
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.path,

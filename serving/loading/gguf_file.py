@@ -71,12 +71,15 @@ class GgufFile:
         found = self.values.get(key, default)
         is_right = isinstance(found, kind) and (kind is bool or not isinstance(found, bool))
         if found is None or (found is not default and not is_right):
-            what = "no" if found is None else f"another kind of value ({type(found).__name__}) for"
+            what = "none" if found is None else f"a value of another kind ({type(found).__name__})"
             raise ConfigError(
-                f"model {self.path} must be a GGUF file with {key}, it has {what} such key; convert it again with a current "
-                "llama.cpp"
+                f"model {self.path} must be a GGUF file with {key}, it has {what}; convert it again with a current llama.cpp"
             )
         return found
+
+    def optional(self, key: str, kind: type) -> Any:
+        """The value of a key, None where the file does not say it. Raises: ConfigError when it is of another kind."""
+        return self.value(key, kind) if key in self.values else None
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor's values in `dtype`; None = its own type, bfloat16 for types of blocks.
@@ -115,6 +118,9 @@ class GgufFile:
             raise _BrokenFile(f"general.alignment is {alignment!r}, no power of two")
         found = [self._record() for _ in range(num_tensors)]
         start = -(-self._at // alignment) * alignment
+        if sum(record.num_bytes for _, record in found) > len(self._data) - self._at:
+            # cut off, or tensors share bytes, which would be read many times
+            raise _BrokenFile("it has less bytes than its tensors take")
         for name, record in found:
             if name in self.tensors:
                 raise _BrokenFile(f"it has tensor {name!r} twice")

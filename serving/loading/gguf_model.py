@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.errors import ConfigError
 from paceline.paths import model_version
 from paceline.serving.loading.gguf_file import BLOCK_TYPES, GgufFile
-from paceline.serving.loading.gguf_tokenizer import end_token_ids, read_tokenizer
+from paceline.serving.loading.gguf_tokenizer import end_token_ids, read_tokenizer, token_id
+from paceline.serving.target_model.model import first_line
 
 LAYER_NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -89,22 +91,25 @@ class GgufCheckpoint:
             if self._size(name, head_dim) != head_dim:
                 raise self._unfit(f"{name} {self._size(name)} beside heads of {head_dim}")
         ends = end_token_ids(file)
-        config = _FAMILIES[self._family][0](
-            hidden_size=hidden,
-            intermediate_size=self._size("feed_forward_length"),
-            num_hidden_layers=num_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=self._size("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            vocab_size=file.tensors[EMBEDDING].shape[0],
-            max_position_embeddings=context,
-            rms_norm_eps=file.value(f"{self._family}.attention.layer_norm_rms_epsilon", float),
-            tie_word_embeddings=HEAD not in file.tensors,
-            rope_parameters=self._rope(head_dim),
-            bos_token_id=file.values.get("tokenizer.ggml.bos_token_id"),
-            eos_token_id=ends[0] if len(ends) == 1 else ends or None,
-            pad_token_id=None,
-        )
+        try:
+            config = _FAMILIES[self._family][0](
+                hidden_size=hidden,
+                intermediate_size=self._size("feed_forward_length"),
+                num_hidden_layers=num_layers,
+                num_attention_heads=heads,
+                num_key_value_heads=self._size("attention.head_count_kv", heads),
+                head_dim=head_dim,
+                vocab_size=file.tensors[EMBEDDING].shape[0],
+                max_position_embeddings=context,
+                rms_norm_eps=self._fraction("attention.layer_norm_rms_epsilon"),
+                tie_word_embeddings=HEAD not in file.tensors,
+                rope_parameters=self._rope(head_dim),
+                bos_token_id=token_id(file, "bos_token_id"),
+                eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+                pad_token_id=None,
+            )
+        except StrictDataclassError as e:
+            raise self._unfit(f"sizes that do not go together ({first_line(e)})") from e
         config.dtype = self._own_dtype()
         return config
 
@@ -166,6 +171,12 @@ class GgufCheckpoint:
             raise self._unfit(f"{name} {found}")
         return found
 
+    def _fraction(self, name: str, default: float | None = None) -> float:
+        found = self._file.value(f"{self._family}.{name}", float, default)
+        if not (math.isfinite(found) and found > 0):
+            raise self._unfit(f"{name} {found}")
+        return found
+
     def _refuse_parts(self) -> None:
         """Refuse what would be computed otherwise than by a dense Llama or Qwen3 of one file."""
         values = self._file.values
@@ -180,17 +191,17 @@ class GgufCheckpoint:
     def _rope(self, head_dim: int) -> dict[str, Any]:
         """RoPE's parameters as transformers names them. Raises: ConfigError for kinds of scaling that are not known."""
         file, own = self._file, f"{self._family}.rope."
-        kind, theta = file.values.get(own + "scaling.type", "none"), file.value(own + "freq_base", float, 10000.0)
+        kind, theta = file.values.get(own + "scaling.type", "none"), self._fraction("rope.freq_base", 10000.0)
         out = {"rope_type": "default", "rope_theta": theta}
         if ROPE_FACTORS in file.tensors:
             if kind != "none":
                 raise self._unfit(f"RoPE factors beside RoPE scaling {kind!r}")
             return {**out, **_LLAMA3, "rope_type": "llama3", "factor": self._llama3_factor(theta, head_dim)}
-        factor = file.value(own + "scaling.factor", float, 1.0)
-        if kind == "none" or (kind == "linear" and factor == 1.0):
+        if kind == "none":
             return out
+        factor = self._fraction("rope.scaling.factor", 1.0)
         if kind == "linear":
-            return {**out, "rope_type": "linear", "factor": factor}
+            return out if factor == 1.0 else {**out, "rope_type": "linear", "factor": factor}
         if kind == "yarn":
             before = file.value(own + "scaling.original_context_length", int)
             return {**out, "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": before}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
@@ -41,7 +42,7 @@ def read_tokenizer(file: GgufFile) -> Any:
             f"model {file.path} must have a tokenizer of kind gpt2 or llama, got {kind!r}; give the folder of its transformers "
             "checkpoint"
         )
-    types = file.values.get(_KEY + "token_type") or []
+    types = file.optional(_KEY + "token_type", list) or []
     marked = [(t, k) for t, k in zip(tokens, types, strict=False) if k in (_CONTROL, _USER_DEFINED)]
     backend.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in marked if k == _USER_DEFINED])
     named = {
@@ -52,13 +53,18 @@ def read_tokenizer(file: GgufFile) -> Any:
     marks_beginning = kind == "llama" or file.values.get(_KEY + "pre") in _LLAMA3_NAMES
     if file.value(_KEY + "add_bos_token", bool, marks_beginning) and "bos_token" in named:
         bos = named["bos_token"]
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokens.index(bos))]
-        )
+        try:
+            backend.post_processor = processors.TemplateProcessing(
+                single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, tokens.index(bos))]
+            )
+        except ValueError as e:
+            raise ConfigError(
+                f"model {file.path} must have a token that can mark a text's beginning, got {bos!r}; download or convert it again"
+            ) from e
     out = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
-        chat_template=file.values.get("tokenizer.chat_template"),
+        chat_template=file.optional("tokenizer.chat_template", str),
         **named,
     )
     control = [AddedToken(t, normalized=False, special=True) for t, k in marked if k == _CONTROL]
@@ -69,8 +75,8 @@ def read_tokenizer(file: GgufFile) -> Any:
 def end_token_ids(file: GgufFile) -> list[int]:
     """Ids that end an answer: those that the file names, and control tokens that mean it everywhere."""
     named = [token_id(file, f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    types = file.values.get(_KEY + "token_type") or []
-    pairs = zip(file.values.get(_KEY + "tokens") or [], types, strict=False)
+    types = file.optional(_KEY + "token_type", list) or []
+    pairs = zip(file.optional(_KEY + "tokens", list) or [], types, strict=False)
     known = [i for i, (text, kind) in enumerate(pairs) if kind == _CONTROL and text in _END_NAMES]
     return list(dict.fromkeys(i for i in (*named, *known) if i is not None))
 
@@ -79,7 +85,7 @@ def token_id(file: GgufFile, name: str) -> int | None:
     """A special token's id, None where the file names none. Raises: ConfigError beyond the vocabulary."""
     if _KEY + name not in file.values:
         return None
-    found, count = file.value(_KEY + name, int), len(file.values.get(_KEY + "tokens") or ())
+    found, count = file.value(_KEY + name, int), len(file.optional(_KEY + "tokens", list) or ())
     if count and not 0 <= found < count:
         raise ConfigError(
             f"model {file.path} has {name} {found} beyond its {count} tokens; download or convert it again"
@@ -122,7 +128,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
 def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     """Pairs merge in the order of their scores, which files hold instead of merges."""
     scores = file.value(_KEY + "scores", list)
-    if len(scores) != len(tokens):
+    if len(scores) != len(tokens) or not all(isinstance(s, float) and math.isfinite(s) for s in scores):
         raise ConfigError(f"model {file.path} must have a score for each token; download or convert it again")
     ids = {token: i for i, token in enumerate(tokens)}
     pairs = [

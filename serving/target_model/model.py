@@ -402,7 +402,9 @@ def unservable(family: str, why: str) -> ConfigError:
 
 def first_line(error: BaseException) -> str:
     """What went wrong, for a sentence: libraries explain themselves over pages."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    last = next((i for i, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)  # it goes on in the next
+    return " ".join(lines[: last + 1])[:300]
 
 
 def _context_tokens(config: Any) -> int:

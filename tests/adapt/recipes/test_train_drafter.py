@@ -123,12 +123,24 @@ def test_a_target_with_a_chat_template_of_its_own_is_asked_in_it(target_dir, tmp
     assert drawn(document, truncation_share=1.0) == {*whole, text(chat[:1], "c"), text(chat[:1], "cd")}
     room = len(tokenizer(text(chat[2:]))["input_ids"])
     assert text(chat[2:]) in drawn(document, truncation_share=0.0, max_prompt_tokens=room)
+    told = [{"role": "system", "content": "gh"}]
+    assert drawn(corpus.chat_document(told + chat), truncation_share=0.0) == {text(told + chat), text(told + chat[:1])}
+    room = len(tokenizer(text(told + chat[2:]))["input_ids"])
+    assert text(told + chat[2:]) in drawn(
+        corpus.chat_document(told + chat), truncation_share=0.0, max_prompt_tokens=room
+    )
     called = "<|user|>a\n<|call|>b {}\n<|result|>{}\n<|assistant|>c"
     assert [(m["role"], m["content"]) for m in corpus.messages(called)] == [
         ("user", "a"), ("assistant", "b {}"), ("user", "{}"), ("assistant", "c"),
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="role"):
-        corpus.chat_document([{"content": "a"}])
+    for wrong in ([], [{"content": "a"}], "ab"):
+        with pytest.raises(ConfigError, match="role"):
+            corpus.chat_document(wrong)
+
+
+def test_an_unknown_domain_is_refused_before_the_target_is_read(target_dir, tmp_path):
+    with pytest.raises(ConfigError, match="domain must be one of"):
+        train_drafter(target_dir, None, tmp_path / "out", DrafterRecipe(domains=("poems",)))
 
 
 @pytest.mark.parametrize("domain", corpus.PROMPT_DOMAINS)

@@ -72,6 +72,17 @@ def test_a_conversation_shows_what_was_drafted(browser, service, width, scheme):
         assert (plain, marked) == (text, "") and "nothing drafted" in facts
         ask(watch, "And a tea for Jun")
         assert watch.page.evaluate("messages.map((m) => m.role).join()") == "user,assistant,user,assistant"
+        watch.page.fill("#tokens", "400")
+        watch.page.fill("#prompt", "Two large lattes for Dana")
+        watch.page.press("#prompt", "Enter")
+        watch.wait(f"{LAST} && {LAST}.querySelector('p').textContent.length > 5")
+        watch.page.click("#clear")
+        watch.wait("running === null")
+        assert watch.page.evaluate("messages.length") == 0, "an answer that was cut off is no part of the new chat"
+        watch.page.fill("#tokens", "")
+        watch.page.fill("#prompt", "again")
+        watch.page.press("#prompt", "Enter")
+        assert watch.page.evaluate("running") is None and not watch.page.evaluate("at('tokens').checkValidity()")
         watch.check_clean(service)
         assert watch.check_contrast() > 5
         assert watch.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "nothing sticks out"

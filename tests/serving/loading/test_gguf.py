@@ -11,7 +11,7 @@ from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 from paceline.adapt.families.recipe import target_shape
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.errors import ConfigError
-from paceline.paths import model_version
+from paceline.paths import model_version, resolve_model
 from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.loading.gguf_file import BLOCK_TYPES, PLAIN_TYPES
 from paceline.serving.loading.gguf_model import ROPE_FACTORS
@@ -140,6 +140,12 @@ def test_sentencepiece_merges_follow_from_scores(tmp_path):
     assert all(tokenizer.decode(tokenizer.encode(t)) == t for t in TEXT)
 
 
+def test_a_folder_of_such_a_name_is_a_checkpoint(tmp_path):
+    model_of(layers=1).save_pretrained(tmp_path / "m.gguf")
+    path = resolve_model(str(tmp_path / "m.gguf"))
+    assert open_checkpoint(path).config().hidden_size == 256 and len(model_version(path)) == 16
+
+
 REFUSED = [
     ({"general.architecture": "gemma3"}, "dense Llama or Qwen3.*'gemma3'"),
     ({"llama.expert_count": 8}, "expert_count 8"),
@@ -161,6 +167,15 @@ REFUSED = [
     ({"tokenizer.ggml.merges": ["x y z", "qq"]}, "merges of two"),
     ({"tokenizer.ggml.merges": ["日 本"]}, "merges of its own tokens"),
     ({"tokenizer.ggml.eos_token_id": 999}, "999 beyond"),
+    ({"tokenizer.ggml.bos_token_id": 999}, "999 beyond"),
+    ({"tokenizer.ggml.bos_token_id": "<s>"}, "bos_token_id, it has a value of another kind"),
+    ({"tokenizer.ggml.tokens": 5}, "tokenizer.ggml.tokens, it has a value of another kind"),
+    ({"tokenizer.ggml.token_type": 5}, "token_type, it has a value of another kind"),
+    ({"tokenizer.chat_template": ["a"]}, "chat_template, it has a value of another kind"),
+    ({"llama.attention.head_count": 7}, "sizes that do not go together .*not a multiple"),
+    ({"llama.rope.freq_base": float("inf")}, "rope.freq_base inf"),
+    ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon nan"),
+    ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, "rope.scaling.factor 0.0"),
 ]
 
 
@@ -170,6 +185,24 @@ def test_what_a_file_cannot_mean_is_refused_in_one_sentence(tmp_path, values, wo
     with pytest.raises(ConfigError, match=words) as e:
         read_target(path)
     assert "\n" not in str(e.value) and str(path) in str(e.value)
+
+
+@pytest.mark.parametrize("scores", [["best"] * 500, [float("nan")] * 500], ids=["words", "nan"])
+def test_scores_that_are_no_numbers_are_refused(tmp_path, scores):
+    values, vocab, _ = sentencepiece_values()
+    values["tokenizer.ggml.scores"] = scores[: len(vocab)]
+    path = write_model(tmp_path / "m.gguf", tiny_model("llama", vocab=len(vocab), layers=1), tokenizer=values)
+    with pytest.raises(ConfigError, match="a score for each token"):
+        open_checkpoint(path).tokenizer()
+
+
+def test_a_beginning_that_no_text_can_have_is_refused(tmp_path):
+    values = byte_level_values()[0]
+    values["tokenizer.ggml.tokens"][1] = "a:b"
+    values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.add_bos_token": True}
+    path = write_model(tmp_path / "m.gguf", model_of(layers=1), tokenizer=values)
+    with pytest.raises(ConfigError, match="mark a text's beginning, got 'a:b'"):
+        open_checkpoint(path).tokenizer()
 
 
 def test_weights_that_are_no_numbers_are_refused(tmp_path):
@@ -210,6 +243,12 @@ def test_every_cut_and_every_flipped_byte_ends_in_one_sentence_or_a_model(tmp_pa
         (struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 0, 2**61) + bytes(64), "claims .* numbers"),
         (struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"k", 9, 9, 1) + bytes(64), "unknown type 9"),
         (struct.pack("<4sIQQ", b"GGUF", 3, 0, 0), "general.architecture"),
+        (
+            struct.pack("<4sIQQ", b"GGUF", 3, 2, 0)
+            + b"".join(struct.pack("<Q1sIQIQ", 1, name, 1, 1024, 0, 0) for name in (b"a", b"b"))
+            + bytes(4200),
+            "less bytes than its tensors take",
+        ),
     ],
 )
 def test_a_hostile_header_costs_nothing(tmp_path, data, words):

@@ -1,5 +1,6 @@
 """Packed ragged forwards over paged KV equal ordinary forwards of the transformers model."""
 
+import json
 import os
 
 import pytest
@@ -224,6 +225,21 @@ def test_families_that_cannot_be_served_are_refused_in_one_sentence(tmp_path, fa
     if family not in ("falcon", "gptj", "stablelm", "mamba"):  # those show when they run
         with pytest.raises(ConfigError, match="family that can be served"):
             check_target(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"num_attention_heads": 5}, "not a multiple"), ({"hidden_size": "wide"}, "hidden_size"), (None, "config.json")],
+)
+def test_sizes_that_do_not_go_together_are_refused_in_one_sentence(tmp_path, change, words):
+    tiny_model("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(change and {**json.loads(config.read_text()), **change}))
+    for read in (check_target, read_target):
+        with pytest.raises(ConfigError, match=words) as e:
+            read(tmp_path)
+        assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "phi3", "gemma3_text", "granite", "olmo2"])
