@@ -23,6 +23,7 @@ from paceline.bench.shapes.kernel_shapes import Shape
 from paceline.bootstrap import interval, resampled
 from paceline.errors import ConfigError
 from paceline.kernels.cpu.library import NativeDecoder, NativeLayer, PackedLinear, choose_isa
+from paceline.kernels.cpu.memory import pool_zeros
 from paceline.records import JsonFile, Setting, record
 
 SHAPES = {
@@ -122,7 +123,7 @@ class RandomModel:
     def new_pool(self, num_rows: int) -> torch.Tensor:
         """K/V of so many rows, touched."""
         s = self.shape
-        return torch.full((s.num_layers, num_rows, 2, s.kv_heads, s.head_dim), 0.01, dtype=self.number_type)
+        return pool_zeros((s.num_layers, num_rows, 2, s.kv_heads, s.head_dim), self.number_type, "cpu").fill_(0.01)
 
     def forward_s(self, pool: torch.Tensor, rows: int, context: int, batch: int) -> float:
         """Seconds of one forward; a request's rows are a chain behind its context."""

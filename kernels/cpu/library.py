@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from paceline.kernels.cpu.build import NAME, source_version
+from paceline.kernels.cpu.memory import pool_zeros
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +123,10 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     num_out, num_in = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -num_in % _IN_MULTIPLE, 0, -num_out % LANES))
     if weight.dtype == torch.float32:
-        return padded.view(-1, LANES, padded.shape[1]).transpose(1, 2).contiguous()
-    return padded.view(-1, LANES, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+        panels = padded.view(-1, LANES, padded.shape[1]).transpose(1, 2)
+    else:
+        panels = padded.view(-1, LANES, padded.shape[1] // 2, 2).transpose(1, 2)
+    return pool_zeros(panels.shape, panels.dtype).copy_(panels)
 
 
 def unpack_weight(packed: torch.Tensor) -> torch.Tensor:

@@ -342,8 +342,9 @@ inline void tile_panels(const uint16_t* x, int64_t rows, int64_t stride, const W
           widen(k, &now0, &now1);
           _tile_loadd(4, x0 + k, step);
           _tile_loadd(6, now0, 64);
-          _tile_loadd(7, now1, 64);
           _tile_dpbf16ps(0, 4, 6);
+          if (!is_pair) continue;
+          _tile_loadd(7, now1, 64);
           _tile_dpbf16ps(1, 4, 7);
         }
       }
@@ -563,10 +564,34 @@ ONE_FORM void take_scores(float* scores, int64_t size, const Softmax& of) {
   store(of.total, total);
 }
 
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+
 // Each query's sum (PARTS * 16 numbers) grows by up to 16 values in turn, times its share of each.
 template <class X, int PARTS>
 inline void add_values(const X* const* rows, int64_t shift, int64_t size, const float* shares, int64_t stride, int64_t count,
                        float* sums, const Next<X>& next = {nullptr, 0}) {
+  if (size == LANES && count <= 4) {  // few queries: values go from memory into the sums
+    const auto add = [&](auto num) {
+      constexpr int NUM = decltype(num)::value;
+      for (int i = 0; i < PARTS; ++i) {
+        Floats sum[NUM];
+        for (int q = 0; q < NUM; ++q) sum[q] = load(sums + (q * PARTS + i) * LANES);
+        for (int64_t j = 0; j < LANES; ++j) {
+          const Floats value = widen(rows[j] + shift + i * LANES);
+          for (int q = 0; q < NUM; ++q) sum[q] += value * shares[q * stride + j];
+          next.ask(j, i * LANES);
+        }
+        for (int q = 0; q < NUM; ++q) store(sums + (q * PARTS + i) * LANES, sum[q]);
+      }
+    };
+    if (count == 1) return add(Number<1>{});
+    if (count == 2) return add(Number<2>{});
+    if (count == 3) return add(Number<3>{});
+    return add(Number<4>{});
+  }
   Floats wide[LANES][PARTS];
   for (int64_t j = 0; j < size; ++j)
     for (int i = 0; i < PARTS; ++i) {
@@ -659,6 +684,7 @@ void attend(const float* query, int64_t query_stride, const X* pool, int64_t hea
     }
     for (int64_t q = 0; q < count; ++q) {
       float* at = scores + q * score_stride;
+      if (seen[q / groups] == 0) continue;  // its keys were whole blocks
       for (int64_t i = seen[q / groups]; i % LANES; ++i) at[i] = -INFINITY;
       take_scores<PARTS>(at, padded_block(seen[q / groups]), softmax_of(query0 + q));
     }

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Self
 import torch
 
 from paceline.errors import DrafterMismatchError
+from paceline.kernels.cpu.memory import pool_zeros
 from paceline.kernels.dispatch import Kernels
 from paceline.serving.drafters.forward import DrafterForward, choose_head_dtype
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafters.network import DrafterConfig, DrafterModel, TargetHandles, check_state
-from paceline.serving.target_model.device import pool_zeros
 
 
 class TrainedDrafter(ABC):

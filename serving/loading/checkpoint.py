@@ -72,7 +72,7 @@ class FolderCheckpoint:
 
     def config(self) -> Any:
         try:
-            return AutoConfig.from_pretrained(self.path, local_files_only=True)
+            return AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except _UNREADABLE as e:
             raise ConfigError(
                 f"model folder {self.path} must hold a config.json that transformers knows: {first_line(e)}"
@@ -107,7 +107,7 @@ class FolderCheckpoint:
 
     def tokenizer(self) -> Any:
         try:
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as e:
             raise ConfigError(f"model folder {self.path} must hold a readable tokenizer: {first_line(e)}") from e
 

@@ -7,8 +7,6 @@ work took on a device that runs behind the host.
 from __future__ import annotations
 
 import contextlib
-import math
-import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -54,20 +52,6 @@ def available_ram_bytes(cgroup: Path = _CGROUP) -> int:
         if limit.isdigit() and used.isdigit():  # v2 writes 'max' where there is no limit
             available = min(available, max(0, int(limit) - int(used)))
     return available
-
-
-def pool_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """A tensor of zeros for rows that are written later; on the host memory is taken when it is first written.
-
-    There in large pages where the system has them: rows of a context lie in many small ones.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or not num_bytes:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-    room = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # a system without them
-        room.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(room, dtype=dtype).view(*shape)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from paceline.errors import ConfigError
+from paceline.kernels.cpu.memory import pool_zeros
 from paceline.kernels.dispatch import Kernels, select_kernels
-from paceline.serving.target_model.device import pool_zeros, upload
+from paceline.serving.target_model.device import upload
 from paceline.serving.target_model.graph_capture import Staging
 from paceline.serving.target_model.prefix_cache import CachedPage, DraftWriter, PrefixCache
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
-from paceline.serving.target_model.device import pool_zeros
+from paceline.kernels.cpu.memory import pool_zeros
 from paceline.serving.target_model.kv_cache import KVPool, PageAllocator
 
 
