@@ -26,10 +26,11 @@ from paceline.clock import SystemClock
 from paceline.config import ServiceConfig, to_dict, with_environment
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import stop_controller
-from paceline.infra.service.deployment import DeploymentLimits, bind_replicas
+from paceline.infra.service.deployment import DeploymentLimits, bind_replicas, replica_values
 from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
-from paceline.infra.service.parts import StorePaths, is_adaptive, replica_values
+from paceline.infra.service.preflight import preflight
 from paceline.infra.service.stop_signals import StopSignals, kept_sigterm
+from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.desired import ensure_first_version
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis, resolve_redis
@@ -91,14 +92,12 @@ def run_service(config: ServiceConfig) -> Service:
     set), Serve's proxy and the replicas, which start the controller when the drafter can be trained. Port 0 takes a free one.
     Raises: ConfigError for settings, PacelineError when something does not come up; what was started is stopped again.
     """
-    path = resolve_model(config.model)
+    resolve_model(config.model)
     resolve_drafter(config.drafter, config.model)
-    if config.model != "bundled":  # a replica would refuse it too, but later and three times
-        from paceline.serving.loading.target import check_target
-
-        check_target(path)
     config = with_environment(config)
-    config = replace(config, port=claim_port(config.host, config.port), device=_resolve_device(config.device))
+    config = replace(config, port=claim_port(config.host, config.port))
+    found = preflight(config)
+    config = replace(config, device=found.device)
     paths = StorePaths.of(config)
     paths.data_dir.mkdir(parents=True, exist_ok=True)
     redis: EmbeddedRedis | None = None
@@ -116,7 +115,7 @@ def run_service(config: ServiceConfig) -> Service:
         serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": config.port})
         app = _bind(config, deployment_limits(config, grace_s=LOCAL_GRACE_S))
         if is_adaptive(config):
-            register_first_drafter(config)
+            _write_first_version(config, found.first_version)
         owns_app = True
         handle = serve.run(app, name=APP_NAME, route_prefix="/")
     except BaseException as e:
@@ -137,22 +136,11 @@ def stop_service(service: Service) -> None:
     service.redis, service.owns_ray = None, False
 
 
-def register_first_drafter(config: ServiceConfig) -> None:
-    """Check the drafter against the target, register it and write the first desired state.
-
-    Done before the replicas start, so that a wrong drafter ends in one clear error.
-    Raises: ConfigError, DrafterMismatchError.
-    """
-    from paceline.adapt.families.target_handle import load_target_handle
-    from paceline.adapt.versions.registry import DrafterRegistry
-    from paceline.infra.service.parts import drafter_taps, make_slots
-
+def _write_first_version(config: ServiceConfig, version: str) -> None:
     assert config.redis_url is not None
-    target = load_target_handle(resolve_model(config.model), tap_layers=drafter_taps(config), dtype=config.dtype)
-    slots = make_slots(config, target, DrafterRegistry(StorePaths.of(config).registry))
     keys, now = Keys(config.model_name), SystemClock().now()
     with patient_client(config.redis_url) as client:
-        ensure_first_version(client, keys, slots.first_version, config.policy.holdback_percent, now)
+        ensure_first_version(client, keys, version, config.policy.holdback_percent, now)
 
 
 def claim_port(host: str, port: int) -> int:
@@ -276,14 +264,6 @@ def _refusal() -> str:
         return ""
     found = re.findall(r"paceline\.errors\.\w+: ([^\n]+)", "\n".join(d.message for d in deployments))
     return found[-1] if found else ""
-
-
-def _resolve_device(device: str) -> str:
-    if device != "auto":
-        return device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _stop(config: ServiceConfig, redis: EmbeddedRedis | None, owns_ray: bool, *, owns_app: bool = True) -> None:

@@ -11,7 +11,7 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -20,12 +20,17 @@ from ray.serve._private import constants as serve_constants
 from ray.serve._private import replica as serve_replica
 from ray.serve.config import BackpressureConfig
 
+from paceline.config import ServiceConfig, to_dict
 from paceline.errors import ConfigError
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
-from paceline.serving.engine.thread import EngineThread
+
+if TYPE_CHECKING:  # torch comes with it, which the process that starts a service does without
+    from paceline.serving.engine.thread import EngineThread
 
 log = logging.getLogger(__name__)
+
+DEPLOYED_AT = "deployed_at"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,6 +57,11 @@ class DeploymentLimits:
     """At least as long as the longest stream: Serve cuts what is left without an error."""
     num_cpus: float = 1.0
     num_gpus: float = 0.0
+
+
+def replica_values(config: ServiceConfig, deployed_at: float) -> dict[str, Any]:
+    """What a factory is given: a configuration and when it was deployed (s since 1970)."""
+    return {**to_dict(config), DEPLOYED_AT: deployed_at}
 
 
 def load_factory(path: str) -> Callable[[dict[str, Any], str], ReplicaParts]:

@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from paceline.config import ServiceConfig
 from paceline.errors import CapacityError, EngineStoppedError
 from paceline.infra.service.deployment import DeploymentLimits, RunningReplica, bind_engine, close_grpc_port, deployment
-from paceline.infra.service.parts import StorePaths
+from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.log import configure_logging
 from paceline.infra.web.metrics import MetricSpec, metric_spec, render
 from paceline.paths import resolve_model

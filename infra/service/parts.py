@@ -6,13 +6,12 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.adapt.versions.registry import DrafterRegistry
-from paceline.config import ServiceConfig, to_dict
+from paceline.config import ServiceConfig
 from paceline.contracts import DesiredState
 from paceline.errors import PacelineError
 from paceline.infra.controller.actor import ControllerSpec, ensure_controller
@@ -21,7 +20,8 @@ from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.capture_progress import capture_progress
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.replica.watcher import ReplicaWatcher
-from paceline.infra.service.deployment import ReplicaParts
+from paceline.infra.service.deployment import DEPLOYED_AT, ReplicaParts
+from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.log import configure_logging
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.web.access import Access
@@ -47,26 +47,6 @@ from paceline.serving.target_model.model import TargetModel
 log = logging.getLogger(__name__)
 
 CONTROLLER_CHECK_S = 10.0
-_DEPLOYED_AT = "deployed_at"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StorePaths:
-    """Where a service keeps what outlives its processes."""
-
-    data_dir: Path
-    traces: str
-    registry: str
-
-    @classmethod
-    def of(cls, config: ServiceConfig) -> StorePaths:
-        root = Path(config.data_dir).expanduser().resolve()
-        return cls(data_dir=root, traces=str(root / "traces"), registry=str(root / "registry"))
-
-
-def is_adaptive(config: ServiceConfig) -> bool:
-    """Whether the configured drafter has weights that can be trained."""
-    return resolve_drafter(config.drafter, config.model) is not None
 
 
 def drafter_taps(config: ServiceConfig) -> tuple[int, ...] | None:
@@ -174,15 +154,10 @@ def controller_spec(
     )
 
 
-def replica_values(config: ServiceConfig, deployed_at: float) -> dict[str, Any]:
-    """What `replica_parts` is given: a configuration and when it was deployed (s since 1970)."""
-    return {**to_dict(config), _DEPLOYED_AT: deployed_at}
-
-
 def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
-    """Build one replica from `replica_values`; its engine thread runs when this returns."""
-    config = build(ServiceConfig, {k: v for k, v in values.items() if k != _DEPLOYED_AT})
-    deployed_at = float(values.get(_DEPLOYED_AT, 0.0))
+    """Build one replica from `deployment.replica_values`; its engine thread runs when this returns."""
+    config = build(ServiceConfig, {k: v for k, v in values.items() if k != DEPLOYED_AT})
+    deployed_at = float(values.get(DEPLOYED_AT, 0.0))
     paths = StorePaths.of(config)
     paths.data_dir.mkdir(parents=True, exist_ok=True)
     configure_logging(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import random
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -24,7 +26,7 @@ REPORT_TTL_S = 15
 """A replica whose latest report is older counts as gone."""
 LOG_ENTRIES = 20_000
 """Entries kept in the log stream; the file in the data directory keeps all."""
-_MAX_TRIES = 20
+_PATIENCE_S = 10.0
 
 
 def read_desired(client: redis.Redis, keys: Keys) -> DesiredState | None:
@@ -66,7 +68,8 @@ def commit_desired(
     transaction. Raises PacelineError when others keep changing the record.
     """
     with client.pipeline(transaction=True) as pipe:
-        for _ in range(_MAX_TRIES):
+        give_up = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < give_up:
             try:
                 pipe.watch(keys.desired)
                 current = decode_desired(pipe.get(keys.desired))
@@ -80,10 +83,11 @@ def commit_desired(
                 queue_desired(pipe, keys, desired)
                 pipe.execute()
             except WatchError:
+                time.sleep(random.uniform(0.0, 0.01))  # writers that wait for different times do not meet again
                 continue
             logger.info("desired state gen=%d version=%s reason=%s", desired.gen, desired.version, desired.reason)
             return desired
-    raise PacelineError(f"the desired state changed {_MAX_TRIES} times while it was being written; try again")
+    raise PacelineError(f"the desired state kept changing for {_PATIENCE_S:g} s while it was being written; try again")
 
 
 def configured_desired(

@@ -1,0 +1,92 @@
+"""Preflight: what must be known of the models before a service starts: they are checked, the first drafter is registered.
+
+It needs torch, some 250 MiB that the process which keeps a service running would hold for nothing: there it runs in a
+process of its own, which ends again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import msgspec
+
+from paceline import errors
+from paceline.config import ServiceConfig, to_dict
+from paceline.errors import PacelineError
+from paceline.infra.service.stores import StorePaths, is_adaptive
+from paceline.paths import resolve_model
+from paceline.records import build
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preflight:
+    """What a service is started with."""
+
+    device: str
+    """cpu | cuda."""
+    first_version: str = ""
+    """The first drafter's in the registry; '' where its weights cannot be trained."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """What the process says on its standard output."""
+
+    found: Preflight | None = None
+    error: str = ""
+    """Class of a PacelineError."""
+    reason: str = ""
+
+
+def preflight(config: ServiceConfig) -> Preflight:
+    """Check target and drafter, and register a drafter that can be trained. Raises: ConfigError, DrafterMismatchError."""
+    if "torch" in sys.modules:
+        return _look(config)
+    done = subprocess.run(
+        [sys.executable, "-m", __name__], input=msgspec.json.encode(to_dict(config)), stdout=subprocess.PIPE, check=False
+    )  # fmt: skip
+    try:
+        answer = msgspec.json.decode(done.stdout, type=_Answer)
+    except msgspec.DecodeError as e:
+        raise PacelineError(f"the models could not be checked: that process ended with code {done.returncode}") from e
+    if answer.found is None:
+        raise getattr(errors, answer.error, PacelineError)(answer.reason)
+    return answer.found
+
+
+def _look(config: ServiceConfig) -> Preflight:
+    from paceline.serving.loading.target import check_target
+
+    if config.model != "bundled":  # a replica would refuse it too, but later and three times
+        check_target(resolve_model(config.model))
+    device = config.device
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Preflight(device=device, first_version=_register(config) if is_adaptive(config) else "")
+
+
+def _register(config: ServiceConfig) -> str:
+    from paceline.adapt.families.target_handle import load_target_handle
+    from paceline.adapt.versions.registry import DrafterRegistry
+    from paceline.infra.service.parts import drafter_taps, make_slots
+
+    target = load_target_handle(resolve_model(config.model), tap_layers=drafter_taps(config), dtype=config.dtype)
+    return make_slots(config, target, DrafterRegistry(StorePaths.of(config).registry)).first_version
+
+
+def main() -> None:
+    """Answer for the configuration on the standard input, in one line on the standard output."""
+    config = build(ServiceConfig, msgspec.json.decode(sys.stdin.buffer.read()))
+    try:
+        answer = _Answer(found=_look(config))
+    except PacelineError as e:
+        answer = _Answer(error=type(e).__name__, reason=str(e))
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+
+
+if __name__ == "__main__":
+    main()
