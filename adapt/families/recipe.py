@@ -51,6 +51,10 @@ class DrafterRecipe:
         int | None,
         Setting("Draft only so many tokens, those the target writes most; default: all.", flag="draft-vocab"),
     ] = None
+    shares_head: A[
+        bool,
+        Setting("specblock, eagle3: draft through the target's own output head, not a trained one.", flag="share-head"),
+    ] = False
     edge_rank: A[int | None, Setting("Rank of jetspec's and dflash's previous-token correction; default: none.")] = None
     without: A[
         tuple[str, ...], Setting("SpecBlock's parts to leave out: shift, inheritance, valid-prefix, rank-head.")
@@ -126,11 +130,6 @@ def reduce_vocab(model: Any, traces: Sequence[RequestTrace]) -> None:
     ids, log_coverage = most_frequent_tokens(traces, model.config.draft_vocab_size, model.config.vocab_size)
     model.draft_token_ids.copy_(ids)
     model.log_coverage.copy_(log_coverage)
-
-
-def target_embedding(target: TargetHandles, device: torch.device) -> torch.Tensor:
-    """What most losses read of the target: its token embedding (V, E) float32, without gradient."""
-    return target.embed_weight.detach().to(device, torch.float32)
 
 
 def most_frequent_tokens(

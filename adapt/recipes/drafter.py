@@ -21,7 +21,7 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.family import summarise
 from paceline.adapt.families.recipe import DrafterRecipe, has_native_bf16, target_shape
 from paceline.adapt.families.row_batch import collate
-from paceline.adapt.families.target_handle import TargetHandle, load_target_handle
+from paceline.adapt.families.target_handle import TargetHandle, TargetTables, load_target_handle
 from paceline.adapt.families.training import StepReport, TrainingRun, training_family, warmup_cosine
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.recipes.learning_curve import LearningCurve
@@ -125,9 +125,9 @@ class _Progress:
 
 @torch.no_grad()
 def evaluate(
-    model: DrafterModel, frozen: Any, traces: Sequence[RequestTrace], recipe: DrafterRecipe
+    model: DrafterModel, tables: TargetTables, traces: Sequence[RequestTrace], recipe: DrafterRecipe
 ) -> dict[str, float]:
-    """The family's held-out numbers. frozen: what its loss reads of the target. recipe: complete."""
+    """The family's held-out numbers. tables: of the target, on the model's device. recipe: complete."""
     family = training_family(model.drafter_type)
     config = family.held_out_loss(recipe.loss)
     device = next(model.parameters()).device
@@ -136,7 +136,7 @@ def evaluate(
     lengths = [min(len(t.token_ids), recipe.max_rows) for t in traces]
     for plan in plan_batches(lengths, recipe.batch_rows, generator):
         batch = collate([traces[i] for i in plan], max_rows=recipe.max_rows, device=device)
-        for key, value in family.loss(model, batch, frozen, config, generator)[1].items():
+        for key, value in family.loss(model, batch, tables, config, generator)[1].items():
             sums[key] = sums.get(key, torch.zeros(())) + value.cpu()
     return summarise(sums)
 
@@ -197,7 +197,7 @@ def train_drafter(
     model.to(device)
     run = TrainingRun(
         model,
-        family.frozen(handle, torch.device(device)),
+        TargetTables.of(handle, torch.device(device)),
         recipe.loss,
         beta_factor=_BETA_FACTOR,
         weight_decay=recipe.weight_decay,
@@ -229,7 +229,7 @@ def train_drafter(
     held_out = list(_read(folder / "held_out"))
     for domain in sorted({t.bucket for t in held_out}):
         kept = [t for t in held_out if t.bucket == domain]
-        numbers = evaluate(model, run.frozen, kept, recipe)
+        numbers = evaluate(model, run.tables, kept, recipe)
         lengths_by_kind = replay_acceptance(model, handle, kept)
         results[domain] = {**numbers, **{f"acceptance_length_{k}": v for k, v in lengths_by_kind.items()}}
     training = {

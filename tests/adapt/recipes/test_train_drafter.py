@@ -201,7 +201,11 @@ class StopHereError(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind", [{"drafter": "specblock"}, {"drafter": "eagle3", "draft_vocab_size": 24}])
+@pytest.mark.parametrize("kind", [
+    {"drafter": "specblock"},
+    {"drafter": "eagle3", "draft_vocab_size": 24},
+    {"drafter": "specblock", "draft_vocab_size": 24, "shares_head": True},
+])  # fmt: skip
 def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, target_dir, prompts_dir, kind):
     recipe = DrafterRecipe(domains=(), text=TEXT, held_out_tokens=60, epochs=2.5, batch_rows=96, **kind)
 
@@ -231,6 +235,7 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     assert (drafter.caps.name, drafter.caps.max_depth) == (kind["drafter"], 8)
     config = json.loads((tmp_path / "a" / "config.json").read_text(encoding="utf-8"))
     assert config["draft_vocab_size"] == kind.get("draft_vocab_size")
+    assert ("lm_head.weight" in a) == (not kind.get("shares_head", False))
     assert config["domains"] == list(config["learned_rows"]) == [prompts_dir.name]
     assert config["learned_rows"][prompts_dir.name] > 0
     provenance = (tmp_path / "a" / "PROVENANCE.md").read_text(encoding="utf-8")
