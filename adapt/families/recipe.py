@@ -33,7 +33,13 @@ class DrafterRecipe:
     text: RegenerateConfig = field(default_factory=RegenerateConfig)
     epochs: A[float, Setting("Passes over that text.", ge=0.01)] = 3.0
     held_out_tokens: int = 8_000
-    """Output tokens per domain, continued from held-out documents, for the report."""
+    """Output tokens per domain, continued from held-out documents, for validation and the report."""
+    validation_tokens: int = 2_000
+    """Of these, over all domains, those that choose the weights to keep; the report is on the others."""
+    validate_every: A[
+        int | None,
+        Setting("Steps between validations, of which the best weights are kept; default: 1/20 of the run.", ge=1),
+    ] = None
     batch_rows: A[int, Setting("Rows of a step, padding included: fewer make more steps of the same text.", ge=32)] = (
         1536
     )

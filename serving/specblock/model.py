@@ -116,6 +116,8 @@ class SpecBlockModel(DrafterModel):
         self.layers = nn.ModuleList(SpecBlockLayer(c) for _ in range(c.num_layers))
         num_shifts = c.num_layers - 1 if c.has_shift else 0
         self.shifts = nn.ModuleList(nn.Linear(2 * h, h, bias=False) for _ in range(num_shifts))
+        for shift in self.shifts:  # each slot begins as itself: a random projection would replace the residual stream
+            shift.weight = nn.Parameter(torch.eye(h, 2 * h))
         self.final_norm = nn.Parameter(torch.ones(h))
         self.lm_head = own_head(c)
         self.rank_in = nn.Linear(h + NUM_RANK_FEATURES, c.rank_hidden, bias=False)
