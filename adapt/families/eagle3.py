@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from paceline.adapt.families.family import TrainingFamily
-from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, target_embedding
+from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
 from paceline.adapt.families.row_batch import RowBatch, calibrated, draft_index, head_loss, row_chunks
-from paceline.adapt.families.target_handle import TargetHandle
+from paceline.adapt.families.target_handle import TargetHandle, TargetTables
 from paceline.errors import ConfigError
 from paceline.serving.drafters.network import rope_cos_sin
 from paceline.serving.eagle3 import drafter
@@ -83,7 +83,7 @@ class EagleLossConfig:
 def training_loss(
     model: EagleModel,
     batch: RowBatch,
-    embed: torch.Tensor,
+    tables: TargetTables,
     config: EagleLossConfig,
     generator: torch.Generator,
     *,
@@ -92,7 +92,7 @@ def training_loss(
     """Loss of one batch (mean per supervised row) and detached sums for reporting.
 
     Returns the loss and {"rows", "loss", "nll1", "correct1" (histogram over 0..num_steps of how many tokens in a row the
-    greedy chain gets right)}; see TrainingLoss for the arguments. embed: (V, E), the target's token embedding.
+    greedy chain gets right)}; see TrainingLoss for the arguments.
     """
     c, last = model.config, batch.token_ids.shape[1] - 1
     request, row = batch.is_output[:, 2:].nonzero(as_tuple=True)
@@ -105,7 +105,8 @@ def training_loss(
     is_side = torch.rand(row.numel(), generator=generator).to(device) < config.side_share
     to_draft = draft_index(model.draft_token_ids, c.vocab_size) if c.draft_vocab_size is not None else None  # type: ignore[arg-type]
     learns = torch.is_grad_enabled() and trains_backbone
-    steps = unrolled_hidden(model, batch, embed, config.num_steps)
+    steps = unrolled_hidden(model, batch, tables.embed, config.num_steps)
+    head = tables.head_of(model)
     for step in range(config.num_steps):
         with torch.set_grad_enabled(learns):
             hidden = next(steps)
@@ -120,7 +121,7 @@ def training_loss(
             if to_draft is not None:
                 text, ids, logprobs, is_taught = _in_draft_vocab(to_draft, text, ids, logprobs)
             z = model.normed(hidden[request[part], row[part]])
-            loss, best, logits = head_loss(model.lm_head, z, ids, logprobs, num_rows=chosen.numel())
+            loss, best, logits = head_loss(head, z, ids, logprobs, num_rows=chosen.numel())
             loss = loss * is_taught
             total = total + config.step_decay**step * loss.sum()
             if step == 0:
@@ -128,7 +129,7 @@ def training_loss(
             is_right[part] &= best == text
             side = is_side[part] & (text >= 0)
             if config.calibration_weight and bool(side.any()):
-                known = model.lm_head(z[side]) if logits is None else logits[side]
+                known = F.linear(z[side], head) if logits is None else logits[side]
                 temperatures = batch.temperatures[request[part][side]]
                 calibration = _calibration_loss(model, known.detach().float(), text[side], temperatures, step)
                 total = total + config.calibration_weight / config.side_share * calibration
@@ -177,6 +178,7 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
         num_slots=recipe.num_slots,
         num_steps=recipe.loss.num_steps,
         draft_vocab_size=recipe.draft_vocab_size,
+        shares_head=recipe.shares_head,
     )
 
 
@@ -194,7 +196,6 @@ FAMILY = TrainingFamily(
     defaults={"learning_rate": 2e-3, "num_layers": 1, "num_slots": 1, "loss": EagleLossConfig()},
     make_config=make_config,
     projection="fc.weight",
-    frozen=target_embedding,
     loss=training_loss,
     update_loss=update_loss,
     held_out_loss=held_out_loss,

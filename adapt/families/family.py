@@ -14,10 +14,11 @@ import torch
 
 from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, even_taps, reduce_vocab
 from paceline.adapt.families.row_batch import RowBatch
-from paceline.adapt.families.target_handle import TargetHandle
+from paceline.adapt.families.target_handle import TargetHandle, TargetTables
 from paceline.errors import ConfigError
+from paceline.records import settings
 from paceline.serving.drafters.family import DrafterFamily
-from paceline.serving.drafters.network import DrafterConfig, DrafterModel, TargetHandles
+from paceline.serving.drafters.network import DrafterConfig, DrafterModel
 from paceline.serving.sampling.request import RequestTrace
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class TrainingLoss(Protocol):
         self,
         model: Any,
         batch: RowBatch,
-        frozen: Any,
+        tables: TargetTables,
         config: Any,
         generator: torch.Generator,
         /,
@@ -48,7 +49,7 @@ class TrainingLoss(Protocol):
         """Mean loss per supervised row, and a report.
 
         Args:
-            frozen: what TrainingFamily.frozen made of the target.
+            tables: of the target, on the model's device.
             config: the family's loss settings.
             generator: of all random choices; on the CPU.
             trains_backbone: False computes hidden states without a graph (only heads and calibration learn).
@@ -67,8 +68,6 @@ class TrainingFamily:
     """The default architecture for a target and a complete recipe."""
     projection: str
     """Name of the weight (H, F) that takes the tapped features in."""
-    frozen: Callable[[TargetHandles, torch.device], Any]
-    """What the loss reads of the target, on this device: tensors without gradients."""
     loss: TrainingLoss
     update_loss: Callable[[Any, bool], Any]
     """Loss settings of an online update, given the model and whether its backbone learns."""
@@ -79,7 +78,7 @@ class TrainingFamily:
     scalars: tuple[str, ...] = ("log_beta",)
     """Parameters that are log-scales of order 1, not matrices: they learn at a higher rate."""
     refused: tuple[str, ...] = ("edge_rank",)
-    """Fields of the recipe that must stay None, because the family has no such thing."""
+    """Fields of the recipe that must stay None or False, because the family has no such thing."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What a recipe may leave out: name -> field of the network's or the loss's settings that becomes False."""
 
@@ -101,8 +100,9 @@ class TrainingFamily:
                 f"without must be among {', '.join(self.parts)} for {self.name} drafters, got {strange[0]!r}"
             )
         for name in self.refused:
-            if getattr(recipe, name) is not None:
-                raise ConfigError(f"{name} must be left out for {self.name} drafters, got {getattr(recipe, name)!r}")
+            if (value := getattr(recipe, name)) not in (None, False):
+                option = settings(DrafterRecipe)[name][1].name(name)
+                raise ConfigError(f"{option} must be left out for {self.name} drafters, got {value!r}")
         missing = {name: value for name, value in self.defaults.items() if getattr(recipe, name) is None}
         recipe = dataclasses.replace(recipe, drafter=self.name, **missing)
         return dataclasses.replace(recipe, loss=leave_out(recipe.loss, recipe.without, self.parts))
@@ -110,7 +110,7 @@ class TrainingFamily:
     def prepare(self, model: DrafterModel, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
         """Set what a fresh model takes over from its training text: even taps, and the draft vocabulary if it is reduced."""
         even_taps(model.get_parameter(self.projection), traces, target)
-        if getattr(model.config, "draft_vocab_size", None) is not None:
+        if model.config.draft_vocab_size is not None:
             reduce_vocab(model, traces)
 
     def split_scalars(self, model: DrafterModel) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
@@ -119,10 +119,10 @@ class TrainingFamily:
         return [p for n, p in named if n not in self.scalars], [p for n, p in named if n in self.scalars]
 
 
-def leave_out(settings: Settings, names: Sequence[str], parts: Mapping[str, str]) -> Settings:
-    """The settings with the fields of these parts False, where they have them. parts: as TrainingFamily.parts."""
-    own = {f.name for f in dataclasses.fields(settings)}
-    return dataclasses.replace(settings, **{parts[n]: False for n in names if parts[n] in own})
+def leave_out(config: Settings, names: Sequence[str], parts: Mapping[str, str]) -> Settings:
+    """These settings with the fields of these parts False, where they have them. parts: as TrainingFamily.parts."""
+    own = {f.name for f in dataclasses.fields(config)}
+    return dataclasses.replace(config, **{parts[n]: False for n in names if parts[n] in own})
 
 
 def summarise(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:

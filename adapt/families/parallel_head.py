@@ -25,10 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from paceline.adapt.families.family import TrainingFamily
 from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
 from paceline.adapt.families.row_batch import RowBatch, calibrated, soft_cross_entropy
-from paceline.adapt.families.target_handle import TargetHandle
+from paceline.adapt.families.target_handle import TargetHandle, TargetTables
 from paceline.records import Setting, record
 from paceline.serving.drafters.family import DrafterFamily
-from paceline.serving.drafters.network import TargetHandles, rope_cos_sin
+from paceline.serving.drafters.network import rope_cos_sin
 from paceline.serving.parallel_head import drafter
 from paceline.serving.parallel_head.model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel, block_visibility
 
@@ -121,23 +121,6 @@ class ParallelLossConfig:
     """Share of rows whose calibration loss is computed."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TargetTables:
-    """What the loss reads of the target, frozen."""
-
-    embed: torch.Tensor  # (V, H) token embedding
-    head: torch.Tensor  # (V, H) output head
-
-    @staticmethod
-    def of(target: TargetHandles, device: torch.device) -> TargetTables:
-        """The tables in float32 on a device; one tensor where the target shares it."""
-        embed = target.embed_weight.detach().to(device, torch.float32)
-        is_tied = target.head_weight is target.embed_weight
-        return TargetTables(
-            embed=embed, head=embed if is_tied else target.head_weight.detach().to(device, torch.float32)
-        )
-
-
 def soft_kl(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     """Forward KL per row from the logged top-k plus one bucket for the rest: (M, V), (M, k), (M, k) -> (M,)."""
     target = logprobs.exp() * (ids >= 0)
@@ -200,7 +183,7 @@ def parallel_training_loss(
     the text's), "rows1", "nll1" (cross-entropy of the first slot with the text, summed)}.
     """
     s = model.config.num_slots
-    head = tables.head
+    head = tables.head_of(model)
     anchors, is_real = draw_anchors(batch.is_output, config.num_anchors, generator)
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains_backbone):
         hidden = anchored_forward(model, batch, tables.embed, anchors)
@@ -277,12 +260,11 @@ def _family(serving: DrafterFamily, loss: ParallelLossConfig) -> TrainingFamily:
         defaults={"learning_rate": 2e-3, "num_layers": 2, "num_slots": 8, "loss": loss},
         make_config=make_config,
         projection="cond_proj.weight",
-        frozen=TargetTables.of,
         loss=parallel_training_loss,
         update_loss=update_loss,
         held_out_loss=held_out_loss,
         arms={"calibration": ("log_beta",), "head": ("log_beta", "final_norm", "edge_"), "full": None},
-        refused=("draft_vocab_size",),
+        refused=("draft_vocab_size", "shares_head"),
     )
 
 

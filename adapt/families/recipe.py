@@ -33,7 +33,13 @@ class DrafterRecipe:
     text: RegenerateConfig = field(default_factory=RegenerateConfig)
     epochs: A[float, Setting("Passes over that text.", ge=0.01)] = 3.0
     held_out_tokens: int = 8_000
-    """Output tokens per domain, continued from held-out documents, for the report."""
+    """Output tokens per domain, continued from held-out documents, for validation and the report."""
+    validation_tokens: int = 2_000
+    """Of these, over all domains, those that choose the weights to keep; the report is on the others."""
+    validate_every: A[
+        int | None,
+        Setting("Steps between validations, of which the best weights are kept; default: 1/20 of the run.", ge=1),
+    ] = None
     batch_rows: A[int, Setting("Rows of a step, padding included: fewer make more steps of the same text.", ge=32)] = (
         1536
     )
@@ -51,6 +57,10 @@ class DrafterRecipe:
         int | None,
         Setting("Draft only so many tokens, those the target writes most; default: all.", flag="draft-vocab"),
     ] = None
+    shares_head: A[
+        bool,
+        Setting("specblock, eagle3: draft through the target's own output head, not a trained one.", flag="share-head"),
+    ] = False
     edge_rank: A[int | None, Setting("Rank of jetspec's and dflash's previous-token correction; default: none.")] = None
     without: A[
         tuple[str, ...], Setting("SpecBlock's parts to leave out: shift, inheritance, valid-prefix, rank-head.")
@@ -126,11 +136,6 @@ def reduce_vocab(model: Any, traces: Sequence[RequestTrace]) -> None:
     ids, log_coverage = most_frequent_tokens(traces, model.config.draft_vocab_size, model.config.vocab_size)
     model.draft_token_ids.copy_(ids)
     model.log_coverage.copy_(log_coverage)
-
-
-def target_embedding(target: TargetHandles, device: torch.device) -> torch.Tensor:
-    """What most losses read of the target: its token embedding (V, E) float32, without gradient."""
-    return target.embed_weight.detach().to(device, torch.float32)
 
 
 def most_frequent_tokens(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -98,22 +98,22 @@ def row_chunks(rows: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
 
 
 def head_loss(
-    head: nn.Linear, z: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, *, num_rows: int
+    head: torch.Tensor, z: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor, *, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`soft_cross_entropy` of the output head at normed hidden states z (N, H), its argmax (N,) and its logits.
+    """`soft_cross_entropy` of the output head (V, H) at normed hidden states z (N, H), its argmax (N,) and its logits.
 
     num_rows: of all chunks together; where their logits would not fit, these are computed again backwards and the third
     result is None.
     """
-    if num_rows * head.out_features > _MAX_LOGITS and torch.is_grad_enabled():
+    if num_rows * head.shape[0] > _MAX_LOGITS and torch.is_grad_enabled():
         loss, best = checkpoint(_loss_and_best, head, z, ids, logprobs, use_reentrant=False)
         return loss, best, None
-    logits = head(z)
+    logits = F.linear(z, head)
     return soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1), logits
 
 
 def _loss_and_best(
-    head: nn.Linear, z: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
+    head: torch.Tensor, z: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = head(z)
+    logits = F.linear(z, head)
     return soft_cross_entropy(logits, ids, logprobs), logits.argmax(-1)

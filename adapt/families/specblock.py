@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from paceline.adapt.families.family import TrainingFamily, leave_out
-from paceline.adapt.families.recipe import DrafterRecipe, TargetShape, target_embedding
+from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
 from paceline.adapt.families.row_batch import RowBatch, calibrated, draft_index, head_loss, row_chunks
-from paceline.adapt.families.target_handle import TargetHandle
+from paceline.adapt.families.target_handle import TargetHandle, TargetTables
 from paceline.serving.drafters.network import rope_cos_sin
 from paceline.serving.specblock import drafter
 from paceline.serving.specblock.model import NUM_RANK_CLASSES, SpecBlockConfig, SpecBlockModel, rank_class
@@ -180,6 +180,7 @@ class BlockLoss:
 
 def block_loss(
     model: SpecBlockModel,
+    head: torch.Tensor,
     hidden: torch.Tensor,
     batch: RowBatch,
     *,
@@ -192,6 +193,7 @@ def block_loss(
     """Losses of one block at N rows; the output head runs only where the valid prefix still holds.
 
     Args:
+        head: (Vd, H), the output head.
         hidden: (N, K, H) before the final norm.
         request: (N,) int64, index into the batch.
         positions: (N,) int64, token position that slot 0 predicts.
@@ -225,7 +227,7 @@ def block_loss(
             if to_draft is not None:
                 text, ids = to_draft[text], to_draft[ids]
             head_in = z[part, slot]
-            loss, best, logits = head_loss(model.lm_head, head_in, ids, logprobs, num_rows=alive.numel())
+            loss, best, logits = head_loss(head, head_in, ids, logprobs, num_rows=alive.numel())
             token_loss = token_loss + config.slot_decay**slot * loss.sum()
             if slot == 0:
                 first_nll = first_nll + loss.detach().sum()
@@ -233,7 +235,7 @@ def block_loss(
             side = is_side[part] & (text >= 0)
             if bool(side.any()) and (config.rank_weight or config.calibration_weight):
                 picked = (
-                    model.lm_head(head_in[side]).detach().float() if logits is None else logits[side].detach().float()
+                    F.linear(head_in[side], head).detach().float() if logits is None else logits[side].detach().float()
                 )
                 rank_part, calibration_part = _side_losses(
                     model,
@@ -293,7 +295,7 @@ def _side_losses(
 def training_loss(
     model: SpecBlockModel,
     batch: RowBatch,
-    embed: torch.Tensor,
+    tables: TargetTables,
     config: LossConfig,
     generator: torch.Generator,
     *,
@@ -307,7 +309,7 @@ def training_loss(
     k = model.config.num_slots
     learns = torch.is_grad_enabled() and trains_backbone
     with torch.set_grad_enabled(learns):
-        state = first = block1_forward(model, batch, embed)
+        state = first = block1_forward(model, batch, tables.embed)
     request, row = batch.is_output[:, 2:].nonzero(as_tuple=True)
     num_rows = max(1, request.numel())
     column, offset = row, torch.zeros_like(row)
@@ -319,7 +321,7 @@ def training_loss(
     for block in range(config.num_blocks):
         hidden = state.hidden[request, column]
         sums = block_loss(
-            model, hidden, batch, request=request, positions=row + 2 + offset, block=block, config=config, generator=generator
+            model, tables.head_of(model), hidden, batch, request=request, positions=row + 2 + offset, block=block, config=config, generator=generator
         )  # fmt: skip
         side = config.rank_weight * sums.rank + config.calibration_weight * sums.calibration
         total = total + weight * (sums.token + side / max(config.side_share, 1e-6))
@@ -343,7 +345,7 @@ def training_loss(
         with torch.set_grad_enabled(learns):
             state = next_block_forward(
                 model,
-                embed,
+                tables.embed,
                 first,
                 [(grid.regrid(s, at_column), grid.spread(m)) for s, at_column, m in path[1:]],
                 rows=grid.spread(row),
@@ -385,6 +387,7 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
         num_slots=recipe.num_slots,
         num_blocks=recipe.loss.num_blocks,
         draft_vocab_size=recipe.draft_vocab_size,
+        shares_head=recipe.shares_head,
         rank_hidden=min(256, max(16, shape.hidden_size // 2)),
         rank_topk=min(20, target.vocab_size),
     )
@@ -407,7 +410,6 @@ FAMILY = TrainingFamily(
     defaults={"learning_rate": 2e-3, "num_layers": 2, "num_slots": 4, "loss": LossConfig()},
     make_config=make_config,
     projection="cond_proj.weight",
-    frozen=target_embedding,
     loss=training_loss,
     update_loss=update_loss,
     held_out_loss=held_out_loss,

@@ -1,18 +1,20 @@
 """Target handle: what a training job needs of the target, without loading the whole model.
 
 Its version hash, its sizes, its token embedding and its output head (frozen, shared with the drafter); no other weights
-are read.
+are read. Shape legend: V target vocabulary, Vd draft vocabulary, E target hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from paceline.errors import ConfigError
+from paceline.serving.drafters.network import DrafterModel, TargetHandles
 from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.target_model.int8 import served_version
 from paceline.serving.target_model.model import default_tap_layers
@@ -37,6 +39,38 @@ class TargetHandle:
     def head_weight(self) -> torch.Tensor:
         """(V, Dm) weight of the output head."""
         return self.embed_weight if self.untied_head is None else self.untied_head
+
+
+class TargetTables:
+    """What losses read of the target, frozen: float32 copies on one device, of the output head only what is asked for."""
+
+    def __init__(self, embed: torch.Tensor, head: torch.Tensor | None = None) -> None:
+        """embed: (V, E) float32 token embedding. head: (V, E) output head, anywhere; None = tied to the embedding."""
+        self.embed = embed
+        self._head = embed if head is None else head
+        self._rows = (torch.empty(0, dtype=torch.int64), torch.empty(0))
+
+    @classmethod
+    def of(cls, target: TargetHandles, device: torch.device) -> TargetTables:
+        """The tables of a target on this device."""
+        is_tied = target.head_weight is target.embed_weight
+        embed = target.embed_weight.detach().to(device, torch.float32)
+        return cls(embed, None if is_tied else target.head_weight.detach())
+
+    @cached_property
+    def _whole_head(self) -> torch.Tensor:
+        return self._head.to(self.embed)
+
+    def head_of(self, model: DrafterModel) -> torch.Tensor:
+        """(Vd, E) weight of a drafter's output head: its own, or the target's rows of its draft vocabulary."""
+        if model.lm_head is not None:
+            return model.lm_head.weight
+        if model.config.draft_vocab_size is None:
+            return self._whole_head
+        ids = model.get_buffer("draft_token_ids")
+        if not torch.equal(self._rows[0], ids.cpu()):
+            self._rows = ids.cpu(), self._head.index_select(0, ids.to(self._head.device)).to(self.embed)
+        return self._rows[1]
 
 
 def load_target_handle(

@@ -17,6 +17,7 @@ import torch
 from paceline.adapt.families import eagle3, parallel_head, specblock
 from paceline.adapt.families.family import TrainingFamily
 from paceline.adapt.families.row_batch import collate
+from paceline.adapt.families.target_handle import TargetTables
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.sampling.request import RequestTrace
@@ -61,7 +62,7 @@ class TrainingRun:
     def __init__(
         self,
         model: DrafterModel,
-        frozen: Any,
+        tables: TargetTables,
         loss: Any,
         *,
         beta_factor: float,
@@ -73,7 +74,7 @@ class TrainingRun:
         """Bind the model where it is.
 
         Args:
-            frozen: what the loss reads of the target, by the family's `frozen`, on the model's device.
+            tables: of the target, on the model's device.
             loss: the family's loss settings.
             beta_factor: learning rate of the calibration scalars over that of the weights: log-scales of order 1.
             max_rows: longer requests are cut.
@@ -81,7 +82,7 @@ class TrainingRun:
             is_autocast: compute in bfloat16 where torch holds it safe.
         """
         self.family = training_family(model.drafter_type)
-        self.model, self.frozen, self.loss = model, frozen, loss
+        self.model, self.tables, self.loss = model, tables, loss
         self.step = 0
         self._max_rows, self._trains_backbone, self._is_autocast = max_rows, trains_backbone, is_autocast
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -117,7 +118,7 @@ class TrainingRun:
         batch = collate(traces, max_rows=self._max_rows, device=self._device)
         with self._autocast():
             loss, report = self.family.loss(
-                self.model, batch, self.frozen, self.loss, generator, trains_backbone=self._trains_backbone
+                self.model, batch, self.tables, self.loss, generator, trains_backbone=self._trains_backbone
             )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()

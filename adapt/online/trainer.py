@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from paceline.adapt.data.split import MIN_HELD_OUT, ShardReader, TrainData, count_rows, load_train_data
-from paceline.adapt.families.target_handle import load_target_handle
-from paceline.adapt.families.training import training_family
+from paceline.adapt.families.target_handle import TargetTables, load_target_handle
 from paceline.adapt.gate.gate import GateResult, gate, score_version
 from paceline.adapt.gate.shadow import ShadowStoppedError, shadow_scores
 from paceline.adapt.online.update import UpdateStoppedError, update_drafter
@@ -166,7 +165,7 @@ def _run(
     model.to(target.device)
     steps, nll = update(
         model,
-        training_family(base.drafter_type).frozen(target, torch.device(target.device)),
+        TargetTables.of(target, torch.device(target.device)),
         data.fresh,
         data.rehearsal,
         job.arm,

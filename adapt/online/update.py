@@ -8,11 +8,11 @@ budget, whichever is further, so that a slow machine still ends with a settled l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
 from paceline.adapt.data.split import count_rows
+from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.families.training import TrainingRun, training_family, warmup_cosine
 from paceline.contracts import ArmSpec
 from paceline.errors import ConfigError
@@ -75,7 +75,7 @@ def plan_batches(traces: Sequence[RequestTrace], epochs: int, generator: torch.G
 
 def update_drafter(
     model: DrafterModel,
-    frozen: Any,
+    tables: TargetTables,
     fresh: Sequence[RequestTrace],
     rehearsal: Sequence[RequestTrace],
     arm: ArmSpec,
@@ -91,7 +91,7 @@ def update_drafter(
     progress: a better drafter reaches later slots, which then count.
 
     Args:
-        frozen: what the loss reads of the target, by the family's `frozen`, on the model's device.
+        tables: of the target, on the model's device.
         time_share: used share of the time budget; at 1 the update ends, its learning rate settled.
         should_stop: polled before every step.
         progress: (steps done, steps in all, {"loss", "nll", "learning_rate"}) after every step.
@@ -114,7 +114,7 @@ def update_drafter(
         return None if share >= 1 and step > 0 else arm.learning_rate * rate_factor(share)
 
     run = TrainingRun(
-        model, frozen, config, beta_factor=_BETA_FACTOR, max_rows=MAX_TRACE_ROWS, trains_backbone=trains_backbone
+        model, tables, config, beta_factor=_BETA_FACTOR, max_rows=MAX_TRACE_ROWS, trains_backbone=trains_backbone
     )
     losses: list[float] = []
     for report in run.train(batches, rate_of=rate_of, generator_of=lambda step: generator):

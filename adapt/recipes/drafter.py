@@ -8,6 +8,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated as A
@@ -21,7 +22,7 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.family import summarise
 from paceline.adapt.families.recipe import DrafterRecipe, has_native_bf16, target_shape
 from paceline.adapt.families.row_batch import collate
-from paceline.adapt.families.target_handle import TargetHandle, load_target_handle
+from paceline.adapt.families.target_handle import TargetHandle, TargetTables, load_target_handle
 from paceline.adapt.families.training import StepReport, TrainingRun, training_family, warmup_cosine
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.recipes.learning_curve import LearningCurve
@@ -41,6 +42,7 @@ _BETA_FACTOR = 10.0
 _SORT_WINDOW = 16
 """Batches whose requests are sorted by length together, so that a batch pads little."""
 _EVAL_NODES = 8
+_VALIDATIONS = 20
 
 
 @record()
@@ -85,19 +87,50 @@ def rate_at(step: int, total: int, recipe: DrafterRecipe) -> float:
     return recipe.learning_rate * warmup_cosine(rise if step < warm else 1.0, fall, recipe.final_share)
 
 
+class BestWeights:
+    """The weights of a run that were worth most on held-out text."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        """Optimizer step after which they were taken; None: nothing was offered."""
+        self.acceptance_length = self.nll = 0.0
+        self.state: dict[str, torch.Tensor] = {}
+
+    def offer(self, model: DrafterModel, step: int, *, nll: float, acceptance_length: float) -> None:
+        """Copy the model's weights if they accept more tokens a round, or as many with a lower nll."""
+        if self.step is None or (acceptance_length, -nll) > (self.acceptance_length, -self.nll):
+            self.step, self.nll, self.acceptance_length = step, nll, acceptance_length
+            self.state = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
+
+    @contextmanager
+    def placed_in(self, model: DrafterModel) -> Iterator[None]:
+        """The model has these weights, and its own again afterwards."""
+        own = {name: t.detach().clone() for name, t in model.state_dict().items()}
+        model.load_state_dict(self.state or own)
+        try:
+            yield
+        finally:
+            model.load_state_dict(own)
+
+
 class _Progress:
     """How far a run came, beside its model and optimizer: what a checkpoint holds."""
 
     def __init__(self, run: TrainingRun, num_steps: int) -> None:
         """num_steps: of the whole run."""
         self.run, self.seconds, self.rows = run, 0.0, 0
-        self.curve = LearningCurve(num_steps)
+        self.curve, self.best = LearningCurve(num_steps), BestWeights()
 
     def add(self, report: StepReport, seconds: float) -> None:
         """Count a step that took so long."""
         self.rows += int(report.rows)
         self.seconds += seconds
         self.curve.add(step=self.run.step, rows=self.rows, seconds=self.seconds, loss=report.loss, nll=report.nll)
+
+    def validate(self, nll: float, acceptance_length: float) -> None:
+        """Take in what the weights are worth now."""
+        self.curve.validate(nll=nll, acceptance_length=acceptance_length)
+        self.best.offer(self.run.model, self.run.step, nll=nll, acceptance_length=acceptance_length)
 
     def save(self, path: Path, settings: str) -> None:
         state = {
@@ -106,6 +139,7 @@ class _Progress:
             "seconds": self.seconds,
             "rows": self.rows,
             "curve": self.curve.state(),
+            "best": vars(self.best),
             "model": self.run.model.state_dict(),
             "optimizer": self.run.optimizer.state_dict(),
         }
@@ -120,14 +154,15 @@ class _Progress:
         self.run.optimizer.load_state_dict(state["optimizer"])
         self.run.step, self.seconds, self.rows = int(state["step"]), float(state["seconds"]), int(state["rows"])
         self.curve.resume(state["curve"])
+        vars(self.best).update(state["best"])
         log.info("resumed from step %d", self.run.step)
 
 
 @torch.no_grad()
 def evaluate(
-    model: DrafterModel, frozen: Any, traces: Sequence[RequestTrace], recipe: DrafterRecipe
+    model: DrafterModel, tables: TargetTables, traces: Sequence[RequestTrace], recipe: DrafterRecipe
 ) -> dict[str, float]:
-    """The family's held-out numbers. frozen: what its loss reads of the target. recipe: complete."""
+    """The family's held-out numbers. tables: of the target, on the model's device. recipe: complete."""
     family = training_family(model.drafter_type)
     config = family.held_out_loss(recipe.loss)
     device = next(model.parameters()).device
@@ -136,27 +171,39 @@ def evaluate(
     lengths = [min(len(t.token_ids), recipe.max_rows) for t in traces]
     for plan in plan_batches(lengths, recipe.batch_rows, generator):
         batch = collate([traces[i] for i in plan], max_rows=recipe.max_rows, device=device)
-        for key, value in family.loss(model, batch, frozen, config, generator)[1].items():
+        for key, value in family.loss(model, batch, tables, config, generator)[1].items():
             sums[key] = sums.get(key, torch.zeros(())) + value.cpu()
     return summarise(sums)
 
 
-def replay_acceptance(model: DrafterModel, target: TargetHandle, traces: Sequence[RequestTrace]) -> dict[str, float]:
-    """Pooled acceptance length by exact replay with trees of 8 nodes, greedy and sampled requests apart."""
+def replay_acceptance(model: DrafterModel, target: TargetHandle, traces: Sequence[RequestTrace]) -> float:
+    """Pooled acceptance length by exact replay with trees of 8 nodes."""
     make = training_family(model.drafter_type).serving.drafter.make
     drafter = make(model, target, dtype=torch.float32, head_dtype=torch.float32)
-    out = {}
-    for name, kept in (
-        ("greedy", [t for t in traces if t.temperature == 0]),
-        ("sampled", [t for t in traces if t.temperature > 0]),
-    ):
-        if kept:
-            scores = shadow_scores(
-                {"": drafter}, kept, num_nodes=_EVAL_NODES, is_calibrated=False, device=target.device
-            )[""]
-            rounds = sum(s.num_rounds for s in scores)
-            out[name] = sum(s.num_tokens for s in scores) / max(1, rounds)
-    return out
+    scores = shadow_scores({"": drafter}, traces, num_nodes=_EVAL_NODES, is_calibrated=False, device=target.device)[""]
+    return sum(s.num_tokens for s in scores) / max(1, sum(s.num_rounds for s in scores))
+
+
+def validation_split(
+    traces: Sequence[RequestTrace], num_tokens: int
+) -> tuple[list[RequestTrace], dict[str, list[RequestTrace]]]:
+    """Held-out requests that choose the weights, and those of each domain that the report is on.
+
+    The first ones of each domain, at most half of them, until they hold its share of `num_tokens` output tokens; a domain
+    with a single request has it in both.
+    """
+    domains = sorted({t.bucket for t in traces})
+    chosen: list[RequestTrace] = []
+    rest: dict[str, list[RequestTrace]] = {}
+    for domain in domains:
+        kept = [t for t in traces if t.bucket == domain]
+        count, tokens = 0, 0
+        while count < max(1, len(kept) // 2) and tokens * len(domains) < num_tokens:
+            tokens += len(kept[count].token_ids) - kept[count].prompt_len
+            count += 1
+        chosen += kept[:count]
+        rest[domain] = kept[count:] or kept
+    return chosen, rest
 
 
 def train_drafter(
@@ -197,7 +244,7 @@ def train_drafter(
     model.to(device)
     run = TrainingRun(
         model,
-        family.frozen(handle, torch.device(device)),
+        TargetTables.of(handle, torch.device(device)),
         recipe.loss,
         beta_factor=_BETA_FACTOR,
         weight_decay=recipe.weight_decay,
@@ -205,6 +252,8 @@ def train_drafter(
         is_autocast=_wants_autocast(model, recipe, torch.device(device)),
     )
     done = _Progress(run, len(plan))
+    validation, held_out = validation_split(list(_read(folder / "held_out")), recipe.validation_tokens)
+    validate_every = recipe.validate_every or max(1, -(-len(plan) // _VALIDATIONS))
     settings = json.dumps({"target": handle.version, "recipe": asdict(recipe), "config": config.to_dict()})
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.is_file():
@@ -218,6 +267,9 @@ def train_drafter(
     ):
         spent = time.perf_counter() - began
         done.add(report, spent)
+        if run.step % validate_every == 0 or run.step == len(plan):
+            nll = evaluate(model, run.tables, validation, recipe)["nll"]
+            done.validate(nll, replay_acceptance(model, handle, validation))
         info = {"loss": report.loss, "nll": report.nll, "grad_norm": report.grad_norm}
         progress(run.step, len(plan), {"phase": "train", "rows_per_s": int(report.rows) / spent, **info})
         if run.step % checkpoint_every == 0 or run.step == len(plan):
@@ -226,14 +278,18 @@ def train_drafter(
         began = time.perf_counter()
     _write_drafter(folder, done, handle.version, facts)
     results: dict[str, dict[str, float]] = {}
-    held_out = list(_read(folder / "held_out"))
-    for domain in sorted({t.bucket for t in held_out}):
-        kept = [t for t in held_out if t.bucket == domain]
-        numbers = evaluate(model, run.frozen, kept, recipe)
-        lengths_by_kind = replay_acceptance(model, handle, kept)
-        results[domain] = {**numbers, **{f"acceptance_length_{k}": v for k, v in lengths_by_kind.items()}}
+    with done.best.placed_in(model):
+        for domain, kept in held_out.items():
+            results[domain] = evaluate(model, run.tables, kept, recipe)
+            sides = {
+                "greedy": [t for t in kept if t.temperature == 0],
+                "sampled": [t for t in kept if t.temperature > 0],
+            }
+            for kind, of_kind in sides.items():
+                if of_kind:
+                    results[domain][f"acceptance_length_{kind}"] = replay_acceptance(model, handle, of_kind)
     training = {
-        "command": command, "rows": done.rows, "steps": run.step, "seconds": done.seconds,
+        "command": command, "rows": done.rows, "steps": run.step, "kept_step": done.best.step, "seconds": done.seconds,
         "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     write_provenance(
@@ -249,8 +305,9 @@ def _wants_autocast(model: DrafterModel, recipe: DrafterRecipe, device: torch.de
 
 
 def _write_drafter(folder: Path, done: _Progress, target_version: str, facts: dict[str, Any]) -> None:
-    """What a drafter's folder holds while it is trained: weights, config.json with its facts, the learning curve."""
-    save_drafter(folder, done.run.model, target_version)
+    """What a drafter's folder holds while it is trained: the best weights, config.json with its facts, learning curve."""
+    with done.best.placed_in(done.run.model):
+        save_drafter(folder, done.run.model, target_version)
     add_facts(folder, facts)
     done.curve.write(folder)
 

@@ -48,7 +48,7 @@ def write_provenance(
     Args:
         text: what regeneration reported: target_version, tokens, requests, loops, seconds, sources (domain -> licence).
         results: domain -> name -> held-out number. num_nodes: draft nodes of the replay that gave the lengths.
-        done: command, rows, steps, seconds and parameters of the training.
+        done: command, rows, steps, the step whose weights were kept, seconds and parameters of the training.
     """
     licences = [f"- {domain}: {licence}" for domain, licence in text["sources"].items()]
     sources = "\n".join(licences) or "- prompts from the folder given as data"
@@ -65,7 +65,9 @@ def write_provenance(
         f"({text['loops']:,} cut at an exact short loop), written in {text['seconds'] / 60:.0f} minutes; "
         f"{done['rows']:,} supervised rows in {done['steps']:,} optimizer steps, {done['seconds'] / 60:.0f} minutes; "
         f"{done['parameters']:,} parameters; torch {torch.__version__} on {platform.machine()}.\n\n"
-        f"Learning curve: `{CURVE_FILE}`, loss and `nll` of the training rows over steps, rows and seconds.\n\n"
+        f"Learning curve: `{CURVE_FILE}`, loss and `nll` of the training rows over steps, rows and seconds, and both "
+        f"measures of a held-out sample. The weights are those after step {done['kept_step']:,}, which accepted most of "
+        "that sample; the numbers below are on other held-out requests.\n\n"
         f"## Prompts and their licences\n\n{sources}\n\n"
         f"## Held-out documents\n\n`nll` in nats per row at the first slot; `blockB_slotS` is the share of rows whose "
         f"slots 0..S of block B are all right; acceptance length by exact replay with {num_nodes} draft nodes.\n\n"

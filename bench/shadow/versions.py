@@ -17,7 +17,7 @@ import torch
 
 from paceline.adapt.data.split import load_train_data
 from paceline.adapt.data.trace_store import TraceStore
-from paceline.adapt.families.training import training_family
+from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.online.trainer import load_version
 from paceline.adapt.online.update import update_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
@@ -117,7 +117,7 @@ class VersionShop:
         model.to(self._target.device)
         update_drafter(
             model,
-            training_family(model.drafter_type).frozen(self._target, torch.device(self._target.device)),
+            TargetTables.of(self._target, torch.device(self._target.device)),
             data.fresh,
             data.rehearsal,
             msgspec.structs.replace(arm, num_rows=data.num_rows),

@@ -208,9 +208,20 @@ class DrafterForward(ABC):
         yield f"gate_up{i}", (own(prefix + "gate_up_proj.weight") * own(prefix + "post_norm")).T
         yield f"down{i}", own(prefix + "down_proj.weight").T
 
+    def target_rows(self, draft_token_ids: torch.Tensor | None) -> torch.Tensor:
+        """(Vd, E) the target's output head at the draft vocabulary, in the target's number type; None = all of it."""
+        if draft_token_ids is None:
+            return self.head_weight
+        return self.head_weight.index_select(0, draft_token_ids.to(self.head_weight.device))
+
     def _fused_head(self, own: Own) -> torch.Tensor:
-        """A drafter's own output head."""
-        return (own("lm_head.weight") * own("final_norm")).T
+        """The output head: a drafter's own, or the target's rows."""
+        if getattr(self.config, "shares_head", False):
+            ids = None if self.config.draft_vocab_size is None else own("draft_token_ids")
+            rows = self.target_rows(ids).to(self.device, torch.float32)
+        else:
+            rows = own("lm_head.weight")
+        return (rows * own("final_norm")).T
 
     def _fused_ids(self, own: Own) -> Iterator[tuple[str, torch.Tensor]]:
         """What maps a draft vocabulary that is a part of the target's."""

@@ -75,6 +75,13 @@ class PackedState:
         """These weights (out, in), one below the other."""
         return self._pack(" ".join(names), *(partial(self._weight, name) for name in names))
 
+    def head(self, forward: DrafterForward) -> PackedLinear:
+        """The output head: a drafter's own, or the target's rows, gathered anew because another state may draft others."""
+        if "lm_head.weight" in self._state:
+            return self.product("lm_head.weight")
+        ids = self._state.get("draft_token_ids")
+        return self._pack("lm_head", lambda: forward.target_rows(ids).to(self._dtype))
+
     def vector(self, name: str) -> torch.Tensor:
         """A norm's weight, float32."""
         if name not in self._kept:

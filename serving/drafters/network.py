@@ -114,6 +114,8 @@ class DrafterConfig:
     """Width of a fused feature row: tapped layers x target hidden size."""
     num_slots: int
     """Draft tokens of a call."""
+    draft_vocab_size: int | None = None
+    """None: the draft vocabulary is the target's."""
     rms_eps: float = 1e-6
     rope_theta: float = 10_000.0
 
@@ -127,6 +129,11 @@ class DrafterConfig:
                 self.num_heads,
             ),
             (self.head_dim % 2 == 0, "head_dim must be even", self.head_dim),
+            (
+                1 <= self.num_draft_ids <= self.vocab_size,
+                "draft_vocab_size must be in [1, vocab_size]",
+                self.draft_vocab_size,
+            ),
         )
         for ok, rule, value in (*common, *self._checks()):
             if not ok:
@@ -144,7 +151,7 @@ class DrafterConfig:
     @property
     def num_draft_ids(self) -> int:
         """Size of the draft vocabulary."""
-        return self.vocab_size
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
     def max_candidates(self) -> int:
@@ -176,21 +183,23 @@ class DrafterConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnHeadConfig(DrafterConfig):
-    """Architecture of a drafter with an output head of its own, over the target's vocabulary or a part of it."""
+    """Architecture of a drafter that may have an output head of its own, over the draft vocabulary."""
 
     embed_size: int
-    """Width of the target's token embedding."""
-    draft_vocab_size: int | None = None
-    """None: the draft vocabulary is the target's."""
-
-    @property
-    def num_draft_ids(self) -> int:
-        return self.draft_vocab_size or self.vocab_size
+    """Width of the target's token embedding and output head."""
+    shares_head: bool = False
+    """True: the output head is the target's own rows of the draft vocabulary, which are no weights of the drafter."""
 
 
 def scaling_check(scaling: tuple[float, ...] | None) -> Check:
     """The rule on `rope_scaling`."""
     return is_rope_scaling(scaling), "rope_scaling must be null or 4 numbers > 0, low before high", scaling
+
+
+def head_check(c: OwnHeadConfig) -> Check:
+    """The rule on `shares_head`."""
+    fits = not c.shares_head or c.hidden_size == c.embed_size
+    return fits, f"hidden_size must be the target's {c.embed_size} to share its output head", c.hidden_size
 
 
 class DrafterModel(nn.Module):
@@ -200,18 +209,28 @@ class DrafterModel(nn.Module):
     """The family's name, as in config.json."""
     config: DrafterConfig
     final_norm: nn.Parameter
+    lm_head: nn.Linear | None
+    """The output head; None: the target's, of which the draft vocabulary's rows count."""
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm of (..., H): what the output head reads."""
         return rms_norm(x, self.final_norm, self.config.rms_eps)
 
 
-def start_head(model: Any, c: OwnHeadConfig) -> None:
-    """Initial weights of a drafter's own output head `lm_head`, and the buffers of a reduced draft vocabulary."""
+def add_vocabulary(model: nn.Module, c: DrafterConfig) -> None:
+    """Give a model the buffers of a reduced draft vocabulary, where it has one."""
     if c.draft_vocab_size is not None:
         model.register_buffer("draft_token_ids", torch.arange(c.draft_vocab_size))  # (Vd,) int64 target ids
         model.register_buffer("log_coverage", torch.zeros(()))  # log share of target tokens in the draft vocabulary
-    nn.init.normal_(model.lm_head.weight, std=0.02)
+
+
+def own_head(c: OwnHeadConfig) -> nn.Linear | None:
+    """A drafter's output head with initial weights; None where it is the target's."""
+    if c.shares_head:
+        return None
+    head = nn.Linear(c.hidden_size, c.num_draft_ids, bias=False)
+    nn.init.normal_(head.weight, std=0.02)
+    return head
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

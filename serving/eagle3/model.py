@@ -19,11 +19,13 @@ from paceline.serving.drafters.network import (
     DrafterModel,
     OwnHeadConfig,
     add_output,
+    add_vocabulary,
     finish_layer,
+    head_check,
+    own_head,
     rms_norm,
     scaling_check,
     split_heads,
-    start_head,
 )
 
 
@@ -45,13 +47,12 @@ class EagleConfig(OwnHeadConfig):
     """True: attention's residual is the normed hidden state; False, as published: the state before its norm."""
 
     def _checks(self) -> tuple[Check, ...]:
-        draft_ids = self.draft_vocab_size if self.draft_vocab_size is not None else self.vocab_size
         return (
             (1 <= self.num_slots <= 16, "num_slots must be in [1, 16]", self.num_slots),
             (self.num_slots <= self.max_depth <= 32, "max_depth must be in [num_slots, 32]", self.max_depth),
             (1 <= self.num_steps <= 16, "num_steps must be in [1, 16]", self.num_steps),
-            (1 <= draft_ids <= self.vocab_size, "draft_vocab_size must be in [1, vocab_size]", draft_ids),
             scaling_check(self.rope_scaling),
+            head_check(self),
         )
 
 
@@ -71,10 +72,10 @@ class EagleModel(DrafterModel):
         self.qkv_proj = nn.Linear(c.embed_size + h, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, bias=False)
         add_output(self, c)
         self.final_norm = nn.Parameter(torch.ones(h))
-        self.lm_head = nn.Linear(h, c.num_draft_ids, bias=False)
+        self.lm_head = own_head(c)
         self.log_beta = nn.Parameter(torch.zeros(2, c.num_steps))
         """Log of the factor on the logits per (temperature class: greedy, sampled; unrolled step)."""
-        start_head(self, c)
+        add_vocabulary(self, c)
 
     def qkv(
         self, hidden: torch.Tensor, embedded: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -29,7 +29,7 @@ class NativeTree:
 
     def __init__(self, forward: EagleForward, dtype: torch.dtype) -> None:
         """dtype: of the layer's weights and of the pool, float32 or bfloat16."""
-        self._config, self._dtype = forward.config, dtype
+        self._forward, self._config, self._dtype = forward, forward.config, dtype
         self._embedding = forward.embed_weight.contiguous()
         self._decoder = GrowingDecoder(forward.config, dtype)
         self._lone_rows: dict[int, StepRows] = {}  # by their number, up to _MAX_KEPT
@@ -47,7 +47,7 @@ class NativeTree:
         )
         self._decoder.load(
             layers=[layer],
-            head=own.product("lm_head.weight"),
+            head=own.head(self._forward),
             final_norm=own.vector("final_norm"),
             embedding=self._embedding,
             condition=Condition(product=own.product("fc.weight"), feature_size=c.feature_size, dtype=self._dtype),

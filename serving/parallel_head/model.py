@@ -124,6 +124,7 @@ class ParallelHeadModel(DrafterModel):
             self.mask_embedding = nn.Parameter(torch.randn(c.hidden_size) * _INITIAL_SCALE)
         self.layers = nn.ModuleList(ParallelHeadLayer(c) for _ in range(c.num_layers))
         self.final_norm = nn.Parameter(torch.ones(c.hidden_size))
+        self.lm_head = None
         self.log_beta = nn.Parameter(torch.zeros(2, c.num_slots))
         """Log of the factor on the logits per (temperature class: greedy, sampled; slot)."""
         if c.edge_rank:

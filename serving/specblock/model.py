@@ -20,10 +20,12 @@ from paceline.serving.drafters.network import (
     DrafterModel,
     OwnHeadConfig,
     add_output,
+    add_vocabulary,
     finish_layer,
+    head_check,
+    own_head,
     rms_norm,
     split_heads,
-    start_head,
 )
 
 NUM_RANK_CLASSES = 4
@@ -66,9 +68,10 @@ class SpecBlockConfig(OwnHeadConfig):
             (1 <= self.num_slots <= 16, "num_slots must be in [1, 16]", self.num_slots),
             (2 <= self.num_blocks <= 3, "num_blocks must be 2 or 3", self.num_blocks),
             (self.rank_topk >= 10, "rank_topk must be >= 10", self.rank_topk),
-            (self.vocab_size >= self.rank_topk, "vocab_size must be >= rank_topk", self.vocab_size),
+            (self.num_draft_ids >= self.rank_topk, "the draft vocabulary must be >= rank_topk", self.num_draft_ids),
             (len(self.branching) == NUM_RANK_CLASSES, "branching must have 4 numbers", self.branching),
             (self.block2_mask in ("inference_matched", "train_compat"), "block2_mask is unknown", self.block2_mask),
+            head_check(self),
         )
 
 
@@ -113,13 +116,15 @@ class SpecBlockModel(DrafterModel):
         self.layers = nn.ModuleList(SpecBlockLayer(c) for _ in range(c.num_layers))
         num_shifts = c.num_layers - 1 if c.has_shift else 0
         self.shifts = nn.ModuleList(nn.Linear(2 * h, h, bias=False) for _ in range(num_shifts))
+        for shift in self.shifts:  # each slot begins as itself: a random projection would replace the residual stream
+            shift.weight = nn.Parameter(torch.eye(h, 2 * h))
         self.final_norm = nn.Parameter(torch.ones(h))
-        self.lm_head = nn.Linear(h, c.num_draft_ids, bias=False)
+        self.lm_head = own_head(c)
         self.rank_in = nn.Linear(h + NUM_RANK_FEATURES, c.rank_hidden, bias=False)
         self.rank_out = nn.Linear(c.rank_hidden, NUM_RANK_CLASSES, bias=False)
         self.log_beta = nn.Parameter(torch.zeros(2, c.num_blocks, c.num_slots))
         """Log of the factor on the logits per (temperature class: greedy, sampled; block; slot)."""
-        start_head(self, c)
+        add_vocabulary(self, c)
 
     def fuse(self, cond: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """cond (..., H) and embedded tokens (..., E) -> inputs of the K slots (..., K, H)."""

@@ -39,7 +39,7 @@ class NativeSpecBlock:
             shift = own.product(f"shifts.{i - 1}.weight") if i > 0 and c.has_shift else None
             layers.append(own.layer(f"layers.{i}.", "qkv_proj.weight", shift=shift))
         self._decoder.load(
-            layers=layers, head=own.product("lm_head.weight"), final_norm=own.vector("final_norm"), block=c.num_slots
+            layers=layers, head=own.head(self._forward), final_norm=own.vector("final_norm"), block=c.num_slots
         )
 
     def bind(self, pool: torch.Tensor, num_rows: int) -> None:

@@ -8,7 +8,7 @@ from paceline.adapt.families import row_batch
 from paceline.adapt.families.eagle3 import EagleLossConfig, training_loss, unrolled_hidden
 from paceline.adapt.families.recipe import most_frequent_tokens
 from paceline.adapt.families.row_batch import collate
-from paceline.adapt.families.training import training_family
+from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.online.update import select_parameters, update_drafter
 from paceline.contracts import ArmSpec
@@ -106,7 +106,7 @@ def test_packed_loss_equals_the_loop(draft_vocab):
     traces = [logged_text(i, 12 + 4 * i, 3 + 2 * i) for i in range(3)]
     make_half_right(model, traces, embed)
     loss, histogram, rows = loop_oracle(model, traces, embed)
-    got, report = training_loss(model, collate(traces), embed, PLAIN, torch.Generator().manual_seed(0))
+    got, report = training_loss(model, collate(traces), TargetTables(embed), PLAIN, torch.Generator().manual_seed(0))
     assert float(got.detach()) == pytest.approx(loss, rel=1e-4)
     assert report["correct1"].tolist() == histogram and int(report["rows"]) == rows
     assert min(histogram[:3]) > 0, "the case must hold rows that end at different steps"
@@ -124,8 +124,10 @@ def test_steps_are_fed_with_the_drafters_own_hidden_states():
 def test_requests_of_a_batch_do_not_touch_each_other():
     model, embed = tiny_model(), torch.randn(V, EMBED)
     traces = [logged_text(i, 30 - 6 * i, 3 + i) for i in range(3)]
-    together, _ = training_loss(model, collate(traces), embed, PLAIN, torch.Generator().manual_seed(0))
-    alone = [training_loss(model, collate([t]), embed, PLAIN, torch.Generator().manual_seed(0)) for t in traces]
+    together, _ = training_loss(model, collate(traces), TargetTables(embed), PLAIN, torch.Generator().manual_seed(0))
+    alone = [
+        training_loss(model, collate([t]), TargetTables(embed), PLAIN, torch.Generator().manual_seed(0)) for t in traces
+    ]
     rows = [float(r["rows"]) for _, r in alone]
     mean = sum(float(loss.detach()) * n for (loss, _), n in zip(alone, rows, strict=True)) / sum(rows)
     assert float(together.detach()) == pytest.approx(mean, rel=1e-5)
@@ -137,7 +139,9 @@ def test_chunked_output_head_gives_the_same_loss_and_gradients(monkeypatch):
     for limit in (2**26, V * 7):
         monkeypatch.setattr(row_batch, "_MAX_LOGITS", limit)
         model.zero_grad()
-        loss, _ = training_loss(model, batch, embed, EagleLossConfig(num_steps=3), torch.Generator().manual_seed(0))
+        loss, _ = training_loss(
+            model, batch, TargetTables(embed), EagleLossConfig(num_steps=3), torch.Generator().manual_seed(0)
+        )
         loss.backward()
         results.append((float(loss.detach()), model.fc.weight.grad.clone(), model.log_beta.grad.clone()))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
@@ -150,7 +154,7 @@ def test_calibration_reaches_log_beta_alone():
     for weight in (0.0, 5.0):
         model.zero_grad()
         config = EagleLossConfig(num_steps=3, calibration_weight=weight, side_share=1.0)
-        training_loss(model, batch, embed, config, torch.Generator().manual_seed(0))[0].backward()
+        training_loss(model, batch, TargetTables(embed), config, torch.Generator().manual_seed(0))[0].backward()
         gradients.append({n: p.grad for n, p in model.named_parameters()})
     assert gradients[0]["log_beta"] is None and bool((gradients[1]["log_beta"] != 0).all())
     assert all(torch.equal(gradients[0][n], g) for n, g in gradients[1].items() if n != "log_beta")
@@ -187,7 +191,7 @@ def test_a_tiny_drafter_learns_a_regular_text_and_is_accepted_far_above_chance()
     before = acceptance()
     for _ in range(60):
         loss, report = training_loss(
-            model, batch, embed, EagleLossConfig(num_steps=3), torch.Generator().manual_seed(0)
+            model, batch, TargetTables(embed), EagleLossConfig(num_steps=3), torch.Generator().manual_seed(0)
         )
         optimizer.zero_grad()
         loss.backward()
@@ -208,9 +212,8 @@ def test_every_arm_of_an_online_update_trains_its_parameters(parameters, trained
     names = {n for n, _ in model.named_parameters()} if trained is None else trained
     assert set(select_parameters(model, parameters)) == names
     before, nll = {k: v.clone() for k, v in model.state_dict().items()}, []
-    frozen = training_family("eagle3").frozen(type("T", (), {"embed_weight": embed}), torch.device("cpu"))
     steps, last = update_drafter(
-        model, frozen, regular_traces(12), [], ArmSpec(name="a", parameters=parameters, num_rows=1000, epochs=16, learning_rate=2e-3),
+        model, TargetTables(embed), regular_traces(12), [], ArmSpec(name="a", parameters=parameters, num_rows=1000, epochs=16, learning_rate=2e-3),
         seed=1, time_share=lambda: 0.0, should_stop=lambda: False, progress=lambda d, t, i: nll.append(i["nll"]),
     )  # fmt: skip
     assert steps == len(nll) and {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])} == names

@@ -8,7 +8,7 @@ import torch
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.recipe import DrafterRecipe
-from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.families.target_handle import TargetTables, load_target_handle
 from paceline.adapt.families.training import training_family
 from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds, shadow_scores
 from paceline.adapt.online.trainer import run_training_job
@@ -42,7 +42,7 @@ def update(model, parameters, **changes):
     arm = ArmSpec(name="a", parameters=parameters, num_rows=1000, learning_rate=2e-3, **changes)
     seen = []
     result = update_drafter(
-        model, training_family(model.drafter_type).frozen(TARGET, CPU), [learnable_trace(f"t{i}") for i in range(12)], [], arm,
+        model, TargetTables.of(TARGET, CPU), [learnable_trace(f"t{i}") for i in range(12)], [], arm,
         seed=1, time_share=lambda: 0.0, should_stop=lambda: False, progress=lambda done, total, info: seen.append(info["nll"]),
     )  # fmt: skip
     return result, seen
@@ -139,7 +139,7 @@ def test_the_recipe_trains_a_drafter_that_loads(tmp_path, target_dir, prompts_di
 
 
 def test_what_a_family_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match="draft_vocab_size must be left out for jetspec drafters"):
+    with pytest.raises(ConfigError, match="draft-vocab must be left out for jetspec drafters"):
         training_family("jetspec").complete(DrafterRecipe(drafter="jetspec", draft_vocab_size=30))
-    with pytest.raises(ConfigError, match="edge_rank must be left out for specblock drafters"):
+    with pytest.raises(ConfigError, match="edge-rank must be left out for specblock drafters"):
         training_family("specblock").complete(dataclasses.replace(DrafterRecipe(), edge_rank=8))

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from paceline.adapt.families import parallel_head as parallel_head_loss
 from paceline.adapt.families.parallel_head import (
     ParallelLossConfig,
-    TargetTables,
     anchored_forward,
     draw_anchors,
     parallel_training_loss,
@@ -17,6 +16,7 @@ from paceline.adapt.families.parallel_head import (
     supervised_anchors,
 )
 from paceline.adapt.families.row_batch import collate
+from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.families.training import training_family
 from paceline.errors import ConfigError
 from paceline.serving.parallel_head.model import ParallelHeadConfig, ParallelHeadModel

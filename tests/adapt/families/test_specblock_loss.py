@@ -7,6 +7,7 @@ from paceline.adapt.families import row_batch
 from paceline.adapt.families import specblock as specblock_loss
 from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.specblock import LossConfig, block1_forward, training_loss
+from paceline.adapt.families.target_handle import TargetTables
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel, rank_class, rank_features
 from tests.helpers.drafters import EMBED, SIZES, V, logged_text
 
@@ -85,7 +86,7 @@ def test_packed_loss_and_valid_prefix_equal_the_loop(has_topk, has_valid_prefix)
     make_half_right(model, traces, embed)
     loss, histogram, rows = loop_oracle(model, traces, embed, has_valid_prefix=has_valid_prefix)
     config = LossConfig(num_blocks=1, has_valid_prefix=has_valid_prefix, **PLAIN)
-    got, report = training_loss(model, collate(traces), embed, config, generator())
+    got, report = training_loss(model, collate(traces), TargetTables(embed), config, generator())
     assert float(got.detach()) == pytest.approx(loss, rel=1e-4)
     assert report["correct1"].tolist() == histogram
     assert sum(histogram[2:]) > 0, "the case must reach later slots"
@@ -102,7 +103,9 @@ def test_a_token_outside_the_draft_vocabulary_ends_the_prefix():
         for p in range(6, 20, 2):  # even positions right for slot 0; odd ones keep their random, often outside, token
             t.token_ids[p] = int(model.draft_token_ids[model.lm_head(model.normed(hidden[p - 2, 0])).argmax()])
     loss, histogram, _ = loop_oracle(model, traces, embed, log_coverage_ids=True)
-    got, report = training_loss(model, collate(traces), embed, LossConfig(num_blocks=1, **PLAIN), generator())
+    got, report = training_loss(
+        model, collate(traces), TargetTables(embed), LossConfig(num_blocks=1, **PLAIN), generator()
+    )
     assert float(got.detach()) == pytest.approx(loss, rel=1e-4)
     assert report["correct1"].tolist() == histogram
 
@@ -112,8 +115,8 @@ def test_requests_of_a_batch_do_not_touch_each_other_in_any_block():
     traces = [logged_text(i, 30 - 6 * i, 3 + i) for i in range(3)]
     make_half_right(model, traces, embed)
     config = LossConfig(num_blocks=3, side_share=0.0, **PLAIN)
-    together, report = training_loss(model, collate(traces), embed, config, generator())
-    alone = [training_loss(model, collate([t]), embed, config, generator()) for t in traces]
+    together, report = training_loss(model, collate(traces), TargetTables(embed), config, generator())
+    alone = [training_loss(model, collate([t]), TargetTables(embed), config, generator()) for t in traces]
     rows = sum(float(r["rows"]) for _, r in alone)
     assert float(together.detach()) == pytest.approx(
         sum(float(x.detach()) * float(r["rows"]) for x, r in alone) / rows, rel=1e-4
@@ -148,7 +151,7 @@ def test_every_ablation_changes_what_the_second_block_says(name):
     for value in (True, False):
         ablated = tiny_model(**{name: value})
         ablated.load_state_dict({k: v for k, v in model.state_dict().items() if k in ablated.state_dict()})
-        loss, report = training_loss(ablated, collate(traces), embed, LossConfig(**PLAIN), generator())
+        loss, report = training_loss(ablated, collate(traces), TargetTables(embed), LossConfig(**PLAIN), generator())
         assert int(report["rows2"]) > 0
         losses.append(float(loss.detach()))
     assert losses[0] != losses[1]
@@ -157,14 +160,16 @@ def test_every_ablation_changes_what_the_second_block_says(name):
 def test_rank_and_calibration_losses_train_only_their_own_parameters():
     model, embed = tiny_model(), torch.randn(V, EMBED)
     traces = [logged_text(i, 20, 4, temperature=0.8 * (i % 2)) for i in range(4)]
-    token_only, _ = training_loss(model, collate(traces), embed, LossConfig(num_blocks=1, **PLAIN), generator())
+    token_only, _ = training_loss(
+        model, collate(traces), TargetTables(embed), LossConfig(num_blocks=1, **PLAIN), generator()
+    )
     token_only.backward()
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     assert "log_beta" not in before and not any(n.startswith("rank") for n in before)
     model.zero_grad()
     every = {**PLAIN, "rank_weight": 1.0, "calibration_weight": 1.0}
     loss, _ = training_loss(
-        model, collate(traces), embed, LossConfig(num_blocks=1, side_share=1.0, **every), generator()
+        model, collate(traces), TargetTables(embed), LossConfig(num_blocks=1, side_share=1.0, **every), generator()
     )
     loss.backward()
     for n, p in model.named_parameters():
@@ -177,7 +182,7 @@ def test_rank_and_calibration_losses_train_only_their_own_parameters():
 def test_without_the_backbone_only_heads_get_gradients():
     model, embed = tiny_model(), torch.randn(V, EMBED)
     loss, _ = training_loss(
-        model, collate([logged_text(1, 20, 4)]), embed, LossConfig(), generator(), trains_backbone=False
+        model, collate([logged_text(1, 20, 4)]), TargetTables(embed), LossConfig(), generator(), trains_backbone=False
     )
     loss.backward()
     with_grad = {n for n, p in model.named_parameters() if p.grad is not None}
@@ -193,7 +198,7 @@ def test_chunked_output_head_gives_the_same_loss_and_gradients(monkeypatch):
     for limit in (2**26, V * 7):
         monkeypatch.setattr(row_batch, "_MAX_LOGITS", limit)
         model.zero_grad()
-        loss, _ = training_loss(model, batch, embed, config, generator())
+        loss, _ = training_loss(model, batch, TargetTables(embed), config, generator())
         loss.backward()
         results.append((float(loss.detach()), model.cond_proj.weight.grad.clone()))
     # rank frequencies are counted per chunk, so only the token loss is compared through the backbone's gradient
@@ -211,7 +216,7 @@ def test_a_tiny_drafter_learns_a_regular_text():
     batch = collate(traces)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(60):
-        loss, report = training_loss(model, batch, embed, LossConfig(), generator())
+        loss, report = training_loss(model, batch, TargetTables(embed), LossConfig(), generator())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.online.update import (
     UpdateStoppedError,
     plan_batches,
@@ -48,7 +49,7 @@ def update(model, arm, traces=None, **changes):
         "seed": 1, "time_share": lambda: 0.0, "should_stop": lambda: False, "progress": lambda *a: None, **changes,
     }  # fmt: skip
     traces = [make_trace(i) for i in range(24)] if traces is None else traces
-    return update_drafter(model, TARGET_EMBED, traces, [], arm, **options)
+    return update_drafter(model, TargetTables(TARGET_EMBED), traces, [], arm, **options)
 
 
 def arm(parameters="full", **changes):

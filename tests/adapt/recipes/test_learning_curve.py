@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from paceline.adapt.recipes.learning_curve import COLUMNS, CURVE_FILE, MAX_POINTS, LearningCurve, read_curve
+from paceline.adapt.recipes.learning_curve import (
+    COLUMNS,
+    CURVE_FILE,
+    MAX_POINTS,
+    VALIDATION_COLUMNS,
+    LearningCurve,
+    read_curve,
+    read_validation,
+)
 from paceline.errors import ConfigError
 
 
@@ -41,6 +49,25 @@ def test_a_long_run_stays_small_and_its_numbers_are_of_four_digits(tmp_path, num
     assert all(v == float(f"{v:.4g}") for n in ("seconds", "loss", "nll") for v in values[n])
 
 
+def test_validations_stand_where_the_run_stood_also_after_an_interruption(tmp_path):
+    curve = run(LearningCurve(5), 2)
+    curve.validate(nll=2.0, acceptance_length=1.23456)
+    resumed = LearningCurve(5)
+    resumed.resume(curve.state())
+    run(resumed, 4, first=3).validate(nll=1.5, acceptance_length=2.0)
+    resumed.write(tmp_path)
+    expected = {
+        "step": [2, 4],
+        "rows": [3, 10],
+        "seconds": [0.2, 0.4],
+        "nll": [2, 1.5],
+        "acceptance_length": [1.235, 2],
+    }
+    assert read_validation(tmp_path) == expected and read_curve(tmp_path)["step"] == [1, 2, 3, 4]
+    run(LearningCurve(5), 2).write(tmp_path)
+    assert read_validation(tmp_path) == {name: [] for name in VALIDATION_COLUMNS}
+
+
 @pytest.mark.parametrize("stop", [1, 3, 4])
 def test_a_resumed_curve_is_the_uninterrupted_one(tmp_path, stop):
     num_steps = 3 * MAX_POINTS
@@ -52,10 +79,14 @@ def test_a_resumed_curve_is_the_uninterrupted_one(tmp_path, stop):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"format": 2}', '{"format": 1}', None, "uneven", "empty"], ids=lambda t: str(t)[:12]
+    "text",
+    ["", "[]", '{"format": 2}', '{"format": 1}', None, "uneven", "empty", "validation"],
+    ids=lambda t: str(t)[:12],
 )
 def test_what_is_no_curve_is_refused_with_its_path(tmp_path, text):
     lists = {"uneven": [[1], [1], [1], [1], []], "empty": [[]] * 5}.get(text)
+    if text == "validation":
+        text = json.dumps({"format": 1, **{name: [1] for name in COLUMNS}, "validation": {"step": [1]}})
     if lists is not None:
         text = json.dumps({"format": 1, **dict(zip(COLUMNS, lists, strict=True))})
     if text is not None:

@@ -22,10 +22,18 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.recipe import target_shape
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.adapt.families.training import training_family
-from paceline.adapt.recipes.drafter import DrafterRecipe, plan_batches, rate_at, train_drafter
-from paceline.adapt.recipes.learning_curve import read_curve
+from paceline.adapt.recipes.drafter import (
+    BestWeights,
+    DrafterRecipe,
+    plan_batches,
+    rate_at,
+    replay_acceptance,
+    train_drafter,
+    validation_split,
+)
+from paceline.adapt.recipes.learning_curve import read_curve, read_validation
 from paceline.errors import ConfigError
-from paceline.serving.loading.families import load_drafter
+from paceline.serving.loading.families import build_model, load_drafter, read_drafter_files
 from paceline.serving.loading.target import read_target
 from paceline.serving.sampling.request import RequestTrace
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
@@ -201,7 +209,11 @@ class StopHereError(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind", [{"drafter": "specblock"}, {"drafter": "eagle3", "draft_vocab_size": 24}])
+@pytest.mark.parametrize("kind", [
+    {"drafter": "specblock"},
+    {"drafter": "eagle3", "draft_vocab_size": 24},
+    {"drafter": "specblock", "draft_vocab_size": 24, "shares_head": True},
+])  # fmt: skip
 def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, target_dir, prompts_dir, kind):
     recipe = DrafterRecipe(domains=(), text=TEXT, held_out_tokens=60, epochs=2.5, batch_rows=96, **kind)
 
@@ -225,12 +237,16 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
         "the curve has no gap and no knee"
     )
     assert curves[0]["step"][-1] == seen[-1][1] and sorted(curves[0]["seconds"]) == curves[0]["seconds"]
+    held_out = [read_validation(tmp_path / name) for name in "ab"]
+    assert all(held_out[0][k] == held_out[1][k] for k in ("step", "rows", "nll", "acceptance_length"))
+    assert len(held_out[0]["step"]) > 1 and held_out[0]["step"][-1] == seen[-1][1]
     (numbers,) = results.values()
     assert numbers["nll"] > 0 and numbers["acceptance_length_sampled"] >= 1
     drafter = load_drafter(tmp_path / "a", load_target_handle(target_dir))
     assert (drafter.caps.name, drafter.caps.max_depth) == (kind["drafter"], 8)
     config = json.loads((tmp_path / "a" / "config.json").read_text(encoding="utf-8"))
     assert config["draft_vocab_size"] == kind.get("draft_vocab_size")
+    assert ("lm_head.weight" in a) == (not kind.get("shares_head", False))
     assert config["domains"] == list(config["learned_rows"]) == [prompts_dir.name]
     assert config["learned_rows"][prompts_dir.name] > 0
     provenance = (tmp_path / "a" / "PROVENANCE.md").read_text(encoding="utf-8")
@@ -245,6 +261,58 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     (tmp_path / "a" / "checkpoint.pt").unlink()
     with pytest.raises(ConfigError, match="was written by target"):
         train_drafter(elsewhere, prompts_dir, tmp_path / "a", recipe)
+
+
+def test_the_written_weights_are_the_best_on_a_held_out_sample_that_the_report_leaves_out(
+    tmp_path, target_dir, prompts_dir
+):
+    text = dataclasses.replace(TEXT, num_tokens=100)
+    recipe = DrafterRecipe(
+        drafter="jetspec", domains=(), text=text, held_out_tokens=200, validation_tokens=60, epochs=8.0, batch_rows=96,
+        learning_rate=0.05, validate_every=2,
+    )  # fmt: skip
+    train_drafter(target_dir, prompts_dir, tmp_path, recipe)
+    curve, target = read_validation(tmp_path), load_target_handle(target_dir)
+    assert len(set(curve["acceptance_length"])) > 1, "the rate is high enough for the run to go up and down"
+    best = max(range(len(curve["step"])), key=lambda i: (curve["acceptance_length"][i], -curve["nll"][i]))
+    assert f"those after step {curve['step'][best]:.0f}," in (tmp_path / "PROVENANCE.md").read_text(encoding="utf-8")
+    store = TraceStore(tmp_path / "held_out")
+    traces = [t for s in sorted(store.list_shards(), key=lambda s: s.shard_id) for t in store.read_shard(s.shard_id)]
+    chosen, rest = validation_split(traces, recipe.validation_tokens)
+    (others,) = rest.values()
+    assert {t.request_id for t in chosen}.isdisjoint(t.request_id for t in others)
+    model = build_model(*read_drafter_files(tmp_path))
+    assert replay_acceptance(model, target, chosen) == pytest.approx(curve["acceptance_length"][best], rel=1e-3)
+
+
+def test_validation_takes_a_share_of_every_domain_and_leaves_the_rest():
+    def request(name, bucket, num_outputs):
+        tokens = list(range(3 + num_outputs))
+        return RequestTrace(
+            request_id=name, bucket=bucket, temperature=0.0, prompt_len=3, token_ids=tokens, features=None, topk_ids=None,
+            topk_logprobs=None, target_version="t",
+        )  # fmt: skip
+
+    traces = [request(f"a{i}", "a", 50) for i in range(8)] + [request(f"b{i}", "b", 5) for i in range(4)]
+    traces.append(request("c", "c", 9))
+    chosen, rest = validation_split(traces, 300)
+    assert [t.request_id for t in chosen] == ["a0", "a1", "b0", "b1", "c"]
+    assert {d: [t.request_id for t in kept] for d, kept in rest.items()} == {
+        "a": [f"a{i}" for i in range(2, 8)], "b": ["b2", "b3"], "c": ["c"],
+    }  # fmt: skip
+
+
+def test_the_best_weights_accept_most_then_have_the_lowest_nll_and_leave_the_model_as_it_is():
+    model, best = torch.nn.Linear(1, 1, bias=False), BestWeights()
+    with best.placed_in(model):
+        assert best.step is None
+    for step, (length, nll) in enumerate([(2.0, 1.0), (2.5, 1.2), (2.5, 1.1), (2.4, 0.5), (2.5, 1.1)]):
+        torch.nn.init.constant_(model.weight, step)
+        best.offer(model, step, nll=nll, acceptance_length=length)
+    with pytest.raises(StopHereError), best.placed_in(model):
+        assert (best.step, model.weight.item()) == (2, 2.0)
+        raise StopHereError
+    assert model.weight.item() == 4.0
 
 
 def test_a_drafter_that_nobody_knows_or_cannot_be_is_refused(tmp_path, target_dir, prompts_dir):

@@ -37,6 +37,8 @@ def folders(tmp_path):
         for step in range(1, 5):
             nll = 4.0 / (speed * step)
             curve.add(step=step, rows=100 * step, seconds=10.0 * step / speed, loss=nll, nll=nll)
+            if speed == 2 and step > 1:  # worth most after the third step
+                curve.validate(nll=nll + 0.1, acceptance_length=3 - 0.5 * abs(step - 3))
         curve.write(folder)
         out.append(str(folder))
     return out
@@ -47,16 +49,19 @@ def test_a_table_and_a_page_show_every_drafter(tmp_path, folders):
     result = RUN.invoke(app, ["bench", "curves", *folders, "--html", str(page)])
     assert result.exit_code == 0, result.output
     rows = {line.split()[1]: line.split()[3::2] for line in result.output.splitlines() if "│" in line}
-    assert rows["slow"] == ["4", "400", "40", "2.000", "1.000"] and rows["fast"][2:] == ["20", "1.000", "0.500"]
+    assert rows["slow"] == ["4", "400", "40", "2.000", "1.000", "-", "-", "-"]
+    assert rows["fast"][2:] == ["20", "1.000", "0.500", "0.767", "3.000", "3"]
     text = page.read_text()
     assert text.count('"type":"log"') >= 4 and "supervised rows" in text and '"name":"fast"' in text
+    assert '"name":"fast, held out"' in text and "slow, held out" not in text
     assert Addresses(text).found == [], "the page needs no network"
     assert Addresses('<script src="https://a/b.js"></script>').found == ["https://a/b.js"]
 
 
 def test_a_figure_has_the_points_of_the_files(tmp_path, folders):
     curves = read_curves(folders)
-    assert curves["fast"]["seconds"] == [5, 10, 15, 20] and curves["slow"]["nll"][0] == 4
+    assert curves["fast"][0]["seconds"] == [5, 10, 15, 20] and curves["slow"][0]["nll"][0] == 4
+    assert curves["fast"][1]["rows"] == [200, 300, 400] and curves["slow"][1]["rows"] == []
     write_curves(curves, tmp_path / "c.html")
     assert "[5.0,10.0,15.0,20.0]" in (tmp_path / "c.html").read_text()
 

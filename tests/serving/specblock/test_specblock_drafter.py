@@ -7,7 +7,9 @@ import torch
 from paceline.adapt.families.specblock import block1_forward, next_block_forward
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.specblock.drafter import SpecBlockDrafter
+from paceline.serving.specblock.model import SpecBlockModel
 from tests.helpers.drafters import (
+    HIDDEN,
     TOLERANCE,
     Request,
     V,
@@ -178,3 +180,12 @@ def test_a_bfloat16_output_head_stays_close_and_takes_new_weights():
         got = drafter.propose(make_inputs([request], [(0, 20)]))
         expected = torch.log_softmax(reference_logits(m, embed, request, [])[0], -1).gather(-1, got.token_ids[0])
         assert torch.allclose(got.logprobs[0], expected, atol=0.1)
+
+
+def test_a_new_shift_leaves_the_residual_stream_as_it_is():
+    """Each slot begins as itself, without a share of the slot before it, and learns both."""
+    model = SpecBlockModel(tiny_specblock(num_layers=3)[0].config)
+    x = torch.randn(3, 4, HIDDEN)
+    for i in range(2):
+        assert torch.equal(model.shift(i, x), x)
+        assert model.shifts[i].weight.requires_grad
