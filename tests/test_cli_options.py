@@ -216,3 +216,19 @@ def test_the_recorded_command_names_only_what_was_given(monkeypatch):
         "paceline train-drafter --target bundled --out DIR --drafter specblock --domains code --tokens 400000 --epochs 3 "
         "--batch-rows 1536 --seed 1"
     )
+
+
+def test_training_says_how_far_it_is_without_a_terminal(monkeypatch):
+    def train(source, data, out, recipe, *, device, progress, command):
+        for done in (10, 20, 1000):
+            progress(done, 1000, {"phase": "text", "tokens_per_s": 12.345678})
+        return {}
+
+    monkeypatch.setattr("paceline.adapt.recipes.drafter.train_drafter", train)
+    result = RUN.invoke(app, ["train-drafter", "--target", "bundled", "--out", "o"])
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if line.startswith("training drafter")]
+    assert lines == [
+        "training drafter: 10 of 1,000  phase text  tokens_per_s 12.35",
+        "training drafter: 1,000 of 1,000  phase text  tokens_per_s 12.35",
+    ]

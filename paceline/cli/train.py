@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _MACHINE = ("num_threads", "device")
 """Options that do not change what is trained, and are not recorded with it."""
+_LINE_S = 20.0
 
 
 def add_training(app: typer.Typer) -> None:
@@ -72,16 +74,20 @@ def import_drafter(options: ImportOptions, console: Console) -> None:
 
 @contextmanager
 def _training_bar(what: str, console: Console) -> Iterator[Callable[[int, int, dict], None]]:
-    """A progress bar that a recipe's `progress(done, total, info)` drives."""
+    """A progress bar that a recipe's `progress(done, total, info)` drives; without a terminal a line now and then."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     info = TextColumn("{task.fields[info]}")
     columns = (TextColumn(f"training {what}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), info)
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=None, info="")
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task, said = bar.add_task("", total=None, info=""), float("-inf")
 
         def report(done: int, total: int, info: dict) -> None:
+            nonlocal said
             text = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in info.items())
             bar.update(task, completed=done, total=total, info=text)
+            if not console.is_terminal and (time.monotonic() >= said + _LINE_S or done >= total):
+                said = time.monotonic()
+                console.print(f"training {what}: {done:,} of {total:,}  {text}", highlight=False, soft_wrap=True)
 
         yield report
