@@ -4,12 +4,14 @@ A block behind anchor a sees the context rows t < a (the anchor's own feature do
 rows, those before each row or all of them; blocks do not see each other.
 The objective is the target's soft distribution by forward KL (JetSpec's paper) or the token in the text by cross-entropy
 (DFlash's). Slots weigh the same (JetSpec's paper), exp(-s / gamma) with gamma = 7 in a block of 15 (DFlash's), or what is
-`served`: the tokens that hang on a slot in the rounds of an exact replay. Sums are divided by the sum of their weights. A
+`served`: the tokens that hang on a slot in the rounds of an exact replay. Sums are divided by the sum of their weights. With a reduced draft vocabulary the head is the target's rows of its tokens and rows are omitted that serving
+cannot reach or that teach nothing: behind a token of the text outside it, and where the token to learn (KL: the target's
+most likely one) lies outside. A
 share of the rows sees the edge correction by the true previous token; the others keep the uncorrected
 logits a good choice of candidates.
 Shape legend: B requests of a batch, T context rows (padded at the end), A anchors of a request, S draft slots, N = 1 + S
 block rows, M supervised (anchor, slot) rows, k logged target log-probs a token, H hidden size, Hq/Hkv query/KV heads,
-G = Hq / Hkv, Dh head dim, V vocabulary.
+G = Hq / Hkv, Dh head dim, V draft vocabulary.
 Source: tree_speculation.md 1.4, 1.5 (JetSpec), 2 (DFlash), 4.3 (edge correction).
 """
 
@@ -26,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.adapt.families.family import TrainingFamily
 from paceline.adapt.families.recipe import OBJECTIVES, DrafterRecipe, TargetShape
-from paceline.adapt.families.row_batch import RowBatch, calibrated, soft_cross_entropy
+from paceline.adapt.families.row_batch import RowBatch, calibrated, draft_index, in_draft_vocab, soft_cross_entropy
 from paceline.adapt.families.target_handle import TargetHandle, TargetTables
 from paceline.errors import ConfigError
 from paceline.records import Setting, record
@@ -186,10 +188,11 @@ class _Rows:
     """M supervised rows: their logits' input and what they are compared with."""
 
     z: torch.Tensor  # (M, H), normed
-    text: torch.Tensor  # (M,) int64
-    previous: torch.Tensor  # (M,) int64, the token before
+    text: torch.Tensor  # (M,) int64 draft ids, as all below; -1 = outside the draft vocabulary
+    previous: torch.Tensor  # (M,) int64, the token before; of first slots anything
     topk_ids: torch.Tensor  # (M, k) int64
-    topk_logprobs: torch.Tensor  # (M, k) float32
+    topk_logprobs: torch.Tensor  # (M, k) float32, given that the token is inside
+    is_taught: torch.Tensor  # (M,) bool: what is to be learned lies inside
     slots: torch.Tensor  # (M,) int64
     temperatures: torch.Tensor  # (M,) float32
     is_edged: torch.Tensor  # (M,) bool: corrected; never the first slot, whose parent is the anchor
@@ -210,11 +213,22 @@ def _row_losses(
     if config.objective == "forward_kl":
         loss = soft_kl(logits, rows.topk_ids, rows.topk_logprobs)
     else:
-        loss = F.cross_entropy(logits, rows.text, reduction="none")
+        loss = F.cross_entropy(logits, rows.text.clamp_min(0), reduction="none")
+    loss = loss * rows.is_taught
     fixed, side, first = logits.detach(), rows.is_side, rows.slots == 0
     scaled = calibrated(fixed[side], model.log_beta[:, rows.slots[side]].T, rows.temperatures[side])
     calibration = F.cross_entropy(scaled, rows.text[side], reduction="none")
-    return loss, calibration, F.cross_entropy(fixed[first], rows.text[first], reduction="none"), fixed.argmax(-1)
+    return loss, calibration, _text_nll(model, fixed[first], rows.text[first]), fixed.argmax(-1)
+
+
+def _text_nll(model: ParallelHeadModel, logits: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy (N,) with the token in the text; all tokens outside the draft vocabulary are one."""
+    nll = F.cross_entropy(logits, text.clamp_min(0), reduction="none")
+    if model.config.draft_vocab_size is None:
+        return nll
+    log_coverage = model.get_buffer("log_coverage")
+    outside = -torch.log1p(-log_coverage.exp().clamp_max(1 - 1e-6))
+    return torch.where(text >= 0, nll - log_coverage, outside)
 
 
 def parallel_training_loss(
@@ -244,19 +258,32 @@ def parallel_training_loss(
     inside = at.clamp_max(last)
     request = torch.arange(anchors.shape[0], device=anchors.device)[:, None, None].expand_as(at)
     is_supervised = is_real[..., None] & (at <= last) & batch.is_output[request, inside]
+    to_draft = None
+    if model.config.draft_vocab_size is not None:
+        to_draft = draft_index(model.get_buffer("draft_token_ids"), model.config.vocab_size)
+        is_drafted = to_draft[batch.token_ids[request, inside]] >= 0  # (B, A, S)
+        is_supervised[..., 1:] &= is_drafted[..., :-1].cumprod(-1) > 0
     where = is_supervised.nonzero(as_tuple=True)
     slots, owner, position = where[2], request[where], at[where]
     draws = torch.rand(2, slots.numel(), generator=generator).to(slots.device)
+    text, previous = batch.token_ids[owner, position], batch.token_ids[owner, position - 1]
+    topk_ids, topk_logprobs = batch.topk_ids[owner, position], batch.topk_logprobs[owner, position]
+    is_taught = torch.ones_like(text, dtype=torch.bool)
+    if to_draft is not None:
+        text, topk_ids, topk_logprobs, is_taught = in_draft_vocab(to_draft, text, topk_ids, topk_logprobs)
+        previous = to_draft[previous]
+        is_taught = is_taught if config.objective == "forward_kl" else text >= 0
     rows = _Rows(
         z=model.normed(hidden[where]),
-        text=batch.token_ids[owner, position],
-        previous=batch.token_ids[owner, position - 1],
-        topk_ids=batch.topk_ids[owner, position],
-        topk_logprobs=batch.topk_logprobs[owner, position],
+        text=text,
+        previous=previous,
+        topk_ids=topk_ids,
+        topk_logprobs=topk_logprobs,
+        is_taught=is_taught,
         slots=slots,
         temperatures=batch.temperatures[owner],
         is_edged=(slots > 0) & (draws[0] < config.edge_share),
-        is_side=draws[1] < config.calibration_share * (config.calibration_weight > 0),
+        is_side=(draws[1] < config.calibration_share * (config.calibration_weight > 0)) & (text >= 0),
     )
     out = []
     most = max(1, _MAX_LOGITS // head.shape[0])
@@ -268,7 +295,7 @@ def parallel_training_loss(
             out.append(_row_losses(*args))
     loss, calibration, first_nll, best = (torch.cat(parts) for parts in zip(*out, strict=True))
     weights = slot_weights(config, s).to(slots.device)[slots]
-    total = (loss * weights).sum() / weights.sum().clamp_min(1e-9)
+    total = (loss * weights).sum() / (weights * rows.is_taught).sum().clamp_min(1e-9)
     side_weights = weights[rows.is_side]
     total = total + config.calibration_weight * (calibration * side_weights).sum() / side_weights.sum().clamp_min(1e-9)
     is_right = torch.zeros_like(is_supervised)
@@ -300,6 +327,7 @@ def _family(serving: DrafterFamily) -> TrainingFamily:
             num_layers=recipe.num_layers,
             num_slots=recipe.num_slots,
             edge_rank=recipe.edge_rank or 0,
+            draft_vocab_size=recipe.draft_vocab_size,
         )
 
     def update_loss(model: ParallelHeadModel, trains_backbone: bool) -> ParallelLossConfig:
@@ -318,7 +346,7 @@ def _family(serving: DrafterFamily) -> TrainingFamily:
         arms={"calibration": ("log_beta",), "head": ("log_beta", "final_norm", "edge_"), "full": None},
         choose_loss=choose_loss,
         follow_rounds=follow_rounds,
-        refused=("draft_vocab_size", "shares_head"),
+        refused=("shares_head",),
     )
 
 
