@@ -21,7 +21,14 @@ import torch.nn.functional as F
 
 from paceline.adapt.families.family import TrainingFamily
 from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
-from paceline.adapt.families.row_batch import RowBatch, calibrated, draft_index, head_loss, row_chunks
+from paceline.adapt.families.row_batch import (
+    RowBatch,
+    calibrated,
+    draft_index,
+    head_loss,
+    in_draft_vocab,
+    row_chunks,
+)
 from paceline.adapt.families.target_handle import TargetHandle, TargetTables
 from paceline.errors import ConfigError
 from paceline.serving.drafters.network import rope_cos_sin
@@ -119,7 +126,7 @@ def training_loss(
             text, ids, logprobs = batch.token_ids[where], batch.topk_ids[where], batch.topk_logprobs[where]
             is_taught = torch.ones_like(text, dtype=torch.bool)
             if to_draft is not None:
-                text, ids, logprobs, is_taught = _in_draft_vocab(to_draft, text, ids, logprobs)
+                text, ids, logprobs, is_taught = in_draft_vocab(to_draft, text, ids, logprobs)
             z = model.normed(hidden[request[part], row[part]])
             loss, best, logits = head_loss(head, z, ids, logprobs, num_rows=chosen.numel())
             loss = loss * is_taught
@@ -142,18 +149,6 @@ def training_loss(
         "correct1": torch.bincount(correct, minlength=config.num_steps + 1).float(),
     }
     return total, report
-
-
-def _in_draft_vocab(
-    to_draft: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draft ids (-1 = outside) of text (N,) and logged tokens (N, k), log-probs given that the token is not known to lie
-    outside, and whether the most likely token is inside (N,)."""
-    mapped = to_draft[ids]
-    is_outside = mapped < 0
-    mass = (logprobs.exp() * is_outside).sum(-1, keepdim=True)
-    kept = logprobs - torch.log1p(-mass.clamp_max(1 - 1e-6))
-    return to_draft[text], mapped, kept.masked_fill(is_outside, float("-inf")), ~is_outside[:, 0]
 
 
 def _calibration_loss(

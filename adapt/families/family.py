@@ -77,7 +77,11 @@ class TrainingFamily:
     """Name prefixes of the parameters that an arm trains, by `ArmSpec.parameters`; None = all."""
     scalars: tuple[str, ...] = ("log_beta",)
     """Parameters that are log-scales of order 1, not matrices: they learn at a higher rate."""
-    refused: tuple[str, ...] = ("edge_rank",)
+    choose_loss: Callable[[Any, DrafterRecipe], Any] = lambda loss, recipe: loss
+    """The loss settings with what the recipe's own fields say of them."""
+    follow_rounds: Callable[[Any, Sequence[Sequence[int]], int], Any] = lambda loss, rounds, num_slots: loss
+    """Loss settings from a validation on, given num_accepted_tokens of each text's replayed rounds, and S."""
+    refused: tuple[str, ...] = ("edge_rank", "objective", "slot_decay")
     """Fields of the recipe that must stay None or False, because the family has no such thing."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What a recipe may leave out: name -> field of the network's or the loss's settings that becomes False."""
@@ -105,7 +109,8 @@ class TrainingFamily:
                 raise ConfigError(f"{option} must be left out for {self.name} drafters, got {value!r}")
         missing = {name: value for name, value in self.defaults.items() if getattr(recipe, name) is None}
         recipe = dataclasses.replace(recipe, drafter=self.name, **missing)
-        return dataclasses.replace(recipe, loss=leave_out(recipe.loss, recipe.without, self.parts))
+        loss = leave_out(recipe.loss, recipe.without, self.parts)
+        return dataclasses.replace(recipe, loss=self.choose_loss(loss, recipe))
 
     def prepare(self, model: DrafterModel, traces: Sequence[RequestTrace], target: TargetHandle) -> None:
         """Set what a fresh model takes over from its training text: even taps, and the draft vocabulary if it is reduced."""

@@ -2,19 +2,23 @@
 
 A block behind anchor a sees the context rows t < a (the anchor's own feature does not exist while drafting) and its own
 rows, those before each row or all of them; blocks do not see each other.
-JetSpec learns the target's soft distribution by forward KL with equal weights; DFlash learns the token in the text by
-cross-entropy with weights exp(-s / gamma) of slot s, gamma = 7 in a block of 15 slots. Sums are divided by the sum of
-their weights. A share of the rows sees the edge correction by the true previous token; the others keep the uncorrected
+The objective is the target's soft distribution by forward KL (JetSpec's paper) or the token in the text by cross-entropy
+(DFlash's). Slots weigh the same (JetSpec's paper), exp(-s / gamma) with gamma = 7 in a block of 15 (DFlash's), or what is
+`served`: the tokens that hang on a slot in the rounds of an exact replay. Sums are divided by the sum of their weights. With a reduced draft vocabulary the head is the target's rows of its tokens and rows are omitted that serving
+cannot reach or that teach nothing: behind a token of the text outside it, and where the token to learn (KL: the target's
+most likely one) lies outside. A
+share of the rows sees the edge correction by the true previous token; the others keep the uncorrected
 logits a good choice of candidates.
 Shape legend: B requests of a batch, T context rows (padded at the end), A anchors of a request, S draft slots, N = 1 + S
 block rows, M supervised (anchor, slot) rows, k logged target log-probs a token, H hidden size, Hq/Hkv query/KV heads,
-G = Hq / Hkv, Dh head dim, V vocabulary.
+G = Hq / Hkv, Dh head dim, V draft vocabulary.
 Source: tree_speculation.md 1.4, 1.5 (JetSpec), 2 (DFlash), 4.3 (edge correction).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated as A
 
@@ -23,9 +27,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from paceline.adapt.families.family import TrainingFamily
-from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
-from paceline.adapt.families.row_batch import RowBatch, calibrated, soft_cross_entropy
+from paceline.adapt.families.recipe import OBJECTIVES, DrafterRecipe, TargetShape
+from paceline.adapt.families.row_batch import RowBatch, calibrated, draft_index, in_draft_vocab, soft_cross_entropy
 from paceline.adapt.families.target_handle import TargetHandle, TargetTables
+from paceline.errors import ConfigError
 from paceline.records import Setting, record
 from paceline.serving.drafters.family import DrafterFamily
 from paceline.serving.drafters.network import rope_cos_sin
@@ -98,10 +103,10 @@ def anchored_forward(
     return x[:, :, 1:]
 
 
-OBJECTIVES = ("forward_kl", "cross_entropy")
 _MAX_LOGITS = 2**26
 """Logits held at once; beyond it the output head runs in checkpointed chunks."""
 DFLASH_DECAY_SHARE = 7 / 15
+FLAT, SERVED = "flat", "served"
 
 
 @record("loss.")
@@ -110,8 +115,12 @@ class ParallelLossConfig:
 
     objective: A[str, Setting(choices=OBJECTIVES)] = "forward_kl"
     """'forward_kl' to the target's soft distribution (JetSpec) | 'cross_entropy' with the token in the text (DFlash)."""
-    decay_share: A[float | None, Setting(gt=0)] = None
+    decay_share: A[float | None, Setting(gt=0)] = DFLASH_DECAY_SHARE
     """Slot s of S, counted from 0, weighs exp(-s / (decay_share * S)); None = all slots weigh the same."""
+    is_served: bool = False
+    """Weigh slots by `slot_values` as soon as there are some."""
+    values: tuple[float, ...] | None = None
+    """Of the slots, from the newest replay; None: none yet, `decay_share` says."""
     num_anchors: A[int | None, Setting(ge=1)] = 16
     """Anchors drawn per request and batch; None = every supervised position."""
     edge_share: float = 0.5
@@ -119,6 +128,51 @@ class ParallelLossConfig:
     calibration_weight: float = 0.1
     calibration_share: float = 0.25
     """Share of rows whose calibration loss is computed."""
+
+
+def slot_values(rounds: Sequence[Sequence[int]], num_slots: int) -> tuple[float, ...]:
+    """Expected accepted tokens that hang on each slot s = 1..S: v_s = sum over d >= s of P(a >= d), a = accepted tokens.
+
+    With slots that are accepted one after another, P(a >= d) = p_1 ... p_d, v_s is the derivative of the acceptance
+    length by log p_s: what a nat less at that slot is worth in the trees that are really built. P(a >= d | a >= d - 1) is
+    counted with one imagined round of each kind, so that a slot that was never reached still learns.
+
+    Args:
+        rounds: num_accepted_tokens of each text's rounds; the last one, which the text may have cut, is left out.
+    """
+    accepted = torch.tensor([a for text in rounds for a in text[:-1]], dtype=torch.int64)
+    reached = (accepted[:, None] >= torch.arange(num_slots + 1)).sum(0).double()  # rounds with a >= 0..S
+    alive = ((reached[1:] + 1) / (reached[:-1] + 2)).cumprod(0)  # P(a >= d), d = 1..S
+    return tuple(alive.flip(0).cumsum(0).flip(0).tolist())
+
+
+def slot_weights(config: ParallelLossConfig, num_slots: int) -> torch.Tensor:
+    """(S,) float32 weights of the slots' losses."""
+    if config.values is not None:
+        return torch.tensor(config.values)
+    if config.decay_share is None:
+        return torch.ones(num_slots)
+    return torch.exp(-torch.arange(num_slots) / (config.decay_share * num_slots))
+
+
+def choose_loss(config: ParallelLossConfig, recipe: DrafterRecipe) -> ParallelLossConfig:
+    """The settings with a recipe's objective and slot weights. Raises: ConfigError on another word for the weights."""
+    if recipe.objective is not None:
+        config = dataclasses.replace(config, objective=recipe.objective)
+    if recipe.slot_decay is None:
+        return config
+    if recipe.slot_decay == SERVED:
+        return dataclasses.replace(config, is_served=True)
+    try:
+        share = None if recipe.slot_decay == FLAT else float(recipe.slot_decay)
+        return dataclasses.replace(config, decay_share=share)
+    except ValueError as e:
+        raise ConfigError(f"slot-decay must be {FLAT}, {SERVED} or a number > 0, got {recipe.slot_decay!r}") from e
+
+
+def follow_rounds(config: ParallelLossConfig, rounds: Sequence[Sequence[int]], num_slots: int) -> ParallelLossConfig:
+    """The settings with the slots' values in these rounds, where those are wanted."""
+    return dataclasses.replace(config, values=slot_values(rounds, num_slots)) if config.is_served else config
 
 
 def soft_kl(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
@@ -134,10 +188,11 @@ class _Rows:
     """M supervised rows: their logits' input and what they are compared with."""
 
     z: torch.Tensor  # (M, H), normed
-    text: torch.Tensor  # (M,) int64
-    previous: torch.Tensor  # (M,) int64, the token before
+    text: torch.Tensor  # (M,) int64 draft ids, as all below; -1 = outside the draft vocabulary
+    previous: torch.Tensor  # (M,) int64, the token before; of first slots anything
     topk_ids: torch.Tensor  # (M, k) int64
-    topk_logprobs: torch.Tensor  # (M, k) float32
+    topk_logprobs: torch.Tensor  # (M, k) float32, given that the token is inside
+    is_taught: torch.Tensor  # (M,) bool: what is to be learned lies inside
     slots: torch.Tensor  # (M,) int64
     temperatures: torch.Tensor  # (M,) float32
     is_edged: torch.Tensor  # (M,) bool: corrected; never the first slot, whose parent is the anchor
@@ -158,11 +213,22 @@ def _row_losses(
     if config.objective == "forward_kl":
         loss = soft_kl(logits, rows.topk_ids, rows.topk_logprobs)
     else:
-        loss = F.cross_entropy(logits, rows.text, reduction="none")
+        loss = F.cross_entropy(logits, rows.text.clamp_min(0), reduction="none")
+    loss = loss * rows.is_taught
     fixed, side, first = logits.detach(), rows.is_side, rows.slots == 0
     scaled = calibrated(fixed[side], model.log_beta[:, rows.slots[side]].T, rows.temperatures[side])
     calibration = F.cross_entropy(scaled, rows.text[side], reduction="none")
-    return loss, calibration, F.cross_entropy(fixed[first], rows.text[first], reduction="none"), fixed.argmax(-1)
+    return loss, calibration, _text_nll(model, fixed[first], rows.text[first]), fixed.argmax(-1)
+
+
+def _text_nll(model: ParallelHeadModel, logits: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy (N,) with the token in the text; all tokens outside the draft vocabulary are one."""
+    nll = F.cross_entropy(logits, text.clamp_min(0), reduction="none")
+    if model.config.draft_vocab_size is None:
+        return nll
+    log_coverage = model.get_buffer("log_coverage")
+    outside = -torch.log1p(-log_coverage.exp().clamp_max(1 - 1e-6))
+    return torch.where(text >= 0, nll - log_coverage, outside)
 
 
 def parallel_training_loss(
@@ -192,19 +258,32 @@ def parallel_training_loss(
     inside = at.clamp_max(last)
     request = torch.arange(anchors.shape[0], device=anchors.device)[:, None, None].expand_as(at)
     is_supervised = is_real[..., None] & (at <= last) & batch.is_output[request, inside]
+    to_draft = None
+    if model.config.draft_vocab_size is not None:
+        to_draft = draft_index(model.get_buffer("draft_token_ids"), model.config.vocab_size)
+        is_drafted = to_draft[batch.token_ids[request, inside]] >= 0  # (B, A, S)
+        is_supervised[..., 1:] &= is_drafted[..., :-1].cumprod(-1) > 0
     where = is_supervised.nonzero(as_tuple=True)
     slots, owner, position = where[2], request[where], at[where]
     draws = torch.rand(2, slots.numel(), generator=generator).to(slots.device)
+    text, previous = batch.token_ids[owner, position], batch.token_ids[owner, position - 1]
+    topk_ids, topk_logprobs = batch.topk_ids[owner, position], batch.topk_logprobs[owner, position]
+    is_taught = torch.ones_like(text, dtype=torch.bool)
+    if to_draft is not None:
+        text, topk_ids, topk_logprobs, is_taught = in_draft_vocab(to_draft, text, topk_ids, topk_logprobs)
+        previous = to_draft[previous]
+        is_taught = is_taught if config.objective == "forward_kl" else text >= 0
     rows = _Rows(
         z=model.normed(hidden[where]),
-        text=batch.token_ids[owner, position],
-        previous=batch.token_ids[owner, position - 1],
-        topk_ids=batch.topk_ids[owner, position],
-        topk_logprobs=batch.topk_logprobs[owner, position],
+        text=text,
+        previous=previous,
+        topk_ids=topk_ids,
+        topk_logprobs=topk_logprobs,
+        is_taught=is_taught,
         slots=slots,
         temperatures=batch.temperatures[owner],
         is_edged=(slots > 0) & (draws[0] < config.edge_share),
-        is_side=draws[1] < config.calibration_share * (config.calibration_weight > 0),
+        is_side=(draws[1] < config.calibration_share * (config.calibration_weight > 0)) & (text >= 0),
     )
     out = []
     most = max(1, _MAX_LOGITS // head.shape[0])
@@ -215,10 +294,8 @@ def parallel_training_loss(
         else:
             out.append(_row_losses(*args))
     loss, calibration, first_nll, best = (torch.cat(parts) for parts in zip(*out, strict=True))
-    weights = torch.ones_like(loss)
-    if config.decay_share is not None:
-        weights = torch.exp(-slots.float() / (config.decay_share * s))
-    total = (loss * weights).sum() / weights.sum().clamp_min(1e-9)
+    weights = slot_weights(config, s).to(slots.device)[slots]
+    total = (loss * weights).sum() / (weights * rows.is_taught).sum().clamp_min(1e-9)
     side_weights = weights[rows.is_side]
     total = total + config.calibration_weight * (calibration * side_weights).sum() / side_weights.sum().clamp_min(1e-9)
     is_right = torch.zeros_like(is_supervised)
@@ -239,7 +316,9 @@ def held_out_loss(config: ParallelLossConfig) -> ParallelLossConfig:
     return dataclasses.replace(config, num_anchors=None, edge_share=1.0, calibration_weight=0.0)
 
 
-def _family(serving: DrafterFamily, loss: ParallelLossConfig) -> TrainingFamily:
+def _family(serving: DrafterFamily) -> TrainingFamily:
+    loss = ParallelLossConfig()
+
     def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe) -> ParallelHeadConfig:
         assert recipe.num_layers is not None and recipe.num_slots is not None
         return ParallelHeadConfig(
@@ -248,6 +327,7 @@ def _family(serving: DrafterFamily, loss: ParallelLossConfig) -> TrainingFamily:
             num_layers=recipe.num_layers,
             num_slots=recipe.num_slots,
             edge_rank=recipe.edge_rank or 0,
+            draft_vocab_size=recipe.draft_vocab_size,
         )
 
     def update_loss(model: ParallelHeadModel, trains_backbone: bool) -> ParallelLossConfig:
@@ -264,9 +344,10 @@ def _family(serving: DrafterFamily, loss: ParallelLossConfig) -> TrainingFamily:
         update_loss=update_loss,
         held_out_loss=held_out_loss,
         arms={"calibration": ("log_beta",), "head": ("log_beta", "final_norm", "edge_"), "full": None},
-        refused=("draft_vocab_size", "shares_head"),
+        choose_loss=choose_loss,
+        follow_rounds=follow_rounds,
+        refused=("shares_head",),
     )
 
 
-JETSPEC = _family(drafter.JETSPEC, ParallelLossConfig())
-DFLASH = _family(drafter.DFLASH, ParallelLossConfig(objective="cross_entropy", decay_share=DFLASH_DECAY_SHARE))
+JETSPEC, DFLASH = _family(drafter.JETSPEC), _family(drafter.DFLASH)

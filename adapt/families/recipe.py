@@ -21,6 +21,8 @@ from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.sampling.request import RequestTrace
 
+OBJECTIVES = ("forward_kl", "cross_entropy")
+
 
 @record()
 class DrafterRecipe:
@@ -61,6 +63,14 @@ class DrafterRecipe:
         bool,
         Setting("specblock, eagle3: draft through the target's own output head, not a trained one.", flag="share-head"),
     ] = False
+    objective: A[
+        str | None,
+        Setting("jetspec, dflash: learn the target's distribution or the tokens of its text.", choices=OBJECTIVES),
+    ] = None
+    slot_decay: A[
+        str | None,
+        Setting("jetspec, dflash: weights of slots: flat, served, or a share D: slot s of S weighs exp(-s / (D * S))."),
+    ] = None
     edge_rank: A[int | None, Setting("Rank of jetspec's and dflash's previous-token correction; default: none.")] = None
     without: A[
         tuple[str, ...], Setting("SpecBlock's parts to leave out: shift, inheritance, valid-prefix, rank-head.")

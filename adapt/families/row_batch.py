@@ -92,6 +92,18 @@ def draft_index(draft_token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return index
 
 
+def in_draft_vocab(
+    to_draft: torch.Tensor, text: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draft ids (-1 = outside) of text (N,) and logged tokens (N, k), log-probs given that the token is not known to lie
+    outside, and whether the most likely token is inside (N,). to_draft: of `draft_index`."""
+    mapped = to_draft[ids]
+    is_outside = mapped < 0
+    mass = (logprobs.exp() * is_outside).sum(-1, keepdim=True)
+    kept = logprobs - torch.log1p(-mass.clamp_max(1 - 1e-6))
+    return to_draft[text], mapped, kept.masked_fill(is_outside, float("-inf")), ~is_outside[:, 0]
+
+
 def row_chunks(rows: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
     """Row numbers in parts whose logits over `width` tokens may be held at once."""
     return rows.split(max(1, _MAX_LOGITS // width))

@@ -24,12 +24,12 @@ from paceline.adapt.families.recipe import DrafterRecipe, has_native_bf16, targe
 from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.target_handle import TargetHandle, TargetTables, load_target_handle
 from paceline.adapt.families.training import StepReport, TrainingRun, training_family, warmup_cosine
-from paceline.adapt.gate.shadow import shadow_scores
+from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds
 from paceline.adapt.recipes.learning_curve import LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
 from paceline.errors import ConfigError
 from paceline.paths import model_version, open_atomic
-from paceline.records import MODELS, Setting, Threads, record
+from paceline.records import MODELS, Setting, Threads, build, record
 from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.loading.families import save_drafter
 from paceline.serving.loading.target import read_target
@@ -41,7 +41,7 @@ _BETA_FACTOR = 10.0
 """Learning rate of the calibration scalars over that of the weights; they have a whole run to settle."""
 _SORT_WINDOW = 16
 """Batches whose requests are sorted by length together, so that a batch pads little."""
-_EVAL_NODES = 8
+_EVAL_NODES, _EVAL_FRONTIER = 8, 4
 _VALIDATIONS = 20
 
 
@@ -140,6 +140,7 @@ class _Progress:
             "rows": self.rows,
             "curve": self.curve.state(),
             "best": vars(self.best),
+            "loss": json.dumps(asdict(self.run.loss)),
             "model": self.run.model.state_dict(),
             "optimizer": self.run.optimizer.state_dict(),
         }
@@ -155,6 +156,7 @@ class _Progress:
         self.run.step, self.seconds, self.rows = int(state["step"]), float(state["seconds"]), int(state["rows"])
         self.curve.resume(state["curve"])
         vars(self.best).update(state["best"])
+        self.run.loss = build(type(self.run.loss), json.loads(state["loss"]))
         log.info("resumed from step %d", self.run.step)
 
 
@@ -176,12 +178,18 @@ def evaluate(
     return summarise(sums)
 
 
-def replay_acceptance(model: DrafterModel, target: TargetHandle, traces: Sequence[RequestTrace]) -> float:
-    """Pooled acceptance length by exact replay with trees of 8 nodes."""
+def replay(model: DrafterModel, target: TargetHandle, traces: Sequence[RequestTrace]) -> list[list[int]]:
+    """num_accepted_tokens of each text's rounds by exact replay with trees of 8 nodes."""
     make = training_family(model.drafter_type).serving.drafter.make
     drafter = make(model, target, dtype=torch.float32, head_dtype=torch.float32)
-    scores = shadow_scores({"": drafter}, traces, num_nodes=_EVAL_NODES, is_calibrated=False, device=target.device)[""]
-    return sum(s.num_tokens for s in scores) / max(1, sum(s.num_rounds for s in scores))
+    rounds = fixed_rounds(_EVAL_NODES, _EVAL_FRONTIER, is_calibrated=False)
+    return replay_rounds(drafter, traces, rounds, device=target.device)
+
+
+def replayed_length(traces: Sequence[RequestTrace], rounds: Sequence[Sequence[int]]) -> float:
+    """Tokens per round, pooled; the first token of a text is prefill's."""
+    num_tokens = sum(len(t.token_ids) - t.prompt_len - 1 for t in traces)
+    return num_tokens / max(1, sum(map(len, rounds)))
 
 
 def validation_split(
@@ -269,7 +277,9 @@ def train_drafter(
         done.add(report, spent)
         if run.step % validate_every == 0 or run.step == len(plan):
             nll = evaluate(model, run.tables, validation, recipe)["nll"]
-            done.validate(nll, replay_acceptance(model, handle, validation))
+            rounds = replay(model, handle, validation)
+            done.validate(nll, replayed_length(validation, rounds))
+            run.loss = family.follow_rounds(run.loss, rounds, config.num_slots)
         info = {"loss": report.loss, "nll": report.nll, "grad_norm": report.grad_norm}
         progress(run.step, len(plan), {"phase": "train", "rows_per_s": int(report.rows) / spent, **info})
         if run.step % checkpoint_every == 0 or run.step == len(plan):
@@ -287,13 +297,14 @@ def train_drafter(
             }
             for kind, of_kind in sides.items():
                 if of_kind:
-                    results[domain][f"acceptance_length_{kind}"] = replay_acceptance(model, handle, of_kind)
+                    length = replayed_length(of_kind, replay(model, handle, of_kind))
+                    results[domain][f"acceptance_length_{kind}"] = length
     training = {
         "command": command, "rows": done.rows, "steps": run.step, "kept_step": done.best.step, "seconds": done.seconds,
         "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     write_provenance(
-        folder, recipe=asdict(recipe), config=config.to_dict(), text=text, results=results, num_nodes=_EVAL_NODES, done=training,
+        folder, recipe={**asdict(recipe), "loss": asdict(run.loss)}, config=config.to_dict(), text=text, results=results, num_nodes=_EVAL_NODES, done=training,
     )  # fmt: skip
     return results
 

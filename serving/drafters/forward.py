@@ -140,7 +140,7 @@ Own = Callable[[str], torch.Tensor]
 class DrafterForward(ABC):
     """The fused weights of one drafter and the operations around its attention."""
 
-    float32_weights: ClassVar[tuple[str, ...]] = ("beta",)
+    float32_weights: ClassVar[tuple[str, ...]] = ("beta", "log_coverage")
     """Fused tensors that stay float32 whatever the drafter's dtype."""
 
     def __init__(
@@ -214,9 +214,9 @@ class DrafterForward(ABC):
             return self.head_weight
         return self.head_weight.index_select(0, draft_token_ids.to(self.head_weight.device))
 
-    def _fused_head(self, own: Own) -> torch.Tensor:
+    def _fused_head(self, own: Own, *, is_shared: bool) -> torch.Tensor:
         """The output head: a drafter's own, or the target's rows."""
-        if getattr(self.config, "shares_head", False):
+        if is_shared:
             ids = None if self.config.draft_vocab_size is None else own("draft_token_ids")
             rows = self.target_rows(ids).to(self.device, torch.float32)
         else:
@@ -224,9 +224,10 @@ class DrafterForward(ABC):
         return (rows * own("final_norm")).T
 
     def _fused_ids(self, own: Own) -> Iterator[tuple[str, torch.Tensor]]:
-        """What maps a draft vocabulary that is a part of the target's."""
-        yield "d2t", own("draft_token_ids")
-        yield "log_coverage", own("log_coverage")
+        """What maps a draft vocabulary that is a part of the target's; nothing where it is all of it."""
+        if self.config.draft_vocab_size is not None:
+            yield "d2t", own("draft_token_ids")
+            yield "log_coverage", own("log_coverage")
 
     def _paired_heads(self, qkv: torch.Tensor) -> torch.Tensor:
         """Fused projections ((Hq + 2 Hkv) * Dh, in) with adjacent rotary pairs and the softmax scale folded in."""

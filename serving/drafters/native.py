@@ -79,7 +79,9 @@ class PackedState:
         """The output head: a drafter's own, or the target's rows, gathered anew because another state may draft others."""
         if "lm_head.weight" in self._state:
             return self.product("lm_head.weight")
-        ids = self._state.get("draft_token_ids")
+        ids, kept = self._state.get("draft_token_ids"), self._kept.get("lm_head")
+        if ids is None and kept is not None:  # all rows of a target whose weights stay
+            return PackedLinear(kept, None, forward.head_weight.shape[1], kept.shape[0] * LANES)
         return self._pack("lm_head", lambda: forward.target_rows(ids).to(self._dtype))
 
     def vector(self, name: str) -> torch.Tensor:

@@ -18,14 +18,12 @@ from paceline.serving.eagle3.model import EagleConfig
 class EagleForward(DrafterForward):
     """The fused weights of one drafter and the operations around its attention calls."""
 
-    float32_weights = ("beta", "log_coverage")
     config: EagleConfig
 
     def _fused(self, own: Own) -> Iterator[tuple[str, torch.Tensor]]:
         c, e = self.config, self.config.embed_size
         yield "beta", own("log_beta").exp()
-        if c.draft_vocab_size is not None:
-            yield from self._fused_ids(own)
+        yield from self._fused_ids(own)
         if self.is_native:
             return
         qkv = self._paired_heads(own("qkv_proj.weight"))
@@ -34,7 +32,7 @@ class EagleForward(DrafterForward):
         yield "token_table", embedded @ qkv[:, :e].T  # (V, Q)
         yield "qkv", (qkv[:, e:] * own("hidden_norm")).T
         yield from self._fused_output(own)
-        yield "lm_head", self._fused_head(own)
+        yield "lm_head", self._fused_head(own, is_shared=c.shares_head)
         if c.norm_before_residual:
             yield "hidden_norm", own("hidden_norm")
 

@@ -1,8 +1,8 @@
 """Parallel-head forward: the fused weights of one drafter and the operations around its attention.
 
 Shape legend: B requests, R new rows, S draft slots, N = 1 + S block rows, Lt layers, T = B * N packed block rows, Hq/Hkv
-query/KV heads, Dh head dim, F fused target feature size, V target vocabulary, H hidden size, K candidates per slot, r edge
-rank, P positions.
+query/KV heads, Dh head dim, F fused target feature size, V/Vd target/draft vocabulary, H hidden size, K candidates per slot,
+r edge rank, P positions.
 The same candidates stand below every parent; with the edge correction their scores depend on the parent's token.
 """
 
@@ -42,6 +42,7 @@ class HeadForward(DrafterForward):
         mask = own("mask_embedding") if c.mask_token_id is None else self._anchors[c.mask_token_id].to(self.dtype)
         yield "mask", mask.float()
         yield "beta", own("log_beta").exp()
+        yield from self._fused_ids(own)
         if c.edge_rank:
             yield "edge_in", own("edge_in")
             yield "edge_out", own("edge_out")
@@ -50,7 +51,7 @@ class HeadForward(DrafterForward):
         yield "cond", own("cond_proj.weight").T
         yield "context_kv", torch.cat([own(n + "kv_proj.weight") * own("cond_norm") for n in layers]).T
         yield "context_k_norm", torch.stack([own(n + "k_norm") for n in layers])[:, None, :]  # (Lt, 1, Dh)
-        yield "lm_head", (self.head_weight.to(self.device) * own("final_norm")).T
+        yield "lm_head", self._fused_head(own, is_shared=True)
         for i, n in enumerate(layers):
             qkv = torch.cat((own(n + "q_proj.weight"), own(n + "kv_proj.weight")))
             yield f"qkv{i}", (qkv * own(n + "input_norm")).T
@@ -121,27 +122,30 @@ class HeadForward(DrafterForward):
         return qk[:, : c.num_heads], qk[:, c.num_heads :], qkv[:, rotated:]
 
     def block_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Output head at the last S rows of each block: x (T, H) -> (B * S, V)."""
+        """Output head at the last S rows of each block: x (T, H) -> (B * S, Vd)."""
         c = self.config
         return self.logits(self.norm(x.view(-1, c.num_slots + 1, c.hidden_size)[:, 1:].flatten(0, 1)))
 
     def heads(self, logits: torch.Tensor, scale: torch.Tensor) -> Proposal:
-        """A proposal of B nodes: logits (B * S, V), which may be overwritten, scale (B, S)."""
+        """A proposal of B nodes: logits (B * S, Vd), which may be overwritten, scale (B, S)."""
         c, count = self.config, self.num_candidates
         top, ids = self.rank(logits, scale.reshape(-1, 1), count)
         token_ids, logprobs = ids.view(-1, c.num_slots, count), top.view(-1, c.num_slots, count)
         edges = self.edge_logprobs(token_ids, logprobs, scale) if c.edge_rank and c.num_slots > 1 else None
+        if c.draft_vocab_size is not None:
+            logprobs, token_ids = self.in_target_vocab(logprobs, token_ids)
+            edges = None if edges is None else edges + self.weights["log_coverage"]
         return Proposal(token_ids=token_ids, logprobs=logprobs, widths=None, edge_logprobs=edges)
 
     def edge_logprobs(self, token_ids: torch.Tensor, logprobs: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Scores of each slot's candidates below each candidate of the slot before: (B, S - 1, K, K) float32.
 
         The bias is computed for the K candidates only, in O(S K^2 r); tokens that are no candidates keep their mass in
-        the normaliser, so that the scores are exact when K = V and otherwise as good as that one assumption.
+        the normaliser, so that the scores are exact when K = Vd and otherwise as good as that one assumption.
         The first slot needs no correction: its parent is the anchor, which the block reads.
 
         Args:
-            token_ids, logprobs: (B, S, K), over the whole vocabulary, without correction.
+            token_ids, logprobs: (B, S, K), of and over the whole draft vocabulary, without correction.
             scale: (B, S) factors on the logits.
         """
         p = self.weights

@@ -1,10 +1,11 @@
 """Parallel draft head of JetSpec and DFlash: its configuration, its parameters and what one layer computes.
 
 Shape legend: B requests, T context rows, A anchors, S draft slots, N = 1 + S block rows, H hidden size (the target's),
-F fused target feature size, Hq/Hkv query/KV heads, Dh head dim, V target vocabulary, r edge rank.
+F fused target feature size, Hq/Hkv query/KV heads, Dh head dim, V/Vd target/draft vocabulary, r edge rank.
 One call drafts S tokens: block rows [anchor, MASK x S] at positions a..a+S attend to keys and values that every layer
 projects from the same fused features g = RMSNorm(W_fc f) of the committed rows, and to each other. Row k predicts the
-token at a + k (in-place labels) through the target's own embedding and output head, which are passed in, never stored.
+token at a + k (in-place labels) through the target's own embedding and output head, or that head's rows of the draft
+vocabulary, which are passed in, never stored.
 Source: DFlash (bidirectional block) and JetSpec (causal block), tree_speculation.md 1.3-1.4 and 2; the edge correction
 is the low-rank previous-token bias of DSpark.
 """
@@ -23,6 +24,7 @@ from paceline.serving.drafters.network import (
     DrafterConfig,
     DrafterModel,
     add_output,
+    add_vocabulary,
     finish_layer,
     rms_norm,
     rotate,
@@ -128,8 +130,9 @@ class ParallelHeadModel(DrafterModel):
         self.log_beta = nn.Parameter(torch.zeros(2, c.num_slots))
         """Log of the factor on the logits per (temperature class: greedy, sampled; slot)."""
         if c.edge_rank:
-            self.edge_in = nn.Parameter(torch.randn(c.vocab_size, c.edge_rank) * _INITIAL_SCALE)
-            self.edge_out = nn.Parameter(torch.zeros(c.vocab_size, c.edge_rank))  # the correction starts at zero
+            self.edge_in = nn.Parameter(torch.randn(c.num_draft_ids, c.edge_rank) * _INITIAL_SCALE)
+            self.edge_out = nn.Parameter(torch.zeros(c.num_draft_ids, c.edge_rank))  # the correction starts at zero
+        add_vocabulary(self, c)
 
     def block_layers(self) -> list[ParallelHeadLayer]:
         """The layers, typed."""
@@ -147,7 +150,7 @@ class ParallelHeadModel(DrafterModel):
         return torch.cat((anchor, mask.to(anchor.dtype).expand(*anchor.shape[:-2], c.num_slots, -1)), dim=-2)
 
     def edge_bias(self, previous_token_ids: torch.Tensor) -> torch.Tensor:
-        """What a known previous token (...) adds to the logits of a slot, (..., V)."""
+        """What a known previous token (...) adds to the logits of a slot, (..., Vd); ids of the draft vocabulary."""
         return F.linear(F.embedding(previous_token_ids, self.edge_in), self.edge_out)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from paceline.kernels.cpu.library import Condition, PackedLinear
+from paceline.kernels.cpu.library import Condition
 from paceline.serving.drafters.interface import DraftInputs, Proposal
 from paceline.serving.drafters.native import SPARE_ROWS, GrowingDecoder
 from paceline.serving.parallel_head.forward import HeadForward
@@ -25,7 +25,6 @@ class NativeHead:
         self._rows = torch.arange(c.num_slots + 1)
         self._every = torch.ones(1, c.num_slots + 1, dtype=torch.bool)
         self._decoder = GrowingDecoder(c, dtype)
-        self._head = PackedLinear.pack(forward.head_weight.to(dtype))
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -49,7 +48,9 @@ class NativeHead:
             norm=own.vector("cond_norm"),
             context_kv=own.product(*(name + "kv_proj.weight" for name in names)),
         )
-        self._decoder.load(layers=layers, head=self._head, final_norm=own.vector("final_norm"), condition=condition)
+        self._decoder.load(
+            layers=layers, head=own.head(self._forward), final_norm=own.vector("final_norm"), condition=condition
+        )
 
     def bind(self, pool: torch.Tensor, num_rows: int) -> None:
         """Take the pool (Lt, num_rows + SPARE_ROWS, 2, Hkv, Dh)."""

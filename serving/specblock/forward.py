@@ -78,9 +78,8 @@ class SlotForward(DrafterForward):
                 shift = own(f"shifts.{i - 1}.weight")
                 yield f"shift_own{i}", shift[:, :h].T
                 yield f"shift_before{i}", shift[:, h:].T
-        yield "lm_head", self._fused_head(own)
-        if c.draft_vocab_size is not None:
-            yield from self._fused_ids(own)
+        yield "lm_head", self._fused_head(own, is_shared=c.shares_head)
+        yield from self._fused_ids(own)
         # Inputs of the rank head as `_heads` builds them: z, all log-probs, the top probability, sum of p log p.
         # The three gaps are differences of log-probs, so they fold into the columns of the first ones.
         rank = own("rank_in.weight")

@@ -109,9 +109,10 @@ def test_replay_equals_served_rounds(name, edge_rank):
 
 
 @pytest.mark.parametrize(
-    "name, edge_rank, autocast", [("jetspec", 3, None), ("dflash", None, None), ("jetspec", 3, True)]
+    "name, edge_rank, draft_vocab",
+    [("jetspec", 3, None), ("dflash", None, None), ("jetspec", 3, 24), ("dflash", None, 24)],
 )
-def test_the_recipe_trains_a_drafter_that_loads(tmp_path, target_dir, prompts_dir, name, edge_rank, autocast):
+def test_the_recipe_trains_a_drafter_that_loads(tmp_path, target_dir, prompts_dir, name, edge_rank, draft_vocab):
     recipe = DrafterRecipe(
         drafter=name,
         domains=(),
@@ -121,6 +122,7 @@ def test_the_recipe_trains_a_drafter_that_loads(tmp_path, target_dir, prompts_di
         batch_rows=96,
         num_slots=5,
         edge_rank=edge_rank,
+        draft_vocab_size=draft_vocab,
     )
     seen = []
     (numbers,) = train_drafter(
@@ -134,12 +136,14 @@ def test_the_recipe_trains_a_drafter_that_loads(tmp_path, target_dir, prompts_di
     drafter = load_drafter(tmp_path, load_target_handle(target_dir))
     assert (drafter.caps.name, drafter.caps.num_slots, drafter.config.edge_rank) == (name, 5, edge_rank or 0)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    assert config["drafter_type"] == name and config["learned_rows"][prompts_dir.name] > 0
+    assert (
+        config["drafter_type"] == name
+        and config["draft_vocab_size"] == draft_vocab
+        and config["learned_rows"][prompts_dir.name] > 0
+    )
     assert '"objective"' in (tmp_path / "PROVENANCE.md").read_text(encoding="utf-8")
 
 
 def test_what_a_family_does_not_have_is_refused():
-    with pytest.raises(ConfigError, match="draft-vocab must be left out for jetspec drafters"):
-        training_family("jetspec").complete(DrafterRecipe(drafter="jetspec", draft_vocab_size=30))
     with pytest.raises(ConfigError, match="edge-rank must be left out for specblock drafters"):
         training_family("specblock").complete(dataclasses.replace(DrafterRecipe(), edge_rank=8))

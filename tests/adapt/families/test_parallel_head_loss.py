@@ -11,10 +11,14 @@ from paceline.adapt.families.parallel_head import (
     ParallelLossConfig,
     anchored_forward,
     draw_anchors,
+    follow_rounds,
     parallel_training_loss,
+    slot_values,
+    slot_weights,
     soft_kl,
     supervised_anchors,
 )
+from paceline.adapt.families.recipe import DrafterRecipe
 from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.families.training import training_family
@@ -71,6 +75,7 @@ def loop_oracle(model, traces, config, head=HEAD):
                     if rest > 1e-6:
                         loss += rest * math.log(rest / (1 - sum(q[v] for v in target)))
                 weight = 1.0 if config.decay_share is None else math.exp(-s / (config.decay_share * SLOTS))
+                weight = weight if config.values is None else config.values[s]
                 total, weight_sum = total + weight * loss, weight_sum + weight
                 is_open = is_open and int(z.argmax()) == t.token_ids[p]
                 correct += is_open
@@ -90,15 +95,23 @@ def make_half_right(model, traces):
 
 
 @pytest.mark.parametrize("has_topk", [True, False])
-@pytest.mark.parametrize("objective, share", [("forward_kl", None), ("cross_entropy", 0.7)])
+@pytest.mark.parametrize(
+    "objective, share, values",
+    [("forward_kl", None, None), ("cross_entropy", 0.7, None), ("forward_kl", 0.7, (1.5, 0.5, 0.2, 0.0))],
+)
 @pytest.mark.parametrize("edge_rank, edge_share", [(0, 1.0), (3, 1.0), (3, 0.0)])
 @KINDS
-def test_packed_loss_equals_the_direct_formula(is_causal, edge_rank, edge_share, objective, share, has_topk):
+def test_packed_loss_equals_the_direct_formula(is_causal, edge_rank, edge_share, objective, share, values, has_topk):
     model = tiny_head(is_causal, edge_rank=edge_rank)
     traces = [logged_text(i, 12 + 4 * i, 3 + 2 * i, has_topk=has_topk) for i in range(3)]
     make_half_right(model, traces)
     config = ParallelLossConfig(
-        objective=objective, decay_share=share, num_anchors=None, calibration_weight=0.0, edge_share=edge_share
+        objective=objective,
+        decay_share=share,
+        values=values,
+        num_anchors=None,
+        calibration_weight=0.0,
+        edge_share=edge_share,
     )
     loss, histogram, anchors = loop_oracle(model, traces, config)
     got, report = parallel_training_loss(model, collate(traces), TABLES, config, generator())
@@ -121,10 +134,54 @@ def test_forward_kl_is_zero_at_the_target_and_has_the_gradient_of_cross_entropy(
     assert torch.allclose(soft_kl(logits, everything, q), expected, atol=1e-4)
 
 
-def test_the_papers_losses_are_the_defaults():
-    jetspec, dflash = (training_family(name).defaults["loss"] for name in ("jetspec", "dflash"))
-    assert (jetspec.objective, jetspec.decay_share) == ("forward_kl", None)
-    assert (dflash.objective, dflash.decay_share * 15) == ("cross_entropy", 7.0)
+@pytest.mark.parametrize("name", ["jetspec", "dflash"])
+def test_objective_and_slot_weights_are_chosen_apart_from_the_mask(name):
+    def chosen(**options):
+        loss = training_family(name).complete(DrafterRecipe(drafter=name, **options)).loss
+        return loss.objective, loss.decay_share, loss.is_served
+
+    assert chosen() == ("forward_kl", 7 / 15, False)
+    assert chosen(objective="forward_kl", slot_decay="flat") == ("forward_kl", None, False), "as JetSpec's paper"
+    assert chosen(objective="cross_entropy", slot_decay=str(7 / 15)) == ("cross_entropy", 7 / 15, False), "as DFlash's"
+    assert chosen(slot_decay="served") == ("forward_kl", 7 / 15, True), (
+        "the decay, until a replay says what slots are worth"
+    )
+    for wrong in ("steep", "0", "-1", "nan"):
+        with pytest.raises(ConfigError, match=f"slot-decay must be flat, served or a number > 0, got '{wrong}'"):
+            chosen(slot_decay=wrong)
+    with pytest.raises(ConfigError, match="objective must be one of forward_kl, cross_entropy"):
+        chosen(objective="reverse_kl")
+
+
+@pytest.mark.parametrize("name", ["specblock", "eagle3"])
+def test_families_with_one_loss_refuse_another(name):
+    for options, flag in (({"objective": "forward_kl"}, "objective"), ({"slot_decay": "flat"}, "slot-decay")):
+        with pytest.raises(ConfigError, match=f"{flag} must be left out for {name} drafters"):
+            training_family(name).complete(DrafterRecipe(drafter=name, **options))
+
+
+def test_a_slots_value_is_the_derivative_of_the_acceptance_length_by_its_log_probability():
+    p = torch.tensor([0.8, 0.6, 0.5, 0.9], dtype=torch.float64)
+    log_p = p.log().requires_grad_()
+    length = log_p.cumsum(0).exp().sum()
+    (expected,) = torch.autograd.grad(length, log_p)
+    draws = torch.rand(200_000, 4, generator=generator(), dtype=torch.float64) < p
+    accepted = draws.long().cumprod(1).sum(1).tolist()
+    assert slot_values([[*accepted, 4]], 4) == pytest.approx(expected.tolist(), abs=0.01)
+    assert slot_values([[*accepted, 4]], 4)[0] == pytest.approx(sum(accepted) / len(accepted), abs=1e-4)
+
+
+def test_slots_that_no_tree_reached_keep_a_small_value_and_last_rounds_say_nothing():
+    assert slot_values([], 2) == slot_values([[2], [2]], 2) == pytest.approx((0.75, 0.25))
+    values = slot_values([[1, 0] * 50], 4)
+    assert values[0] > values[1] > values[2] > values[3] > 0 and values[2] < 0.01
+    config = ParallelLossConfig(is_served=True)
+    assert torch.equal(slot_weights(config, 2), slot_weights(ParallelLossConfig(), 2)), "nothing is known yet"
+    assert slot_weights(follow_rounds(config, [[2], [2]], 2), 2).tolist() == pytest.approx([0.75, 0.25])
+    assert follow_rounds(ParallelLossConfig(), [[2]], 2).values is None
+
+
+def test_settings_of_the_loss_are_checked():
     for wrong in ({"objective": "reverse_kl"}, {"decay_share": 0.0}, {"num_anchors": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             ParallelLossConfig(**wrong)
@@ -166,7 +223,7 @@ def test_an_anchor_sees_strictly_earlier_context_and_its_own_block_only(is_causa
 def test_requests_of_a_batch_do_not_touch_each_other():
     model = tiny_head(edge_rank=2)
     traces = [logged_text(i, 30 - 6 * i, 3 + i) for i in range(3)]
-    config = ParallelLossConfig(num_anchors=None, calibration_weight=0.0, edge_share=1.0)
+    config = ParallelLossConfig(decay_share=None, num_anchors=None, calibration_weight=0.0, edge_share=1.0)
     together, report = parallel_training_loss(model, collate(traces), TABLES, config, generator())
     alone = [parallel_training_loss(model, collate([t]), TABLES, config, generator()) for t in traces]
     slots = [

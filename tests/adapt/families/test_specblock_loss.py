@@ -9,7 +9,7 @@ from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.specblock import LossConfig, block1_forward, training_loss
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel, rank_class, rank_features
-from tests.helpers.drafters import EMBED, SIZES, V, logged_text
+from tests.helpers.drafters import EMBED, SIZES, V, logged_text, perturb
 
 PLAIN = {"rank_weight": 0.0, "calibration_weight": 0.0, "next_block_share": 1.0, "early_start_share": 0.0}
 
@@ -145,10 +145,7 @@ def test_a_row_goes_on_where_serving_would_after_its_first_miss():
 def test_every_ablation_changes_what_the_second_block_says(name):
     embed = torch.randn(V, EMBED)
     traces = [logged_text(i, 20, 4) for i in range(3)]
-    model = tiny_model()
-    with torch.no_grad():
-        for shift in model.shifts:  # a fresh one passes its slot on
-            shift.weight += 0.1 * torch.randn_like(shift.weight)
+    model = perturb(tiny_model())  # a new shift changes nothing
     make_half_right(model, traces, embed)
     losses = []
     for value in (True, False):

@@ -27,7 +27,8 @@ from paceline.adapt.recipes.drafter import (
     DrafterRecipe,
     plan_batches,
     rate_at,
-    replay_acceptance,
+    replay,
+    replayed_length,
     train_drafter,
     validation_split,
 )
@@ -213,6 +214,7 @@ class StopHereError(Exception):
     {"drafter": "specblock"},
     {"drafter": "eagle3", "draft_vocab_size": 24},
     {"drafter": "specblock", "draft_vocab_size": 24, "shares_head": True},
+    {"drafter": "dflash", "slot_decay": "served"},
 ])  # fmt: skip
 def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, target_dir, prompts_dir, kind):
     recipe = DrafterRecipe(domains=(), text=TEXT, held_out_tokens=60, epochs=2.5, batch_rows=96, **kind)
@@ -245,13 +247,13 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     drafter = load_drafter(tmp_path / "a", load_target_handle(target_dir))
     assert (drafter.caps.name, drafter.caps.max_depth) == (kind["drafter"], 8)
     config = json.loads((tmp_path / "a" / "config.json").read_text(encoding="utf-8"))
-    assert config["draft_vocab_size"] == kind.get("draft_vocab_size")
-    assert ("lm_head.weight" in a) == (not kind.get("shares_head", False))
+    assert config.get("draft_vocab_size") == kind.get("draft_vocab_size")
+    assert ("lm_head.weight" in a) == (kind["drafter"] != "dflash" and not kind.get("shares_head", False))
     assert config["domains"] == list(config["learned_rows"]) == [prompts_dir.name]
     assert config["learned_rows"][prompts_dir.name] > 0
     provenance = (tmp_path / "a" / "PROVENANCE.md").read_text(encoding="utf-8")
     assert f"{curves[0]['rows'][-1]:,.0f} supervised rows" in provenance and "`learning_curve.json`" in provenance
-    assert "paceline train-drafter" in provenance
+    assert "paceline train-drafter" in provenance and ('"values": [' in provenance) == ("slot_decay" in kind)
     with pytest.raises(ConfigError, match="another recipe"):
         other = dataclasses.replace(recipe, learning_rate=1e-4)
         train_drafter(target_dir, prompts_dir, tmp_path / "a", other)
@@ -282,7 +284,8 @@ def test_the_written_weights_are_the_best_on_a_held_out_sample_that_the_report_l
     (others,) = rest.values()
     assert {t.request_id for t in chosen}.isdisjoint(t.request_id for t in others)
     model = build_model(*read_drafter_files(tmp_path))
-    assert replay_acceptance(model, target, chosen) == pytest.approx(curve["acceptance_length"][best], rel=1e-3)
+    length = replayed_length(chosen, replay(model, target, chosen))
+    assert length == pytest.approx(curve["acceptance_length"][best], rel=1e-3)
 
 
 def test_validation_takes_a_share_of_every_domain_and_leaves_the_rest():

@@ -27,10 +27,11 @@ def random_sizes(kind, rng):
         "num_kv_heads": kv_heads, "num_heads": kv_heads * int(rng.integers(1, 4)),
         "head_dim": int(rng.choice([16, 32, 48, 80])), "num_slots": int(rng.integers(1, 7)),
     }  # fmt: skip
+    sizes |= {"draft_vocab_size": 37} if rng.integers(2) else {}
     if kind == "eagle3":
         sizes["num_slots"] = int(rng.integers(1, 3))  # a step multiplies the error of the one before
         more = {"norm_before_residual": bool(rng.integers(2)), "max_depth": 4 * sizes["num_slots"]}
-        return sizes | more | ({"draft_vocab_size": 37} if rng.integers(2) else {})
+        return sizes | more
     more = {"num_layers": int(rng.integers(1, 4)), "edge_rank": int(rng.integers(3))}
     return sizes | more | ({"mask_token_id": 4} if rng.integers(2) else {})
 

@@ -1,6 +1,7 @@
 """Incremental parallel-head drafting equals the training forward, causal and bidirectional, round after round."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.adapt.families.parallel_head import anchored_forward
-from paceline.adapt.families.row_batch import RowBatch
+from paceline.adapt.families.parallel_head import ParallelLossConfig, anchored_forward, parallel_training_loss
+from paceline.adapt.families.row_batch import RowBatch, collate
+from paceline.adapt.families.target_handle import TargetTables
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.kernels.reference.draft_ingest import draft_ingest
 from paceline.serving.drafters.interface import Frontier
@@ -18,6 +20,7 @@ from paceline.serving.drafters.network import rope_cos_sin
 from paceline.serving.loading.families import build_drafter
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.parallel_head.model import ParallelHeadConfig, ParallelHeadModel
+from paceline.serving.sampling.request import RequestTrace
 from tests.helpers.drafters import (
     SIZES,
     TOLERANCE,
@@ -42,7 +45,17 @@ def reference_logits(model, embed, head, request):
     """Training forward at the request's anchor, on its whole text: (S, V)."""
     batch = text_batch(request.features, request.tokens)
     hidden = anchored_forward(model, batch, embed, torch.tensor([[request.context]]))
-    return model.normed(hidden[0, 0]) @ head.T
+    return model.normed(hidden[0, 0]) @ (
+        head.T if model.config.draft_vocab_size is None else head[model.draft_token_ids].T
+    )
+
+
+def reduced_head(is_causal, first=12, **changes):
+    """A head that drafts 30 tokens from `first` on, which hold 0.8 of the text."""
+    made = tiny_head(is_causal, draft_vocab_size=30, **changes)
+    made[0].draft_token_ids.copy_(torch.arange(30) + first)
+    made[0].log_coverage.fill_(math.log(0.8))
+    return made
 
 
 @KINDS
@@ -55,6 +68,7 @@ def reference_logits(model, embed, head, request):
         {"num_layers": 3, "num_kv_heads": 1},
         {"mask_token_id": 4, "num_kv_heads": 4},
         {"rope_scaling": (8.0, 1.0, 4.0, 64.0)},
+        {"draft_vocab_size": 30},
     ],
 )
 def test_incremental_drafting_equals_the_training_forward_over_rounds(is_causal, count, scattered, changes):
@@ -189,6 +203,64 @@ def test_edge_scores_are_the_corrected_probabilities_below_each_parent(temperatu
     few.alloc(60)
     part = few.propose(make_inputs([request], [(0, request.context)], temperature))
     assert float(part.edge_logprobs.exp().sum(-1).max()) <= 1 + 1e-5
+
+
+@KINDS
+def test_a_reduced_vocabulary_proposes_target_ids_and_pays_for_coverage(is_causal):
+    """Edges, too; a swap to weights that draft other tokens gathers their rows."""
+    rng = np.random.default_rng(0)
+    model, embed, head = reduced_head(is_causal, edge_rank=4)
+    other = reduced_head(is_causal, first=20, seed=1, edge_rank=4)[0]
+    drafter = ParallelHeadDrafter(model, embed, head, num_candidates=30)
+    (request,) = new_requests(drafter, 1, rng)
+    for one, first in ((model, 12), (other, 20)):
+        drafter.load_state(one.state_dict())
+        proposal = drafter.propose(make_inputs([request], [(0, request.context)]))
+        logits = reference_logits(one, embed, head, request)
+        draft_ids = proposal.token_ids - first
+        expected = logits.log_softmax(-1).gather(-1, draft_ids[0]) + math.log(0.8)
+        assert torch.allclose(proposal.logprobs[0], expected, atol=TOLERANCE)
+        edges = exact_edges(one, logits, draft_ids[0], torch.ones(SLOTS)) + math.log(0.8)
+        assert torch.allclose(proposal.edge_logprobs[0], edges, atol=1e-3)
+
+
+@KINDS
+@torch.no_grad()
+def test_training_scores_a_drafted_token_as_serving_does(is_causal):
+    """The loss of a text is minus the proposals' scores along it, apart from the share of tokens that are not drafted."""
+    model, embed, head = reduced_head(is_causal, edge_rank=4)
+    drafter = ParallelHeadDrafter(model, embed, head, num_candidates=30)
+    (request,) = new_requests(drafter, 1, np.random.default_rng(0))
+    begin, end = request.context, request.context + 14
+    request.tokens = [12 + t % 30 for t in request.tokens]
+    request.tokens[begin + 6] = 3  # outside: neither it nor what is behind it in a block can be drafted
+    coverage, total, first_nll, count = math.log(0.8), 0.0, 0.0, 0
+    for anchor in range(begin, end - 1):
+        request.context = anchor
+        proposal = drafter.propose(make_inputs([request], [(request.done, anchor)]))
+        request.done, before = anchor, None
+        for slot, token in enumerate(request.tokens[anchor + 1 : end][:SLOTS]):
+            found = (proposal.token_ids[0, slot] == token).nonzero().flatten().tolist()
+            if slot == 0:
+                first_nll -= float(proposal.logprobs[0, 0, found[0]]) if found else math.log(0.2)
+            if not found:
+                break
+            scores = proposal.logprobs[0, 0] if slot == 0 else proposal.edge_logprobs[0, slot - 1, before]
+            before, count, total = found[0], count + 1, total + float(scores[found[0]]) - coverage
+    trace = RequestTrace(
+        request_id="r", bucket="b", temperature=0.0, prompt_len=begin, token_ids=request.tokens[:end],
+        features=request.features[: end - 1], topk_ids=None, topk_logprobs=None, target_version="t",
+    )  # fmt: skip
+    for objective in ("cross_entropy", "forward_kl"):  # the same where the target is sure of its text
+        config = ParallelLossConfig(
+            objective=objective, decay_share=None, num_anchors=None, calibration_weight=0.0, edge_share=1.0
+        )
+        loss, report = parallel_training_loss(
+            model, collate([trace]), TargetTables(embed, head), config, torch.Generator().manual_seed(0)
+        )
+        assert float(loss) == pytest.approx(-total / count, rel=1e-4)
+        assert float(report["nll1"]) == pytest.approx(first_nll, rel=1e-4)
+        assert int(report["rows"]) == end - 1 - begin
 
 
 def test_a_correction_of_zero_changes_no_score():

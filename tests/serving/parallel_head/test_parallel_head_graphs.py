@@ -35,7 +35,12 @@ def make_pair(made, count, backend, *, num_jobs=None, dtype=torch.float32, **lim
 
 @KINDS
 @pytest.mark.parametrize(("count", "scattered"), [(1, False), (3, True), (5, True)])
-@pytest.mark.parametrize("changes", [{}, {"edge_rank": 3}, {"num_layers": 3, "num_kv_heads": 1, "num_slots": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"edge_rank": 3}, {"num_layers": 3, "num_kv_heads": 1, "num_slots": 1}, {"draft_vocab_size": 30, "edge_rank": 3},
+    ],
+)  # fmt: skip
 def test_replayed_drafting_equals_eager_drafting_over_rounds(is_causal, count, scattered, changes):
     rng = np.random.default_rng(7)
     eager, graphed, graphs = make_pair(tiny_head(is_causal, **changes), count, EagerGraphs())
@@ -48,7 +53,9 @@ def test_replayed_drafting_equals_eager_drafting_over_rounds(is_causal, count, s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_block_can_be_captured(is_causal, dtype):
     backend = StrictGraphs()
-    _, _, graphs = make_pair(tiny_head(is_causal, edge_rank=3), 2, backend, num_jobs=3, dtype=dtype)
+    _, _, graphs = make_pair(
+        tiny_head(is_causal, edge_rank=3, draft_vocab_size=30), 2, backend, num_jobs=3, dtype=dtype
+    )
     assert backend.num_captured == 3 == graphs.num_graphs
 
 

@@ -272,9 +272,9 @@ def draft_twice(drafters, count=3):
             r.done, r.context = r.context, r.context + 2
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_parallel_heads_ingest_and_rank_by_kernels(kernels, is_causal):
-    model, embed, head = tiny_head(is_causal, num_layers=3, num_kv_heads=1, edge_rank=3)
+@pytest.mark.parametrize("is_causal, draft_vocab", [(True, None), (False, None), (False, 30)])
+def test_parallel_heads_ingest_and_rank_by_kernels(kernels, is_causal, draft_vocab):
+    model, embed, head = tiny_head(is_causal, num_layers=3, num_kv_heads=1, edge_rank=3, draft_vocab_size=draft_vocab)
     pair = [ParallelHeadDrafter(model, embed, head, num_candidates=6, kernels=k) for k in (None, kernels)]
     with launches(draft_ingest._write_kernel, topk_lse._block_kernel) as ran:
         for expected, got in draft_twice(pair):
