@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,8 +54,27 @@ def follow_text(tree: TreeBatch, continuation: torch.Tensor) -> np.ndarray:
     return accepted_rows(rows, is_match)
 
 
-def fixed_rounds(num_nodes: int, max_frontier: int, *, is_calibrated: bool = True) -> AcceptRound:
+class SeenRound(NamedTuple):
+    """What a replayed round's trees had predicted, and what came of it, of the requests whose text did not cut the round."""
+
+    predicted: np.ndarray
+    """(B',) accepted draft tokens as the path masses of the nodes foretell them."""
+    num_accepted_tokens: np.ndarray
+    """(B',) int64."""
+
+
+def fixed_rounds(
+    num_nodes: int,
+    max_frontier: int,
+    *,
+    is_calibrated: bool = True,
+    bundle_width: int | None = None,
+    on_round: Callable[[SeenRound], None] | None = None,
+) -> AcceptRound:
     """Rounds at a fixed node budget; re-entrant drafters go on below the `max_frontier` heaviest leaves of every block.
+
+    bundle_width: trees grow by so many children of a node at once; None = by the heaviest nodes. on_round: told of every
+    round.
 
     is_calibrated: the trees follow the engine's score calibration, learnt from these rounds; False = the drafter's own
     probabilities. The engine corrects a drafter's scores by the hit rates that it has seen, greedy and sampled requests
@@ -71,6 +91,7 @@ def fixed_rounds(num_nodes: int, max_frontier: int, *, is_calibrated: bool = Tru
             is_product=drafter.caps.is_product,
             max_nodes=num_nodes,
             max_frontier=max_frontier,
+            bundle_width=bundle_width,
             corrections=lambda num_slots: calibration.corrections(keys, num_slots) if is_calibrated else None,
         )
         try:
@@ -83,9 +104,12 @@ def fixed_rounds(num_nodes: int, max_frontier: int, *, is_calibrated: bool = Tru
         tree = pack_trees([(blocks.ranked(), everyone)], np.full(len(keys), num_nodes), inputs.anchor_token_ids)
         rows, found = tree.on_host(), follow_text(tree, continuation)
         num_accepted_tokens = np.bincount(rows.owners[found], minlength=len(keys)) - 1
+        num_left = (continuation >= 0).sum(1).cpu().numpy()
+        teaches = (num_accepted_tokens < num_left) & (num_left > 1)
+        if on_round is not None:
+            predicted = np.bincount(rows.owners, np.exp(rows.scores.astype(np.float64)), len(keys)) - 1
+            on_round(SeenRound(predicted[teaches], num_accepted_tokens[teaches]))
         if is_calibrated:
-            num_left = (continuation >= 0).sum(1).cpu().numpy()
-            teaches = (num_accepted_tokens < num_left) & (num_left > 1)
             is_accepted = np.zeros(len(rows.owners), dtype=bool)
             is_accepted[found] = True
             calibration.observe(rows, keys, teaches.tolist(), is_accepted)
@@ -279,6 +303,8 @@ def shadow_scores(
     num_nodes: int,
     max_frontier: int = 4,
     is_calibrated: bool = True,
+    bundle_width: int | None = None,
+    on_round: Callable[[SeenRound], None] | None = None,
     device: torch.device | str = "cpu",
     should_stop: EndCheck = lambda: False,
 ) -> dict[str, list[RequestScore]]:
@@ -291,13 +317,16 @@ def shadow_scores(
         max_frontier: leaves of a block that a re-entrant drafter continues from.
         is_calibrated: learn the score calibration as the engine does while it serves; False scores the drafter's own
             probabilities.
+        bundle_width, on_round: as for `fixed_rounds`.
     Returns: version -> one RequestScore per usable trace, in the order of the traces.
     Raises: as replay_rounds.
     """
     kept = usable_traces(traces)
     out: dict[str, list[RequestScore]] = {}
     for version, drafter in drafters.items():
-        accept_round = fixed_rounds(num_nodes, max_frontier, is_calibrated=is_calibrated)
+        accept_round = fixed_rounds(
+            num_nodes, max_frontier, is_calibrated=is_calibrated, bundle_width=bundle_width, on_round=on_round
+        )
         rounds = replay_rounds(drafter, kept, accept_round, device=device, should_stop=should_stop)
         out[version] = [
             RequestScore(t.request_id, len(t.token_ids) - t.prompt_len - 1, len(r), unseen)

@@ -41,6 +41,10 @@ COMMANDS = {
         "bench.serve.run:ServeBenchOptions:run_serve_bench",
     ),
     "shadow": ("Compare shadow scores with real decoding.", "bench.shadow.check:ShadowCheckOptions:run_shadow_check"),
+    "budgets": (
+        "Show acceptance length over draft nodes by exact replay, without a clock.",
+        "bench.shadow.budgets:BudgetsOptions:run_budgets",
+    ),
     "control": (
         "Measure how many replicas one controller carries.",
         "infra.replica.control_cost:ControlCostOptions:run_control_cost",
