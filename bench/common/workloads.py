@@ -79,11 +79,11 @@ class Question:
     question_id: str
     category: str
     turns: tuple[str, ...]
-    """User turns; only the first one is asked."""
+    """User turns, asked one after the other."""
     source: str
     """File below the data folder; 'bundled' for the package's own."""
     messages: tuple[tuple[str, str], ...] = ()
-    """(role, text) of a conversation to go on with, instead of the first turn."""
+    """(role, text) of a conversation to go on with, instead of the turns."""
     is_completion: bool = False
     """The text goes to the model as it is, without its chat template."""
 

@@ -200,7 +200,7 @@ def build_workloads(options: BenchOptions, target: TargetModel) -> tuple[list[Wo
             out.append(
                 domain_workload(
                     target, name, questions[name], count=count, max_prompt_tokens=room, seed=options.seed,
-                    embedding=options.embedding,
+                    embedding=options.embedding, answer_tokens=options.max_tokens,
                 )
             )  # fmt: skip
         except ConfigError as e:

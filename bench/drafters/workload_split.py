@@ -9,6 +9,7 @@ Source: SPEED-Bench, arXiv 2604.09557, Algorithm 1; its tiers go by the kind of 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 from collections.abc import Sequence
@@ -19,10 +20,13 @@ import numpy as np
 import torch
 from scipy import sparse
 
-from paceline.bench.common.engine_run import encode
+from paceline.bench.common.engine_run import build_engine, encode
 from paceline.bench.common.workloads import Question
-from paceline.bench.engine.arms import random_prompts
+from paceline.bench.engine.arms import BenchGroup, EngineArm, random_prompts
+from paceline.config import EngineConfig, TreeConfig
+from paceline.contracts import Group
 from paceline.errors import ConfigError
+from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
 EMBEDDINGS = ("tfidf", "hidden")
@@ -32,6 +36,7 @@ MAX_POOL = 2000
 MAX_MEASURED = 384
 """Load prompts of one length whose entropy is measured."""
 _LOGITS_AT_ONCE = 1 << 25
+_ANSWERED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +85,13 @@ def question_tokens(target: TargetModel, question: Question) -> tuple[int, ...]:
 
 def domain_workload(
     target: TargetModel, name: str, questions: Sequence[Question], *, count: int, max_prompt_tokens: int, seed: int,
-    embedding: str = "tfidf",
+    embedding: str = "tfidf", answer_tokens: int = 0,
 ) -> Workload:  # fmt: skip
-    """`count` prompts of a domain that are as unlike one another as possible, in seeded random order.
+    """`count` questions of a domain that are as unlike one another as possible, in seeded random order.
 
-    Prompts over max_prompt_tokens are left out. Raises: ConfigError when none is left.
+    A question of several turns gives a prompt a turn, the earlier ones with the target's own greedy answers of at most
+    answer_tokens tokens; 0 = the first turn alone. Prompts over max_prompt_tokens are left out. Raises: ConfigError when
+    none is left.
     """
     rng = random.Random(f"{seed}-{name}")
     pool = list({q.question_id: q for q in questions}.values())
@@ -103,16 +110,52 @@ def domain_workload(
     rng.shuffle(order)
     spare = [i for i in fitting if i not in set(order)]
     rng.shuffle(spare)
+    asked = [(pool[i].question_id, tokens[i]) for i in order]
+    if answer_tokens:
+        asked = _all_turns(target, [pool[i] for i in order], asked, max_prompt_tokens, answer_tokens)
     return Workload(
-        name=name, kind="domain", prompts=tuple(tokens[i] for i in order), ids=tuple(pool[i].question_id for i in order),
+        name=name, kind="domain", prompts=tuple(ids for _, ids in asked), ids=tuple(name for name, _ in asked),
         spare=tuple(tokens[i] for i in spare[:count]),
         facts={
-            "seed": seed, "embedding": embedding, "num_candidates": len(fitting),
+            "seed": seed, "embedding": embedding, "num_questions": len(order), "num_candidates": len(fitting),
             "num_too_long": len(pool) - len(fitting), "similarity": chosen.similarity,
             "uniform_similarity": chosen.uniform_similarity, "num_swaps": chosen.num_swaps,
             "sources": sorted({pool[i].source for i in order}),
         },
     )  # fmt: skip
+
+
+def _all_turns(
+    target: TargetModel, questions: Sequence[Question], first: list[tuple[str, tuple[int, ...]]], max_prompt_tokens: int,
+    answer_tokens: int,
+) -> list[tuple[str, tuple[int, ...]]]:  # fmt: skip
+    """(name, prompt) of every turn, question after question; a conversation ends before a turn that is too long.
+
+    first: of the first turns, or of the conversations that questions go on with, which have no later ones.
+    """
+    found = [[one] for one in first]
+    talks = [[("user", q.turns[0])] for q in questions]
+    going = [i for i, q in enumerate(questions) if len(q.turns) > 1 and not (q.messages or q.is_completion)]
+    config = EngineConfig(max_running=_ANSWERED_AT_ONCE, prefix_caching=False, tree=TreeConfig(max_draft_tokens=1))
+    arm = EngineArm("", build_engine(target, None, config), Group.PLAIN) if going else None
+    turn = 1
+    while going:
+        assert arm is not None
+        params = (SamplingParams(temperature=0.0, max_tokens=answer_tokens),) * len(going)
+        prompts = tuple(found[i][-1][1] for i in going)
+        group = BenchGroup(tag=f"turn-{turn}", bucket="", prompts=prompts, params=params, batch=_ANSWERED_AT_ONCE)
+        left = []
+        for i, answer in zip(going, arm.run(group).token_ids, strict=True):
+            question = questions[i]
+            said = target.tokenizer.decode(answer, skip_special_tokens=True)
+            talks[i] += [("assistant", said), ("user", question.turns[turn])]
+            ids = question_tokens(target, dataclasses.replace(question, messages=tuple(talks[i])))
+            if len(ids) <= max_prompt_tokens:
+                found[i].append((f"{question.question_id} turn {turn + 1}", ids))
+                if turn + 1 < len(question.turns):
+                    left.append(i)
+        going, turn = left, turn + 1
+    return [one for turns in found for one in turns]
 
 
 def load_workloads(

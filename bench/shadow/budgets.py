@@ -122,6 +122,7 @@ def make_groups(options: BudgetsOptions, target: TargetModel) -> list[BenchGroup
         work = domain_workload(
             target, bucket, questions[bucket], count=options.num_prompts,
             max_prompt_tokens=target.context_tokens - options.max_tokens - 1, seed=options.seed,
+            answer_tokens=options.max_tokens,
         )  # fmt: skip
         prompts = tuple(work.prompts[: options.num_prompts])
         for t in options.temperatures:

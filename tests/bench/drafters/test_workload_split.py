@@ -84,6 +84,29 @@ def test_chat_questions_go_through_the_template(target):
     assert target.tokenizer.decode(question_tokens(target, talk)) == "user: a\nassistant: b\nuser: c\nassistant: "
 
 
+def test_every_turn_is_asked_behind_the_targets_own_answers(target):
+    turns = [("ab", "cd", "ef"), ("gh",), ("ij", "x" * 400, "kl")]
+    pool = [Question(question_id=f"q{i}", category="d", turns=t, source="s") for i, t in enumerate(turns)]
+    got = domain_workload(target, "d", pool, count=3, max_prompt_tokens=90, seed=0, answer_tokens=6)
+    prompts = dict(zip(got.ids, got.prompts, strict=True))
+    assert sorted(prompts) == ["q0", "q0 turn 2", "q0 turn 3", "q1", "q2"], "a turn that is too long ends its talk"
+    assert got.facts["num_questions"] == 3
+    talk = [("user", "ab")]
+    for name, turn in (("q0", "cd"), ("q0 turn 2", "ef")):
+        answer, ids = [], list(prompts[name])
+        for _ in range(6):
+            answer.append(int(plain_logits(target, ids)[-1].argmax()))
+            ids.append(answer[-1])
+            if answer[-1] == EOS_ID:
+                break
+        talk += [("assistant", target.tokenizer.decode(answer, skip_special_tokens=True)), ("user", turn)]
+        following = Question(question_id="", category="d", turns=("",), source="s", messages=tuple(talk))
+        at = f"q0 turn {2 if turn == 'cd' else 3}"
+        assert prompts[at] == question_tokens(target, following)
+    alone = domain_workload(target, "d", pool, count=3, max_prompt_tokens=90, seed=0)
+    assert sorted(alone.ids) == ["q0", "q1", "q2"]
+
+
 def test_random_prompts_hold_no_end_token(target):
     got = random_workload(target, "random-9", num_tokens=9, count=200, seed=0)
     assert {len(p) for p in got.prompts} == {9} and EOS_ID not in {t for p in got.prompts for t in p}
