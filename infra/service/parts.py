@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -91,6 +92,11 @@ class ServedDrafters:
             return slots.stage_waiting()
         if slots.is_resident(version):
             return slots.stage(version, {})
+        manifest = self.registry.get_manifest(version)
+        length = manifest.metrics.get("acceptance_length")
+        if manifest.bucket is not None and length:
+            tell = functools.partial(self.engine.policy.budget.foretell, version, manifest.bucket, float(length))
+            self.engine.call_between_rounds(tell)
         return slots.stage(version, self.registry.load_state(version, target_version=self.target_version))
 
     def publish(self, version: str) -> float:

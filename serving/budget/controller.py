@@ -33,6 +33,11 @@ class BudgetController:
         """Every class that the switch knows with trial | on | off | probe; from any thread, may be one round old."""
         return [] if self._switch is None else self._switch.states()
 
+    def foretell(self, version: str, bucket: str, acceptance_length: float) -> None:
+        """What a version will do in a bucket, as an exact replay of its text shows, before the engine has seen it."""
+        if self._switch is not None:
+            self._switch.foretell(version, bucket, acceptance_length)
+
     def forget(self, version: str) -> None:
         """Drop what is known of a drafter version."""
         if self._switch is not None:

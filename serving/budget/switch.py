@@ -34,6 +34,8 @@ PROBE_REQUESTS = 4
 """Requests that a trial or a probe drafts for, at most: they tell as much as all of a large batch and cost less."""
 PROBE_NODES = 4
 """Least nodes of a request in a trial or a probe: where none is verified nothing is learnt."""
+REPLAYED_NODES = 8
+"""Nodes of the trees by which versions are scored before they are published."""
 PAST = 8 * PROBE_ROUNDS
 """Drafts that the past counts for in a probe, at most, so that a few probes overrule any past."""
 SHARE, EARLY_SHARE = 0.005, 0.04
@@ -188,11 +190,24 @@ class Switch:
         self._versions: OrderedDict[tuple[str, bool], _Class] = OrderedDict()
         """What all buckets of a version have shown, greedy and sampled apart: where new buckets begin."""
         self._sizes: dict[int, _Size] = {}
+        self._foretold: OrderedDict[tuple[str, str], float] = OrderedDict()
+        """(version, bucket) -> acceptance length by exact replay, of which a class knows nothing better yet."""
+
+    def foretell(self, version: str, bucket: str, acceptance_length: float) -> None:
+        """A class of this version begins with what a replay of the bucket's text has shown, not with a trial."""
+        self._foretold[version, bucket] = acceptance_length
+        if len(self._foretold) > MAX_KEYS:
+            self._foretold.popitem(last=False)
 
     def record(self, key: DraftKey, num_requests: int) -> Record:
         """What decides for a class: its own record, until it has drafted that of its version."""
         size = _log2_size(num_requests)
         own = self._classes.get(key)
+        foretold = self._foretold.get(key[:2])
+        if foretold is not None and (own is None or own.near(size) is None):
+            # It counts as much as the past does in a probe: a few probes' worth of rounds overrule it.
+            own = self._class(self._classes, key)
+            own.records[size] = Record(foretold, PAST, nodes=REPLAYED_NODES, state="on")
         version = self._class(self._versions, (key[0], key[2]))
         for known in (own, version):
             if known is not None and size in known.records:
@@ -228,6 +243,8 @@ class Switch:
             del self._classes[key]
         for pair in [k for k in self._versions if k[0] == version]:
             del self._versions[pair]
+        for place in [k for k in self._foretold if k[0] == version]:
+            del self._foretold[place]
 
     def wants(
         self,

@@ -189,6 +189,26 @@ def test_catching_up_has_to_pay_within_what_an_answer_still_gets():
     assert ctrl.wants_draft([KEY], 100, [400], [40]) == [False]
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("mean", [0.3, 0.8, 2.5])
+def test_a_replayed_length_decides_before_the_first_round_and_a_wrong_one_is_overruled(batch, mean):
+    world = World(traffics=[Traffic(key=KEY, acceptance=lambda _: mean, nodes=8)], batch=lambda _: batch)
+
+    def rate(foretold, num_rounds):
+        rates = []
+        for seed in range(20):
+            ctrl = controller(world)
+            ctrl.foretell("v1", "math", foretold)
+            rates.append(world.run(ctrl, num_rounds, seed).rate())
+        return np.mean(rates)
+
+    better = max(np.mean([world.run(mode, 48, seed).rate() for seed in range(20)]) for mode in (True, False))
+    assert rate(1 + mean, 48) > 0.97 * better, "there is no trial to pay for"
+    wrong = 4.0 if mean < 1 else 1.0
+    better = max(world.run(mode, 2000).rate() for mode in (True, False))
+    assert rate(wrong, 2000) > 0.94 * better
+
+
 def test_versions_are_forgotten_and_classes_bounded():
     ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 5e-3))
     keys = [(f"v{i % 2}", f"bucket {i}", True) for i in range(700)]
@@ -196,8 +216,10 @@ def test_versions_are_forgotten_and_classes_bounded():
     assert len(ctrl.states()) <= 512
     ctrl.forget("v0")
     assert ctrl.states() and all(version == "v1" for (version, _, _), _ in ctrl.states())
+    ctrl.foretell("v1", "math", 2.0)
     ctrl.forget("v1")
     assert ctrl.states() == []
+    assert ctrl.wants_draft([KEY], 100) == [True] and ctrl.states() == [(KEY, "trial")]
 
 
 def test_same_observations_give_the_same_decisions():
