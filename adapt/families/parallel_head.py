@@ -4,10 +4,10 @@ A block behind anchor a sees the context rows t < a (the anchor's own feature do
 rows, those before each row or all of them; blocks do not see each other.
 The objective is the target's soft distribution by forward KL (JetSpec's paper) or the token in the text by cross-entropy
 (DFlash's). Slots weigh the same (JetSpec's paper), exp(-s / gamma) with gamma = 7 in a block of 15 (DFlash's), or what is
-`served`: the tokens that hang on a slot in the rounds of an exact replay. Sums are divided by the sum of their weights. With a reduced draft vocabulary the head is the target's rows of its tokens and rows are omitted that serving
-cannot reach or that teach nothing: behind a token of the text outside it, and where the token to learn (KL: the target's
-most likely one) lies outside. A
-share of the rows sees the edge correction by the true previous token; the others keep the uncorrected
+`served`: the tokens that hang on a slot in the rounds of an exact replay. Sums are divided by the sum of their weights.
+With a reduced draft vocabulary the head is the target's rows of its tokens, and rows are left out that serving cannot reach
+or that teach nothing: behind a token of the text outside it, and where the token to learn (KL: the target's most likely
+one) lies outside. A share of the rows sees the edge correction by the true previous token; the others keep the uncorrected
 logits a good choice of candidates.
 Shape legend: B requests of a batch, T context rows (padded at the end), A anchors of a request, S draft slots, N = 1 + S
 block rows, M supervised (anchor, slot) rows, k logged target log-probs a token, H hidden size, Hq/Hkv query/KV heads,
