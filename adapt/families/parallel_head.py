@@ -4,10 +4,10 @@ A block behind anchor a sees the context rows t < a (the anchor's own feature do
 rows, those before each row or all of them; blocks do not see each other.
 The objective is the target's soft distribution by forward KL (JetSpec's paper) or the token in the text by cross-entropy
 (DFlash's). Slots weigh the same (JetSpec's paper), exp(-s / gamma) with gamma = 7 in a block of 15 (DFlash's), or what is
-`served`: the tokens that hang on a slot in the rounds of an exact replay. Sums are divided by the sum of their weights. With a reduced draft vocabulary the head is the target's rows of its tokens and rows are omitted that serving
-cannot reach or that teach nothing: behind a token of the text outside it, and where the token to learn (KL: the target's
-most likely one) lies outside. A
-share of the rows sees the edge correction by the true previous token; the others keep the uncorrected
+`served`: the tokens that hang on a slot in the rounds of an exact replay. Sums are divided by the sum of their weights.
+With a reduced draft vocabulary the head is the target's rows of its tokens, and rows are left out that serving cannot reach
+or that teach nothing: behind a token of the text outside it, and where the token to learn (KL: the target's most likely
+one) lies outside. A share of the rows sees the edge correction by the true previous token; the others keep the uncorrected
 logits a good choice of candidates.
 Shape legend: B requests of a batch, T context rows (padded at the end), A anchors of a request, S draft slots, N = 1 + S
 block rows, M supervised (anchor, slot) rows, k logged target log-probs a token, H hidden size, Hq/Hkv query/KV heads,
@@ -72,7 +72,7 @@ def anchored_forward(
     """
     c = model.config
     b, t = batch.features.shape[:2]
-    rows = c.num_slots + 1
+    rows = c.num_rows
     device = anchors.device
     g = model.fuse(batch.features.to(model.cond_proj.weight.dtype))  # (B, T, H)
     context_angles = rope_cos_sin(torch.arange(t, device=device), c.head_dim, c.rope_theta, c.rope_scaling)
@@ -82,7 +82,7 @@ def anchored_forward(
     )  # (B, A, N, Dh / 2)
     x = model.block_rows(batch.token_ids.gather(1, anchors), embed).to(g.dtype)
     is_past = torch.arange(t, device=device) < anchors[..., None]  # (B, A, T)
-    own = block_visibility(c.num_slots, c.is_causal, device)
+    own = block_visibility(rows, c.is_causal, device)
     seen = torch.cat(
         (is_past[:, :, None].expand(-1, -1, rows, -1), own.expand(b, anchors.shape[1], -1, -1)), dim=3
     )  # (B, A, N, T + N)
@@ -100,7 +100,7 @@ def anchored_forward(
         out = torch.einsum("bhgant,bthd->banhgd", weights[..., :t], context_v)
         out = out + torch.einsum("bhganm,bamhd->banhgd", weights[..., t:], v)
         x = layer.finish(x, out.flatten(3))
-    return x[:, :, 1:]
+    return x[:, :, -c.num_slots :]
 
 
 _MAX_LOGITS = 2**26
@@ -195,7 +195,7 @@ class _Rows:
     is_taught: torch.Tensor  # (M,) bool: what is to be learned lies inside
     slots: torch.Tensor  # (M,) int64
     temperatures: torch.Tensor  # (M,) float32
-    is_edged: torch.Tensor  # (M,) bool: corrected; never the first slot, whose parent is the anchor
+    is_edged: torch.Tensor  # (M,) bool: corrected; of first slots all or none
     is_side: torch.Tensor  # (M,) bool: teaches the calibration
 
     def take(self, rows: torch.Tensor) -> _Rows:
@@ -282,7 +282,7 @@ def parallel_training_loss(
         is_taught=is_taught,
         slots=slots,
         temperatures=batch.temperatures[owner],
-        is_edged=(slots > 0) & (draws[0] < config.edge_share),
+        is_edged=(slots > 0) & (draws[0] < config.edge_share) | (slots == 0) & model.config.corrects_first,
         is_side=(draws[1] < config.calibration_share * (config.calibration_weight > 0)) & (text >= 0),
     )
     out = []

@@ -42,6 +42,7 @@ class DrafterRecipe:
         int | None,
         Setting("Steps between validations, of which the best weights are kept; default: 1/20 of the run.", ge=1),
     ] = None
+    num_nodes: A[int, Setting("Draft nodes of the trees that judge it: as many as are served.", flag="nodes", ge=1)] = 8
     batch_rows: A[int, Setting("Rows of a step, padding included: fewer make more steps of the same text.", ge=32)] = (
         1536
     )

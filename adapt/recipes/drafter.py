@@ -41,7 +41,7 @@ _BETA_FACTOR = 10.0
 """Learning rate of the calibration scalars over that of the weights; they have a whole run to settle."""
 _SORT_WINDOW = 16
 """Batches whose requests are sorted by length together, so that a batch pads little."""
-_EVAL_NODES, _EVAL_FRONTIER = 8, 4
+_EVAL_FRONTIER = 4
 _VALIDATIONS = 20
 
 
@@ -178,11 +178,13 @@ def evaluate(
     return summarise(sums)
 
 
-def replay(model: DrafterModel, target: TargetHandle, traces: Sequence[RequestTrace]) -> list[list[int]]:
-    """num_accepted_tokens of each text's rounds by exact replay with trees of 8 nodes."""
+def replay(
+    model: DrafterModel, target: TargetHandle, traces: Sequence[RequestTrace], num_nodes: int
+) -> list[list[int]]:
+    """num_accepted_tokens of each text's rounds by exact replay with trees of so many draft nodes."""
     make = training_family(model.drafter_type).serving.drafter.make
     drafter = make(model, target, dtype=torch.float32, head_dtype=torch.float32)
-    rounds = fixed_rounds(_EVAL_NODES, _EVAL_FRONTIER, is_calibrated=False)
+    rounds = fixed_rounds(num_nodes, _EVAL_FRONTIER, is_calibrated=False)
     return replay_rounds(drafter, traces, rounds, device=target.device)
 
 
@@ -277,7 +279,7 @@ def train_drafter(
         done.add(report, spent)
         if run.step % validate_every == 0 or run.step == len(plan):
             nll = evaluate(model, run.tables, validation, recipe)["nll"]
-            rounds = replay(model, handle, validation)
+            rounds = replay(model, handle, validation, recipe.num_nodes)
             done.validate(nll, replayed_length(validation, rounds))
             run.loss = family.follow_rounds(run.loss, rounds, config.num_slots)
         info = {"loss": report.loss, "nll": report.nll, "grad_norm": report.grad_norm}
@@ -297,14 +299,14 @@ def train_drafter(
             }
             for kind, of_kind in sides.items():
                 if of_kind:
-                    length = replayed_length(of_kind, replay(model, handle, of_kind))
+                    length = replayed_length(of_kind, replay(model, handle, of_kind, recipe.num_nodes))
                     results[domain][f"acceptance_length_{kind}"] = length
     training = {
         "command": command, "rows": done.rows, "steps": run.step, "kept_step": done.best.step, "seconds": done.seconds,
         "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     write_provenance(
-        folder, recipe={**asdict(recipe), "loss": asdict(run.loss)}, config=config.to_dict(), text=text, results=results, num_nodes=_EVAL_NODES, done=training,
+        folder, recipe={**asdict(recipe), "loss": asdict(run.loss)}, config=config.to_dict(), text=text, results=results, num_nodes=recipe.num_nodes, done=training,
     )  # fmt: skip
     return results
 

@@ -57,7 +57,7 @@ class ParallelHeadDrafter(TrainedDrafter):
         return c.num_layers, num_rows, 2, c.num_kv_heads, c.head_dim
 
     def _prepare(self) -> None:
-        self._hidden_rows = ~block_visibility(self.config.num_slots, self.config.is_causal, self.device)  # (N, N)
+        self._hidden_rows = ~block_visibility(self.config.num_rows, self.config.is_causal, self.device)  # (N, N)
         self._lone_bias = torch.empty(0, 0)
         self._scale_cache = ScaleCache()
         self._graphs: PassGraphs | None = None
@@ -141,7 +141,7 @@ class ParallelHeadDrafter(TrainedDrafter):
     def _draft(self, inputs: DraftInputs, scales: torch.Tensor) -> Proposal:
         """`propose` by torch's operators or the kernels; off the host without a read or a shape that depends on data."""
         self.ingest(inputs)
-        c, batch, rows = self.config, inputs.context_lens.numel(), self.config.num_slots + 1
+        c, batch, rows = self.config, inputs.context_lens.numel(), self.config.num_rows
         is_host = self.forward.is_host
         longest = int(inputs.context_lens.max()) if is_host else int(inputs.slot_table.shape[1])
         positions = inputs.context_lens[:, None] + torch.arange(rows, device=self.device)
@@ -155,7 +155,7 @@ class ParallelHeadDrafter(TrainedDrafter):
             layer[:, longest:, 0] = k.unflatten(0, (batch, rows))
             layer[:, longest:, 1] = v.unflatten(0, (batch, rows))
             x = self.forward.finish(x, self._attend(q, layer, bias), i)
-        return self.forward.heads(self.forward.block_logits(x), scales)
+        return self.forward.heads(self.forward.block_logits(x), scales, inputs.anchor_token_ids)
 
     def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
         """Never called: the head is not re-entrant."""

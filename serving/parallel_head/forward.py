@@ -109,7 +109,7 @@ class HeadForward(DrafterForward):
     def block_rows(self, anchor_token_ids: torch.Tensor) -> torch.Tensor:
         """Inputs of the blocks of B requests, (T, H)."""
         c = self.config
-        x = self.weights["mask"].expand(anchor_token_ids.numel(), c.num_slots + 1, -1).clone()
+        x = self.weights["mask"].expand(anchor_token_ids.numel(), c.num_rows, -1).clone()
         x[:, 0] = self._anchors.index_select(0, anchor_token_ids)
         return x.flatten(0, 1)
 
@@ -124,11 +124,14 @@ class HeadForward(DrafterForward):
     def block_logits(self, x: torch.Tensor) -> torch.Tensor:
         """Output head at the last S rows of each block: x (T, H) -> (B * S, Vd)."""
         c = self.config
-        return self.logits(self.norm(x.view(-1, c.num_slots + 1, c.hidden_size)[:, 1:].flatten(0, 1)))
+        return self.logits(self.norm(x.view(-1, c.num_rows, c.hidden_size)[:, -c.num_slots :].flatten(0, 1)))
 
-    def heads(self, logits: torch.Tensor, scale: torch.Tensor) -> Proposal:
-        """A proposal of B nodes: logits (B * S, Vd), which may be overwritten, scale (B, S)."""
+    def heads(self, logits: torch.Tensor, scale: torch.Tensor, anchor_token_ids: torch.Tensor) -> Proposal:
+        """A proposal of B nodes: logits (B * S, Vd), which may be overwritten, scale (B, S), anchors (B,)."""
         c, count = self.config, self.num_candidates
+        if c.corrects_first:
+            bias = F.linear(F.embedding(anchor_token_ids, self.weights["edge_in"]), self.weights["edge_out"])
+            logits.view(-1, c.num_slots, logits.shape[1])[:, 0].add_(bias.to(logits.dtype))
         top, ids = self.rank(logits, scale.reshape(-1, 1), count)
         token_ids, logprobs = ids.view(-1, c.num_slots, count), top.view(-1, c.num_slots, count)
         edges = self.edge_logprobs(token_ids, logprobs, scale) if c.edge_rank and c.num_slots > 1 else None
@@ -142,7 +145,7 @@ class HeadForward(DrafterForward):
 
         The bias is computed for the K candidates only, in O(S K^2 r); tokens that are no candidates keep their mass in
         the normaliser, so that the scores are exact when K = Vd and otherwise as good as that one assumption.
-        The first slot needs no correction: its parent is the anchor, which the block reads.
+        The first slot is not in it: its parent is the anchor, which the block reads or `heads` corrects by.
 
         Args:
             token_ids, logprobs: (B, S, K), of and over the whole draft vocabulary, without correction.

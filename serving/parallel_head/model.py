@@ -7,7 +7,7 @@ projects from the same fused features g = RMSNorm(W_fc f) of the committed rows,
 token at a + k (in-place labels) through the target's own embedding and output head, or that head's rows of the draft
 vocabulary, which are passed in, never stored.
 Source: DFlash (bidirectional block) and JetSpec (causal block), tree_speculation.md 1.3-1.4 and 2; the edge correction
-is the low-rank previous-token bias of DSpark.
+is the low-rank previous-token bias of DSpark, whose blocks have their labels one row earlier and no row more than slots.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.serving.drafters.network import (
 
 DRAFTER_TYPES = {"jetspec": True, "dflash": False}
 """Drafter type -> whether its block is causal."""
-MAX_EDGE_RANK = 64
+MAX_EDGE_RANK = 256
 _INITIAL_SCALE = 0.1
 """Of the mask vector and the edge table: about the scale of a trained token embedding."""
 
@@ -53,6 +53,10 @@ class ParallelHeadConfig(DrafterConfig):
     """Target token whose embedding fills the empty slots; None: a learned vector, for targets without such a token."""
     edge_rank: int = 0
     """Rank of the previous-token correction of the slot logits; 0 = none."""
+    is_shifted: bool = False
+    """True (DSpark): block row k, the anchor's among them, predicts the token at a + k + 1; a block has S rows."""
+    corrects_first: bool = False
+    """True (DSpark): the anchor corrects the first slot; False: the block reads the anchor, which is enough."""
     rope_scaling: tuple[float, ...] | None = None
     """Llama-3.1's four numbers, as rope_cos_sin takes them; None: angles are not scaled."""
 
@@ -62,9 +66,19 @@ class ParallelHeadConfig(DrafterConfig):
             (self.num_layers >= 1, "num_layers must be >= 1", self.num_layers),
             (1 <= self.num_slots <= 31, "num_slots must be in [1, 31]", self.num_slots),
             (0 <= self.edge_rank <= MAX_EDGE_RANK, f"edge_rank must be in [0, {MAX_EDGE_RANK}]", self.edge_rank),
+            (
+                not self.corrects_first or (self.edge_rank > 0 and self.draft_vocab_size is None),
+                "corrects_first must go with an edge_rank and without a draft_vocab_size",
+                self.corrects_first,
+            ),
             (mask is None or 0 <= mask < self.vocab_size, "mask_token_id must be in the vocabulary or null", mask),
             scaling_check(self.rope_scaling),
         )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a block (N), the anchor's first; the last S of them draft."""
+        return self.num_slots if self.is_shifted else self.num_slots + 1
 
     @property
     def drafter_type(self) -> str:
@@ -147,14 +161,14 @@ class ParallelHeadModel(DrafterModel):
         c = self.config
         mask = self.mask_embedding if c.mask_token_id is None else embed[c.mask_token_id]
         anchor = F.embedding(anchor_token_ids, embed)[..., None, :]
-        return torch.cat((anchor, mask.to(anchor.dtype).expand(*anchor.shape[:-2], c.num_slots, -1)), dim=-2)
+        return torch.cat((anchor, mask.to(anchor.dtype).expand(*anchor.shape[:-2], c.num_rows - 1, -1)), dim=-2)
 
     def edge_bias(self, previous_token_ids: torch.Tensor) -> torch.Tensor:
         """What a known previous token (...) adds to the logits of a slot, (..., Vd); ids of the draft vocabulary."""
         return F.linear(F.embedding(previous_token_ids, self.edge_in), self.edge_out)
 
 
-def block_visibility(num_slots: int, is_causal: bool, device: torch.device | str = "cpu") -> torch.Tensor:
+def block_visibility(num_rows: int, is_causal: bool, device: torch.device | str = "cpu") -> torch.Tensor:
     """(N, N) bool: which rows of its own block a block row sees."""
-    every = torch.ones(num_slots + 1, num_slots + 1, dtype=torch.bool, device=device)
+    every = torch.ones(num_rows, num_rows, dtype=torch.bool, device=device)
     return every.tril() if is_causal else every

@@ -22,8 +22,8 @@ class NativeHead:
     def __init__(self, forward: HeadForward, dtype: torch.dtype) -> None:
         """dtype: of the layers' weights and of the pool, float32 or bfloat16."""
         self._forward, c = forward, forward.config
-        self._rows = torch.arange(c.num_slots + 1)
-        self._every = torch.ones(1, c.num_slots + 1, dtype=torch.bool)
+        self._rows = torch.arange(c.num_rows)
+        self._every = torch.ones(1, c.num_rows, dtype=torch.bool)
         self._decoder = GrowingDecoder(c, dtype)
 
     @torch.no_grad()
@@ -88,4 +88,5 @@ class NativeHead:
             )
             parts.append(logits)
             features = None  # written by the first call
-        return forward.heads(parts[0] if len(parts) == 1 else torch.cat(parts), scales)
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return forward.heads(logits, scales, inputs.anchor_token_ids)

@@ -1,7 +1,9 @@
 """Released parallel heads, DFlash or JetSpec, as config and weights of ours.
 
 Both have one layout: `fc` and `hidden_norm` fuse the target's layers, Qwen3 layers with norms per head, `norm`; the token
-embedding and the output head are the target's. `dflash_config.causal_head` tells JetSpec from DFlash.
+embedding and the output head are the target's. `dflash_config.causal_head` tells JetSpec from DFlash. DSpark is a DFlash
+head whose block rows predict the token after their own, with a low-rank bias by the previous token (`markov_head`), our
+edge correction. Its confidence head says how many tokens to verify, which the tree policy decides here, so it is not kept.
 Source: the z-lab, SpecForge and hao-ai-lab/JetSpec releases, which are only read for their names.
 """
 
@@ -66,6 +68,14 @@ def convert_parallel_head(
             n + "q_norm": ((n + "self_attn.q_norm.weight", (c.head_dim,)),),
             n + "k_norm": ((n + "self_attn.k_norm.weight", (c.head_dim,)),),
         }
+    tensors = {
+        n.removeprefix("logit_head."): t for n, t in tensors.items()
+    }  # where early DSpark files have their heads
+    if c.is_shifted:
+        tensors = {n: t for n, t in tensors.items() if not n.startswith("confidence_head.")}
+    if c.edge_rank:
+        layout["edge_in"] = (("markov_head.markov_w1.weight", (c.vocab_size, c.edge_rank)),)
+        layout["edge_out"] = (("markov_head.markov_w2.weight", (c.vocab_size, c.edge_rank)),)
     state = take_tensors(tensors, layout)
     return c, state | {"is_causal": torch.tensor(c.is_causal), "log_beta": torch.zeros(2, c.num_slots)}
 
@@ -87,7 +97,10 @@ def _settings(values: Mapping[str, Any], target: TargetHandles) -> ParallelHeadC
     modes = own.get("attention_modes") or [own.get("attention_mode", "gqa")]
     if any(str(m).lower() not in ("gqa", "mha") for m in modes):
         raise DrafterMismatchError(f"attention modes {modes} in config.json cannot be served, only gqa and mha")
-    head.refuse_unless("projector_type", (), "a correction head on the logits")
+    head.refuse_unless("projector_type", ("dspark",), "a correction head that reads the whole path (Domino's GRU)")
+    head.refuse_unless("markov_head_type", ("vanilla",), "a correction that reads more than the previous token")
+    is_dspark = own.get("projector_type") == "dspark"
+    rank = head.integer("markov_rank") if is_dspark and own.get("markov_rank") else 0
     head.refuse_unless("shift_label", (False,), "rows that predict the token after their own")
     head.refuse_unless("pure_draft_prefix_len", (0,), "a prefix of drafted rows")
     hidden = fit_hidden_size(s.integer("hidden_size"), target, "hidden_size")
@@ -106,7 +119,10 @@ def _settings(values: Mapping[str, Any], target: TargetHandles) -> ParallelHeadC
         vocab_size=vocab_size,
         feature_size=len(parallel_head_tap_layers(values)) * hidden,
         num_layers=s.integer("num_hidden_layers"),
-        num_slots=block - 1,  # the anchor's row drafts nothing
+        num_slots=block if is_dspark else block - 1,  # else the anchor's row drafts nothing
+        is_shifted=is_dspark,
+        corrects_first=rank > 0,
+        edge_rank=rank,
         mask_token_id=mask,
         rope_scaling=s.rope_scaling(),
     )

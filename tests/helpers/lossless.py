@@ -51,7 +51,13 @@ def greedy_reference() -> tuple[tuple[int, ...], ...]:
 
 
 def tiny_specblock(seed: int) -> SpecBlockDrafter:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_slots": 3, "rank_hidden": 16}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_slots": 3,
+        "rank_hidden": 16,
+        "shares_head": bool(seed % 2),
+    }
     return SpecBlockDrafter(specblock_for(target(), seed, **sizes), target().embed_weight)
 
 
@@ -68,11 +74,12 @@ def tiny_eagle(seed: int, **changes) -> EagleDrafter:
 
 
 def tiny_parallel_head(name: str, seed: int) -> ParallelHeadDrafter:
-    """The causal head scores candidates below each parent, the other one does not."""
+    """The causal head scores candidates below each parent, the other one does not, and drafts a part of the vocabulary."""
     t = target()
     config = ParallelHeadConfig(
         is_causal=DRAFTER_TYPES[name], hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8,
         num_slots=4, vocab_size=VOCAB, feature_size=t.feature_size, edge_rank=4 if name == "jetspec" else 0,
+        draft_vocab_size=VOCAB - 4 if name == "dflash" else None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

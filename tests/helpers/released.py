@@ -97,6 +97,25 @@ def parallel_head_files(seed=0, is_causal=False):
     ), m.tensors  # fmt: skip
 
 
+MARKOV_RANK = 3
+
+
+def dspark_files(seed=0, has_wrapper=False):
+    """A DFlash head with DSpark's previous-token bias and its confidence head; early files wrap both."""
+    values, tensors = parallel_head_files(seed)
+    m, before = _Maker(seed + 1), "logit_head." if has_wrapper else ""
+    m.add(before + "markov_head.markov_w1", VOCAB, MARKOV_RANK)
+    m.add(before + "markov_head.markov_w2", VOCAB, MARKOV_RANK)
+    m.add(before + "confidence_head.proj", 1, HIDDEN + MARKOV_RANK)
+    m.tensors[before + "confidence_head.proj.bias"] = torch.zeros(1)
+    values["architectures"] = ["DSparkDraftModel"]
+    values["dflash_config"] |= {
+        "projector_type": "dspark", "markov_rank": MARKOV_RANK, "markov_head_type": "vanilla", "attention_mode": "gqa",
+        "enable_confidence_head": True, "confidence_head_with_markov": True, "confidence_head_alpha": 1.0,
+    }  # fmt: skip
+    return values, {**tensors, **m.tensors}
+
+
 def specblock_files(seed=0, num_slots=4):
     m = _Maker(seed)
     m.add("input_layer.condition_proj", HIDDEN, 3 * HIDDEN)
@@ -219,7 +238,7 @@ class Eagle3Forward:
 
 
 def parallel_head_logits(w, target, features, anchor, is_causal, scaling=None):
-    """features (n, 3H) of the rows before the anchor: (block - 1, V), slot by slot."""
+    """features (n, 3H) of the rows before the anchor: (block, V), row by row, the anchor's first."""
     n = features.shape[0]
     g = _rms(features @ w["fc.weight"].T, w["hidden_norm.weight"])
     x = target.embed_weight[torch.tensor([anchor] + [MASK_ID] * (BLOCK - 1))]
@@ -239,7 +258,13 @@ def parallel_head_logits(w, target, features, anchor, is_causal, scaling=None):
         v = _heads(rows @ w[a + "v_proj.weight"].T, NUM_KV_HEADS)
         x = x + _attend(q, k, v, sees) @ w[a + "o_proj.weight"].T
         x = x + _mlp(w, f"layers.{i}.mlp", _rms(x, w[f"layers.{i}.post_attention_layernorm.weight"]))
-    return _rms(x, w["norm.weight"])[1:] @ target.head_weight.T
+    return _rms(x, w["norm.weight"]) @ target.head_weight.T
+
+
+def dspark_logits(w, target, features, path):
+    """Logits (block, V) of DSpark's slots behind the tokens of a path, the anchor first; slot k follows path[k]."""
+    base = parallel_head_logits(w, target, features, path[0], is_causal=False)
+    return base + w["markov_head.markov_w1.weight"][torch.tensor(path)] @ w["markov_head.markov_w2.weight"].T
 
 
 class SpecBlockForward:

@@ -271,7 +271,7 @@ def test_the_written_weights_are_the_best_on_a_held_out_sample_that_the_report_l
     text = dataclasses.replace(TEXT, num_tokens=100)
     recipe = DrafterRecipe(
         drafter="jetspec", domains=(), text=text, held_out_tokens=200, validation_tokens=60, epochs=8.0, batch_rows=96,
-        learning_rate=0.05, validate_every=2,
+        learning_rate=0.05, validate_every=2, num_nodes=12,
     )  # fmt: skip
     train_drafter(target_dir, prompts_dir, tmp_path, recipe)
     curve, target = read_validation(tmp_path), load_target_handle(target_dir)
@@ -284,7 +284,7 @@ def test_the_written_weights_are_the_best_on_a_held_out_sample_that_the_report_l
     (others,) = rest.values()
     assert {t.request_id for t in chosen}.isdisjoint(t.request_id for t in others)
     model = build_model(*read_drafter_files(tmp_path))
-    length = replayed_length(chosen, replay(model, target, chosen))
+    length = replayed_length(chosen, replay(model, target, chosen, recipe.num_nodes))
     assert length == pytest.approx(curve["acceptance_length"][best], rel=1e-3)
 
 

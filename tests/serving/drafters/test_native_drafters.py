@@ -32,7 +32,12 @@ def random_sizes(kind, rng):
         sizes["num_slots"] = int(rng.integers(1, 3))  # a step multiplies the error of the one before
         more = {"norm_before_residual": bool(rng.integers(2)), "max_depth": 4 * sizes["num_slots"]}
         return sizes | more
-    more = {"num_layers": int(rng.integers(1, 4)), "edge_rank": int(rng.integers(3))}
+    more = {
+        "num_layers": int(rng.integers(1, 4)),
+        "edge_rank": int(rng.integers(3)),
+        "is_shifted": bool(rng.integers(2)),
+    }
+    more["corrects_first"] = more["edge_rank"] > 0 and "draft_vocab_size" not in sizes
     return sizes | more | ({"mask_token_id": 4} if rng.integers(2) else {})
 
 

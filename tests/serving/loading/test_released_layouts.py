@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.adapt.families.parallel_head import ParallelLossConfig, anchored_forward, parallel_training_loss
+from paceline.adapt.families.row_batch import collate
+from paceline.adapt.families.target_handle import TargetTables
 from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.loading.families import build_model, load_drafter, read_drafter_files, save_drafter
 from paceline.serving.loading.released import wanted_tap_layers
+from paceline.serving.sampling.request import RequestTrace
 from tests.helpers import released
-from tests.helpers.drafters import Request, make_inputs
+from tests.helpers.drafters import Request, make_inputs, text_batch
 from tests.helpers.released import BLOCK, DRAFT_VOCAB, HIDDEN, TAPS, VOCAB, make_target, write
 
 TOLERANCE = 1e-4  # fp32, other reduction orders
@@ -23,6 +27,7 @@ MAKERS = {
     "speculators": released.speculators_files,
     "dflash": released.parallel_head_files,
     "jetspec": lambda seed=0: released.parallel_head_files(seed, is_causal=True),
+    "dspark": released.dspark_files,
     "specblock": released.specblock_files,
 }
 ALL = pytest.mark.parametrize("kind", sorted(MAKERS))
@@ -77,9 +82,54 @@ def test_a_parallel_head_drafts_what_the_released_network_computes(tmp_path, is_
     assert drafter.caps.name == ("jetspec" if is_causal else "dflash") and drafter.caps.num_slots == BLOCK - 1
     proposal = drafter.propose(inputs)
     features, anchor = request.features[:9], request.tokens[9]
-    logits = released.parallel_head_logits(tensors, make_target(), features, anchor, is_causal, scaling)
+    logits = released.parallel_head_logits(tensors, make_target(), features, anchor, is_causal, scaling)[1:]
     for slot in range(BLOCK - 1):
         assert_slot(proposal.token_ids[0, slot], proposal.logprobs[0, slot], logits[slot], torch.arange(VOCAB))
+
+
+@pytest.mark.parametrize("has_wrapper", [False, True])
+def test_dspark_drafts_what_the_released_network_computes(tmp_path, has_wrapper):
+    """Every row of the block drafts, the anchor's too; each slot's bias follows the token before it on its path."""
+    drafter = load(write(tmp_path, *released.dspark_files(has_wrapper=has_wrapper)))
+    _, tensors = released.dspark_files()
+    request, inputs = request_of(drafter)
+    c = drafter.config
+    assert (drafter.caps.name, drafter.caps.num_slots, c.edge_rank) == ("dflash", BLOCK, released.MARKOV_RANK)
+    proposal = drafter.propose(inputs)
+    features, path, parent = request.features[:9], [request.tokens[9]], 0
+    for slot in range(BLOCK):
+        logits = released.dspark_logits(tensors, make_target(), features, path + [0] * (BLOCK - len(path)))[slot]
+        token_ids = proposal.token_ids[0, slot]
+        scores = proposal.logprobs[0, 0] if slot == 0 else proposal.edge_logprobs[0, slot - 1, parent]
+        assert torch.allclose(scores, logits.log_softmax(-1)[token_ids], atol=TOLERANCE)
+        parent = (slot * 7 + 3) % VOCAB  # any candidate of this slot
+        path.append(int(token_ids[parent]))
+
+
+def test_a_heads_confidence_is_not_kept_and_training_goes_on_as_it_was_released(tmp_path):
+    config, state = read_drafter_files(write(tmp_path, *released.dspark_files()), make_target())
+    assert not any("confidence" in name for name in state) and config["is_shifted"] and config["corrects_first"]
+    model = build_model(config, state)
+    rng = np.random.default_rng(1)
+    request = Request("r", rng, 20, 9, list(range(20)), 3 * HIDDEN)
+    batch = text_batch(request.features, request.tokens)
+    with torch.no_grad():
+        hidden = anchored_forward(model, batch, make_target().embed_weight, torch.tensor([[9]]))[0, 0]
+        got = model.normed(hidden) @ make_target().head_weight.T + model.edge_bias(torch.tensor(request.tokens[9:14]))
+    _, tensors = released.dspark_files()
+    expected = released.dspark_logits(tensors, make_target(), request.features[:9], request.tokens[9:14])
+    assert torch.allclose(got, expected, atol=TOLERANCE)
+    trace = RequestTrace(
+        request_id="r", bucket="b", temperature=0.0, prompt_len=18, token_ids=request.tokens, features=request.features,
+        topk_ids=None, topk_logprobs=None, target_version="t",
+    )  # fmt: skip
+    tables = TargetTables(make_target().embed_weight, make_target().head_weight)
+    loss, report = parallel_training_loss(
+        model, collate([trace]), tables, ParallelLossConfig(calibration_weight=0.0), torch.Generator()
+    )
+    last = released.dspark_logits(tensors, make_target(), request.features[:18], [request.tokens[18], 0, 0, 0, 0])[0]
+    wanted = -float(last.log_softmax(-1)[request.tokens[19]])
+    assert float(loss.detach()) == pytest.approx(wanted, rel=1e-4) == float(report["nll1"])
 
 
 def test_specblock_drafts_both_blocks_and_widths_as_the_released_network(tmp_path):
@@ -199,7 +249,8 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, kind, fault):
         *(("dflash", {"dflash_config": {"mask_token_id": 49, "target_layer_ids": list(TAPS), **c}}, m) for c, m in (
             ({"mask_token_id": None}, "mask_token_id in config.json must be an id"),
             ({"mask_token_id": 50}, r"must be an id in \[0, 50\), got 50"),
-            ({"projector_type": "domino"}, "a correction head"),
+            ({"projector_type": "domino"}, "reads the whole path"), ({"markov_head_type": "rnn"}, "more than the previous token"),
+            ({"markov_head_type": "gated"}, "more than the previous token"),
             ({"shift_label": True}, "the token after their own"),
             ({"attention_mode": "mla"}, "only gqa and mha"),
             ({"target_hidden_size": 16}, "target_hidden_size must be"),

@@ -69,6 +69,7 @@ def reduced_head(is_causal, first=12, **changes):
         {"mask_token_id": 4, "num_kv_heads": 4},
         {"rope_scaling": (8.0, 1.0, 4.0, 64.0)},
         {"draft_vocab_size": 30},
+        {"is_shifted": True},
     ],
 )
 def test_incremental_drafting_equals_the_training_forward_over_rounds(is_causal, count, scattered, changes):
@@ -346,7 +347,16 @@ def test_weights_and_configs_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_kv_heads": 3}, {"num_slots": 0}, {"edge_rank": 65}, {"mask_token_id": V}, {"num_layers": 0}]
+    "changes",
+    [
+        {"num_kv_heads": 3},
+        {"num_slots": 0},
+        {"edge_rank": 257},
+        {"mask_token_id": V},
+        {"num_layers": 0},
+        {"corrects_first": True},
+        {"draft_vocab_size": V + 1},
+    ],
 )
 def test_settings_that_are_not_allowed_are_refused(changes):
     with pytest.raises(ConfigError, match=next(iter(changes)) + "|num_heads"):

@@ -39,6 +39,7 @@ def make_pair(made, count, backend, *, num_jobs=None, dtype=torch.float32, **lim
     "changes",
     [
         {}, {"edge_rank": 3}, {"num_layers": 3, "num_kv_heads": 1, "num_slots": 1}, {"draft_vocab_size": 30, "edge_rank": 3},
+        {"is_shifted": True, "corrects_first": True, "edge_rank": 3},
     ],
 )  # fmt: skip
 def test_replayed_drafting_equals_eager_drafting_over_rounds(is_causal, count, scattered, changes):
