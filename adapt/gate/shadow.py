@@ -86,9 +86,7 @@ def fixed_rounds(num_nodes: int, max_frontier: int, *, is_calibrated: bool = Tru
         if is_calibrated:
             num_left = (continuation >= 0).sum(1).cpu().numpy()
             teaches = (num_accepted_tokens < num_left) & (num_left > 1)
-            is_accepted = np.zeros(len(rows.owners), dtype=bool)
-            is_accepted[found] = True
-            calibration.observe(rows, keys, teaches.tolist(), is_accepted)
+            calibration.observe(tree, keys, teaches.tolist(), found)
         return torch.from_numpy(num_accepted_tokens).to(continuation.device)
 
     return accept

@@ -531,9 +531,8 @@ class DecodeRunner:
     # ---- after the verify forward -------------------------------------------------------------------------------
     def _finish_round(self, batch: _Batch, found: RoundResult, start: float, model_s: float, verify_s: float) -> None:
         requests, draft, plan, out = batch.requests, found.draft, found.plan, found.out
-        tree = draft.tree
         paths = plan.on_host()
-        accepted_tokens = plan.accepted_tokens(tree)
+        accepted_tokens = plan.accepted_tokens()
         rows: list[list[int]] = []
         tokens: list[list[int]] = []
         ends: list[tuple[str | None, str | None]] = []
