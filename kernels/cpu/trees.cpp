@@ -30,6 +30,15 @@ struct Growth {
   int64_t bundle_width;  // 0: the heaviest nodes
 };
 
+// What was drawn at the packed rows: the tokens, or, where null, the first best logit of each row.
+struct Draws {
+  const int64_t* tokens;
+  const float* logits;
+  int64_t stride, vocab_size;
+};
+
+extern "C" int64_t available_isas();  // isa.cpp
+
 enum Found { TAKEN = 0, EMPTY = 1, WRONG = 2 };
 
 namespace {
@@ -334,6 +343,66 @@ void find_leaves(Trees& t, int64_t max_frontier, bool is_limited) {
   }
 }
 
+typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Bits __attribute__((vector_size(64), aligned(4), may_alias));
+
+// Index of the largest of the numbers, the first one on ties; of the first that is none, if there is one.
+__attribute__((always_inline)) inline int64_t find_largest(const float* x, int64_t size) {
+  constexpr int64_t BLOCK = 1024, LANES = 16, CHAINS = 4;
+  float best = -INFINITY;
+  int64_t found = 0;
+  for (int64_t start = 0; start < size; start += BLOCK) {
+    const int64_t stop = std::min(start + BLOCK, size), whole = start + (stop - start) / (CHAINS * LANES) * (CHAINS * LANES);
+    Lanes chains[CHAINS];
+    Bits are[CHAINS];
+    for (int c = 0; c < CHAINS; ++c) chains[c] = Lanes{} - INFINITY, are[c] = ~Bits{};
+    for (int64_t i = start; i < whole; i += CHAINS * LANES)
+      for (int c = 0; c < CHAINS; ++c) {
+        const Lanes more = *(const Lanes*)(x + i + c * LANES);
+        are[c] &= (Bits)(more == more);
+        chains[c] = more > chains[c] ? more : chains[c];
+      }
+    Lanes lanes = chains[0];
+    Bits is_number = are[0];
+    for (int c = 1; c < CHAINS; ++c) lanes = chains[c] > lanes ? chains[c] : lanes, is_number &= are[c];
+    float largest = -INFINITY;
+    bool are_numbers = true;
+    for (int64_t lane = 0; lane < LANES; ++lane)
+      largest = std::max(largest, lanes[lane]), are_numbers &= is_number[lane] != 0;
+    for (int64_t i = whole; i < stop; ++i) largest = std::max(largest, x[i]), are_numbers &= x[i] == x[i];
+    if (!are_numbers) {
+      while (x[start] == x[start]) ++start;
+      return start;
+    }
+    if (largest > best) {
+      best = largest;
+      found = start;
+    }
+  }
+  while (found < size && x[found] != best) ++found;
+  return found < size ? found : 0;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) int64_t find_largest_avx2(const float* x, int64_t size) { return find_largest(x, size); }
+__attribute__((target("avx512f"))) int64_t find_largest_avx512(const float* x, int64_t size) {
+  return find_largest(x, size);
+}
+#endif
+
+int64_t argmax(const float* x, int64_t size) {
+#if defined(__x86_64__)
+  static const bool is_avx512 = available_isas() & 4, is_avx2 = available_isas() & 2;
+  if (is_avx512) return find_largest_avx512(x, size);
+  if (is_avx2) return find_largest_avx2(x, size);
+#endif
+  return find_largest(x, size);
+}
+
+inline int64_t drawn_at(const Draws& draws, int64_t row) {
+  return draws.tokens != nullptr ? draws.tokens[row] : argmax(draws.logits + row * draws.stride, draws.vocab_size);
+}
+
 }  // namespace
 
 extern "C" {
@@ -491,21 +560,31 @@ void trees_pack(void* trees, const int64_t* anchors, int64_t size, int64_t width
 
 // Walks every tree while the token drawn at a row is one of its children: path rows (M <= N) one request after the other,
 // roots first, the tokens drawn there (those of the next rows, and the bonus), and how many rows each request has. Returns M.
-int64_t trees_walk(const int64_t* token_ids, const int64_t* parents, const int64_t* cu_nodes, const int64_t* drawn,
+int64_t trees_walk(const int64_t* token_ids, const int64_t* parents, const int64_t* cu_nodes, const Draws* draws,
                    int64_t num_requests, int64_t* rows, int64_t* tokens, int64_t* counts) {
   int64_t at = 0;
   for (int64_t b = 0; b < num_requests; ++b) {
     const int64_t start = at;
     int64_t current = cu_nodes[b];
-    rows[at] = current, tokens[at++] = drawn[current];
+    int64_t drawn = drawn_at(*draws, current);
+    rows[at] = current, tokens[at++] = drawn;
     for (int64_t i = current + 1; i < cu_nodes[b + 1]; ++i) {  // parents come first
-      if (cu_nodes[b] + parents[i] != current || token_ids[i] != drawn[current]) continue;
+      if (cu_nodes[b] + parents[i] != current || token_ids[i] != drawn) continue;
       current = i;
-      rows[at] = i, tokens[at++] = drawn[i];
+      drawn = drawn_at(*draws, i);
+      rows[at] = i, tokens[at++] = drawn;
     }
     counts[b] = at - start;
   }
   return at;
+}
+
+// Copies rows, in order, of each of the layers: a source must not be written before its turn.
+void trees_copy(char* to, const char* from, const int64_t* to_rows, const int64_t* from_rows, int64_t num_rows,
+                int64_t row_bytes, int64_t num_layers, int64_t to_layer_bytes, int64_t from_layer_bytes) {
+  for (int64_t layer = 0; layer < num_layers; ++layer, to += to_layer_bytes, from += from_layer_bytes)
+    for (int64_t i = 0; i < num_rows; ++i)
+      memmove(to + to_rows[i] * row_bytes, from + from_rows[i] * row_bytes, (size_t)row_bytes);
 }
 
 // Folds the tested nodes of some requests, those whose parent was accepted, into the sums of their key.

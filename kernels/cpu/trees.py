@@ -42,6 +42,7 @@ def load_trees() -> ctypes.CDLL | None:
         ("trees_cut", number, (at, at, at)),
         ("trees_pack", None, (at, at, number, number, at, at, at, at)),
         ("trees_walk", number, (at, at, at, at, number, at, at, at)),
+        ("trees_copy", None, (at, at, at, at, number, number, number, number, number)),
         ("trees_fold", number, (at,)),
     ):
         function = getattr(library, name)
@@ -226,20 +227,53 @@ def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def walk_trees(
     token_ids: torch.Tensor, parents: torch.Tensor, cu_nodes: torch.Tensor, drawn: torch.Tensor
 ) -> tuple[list[int], list[int], list[int]] | None:
-    """Walk every tree while the token drawn at a row (N,) is one of its children; None without native code.
+    """Walk every tree while the token drawn at a row is one of its children; None without native code.
 
+    drawn: tokens (N,) int64, or logits (N, V) float32, of whose rows the first best ones are taken.
     Returns: the paths' rows, request after request, roots first; the tokens drawn at them; rows of each request.
     """
     library, size, count = load_trees(), token_ids.numel(), cu_nodes.numel() - 1
     if library is None:
         return None
     found = np.empty(2 * size + count, dtype=np.int64)
-    columns = [_plain(column, torch.int64) for column in (token_ids, parents, cu_nodes, drawn)]
-    assert columns[1].numel() == columns[3].numel() == size
+    ids, parents, cu_nodes = (_plain(column, torch.int64) for column in (token_ids, parents, cu_nodes))
+    assert parents.numel() == drawn.shape[0] == size
+    if drawn.dim() == 1:
+        drawn = _plain(drawn, torch.int64)
+        draws = struct.pack("4q", drawn.data_ptr(), 0, 0, 0)
+    else:
+        if drawn.dtype != torch.float32 or drawn.stride(1) != 1:
+            drawn = drawn.float().contiguous()
+        draws = struct.pack("4q", 0, drawn.data_ptr(), drawn.stride(0), drawn.shape[1])
     at = torch.from_numpy(found).data_ptr()
-    num_rows = library.trees_walk(*(c.data_ptr() for c in columns), count, at, at + 8 * size, at + 16 * size)
+    num_rows = library.trees_walk(
+        ids.data_ptr(), parents.data_ptr(), cu_nodes.data_ptr(), draws, count, at, at + 8 * size, at + 16 * size
+    )
     values = found.tolist()
     return values[:num_rows], values[size : size + num_rows], values[2 * size :]
+
+
+def copy_rows(to: torch.Tensor, to_rows: np.ndarray, source: torch.Tensor, source_rows: np.ndarray) -> bool:
+    """Copy rows (M,) int64 of `source` (..., R, .) to those of `to`, in order; False where that takes torch.
+
+    Both: (R, .) or, of several layers, (Lt, R, 2, Hkv, Dh). A row that is written must not be read afterwards.
+    """
+    library, num_rows = load_trees(), len(to_rows)
+    if (
+        library is None
+        or not to.is_cpu
+        or to.dtype != source.dtype
+        or not (to.is_contiguous() and source.is_contiguous())
+    ):
+        return False
+    is_layered, width = to.dim() > 2, to.element_size()
+    num_layers, stride = (to.shape[0], to.stride(1)) if is_layered else (1, to.stride(0))
+    assert stride == source.stride(int(is_layered)) and len(source_rows) == num_rows
+    library.trees_copy(
+        to.data_ptr(), source.data_ptr(), torch.from_numpy(to_rows).data_ptr(), torch.from_numpy(source_rows).data_ptr(),
+        num_rows, stride * width, num_layers, to.stride(0) * width, source.stride(0) * width,
+    )  # fmt: skip
+    return True
 
 
 class KeySums:

@@ -152,13 +152,17 @@ def verify(
         context_lens: (B,) int64, the anchors' positions: the token drawn at a row of depth d has position
             context_len + d + 1.
         accept: another implementation of `accept`.
-    All-greedy batches take one argmax. Otherwise tokens are drawn at every node at once, or, where a draw is dear on the
+    All-greedy batches take one argmax, on the CPU at the rows that the walk reaches. Otherwise tokens are drawn at every node at once, or, where a draw is dear on the
     CPU, level by level and only at the nodes that the walk reaches, which gives the same; elsewhere every level would cost a
     wait for the device. Requests with a grammar walk everywhere: at every level their rows are masked for
     the state that the path has led to, and the drawn token moves that state. Grammars are left ahead of the committed
     tokens, until those that are emitted are committed (`GrammarState.keep`).
     """
     if sampling.is_all_greedy:
+        if logits.is_cpu:
+            walked = walk_trees(tree.token_ids, tree.parents, tree.cu_nodes, logits)
+            if walked is not None:
+                return _plan(*walked)
         return accept(tree, argmax_rows(logits))
     if sampling.has_grammars:
         sampling.rewind()
