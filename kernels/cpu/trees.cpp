@@ -579,12 +579,21 @@ int64_t trees_walk(const int64_t* token_ids, const int64_t* parents, const int64
   return at;
 }
 
-// Copies rows, in order, of each of the layers: a source must not be written before its turn.
-void trees_copy(char* to, const char* from, const int64_t* to_rows, const int64_t* from_rows, int64_t num_rows,
-                int64_t row_bytes, int64_t num_layers, int64_t to_layer_bytes, int64_t from_layer_bytes) {
-  for (int64_t layer = 0; layer < num_layers; ++layer, to += to_layer_bytes, from += from_layer_bytes)
+// Copies rows of each of the layers; all rows of a layer are read before one is written. Returns 1, and does nothing, where a
+// row is not there.
+int64_t trees_copy(char* to, const char* from, const int64_t* to_rows, const int64_t* from_rows, int64_t num_rows,
+                   int64_t row_bytes, int64_t num_layers, int64_t num_to, int64_t num_from) {
+  thread_local std::vector<char> room;
+  for (int64_t i = 0; i < num_rows; ++i)
+    if ((uint64_t)to_rows[i] >= (uint64_t)num_to || (uint64_t)from_rows[i] >= (uint64_t)num_from) return 1;
+  room.resize(num_rows * row_bytes);
+  for (int64_t layer = 0; layer < num_layers; ++layer, to += num_to * row_bytes, from += num_from * row_bytes) {
     for (int64_t i = 0; i < num_rows; ++i)
-      memmove(to + to_rows[i] * row_bytes, from + from_rows[i] * row_bytes, (size_t)row_bytes);
+      memcpy(room.data() + i * row_bytes, from + from_rows[i] * row_bytes, (size_t)row_bytes);
+    for (int64_t i = 0; i < num_rows; ++i)
+      memcpy(to + to_rows[i] * row_bytes, room.data() + i * row_bytes, (size_t)row_bytes);
+  }
+  return 0;
 }
 
 // Folds the tested nodes of some requests, those whose parent was accepted, into the sums of their key.

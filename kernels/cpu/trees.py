@@ -42,7 +42,7 @@ def load_trees() -> ctypes.CDLL | None:
         ("trees_cut", number, (at, at, at)),
         ("trees_pack", None, (at, at, number, number, at, at, at, at)),
         ("trees_walk", number, (at, at, at, at, number, at, at, at)),
-        ("trees_copy", None, (at, at, at, at, number, number, number, number, number)),
+        ("trees_copy", number, (at, at, at, at, number, number, number, number, number)),
         ("trees_fold", number, (at,)),
     ):
         function = getattr(library, name)
@@ -253,26 +253,25 @@ def walk_trees(
     return values[:num_rows], values[size : size + num_rows], values[2 * size :]
 
 
-def copy_rows(to: torch.Tensor, to_rows: np.ndarray, source: torch.Tensor, source_rows: np.ndarray) -> bool:
-    """Copy rows (M,) int64 of `source` (..., R, .) to those of `to`, in order; False where that takes torch.
+def copy_rows(to: torch.Tensor, to_rows: torch.Tensor, source: torch.Tensor, source_rows: torch.Tensor) -> bool:
+    """Copy rows (M,) int64 of `source` to those of `to`; False, and nothing is done, where that is torch's work.
 
-    Both: (R, .) or, of several layers, (Lt, R, 2, Hkv, Dh). A row that is written must not be read afterwards.
+    Both: (R, .) or, of several layers, (Lt, R, 2, Hkv, Dh). All rows are read before one is written.
+    Raises: IndexError for rows that are not there.
     """
-    library, num_rows = load_trees(), len(to_rows)
-    if (
-        library is None
-        or not to.is_cpu
-        or to.dtype != source.dtype
-        or not (to.is_contiguous() and source.is_contiguous())
-    ):
+    library, num_rows, rows_at = load_trees(), to_rows.numel(), int(to.dim() > 2)
+    if library is None or not to.is_cpu or to.dtype != source.dtype or source_rows.numel() != num_rows:
         return False
-    is_layered, width = to.dim() > 2, to.element_size()
-    num_layers, stride = (to.shape[0], to.stride(1)) if is_layered else (1, to.stride(0))
-    assert stride == source.stride(int(is_layered)) and len(source_rows) == num_rows
-    library.trees_copy(
-        to.data_ptr(), source.data_ptr(), torch.from_numpy(to_rows).data_ptr(), torch.from_numpy(source_rows).data_ptr(),
-        num_rows, stride * width, num_layers, to.stride(0) * width, source.stride(0) * width,
-    )  # fmt: skip
+    if not (to.is_contiguous() and source.is_contiguous() and to_rows.is_contiguous() and source_rows.is_contiguous()):
+        return False
+    stride = to.stride(rows_at)
+    if stride != source.stride(rows_at):
+        return False
+    if library.trees_copy(
+        to.data_ptr(), source.data_ptr(), to_rows.data_ptr(), source_rows.data_ptr(), num_rows,
+        stride * to.element_size(), to.shape[0] if rows_at else 1, to.shape[rows_at], source.shape[rows_at],
+    ):  # fmt: skip
+        raise IndexError(f"rows must be in [0, {source.shape[rows_at]}) and [0, {to.shape[rows_at]})")
     return True
 
 
