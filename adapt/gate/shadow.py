@@ -80,7 +80,9 @@ def fixed_rounds(num_nodes: int, max_frontier: int, *, is_calibrated: bool = Tru
         if num_nodes == 0 or not has_drafted or blocks.is_empty:
             return torch.zeros_like(inputs.anchor_token_ids)
         everyone = list(range(len(keys)))
-        tree = pack_trees([(blocks.ranked(), everyone)], np.full(len(keys), num_nodes), inputs.anchor_token_ids)
+        ranked = blocks.ranked()
+        assert ranked is not None
+        tree = pack_trees([(ranked, everyone)], np.full(len(keys), num_nodes), inputs.anchor_token_ids)
         rows, found = tree.on_host(), follow_text(tree, continuation)
         num_accepted_tokens = np.bincount(rows.owners[found], minlength=len(keys)) - 1
         if is_calibrated:

@@ -20,6 +20,8 @@ import torch
 
 from paceline.kernels.cpu.library import choose_isa, load_library
 
+ProposalFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
+"""Token ids and log-probabilities (F, S, K), widths (F, S) or None, edges (F, S - 1, K, K) or None, restart."""
 _TAKEN, _EMPTY, _WRONG = range(3)
 
 
@@ -138,7 +140,7 @@ class TreeMaker:
 
     def begin(
         self,
-        proposal: Sequence,
+        proposal: ProposalFields,
         vocab_size: int | None,
         kappa: np.ndarray | None,
         *,
@@ -149,7 +151,7 @@ class TreeMaker:
         """Take the first block of a drafter's G requests.
 
         Args:
-            proposal: token ids and log-probabilities (G, S, K), widths (G, S) or None, edges (G, S - 1, K, K) or None, restart.
+            proposal: F = G.
             kappa: (2, G or 1, S, R) float32 or None.
         Returns: whether it holds candidates; None where its numbers are wrong.
         """
@@ -175,7 +177,7 @@ class TreeMaker:
         count = self._library.trees_leaves(self._trees, max_frontier, is_limited, address, self._scores.address)
         return fields[:, :count], scores[:count]
 
-    def extend(self, proposal: Sequence, vocab_size: int | None, numbers: np.ndarray) -> bool:
+    def extend(self, proposal: ProposalFields, vocab_size: int | None, numbers: np.ndarray) -> bool:
         """Take the block below the F leaves of these numbers; whether its numbers are right. As `begin`."""
         kept, count = self._read(*proposal, vocab_size), len(numbers)
         if kept[1].shape[0] != count:  # type: ignore[union-attr]

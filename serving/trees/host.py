@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from paceline.config import TreeConfig
-from paceline.kernels.cpu.trees import TreeMaker
+from paceline.kernels.cpu.trees import ProposalFields, TreeMaker
 from paceline.serving.budget.controller import BudgetController
 from paceline.serving.budget.stats import DraftKey
 from paceline.serving.drafters.interface import Frontier, Proposal
@@ -186,13 +186,14 @@ class HostBlocks:
         """The largest trees, of which every beginning is a tree; None: compiled code keeps them for these rows (G,) of the
         round."""
         if self.maker is not None:
-            return self.maker.rank(rows)
+            self.maker.rank(rows)
+            return None
         if self.bundle_width is not None:
             return rank_bundles(self.candidates, self.bundle_width, self.max_nodes)
         return self.candidates.ranked(self.max_nodes)
 
 
-def _fields(proposal: Proposal) -> tuple:
+def _fields(proposal: Proposal) -> ProposalFields:
     return proposal.token_ids, proposal.logprobs, proposal.widths, proposal.edge_logprobs, proposal.restart
 
 
