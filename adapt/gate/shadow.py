@@ -101,7 +101,9 @@ def fixed_rounds(
         if num_nodes == 0 or not has_drafted or blocks.is_empty:
             return torch.zeros_like(inputs.anchor_token_ids)
         everyone = list(range(len(keys)))
-        tree = pack_trees([(blocks.ranked(), everyone)], np.full(len(keys), num_nodes), inputs.anchor_token_ids)
+        ranked = blocks.ranked()
+        assert ranked is not None
+        tree = pack_trees([(ranked, everyone)], np.full(len(keys), num_nodes), inputs.anchor_token_ids)
         rows, found = tree.on_host(), follow_text(tree, continuation)
         num_accepted_tokens = np.bincount(rows.owners[found], minlength=len(keys)) - 1
         num_left = (continuation >= 0).sum(1).cpu().numpy()
@@ -110,9 +112,7 @@ def fixed_rounds(
             predicted = np.bincount(rows.owners, np.exp(rows.scores.astype(np.float64)), len(keys)) - 1
             on_round(SeenRound(predicted[teaches], num_accepted_tokens[teaches]))
         if is_calibrated:
-            is_accepted = np.zeros(len(rows.owners), dtype=bool)
-            is_accepted[found] = True
-            calibration.observe(rows, keys, teaches.tolist(), is_accepted)
+            calibration.observe(tree, keys, teaches.tolist(), found)
         return torch.from_numpy(num_accepted_tokens).to(continuation.device)
 
     return accept

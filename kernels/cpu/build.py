@@ -1,4 +1,4 @@
-"""Build of the native round: compiles round.cpp once for each instruction set and links one shared library.
+"""Build of the native round: compiles round.cpp once for each instruction set, the rest once, and links one shared library.
 
 The library has a plain C interface: it depends on neither Python nor torch, so a built wheel serves any version of both.
 `python -m paceline.kernels.cpu.build` builds it in place. Imports nothing of the project: setup.py runs it, too.
@@ -75,7 +75,8 @@ def build(folder: Path = HERE) -> Path:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory() as room:
         jobs: dict[Path, tuple[str, tuple[str, ...]]] = {
-            Path(room, f"{n}.o"): (f"{n}.cpp", (f"-DSOURCE_VERSION={source_version()}",)) for n in ("isa", "threads")
+            Path(room, f"{n}.o"): (f"{n}.cpp", (f"-DSOURCE_VERSION={source_version()}",))
+            for n in ("isa", "threads", "trees")
         }
         jobs |= {
             Path(room, f"round_{isa}.o"): ("round.cpp", (*flags, f"-DISA={isa}")) for isa, flags in variants.items()

@@ -12,6 +12,7 @@ widest row table, V vocab, m tapped layers, Dm hidden size.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.contracts import RoundStats
+from paceline.kernels.cpu.trees import copy_rows
 from paceline.serving.budget.stats import DraftKey
 from paceline.serving.drafters.interface import Drafter, DraftInputs
 from paceline.serving.drafters.slots import DrafterSlots
@@ -30,7 +32,7 @@ from paceline.serving.engine.running import RunningRequest, cut_tokens
 from paceline.serving.engine.scheduler import Scheduler
 from paceline.serving.loading.graphs import EngineGraphs
 from paceline.serving.sampling.draw import SamplingBatch
-from paceline.serving.target_model.device import open_span, upload
+from paceline.serving.target_model.device import open_span, upload, upload_all
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel, TargetOutput, forward_together
 from paceline.serving.trees.policy import TreePolicy
@@ -106,7 +108,7 @@ class RoundRows:
         dst = self._table.reshape(-1).index_select(0, upload(moved_at + stays_at, device, torch.int64))
         if moved:
             self._kv.commit(self._out_rows.index_select(0, src[:num_moved]), dst[:num_moved])
-        if keeps_features:
+        if keeps_features and not copy_rows(self._kv.features, dst, features, src):  # type: ignore[arg-type]
             self._kv.features.index_copy_(0, dst, features.index_select(0, src))  # type: ignore[union-attr, arg-type]
 
 
@@ -131,30 +133,35 @@ def draft_inputs(
     Mutates: nothing; call `mark_ingested` when the drafter took the rows.
     """
     device = slot_table.device
+    ends = [r.context_len for r in requests]
+    stops = ends if stops is None else stops
     offsets = [0]
     positions: list[int] = []
     token_ids: list[int] = []
     owners: list[int] = []
-    for i, r in enumerate(requests):
-        stop = r.context_len if stops is None else stops[i]
+    for r, stop in zip(requests, stops, strict=True):
         positions += range(r.drafted_len, stop)
         token_ids += r.tokens[r.drafted_len + 1 : stop + 1]
-        owners += [i] * (stop - r.drafted_len)
         offsets.append(len(positions))
-    new_positions = upload(positions, device, torch.int64)
+    if len(requests) > 1:
+        owners = [i for i, count in enumerate(itertools.pairwise(offsets)) for _ in range(count[1] - count[0])]
+    anchors = [r.tokens[end] for r, end in zip(requests, ends, strict=True)]
+    new_positions, new_token_ids, context_lens, anchor_token_ids, cu_new, new_owners = upload_all(
+        (positions, token_ids, ends, anchors, offsets, owners), device
+    )
     if len(requests) == 1:
         new_slots = slot_table[0, requests[0].drafted_len : requests[0].drafted_len + len(positions)]
     else:
-        new_slots = slot_table[upload(owners, device, torch.int64), new_positions]
+        new_slots = slot_table[new_owners, new_positions]
     return DraftInputs(
         request_ids=[r.request_id for r in requests],
-        context_lens=upload([r.context_len for r in requests], device),
-        anchor_token_ids=upload([r.tokens[r.context_len] for r in requests], device),
+        context_lens=context_lens,
+        anchor_token_ids=anchor_token_ids,
         temperatures=temperatures,
         slot_table=slot_table,
-        cu_new=upload(offsets, device),
+        cu_new=cu_new,
         new_positions=new_positions,
-        new_token_ids=upload(token_ids, device, torch.int64),
+        new_token_ids=new_token_ids,
         new_features=None if features is None else features.index_select(0, new_slots),
         new_slots=new_slots,
         histories=[r.tokens for r in requests],
@@ -531,9 +538,8 @@ class DecodeRunner:
     # ---- after the verify forward -------------------------------------------------------------------------------
     def _finish_round(self, batch: _Batch, found: RoundResult, start: float, model_s: float, verify_s: float) -> None:
         requests, draft, plan, out = batch.requests, found.draft, found.plan, found.out
-        tree = draft.tree
         paths = plan.on_host()
-        accepted_tokens = plan.accepted_tokens(tree)
+        accepted_tokens = plan.accepted_tokens()
         rows: list[list[int]] = []
         tokens: list[list[int]] = []
         ends: list[tuple[str | None, str | None]] = []

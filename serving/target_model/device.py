@@ -7,6 +7,7 @@ work took on a device that runs behind the host.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,6 +32,16 @@ def upload(
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_all(columns: Sequence[list[int]], device: torch.device) -> Iterator[torch.Tensor]:
+    """int64 tensors of these columns, parts of one that is uploaded.  Syncs: none."""
+    whole = np.array(list(itertools.chain.from_iterable(columns)), dtype=np.int64)
+    bounds = [0, *itertools.accumulate(map(len, columns))]
+    if device.type == "cpu":
+        return (torch.from_numpy(whole[a:b]) for a, b in itertools.pairwise(bounds))
+    tensor = upload(torch.from_numpy(whole), device)
+    return (tensor[a:b] for a, b in itertools.pairwise(bounds))
 
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -13,6 +13,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.kernels.cpu.memory import pool_zeros
+from paceline.kernels.cpu.trees import copy_rows
 from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.target_model.device import upload
 from paceline.serving.target_model.graph_capture import Staging
@@ -153,7 +154,8 @@ class KVPool:
         """Copy accepted rows (M,) to canonical rows (M,), all layers, K and V; the two may overlap."""
         if self._on_commit is not None:
             self._on_commit(src_rows, dst_rows)
-        self._commit_rows(self.data, src_rows, dst_rows)
+        if not copy_rows(self.data, dst_rows, self.data, src_rows):
+            self._commit_rows(self.data, src_rows, dst_rows)
 
 
 class RowTables:

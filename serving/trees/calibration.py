@@ -6,31 +6,15 @@ Shape legend: G requests of one drafter, S draft slots per block, R rank classes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.kernels.cpu.trees import KeySums
 from paceline.serving.budget.stats import DraftKey
-from paceline.serving.trees.tree import TreeRows
+from paceline.serving.trees.tree import TreeBatch, TreeRows
 
 NUM_RANK_CLASSES = 3
 """The first, the second and all later candidates of a slot are told apart."""
-
-
-@dataclass(slots=True)
-class _KeySums:
-    """Decayed sums of one key by cell."""
-
-    predicted: np.ndarray  # (Q,) float64
-    hits: np.ndarray  # (Q,) float64
-    kappa: np.ndarray  # (Q,) float64
-    blocks: np.ndarray  # (2 blocks, 1, S, R) float32, kappa as drafting adds it
-
-    @staticmethod
-    def empty(num_slots: int) -> _KeySums:
-        cells = np.zeros(2 * num_slots * NUM_RANK_CLASSES)
-        blocks = cells.astype(np.float32).reshape(2, 1, num_slots, NUM_RANK_CLASSES)
-        return _KeySums(cells, cells.copy(), cells.copy(), blocks)
 
 
 class ScoreCalibration:
@@ -45,14 +29,14 @@ class ScoreCalibration:
     MAX_KEYS = 512
 
     def __init__(self) -> None:
-        self._sums: dict[DraftKey, _KeySums] = {}
+        self._sums: dict[DraftKey, KeySums] = {}
 
-    def _of(self, key: DraftKey | None, num_slots: int) -> _KeySums:
+    def _of(self, key: DraftKey | None, num_slots: int) -> KeySums:
         if key is None:
-            return _KeySums.empty(num_slots)
+            return KeySums(num_slots, NUM_RANK_CLASSES)
         sums = self._sums.get(key)
         if sums is None or sums.blocks.shape[2] != num_slots:
-            sums = self._sums[key] = _KeySums.empty(num_slots)
+            sums = self._sums[key] = KeySums(num_slots, NUM_RANK_CLASSES)
             if len(self._sums) > self.MAX_KEYS:
                 self._sums.pop(next(iter(self._sums)))
         return sums
@@ -67,52 +51,50 @@ class ScoreCalibration:
         return every[:, [number[key] for key in keys]]
 
     def observe(
-        self, rows: TreeRows, keys: Sequence[DraftKey | None], is_drafted: Sequence[bool], is_accepted: np.ndarray
+        self, tree: TreeBatch, keys: Sequence[DraftKey | None], is_drafted: Sequence[bool], accepted: np.ndarray
     ) -> None:
         """Fold the tested nodes of the requests that were drafted for, all of them with a key.
 
-        keys, is_drafted: (B,). is_accepted: (N,) bool, of the packed rows, roots included.
+        keys, is_drafted: (B,). accepted: (M,) int64, packed rows of the accepted paths, roots included.
         """
-        assert rows.cells is not None
-        is_tested = is_accepted[rows.above]
-        is_tested[rows.roots] = False
-        tested = is_tested.nonzero()[0]
+        assert tree.cells is not None
         folded: dict[DraftKey, list[int]] = {}
         for request, (key, drafted) in enumerate(zip(keys, is_drafted, strict=True)):
             if drafted and key is not None and key in self._sums:
                 folded.setdefault(key, []).append(request)
         for key, requests in folded.items():
-            own = tested
-            if len(requests) < len(keys):
-                own = tested[np.isin(rows.owners[tested], requests)]
-            self._fold(self._sums[key], rows, own, is_accepted[own], len(keys))
+            is_folded = np.zeros(len(keys), dtype=np.int64)
+            is_folded[requests] = 1
+            sums, columns = self._sums[key], (tree.parents, tree.cells, tree.scores, tree.cu_nodes)
+            if tree.parents.is_cpu and sums.fold_natively(columns, accepted, is_folded, self.DECAY, self.PRIOR):
+                continue
+            rows = tree.on_host()
+            is_accepted = np.zeros(len(rows.owners), dtype=bool)
+            is_accepted[accepted] = True
+            is_tested = is_accepted[rows.above] & (is_folded[rows.owners] > 0)
+            is_tested[rows.roots] = False
+            tested = is_tested.nonzero()[0]
+            self._fold(sums, rows, tested, is_accepted[tested], len(keys))
 
-    def _fold(self, sums: _KeySums, rows: TreeRows, tested: np.ndarray, is_hit: np.ndarray, num_requests: int) -> None:
+    def _fold(self, sums: KeySums, rows: TreeRows, tested: np.ndarray, is_hit: np.ndarray, num_requests: int) -> None:
         """Add tested nodes (T,) int64 request after request; a request decays the cells that it tests once."""
         assert rows.cells is not None
         cells, num_cells = rows.cells[tested], len(sums.kappa)
         # The mass before calibration: kappa is still the one that the tree was drafted with.
         gains = np.minimum(rows.scores[tested] - rows.scores[rows.above[tested]], 0.0)
         predicted = np.minimum(np.exp(gains - sums.kappa[cells]), 1.0)
-        if num_requests == 1:
-            touched, weights = np.zeros(num_cells), None
-            touched[cells] = 1.0
-        else:
-            owners = rows.owners[tested]
-            tests = np.zeros((num_requests, num_cells))
-            tests[owners, cells] = 1.0
-            so_far = tests.cumsum(0)
-            touched = so_far[-1]
-            weights = self.DECAY ** (touched[cells] - so_far[owners, cells])  # decayed by the requests behind
+        owners = rows.owners[tested]
+        tests = np.zeros((num_requests, num_cells))
+        tests[owners, cells] = 1.0
+        so_far = tests.cumsum(0)
+        touched = so_far[-1]
+        weights = self.DECAY ** (touched[cells] - so_far[owners, cells])  # decayed by the requests behind
         decay = self.DECAY**touched
-        hits = is_hit.astype(np.float64)
-        if weights is not None:
-            predicted, hits = predicted * weights, hits * weights
-        sums.predicted = sums.predicted * decay + np.bincount(cells, predicted, num_cells)
-        sums.hits = sums.hits * decay + np.bincount(cells, hits, num_cells)
+        sums.predicted[:] = sums.predicted * decay + np.bincount(cells, predicted * weights, num_cells)
+        sums.hits[:] = sums.hits * decay + np.bincount(cells, is_hit * weights, num_cells)
         ratio = (sums.hits + self.PRIOR) / (sums.predicted + self.PRIOR)
-        sums.kappa = np.minimum(np.maximum(np.log(ratio), -3.0), 0.5)
-        sums.blocks = sums.kappa.astype(np.float32).reshape(sums.blocks.shape)
+        sums.kappa[:] = np.minimum(np.maximum(np.log(ratio), -3.0), 0.5)
+        sums.blocks[:] = sums.kappa.reshape(sums.blocks.shape)
 
     def forget(self, version: str) -> None:
         """Drop the sums of a drafter version."""

@@ -82,7 +82,8 @@ def _read(column: torch.Tensor) -> np.ndarray:
     return column.float().numpy() if column.dtype == torch.bfloat16 else column.numpy()
 
 
-def _write(column: np.ndarray, device: torch.device) -> torch.Tensor:
+def write(column: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The column on the device."""
     out = torch.from_numpy(column)
     return out if device.type == "cpu" else out.to(device)
 
@@ -232,10 +233,10 @@ class Candidates:
         owners, token_ids, _, _, cells = self.columns.take(leaves, 1)
         slots, nodes = cells // NUM_RANK_CLASSES, None
         if self.first > self.num_requests:
-            nodes = _write((leaves - self.first) // (num_slots * num_candidates), device)
+            nodes = write((leaves - self.first) // (num_slots * num_candidates), device)
             slots -= num_slots
         return Frontier(
-            request=_write(owners, device), slot=_write(slots, device), token_ids=_write(token_ids, device), node=nodes
+            request=write(owners, device), slot=write(slots, device), token_ids=write(token_ids, device), node=nodes
         )
 
     def append(self, leaves: np.ndarray, proposal: HostProposal, kappa: np.ndarray | None = None) -> Candidates:
@@ -340,13 +341,13 @@ def pack_trees(
         ancestors |= ancestors.take(stride, 0)
         stride = stride.take(stride)
     return TreeBatch(
-        token_ids=_write(token_ids, device),
-        parents=_write(parents, device),
-        depths=_write(depths, device),
-        scores=_write(scores, device),
-        cu_nodes=_write(cu_nodes, device),
-        ancestors=_write(ancestors, device),
-        cells=_write(cells, device),
+        token_ids=write(token_ids, device),
+        parents=write(parents, device),
+        depths=write(depths, device),
+        scores=write(scores, device),
+        cu_nodes=write(cu_nodes, device),
+        ancestors=write(ancestors, device),
+        cells=write(cells, device),
         rows=TreeRows(
             token_ids=token_ids,
             depths=depths,

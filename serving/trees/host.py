@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 import torch
 
 from paceline.config import TreeConfig
+from paceline.kernels.cpu.trees import ProposalFields, TreeMaker
 from paceline.serving.budget.controller import BudgetController
 from paceline.serving.budget.stats import DraftKey
 from paceline.serving.drafters.interface import Frontier, Proposal
@@ -34,8 +36,10 @@ from paceline.serving.trees.candidates import (
     Ranked,
     pack_trees,
     table_candidates,
+    write,
 )
 from paceline.serving.trees.propose import DraftGroup, RoundDraft, propose_blocks
+from paceline.serving.trees.tree import TreeBatch
 
 
 def rank_bundles(candidates: Candidates, width: int, limit: int) -> Ranked:
@@ -85,6 +89,8 @@ class HostBlocks:
     bundle_width: int | None = None
     """Grow by bundles of so many children; None = the heaviest nodes."""
     vocab_size: int | None = None
+    maker: TreeMaker | None = None
+    """Compiled code that gathers the blocks instead; a round of its own was begun."""
     is_empty: bool = False
     """The first block has no candidates: the trees are roots."""
     num_leaves: int = 0
@@ -93,6 +99,8 @@ class HostBlocks:
     """Request -> path mass of its leaves that were gone on from."""
     _kappa: np.ndarray | None = None
     _leaves: np.ndarray | None = None
+    _num_blocks: int = 0
+    """Behind the first."""
     _candidates: Candidates | None = None
     _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -104,6 +112,17 @@ class HostBlocks:
 
     def begin(self, proposal: Proposal) -> None:
         """Take the first block. Raises: ValueError, as HostProposal.read."""
+        if self.maker is not None:
+            self.num_slots, self._device = proposal.logprobs.shape[1], proposal.logprobs.device
+            proposal.check_form()
+            found = self.maker.begin(
+                _fields(proposal), self.vocab_size, self.corrections(self.num_slots),
+                is_product=self.is_product, max_nodes=self.max_nodes, bundle_width=self.bundle_width,
+            )  # fmt: skip
+            if found is None:
+                self._refuse(proposal)
+            self.is_empty = not found
+            return
         read, self._device = HostProposal.read(proposal, self.vocab_size), proposal.logprobs.device
         self.num_slots, self.is_empty = read.logprobs.shape[1], read.is_empty
         if self.is_empty:
@@ -119,37 +138,63 @@ class HostBlocks:
         """The heaviest leaves of the latest block, those that `choose_leaves` takes."""
         if self.max_frontier == 0 or self.is_empty:
             return None
-        candidates = self.candidates
         limit = self.max_nodes if self.bundle_width is None else None  # bundles take light nodes, too
-        leaves = candidates.leaves(self.max_frontier, limit)
-        if len(leaves) == 0:
+        if self.maker is None:
+            leaves = self.candidates.leaves(self.max_frontier, limit)
+            owners, masses = self.candidates.columns[OWNER, leaves].tolist(), self.candidates.masses(leaves).tolist()
+        else:
+            leaves, scores = self.maker.leaves(self.max_frontier, is_limited=limit is not None)
+            owners, masses = leaves[0].tolist(), np.exp(scores).tolist()
+        if not owners:
             return None
-        owners, masses = candidates.columns[OWNER, leaves].tolist(), candidates.masses(leaves).tolist()
         if self.choose_leaves is not None:
             kept = sorted(self.choose_leaves(owners, masses))
             if len(kept) < len(owners):
-                leaves, owners, masses = leaves[kept], [owners[i] for i in kept], [masses[i] for i in kept]
+                leaves, owners, masses = leaves[..., kept], [owners[i] for i in kept], [masses[i] for i in kept]
         if not sum(masses) > 0:
             return None
         for owner, mass in zip(owners, masses, strict=True):
             self.frontier_mass[owner] = self.frontier_mass.get(owner, 0.0) + mass
         self.num_leaves += len(owners)
         self._leaves = leaves
-        return candidates.frontier(leaves, self._device)
+        self._num_blocks += 1
+        if self.maker is None:
+            return self.candidates.frontier(leaves, self._device)
+        request, slot, token_ids, node, _ = (write(line, self._device) for line in leaves)
+        return Frontier(request=request, slot=slot, token_ids=token_ids, node=node if self._num_blocks > 1 else None)
 
     def extend(self, proposal: Proposal) -> None:
         """Take the block below the latest frontier. Raises: ValueError, as HostProposal.read."""
-        read, leaves, kappa = HostProposal.read(proposal, self.vocab_size), self._leaves, self._kappa
+        leaves, kappa = self._leaves, self._kappa
         assert leaves is not None
+        if self.maker is not None:
+            proposal.check_form()
+            if not self.maker.extend(_fields(proposal), self.vocab_size, leaves[4]):
+                self._refuse(proposal)
+            return
+        read = HostProposal.read(proposal, self.vocab_size)
         if kappa is not None:
             kappa = kappa[1] if kappa.shape[1] == 1 else kappa[1, self.candidates.columns[OWNER, leaves]]
         self._candidates = self.candidates.append(leaves, read, kappa)
 
-    def ranked(self) -> Ranked:
-        """The largest trees, of which every beginning is a tree."""
+    def _refuse(self, proposal: Proposal) -> NoReturn:
+        """Say what is wrong with it."""
+        HostProposal.read(proposal, self.vocab_size)
+        raise ValueError(f"a block must have the first one's {self.num_slots} slots, got {proposal.logprobs.shape[1]}")
+
+    def ranked(self, rows: Sequence[int] = ()) -> Ranked | None:
+        """The largest trees, of which every beginning is a tree; None: compiled code keeps them for these rows (G,) of the
+        round."""
+        if self.maker is not None:
+            self.maker.rank(rows)
+            return None
         if self.bundle_width is not None:
             return rank_bundles(self.candidates, self.bundle_width, self.max_nodes)
         return self.candidates.ranked(self.max_nodes)
+
+
+def _fields(proposal: Proposal) -> ProposalFields:
+    return proposal.token_ids, proposal.logprobs, proposal.widths, proposal.edge_logprobs, proposal.restart
 
 
 class HostTrees:
@@ -166,11 +211,14 @@ class HostTrees:
         self._config, self._budget, self._calibration = config, budget, calibration
         self._timer, self._vocab_size = timer, vocab_size
         self._bundle_width = config.bundle_width if config.policy == "bundle" else None
+        self._maker = TreeMaker.new()
 
     def propose(
-        self, _index: int, group: DraftGroup, keys: list[DraftKey | None], out: RoundDraft
-    ) -> tuple[Ranked, list[int]] | None:
+        self, index: int, group: DraftGroup, keys: list[DraftKey | None], out: RoundDraft
+    ) -> tuple[Ranked | None, list[int]] | None:
         """The group's largest trees and its rows; None when its drafter proposes nothing. Errors pass through."""
+        if self._maker is not None and index == 0:
+            self._maker.start(len(keys))
         config, own = self._config, [keys[r] for r in group.rows]
 
         def choose_leaves(owners: list[int], masses: list[float]) -> Sequence[int]:
@@ -185,10 +233,13 @@ class HostTrees:
             choose_leaves=choose_leaves,
             bundle_width=self._bundle_width,
             vocab_size=self._vocab_size,
+            maker=self._maker,
         )
         if not propose_blocks(group.drafter, group.inputs, blocks, out, self._timer):
             return None
-        ranked = None if blocks.is_empty else (blocks.ranked(), group.rows)  # what raises marks nothing as drafted
+        ranked = (
+            None if blocks.is_empty else (blocks.ranked(group.rows), group.rows)
+        )  # what raises marks nothing as drafted
         if blocks.num_leaves:
             out.num_leaves += blocks.num_leaves
             out.num_cells = blocks.num_slots * NUM_RANK_CLASSES
@@ -203,12 +254,27 @@ class HostTrees:
         self, out: RoundDraft, drafted: list[tuple[Ranked, list[int]]], anchor_token_ids: torch.Tensor
     ) -> None:
         """Cut all trees of the round to the budget and pack them."""
-        masses = np.zeros((len(out.keys), self._config.max_draft_tokens + 1))
-        for ranked, rows in drafted:
-            owners = ranked.columns[OWNER]
-            if rows != list(range(len(out.keys))):
-                owners = np.array(rows)[owners]
-            masses[owners, ranked.local] = np.exp(ranked.scores.astype(np.float64))
-        nodes = self._budget.choose(masses[:, 1:], out.keys, out.context_rows, sum(out.is_drafted))
-        out.tree = pack_trees(drafted, nodes, anchor_token_ids)
-        out.num_draft_tokens = [count - 1 for count in out.tree.counts or ()]
+        limit, device = self._config.max_draft_tokens, anchor_token_ids.device
+        if self._maker is None:
+            masses = np.zeros((len(out.keys), limit + 1))
+            for ranked, rows in drafted:
+                owners = ranked.columns[OWNER]
+                if rows != list(range(len(out.keys))):
+                    owners = np.array(rows)[owners]
+                masses[owners, ranked.local] = np.exp(ranked.scores.astype(np.float64))
+            masses = masses[:, 1:]
+        else:
+            masses = np.exp(self._maker.scores(limit))
+        nodes = self._budget.choose(masses, out.keys, out.context_rows, sum(out.is_drafted))
+        if self._maker is None:
+            out.tree = pack_trees(drafted, nodes, anchor_token_ids)
+            out.num_draft_tokens = [count - 1 for count in out.tree.counts or ()]
+            return
+        columns, out.num_draft_tokens = self._maker.cut(nodes, anchor_token_ids)
+        if device.type != "cpu":
+            columns = tuple(column.to(device) for column in columns)
+        token_ids, parents, depths, scores, cu_nodes, ancestors, cells = columns
+        out.tree = TreeBatch(
+            token_ids=token_ids, parents=parents, depths=depths, scores=scores, cu_nodes=cu_nodes, ancestors=ancestors,
+            cells=cells, counts=[1 + count for count in out.num_draft_tokens],
+        )  # fmt: skip

@@ -197,15 +197,11 @@ class TreePolicy:
         num_accepted_tokens = [len(rows) - 1 for rows, _ in paths]
         reentered = [0] * len(num_accepted_tokens)
         if draft.tree.cells is not None:
-            rows = draft.tree.on_host()
-            accepted = np.concatenate([path for path, _ in paths])
-            is_accepted = np.zeros(len(rows.owners), dtype=bool)
-            is_accepted[accepted] = True
-            self._calibration.observe(rows, draft.keys, draft.is_drafted, is_accepted)
+            accepted = np.array([row for path, _ in paths for row in path])
+            self._calibration.observe(draft.tree, draft.keys, draft.is_drafted, accepted)
             if draft.frontier_mass:
-                assert rows.cells is not None
-                late = accepted[rows.cells[accepted] >= draft.num_cells]
-                reentered = np.bincount(rows.owners[late], minlength=len(paths)).tolist()
+                cells, first = draft.tree.cell_list(), draft.num_cells
+                reentered = [sum(cells[row] >= first for row in path) for path, _ in paths]
         self.budget.observe(
             RoundObservation(
                 keys=draft.keys,

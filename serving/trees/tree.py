@@ -46,6 +46,14 @@ class TreeBatch:
     def num_requests(self) -> int:
         return self.cu_nodes.numel() - 1
 
+    def cell_list(self) -> list[int]:
+        """Cells of all rows, which must have some.  Syncs: as `on_host`."""
+        cells: np.ndarray | torch.Tensor | None = self.cells
+        if self.rows is not None or not self.token_ids.is_cpu:
+            cells = self.on_host().cells
+        assert cells is not None
+        return cells.tolist()
+
     def on_host(self) -> TreeRows:
         """The rows as NumPy arrays.  Syncs: off the CPU, the first time; one read where `counts` is known."""
         if self.rows is None:

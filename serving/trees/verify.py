@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.kernels.cpu.trees import walk_trees
 from paceline.kernels.dispatch import Kernels
 from paceline.kernels.reference import tree_accept as tree_accept_ref
+from paceline.kernels.reference.tree_accept import RowPaths
 from paceline.serving.sampling.draw import SamplingBatch, argmax_rows, draw_tokens
 from paceline.serving.trees.tree import TreeBatch, TreeRows
 
@@ -29,37 +31,29 @@ _NOT_DRAWN = -1
 class AcceptPlan:
     """The accepted path of every request, before truncation by stop or length."""
 
-    path: torch.Tensor  # (B, D + 1) int64, packed row ids into the TreeBatch; column 0 = root; -1 padded
-    num_accepted_tokens: torch.Tensor  # (B,) int64, bonus token excluded
-    bonus_token_ids: torch.Tensor  # (B,) int64
+    found: RowPaths | None = None
+    """On the device, until it is read."""
     host: list[tuple[list[int], int]] | None = None
     """(B,) path rows and bonus token, once they were read."""
-    path_token_ids: torch.Tensor | None = None  # (B, D + 1) int64, tokens of the path's rows; None = read the tree's
     host_tokens: list[list[int]] | None = None
-    """(B,) accepted tokens, root and bonus excluded, once they were read with the paths."""
+    """(B,) accepted tokens, root and bonus excluded."""
 
     def on_host(self) -> list[tuple[list[int], int]]:
-        """Path rows (root first, padding dropped) and bonus token of each request.  Syncs: one, the first time."""
+        """Path rows (root first) and bonus token of each request.  Syncs: one, the first time."""
         if self.host is None:
-            width = self.path.shape[1]
-            parts = [self.path, self.num_accepted_tokens[:, None], self.bonus_token_ids[:, None]]
-            if self.path_token_ids is not None:
-                parts.append(self.path_token_ids)
-            lines = torch.cat(parts, 1).tolist()
+            found = self.found
+            assert found is not None
+            width = found.path.shape[1]
+            columns = found.num_accepted_tokens[:, None], found.bonus_token_ids[:, None]
+            lines = torch.cat((found.path, *columns, found.path_token_ids), 1).tolist()
             self.host = [(line[: line[width] + 1], line[width + 1]) for line in lines]
-            if self.path_token_ids is not None:
-                self.host_tokens = [line[width + 3 : width + 3 + line[width]] for line in lines]
+            self.host_tokens = [line[width + 3 : width + 3 + line[width]] for line in lines]
         return self.host
 
-    def accepted_tokens(self, tree: TreeBatch) -> list[list[int]]:
-        """Accepted tokens of each request, root and bonus excluded.
-
-        Syncs: that of `on_host`, and one more when the plan does not carry the path's tokens.
-        """
-        paths = self.on_host()
-        if self.host_tokens is None:
-            tokens = tree.token_ids.tolist()
-            self.host_tokens = [[tokens[row] for row in path[1:]] for path, _ in paths]
+    def accepted_tokens(self) -> list[list[int]]:
+        """Accepted tokens of each request, root and bonus excluded.  Syncs: that of `on_host`."""
+        self.on_host()
+        assert self.host_tokens is not None
         return self.host_tokens
 
 
@@ -81,13 +75,11 @@ def accept(tree: TreeBatch, next_token_ids: torch.Tensor, kernels: Kernels | Non
     if next_token_ids.device.type != "cpu":
         return accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, next_token_ids, kernels)
     if tree.token_ids.numel() == tree.num_requests:  # roots only
-        return AcceptPlan(
-            path=torch.arange(tree.num_requests)[:, None],
-            num_accepted_tokens=torch.zeros_like(next_token_ids),
-            bonus_token_ids=next_token_ids,
-            host=[([row], bonus) for row, bonus in enumerate(next_token_ids.tolist())],
-            host_tokens=[[] for _ in range(tree.num_requests)],
-        )
+        host = [([row], bonus) for row, bonus in enumerate(next_token_ids.tolist())]
+        return AcceptPlan(host=host, host_tokens=[[] for _ in host])
+    walked = walk_trees(tree.token_ids, tree.parents, tree.cu_nodes, next_token_ids)
+    if walked is not None:
+        return _plan(*walked)
     rows, drawn = tree.on_host(), next_token_ids.numpy()
     return plan_of(rows, accepted_rows(rows, rows.token_ids == drawn[rows.above]), drawn)
 
@@ -107,29 +99,20 @@ def accepted_rows(rows: TreeRows, is_match: np.ndarray) -> np.ndarray:
 
 
 def plan_of(rows: TreeRows, found: np.ndarray, drawn: np.ndarray) -> AcceptPlan:
-    """The plan of accepted rows `found` (M,). drawn: (N,) int64, read at the ends of the paths."""
-    num_requests = len(rows.roots)
-    lines, tokens = found.tolist(), rows.token_ids[found].tolist()
-    if num_requests == 1:
-        path, counts, bonus = found[None], np.array([len(found)]), drawn[found[-1:]]
-    else:
-        owners, depths = rows.owners[found], rows.depths[found]
-        counts = np.bincount(owners, minlength=num_requests)
-        path = np.full((num_requests, int(depths.max()) + 1), -1)
-        path[owners, depths] = found
-        bonus = drawn[found[counts.cumsum() - 1]]
+    """The plan of accepted rows `found` (M,). drawn: (N,) int64, read at these rows."""
+    counts = np.bincount(rows.owners[found], minlength=len(rows.roots))
+    return _plan(found.tolist(), drawn[found].tolist(), counts.tolist())
+
+
+def _plan(rows: list[int], drawn: list[int], counts: list[int]) -> AcceptPlan:
+    """rows, drawn: of all paths, request after request, and the tokens drawn there: those of the next row, or the bonus."""
     host, host_tokens, start = [], [], 0
-    for count, token in zip(counts.tolist(), bonus.tolist(), strict=True):
-        host.append((lines[start : start + count], token))
-        host_tokens.append(tokens[start + 1 : start + count])
-        start += count
-    return AcceptPlan(
-        path=torch.from_numpy(path),
-        num_accepted_tokens=torch.from_numpy(counts - 1),
-        bonus_token_ids=torch.from_numpy(bonus),
-        host=host,
-        host_tokens=host_tokens,
-    )
+    for count in counts:
+        stop = start + count
+        host.append((rows[start:stop], drawn[stop - 1]))
+        host_tokens.append(drawn[start : stop - 1])
+        start = stop
+    return AcceptPlan(host=host, host_tokens=host_tokens)
 
 
 def accept_rows(
@@ -148,16 +131,11 @@ def accept_rows(
         cu_rows: (B + 1,) int64.
         ancestors: (N, W) bool; W bounds the path, because a tree of W rows has no depth beyond W - 1.
         kernels: None = the reference.
-    Returns: a plan whose path and path_token_ids are (B, W).  Syncs: none.
+    Returns: a plan that is not read yet.  Syncs: none.
     """
     find = tree_accept_ref.accept_rows if kernels is None else kernels.accept_rows
     found = find(token_ids=token_ids, cu_rows=cu_rows, ancestors=ancestors, next_token_ids=next_token_ids)
-    return AcceptPlan(
-        path=found.path,
-        path_token_ids=found.path_token_ids,
-        num_accepted_tokens=found.num_accepted_tokens,
-        bonus_token_ids=found.bonus_token_ids,
-    )
+    return AcceptPlan(found=found)
 
 
 def verify(
@@ -174,13 +152,17 @@ def verify(
         context_lens: (B,) int64, the anchors' positions: the token drawn at a row of depth d has position
             context_len + d + 1.
         accept: another implementation of `accept`.
-    All-greedy batches take one argmax. Otherwise tokens are drawn at every node at once, or, where a draw is dear on the
+    All-greedy batches take one argmax, on the CPU at the rows that the walk reaches. Otherwise tokens are drawn at every node at once, or, where a draw is dear on the
     CPU, level by level and only at the nodes that the walk reaches, which gives the same; elsewhere every level would cost a
     wait for the device. Requests with a grammar walk everywhere: at every level their rows are masked for
     the state that the path has led to, and the drawn token moves that state. Grammars are left ahead of the committed
     tokens, until those that are emitted are committed (`GrammarState.keep`).
     """
     if sampling.is_all_greedy:
+        if logits.is_cpu:
+            walked = walk_trees(tree.token_ids, tree.parents, tree.cu_nodes, logits)
+            if walked is not None:
+                return _plan(*walked)
         return accept(tree, argmax_rows(logits))
     if sampling.has_grammars:
         sampling.rewind()

@@ -42,9 +42,9 @@ def random_trees(rng, sizes):
     )
 
 
-def assert_same_plan(got: AcceptPlan, expected: AcceptPlan, tree):
+def assert_same_plan(got: AcceptPlan, expected: AcceptPlan):
     assert got.on_host() == expected.on_host()
-    assert got.accepted_tokens(tree) == expected.accepted_tokens(tree)
+    assert got.accepted_tokens() == expected.accepted_tokens()
 
 
 def make_rounds(target, kv, pages, rng):

@@ -91,15 +91,18 @@ def _check_rows(packed, counts, width, drawn, more_rows, more_requests, more_wid
         width=width + more_width,
     )  # fmt: skip
     plan, b = accept(packed, drawn), len(counts)
-    columns = slice(0, plan.path.shape[1])
+    paths = [path for path, _ in plan.on_host()]
+    found_path = torch.full((b, width + more_width), -1)
+    for line, path in zip(found_path, paths, strict=True):
+        line[: len(path)] = torch.tensor(path)
     for twin in (accept_rows_reference, tree_accept.accept_rows):
         found = twin(**inputs)
         assert found.path.shape == found.path_token_ids.shape == (b + more_requests, width + more_width)
-        assert torch.equal(found.path[:b, columns].cpu(), plan.path) and found.path[:b, columns.stop :].eq(-1).all()
-        tokens = torch.where(plan.path < 0, -1, packed.token_ids[plan.path.clamp(min=0)])
-        assert torch.equal(found.path_token_ids[:b, columns].cpu(), tokens)
-        assert torch.equal(found.num_accepted_tokens[:b].cpu(), plan.num_accepted_tokens)
-        assert torch.equal(found.bonus_token_ids[:b].cpu(), plan.bonus_token_ids)
+        assert torch.equal(found.path[:b].cpu(), found_path)
+        tokens = torch.where(found_path < 0, -1, packed.token_ids[found_path.clamp(min=0)])
+        assert torch.equal(found.path_token_ids[:b].cpu(), tokens)
+        assert found.num_accepted_tokens[:b].tolist() == [len(path) - 1 for path in paths]
+        assert found.bonus_token_ids[:b].tolist() == [bonus for _, bonus in plan.on_host()]
 
 
 def test_packed_rows_wider_than_a_tile_are_judged_block_by_block():

@@ -8,6 +8,7 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.contracts import RoundStats
+from paceline.kernels.cpu.trees import load_trees
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
@@ -86,7 +87,7 @@ def test_a_trace_that_cannot_be_put_together_costs_the_trace_only(monkeypatch: p
 
 
 @pytest.mark.parametrize("num_requests", [1, 2])
-@pytest.mark.parametrize("where", ["budget", "trees.host.HostBlocks.ranked", "trees.host.pack_trees"])
+@pytest.mark.parametrize("where", ["budget", "serving.trees.host.HostBlocks.ranked", "pack"])
 def test_trees_that_cannot_be_built_cost_the_drafter_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str, num_requests: int
 ) -> None:
@@ -97,7 +98,8 @@ def test_trees_that_cannot_be_built_cost_the_drafter_only(
     if where == "budget":
         monkeypatch.setattr(engine.policy.budget, "choose", fail)
     else:
-        monkeypatch.setattr(f"paceline.serving.{where}", fail)
+        packs = "serving.trees.host.pack_trees" if load_trees() is None else "kernels.cpu.trees.TreeMaker.cut"
+        monkeypatch.setattr(f"paceline.{packs if where == 'pack' else where}", fail)
     assert run(engine, num_requests) == ANSWERS[:num_requests]
     assert engine.stats()["drafter_failures"] == {"v0": "IndexError: no such node"}
     assert sum("decode plainly" in r.getMessage() for r in caplog.records) == 1

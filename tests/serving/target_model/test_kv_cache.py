@@ -7,6 +7,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.kernels.cpu.memory import pool_zeros
+from paceline.kernels.cpu.trees import copy_rows, load_trees
 from paceline.serving.target_model.kv_cache import KVPool, PageAllocator
 
 
@@ -104,3 +105,23 @@ def test_a_pool_takes_memory_when_it_is_written():
     assert psutil.Process().memory_info().rss - before < 2**26
     assert pool.data_ptr() % 64 == 0 and float(pool[:9].sum()) == 4096 and not pool[-1].any()
     assert pool_zeros((0, 4), torch.float32, "cpu").shape == (0, 4)
+
+
+def test_a_pool_that_the_system_refuses_says_how_much_was_asked_for_and_what_to_lower() -> None:
+    with pytest.raises(ConfigError, match=r"4398046511104 MiB .*: lower engine\.kv_bytes"):
+        pool_zeros((2**31, 2**29), torch.float32, "cpu")
+
+
+def test_rows_are_copied_as_torch_copies_them_and_only_where_they_are() -> None:
+    rng = torch.Generator().manual_seed(0)
+    for shape in ((3, 9, 2, 2, 4), (9, 5)):
+        pool = torch.randn(shape, generator=rng)
+        rows_at = int(len(shape) > 2)
+        for _ in range(20):
+            src, dst = torch.randperm(9, generator=rng)[:4], torch.randperm(9, generator=rng)[:4]
+            expected = pool.index_copy(rows_at, dst, pool.index_select(rows_at, src))
+            if copy_rows(pool, dst, pool, src):
+                assert torch.equal(pool, expected)
+        if load_trees() is not None:
+            with pytest.raises(IndexError):
+                copy_rows(pool, torch.tensor([9]), pool, torch.tensor([0]))

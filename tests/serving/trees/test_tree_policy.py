@@ -112,7 +112,7 @@ def test_policy_switches_a_useless_drafter_off_and_keeps_a_useful_one():
             plan = accept(out.tree, drawn)
             verify_s = 5e-3 + 1e-4 * out.tree.token_ids.numel()
             pol.observe(out, plan, verify_s=verify_s, round_s=verify_s + out.draft_s + 3e-4)
-            history += [int(t) for t in text[len(history) : len(history) + int(plan.num_accepted_tokens[0]) + 1]]
+            history += [int(t) for t in text[len(history) : len(history) + len(plan.on_host()[0][0])]]
         assert dict(pol.budget.states())[key] == state
 
 

@@ -9,7 +9,7 @@ import torch
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.trees.tree import TreeBatch
-from paceline.serving.trees.verify import accept, accept_rows, draw_all, owners, verify
+from paceline.serving.trees.verify import accept, accept_rows, accepted_rows, draw_all, owners, plan_of, verify
 from tests.helpers.scripted_drafters import OracleDrafter, RandomDrafter, RejectedDrafter, RepeatDrafter
 from tests.helpers.trees import draft_fixed, inputs_for
 
@@ -37,9 +37,9 @@ class TableTarget:
 
 
 def emitted(plan, tree, b):
-    path = plan.path[b][plan.path[b] >= 0]
-    assert len(path) == plan.num_accepted_tokens[b] + 1 and path[0] == tree.cu_nodes[b]
-    return [*tree.token_ids[path[1:]].tolist(), int(plan.bonus_token_ids[b])]
+    path, bonus = plan.on_host()[b]
+    assert tree.token_ids[path[1:]].tolist() == plan.accepted_tokens()[b] and path[0] == tree.cu_nodes[b]
+    return [*plan.accepted_tokens()[b], bonus]
 
 
 def decode(target, prompts, params, seeds, drafter, num_nodes, num_tokens):
@@ -54,9 +54,7 @@ def decode(target, prompts, params, seeds, drafter, num_nodes, num_tokens):
         logits = target.over(tree, histories)
         plan = verify(tree, logits, batch, inputs.context_lens)
         twin = accept(tree, draw_all(tree, logits, batch, inputs.context_lens))
-        assert (
-            plan.path.tolist() == twin.path.tolist() and plan.bonus_token_ids.tolist() == twin.bonus_token_ids.tolist()
-        )
+        assert plan == twin
         for b, history in enumerate(histories):
             new = emitted(plan, tree, b)
             history.extend(new)
@@ -174,9 +172,8 @@ def test_ragged_trees_with_roots_between():
     )
     assert owners(tree).tolist() == [0, 0, 0, 0, 1, 2, 2]
     plan = accept(tree, torch.tensor([1, 3, 0, 5, 6, 0, 2]))
-    assert plan.path.tolist() == [[0, 1, 3], [4, -1, -1], [5, -1, -1]]
-    assert plan.num_accepted_tokens.tolist() == [2, 0, 0]
-    assert plan.bonus_token_ids.tolist() == [5, 6, 0]
+    assert plan.on_host() == [([0, 1, 3], 5), ([4], 6), ([5], 0)]
+    assert plan.accepted_tokens() == [[1, 3], [], []]
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3, 16])
@@ -192,9 +189,7 @@ def test_the_hosts_walk_accepts_the_paths_of_the_kernels_reference(num_requests)
                 drawn[rows.above[row]] = tree.token_ids[row]
         plan = accept(tree, drawn)
         expected = accept_rows(tree.token_ids, tree.cu_nodes, tree.ancestors, drawn)
+        values = drawn.numpy()
+        assert plan == plan_of(rows, accepted_rows(rows, rows.token_ids == values[rows.above]), values)
         assert plan.on_host() == expected.on_host()
-        assert plan.accepted_tokens(tree) == expected.accepted_tokens(tree)
-        depth = plan.path.shape[1]
-        assert torch.equal(plan.path, expected.path[:, :depth]) and (expected.path[:, depth:] == -1).all()
-        assert torch.equal(plan.num_accepted_tokens, expected.num_accepted_tokens)
-        assert torch.equal(plan.bonus_token_ids, expected.bonus_token_ids)
+        assert plan.accepted_tokens() == expected.accepted_tokens()
