@@ -24,7 +24,7 @@ FLOORS = (
     ("infra/controller",),
     ("infra/state",),
     ("bench/gpu_check",),
-    ("bench/drafters", "bench/shadow", "bench/shapes"),
+    ("bench/drafters", "bench/peers", "bench/shadow", "bench/shapes"),
     ("bench/serve", "bench/replay"),
     ("bench/engine",),
     ("bench/common",),
