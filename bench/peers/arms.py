@@ -125,14 +125,14 @@ class PeerArm:
     async def _find_features(self) -> ServerFeatures:
         async with self._http() as http:
             return await find_features(
-                http, self.server.url, is_chat=False, model=self.server.served_name, extra=self.server.peer.body
+                http, self.server.url, is_chat=False, model=self.server.served_name, extra=self.server.peer.kind.body
             )
 
     async def _turn(self, requests: Sequence[StreamRequest], load: Load, max_s: float) -> Turn:
         assert self.features is not None
         async with self._http() as http:
             client = StreamClient(
-                http, is_chat=False, features=self.features, extra={"top_p": 1.0, **self.server.peer.body}
+                http, is_chat=False, features=self.features, extra={"top_p": 1.0, **self.server.peer.kind.body}
             )
             wake = StreamRequest(prompt="Hello", bucket="default", max_tokens=_WAKE_TOKENS, temperature=0.0, seed=0)
             woken = await client.stream(wake)

@@ -24,9 +24,11 @@ from paceline.paths import TEXT_DRAFTERS
 PACELINE, PLAIN = "paceline", "paceline-none"
 """Paceline with the model's default drafter, and without any."""
 PYTHON = "python"
-FIELDS = ("model", "folder", "gguf", "port", "threads", "concurrency", "context", "total_context", "room")
+FIELDS = ("model", "folder", "gguf", "port", "threads", "concurrency", "context", "total_context", "pages", "room")
 """What a command may name in braces: --model as it was given, its weights as a transformers folder and as a GGUF file, the
-port, threads of the server, requests at once, tokens of the longest one, of all at once, and a folder of the server's own."""
+port, threads of the server, requests at once, tokens of the longest one, of all at once, these as pages of PAGE_TOKENS, and
+a folder of the server's own."""
+PAGE_TOKENS = 32
 _FIELD = re.compile("{(" + "|".join(FIELDS) + ")}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
@@ -60,7 +62,7 @@ class Way:
 class Kind:
     """A server that the catalog knows."""
 
-    ways: tuple[Way, ...]
+    ways: tuple[Way, ...] = ()
     """In the order in which they are looked for."""
     install: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +70,8 @@ class Kind:
     """Fields of a request that turn off the server's own defaults of sampling."""
     served_name: str | None = None
     """The model's name in requests; None: the first that /v1/models has."""
+    ready: str = "/v1/models"
+    """What answers 200 once the server can be asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +82,13 @@ class Peer:
     command: tuple[str, ...]
     """With FIELDS in braces."""
     env: Mapping[str, str] = field(default_factory=dict)
-    body: Mapping[str, Any] = field(default_factory=dict)
-    served_name: str | None = None
+    kind: Kind = field(default_factory=Kind)
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def needs(self, name: str) -> bool:
         """Whether the command names this one of FIELDS."""
-        return any(f"{{{name}}}" in word for word in (*self.command, *self.env.values(), self.served_name or ""))
+        words = (*self.command, *self.env.values(), self.kind.served_name or "")
+        return any(f"{{{name}}}" in word for word in words)
 
     @property
     def shown(self) -> str:
@@ -92,7 +96,10 @@ class Peer:
         return shlex.join([Path(word).name if word.startswith(os.sep) else word for word in self.command])
 
 
-_TRANSFORMERS = "serve {folder} --host 127.0.0.1 --port {port} --device cpu --continuous-batching"
+_TRANSFORMERS = (  # it would take nearly all memory for K and V
+    "serve {folder} --host 127.0.0.1 --port {port} --device cpu --continuous-batching --cb-max-batch-tokens 512 "
+    f"--cb-block-size {PAGE_TOKENS} --cb-num-blocks {{pages}}"
+)
 _LLAMA_SERVER = (
     "-m {gguf} --host 127.0.0.1 --port {port} --threads {threads} --threads-batch {threads} --parallel {concurrency} "
     "--ctx-size {total_context}"
@@ -162,6 +169,7 @@ def kinds(drafters: Sequence[str]) -> dict[str, Kind]:
                 ),
             ),
             install="pip install 'transformers[serving]' accelerate", env={"HF_HUB_OFFLINE": "1"}, served_name="{folder}",
+            ready="/health",  # its list of models is that of a cache
         ),
     }  # fmt: skip
 
@@ -213,19 +221,12 @@ def find_peer(name: str, known: Mapping[str, Kind], given: Mapping[str, Given]) 
 
     Raises: MissingPeer, in one sentence that says how to install it.
     """
-    kind = known.get(name)
-    own = given.get(name)
+    kind, own = known.get(name, Kind()), given.get(name)
     if own is not None and own.is_whole:
         program = _find_program(own.words[0])
         if program is None:
             raise MissingPeer(f"{own.words[0]!r} is no program in PATH; correct --peer {name}=...")
-        served_name = None if kind is None else kind.served_name
-        return Peer(
-            name=name, command=(program, *own.words[1:]), env={**(kind.env if kind else {}), **own.env},
-            body=kind.body if kind else {}, served_name=served_name,
-        )  # fmt: skip
-    if kind is None:
-        raise MissingPeer(f"it is not in the catalog: --peer {name}=COMMAND must name {{port}}")
+        return Peer(name=name, command=(program, *own.words[1:]), env={**kind.env, **own.env}, kind=kind)
     own = own or given.get(name.partition("-")[0])
     own = Given({}, ()) if own is None or own.is_whole else own
     env = {**kind.env, **own.env}
@@ -242,10 +243,8 @@ def find_peer(name: str, known: Mapping[str, Kind], given: Mapping[str, Given]) 
             missing, versions = _probe(program, env, way)
             if missing:
                 continue
-        return Peer(
-            name=name, command=(program, *shlex.split(way.words)), env=env, body=kind.body,
-            served_name=kind.served_name, versions=versions,
-        )  # fmt: skip
+        command = (program, *shlex.split(way.words))
+        return Peer(name=name, command=command, env=env, kind=kind, versions=versions)
     lacks = f" (its Python lacks {', '.join(missing)})" if missing else ""
     raise MissingPeer(f"not installed{lacks}: {kind.install}, or give --peer {name}=COMMAND")
 

@@ -42,13 +42,15 @@ class PeerProcess:
     @property
     def served_name(self) -> str | None:
         """The model's name in requests, where the server does not tell it."""
-        return None if self.peer.served_name is None else filled([self.peer.served_name], self._values)[0]
+        name = self.peer.kind.served_name
+        return None if name is None else filled([name], self._values)[0]
 
     def start(self, timeout_s: float) -> None:
-        """Start the server and return when it lists its models. Raises: PacelineError when it ends or does not answer in time."""
+        """Start the server and return when it can be asked. Raises: PacelineError when it ends or does not answer in time."""
         self._room.mkdir(parents=True, exist_ok=True)
         threads = dict.fromkeys(_THREAD_VARIABLES, self._values["threads"])
-        env = {**os.environ, **threads, **self.peer.env}
+        own = zip(self.peer.env, filled(list(self.peer.env.values()), self._values), strict=True)
+        env = {**os.environ, **threads, **dict(own)}
         try:
             with self._log.open("wb") as out:
                 self._process = subprocess.Popen(
@@ -57,7 +59,7 @@ class PeerProcess:
                 )  # fmt: skip
         except OSError as e:
             raise PacelineError(f"it cannot be started: {e.strerror}") from e
-        wait_until_ready(self._process, f"{self.url}/v1/models", self._log, "it", timeout_s)
+        wait_until_ready(self._process, f"{self.url}{self.peer.kind.ready}", self._log, "it", timeout_s)
 
     def end_words(self) -> str | None:
         """How the server ended; None while it lives. A connection breaks a moment before its process has ended."""

@@ -20,6 +20,7 @@ from paceline.bench.common.workloads import asked_text, load_prompts
 from paceline.bench.peers.arms import PeerArm, TokenCounter
 from paceline.bench.peers.catalog import (
     PACELINE,
+    PAGE_TOKENS,
     PLAIN,
     MissingPeer,
     Peer,
@@ -67,7 +68,7 @@ class PeersOptions:
         tuple[str, ...],
         Setting(
             "NAME=PROGRAM, or NAME=COMMAND with {port} and as it needs {model}, {folder}, {gguf}, {threads}, {concurrency}, {context}, "
-            "{total_context}, {room}; variables may stand before; again and again.",
+            "{total_context}, {pages}, {room}; variables may stand before; again and again.",
             flag="peer", panel=SERVER, is_repeated=True,
         ),
     ] = ()  # fmt: skip
@@ -218,6 +219,7 @@ def _values(options: PeersOptions, model: Path, peers: Sequence[Peer], room: Pat
         "model": options.model if options.model in MODEL_NAMES else str(model),
         "folder": str(folder), "gguf": str(gguf), "threads": str(options.num_threads), "concurrency": str(concurrency),
         "context": str(context), "total_context": str(context * concurrency),
+        "pages": str((context // PAGE_TOKENS + 1) * concurrency),
     }  # fmt: skip
 
 
@@ -262,7 +264,7 @@ def _server(arm: PeerArm) -> dict[str, Any]:
     peer, features = arm.server.peer, arm.features
     return {
         "name": peer.name, "is_own": peer.name.partition("-")[0] == PACELINE, "command": peer.shown,
-        "versions": dict(peer.versions), "env": sorted(peer.env), "body": dict(peer.body), "problem": arm.problem,
+        "versions": dict(peer.versions), "env": sorted(peer.env), "body": dict(peer.kind.body), "problem": arm.problem,
         "has_token_ids": features is not None and features.has_token_ids,
         "has_usage": features is not None and features.has_usage, "rss_bytes": arm.server.rss_bytes(),
     }  # fmt: skip

@@ -38,7 +38,7 @@ def model(tmp_path_factory) -> Path:
 def run(model, tmp_path, *words):
     """(document, result) of a command."""
     path = tmp_path / "peers.json"
-    small = ["--concurrency", "1,2", "--temperature", "0", "--groups", "2", "--waves", "1", "--warmup", "1", "--max-tokens", "12", "--buckets", "code", "--threads", "1"]  # fmt: skip
+    small = ["--concurrency", "1,2", "--temperature", "0", "--groups", "2", "--waves", "1", "--warmup", "1", "--max-tokens", "12", "--buckets", "code", "--threads", "1", "--start-timeout", "240"]  # fmt: skip
     result = RUN.invoke(app, ["bench", "peers", "--model", str(model), "--json", str(path), *small, *words])
     return (json.loads(path.read_text()) if path.is_file() else None), result
 
