@@ -58,7 +58,8 @@ def load_prompts(bucket: str, data: Path | None, count: int, seed: int = 0) -> l
 
     Without a folder: the bundled ones, and of `chat` those that the project itself writes. Raises: ConfigError.
     """
-    pool = bundled_prompts(bucket) if data is None and bucket != "chat" else data_prompts(bucket, data)
+    found = bundled_prompts(bucket) if data is None and bucket != "chat" else data_prompts(bucket, data)
+    pool = list({p.text: p for p in found}.values())
     if not pool:
         raise ConfigError(f"bucket {bucket!r} has no prompts in {data}")
     rng = random.Random(f"{seed}-{bucket}")

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.paths import TEXT_DRAFTERS
 
 PACELINE, PLAIN = "paceline", "paceline-none"
 """Paceline with the model's default drafter, and without any."""
@@ -29,6 +28,7 @@ FIELDS = ("model", "folder", "gguf", "port", "threads", "concurrency", "context"
 port, threads of the server, requests at once, tokens of the longest one, of all at once, these as pages of PAGE_TOKENS, and
 a folder of the server's own."""
 PAGE_TOKENS = 32
+_TEXT_DRAFTERS = ("lookup", "suffix")
 _FIELD = re.compile("{(" + "|".join(FIELDS) + ")}")
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
@@ -148,12 +148,16 @@ def _paceline(drafter: str | None) -> Kind:
     return Kind(ways=(way,), install="pip install paceline")
 
 
-def kinds(drafters: Sequence[str]) -> dict[str, Kind]:
-    """Every server that the catalog knows, by name; drafters: those with weights for the model."""
+def kinds(drafters: Sequence[str], default: str) -> dict[str, Kind]:
+    """Every server that the catalog knows, by name.
+
+    drafters: those with weights for the model. default: the one that it has without being asked, whose arm is `paceline`.
+    """
+    others = [name for name in (*drafters, *_TEXT_DRAFTERS) if name != default]
     return {
         PLAIN: _paceline("none"),
         PACELINE: _paceline(None),
-        **{f"{PACELINE}-{name}": _paceline(name) for name in (*drafters, *TEXT_DRAFTERS)},
+        **{f"{PACELINE}-{name}": _paceline(name) for name in others},
         "llamacpp": _llamacpp("", ""),
         "llamacpp-lookup": _llamacpp(
             # llama-cpp-python advises 2 tokens where no GPU is

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated as A
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.markup import escape
 
@@ -35,13 +36,20 @@ from paceline.bench.peers.weights import gguf_file, transformers_folder
 from paceline.bench.serve.client import StreamRequest
 from paceline.bench.serve.local_service import LOAD, REQUESTS, SERVER
 from paceline.errors import ConfigError
-from paceline.paths import MODEL_NAMES, drafters_for, is_gguf, resolve_model
+from paceline.paths import MODEL_NAMES, default_drafter, drafters_for, is_gguf, resolve_model
 from paceline.records import DataFolder, JsonFile, Model, Setting, record, require
 from paceline.serving.loading.checkpoint import open_checkpoint
 
 __all__ = ["PeersOptions", "has_failed", "run_peers"]
 _CONTEXT_STEP = 256
-_QUICK = {"concurrencies": (1,), "temperatures": (0.0,), "num_groups": 2, "waves": 1, "warmup": 0, "max_tokens": 32}
+_QUICK: dict[str, Any] = {
+    "concurrencies": (1,),
+    "temperatures": (0.0,),
+    "num_groups": 2,
+    "waves": 1,
+    "warmup": 0,
+    "max_tokens": 32,
+}
 
 
 @record()
@@ -76,6 +84,9 @@ class PeersOptions:
     start_timeout_s: A[
         float, Setting("Seconds that a server may take to start.", flag="start-timeout", panel=SERVER, gt=0)
     ] = 600.0
+    keep_free_gib: A[
+        float, Setting("GiB of memory below which no further server is started.", flag="keep-free", panel=SERVER, ge=0)
+    ] = 2.0
     baseline: A[str | None, Setting("Arm that ratios are over; default: Paceline without a drafter.", panel=SERVER)] = (
         None
     )
@@ -189,7 +200,8 @@ def _plan(
 def _find(options: PeersOptions, model: Path) -> tuple[list[Peer], dict[str, str]]:
     """(Peers that are here, why others are not, by name)."""
     given = parse_given(options.commands)
-    known = kinds(drafters_for(options.model))
+    drafters, default = drafters_for(options.model), default_drafter(options.model)
+    known = kinds(drafters, drafters[0] if default == "bundled" else default)
     peers: list[Peer] = []
     skipped: dict[str, str] = {}
     for name in chosen(options.peers, known, given):
@@ -237,8 +249,14 @@ def _started(
     arms = [PeerArm(server=PeerProcess(peer, values, room / peer.name), timeout_s=options.timeout_s) for peer in peers]
     try:
         for arm in arms:
-            with console.status(f"starting {arm.name}"):
-                arm.start(options.start_timeout_s)
+            free = psutil.virtual_memory().available / 2**30
+            if free < options.keep_free_gib:
+                arm.problem = (
+                    f"not started with {free:.1f} GiB of memory left (--keep-free); choose fewer --peers at a time"
+                )
+            else:
+                with console.status(f"starting {arm.name}"):
+                    arm.start(options.start_timeout_s)
             words = f"[red]{escape(arm.problem)}[/red]" if arm.problem else "ready"
             console.print(f"{arm.name}: {words}", soft_wrap=True)
         yield arms

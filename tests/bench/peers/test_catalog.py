@@ -17,7 +17,7 @@ from paceline.bench.peers.catalog import (
 )
 from paceline.errors import ConfigError
 
-KNOWN = kinds(("eagle3",))
+KNOWN = kinds(("specblock", "eagle3"), "specblock")
 
 
 def test_a_command_is_variables_and_a_program_or_the_whole():
@@ -49,9 +49,10 @@ def test_patterns_choose_in_the_order_of_the_catalog():
         chosen(["sglang"], KNOWN, mine)
 
 
-def test_paceline_has_an_arm_for_every_drafter_and_is_always_here():
+def test_paceline_has_one_arm_for_every_drafter_and_is_always_here():
     names = [name for name in KNOWN if name.split("-")[0] == PACELINE]
-    assert names == ["paceline-none", "paceline", "paceline-eagle3", "paceline-lookup", "paceline-suffix", "paceline-suffix-recent"]  # fmt: skip
+    assert names == ["paceline-none", "paceline", "paceline-eagle3", "paceline-lookup", "paceline-suffix"]
+    assert "paceline-suffix" not in kinds((), "suffix")
     peer = find_peer("paceline-eagle3", KNOWN, {})
     assert peer.command[0] == sys.executable and peer.command[-2:] == ("--drafter", "eagle3")
     assert not peer.needs("folder") and peer.needs("model") and sys.executable not in peer.shown

@@ -1,6 +1,7 @@
 """Claims of a peer's process: all of it stands still between its turns, and nothing of it is left behind."""
 
 import os
+import signal
 import sys
 import time
 
@@ -8,7 +9,7 @@ import psutil
 import pytest
 
 from paceline.bench.peers.catalog import Peer
-from paceline.bench.peers.process import PeerProcess
+from paceline.bench.peers.process import PeerProcess, ending_on_sigterm
 from paceline.errors import PacelineError
 from tests.helpers.api_server import wait_until
 
@@ -77,3 +78,18 @@ def test_a_program_that_cannot_be_started_is_named(tmp_path):
     with pytest.raises(PacelineError, match="cannot be started"):
         server.start(5)
     server.stop()
+
+
+def test_sigterm_ends_the_servers_before_the_benchmark(tmp_path):
+    server = process(tmp_path, "-c", FAMILY, "{port}", "{room}")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as error, ending_on_sigterm():
+        try:
+            server.start(30)
+            server.pause()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            server.stop()
+    assert error.value.code == 128 + signal.SIGTERM and server.end_words() is not None
+    assert signal.getsignal(signal.SIGTERM) == before

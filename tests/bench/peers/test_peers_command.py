@@ -58,6 +58,11 @@ def test_servers_that_fail_have_a_row_that_says_how(model, tmp_path):
     )
 
 
+def test_no_server_is_started_that_leaves_too_little_memory(model, tmp_path):
+    document, result = run(model, tmp_path, "--peers", "mine", "--peer", f"mine={SERVER} hangs", "--keep-free", "1e6")
+    assert result.exit_code == 1 and "GiB of memory left (--keep-free)" in document["servers"][0]["problem"]
+
+
 def test_what_is_not_there_is_skipped_with_the_way_to_install_it(model, tmp_path):
     words = ["--peer", f"vllm={sys.executable}", "--peer", f"llamacpp={SERVER} dies", "--peer", f"read={SERVER} dies {{gguf}}"]  # fmt: skip
     document, result = run(model, tmp_path, "--peers", "vllm,read,llamacpp", *words)
