@@ -7,16 +7,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
 from paceline.bench.common.terminal import interval_text, new_table, number_text, say_file
 from paceline.bench.peers.arms import PeerArm, TokenCounter, Turn
 from paceline.bench.serve.stats import first_difference, percentiles_with_intervals, ratio_with_interval
-from paceline.bootstrap import rate_ratio
+from paceline.bootstrap import interval, rate_ratio, resampled
 
 TOKENIZER, USAGE = "tokenizer", "usage"
 _TTFT_POINTS = (50, 95)
+_GROUP_KEYS = ("group_tokens", "group_seconds")
 
 
 def cell_row(
@@ -96,6 +98,37 @@ def _equal(own: Mapping[int, Turn], base: Mapping[int, Turn], counter: TokenCoun
     return {"num_compared": num_compared, "num_equal": num_equal, "token_share": _share(num_same, num_all)}
 
 
+def mean_ratios(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:
+    """Per temperature, concurrency and arm: geometric mean over the workloads of the speed over the baseline's.
+
+    A workload in which one of both lost a whole group is left out. Groups of a workload are drawn together.
+    """
+    out = []
+    places = dict.fromkeys((c["temperature"], c["concurrency"]) for c in cells)
+    for temperature, concurrency in places:
+        own = [c for c in cells if (c["temperature"], c["concurrency"]) == (temperature, concurrency)]
+        for name in dict.fromkeys(name for c in own for name in c["ratios"]):
+            pairs = [(c["arms"][name], c["arms"][baseline]) for c in own if c["ratios"].get(name)]
+            columns = [
+                np.array([side[key] for side in pair for key in _GROUP_KEYS]) for pair in pairs if _is_paired(*pair)
+            ]
+            if not columns:
+                continue
+            found = [resampled(x, lambda s: np.log(s[0] / s[1] * s[3] / s[2]), seed=i) for i, x in enumerate(columns)]
+            value = float(np.exp(np.mean([v for v, _ in found])))
+            spread = np.exp(np.mean([values for _, values in found], axis=0))
+            ends = interval(value, spread, min(x.shape[1] for x in columns), is_positive=True)
+            out.append({"temperature": temperature, "concurrency": concurrency, "arm": name, "num_workloads": len(columns), "value": round(value, 4), "interval": ends})  # fmt: skip
+    return out
+
+
+def _is_paired(own: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Whether both have the same groups, all with tokens."""
+    return (
+        len(own["group_tokens"]) == len(base["group_tokens"]) and min(*own["group_tokens"], *base["group_tokens"]) > 0
+    )
+
+
 def _share(top: int, bottom: int) -> float | None:
     return round(top / bottom, 4) if bottom else None
 
@@ -127,6 +160,14 @@ def print_peers(document: Mapping[str, Any], console: Console) -> None:
                     "-" if equal is None or equal["token_share"] is None else f"{equal['token_share']:.0%}",
                     end_section=i + 1 == len(cell["arms"]),
                 )  # fmt: skip
+        console.print(table)
+    means = {(m["temperature"], m["concurrency"], m["arm"]): m for m in document["means"]}
+    places = list(dict.fromkeys(key[:2] for key in means))
+    if means and len({c["workload"] for c in document["cells"]}) > 1:
+        names = ["arm", *(f"T={temperature:g} x {concurrency}" for temperature, concurrency in places)]
+        table = new_table(f"Tokens/s over {baseline}: geometric mean of the workloads", names)
+        for name in dict.fromkeys(key[2] for key in means):
+            table.add_row(name, *(_figure(means.get((*place, name)), 2) for place in places))
         console.print(table)
     for server in document["servers"]:
         if server["problem"]:

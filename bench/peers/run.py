@@ -31,7 +31,7 @@ from paceline.bench.peers.catalog import (
     parse_given,
 )
 from paceline.bench.peers.process import PeerProcess, ending_on_sigterm
-from paceline.bench.peers.report import cell_row, has_failed, print_peers
+from paceline.bench.peers.report import cell_row, has_failed, mean_ratios, print_peers
 from paceline.bench.peers.weights import gguf_file, transformers_folder
 from paceline.bench.serve.client import StreamRequest
 from paceline.bench.serve.local_service import LOAD, REQUESTS, SERVER
@@ -145,9 +145,8 @@ def run_peers(options: PeersOptions, console: Console) -> dict[str, Any]:
         values = _values(options, model, peers, room, context)
         with _started(options, peers, values, room, console) as arms:
             baseline = _baseline(options, arms)
-            shown = dataclasses.replace(
-                options, commands=tuple(f"{n}=..." for n in parse_given(options.commands))
-            )  # no paths in a file
+            given = tuple(f"{name}=..." for name in parse_given(options.commands))  # no paths in a file
+            shown = dataclasses.replace(options, commands=given)
             extra = {
                 "baseline": baseline, "context_tokens": context, "num_repeated_prompts": num_repeated, "skipped": skipped,
                 "servers": [_server(arm) for arm in arms], "cells": [],
@@ -161,7 +160,7 @@ def run_peers(options: PeersOptions, console: Console) -> dict[str, Any]:
                     row = cell_row(cell, index, options.num_groups, arms, baseline, counter)
                     rows += [row] if row["arms"] else []
                     result.update(cells=rows, servers=[_server(arm) for arm in arms])
-            document = result.close()
+            document = result.close(means=mean_ratios(rows, baseline))
     print_peers(document, console)
     return document
 
@@ -261,7 +260,7 @@ def _started(
             console.print(f"{arm.name}: {words}", soft_wrap=True)
         yield arms
     finally:
-        for arm in arms:
+        for arm in reversed(arms):
             arm.server.stop()
 
 

@@ -5,7 +5,7 @@ import pytest
 from paceline.bench.peers.arms import PeerArm, TokenCounter, Turn
 from paceline.bench.peers.catalog import Peer
 from paceline.bench.peers.process import PeerProcess
-from paceline.bench.peers.report import cell_row, has_failed
+from paceline.bench.peers.report import cell_row, has_failed, mean_ratios
 from paceline.bench.serve.cell import Answer
 from paceline.bench.serve.client import StreamRequest, StreamResult
 from tests.helpers.fakes import EOS_ID, tiny_tokenizer
@@ -85,3 +85,17 @@ def test_only_what_concerns_paceline_fails_the_command(tmp_path):
     assert has_failed({**good, "cells": []})
     assert has_failed({**good, "cells": [row(tmp_path, vllm=[whole], paceline=[lost])]})
     assert has_failed({**good, "servers": [{**servers[0], "problem": "gone"}]})
+
+
+def test_means_over_workloads_are_geometric_and_leave_out_lost_groups(tmp_path):
+    def turns(seconds):
+        return [Turn(answers=(answer("abcd", usage=4),), seconds=s) for s in seconds]
+
+    code = row(tmp_path, base=turns([1.0, 1.0]), other=turns([2.0, 2.0]))
+    chat = {**row(tmp_path, base=turns([4.0, 4.0]), other=turns([0.5, 0.5])), "workload": "chat"}
+    lost = {**row(tmp_path, base=turns([1.0, 1.0]), other=turns([1.0])), "workload": "tools"}
+    (found,) = mean_ratios([code, chat, lost], "base")
+    assert found == {
+        "temperature": 0.0, "concurrency": 1, "arm": "other", "num_workloads": 2, "value": 2.0, "interval": [2.0, 2.0],
+    }  # fmt: skip
+    assert mean_ratios([lost], "base") == []
