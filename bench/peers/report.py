@@ -164,8 +164,8 @@ def print_peers(document: Mapping[str, Any], console: Console) -> None:
     means = {(m["temperature"], m["concurrency"], m["arm"]): m for m in document["means"]}
     places = list(dict.fromkeys(key[:2] for key in means))
     if means and len({c["workload"] for c in document["cells"]}) > 1:
-        names = ["arm", *(f"T={temperature:g} x {concurrency}" for temperature, concurrency in places)]
-        table = new_table(f"Tokens/s over {baseline}: geometric mean of the workloads", names)
+        columns = ["arm", *(f"T={temperature:g} x {concurrency}" for temperature, concurrency in places)]
+        table = new_table(f"Tokens/s over {baseline}: geometric mean of the workloads", columns)
         for name in dict.fromkeys(key[2] for key in means):
             table.add_row(name, *(_figure(means.get((*place, name)), 2) for place in places))
         console.print(table)
