@@ -49,6 +49,11 @@ def bundled_drafters() -> tuple[str, ...]:
     return tuple(name for name in BUNDLED_DRAFTERS if (_bundled_folder(name) / "config.json").is_file())
 
 
+def drafters_for(model: str) -> tuple[str, ...]:
+    """Names of the drafters that are bundled for a model, as resolve_model takes it. Raises: ConfigError."""
+    return tuple(_drafters_of(model_version(resolve_model(model))))
+
+
 def _drafters_of(version: str) -> dict[str, Path]:
     """Bundled drafters that were trained for a target's version, or for the checkpoint of its 8-bit form, by family.
 

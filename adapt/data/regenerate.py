@@ -93,7 +93,7 @@ def draw_prompt(document: str, tokenizer: Any, rng: np.random.Generator, config:
     """
     ends = [m.end() for m in re.finditer(re.escape(corpus.ASSISTANT), document)]
     is_cut = not ends or rng.random() < config.truncation_share
-    if ends and getattr(tokenizer, "chat_template", None) and not _has_marks(tokenizer):
+    if ends and getattr(tokenizer, "chat_template", None) and not has_marks(tokenizer):
         return _chat_prompt(document, ends, tokenizer, rng, config, is_cut=is_cut)
     text = document if is_cut else document[: ends[int(rng.integers(len(ends)))]]
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -106,7 +106,8 @@ def draw_prompt(document: str, tokenizer: Any, rng: np.random.Generator, config:
     return ids
 
 
-def _has_marks(tokenizer: Any) -> bool:
+def has_marks(tokenizer: Any) -> bool:
+    """Whether a tokenizer knows our turn marks as tokens."""
     return tokenizer.convert_tokens_to_ids(corpus.ASSISTANT) not in (None, tokenizer.unk_token_id)
 
 

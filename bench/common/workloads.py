@@ -39,8 +39,8 @@ def bundled_prompts(bucket: str) -> list[Prompt]:
     return [Prompt(prompt_id=r["id"], bucket=r["bucket"], text=r["prompt"]) for r in rows]
 
 
-def data_prompts(bucket: str, data: Path) -> list[Prompt]:
-    """Return held-out prompts of one domain of a data folder: each document up to its first answer."""
+def data_prompts(bucket: str, data: Path | None) -> list[Prompt]:
+    """Return held-out prompts of one domain of a data folder: each document up to its first answer; None: as corpus.documents."""
     from paceline.adapt.data import corpus
 
     prompts = []
@@ -54,8 +54,12 @@ def data_prompts(bucket: str, data: Path) -> list[Prompt]:
 
 
 def load_prompts(bucket: str, data: Path | None, count: int, seed: int = 0) -> list[Prompt]:
-    """Return `count` prompts of a bucket in seeded random order, repeating the list only when it is too short."""
-    pool = bundled_prompts(bucket) if data is None else data_prompts(bucket, data)
+    """Return `count` prompts of a bucket in seeded random order, repeating the list only when it is too short.
+
+    Without a folder: the bundled ones, and of `chat` those that the project itself writes. Raises: ConfigError.
+    """
+    found = bundled_prompts(bucket) if data is None and bucket != "chat" else data_prompts(bucket, data)
+    pool = list({p.text: p for p in found}.values())
     if not pool:
         raise ConfigError(f"bucket {bucket!r} has no prompts in {data}")
     rng = random.Random(f"{seed}-{bucket}")
@@ -63,6 +67,19 @@ def load_prompts(bucket: str, data: Path | None, count: int, seed: int = 0) -> l
     while len(out) < count:
         out += rng.sample(pool, len(pool))
     return out[:count]
+
+
+def asked_text(prompt: str, tokenizer: Any) -> str:
+    """A prompt as a model is asked: the model's chat template stands for turn marks that its tokenizer does not know."""
+    from paceline.adapt.data import corpus
+    from paceline.adapt.data.regenerate import has_marks
+
+    if not getattr(tokenizer, "chat_template", None) or has_marks(tokenizer):
+        return prompt
+    turns, given = corpus.messages(prompt), ""
+    if turns[-1]["role"] == "assistant":
+        given = turns.pop()["content"]  # the beginning of the answer, if there is one
+    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) + given
 
 
 HELD_OUT = {"tools": "dialogue/taskmaster4/dialogs.jsonl", "facts": "facts/factbook/sections.jsonl"}

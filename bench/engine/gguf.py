@@ -1,6 +1,6 @@
-"""GGUF file of a dense Llama or Qwen3 checkpoint, as llama.cpp reads it: weights and sizes, no tokenizer.
+"""GGUF files that llama.cpp reads: a dense Llama or Qwen3 checkpoint's weights and sizes, or a copy of a file without quantization.
 
-Prompts are token ids, so the vocabulary is `none` with its size.
+Of a checkpoint prompts are token ids, so the vocabulary is `none` with its size; a copy keeps the file's tokenizer.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
 from paceline.errors import ConfigError
 from paceline.serving.loading.checkpoint import open_checkpoint
-from paceline.serving.loading.gguf_file import PLAIN_TYPES
+from paceline.serving.loading.gguf_file import PLAIN_TYPES, GgufFile
 from paceline.serving.loading.gguf_model import gguf_name, has_turned_rows, interleave_rows
 
 _TYPES = {dtype: GGMLQuantizationType[name] for name, dtype in PLAIN_TYPES.items()}
@@ -44,6 +44,31 @@ def write_gguf(checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
             writer.add_uint32(key, value)
     for name, tensor in named_tensors(model):
         data = tensor.contiguous().view(torch.uint8).view(*tensor.shape[:-1], -1).numpy()
+        writer.add_tensor(name, data, raw_dtype=_TYPES[tensor.dtype])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def copy_gguf(source: Path, path: Path, dtype: torch.dtype) -> None:
+    """Write a GGUF file again with its matrices in `dtype` and its vectors in float32; all else stays as it is.
+
+    Raises: ConfigError when the source cannot be read.
+    """
+    file = GgufFile(source)  # says in one sentence what is wrong with a file
+    fields = GGUFReader(source).fields
+    family = "general.architecture"
+    writer = GGUFWriter(path, str(file.value(family, str)))
+    for name, field in fields.items():
+        if name in file.values and name not in (family, "general.file_type", "general.quantization_version"):
+            kinds = field.types
+            writer.add_key_value(
+                name, field.contents(), kinds[0], kinds[-1] if kinds[0] == GGUFValueType.ARRAY else None
+            )
+    for name, record in file.tensors.items():
+        tensor = file.tensor(name, dtype if len(record.shape) > 1 else torch.float32).contiguous()
+        data = tensor.view(torch.uint8).view(*tensor.shape[:-1], -1).numpy()
         writer.add_tensor(name, data, raw_dtype=_TYPES[tensor.dtype])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -59,6 +59,7 @@ class StreamResult:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     usage_tokens: int | None = None
+    usage_prompt_tokens: int | None = None
     finish_reason: str | None = None
     retry_after_s: float | None = None
     """What a refusal asks to wait, where it says so in seconds."""
@@ -96,6 +97,7 @@ class _Choice(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
+    prompt_tokens: int | None = None
 
 
 class _Event(msgspec.Struct):
@@ -230,7 +232,7 @@ class StreamClient:
             result.problem = f"error_event: {msgspec.json.encode(event.error).decode()[:200]}"
             return
         if event.usage is not None:
-            result.usage_tokens = event.usage.completion_tokens
+            result.usage_tokens, result.usage_prompt_tokens = event.usage.completion_tokens, event.usage.prompt_tokens
         result.server_stats = event.paceline or result.server_stats
         for choice in event.choices or []:
             text = choice.text

@@ -97,9 +97,10 @@ def local_service(*, timeout_s: float = START_TIMEOUT_S) -> Iterator[str]:
         command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", str(port), "--data-dir", str(Path(folder) / "data")]  # fmt: skip
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        url = f"http://127.0.0.1:{port}"
         try:
-            _wait_until_ready(process, port, log, timeout_s)
-            yield f"http://127.0.0.1:{port}"
+            wait_until_ready(process, f"{url}/healthz", log, "`paceline serve`", timeout_s)
+            yield url
         finally:
             stop(process)
 
@@ -122,20 +123,22 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _wait_until_ready(process: subprocess.Popen, port: int, log: Path, timeout_s: float) -> None:
+def wait_until_ready(process: subprocess.Popen, url: str, log: Path, name: str, timeout_s: float) -> None:
+    """Return when a server answers 200 at `url`; name: what an error calls it. Raises: PacelineError, with the end of its log."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise PacelineError(f"`paceline serve` ended with code {process.returncode} before it answered: {_tail(log)}")  # fmt: skip
+            raise PacelineError(f"{name} ended with code {process.returncode} before it answered: {log_end(log)}")
         try:
-            if httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=2.0).status_code == 200:
+            if httpx.get(url, timeout=2.0).status_code == 200:
                 return
         except httpx.HTTPError:
             pass  # not listening yet
         time.sleep(_POLL_S)
-    raise PacelineError(f"`paceline serve` did not answer within {timeout_s:.0f} s: {_tail(log)}")
+    raise PacelineError(f"{name} did not answer within {timeout_s:.0f} s: {log_end(log)}")
 
 
-def _tail(log: Path) -> str:
+def log_end(log: Path) -> str:
+    """The last lines that a server printed, as one line."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return " | ".join(lines[-_LOG_LINES:]) or "it printed nothing"

@@ -40,6 +40,10 @@ COMMANDS = {
         "Measure the speed of a server under closed and open loads.",
         "bench.serve.run:ServeBenchOptions:run_serve_bench",
     ),
+    "peers": (
+        "Compare servers of several projects on the same weights over HTTP.",
+        "bench.peers.run:PeersOptions:run_peers",
+    ),
     "shadow": ("Compare shadow scores with real decoding.", "bench.shadow.check:ShadowCheckOptions:run_shadow_check"),
     "budgets": (
         "Show acceptance length over draft nodes by exact replay, without a clock.",

@@ -25,7 +25,7 @@ FLOORS = (
     ("infra/state",),
     ("bench/gpu_check",),
     ("bench/shadow",),
-    ("bench/drafters", "bench/shapes"),
+    ("bench/drafters", "bench/peers", "bench/shapes"),
     ("bench/serve", "bench/replay"),
     ("bench/engine",),
     ("bench/common",),

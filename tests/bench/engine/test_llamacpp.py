@@ -11,12 +11,15 @@ from typer.testing import CliRunner
 
 from paceline.bench.engine import llamacpp
 from paceline.bench.engine.arms import make_groups
-from paceline.bench.engine.gguf import write_gguf
+from paceline.bench.engine.gguf import copy_gguf, write_gguf
 from paceline.bench.engine.llamacpp import LlamaCppArm, LlamaCppModel, accepted
 from paceline.cli.main import app
 from paceline.errors import ConfigError
+from paceline.serving.loading.checkpoint import open_checkpoint
+from paceline.serving.loading.gguf_file import GgufFile
 from paceline.serving.loading.target import read_target
 from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
+from tests.helpers.gguf_files import TEXT, write_model
 
 NUMBERS = {0: np.float32, 1: np.float16, 30: np.uint16}
 
@@ -144,3 +147,18 @@ def test_the_engine_benchmark_compares_its_answers_with_plain_ones(tmp_path):
         assert cell["peers"]["llamacpp"]["num_compared"] == cell["num_requests"]
         assert cell["peers"]["llamacpp"]["num_mismatches"] == 0
     assert "answers differ from plain's" in result.output
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "F16"])
+def test_a_copy_without_quantization_has_the_files_values_and_its_tokenizer(tmp_path, kind):
+    """The copy is read by our own reader, which reads what llama.cpp's converter writes."""
+    model = tiny_model("llama", vocab=400, width=256, heads=4, head_dim=64)
+    source, copy = write_model(tmp_path / "model.gguf", model, kind), tmp_path / "copy.gguf"
+    copy_gguf(source, copy, torch.bfloat16)
+    own, other = (open_checkpoint(path) for path in (source, copy))
+    assert {r.type for r in GgufFile(copy).tensors.values()} == {"BF16", "F32"}
+    left_out = ("general.file_type", "general.quantization_version")
+    assert {k: v for k, v in GgufFile(source).values.items() if k not in left_out} == GgufFile(copy).values
+    states = [c.model(torch.bfloat16).state_dict() for c in (own, other)]
+    assert states[0].keys() == states[1].keys() and all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+    assert [own.tokenizer()(t)["input_ids"] for t in TEXT] == [other.tokenizer()(t)["input_ids"] for t in TEXT]
