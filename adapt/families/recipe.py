@@ -76,6 +76,13 @@ class DrafterRecipe:
     without: A[
         tuple[str, ...], Setting("SpecBlock's parts to leave out: shift, inheritance, valid-prefix, rank-head.")
     ] = ()
+    weights: A[
+        str,
+        Setting(
+            "Type of the matrices in the file; bfloat16 halves it, and rounds what a device in float32 drafts with.",
+            choices=("float32", "bfloat16"),
+        ),
+    ] = "float32"
     loss: Any = None
     """The family's loss settings, a dataclass."""
     autocast: bool | None = None

@@ -286,9 +286,9 @@ def train_drafter(
         progress(run.step, len(plan), {"phase": "train", "rows_per_s": int(report.rows) / spent, **info})
         if run.step % checkpoint_every == 0 or run.step == len(plan):
             done.save(checkpoint, settings)
-            _write_drafter(folder, done, handle.version, facts)
+            _write_drafter(folder, done, handle.version, recipe, facts)
         began = time.perf_counter()
-    _write_drafter(folder, done, handle.version, facts)
+    _write_drafter(folder, done, handle.version, recipe, facts)
     results: dict[str, dict[str, float]] = {}
     with done.best.placed_in(model):
         for domain, kept in held_out.items():
@@ -317,10 +317,12 @@ def _wants_autocast(model: DrafterModel, recipe: DrafterRecipe, device: torch.de
     return has_native_bf16(device) and (model.config.hidden_size >= 512 or device.type != "cpu")
 
 
-def _write_drafter(folder: Path, done: _Progress, target_version: str, facts: dict[str, Any]) -> None:
+def _write_drafter(
+    folder: Path, done: _Progress, target_version: str, recipe: DrafterRecipe, facts: dict[str, Any]
+) -> None:
     """What a drafter's folder holds while it is trained: the best weights, config.json with its facts, learning curve."""
     with done.best.placed_in(done.run.model):
-        save_drafter(folder, done.run.model, target_version)
+        save_drafter(folder, done.run.model, target_version, matrix_dtype=getattr(torch, recipe.weights))
     add_facts(folder, facts)
     done.curve.write(folder)
 

@@ -122,11 +122,17 @@ def read_drafter_files(
 
 
 def save_drafter(
-    path: str | Path, model: DrafterModel, target_version: str, *, tap_layers: Sequence[int] | None = None
+    path: str | Path,
+    model: DrafterModel,
+    target_version: str,
+    *,
+    tap_layers: Sequence[int] | None = None,
+    matrix_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write config.json and drafter.safetensors; the weights appear atomically.
 
-    tap_layers: target layers that the drafter reads, where they are not the usual three or must be told.
+    tap_layers: target layers that the drafter reads, where they are not the usual three or must be told. matrix_dtype: of
+        linear layers' weights; norms, calibrations and corrections stay float32.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +140,13 @@ def save_drafter(
     values |= {} if tap_layers is None else {"tap_layers": list(tap_layers)}
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     state = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-    write_atomic(folder / WEIGHTS_FILE, save({k: v.float() if v.is_floating_point() else v for k, v in state.items()}))
+    kept = {
+        k: v.to(matrix_dtype if v.dim() == 2 and k.endswith("weight") else torch.float32)
+        if v.is_floating_point()
+        else v
+        for k, v in state.items()
+    }
+    write_atomic(folder / WEIGHTS_FILE, save(kept))
 
 
 def _check_taps(wanted: Sequence[int] | None, target: TargetHandles) -> None:

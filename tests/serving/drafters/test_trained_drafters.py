@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.interface import Frontier
@@ -57,6 +58,12 @@ def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path, kind):
     own = DRAFTERS[kind](model, *tables).forward.weights
     assert all(torch.equal(t, own[name]) for name, t in drafter.forward.weights.items())
     head = tables[-1]
+    save_drafter(tmp_path / "half", model, "abc", matrix_dtype=torch.bfloat16)
+    assert load_drafter(tmp_path / "half", target).config == model.config
+    kept, exact = load_file(tmp_path / "half/drafter.safetensors"), model.state_dict()
+    assert {str(t.dtype) for name, t in kept.items() if t.dim() < 2} <= {"torch.float32", "torch.bool", "torch.int64"}
+    assert all(torch.allclose(t.to(exact[name].dtype), exact[name], rtol=2**-8, atol=0) for name, t in kept.items())
+    assert (tmp_path / "half/drafter.safetensors").stat().st_size < (tmp_path / "drafter.safetensors").stat().st_size
     for changes, message in (
         ({"version": "other"}, "trained for target"),
         ({"vocab_size": V + 1}, "vocabulary"),
