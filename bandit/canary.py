@@ -34,8 +34,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-TILTS = (1.0, 2.5, 6.0, 15.0)
-"""theta of the mixture, per unit of log rate; best is effect / variance: 0.1 / 0.2^2 = 2.5, 0.7 / 0.2^2 = 17."""
+from paceline.bootstrap import TILTS, log_e_values, log_mixture
+
 MAX_SCORE = 3.0
 """Centred scores are cut here (a factor of 20), so that one stalled request cannot hide the others."""
 MIN_BLOCK, MAX_BLOCK = 4, 20
@@ -160,29 +160,6 @@ def _plus(logs: Sequence[float], more: np.ndarray) -> list[float]:
 def block_size(share: float) -> int:
     """Requests of a block: about one of the rarer arm, so that little evidence waits in an open block."""
     return int(min(MAX_BLOCK, max(MIN_BLOCK, round(1.0 / min(share, 1.0 - share)))))
-
-
-def log_e_values(terms: np.ndarray, is_canary: np.ndarray) -> np.ndarray:
-    """(t,) log e-values of one block, one for each tilt; zeros when the block lacks one of the arms.
-
-    Args:
-        terms: (t, n) float, tilt times score; negative tilts reward low scores of the canaries.
-        is_canary: (n,) bool.
-    """
-    n, k = terms.shape[1], int(np.sum(is_canary))
-    if k in (0, n):
-        return np.zeros(len(terms))
-    sums = np.full((len(terms), k + 1), -np.inf)  # log of the elementary symmetric polynomials so far
-    sums[:, 0] = 0.0
-    for j in range(n):
-        sums[:, 1:] = np.logaddexp(sums[:, 1:], sums[:, :-1] + terms[:, j : j + 1])
-    log_subsets = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-    return terms[:, is_canary].sum(axis=1) - (sums[:, k] - log_subsets)
-
-
-def log_mixture(logs: Sequence[float]) -> float:
-    """Log of the mean of e-processes given by their logs."""
-    return float(np.logaddexp.reduce(np.asarray(logs, dtype=np.float64)) - math.log(len(logs)))
 
 
 def log_error_evidence(num_incumbent: int, num_canary: int, share: float) -> float:

@@ -8,11 +8,14 @@ import os
 import re
 import secrets
 import socket
+import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray import serve
 from ray._private import ray_constants
@@ -23,20 +26,23 @@ from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 
 from paceline.clock import SystemClock
-from paceline.config import ServiceConfig, to_dict, with_environment
+from paceline.config import VARIABLES, ServiceConfig, override, to_dict, with_environment
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import stop_controller
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas, replica_values
+from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
 from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
 from paceline.infra.service.preflight import preflight
 from paceline.infra.service.stop_signals import StopSignals, kept_sigterm
 from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.desired import ensure_first_version
+from paceline.infra.state.layout import make_home
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis, resolve_redis
 from paceline.infra.web.access import Access
-from paceline.paths import resolve_drafter, resolve_model
+from paceline.paths import keep_private, resolve_drafter, resolve_model
 from paceline.records import build as build_record
+from paceline.serving.wire.credentials import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +70,20 @@ def build(args: Mapping[str, Any]) -> Application:
 
     Raises: ConfigError on an unknown key. Without redis_url (or PACELINE_REDIS_URL) replicas serve their first drafter and nothing adapts.
     """
-    config = with_environment(build_record(ServiceConfig, dict(args)))
+    given = build_record(ServiceConfig, dict(args))
+    if shown := [name for name in VARIABLES if _is_secret(getattr(given, name))]:
+        log.warning(
+            "%s in args can be read by `serve config` and in Ray's dashboard; give %s to `ray start` on every node instead, "
+            "or the same with _FILE",
+            " and ".join(shown), " and ".join(VARIABLES[name] for name in shown),
+        )  # fmt: skip
+    config = with_environment(given)
     return _bind(config, deployment_limits(config))
+
+
+def _is_secret(value: str | None) -> bool:
+    """Whether a token, or a URL with a password, is given."""
+    return bool(value) and ("://" not in str(value) or "@" in str(value))
 
 
 def _bind(config: ServiceConfig, limits: DeploymentLimits) -> Application:
@@ -95,11 +113,12 @@ def run_service(config: ServiceConfig) -> Service:
     resolve_model(config.model)
     resolve_drafter(config.drafter, config.model)
     config = with_environment(config)
+    Tokens.of(config)  # files that cannot be used are refused before anything starts
+    http_options(config)
     config = replace(config, port=claim_port(config.host, config.port))
     found = preflight(config)
     config = replace(config, device=found.device)
-    paths = StorePaths.of(config)
-    paths.data_dir.mkdir(parents=True, exist_ok=True)
+    make_home(StorePaths.of(config).home)
     redis: EmbeddedRedis | None = None
     owns_ray = owns_app = False
     try:
@@ -109,10 +128,11 @@ def run_service(config: ServiceConfig) -> Service:
             log.info("redis url=%s", redact(url))
         owns_ray = start_ray(config)
         if owns_ray:
+            config = with_threads(config)
             check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
         if APP_NAME in _running_apps():
             raise ConfigError("a Paceline service already runs in this Ray cluster; stop it first")
-        serve.start(proxy_location="HeadOnly", http_options={"host": config.host, "port": config.port})
+        serve.start(proxy_location="HeadOnly", http_options=http_options(config))
         app = _bind(config, deployment_limits(config, grace_s=LOCAL_GRACE_S))
         if is_adaptive(config):
             _write_first_version(config, found.first_version)
@@ -125,9 +145,66 @@ def run_service(config: ServiceConfig) -> Service:
             raise
         raise PacelineError(f"the service did not start: {reason or e}") from e
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    url = f"http://{host}:{config.port}"
+    url = f"{'http' if config.tls_cert is None else 'https'}://{host}:{config.port}"
     log.info("service ready url=%s replicas=%d", url, config.num_replicas)
     return Service(url=url, config=config, handle=handle, redis=redis, owns_ray=owns_ray)
+
+
+def http_options(config: ServiceConfig) -> dict[str, Any]:
+    """What Serve's proxy is told about its port. Raises: ConfigError when certificate and key cannot be used."""
+    options: dict[str, Any] = {"host": config.host, "port": config.port}
+    if config.tls_cert is None or config.tls_key is None:
+        return options
+    files = [str(Path(p).expanduser().resolve()) for p in (config.tls_cert, config.tls_key)]
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(*files)
+    except (OSError, ValueError) as e:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"tls_cert and tls_key must be PEM files of one certificate and its key without a password, got {files}: {e}"
+        ) from e
+    return {**options, "ssl_certfile": files[0], "ssl_keyfile": files[1]}
+
+
+def with_threads(config: ServiceConfig) -> ServiceConfig:
+    """The CPU's cores over the replicas as the engine's threads where nobody chose: Ray gives an actor one."""
+    if config.device != "cpu" or config.engine.num_threads is not None or "OMP_NUM_THREADS" in os.environ:
+        return config
+    cores = psutil.cpu_count(logical=False) or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    num_cores = math.floor(min(cores, mine, granted_cpus()))
+    return override(config, {"engine.num_threads": max(1, num_cores // config.num_replicas)})
+
+
+def granted_cpus(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """CPUs' worth of time that the control groups of this process (a container's, a unit's) leave it; inf = no limit.
+
+    root: where control groups are mounted. own: names of this process' groups.
+    """
+    if not own.is_file():
+        return math.inf
+    limits = [math.inf]
+    for line in own.read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "cpu" if controllers else root
+        group = top / name.lstrip("/")
+        for folder in (group, *group.parents):  # the narrowest counts; in a container the root is its own group
+            if folder.is_relative_to(top):
+                limits.append(_quota(folder))
+    return min(limits)
+
+
+def _quota(group: Path) -> float:
+    """CPUs of one control group, of version 2 or 1; inf = no limit, or none that can be read."""
+    try:
+        if (group / "cpu.max").is_file():
+            time, period = (group / "cpu.max").read_text().split()
+        else:
+            time, period = ((group / f"cpu.cfs_{part}_us").read_text() for part in ("quota", "period"))
+        return float(time) / float(period) if float(time) > 0 else math.inf
+    except (OSError, ValueError):  # no such file, or "max"
+        return math.inf
 
 
 def stop_service(service: Service) -> None:
@@ -171,6 +248,10 @@ def start_ray(config: ServiceConfig) -> bool:
             ray.init(address=address, namespace=APP_NAME, log_to_driver=False)
         return False
     _want_token()
+    # Ray's workers run at nice 15: whatever else the computer does would come before an answer that somebody waits for,
+    # and the trainer, which is nicer by itself, would get a third of a core that a replica needs
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault(PROXY_VARIABLE, PROXY_CALLBACK)
     # on a busy computer a proxy takes longer to start than Serve's 5 s, and Serve would kill it for that
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     num_ingress_cpus = config.ingress.num_replicas * INGRESS_CPUS if config.resume else 0.0
@@ -287,9 +368,9 @@ def dashboard_words(url: str, access: Access) -> str:
     """Where the dashboard is and who may use it, or why nobody may."""
     if (reason := access.closed()) is not None:
         return f"dashboard {reason}"
-    if access.admin_token is not None:
+    if access.has_admin:
         return f"dashboard {url}/dashboard (with controls)"
-    who = "this computer only" if access.api_token is None else "with the API token"
+    who = "with the API token" if access.tokens.guards_api else "this computer only"
     return f"dashboard {url}/dashboard (read-only, {who}: --admin-token adds controls)"
 
 
@@ -299,13 +380,14 @@ def serve_forever(config: ServiceConfig, console: Console) -> None:
     Raises: PacelineError when the service cannot start.
     """
     service = None
+    keep_private()
     with StopSignals() as signals:
         try:
             with console.status("starting Ray, Redis, the replicas and the controller (about 30 s)"):
                 service = run_service(config)
             console.print(
                 f"Paceline serves {config.model_name!r} at {service.url}/v1 (drafter {config.drafter}, policy "
-                f"{config.policy.policy}); data in {config.data_dir}; Ctrl-C stops it",
+                f"{config.policy.policy}); data in {StorePaths.of(config).home}; Ctrl-C stops it",
                 highlight=False,
             )
             console.print(
@@ -315,7 +397,9 @@ def serve_forever(config: ServiceConfig, console: Console) -> None:
             )  # fmt: skip
             console.print(f"  chat {service.url}/chat", highlight=False)
             console.print(
-                f"  {dashboard_words(service.url, Access.of(service.config))}", highlight=False, soft_wrap=True
+                f"  {dashboard_words(service.url, Access.of(service.config, Tokens.of(service.config)))}",
+                highlight=False,
+                soft_wrap=True,
             )
             while not signals.stop.wait(0.5):
                 pass

@@ -5,6 +5,10 @@ a comparison, all chunks of an answer) is drawn together.
 Shape legend: C columns, n samples, R resamples.
 Source: Hesterberg 2015, "What Teachers Should Know About the Bootstrap", arXiv 1411.5279 (narrowness of the percentile
 interval: normal instead of t quantiles, and a variance with n instead of n - 1).
+
+Its kin for evidence that is looked at while it grows are permutation e-values: of a block of which chance chose the marked
+samples, the mean over all choices is 1, so that a product over blocks exceeds 1 / alpha at any time with probability at most
+alpha. Sources: Koning, "Post-hoc and anytime valid permutation and group invariance testing", arXiv 2310.01153; Ville 1939.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 LEVEL = 0.95
+TILTS = (1.0, 2.5, 6.0, 15.0)
+"""theta of the mixture, per unit of log rate; best is effect / variance: 0.1 / 0.2^2 = 2.5, 0.7 / 0.2^2 = 17."""
 _CHUNK = 4_000_000
 """Counts held at once."""
 
@@ -118,3 +124,26 @@ def rate_ratio(
         own, over = (resampled(np.array(x), lambda s: s[0] / s[1], seed=i) for i, x in enumerate((a, b)))
         value, values = own[0] / over[0], own[1] / over[1]
     return value, interval(value, values, min(len(a[0]), len(b[0])), is_positive=True)
+
+
+def log_e_values(terms: np.ndarray, is_marked: np.ndarray) -> np.ndarray:
+    """(t,) log e-values of one block, one for each tilt; zeros when the block has none that are marked, or none that are not.
+
+    Args:
+        terms: (t, n) float, tilt times score; negative tilts reward low scores of the marked samples.
+        is_marked: (n,) bool.
+    """
+    n, k = terms.shape[1], int(np.sum(is_marked))
+    if k in (0, n):
+        return np.zeros(len(terms))
+    sums = np.full((len(terms), k + 1), -np.inf)  # log of the elementary symmetric polynomials so far
+    sums[:, 0] = 0.0
+    for j in range(n):
+        sums[:, 1:] = np.logaddexp(sums[:, 1:], sums[:, :-1] + terms[:, j : j + 1])
+    log_subsets = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return terms[:, is_marked].sum(axis=1) - (sums[:, k] - log_subsets)
+
+
+def log_mixture(logs: Sequence[float]) -> float:
+    """Log of the mean of e-processes given by their logs."""
+    return float(np.logaddexp.reduce(np.asarray(logs, dtype=np.float64)) - math.log(len(logs)))

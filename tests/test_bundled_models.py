@@ -28,6 +28,8 @@ from paceline.paths import (
 )
 
 HERE = bundled_drafters()
+FOLDERS = [path.parent for path in sorted(bundled("target").parent.glob("**/drafter.safetensors"))]
+"""Of all bundled drafters, also of targets that are packages of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +54,13 @@ def test_a_bundled_drafter_is_of_its_family_and_fits_the_bundled_target(name, ta
     assert 0 < num_weights < num_bytes and trained_domains(name) == tuple(config["domains"])
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_a_bundled_drafter_says_how_it_was_trained(name):
-    folder = resolve_drafter(name)
+def test_every_target_of_bundled_drafters_is_one_that_an_option_names():
+    names = {folder.parent.name for folder in FOLDERS} - {"models"}
+    assert names <= set(paths.MODEL_NAMES) and {folder.name for folder in FOLDERS} == set(BUNDLED_DRAFTERS)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: "-".join(folder.parts[-2:]))
+def test_a_bundled_drafter_says_how_it_was_trained(folder):
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     provenance = (folder / "PROVENANCE.md").read_text(encoding="utf-8")
     assert f"`{config['target_version']}`" in provenance and "Command: `paceline train-drafter " in provenance
@@ -142,5 +148,9 @@ def test_a_bundled_drafter_is_found_by_the_version_of_its_target(tmp_path, monke
     assert resolve_drafter("bundled", version="toy") == tmp_path / "models" / "specblock"
     with pytest.raises(ConfigError, match=r"bundled for it: eagle3"):
         resolve_drafter("specblock", "smollm2")
-    assert ServeOptions(changes={"model": "smollm2"}).service().drafter == "bundled"
+    service = ServeOptions(changes={"model": "smollm2"}).service()
+    assert (service.drafter, service.engine.tree.mix) == ("bundled", "suffix")
+    assert ServeOptions(changes={"model": "smollm2", "engine.tree.mix": "none"}).service().engine.tree.mix == "none"
+    for alone in ("none", "lookup"):
+        assert ServeOptions(changes={"model": "smollm2", "drafter": alone}).service().engine.tree.mix == "none"
     assert ServeOptions(changes={"model": "smollm2", "drafter": "none"}).service().drafter == "none"

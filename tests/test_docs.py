@@ -7,7 +7,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(DOCS.glob("*.md")), DOCS / "results" / "README.md"]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.glob("api/*.md")),
+    DOCS / "results" / "README.md",
+]
 LONGEST = {"README.md": 6_000, "ARCHITECTURE.md": 9_000}
 FOLDERS = ("paceline", "infra", "bench", "adapt", "serving", "kernels", "bandit", "tests")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.paths import open_atomic, write_atomic
+from paceline.errors import ConfigError
+from paceline.paths import open_atomic, open_folder, write_atomic
 
 
 def test_text_and_bytes_replace_the_file_and_make_its_folder(tmp_path):
@@ -22,3 +23,35 @@ def test_a_failed_write_leaves_the_file_before_and_no_half_one(tmp_path):
         file.write(b"half")
         raise ZeroDivisionError
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with open_folder(tmp_path / "new") as part:
+        (part / "a").write_text("1")
+        assert not (tmp_path / "new").exists()
+    (tmp_path / "empty").mkdir()
+    with open_folder(str(tmp_path / "empty")) as part:
+        (part / "a").write_text("1")
+    with pytest.raises(ZeroDivisionError), open_folder(tmp_path / "half") as part:
+        (part / "a").write_text("1")
+        raise ZeroDivisionError
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")) == [
+        "empty",
+        "empty/a",
+        "new",
+        "new/a",
+    ]
+
+
+def test_a_folder_that_holds_something_is_refused_at_the_start_and_at_the_end(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="out must be a new or empty folder"), open_folder(path):
+            raise AssertionError("begun")
+    with (
+        pytest.raises(ConfigError, match=r"to must be a new or empty folder.*not empty"),
+        open_folder(tmp_path / "late", "to"),
+    ):
+        (tmp_path / "late").mkdir()
+        (tmp_path / "late" / "theirs").touch()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "late"]

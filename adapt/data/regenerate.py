@@ -229,7 +229,7 @@ def regenerate(
     sources: Mapping[str, str] | None = None,
     progress: Callable[[int, int, dict], None] = lambda done, total, info: None,
 ) -> dict[str, Any]:
-    """Write shards until `num_tokens` output tokens are there; domains take turns, one batch and shard each.
+    """Write shards until `num_tokens` output tokens are there; domains take turns, one batch and shard each at least.
 
     `state_file` remembers finished batches; a second call with the same settings goes on after the last one.
     sources: where the documents of a domain come from; the first call's are kept in the state.
@@ -256,7 +256,7 @@ def regenerate(
         topk=min(config.topk, target.vocab_size),
     )
     names = sorted(documents)
-    while state["tokens"] < config.num_tokens:
+    while state["tokens"] < config.num_tokens or state["batches"] < len(names):
         began = time.perf_counter()
         number = state["batches"]
         domain = names[number % len(names)]

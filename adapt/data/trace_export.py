@@ -1,6 +1,6 @@
 """Trace export: shards as safetensors with a JSON-lines index that any program can read.
 
-Layout below the export's folder (docs/exports.md has every field):
+Layout below the export's folder (docs/api/exports.md has every field):
 
     traces.jsonl                 one line a request: which file, and where in its tensors
     traces/<shard id>.safetensors  the shards, byte for byte as the service wrote them

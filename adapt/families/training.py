@@ -107,14 +107,18 @@ class TrainingRun:
             plan: the batches of the whole run.
             rate_of: learning rate of a step (counted from 0); None ends the run.
             generator_of: of the step's random choices; on the CPU.
-        Raises: DrafterMismatchError when the loss or a gradient stops being finite (the model is then of no use).
+        Raises: as train_batch.
         """
         self.model.train()
         while self.step < len(plan) and (rate := rate_of(self.step)) is not None:
-            yield self._train_batch(plan[self.step], rate, generator_of(self.step))
+            yield self.train_batch(plan[self.step], rate, generator_of(self.step))
         self.model.eval()
 
-    def _train_batch(self, traces: Sequence[RequestTrace], rate: float, generator: torch.Generator) -> StepReport:
+    def train_batch(self, traces: Sequence[RequestTrace], rate: float, generator: torch.Generator) -> StepReport:
+        """Take one step on a batch, the model being in training mode.
+
+        Raises: DrafterMismatchError when the loss or a gradient stops being finite (the model is then of no use).
+        """
         batch = collate(traces, max_rows=self._max_rows, device=self._device)
         with self._autocast():
             loss, report = self.family.loss(

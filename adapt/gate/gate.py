@@ -1,17 +1,24 @@
-"""Gate: a candidate drafter goes live when it beats the incumbent on held-out requests beyond chance.
+"""Gate: a learner's snapshot goes live when it beats the incumbent beyond chance on requests that it had not learned yet.
 
-Both versions were scored on the same texts (exact replay), so the comparison is paired: the difference of
-acceptance_length per request, whose mean is bootstrapped over requests.
+Both are scored on the same texts (exact replay), so the comparison is paired: the ratio of their tokens per round on each
+request. Whether a snapshot is worth a swap is asked after every few requests, so the evidence is one that may be looked at
+any time: the canary's permutation e-values, where a block is the two scores of one request. If the learner changes nothing,
+either score is as likely to be its own; with "gains no more than m" its score is first lowered by log(1 + m). A learner
+begins with no gain at all, so the evidence is a mixture over when it became true: the products from request 0, 1, 2, 4, 8, ...
+on, with weights that sum to 1 (Shin, Ramdas & Rinaldo, "E-detectors", arXiv 2203.03532). How large the gain is says the mean of the newest requests, bootstrapped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from enum import Enum
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from paceline.bootstrap import interval, resampled
+from paceline.bootstrap import TILTS, interval, log_e_values, log_mixture, resampled
 from paceline.contracts import ShadowScore
 from paceline.errors import ConfigError
 
@@ -37,13 +44,37 @@ def pooled_acceptance_length(scores: Sequence[RequestScore]) -> float:
     return sum(s.num_tokens + s.num_unseen_tokens for s in scores) / sum(s.num_rounds for s in scores)
 
 
-class GateResult(NamedTuple):
-    """Verdict with the scores of both versions."""
+LOG_SURE = math.log(20.0)
+"""Log evidence that is sure: wrong once in 20 learners that gain nothing, however often one looks."""
+LOG_NOTHING = -1e9
+"""Log evidence of a process that has not begun."""
+MIN_REQUESTS = 4
+"""Scored requests below which nothing is said."""
+GRACE_REQUESTS = 32
+"""Requests that a learner reads before it can be found to gain too little: gains grow from nothing."""
+RECENT_REQUESTS = 32
+"""Newest requests whose mean is the gain: the learner was another one long before."""
+OTHERS_MARGIN = 0.05
+"""Relative loss of tokens per round on other classes that a version may bring."""
+MAX_SCORE = 3.0
+"""Log ratios are cut here (a factor of 20)."""
 
-    is_accepted: bool
-    candidate: ShadowScore
-    incumbent: ShadowScore
-    reason: str
+
+class Finding(Enum):
+    """What the evidence says of a learner at a look."""
+
+    OPEN = "open"
+    """Not sure yet: the next request may tell."""
+    BETTER = "better"
+    """Its gain is surely above what a swap costs, and it does not surely spoil other classes."""
+    SHORT = "short"
+    """It surely gains less than a swap costs."""
+    SPOILS = "spoils"
+    """It surely loses more than OTHERS_MARGIN on other classes."""
+
+
+def _nothing() -> list[float]:
+    return [LOG_NOTHING] * len(TILTS)
 
 
 def paired_lower_bound(
@@ -82,31 +113,86 @@ def score_version(
     )
 
 
-def gate(
-    candidate_version: str,
-    candidate: Sequence[RequestScore],
-    incumbent_version: str,
-    incumbent: Sequence[RequestScore],
-    rng: np.random.Generator,
-    *,
-    min_requests: int = 4,
-    min_gain: float = 0.0,
-) -> GateResult:
-    """Accept the candidate iff the lower 90% bound of its paired gain exceeds `min_gain` (tokens per round).
+class Evidence(msgspec.Struct):
+    """What the requests of a learner say of it against the incumbent; encodable, so that the next burst goes on with it.
 
-    `min_gain` carries what the swap costs, in tokens per round. Fewer than `min_requests` held-out requests are
-    refused: a bootstrap of a handful of values says nothing about chance.
+    Every request enters once, scored before it is learned.
     """
-    old = score_version(incumbent_version, incumbent, incumbent, rng)
-    new = score_version(candidate_version, candidate, incumbent, rng)
-    numbers = (
-        f"acceptance_length {old.acceptance_length:.3f} -> {new.acceptance_length:.3f}, paired gain "
-        f"{new.gain_mean:+.3f}, lower bound {new.gain_lower:+.3f} on {new.num_requests} held-out requests"
-    )
-    if new.num_requests < min_requests:
-        return GateResult(
-            False, new, old, f"too few held-out requests ({new.num_requests} < {min_requests}): {numbers}"
-        )
-    if new.gain_lower <= min_gain:
-        return GateResult(False, new, old, f"gain is not above {min_gain:g} with 90% confidence: {numbers}")
-    return GateResult(True, new, old, f"better with 90% confidence: {numbers}")
+
+    num_requests: int = 0
+    """Of the learner's class."""
+    num_others: int = 0
+    """Of other classes."""
+    more: list[float] = msgspec.field(default_factory=_nothing)
+    """Log e-process by tilt against 'gains no more than a swap costs'."""
+    less: list[float] = msgspec.field(default_factory=_nothing)
+    """Log e-process by tilt against 'gains at least what a swap costs', from GRACE_REQUESTS on."""
+    spoils: list[float] = msgspec.field(default_factory=_nothing)
+    """Log e-process by tilt against 'keeps its tokens per round on other classes but for OTHERS_MARGIN'."""
+    own: list[tuple[RequestScore, RequestScore]] = []
+    """Newest RECENT_REQUESTS of the class: scores of learner and incumbent."""
+    others: list[tuple[RequestScore, RequestScore]] = []
+    """The same of other classes."""
+
+    def add(self, learner: RequestScore, incumbent: RequestScore, *, min_gain: float) -> None:
+        """Enter a request of the class. min_gain: relative rise of tokens per round that a swap costs, > -1."""
+        score = _log_ratio(learner, incumbent) - math.log1p(min_gain)
+        self.more = _grown(self.more, score, 1.0, self.num_requests)
+        if self.num_requests >= GRACE_REQUESTS:
+            self.less = _grown(self.less, score, -1.0, self.num_requests - GRACE_REQUESTS)
+        self.num_requests += 1
+        self.own = _newest(self.own, learner, incumbent, self.num_requests)
+
+    def add_other(self, learner: RequestScore, incumbent: RequestScore) -> None:
+        """Enter a request of another class."""
+        score = _log_ratio(learner, incumbent) - math.log1p(-OTHERS_MARGIN)
+        self.spoils = _grown(self.spoils, score, -1.0, self.num_others)
+        self.num_others += 1
+        self.others = _newest(self.others, learner, incumbent, self.num_others)
+
+    def finding(self, min_gain: float) -> Finding:
+        """What is sure now. BETTER also asks for a mean gain of the newest requests above min_gain."""
+        if self.num_requests < MIN_REQUESTS:
+            return Finding.OPEN
+        if log_mixture(self.less) > LOG_SURE:
+            return Finding.SHORT
+        if log_mixture(self.spoils) > LOG_SURE:
+            return Finding.SPOILS
+        learner, incumbent = (pooled_acceptance_length(side) for side in zip(*self.own, strict=True))
+        is_now = learner > incumbent * (1.0 + min_gain)
+        return Finding.BETTER if is_now and log_mixture(self.more) > LOG_SURE else Finding.OPEN
+
+    def scores(
+        self, version: str, incumbent: str, rng: np.random.Generator, *, is_other: bool = False
+    ) -> tuple[ShadowScore, ShadowScore] | None:
+        """(learner's, incumbent's) scores over the newest requests of its class, or of the others; None without any."""
+        pairs = self.others if is_other else self.own
+        if not pairs:
+            return None
+        new, old = (list(side) for side in zip(*pairs, strict=True))
+        return score_version(version, new, old, rng), score_version(incumbent, old, old, rng)
+
+
+def _newest(
+    pairs: Sequence[tuple[RequestScore, RequestScore]], learner: RequestScore, incumbent: RequestScore, number: int
+) -> list[tuple[RequestScore, RequestScore]]:
+    """With one more pair, under a number: who sent the request is nothing to keep."""
+    pair = (learner._replace(request_id=str(number)), incumbent._replace(request_id=str(number)))
+    return [*pairs, pair][-RECENT_REQUESTS:]
+
+
+def _log_ratio(learner: RequestScore, incumbent: RequestScore) -> float:
+    ratio = math.log(learner.acceptance_length / incumbent.acceptance_length)
+    return min(max(ratio, -MAX_SCORE), MAX_SCORE)
+
+
+def _grown(logs: Sequence[float], score: float, sign: float, number: int) -> list[float]:
+    """The e-process by tilt after the pair (score, 0), which is its pair `number`; sign -1: low scores are evidence."""
+    found = log_e_values(np.multiply.outer(sign * np.asarray(TILTS), [score, 0.0]), np.array([True, False]))
+    before = np.asarray(logs, dtype=np.float64)
+    if (
+        number & (number - 1) == 0
+    ):  # 0 and the powers of 2: one more beginning, of weight 1 / (k (k + 1)), k = 1, 2, ...
+        begun = number.bit_length() + 1
+        before = np.logaddexp(before, -math.log(begun * (begun + 1)))
+    return (before + found).tolist()

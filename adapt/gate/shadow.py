@@ -328,8 +328,13 @@ def shadow_scores(
             num_nodes, max_frontier, is_calibrated=is_calibrated, bundle_width=bundle_width, on_round=on_round
         )
         rounds = replay_rounds(drafter, kept, accept_round, device=device, should_stop=should_stop)
-        out[version] = [
-            RequestScore(t.request_id, len(t.token_ids) - t.prompt_len - 1, len(r), unseen)
-            for t, r, unseen in zip(kept, rounds, unseen_tokens(kept, rounds), strict=True)
-        ]
+        out[version] = request_scores(kept, rounds)
     return out
+
+
+def request_scores(traces: Sequence[RequestTrace], rounds: Sequence[Sequence[int]]) -> list[RequestScore]:
+    """Scores of usable traces, in their order. rounds: as `replay_rounds` gives them."""
+    return [
+        RequestScore(t.request_id, len(t.token_ids) - t.prompt_len - 1, len(r), unseen)
+        for t, r, unseen in zip(traces, rounds, unseen_tokens(traces, rounds), strict=True)
+    ]

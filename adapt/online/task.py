@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 import ray
 
 from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.online.learner_store import LearnerStore
 from paceline.adapt.online.trainer import ShadowConfig, run_training_job
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import TrainerResources
 from paceline.contracts import TrainJob, TrainResult
+from paceline.paths import keep_private
 
 log = logging.getLogger(__name__)
-NICENESS = 10
+NICENESS = 19
 """Serving owns the cores of a shared node; training takes what is left."""
 
 
@@ -42,6 +46,7 @@ def run_leased_job(
     *,
     trace_root: str,
     registry_root: str,
+    learner_root: str,
     target_dir: str,
     threads: int = 1,
     device: str = "cpu",
@@ -54,6 +59,7 @@ def run_leased_job(
     Args:
         trace_root: location of the trace store, reachable from this node.
         registry_root: location of the drafter registry, reachable from this node.
+        learner_root: location of the learners' states, reachable from this node.
         device: where the drafter is trained and scored, cpu or cuda.
         niceness: added to this process's nice value; 0 leaves it (a process cannot take it back).
     """
@@ -61,7 +67,10 @@ def run_leased_job(
         os.nice(niceness)
     log.info("training started job=%s bucket=%s arm=%s", job.job_id, job.bucket, job.arm.name)
     store, registry = TraceStore(trace_root), DrafterRegistry(registry_root)
-    run = partial(run_training_job, job, store, registry, target_dir, threads=threads, device=device, shadow=shadow)
+    run = partial(
+        run_training_job, job, store, registry, target_dir, threads=threads, device=device, shadow=shadow,
+        learners=LearnerStore(learner_root), clock=device_clock(device, threads),
+    )  # fmt: skip
     if lease is None:
         return run()
     with lease:
@@ -70,9 +79,18 @@ def run_leased_job(
     return result
 
 
+def device_clock(device: str, threads: int) -> Callable[[], float]:
+    """Seconds that this process takes of its device: on a CPU its threads' time over their number, so that a polite process
+    is not charged for its waiting; a GPU is taken while the clock runs."""
+    if device != "cpu":
+        return time.perf_counter
+    return lambda: time.process_time() / threads
+
+
 @ray.remote(max_calls=1, max_retries=0)
 def train_task(job: TrainJob, **options: object) -> TrainResult:
     """run_leased_job in a Ray worker."""
+    keep_private()
     return run_leased_job(job, **options)  # type: ignore[arg-type]
 
 

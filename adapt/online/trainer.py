@@ -1,52 +1,68 @@
-"""Online trainer: one order from data over update, shadow scores and gate to the registry, or a reason why not.
+"""Online trainer: one burst of a class's learner, from stored text and state to a version in the registry, or a reason why not.
 
-Faults that are expected in service (missing shards, a foreign base, poisoned features, a diverged update, a full
+Faults that are expected in service (missing shards, a foreign base, poisoned features, a learner that diverged, a full
 disk) end in a TrainResult with status 'failed' and one sentence; serving never depends on this code.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import torch
 
-from paceline.adapt.data.split import MIN_HELD_OUT, ShardReader, TrainData, count_rows, load_train_data
+from paceline.adapt.data.learning_text import LearningText, ShardReader, load_learning_text
 from paceline.adapt.families.target_handle import TargetTables, load_target_handle
-from paceline.adapt.gate.gate import GateResult, gate, score_version
+from paceline.adapt.gate.gate import RECENT_REQUESTS, Evidence, Finding, score_version
 from paceline.adapt.gate.shadow import ShadowStoppedError, shadow_scores
-from paceline.adapt.online.update import UpdateStoppedError, update_drafter
+from paceline.adapt.online.burst import Burst
+from paceline.adapt.online.learner import Learner
+from paceline.adapt.online.learner_store import LearnerKey, LearnerStore
 from paceline.adapt.versions.registry import DrafterRegistry, check_finite
-from paceline.contracts import DrafterManifest, TrainJob, TrainResult
-from paceline.errors import ManifestError, PacelineError
+from paceline.contracts import DrafterManifest, ShadowScore, TrainJob, TrainResult
+from paceline.errors import DrafterMismatchError, ManifestError, PacelineError
 from paceline.serving.drafters.family import TrainedDrafter
-from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.loading.families import build_drafter, build_model
 from paceline.serving.target_model.int8 import is_int8_version
 
 log = logging.getLogger(__name__)
-TRAIN_SHARE = 0.7
-"""Part of the time limit that the update may use; the rest is for scoring."""
 Progress = Callable[[int, int, dict], None]
+
+
+class WalkTree(TypedDict):
+    """Shape of the trees that a replay walk builds, under the names that `shadow_scores` has for it."""
+
+    num_nodes: int
+    max_frontier: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShadowConfig:
-    """The tree of the replay walk, equal for all versions, and the bar of the gate."""
+    """The tree of the replay walk, equal for all versions."""
 
     num_nodes: int = 8
     """Draft nodes per request and round."""
     max_frontier: int = 4
     """Leaves of a block that the next one continues from."""
-    min_gain: float = 0.0
-    """Tokens per round that the lower bound of the gain must exceed (what the swap costs)."""
+    chain: int | None = None
+    """Draft tokens of an engine that verifies one chain a round, as vLLM does: the walk then takes the best token of each
+    slot, so many of them, instead of a tree. None: the tree above, as this engine has it."""
+
+    @property
+    def tree(self) -> WalkTree:
+        """The walk's tree, as `shadow_scores` takes it; a chain is one where every slot has one candidate."""
+        if self.chain is not None:
+            return {"num_nodes": self.chain, "max_frontier": 1}
+        return {"num_nodes": self.num_nodes, "max_frontier": self.max_frontier}
 
 
 class _JobFailedError(PacelineError):
@@ -54,7 +70,7 @@ class _JobFailedError(PacelineError):
 
 
 class _Watch:
-    """Deadline, stop request and heartbeat of one job; `should_stop` is polled at every step."""
+    """Deadline, stop request and heartbeat of one burst; `should_stop` is polled at every step."""
 
     def __init__(
         self, limit_s: float, should_stop: Callable[[], bool], heartbeat: Callable[[], None], clock: Callable[[], float]
@@ -62,7 +78,10 @@ class _Watch:
         self._clock, self._began = clock, clock()
         self._limit_s, self._asked, self._heartbeat = limit_s, should_stop, heartbeat
         self._next_beat = 0.0
-        self.reason, self.train_s, self.shadow_s = "", 0.0, 0.0
+        self.reason = ""
+
+    def now(self) -> float:
+        return self._clock()
 
     def elapsed(self) -> float:
         return self._clock() - self._began
@@ -72,10 +91,10 @@ class _Watch:
         if now >= self._next_beat:
             self._heartbeat()
             self._next_beat = now + 0.5
-        if self._asked():
+        if now > self._limit_s:
+            self.reason = f"its {self._limit_s:g} s are used up"
+        elif self._asked():
             self.reason = "stopped on request"
-        elif now > self._limit_s:
-            self.reason = f"time limit of {self._limit_s:g} s reached"
         return bool(self.reason)
 
 
@@ -102,9 +121,9 @@ def run_training_job(
     progress: Progress = lambda done, total, info: None,
     shadow: ShadowConfig | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    update: Callable[..., tuple[int, float]] = update_drafter,
+    learners: LearnerStore | None = None,
 ) -> TrainResult:
-    """Carry out one order; an accepted version is in the registry when this returns.
+    """Carry out one order; an accepted version is in the registry when this returns, and the learner's state is stored.
 
     Args:
         target_dir: checkpoint folder of the target, or its handle.
@@ -112,10 +131,10 @@ def run_training_job(
         device: cpu or cuda; a handle brings its own.
         should_stop: polled at every optimizer step and replay round.
         heartbeat: called about twice a second while the job runs.
-        progress: (steps done, steps in all, {"loss", "nll", "learning_rate"}) after every optimizer step.
+        progress: (requests of the class learned, those there are, {"nll"}) after every one.
         clock: seconds that the time limit and the result count in.
-        update: trains the model in place like `update_drafter`, whose arguments it gets: (steps, last NLL).
-    Returns: a TrainResult with status accepted | rejected | failed | stopped; seconds are wall-clock.
+        learners: where states lie between bursts; None: every burst begins at the base.
+    Returns: a TrainResult; seconds are those of `clock`.
     Raises: nothing that service brings about; programming errors only.
     """
     watch = _Watch(job.time_limit_s, should_stop, heartbeat, clock)
@@ -130,8 +149,8 @@ def run_training_job(
                         "int8" if is_int8_version(base.target_version) else dtype,
                     )
                 target_dir = load_target_handle(target_dir, device=device, tap_layers=taps, dtype=dtype)
-            return _run(job, store, registry, target_dir, watch, progress, shadow or ShadowConfig(), update)
-    except (UpdateStoppedError, ShadowStoppedError):
+            return _run(job, store, registry, target_dir, watch, progress, shadow or ShadowConfig(), learners)
+    except ShadowStoppedError:
         log.info("training stopped job=%s reason=%s", job.job_id, watch.reason)
         return _result(job, "stopped", watch.reason, watch)
     except (PacelineError, OSError, RuntimeError, ValueError, MemoryError) as e:
@@ -140,11 +159,9 @@ def run_training_job(
 
 
 def _result(job: TrainJob, status: str, reason: str, watch: _Watch) -> TrainResult:
-    """The end of a job that reached no verdict; all of its time is booked, as scoring from where the update ended."""
-    train_s = watch.train_s or watch.elapsed()
-    shadow_s = watch.elapsed() - train_s if watch.train_s else 0.0
+    """The end of a burst that scored nothing; all of its time is booked."""
     return TrainResult(
-        job_id=job.job_id, status=status, version=None, reason=reason, train_s=train_s, shadow_s=shadow_s
+        job_id=job.job_id, status=status, version=None, reason=reason, train_s=watch.elapsed(), shadow_s=0.0
     )
 
 
@@ -156,77 +173,96 @@ def _run(
     watch: _Watch,
     progress: Progress,
     shadow: ShadowConfig,
-    update: Callable[..., tuple[int, float]],
+    learners: LearnerStore | None,
 ) -> TrainResult:
     base = registry.get_manifest(job.base_version)
     base_state = registry.load_state(job.base_version, target_version=target.version)
-    data = _read(job, store, target.version)
-    model = build_model({**base.config, "drafter_type": base.drafter_type}, base_state)
-    model.to(target.device)
-    steps, nll = update(
-        model,
-        TargetTables.of(target, torch.device(target.device)),
-        data.fresh,
-        data.rehearsal,
-        job.arm,
-        seed=job.seed,
-        time_share=lambda: watch.elapsed() / (TRAIN_SHARE * job.time_limit_s),
+    key = LearnerKey(job.bucket, base.drafter_type, job.base_version, target.version, job.arm.parameters)
+
+    def new_learner() -> Learner:
+        model = build_model({**base.config, "drafter_type": base.drafter_type}, base_state)
+        model.to(target.device)
+        made = Learner(model, TargetTables.of(target, torch.device(target.device)), job.arm, seed=job.seed)
+        if learners is not None:
+            made.seen = dict.fromkeys(learners.learned_by(job.base_version))
+        return made
+
+    learner = new_learner()
+    if learners is not None and (found := learners.load(key)) is not None:
+        try:
+            learner.restore(*found)
+        except DrafterMismatchError as e:
+            log.warning("the learner of bucket %s begins anew: %s", job.bucket, e)
+            learner = new_learner()
+    text = _read(job, store, target.version, learner)
+    drafter, incumbent = (_drafter(base, base_state, target, chain=shadow.chain) for _ in range(2))
+    burst = Burst(
+        learner,
+        drafter,
+        incumbent,
+        **shadow.tree,
+        min_gain=job.min_gain,
+        device=target.device,
+        clock=watch.now,
         should_stop=watch.should_stop,
-        progress=progress,
+        save=lambda: learners.save(key, *learner.state()) if learners is not None else None,
     )
-    state = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+    try:
+        for done in burst.run(text.fresh, text.rehearsal):
+            progress(done, len(text.fresh), {"nll": learner.nll})
+    except DrafterMismatchError:
+        if learners is not None:
+            learners.drop(key)
+        raise
+    if not burst.scored:
+        raise ShadowStoppedError
+    finding = learner.evidence.finding(job.min_gain)
+    state = {name: t.detach().cpu().clone() for name, t in learner.snapshot().items()}
     check_finite(state)
     fields: dict = {"drafter_type": base.drafter_type, "config": base.config, "target_version": target.version}
     version = registry.version_of(state, **fields)
-    watch.train_s = watch.elapsed()
-    drafters: dict[str, Drafter] = {job.base_version: _drafter(base, base_state, target)}
-    drafters[version] = _drafter(base, state, target, version)
-    if job.first_version not in drafters:
-        try:
-            drafters[job.first_version] = load_version(registry, job.first_version, target)
-        except ManifestError as e:
-            log.warning("first drafter is not scored: %s", e)
-    scores = shadow_scores(
-        drafters, data.held_out, num_nodes=shadow.num_nodes, max_frontier=shadow.max_frontier, device=target.device,
-        should_stop=watch.should_stop,
-    )  # fmt: skip
     rng = np.random.default_rng(job.seed)
-    verdict = gate(
-        version, scores[version], job.base_version, scores[job.base_version], rng,
-        min_requests=MIN_HELD_OUT, min_gain=shadow.min_gain,
-    )  # fmt: skip
-    first = None
-    if job.first_version in scores:
-        first = score_version(job.first_version, scores[job.first_version], scores[job.base_version], rng)
-    watch.shadow_s = watch.elapsed() - watch.train_s
-    is_accepted = verdict.is_accepted and version != job.base_version
+    scores = learner.evidence.scores(version, job.base_version, rng)
+    others = learner.evidence.scores(version, job.base_version, rng, is_other=True)
+    assert scores is not None
+    reason = _words(finding, burst, learner, scores, others, watch)
+    is_accepted = finding is Finding.BETTER and version != job.base_version
+    num_rows_before, first = learner.num_rows - burst.num_rows, None
     if is_accepted:
+        first = _first_score(job, registry, target, burst, shadow, rng, watch)
         registry.put(
             state,
             **fields,
             parent=job.base_version,
             arm=job.arm.name,
             bucket=job.bucket,
-            num_train_rows=data.num_rows,
-            metrics=_metrics(verdict, steps, nll, data, watch),
+            num_train_rows=learner.num_rows + learner.num_rehearsed_rows,
+            metrics=_metrics(scores, learner, watch),
         )
-    status = "accepted" if is_accepted else "rejected"
-    log.info("training %s job=%s version=%s %s", status, job.job_id, version, verdict.reason)
+    if learners is not None and is_accepted:
+        _hand_on(learners, key._replace(base_version=version), learner)
+    elif learners is not None and finding in (Finding.SHORT, Finding.SPOILS):
+        _begin_again(learners, key, learner, new_learner)
+    status = "accepted" if is_accepted else "learning" if finding is Finding.OPEN else "rejected"
+    log.info("training %s job=%s version=%s %s", status, job.job_id, version, reason)
     return TrainResult(
         job_id=job.job_id,
         status=status,
         version=version if is_accepted else None,
-        reason=verdict.reason,
-        train_s=watch.train_s,
-        shadow_s=watch.shadow_s,
-        candidate=verdict.candidate,
-        incumbent=verdict.incumbent,
+        reason=reason,
+        train_s=watch.elapsed() - burst.shadow_s,
+        shadow_s=burst.shadow_s,
+        candidate=scores[0],
+        incumbent=scores[1],
         first=first,
+        others=None if others is None else others[0],
+        num_rows=burst.num_rows,
+        num_rows_before=num_rows_before,
     )
 
 
-def _read(job: TrainJob, store: ShardReader, target_version: str) -> TrainData:
-    data = load_train_data(
+def _read(job: TrainJob, store: ShardReader, target_version: str, learner: Learner) -> LearningText:
+    text = load_learning_text(
         store,
         job.shard_ids,
         job.rehearsal_shard_ids,
@@ -234,40 +270,133 @@ def _read(job: TrainJob, store: ShardReader, target_version: str) -> TrainData:
         num_rows=job.arm.num_rows,
         rehearsal_share=job.arm.rehearsal_share,
         rng=np.random.default_rng(job.seed),
+        seen=learner.seen,
     )
-    if count_rows(data.fresh) == 0 or len(data.held_out) < MIN_HELD_OUT:
+    if not text.fresh:
         raise _JobFailedError(
-            f"too little data: {count_rows(data.fresh)} fresh rows, {len(data.held_out)} held-out requests "
-            f"(at least {MIN_HELD_OUT}), {data.num_unreadable} shards or traces unusable; wait for more traffic"
+            f"no text that the learner has not read: {len(learner.seen)} requests read, {text.num_unreadable} shards or "
+            "traces unusable; wait for more traffic"
         )
-    return data
+    return text
+
+
+def _hand_on(learners: LearnerStore, key: LearnerKey, learner: Learner) -> None:
+    """Let the learner go on from its snapshot, which is the next base: what it has read stays read, its evidence is spent."""
+    learners.note_learned(key.base_version, torch.tensor(list(learner.seen), dtype=torch.int64))
+    learner.evidence = Evidence()
+    learner.num_rows = learner.num_rehearsed_rows = 0
+    learners.save(key, *learner.state())
+
+
+def _begin_again(learners: LearnerStore, key: LearnerKey, learner: Learner, new_learner: Callable[[], Learner]) -> None:
+    """Let the next burst begin at the base, with text that this learner has not read."""
+    fresh = new_learner()
+    fresh.seen = learner.seen
+    learners.save(key, *fresh.state())
+
+
+def _words(
+    finding: Finding,
+    burst: Burst,
+    learner: Learner,
+    scores: tuple[ShadowScore, ShadowScore],
+    others: tuple[ShadowScore, ShadowScore] | None,
+    watch: _Watch,
+) -> str:
+    new, old = scores
+    end = watch.reason or ("no unread text is left" if finding is Finding.OPEN else "")
+    meaning = {
+        Finding.OPEN: f"not sure yet, the learner keeps its state ({end})",
+        Finding.BETTER: "surely better",
+        Finding.SHORT: "surely gains less than a swap costs",
+        Finding.SPOILS: "surely spoils other classes",
+    }[finding]
+    elsewhere = "" if others is None else f", {others[0].gain_mean:+.3f} on {others[0].num_requests} of other classes"
+    return (
+        f"{meaning}: acceptance_length {old.acceptance_length:.3f} -> {new.acceptance_length:.3f}, paired gain "
+        f"{new.gain_mean:+.3f}, lower bound {new.gain_lower:+.3f} on the newest {new.num_requests} requests before they "
+        f"were learned{elsewhere}; {burst.num_learned} requests, {burst.num_rows} rows in this burst, {learner.num_rows} "
+        f"rows in all"
+    )
+
+
+def _first_score(
+    job: TrainJob,
+    registry: DrafterRegistry,
+    target: TargetHandles,
+    burst: Burst,
+    shadow: ShadowConfig,
+    rng: np.random.Generator,
+    watch: _Watch,
+) -> ShadowScore | None:
+    """Score of the first drafter on the newest requests of this burst; None when it is gone or the time is up."""
+    recent = burst.scored[-RECENT_REQUESTS:]
+    base_scores = [score for _, score in recent]
+    if job.first_version == job.base_version:
+        return score_version(job.first_version, base_scores, base_scores, rng)
+    began = watch.now()
+    try:
+        drafter = load_version(registry, job.first_version, target, chain=shadow.chain)
+        found = shadow_scores(
+            {job.first_version: drafter}, [trace for trace, _ in recent], **shadow.tree, device=target.device,
+            should_stop=watch.should_stop,
+        )  # fmt: skip
+    except ManifestError as e:
+        log.warning("first drafter is not scored: %s", e)
+        return None
+    except ShadowStoppedError:
+        return None
+    finally:
+        burst.shadow_s += watch.now() - began
+    return score_version(job.first_version, found[job.first_version], base_scores, rng)
 
 
 def _drafter(
-    manifest: DrafterManifest, weights: dict[str, torch.Tensor], target: TargetHandles, version: str = ""
+    manifest: DrafterManifest,
+    weights: dict[str, torch.Tensor],
+    target: TargetHandles,
+    version: str = "",
+    *,
+    chain: int | None = None,
 ) -> TrainedDrafter:
-    """A drafter of these weights, which are the manifest's own or, under another name, those of another version."""
+    """A drafter of these weights, which are the manifest's own or, under another name, those of another version.
+
+    chain: draft tokens of a chain that it is to propose, the best token of each slot; None = candidates for trees.
+    """
     config = {**manifest.config, "drafter_type": manifest.drafter_type}
     name = version or manifest.version
-    return build_drafter(config, weights, target, version=name, target_version=manifest.target_version)
+    make = build_drafter if chain is None else functools.partial(build_drafter, num_candidates=1)
+    drafter = make(config, weights, target, version=name, target_version=manifest.target_version)
+    if chain is not None and chain > drafter.caps.max_depth:
+        raise DrafterMismatchError(
+            f"chain must be at most {drafter.caps.max_depth}, the tokens that drafter {name} drafts ahead, got {chain}; ask "
+            "for fewer"
+        )
+    return drafter
 
 
-def load_version(registry: DrafterRegistry, version: str, target: TargetHandles) -> TrainedDrafter:
-    """A new drafter with the weights of a version, in the number types that the service uses; raises as load_state."""
-    return _drafter(registry.get_manifest(version), registry.load_state(version, target_version=target.version), target)
+def load_version(
+    registry: DrafterRegistry, version: str, target: TargetHandles, *, chain: int | None = None
+) -> TrainedDrafter:
+    """A new drafter with the weights of a version, in the number types that the service uses; raises as load_state.
+
+    chain: as ShadowConfig has it; DrafterMismatchError where the drafter does not draft so far ahead.
+    """
+    state = registry.load_state(version, target_version=target.version)
+    return _drafter(registry.get_manifest(version), state, target, chain=chain)
 
 
-def _metrics(verdict: GateResult, steps: int, nll: float, data: TrainData, watch: _Watch) -> dict:
+def _metrics(scores: tuple[ShadowScore, ShadowScore], learner: Learner, watch: _Watch) -> dict:
+    new, old = scores
     return {
-        "acceptance_length": verdict.candidate.acceptance_length,
-        "incumbent_acceptance_length": verdict.incumbent.acceptance_length,
-        "gain_mean": verdict.candidate.gain_mean,
-        "gain_lower": verdict.candidate.gain_lower,
-        "num_held_out_requests": verdict.candidate.num_requests,
-        "num_fresh_rows": count_rows(data.fresh),
-        "num_rehearsal_rows": count_rows(data.rehearsal),
-        "num_steps": steps,
-        "train_nll": nll,
-        "train_s": watch.train_s,
-        "shadow_s": watch.shadow_s,
+        "acceptance_length": new.acceptance_length,
+        "incumbent_acceptance_length": old.acceptance_length,
+        "gain_mean": new.gain_mean,
+        "gain_lower": new.gain_lower,
+        "num_scored_requests": new.num_requests,
+        "num_fresh_rows": learner.num_rows,
+        "num_rehearsal_rows": learner.num_rehearsed_rows,
+        "num_steps": learner.num_steps,
+        "train_nll": learner.nll,
+        "burst_s": watch.elapsed(),
     }

@@ -11,8 +11,7 @@ from typing import Annotated as A
 from typing import Any
 
 from paceline.adapt.families.target_handle import load_target_handle
-from paceline.errors import ConfigError
-from paceline.paths import write_atomic
+from paceline.paths import open_folder, write_atomic
 from paceline.records import MODELS, Setting, record
 from paceline.serving.loading.families import build_model, save_drafter
 from paceline.serving.loading.released import read_released
@@ -43,21 +42,21 @@ def import_drafter(
         tap_layers: target layers that it reads, where its config.json says nothing or something else.
     Raises: DrafterMismatchError when it does not fit the target or cannot be expressed; ConfigError on unusable folders.
     """
-    source, result = Path(folder).expanduser().resolve(), Path(out).expanduser().resolve()
-    if result.exists() and (not result.is_dir() or any(result.iterdir())):
-        raise ConfigError(f"out must be a new or empty folder, got {str(out)!r}")
-    target = load_target_handle(target_dir)
-    config, state = read_released(source, target, tap_layers)
-    model = build_model(config, state)
-    taps = config.get("tap_layers")
-    save_drafter(result, model, target.version, tap_layers=taps)
-    count = sum(p.numel() for p in model.parameters())
-    write_atomic(
-        result / "PROVENANCE.md",
-        f"# Provenance of the drafter\n\nImported from the released files in the folder `{source.name}`; nothing was "
-        f"trained. The licence is the release's.\n\nTarget: the folder `{Path(target_dir).resolve().name}`, version "
-        f"`{target.version}`; that the release was trained for exactly this target cannot be seen in its files: sizes, "
-        f"vocabulary and copied tensors were compared. It reads the outputs of target layers {taps}. {count:,} parameters."
-        f"\n\n## Architecture\n\n```json\n{json.dumps(config, indent=1)}\n```\n",
-    )
+    source = Path(folder).expanduser().resolve()
+    with open_folder(out) as part:
+        target = load_target_handle(target_dir)
+        config, state = read_released(source, target, tap_layers)
+        model = build_model(config, state)
+        taps = config.get("tap_layers")
+        save_drafter(part, model, target.version, tap_layers=taps)
+        count = sum(p.numel() for p in model.parameters())
+        write_atomic(
+            part / "PROVENANCE.md",
+            f"# Provenance of the drafter\n\nImported from the released files in the folder `{source.name}`; nothing was "
+            f"trained. The licence is the release's.\n\nTarget: the folder `{Path(target_dir).resolve().name}`, version "
+            f"`{target.version}`; that the release was trained for exactly this target cannot be seen in its files: sizes, "
+            "vocabulary and copied tensors were compared. It reads the outputs of target layers "
+            f"{taps}. {count:,} parameters."
+            f"\n\n## Architecture\n\n```json\n{json.dumps(config, indent=1)}\n```\n",
+        )
     return config

@@ -14,8 +14,8 @@ def default_arms() -> tuple[ArmSpec, ...]:
     """Three arms of rising cost; num_rows is the most rows the arm may use."""
     return (
         ArmSpec(name="calibration", parameters="calibration", num_rows=2048, rehearsal_share=0.0, learning_rate=5e-4),
-        ArmSpec(name="head", parameters="head", num_rows=8192, learning_rate=2e-3, epochs=2),
-        ArmSpec(name="full", parameters="full", num_rows=16384, learning_rate=2e-3, epochs=2),
+        ArmSpec(name="head", parameters="head", num_rows=8192, learning_rate=2e-3),
+        ArmSpec(name="full", parameters="full", num_rows=16384, learning_rate=1e-3),
     )
 
 

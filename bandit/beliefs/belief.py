@@ -64,6 +64,10 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
     """Of these, written since the last job on the bucket."""
     learned_rows: int
     """Rows of the bucket that the live version was trained on."""
+    learner_rows: int = 0
+    """Rows that the bucket's learner has learned since the live version, which the next burst goes on with."""
+    learner_parameters: str = ""
+    """What it learns; a burst on others would begin anew."""
     required_rows: int
     """Fresh rows that the pay-off rule waits for: doubles after a job that the gate refused."""
     is_active: bool

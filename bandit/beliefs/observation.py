@@ -41,6 +41,8 @@ class HostContext(msgspec.Struct, frozen=True, kw_only=True):
     """Bucket -> version -> acceptance length by replay, as manifests say; fills gaps that TrainResults left."""
     frozen: list[str] = []
     """Buckets on which no training may be ordered now (a canary of theirs was rolled back)."""
+    class_versions: dict[str, str] = {}
+    """Bucket -> version of its own, by an operator's order: what is decided for the others leaves it alone."""
 
 
 class _Open(msgspec.Struct):

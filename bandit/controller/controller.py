@@ -26,8 +26,8 @@ from paceline.bandit.controller.state import (
 from paceline.bandit.controller.view import PolicyView, policy_view
 from paceline.bandit.ledger.ledger import Bank, contradictions
 from paceline.bandit.ledger.totals import LedgerTotals
-from paceline.bandit.policies.pricing import PricedJob, price_jobs, recall_rate
-from paceline.bandit.policies.table import POLICIES, SELF_FUNDED, Choice, View, make_policy
+from paceline.bandit.policies.pricing import PricedJob, price_jobs, recall_rate, swap_gain
+from paceline.bandit.policies.table import POLICIES, Choice, View, is_self_funded, make_policy
 from paceline.bandit.policies.view import hold
 from paceline.clock import Clock
 from paceline.config import PolicyConfig
@@ -37,6 +37,8 @@ from paceline.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_BANK_S = 1e9
+BURST_MARGIN = 1.5
+"""A burst may take this multiple of its expected seconds, as much as a price may be wrong before one was measured."""
 
 
 class Controller:
@@ -62,6 +64,7 @@ class Controller:
             raise ConfigError("arms must name at least one way to train, got ()")
         self._clock = clock
         self._rng = rng
+        make_policy(config.policy)  # one that cannot be made is refused before anything runs
         self._state = ControllerState(policy=config.policy)
 
     def observe(self, feedback: FeedbackSums) -> None:
@@ -169,8 +172,10 @@ class Controller:
         self, choice: Choice, job: PricedJob, view: View, now: float, context: HostContext, facts: dict[str, Any]
     ) -> Decision:
         state, belief = self._state, view.beliefs[job.bucket]
-        limit = self._config.job_time_limit_s
-        if state.policy in SELF_FUNDED:
+        expected_s = job.cost.training_s + job.cost.shadow_s
+        limit, min_gain = min(self._config.job_time_limit_s, BURST_MARGIN * expected_s), 0.0
+        if is_self_funded(state.policy):
+            min_gain = swap_gain(belief, self._config.hysteresis * job.cost.staging_s, job.left_s)
             busy = sum(b.busy for b in view.beliefs.values() if b.is_active)
             after = job.cost.shadow_s + job.cost.staging_s
             limit = self.bank().time_limit_s(limit, state.costs.slowdown * busy, after)
@@ -182,6 +187,7 @@ class Controller:
                 "arm": msgspec.to_builtins(job.arm),
                 "base_version": context.live_version,
                 "time_limit_s": limit,
+                "min_gain": min_gain,
                 "headroom": job.headroom,
                 "share": job.share,
                 "length_after": job.length_after,
@@ -202,7 +208,10 @@ class Controller:
             share=job.share,
             new=job.new,
             length_before=belief.length,
-            learned_after=max(belief.learned_rows + min(job.arm.num_rows, belief.fresh_rows), job.arm.num_rows),
+            learned_after=max(
+                belief.learned_rows + belief.learner_rows + min(job.arm.num_rows, belief.fresh_rows),
+                belief.learner_rows + job.arm.num_rows,
+            ),
             expected_cost=job.cost,
             started=now,
         )
@@ -326,8 +335,11 @@ class Controller:
         return decision
 
     def set_policy(self, name: str) -> None:
-        """Switch policy (a name of POLICIES); posteriors and ledger stay. Raises ConfigError."""
-        if name not in POLICIES:
+        """Switch policy (a name of POLICIES, or the configured one); posteriors and ledger stay. Raises ConfigError.
+
+        The name may come over HTTP, so it never makes Python import a module that the configuration does not name.
+        """
+        if name not in (*POLICIES, self._config.policy):
             raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {name!r}")
         if name != self._state.policy:  # a restarted host names the same one: nothing new to log
             self._state.policy, self._state.last_hold = name, ""

@@ -74,6 +74,7 @@ def _forget_bucket(state: ControllerState, name: str, start: float) -> None:
     state.forgotten.reset_bucket(name)
     state.savings.reset_bucket(name)
     state.required_rows.pop(name, None)
+    state.learners.pop(name, None)
     for learned in state.learned.values():
         learned.pop(name, None)
 
@@ -112,18 +113,25 @@ def learned_rows(state: ControllerState, context: HostContext | None, version: s
     return {**learned, **state.learned.get(version, {})}
 
 
+def learner_of(state: ControllerState, bucket: str, version: str) -> tuple[int, str]:
+    """Rows that the bucket's learner has learned since `version`, and its parameters; (0, '') when it began at another one."""
+    base, rows, parameters = state.learners.get(bucket, (version, 0, ""))
+    return (rows, parameters) if base == version else (0, "")
+
+
 def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostContext) -> dict[str, BucketBelief]:
-    """Beliefs of every bucket whose live version has a known acceptance length."""
+    """Beliefs of every bucket whose version has a known acceptance length; one with a version of its own is not active."""
     total = sum(meter.load for meter in state.meters.values())
-    learned = learned_rows(state, context, context.live_version)
     found = {}
     for name in sorted(state.meters):
         meter = state.meters[name]
-        length = state.table.estimate(name, context.live_version)
+        version = context.class_versions.get(name, context.live_version)
+        length = state.table.estimate(name, version)
         token_s, round_s = meter.time_per_token_s(), meter.round_s()
         if length is None or token_s is None or round_s is None:
             continue
         usable, fresh = _rows(state, context, name)
+        learner = learner_of(state, name, version)
         found[name] = BucketBelief(
             bucket=name,
             load=meter.load,
@@ -134,9 +142,11 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
             length_se=length[1],
             usable_rows=usable,
             fresh_rows=fresh,
-            learned_rows=learned.get(name, 0),
+            learned_rows=learned_rows(state, context, version).get(name, 0),
+            learner_rows=learner[0],
+            learner_parameters=learner[1],
             required_rows=max(state.required_rows.get(name, 0), config.min_rows),
-            is_active=meter.load > 0 and meter.load >= ACTIVE_SHARE * total,
+            is_active=0 < meter.load >= ACTIVE_SHARE * total and name not in context.class_versions,
             batches=state.round_costs.batches(name),
         )
     return found

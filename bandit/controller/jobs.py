@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from paceline.bandit.beliefs.arms import sized
-from paceline.bandit.beliefs.gain_model import POWER
+from paceline.bandit.beliefs.gain_model import POWER, learned_share
 from paceline.bandit.controller.epoch import bucket_beliefs, learned_rows
 from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRecord
 from paceline.bandit.policies.pricing import price_recalls
-from paceline.bandit.policies.table import SELF_FUNDED
+from paceline.bandit.policies.table import is_self_funded
 from paceline.config import PolicyConfig
 from paceline.contracts import TrainResult
 
@@ -22,34 +22,46 @@ MAX_OUTCOMES = 50
 def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
     """Fold one result.
 
-    accepted, rejected: gain and cost were measured, the gain by paired replay whatever the gate said of it. stopped: the
-    cost is a lower bound, the gain unknown. failed: nothing but that it failed. When the bucket's text changed while the
-    job ran, its scores describe a text that is gone: only its cost teaches.
+    accepted, rejected, learning: gain and cost were measured, the gain by paired replay whatever the gate said of it; it is
+    that of all rows that the learner has read since its base, in this burst and before. stopped: the cost is a lower bound,
+    the gain unknown. failed: nothing but that it failed. When the bucket's text changed while the job ran, its scores
+    describe a text that is gone: only its cost teaches.
     """
     regime = state.buckets.get(job.bucket)
     is_text_gone = regime is not None and regime.start > job.started
-    is_measured = result.status in ("accepted", "rejected")
+    is_measured = result.status in ("accepted", "rejected", "learning")
     fraction = _done_fraction(state, job, result)
-    if result.status == "stopped" or (is_measured and fraction < 1.0):
+    done = sized(job.arm, max(int(fraction * job.arm.num_rows), 1))
+    if is_measured and result.num_rows is not None:
+        state.costs.update(done, result.train_s, result.shadow_s)
+    elif result.status == "stopped" or (is_measured and fraction < 1.0):
         state.costs.update_cut_short(job.arm, result.train_s)
     elif is_measured:
         state.costs.update(job.arm, result.train_s, result.shadow_s)
     if is_measured and not is_text_gone:
         gain, error = measured_gain(job, result)
-        state.gains.update(job.bucket, job.arm, job.headroom, job.share * fraction**POWER, gain, error, job.new)
-        done = sized(job.arm, max(int(fraction * job.arm.num_rows), 1))
+        counted = result.num_rows is not None
+        share = learned_share(result.num_rows_before + done.num_rows) if counted else job.share * fraction**POWER
+        state.gains.update(job.bucket, job.arm, job.headroom, share, gain, error, job.new)
         state.table.add_job(job.bucket, result, job.base_version, state.forgotten.loss(done))
         if result.status == "accepted" and result.version is not None:
             state.forgotten.expect(job.bucket, result.version, job.base_version, done, state.table)
     state.memory.ema.job_ended(result.status, state.rows_written)
+    if is_measured:
+        _note_learner(state, job, result, is_text_gone=is_text_gone)
     if result.status == "accepted" and result.version is not None:
-        _note_version(state, job, result.version, is_text_gone=is_text_gone)
+        total = None if result.num_rows is None else result.num_rows_before + result.num_rows
+        _note_version(state, job, result.version, total, is_text_gone=is_text_gone)
+    elif result.status == "learning":
+        state.required_rows.pop(job.bucket, None)
     elif result.status != "stopped" and not is_text_gone:
         state.required_rows[job.bucket] = 2 * max(job.arm.num_rows, state.required_rows.get(job.bucket, 0))
 
 
 def _done_fraction(state: ControllerState, job: JobRecord, result: TrainResult) -> float:
-    """Share of the ordered training that the time limit let through, 1 when it did not bind."""
+    """Share of the ordered rows that the job learned; without a count it is 1 where the time limit did not bind."""
+    if result.num_rows is not None:
+        return min(result.num_rows / max(job.arm.num_rows, 1), 1.0)
     decision = state.actions.get(job.decision_id)
     limit = float(decision.context.get("time_limit_s", float("inf"))) if decision is not None else float("inf")
     if result.train_s < CUT_SHARE * limit or job.expected_cost.training_s <= 0:
@@ -57,9 +69,27 @@ def _done_fraction(state: ControllerState, job: JobRecord, result: TrainResult) 
     return min(max(result.train_s / job.expected_cost.training_s, 0.05), 1.0)
 
 
-def _note_version(state: ControllerState, job: JobRecord, version: str, *, is_text_gone: bool) -> None:
+def _note_learner(state: ControllerState, job: JobRecord, result: TrainResult, *, is_text_gone: bool) -> None:
+    """Where the bucket's next burst goes on: behind an accepted version anew, and with the rows that this one left unread."""
+    state.learners.pop(job.bucket, None)
+    if result.num_rows is None:
+        return
+    left = max(job.arm.num_rows - result.num_rows, 0) if result.status != "rejected" else 0
+    state.rows_at_job[job.bucket] = max(state.rows_at_job.get(job.bucket, 0) - left, 0)
+    if result.status == "accepted" and result.version is not None:
+        state.learners[job.bucket] = (result.version, 0, job.arm.parameters)  # it goes on from its own version
+    elif result.status == "learning" and not is_text_gone:
+        rows = result.num_rows_before + result.num_rows
+        state.learners[job.bucket] = (job.base_version, rows, job.arm.parameters)
+
+
+def _note_version(
+    state: ControllerState, job: JobRecord, version: str, num_rows: int | None, *, is_text_gone: bool
+) -> None:
+    """num_rows: rows that its learner learned since the base; None: those ordered."""
     learned = learned_rows(state, state.context, job.base_version)
-    own = {} if is_text_gone else {job.bucket: job.learned_after}
+    counted = None if num_rows is None else learned.get(job.bucket, 0) + num_rows
+    own = {} if is_text_gone else {job.bucket: job.learned_after if counted is None else counted}
     state.learned[version] = {**learned, **own}
     state.made_by[version] = job.arm.name
     if version not in state.lived:
@@ -127,7 +157,7 @@ def _publish(
     if state.pinned is not None:
         return None, f"Version {result.version} was accepted, but {state.pinned} is pinned."
     context = state.context
-    if context is not None and (state.policy in SELF_FUNDED or job.base_version != context.live_version):
+    if context is not None and (is_self_funded(state.policy) or job.base_version != context.live_version):
         beliefs = bucket_beliefs(state, config, context)
         priced = price_recalls(
             beliefs,

@@ -111,6 +111,8 @@ class ControllerState(msgspec.Struct):
     """Version -> bucket -> rows it was trained on."""
     rows_at_job: dict[str, int] = {}
     required_rows: dict[str, int] = {}
+    learners: dict[str, tuple[str, int, str]] = {}
+    """Bucket -> (version that its learner began at, rows learned since, what of the drafter learns)."""
     lived: list[str] = []
     """Versions that were live or came out of an accepted job."""
     barred: list[str] = []

@@ -13,16 +13,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.observation import HostContext
 from paceline.bandit.controller.controller import Controller, price_order
 from paceline.bandit.controller.decision_log import FeedbackLine
+from paceline.bandit.controller.state import JobOutcome
 from paceline.bandit.policies.pricing import PricedRecall
 from paceline.bandit.policies.table import Choice, View, make_policy
 from paceline.bandit.policies.view import hold
-from paceline.bandit.replay.logged import LoggedService
-from paceline.bandit.replay.world import World
-from paceline.contracts import ArmSpec, CellSums, Decision, FeedbackSums, RequestSums, SizeSums
+from paceline.bandit.replay.logged import LoggedService, logged_outcomes, logged_settings
+from paceline.bandit.replay.simulate import policy_config
+from paceline.bandit.replay.world import RunResult, World
+from paceline.contracts import ArmSpec, CellSums, Decision, FeedbackSums, RequestSums, SizeSums, TrainResult
 from paceline.errors import ConfigError
 
 UNIT_SD = 0.12
@@ -44,6 +45,8 @@ class ForcedController(Controller):
     """What the policy would have done at the latest forced decision: action key -> probability."""
     num_missed = 0
     """Logged actions that could not be done again."""
+    again: dict[int, Decision]
+    """Decision of the replay -> the logged one that it does again."""
 
     def begin(self, now: float) -> None:
         """The first epoch begins, as the log's did."""
@@ -85,10 +88,50 @@ class ForcedController(Controller):
     def tick(self, now: float, context: HostContext) -> list[Decision]:
         forced, logged = self.step < self.until, self.orders.get(self.step)
         decisions = super().tick(now, context)
-        if not forced or logged is None or "time_limit_s" not in logged.context:
+        if not forced or logged is None:
+            return decisions
+        self.again |= {d.decision_id: logged for d in decisions if d.action == logged.action}
+        if "time_limit_s" not in logged.context:
             return decisions
         limit = {"time_limit_s": logged.context["time_limit_s"]}  # the log's bank set it, not the asked policy's
         return [msgspec.structs.replace(d, context={**d.context, **limit}) for d in decisions]
+
+    def job_finished(self, result: TrainResult, *, decision_id: int, now: float) -> JobOutcome:
+        """Books the job; its version goes live when that of the logged job did, whatever the asked policy thinks of it."""
+        state, before = self._state, self._state.last_swap
+        outcome = super().job_finished(result, decision_id=decision_id, now=now)
+        logged = self.again.get(decision_id)
+        if self.step >= self.until or logged is None or logged.outcome is None or result.version is None:
+            return outcome
+        publish = result.version if logged.outcome in ("accepted", "promoted") else None
+        if publish == outcome.publish:
+            return outcome
+        if publish is None:
+            state.owner.pop(result.version, None)
+        else:
+            state.owner[publish] = decision_id
+        state.last_swap = before if publish is None else now
+        state.outcomes[decision_id] = msgspec.structs.replace(outcome, publish=publish)
+        return state.outcomes[decision_id]
+
+
+def follow_log(service: LoggedService) -> RunResult:
+    """What a replay makes of a log when it does all that the log did: to compare with the log's own ledger."""
+    config = policy_config("never", logged_settings(service, {}), 0)
+    return ForcedWorld(
+        service.traffic, logged_outcomes(service, 0), config, seed=0, slowdown=service.slowdown,
+        epochs=epochs_by_step(service), orders=logged_orders(service),
+    ).follow()  # fmt: skip
+
+
+def logged_orders(service: LoggedService) -> dict[int, Decision]:
+    """Step -> what was decided in it; of several decisions the one that acted."""
+    out: dict[int, Decision] = {}
+    for d in service.log.decisions:
+        k = service.step_of(d.ts)
+        if k not in out or out[k].action == "hold":
+            out[k] = d
+    return out
 
 
 def epochs_by_step(service: LoggedService) -> dict[int, FeedbackLine]:
@@ -111,9 +154,9 @@ class ForcedWorld(World):
             raise ConfigError("outcomes must be those of a log to follow it")
         self.epochs = epochs
         controller = ForcedController(
-            self.config, default_arms(), clock=self.clock, rng=np.random.default_rng(self.config.seed)
+            self.config, self.outcomes.arms, clock=self.clock, rng=np.random.default_rng(self.config.seed)
         )
-        controller.orders, controller.names, controller.asked = orders, {}, {}
+        controller.orders, controller.names, controller.asked, controller.again = orders, {}, {}, {}
         controller.until = self.measured_until = self.traffic.num_steps
         controller.begin(self.clock.now())
         self.controller: ForcedController = controller
@@ -127,7 +170,7 @@ class ForcedWorld(World):
     def snapshot(self) -> ForcedWorld:
         """A copy as of now; what never changes is shared."""
         orders = self.controller.orders
-        shared = {id(x): x for x in (self.traffic, self.epochs, orders, self.outcomes.scenario)}  # type: ignore[attr-defined]
+        shared = {id(x): x for x in (self.traffic, self.epochs, orders, self.outcomes.curves)}  # type: ignore[attr-defined]
         return copy.deepcopy(self, shared)
 
     def rest(self, k: int, forced: int, draw: int) -> float:
@@ -151,8 +194,31 @@ class ForcedWorld(World):
 
     def step(self, k: int) -> None:
         self.controller.step = k
-        self.controller.names = {theirs: ours for ours, theirs in self.outcomes.names.items()}  # type: ignore[attr-defined]
+        self.controller.names = self._names()
+        booked_s = self.serving_s
         super().step(k)
+        line = self.epochs.get(k)
+        if line is not None and k <= self.measured_until and k < self.controller.until:
+            more_s = self._served_s(line) - (self.serving_s - booked_s)
+            self.serving_s += more_s
+            self.spent["interference"] += self.slowdown * float(self._busy[k]) * more_s
+
+    def _names(self) -> dict[str, str]:
+        return {theirs: ours for ours, theirs in self.outcomes.names.items()}  # type: ignore[attr-defined]
+
+    def _served_s(self, line: FeedbackLine) -> float:
+        """Device-seconds of an epoch's tokens by the versions that the log says: swaps fall within epochs, and groups vary."""
+        names, per_token = self._names(), {}
+        for version in {c.version for c in line.cells}:
+            per_token[version] = self.traffic.token_s(self.outcomes.lengths(names.get(version, self.live)))
+        return sum(c.num_tokens * float(per_token[c.version][self.traffic.labels.index(c.bucket)]) for c in line.cells if c.num_tokens > 0)  # fmt: skip
+
+    def follow(self) -> RunResult:
+        """Do all that the log did; the result is what the replay makes of it."""
+        for k in range(self.traffic.num_steps):
+            self.forced_step(k)
+        self.stop_job()
+        return self.result([], [])
 
     def _serve(self, k: int) -> FeedbackSums:
         simulated = super()._serve(k)  # also books the step's true cost

@@ -13,7 +13,7 @@ import msgspec
 
 from paceline.bandit.ledger.totals import fold_entries
 from paceline.bandit.off_policy.estimate import decision_key, is_operators
-from paceline.bandit.off_policy.forced import ForcedWorld, epochs_by_step
+from paceline.bandit.off_policy.forced import ForcedWorld, epochs_by_step, logged_orders
 from paceline.bandit.off_policy.sequence import Branch, Net, Trajectory, estimate
 from paceline.bandit.replay.logged import MATCH_ROWS, LoggedService, logged_outcomes, logged_settings
 from paceline.bandit.replay.simulate import policy_config
@@ -96,8 +96,7 @@ def trace(
     orders = logged_orders(service)
     config = policy_config(policy, logged_settings(service, settings), seed)
     world = ForcedWorld(
-        service.traffic, logged_outcomes(service, seed), config, seed=seed, slowdown=service.scenario.slowdown, epochs=epochs_by_step(service), orders=orders,
-        learned=service.learned(),
+        service.traffic, logged_outcomes(service, seed), config, seed=seed, slowdown=service.slowdown, epochs=epochs_by_step(service), orders=orders,
     )  # fmt: skip
     start = [world.rest(0, 0, draw) for draw in range(draws)]
     branches: list[Branch] = []
@@ -142,16 +141,6 @@ def realised_steps(service: LoggedService) -> list[float]:
     out = [0.0] * service.traffic.num_steps
     for e in service.log.entries:
         out[service.step_of(e.ts)] += e.seconds if e.kind == "saving" else -e.seconds
-    return out
-
-
-def logged_orders(service: LoggedService) -> dict[int, Decision]:
-    """Step -> what was decided in it; of several decisions the one that acted."""
-    out: dict[int, Decision] = {}
-    for d in service.log.decisions:
-        k = service.step_of(d.ts)
-        if k not in out or out[k].action == "hold":
-            out[k] = d
     return out
 
 

@@ -22,7 +22,7 @@ MIN_HEADROOM = 0.03
 MAX_HEADROOM = 1.2
 """Bounds of the headroom, relative to the acceptance length now."""
 GATE_GAIN = 0.02
-"""Relative rise of the acceptance length below which the gate is taken to refuse."""
+"""Relative rise of the acceptance length below which the gate refuses."""
 QUANTILES = (-1.2816, -0.5244, 0.0, 0.5244, 1.2816)
 """Normal quantiles at 10, 30, 50, 70 and 90%: the mean over them prices the kink at plain decoding and at the gate."""
 
@@ -120,6 +120,8 @@ def price_jobs(
         best_known = max(known_length(name), belief.length) if known_length is not None else belief.length
         known = belief.relative_gain(belief.length, best_known)
         for template in arms:
+            if belief.learner_parameters not in ("", template.parameters):
+                continue  # what the class's learner knows would be lost
             for rows in row_counts(template, belief.usable_rows, min_rows):
                 arm = sized(template, rows)
                 share, new = _lesson(belief, arm)
@@ -154,10 +156,25 @@ def price_jobs(
 
 
 def _lesson(belief: BucketBelief, arm: ArmSpec) -> tuple[float, float]:
-    """(learned_share, newness) of a job on the bucket's rows, of which the drafter may have learned some before."""
-    rows = arm.num_rows
-    after = max(belief.learned_rows + min(rows, belief.fresh_rows), rows)
+    """(learned_share, newness) of what a learner knows after a burst on the bucket's rows.
+
+    The drafter may have learned some of them before, and the learner others in earlier bursts.
+    """
+    rows = belief.learner_rows + arm.num_rows
+    after = max(belief.learned_rows + belief.learner_rows + min(arm.num_rows, belief.fresh_rows), rows)
     return learned_share(rows), newness(belief.learned_rows, after, rows)
+
+
+def swap_gain(belief: BucketBelief, swap_s: float, left_s: float) -> float:
+    """Relative rise of acceptance length at which making a version live saves, in left_s, what the swap takes.
+
+    Below the length at which drafting pays nothing is saved, however much better the version is; 1 when no rise up to
+    twice the length pays.
+    """
+    rises = np.arange(GATE_GAIN, 1.0, 0.01)
+    saved = belief.busy * left_s * belief.relative_gains(belief.length, belief.length * (1.0 + rises))
+    pays = rises[saved > swap_s]
+    return float(pays[0]) if len(pays) else 1.0
 
 
 def _expected_gains(belief: BucketBelief, mean: float, sd: float, known: float) -> tuple[float, float]:

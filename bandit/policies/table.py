@@ -1,7 +1,10 @@
-"""Policies: the table of all of them by name, the baselines, and the rules taken from elsewhere (TIDE, CARA, Fixed-Share)."""
+"""Policies: the table of all of them by name, the baselines, the rules taken from elsewhere (TIDE, CARA, Fixed-Share), and
+policies that are not ours, as MODULE:CLASS or by an entry point.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 
@@ -21,6 +24,7 @@ from paceline.bandit.policies.view import (
     too_few_rows,
     train,
 )
+from paceline.config import MODULE_CLASS, policy_entry_points
 from paceline.errors import ConfigError
 
 
@@ -186,8 +190,44 @@ SELF_FUNDED = frozenset({"payoff", "thompson"})
 """Policies that spend only what the bank covers; their jobs are stopped when it would run dry."""
 
 
+def is_self_funded(name: str) -> bool:
+    """A policy's jobs are bounded by the bank: one of SELF_FUNDED, or another's class that has `is_self_funded = True`."""
+    return name in SELF_FUNDED or (name not in POLICIES and bool(getattr(_foreign(name), "is_self_funded", False)))
+
+
 def make_policy(name: str) -> Policy:
-    """The policy of that name; raises ConfigError with the known names."""
-    if name not in POLICIES:
-        raise ConfigError(f"policy.policy must be one of {', '.join(POLICIES)}, got {name!r}")
-    return POLICIES[name]()
+    """The policy of that name: one of POLICIES, an entry point of the group 'paceline.policies', or MODULE:CLASS.
+
+    One is made for every decision, so it keeps nothing between decisions: what it may know is in the view.
+
+    Raises: ConfigError with the known names, or with what is wrong with a class that is not ours.
+    """
+    if name in POLICIES:
+        return POLICIES[name]()
+    try:
+        policy: Policy = _foreign(name)()
+    except ConfigError:
+        raise
+    except Exception as e:
+        raise ConfigError(f"policy.policy {name!r} must be a class that needs no arguments ({e!r})") from e
+    return policy
+
+
+def _foreign(name: str) -> Callable[[], Policy]:
+    """The class behind a name that is not in POLICIES, as its module has it now: a notebook may define it anew."""
+    points = policy_entry_points()
+    if name not in points and not MODULE_CLASS.fullmatch(name):
+        known = ", ".join((*POLICIES, *points))
+        raise ConfigError(f"policy.policy must be one of {known}, or MODULE:CLASS of one of your own; got {name!r}")
+    try:
+        if name in points:
+            found = points[name].load()
+        else:
+            module, _, attribute = name.partition(":")
+            found = getattr(importlib.import_module(module), attribute)
+    except Exception as e:  # whatever a foreign module raises when it is imported
+        raise ConfigError(f"policy.policy {name!r} must be importable; put its folder on PYTHONPATH ({e!r})") from e
+    if not callable(found) or not callable(getattr(found, "choose", None)):
+        raise ConfigError(f"policy.policy {name!r} must be a class with a method choose(view, rng), got {found!r}")
+    made: Callable[[], Policy] = found
+    return made

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+from paceline.bandit.replay.families import family_worlds
 from paceline.bandit.replay.scenario import Scenario
+from paceline.bandit.replay.simulate import Cell
 from paceline.errors import ConfigError
 
 REGIMES = {"short": (300.0, 1800.0), "medium": (1200.0, 4800.0), "long": (3600.0, 7200.0)}
 """Name -> (mean regime length, simulated time), seconds."""
+GRIDS = ("synthetic", "core", "small", "tables")
+SMALL = ("medium-cheap-cycle", "medium-dear-fresh")
 COSTS = {"cheap": 0.3, "normal": 1.0, "dear": 4.0}
 
 
@@ -51,22 +55,26 @@ def _special() -> list[Scenario]:
     return [dataclasses.replace(medium, name=name, family=family, **changes) for name, family, changes in cells]
 
 
-def named_cells() -> dict[str, Scenario]:
+def named_cells() -> dict[str, Cell]:
     """Every named cell; each can be run alone."""
-    return {s.name: s for s in (*_core(), *_special())}
+    cells: list[Cell] = [*_core(), *_special(), *family_worlds()]
+    return {cell.name: cell for cell in cells}
 
 
-def grid(name: str) -> list[Scenario]:
-    """The cells of 'synthetic' (all), 'core' or 'small', or the one named cell. Raises ConfigError with what there is."""
+def grid(name: str) -> list[Cell]:
+    """The cells of 'synthetic' (all formulas), 'core', 'small' or 'tables', or the one named cell.
+
+    Raises ConfigError with what there is.
+    """
     cells = named_cells()
     if name == "synthetic":
-        return list(cells.values())
+        return [*_core(), *_special()]
     if name == "core":
-        return _core()
+        return [*_core()]
+    if name == "tables":
+        return [*family_worlds()]
     if name == "small":
-        return [dataclasses.replace(cells[n], duration_s=1800.0, regime_s=600.0) for n in ("medium-cheap-cycle", "medium-dear-fresh")]  # fmt: skip
+        return [dataclasses.replace(s, duration_s=1800.0, regime_s=600.0) for s in _core() if s.name in SMALL]
     if name in cells:
         return [cells[name]]
-    raise ConfigError(
-        f"scenario must be a file, 'synthetic', 'core', 'small' or one of {', '.join(cells)}; got {name!r}"
-    )
+    raise ConfigError(f"scenario must be a file or one of {', '.join((*GRIDS, *cells))}; got {name!r}")

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.replay.oracle import hindsight
-from paceline.bandit.replay.outcomes import FIRST, GATE_NOISE, Z_90, SimulatedOutcomes
+from paceline.bandit.replay.outcomes import FIRST, Z_90, SimulatedOutcomes
 from paceline.bandit.replay.scenario import Traffic
-from paceline.bandit.replay.world import STAGING_S, RunResult, planned_result
+from paceline.bandit.replay.world import RunResult, planned_result
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec
 
@@ -67,8 +66,8 @@ class Executor:
         self.share = 1.0 - config.holdback_percent / 100.0
         self.first = outcomes.lengths(FIRST)
         self.first_s = traffic.tokens @ traffic.token_s(self.first)  # (T,)
-        self.written = np.cumsum(traffic.tokens, axis=0) * traffic.rows_share
-        self.staging_s = STAGING_S * traffic.num_replicas
+        self.written = traffic.rows()
+        self.staging_s = outcomes.staging_s * traffic.num_replicas
         self.ahead = max(int(LOOK_AHEAD_S / traffic.step_s), 1)
 
     def run(self, plan: list[PlannedJob]) -> Outcome:
@@ -96,13 +95,11 @@ class Executor:
             free = end
             base = self._base(lengths, ready, job, k)
             closed = float(self.outcomes.closed(job.domain, arm, rows, k))
-            gain = max(float(self.outcomes.ceiling[job.domain] - base[job.domain]), 0.0) * closed
+            gain = self.outcomes.gain(job.domain, base, closed)
             events.append({"t": (k + 1) * step_s, "action": "train", "bucket": self.traffic.labels[job.domain], "what": arm.name, "reason": f"{rows:.0f} rows, known to pay"})  # fmt: skip
-            if gain + GATE_NOISE * (float(self.outcomes.gate_z[k]) - Z_90) <= 0:
+            if gain + self.outcomes.gate_noise * (float(self.outcomes.gate_z[k]) - Z_90) <= 0:
                 continue
-            new = 1.0 + (base - 1.0) * (1.0 - self.outcomes.scenario.forgetting * closed)
-            new[job.domain] = base[job.domain] + gain
-            lengths.append(new)
+            lengths.append(self.outcomes.trained(job.domain, base, closed))
             ready.append(end)
         return self._serve(np.stack(lengths), np.array(ready), train_s, shadow_s, busy, events)
 
@@ -184,8 +181,8 @@ def best_plan(
     arms: tuple[ArmSpec, ...] | None = None,
 ) -> RunResult:
     """The best plan found, as a RunResult; never worse than doing nothing."""
-    arms = arms or default_arms()
-    bound = hindsight(traffic, outcomes, config, slowdown=slowdown, arms=arms)
+    arms = arms or outcomes.arms
+    bound = hindsight(traffic, outcomes, config, slowdown=slowdown, arms=arms, has_transfer=False)
     names = [a.name for a in arms]
     plan = [
         PlannedJob(

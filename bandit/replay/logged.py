@@ -1,25 +1,27 @@
 """Logged service: a replay of a decision log under another policy.
 
-Traffic, round times and the first drafter's acceptance are those of the log. A job that the log holds (same bucket,
+Traffic, hold-back, round times and the first drafter's acceptance are those of the log, and its ledger says what a swap
+costs and how jobs slow rounds down. A job that the log holds (same bucket,
 parameters and base, rows within a quarter) gives exactly the version that was trained then, scored by replay; any other
 job's gain comes from the gain model fitted on the log (bandit/replay/gain_fit.py), with its error as the spread of seeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.gain_model import learned_share
-from paceline.bandit.beliefs.job_cost import SHADOW_PRIOR_S, prior_training_s
-from paceline.bandit.controller.decision_log import FeedbackCell, LoggedJob, ServiceLog
+from paceline.bandit.beliefs.job_cost import SHADOW_PRIOR_S, SLOWDOWN_PRIOR, STAGING_PRIOR_S, prior_training_s
+from paceline.bandit.controller.decision_log import FeedbackCell, FeedbackLine, LoggedJob, ServiceLog
+from paceline.bandit.ledger.totals import fold_entries
+from paceline.bandit.replay.curves import PriorCosts, off_diagonal
 from paceline.bandit.replay.gain_fit import GainFit, arm_share, fit_gains, gap
-from paceline.bandit.replay.outcomes import FIRST, SimulatedOutcomes, TrainOrder, TrainTruth, training_seconds
+from paceline.bandit.replay.outcomes import FIRST, Learned, SimulatedOutcomes, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import run_policy
 from paceline.bandit.replay.world import RunResult
@@ -30,30 +32,34 @@ MATCH_ROWS = 0.25
 """Relative difference in rows up to which a logged job stands for an ordered one."""
 
 
-@dataclass
+FORGETTING = 0.1
+"""Share of the acceptance length above 1 that endless training costs other buckets where the log does not say it."""
+
+
+@dataclass(frozen=True)
+class FittedCurves:
+    """The gain model fitted on a log."""
+
+    fit: GainFit
+    labels: tuple[str, ...]
+
+    def closed(self, domain: int, arm: ArmSpec, rows: np.ndarray | float) -> np.ndarray:
+        curve = np.vectorize(learned_share, otypes=[float])(np.asarray(rows, dtype=float))
+        return np.asarray(arm_share(self.fit.model, self.labels[domain], arm) * curve)
+
+
+@dataclass(kw_only=True)
 class LoggedOutcomes(SimulatedOutcomes):
     """Results of jobs on a logged service."""
 
-    fit: GainFit = field(default=None)  # type: ignore[assignment]
-    labels: tuple[str, ...] = ()
+    spread: float
+    """Relative spread of a job's gain around the prediction."""
+    labels: tuple[str, ...]
     jobs: list[LoggedJob] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     """Version of the replay -> version of the log that it stands for."""
     shadow: dict[str, dict[str, float]] = field(default_factory=dict)
-    cost_factor: float = 1.0
-    """Measured over prior training time."""
-    shadow_s: float = SHADOW_PRIOR_S
     used: set[int] = field(default_factory=set)
-
-    def closed(self, domain: int, arm: ArmSpec, rows: np.ndarray | float, step: int) -> np.ndarray:
-        share = arm_share(self.fit.model, self.labels[domain], arm)
-        curve = np.vectorize(learned_share, otypes=[float])(np.asarray(rows, dtype=float))
-        return np.minimum(share * curve * self.luck[step], 1.0)
-
-    def job_seconds(self, arm: ArmSpec, rows: np.ndarray | float, step: int) -> tuple[np.ndarray, float]:
-        fixed, growing = training_seconds(arm, rows)
-        factor = self.cost_factor * float(self.cost[step])
-        return factor * (fixed + growing), self.shadow_s * float(self.cost[step])
 
     def train(self, order: TrainOrder) -> TrainTruth:
         i = self._logged(order)
@@ -73,9 +79,8 @@ class LoggedOutcomes(SimulatedOutcomes):
         if job.status != "accepted" or job.version is None or job.train_s > order.time_limit_s:
             return truth if job.status != "accepted" else super().train(order)
         version = f"v{len(self._lengths)}-{order.decision_id}"
-        new = self._lengths[order.base].copy()
         closed = float(self.closed(order.domain, order.arm, order.rows, order.step))
-        new = 1.0 + (new - 1.0) * (1.0 - self.scenario.forgetting * closed)
+        new = self.trained(order.domain, self._lengths[order.base], closed)
         new[order.domain] = max(self._lengths[order.base][order.domain] + gain, 1.0)
         for d, label in enumerate(self.labels):
             scored = self.shadow.get(label, {})
@@ -89,14 +94,16 @@ class LoggedOutcomes(SimulatedOutcomes):
     def redraw(self, rng: np.random.Generator) -> None:
         """Forget the results of logged jobs, and draw anew what the gain model leaves open."""
         self.jobs, steps = [], len(self.luck)
-        common = rng.normal(1.0, self.fit.spread)  # the model may be wrong for all jobs alike
-        self.luck = np.clip(common * rng.normal(1.0, self.fit.spread, steps), 0.0, 2.0)
+        common = rng.normal(1.0, self.spread)  # the model may be wrong for all jobs alike
+        self.luck = np.clip(common * rng.normal(1.0, self.spread, steps), 0.0, 2.0)
         self.cost = np.exp(rng.normal(0.0, 0.1, steps))
         self.gate_z = rng.standard_normal(steps)
+        self.fate = rng.random(steps)
 
     def _logged(self, order: TrainOrder) -> int | None:
         for i, job in enumerate(self.jobs):
-            if i in self.used or job.gain is None or self.names.get(order.base) != job.base_version:
+            is_scored = job.status not in ("accepted", "rejected", "learning") or job.gain is not None
+            if i in self.used or not is_scored or self.names.get(order.base) != job.base_version:
                 continue
             is_same = job.bucket == order.bucket and job.arm.parameters == order.arm.parameters
             if is_same and abs(job.arm.num_rows - order.arm.num_rows) <= MATCH_ROWS * job.arm.num_rows:
@@ -113,8 +120,14 @@ class LoggedService:
     traffic: Traffic
     first: np.ndarray  # (D,)
     fit: GainFit
+    slowdown: float
+    """Relative slow-down of rounds while a job runs."""
+    staging_s: float
+    """Device-seconds of making another version live, per replica."""
+    holdback_percent: int
+    """Share of the hold-back group's tokens."""
 
-    def learned(self) -> dict[str, dict[str, int]]:
+    def learned(self) -> Learned:
         """First drafter -> bucket -> rows that it was trained on, from the earliest belief logged while it served."""
         rows: dict[str, int] = {}
         for d in self.log.decisions:
@@ -165,17 +178,42 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
         for c in epoch.cells:
             if c.num_tokens > 0:
                 tokens[k, labels.index(c.bucket)] += c.num_tokens
-    drafted_s, plain_s = _round_seconds(cells)
+    spent = fold_entries(log.entries).by_kind()
+    device_s = sum(c.device_s for e in log.epochs for c in e.cells)
+    calm_s = device_s - min(max(spent.get("interference", 0.0), 0.0), 0.9 * device_s)
+    drafted_s, plain_s = (seconds * calm_s / device_s for seconds in _round_seconds(cells))
+    job_s = spent.get("training", 0.0) + spent.get("shadow", 0.0)
+    during_s = job_s * calm_s / (log.epochs[-1].end - begin)  # device-seconds that serving takes while jobs run
+    swaps = [e.seconds for e in log.entries if e.kind == "staging"]
+    static, whole = (sum(c.num_tokens for c in cells if c.group in groups) for groups in ((Group.STATIC,), (Group.STATIC, Group.ADAPTIVE)))  # fmt: skip
+    rows_share, rows_before = _rows(log.epochs, labels)
+    num_replicas = log.epochs[-1].num_replicas
     requests = sum(c.num_requests for c in cells)
     traffic = Traffic(
         step_s=step_s, labels=labels, tokens=tokens, drafted_s=drafted_s, plain_s=plain_s,
         batch_size=max(round(float(np.mean([e.batch_size for e in log.epochs]))), 1),
         tokens_per_request=max(sum(c.num_tokens for c in cells) / max(requests, 1.0), 1.0),
-        num_replicas=log.epochs[-1].num_replicas,
+        num_replicas=num_replicas, rows_share=rows_share, rows_before=rows_before,
     )  # fmt: skip
     scenario = Scenario(name=f"{name}-{log.digest}", family="your log", duration_s=steps * step_s, step_s=step_s, regime_s=max(steps * step_s, step_s))  # fmt: skip
     best = max([*lengths.values(), *(v for scores in log.shadow.values() for v in scores.values())])
-    return LoggedService(log=log, scenario=scenario, traffic=traffic, first=first, fit=fit_gains(log.jobs, best))
+    return LoggedService(
+        log=log, scenario=scenario, traffic=traffic, first=first, fit=fit_gains(log.jobs, best),
+        slowdown=min((device_s - calm_s) / during_s, 3.0) if during_s > 0 else SLOWDOWN_PRIOR,
+        staging_s=float(np.mean(swaps)) / max(num_replicas, 1) if swaps else STAGING_PRIOR_S,
+        holdback_percent=round(100 * static / whole) if static else 10,
+    )  # fmt: skip
+
+
+def _rows(epochs: Sequence[FeedbackLine], labels: tuple[str, ...]) -> tuple[float, tuple[float, ...]]:
+    """(share of the tokens that became rows, rows of each bucket before the log began); all and none where it says nothing."""
+    begun, ended = epochs[0].rows_written, epochs[-1].rows_written
+    emitted = sum(c.num_tokens for e in epochs[1:] for c in e.cells)
+    if not ended or emitted <= 0:
+        return 1.0, ()
+    share = min(max(sum(ended.values()) - sum(begun.values()), 0) / emitted, 1.0)
+    own = {b: sum(c.num_tokens for c in epochs[0].cells if c.bucket == b) for b in labels}
+    return share, tuple(max(begun.get(b, 0) - share * own[b], 0.0) for b in labels)
 
 
 def _round_seconds(cells: list[FeedbackCell]) -> tuple[float, float]:
@@ -192,35 +230,41 @@ def logged_outcomes(service: LoggedService, seed: int) -> LoggedOutcomes:
     log, steps = service.log, service.traffic.num_steps
     rng = np.random.default_rng([seed, 11])
     best = max([float(service.first.max()), *(v for scores in log.shadow.values() for v in scores.values())])
+    ended = [j.status for j in log.jobs if j.status != "stopped"]
     ratios = [j.train_s / prior_training_s(j.arm) for j in log.jobs if j.train_s > 0 and j.status != "stopped"]
     shadows = [j.shadow_s for j in log.jobs if j.shadow_s > 0]
     return LoggedOutcomes(
-        scenario=service.scenario,
         first=service.first,
         ceiling=service.first + np.array([gap(float(v), best) for v in service.first]),
-        tau=np.ones_like(service.first),
-        power=np.ones_like(service.first),
-        arm_share={a.parameters: 1.0 for a in default_arms()},
+        curves=FittedCurves(service.fit, service.traffic.labels),
+        costs=PriorCosts(
+            train_factor=float(np.mean(ratios)) if ratios else 1.0,
+            scoring_s=float(np.mean(shadows)) if shadows else SHADOW_PRIOR_S,
+        ),
+        forgetting=off_diagonal(len(service.first), FORGETTING),
+        transfer=off_diagonal(len(service.first), 0.0),
+        learned=service.learned(),
+        slowdown=service.slowdown,
+        staging_s=service.staging_s,
         luck=np.clip(rng.normal(1.0, service.fit.spread, steps), 0.0, 2.0),
         cost=np.exp(rng.normal(0.0, 0.1, steps)),
-        fate=np.ones(steps),
         gate_z=rng.standard_normal(steps),
-        fit=service.fit,
+        fate=rng.random(steps),
+        failed=ended.count("failed") / len(ended) if ended else 0.0,
+        spread=service.fit.spread,
         labels=service.traffic.labels,
         jobs=log.jobs,
         names={FIRST: log.epochs[0].first_version},
         shadow=log.shadow,
-        cost_factor=float(np.mean(ratios)) if ratios else 1.0,
-        shadow_s=float(np.mean(shadows)) if shadows else SHADOW_PRIOR_S,
     )
 
 
 def logged_settings(service: LoggedService, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run on a log: one decision for every logged epoch unless `settings` says otherwise."""
-    return {"epoch_s": 0.999 * service.traffic.step_s, **settings}
+    """The settings of a run on a log: its hold-back, and one decision for every epoch, unless `settings` says otherwise."""
+    return {"epoch_s": 0.999 * service.traffic.step_s, "holdback_percent": service.holdback_percent, **settings}
 
 
 def replay_logged(service: LoggedService, policy: str, settings: Mapping[str, Any], seed: int) -> RunResult:
     """Run a policy (or the oracle) on a prepared log; the seed draws what the gain model leaves open."""
     outcomes, chosen = logged_outcomes(service, seed), logged_settings(service, settings)
-    return run_policy(service.traffic, outcomes, policy, chosen, seed, service.learned())
+    return run_policy(service.traffic, outcomes, policy, chosen, seed)

@@ -3,17 +3,17 @@
 Dynamic programming with the world's true outcomes, domain by domain. Relaxations make it a bound from above: training on
 one domain costs the others nothing (no forgetting, recalls are free and instant), jobs on different domains may overlap,
 jobs that go wrong are avoided, a job's rows are rounded up and its cost down, and resulting lengths are rounded up to the
-grid. Hold-back traffic stays on the first drafter, as for every policy.
+grid. Where training on one domain helps others, each of these may order that job for itself, at an equal share of its
+cost. Hold-back traffic stays on the first drafter, as for every policy.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.replay.outcomes import FIRST, SimulatedOutcomes
 from paceline.bandit.replay.scenario import Traffic
-from paceline.bandit.replay.world import STAGING_S, RunResult, planned_result
+from paceline.bandit.replay.world import RunResult, planned_result
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec
 
@@ -30,9 +30,14 @@ def hindsight(
     slowdown: float,
     arms: tuple[ArmSpec, ...] | None = None,
     num_levels: int = NUM_LEVELS,
+    has_transfer: bool = True,
 ) -> RunResult:
-    """The bound as a RunResult; `curve` adds up what its plan saves and spends over time."""
-    arms = arms or default_arms()
+    """The bound as a RunResult; `curve` adds up what its plan saves and spends over time.
+
+    has_transfer: False leaves out what training on one domain does for others: fewer jobs, at their full cost, to begin a
+    plan with.
+    """
+    arms = arms or outcomes.arms
     first = outcomes.lengths(FIRST)
     never = traffic.tokens @ traffic.token_s(first)  # (T,)
     # interference is charged at the least that serving can cost meanwhile
@@ -41,7 +46,8 @@ def hindsight(
     spent, events = 0.0, []
     for d in range(len(first)):
         if traffic.tokens[:, d].sum() > 0:
-            plan = _domain(traffic, outcomes, config, arms, d, least_s, num_levels)
+            sources = _sources(outcomes, d) if has_transfer else ([(d, 1.0)], 1.0)
+            plan = _domain(traffic, outcomes, config, arms, d, least_s, num_levels, *sources)
             flow += plan[0]
             spent += plan[1]
             events += plan[2]
@@ -57,6 +63,8 @@ def _domain(
     d: int,
     least_s: np.ndarray,
     num_levels: int,
+    sources: list[tuple[int, float]],
+    cost_share: float,
 ) -> tuple[np.ndarray, float, list[dict]]:
     """(net per step (T,), spend, jobs) of the best plan for one domain."""
     steps = traffic.num_steps
@@ -67,7 +75,8 @@ def _domain(
     saved = np.maximum.accumulate(saved)  # the probe rounds of undrafted traffic must not make progress a loss
     tokens = traffic.tokens[:, d]
     ahead = np.concatenate([[0.0], np.cumsum(tokens)])
-    written = ahead[1:] * traffic.rows_share  # rows after step k
+    rows_of = traffic.rows()[:, [i for i, _ in sources]]  # (T, S) after step k
+    written = rows_of.max(axis=1)
     slow = np.concatenate([[0.0], np.cumsum(least_s)])
     value = np.zeros((steps + 1, levels.size))
     choice = np.full((steps, levels.size), -1, dtype=np.int32)
@@ -84,12 +93,13 @@ def _domain(
             fits = int(np.searchsorted(rows, written[k], side="right"))
             train_s, shadow_s = outcomes.job_seconds(arm, rows[:fits], k)
             seconds.append(train_s + shadow_s)
-            closed.append(outcomes.closed(d, arm, np.minimum(above[:fits], written[k]), k))
+            reached = [s * outcomes.closed(i, arm, np.minimum(above[:fits], own), k) for (i, s), own in zip(sources, rows_of[k], strict=True)]  # fmt: skip
+            closed.append(np.max(reached, axis=0))
             which.append(np.arange(first_option, first_option + fits))
         job_s, picked = np.concatenate(seconds), np.concatenate(which)
         end = np.minimum(now + np.ceil(job_s / traffic.step_s).astype(int), steps)
         full = np.minimum(now + (job_s / traffic.step_s).astype(int), steps)
-        cost = job_s + STAGING_S * traffic.num_replicas + slow[full] - slow[now]
+        cost = cost_share * (job_s + outcomes.staging_s * traffic.num_replicas + slow[full] - slow[now])
         reached = levels + (high - levels) * np.concatenate(closed)[:, None]  # (O, J)
         after = np.ceil((reached - low) / max(high - low, 1e-12) * (levels.size - 1) - 1e-9).astype(int)
         after = np.minimum(after, levels.size - 1)
@@ -100,7 +110,14 @@ def _domain(
         choice[k] = np.where(is_better, picked[top], -1)
         targets[k] = after[top, at_all]
         value[k] = tokens[k] * saved + np.maximum(gain, value[now])
-    return _walk(traffic, outcomes, d, tokens, saved, slow, choice, targets, options)
+    return _walk(traffic, outcomes, d, tokens, saved, slow, choice, targets, options, cost_share)
+
+
+def _sources(outcomes: SimulatedOutcomes, d: int) -> tuple[list[tuple[int, float]], float]:
+    """(domains whose training helps domain d, with the share that arrives; the least share of a job's cost that d bears)."""
+    arrives = outcomes.transfer + np.eye(len(outcomes.first))
+    found = np.flatnonzero(arrives[:, d] > 0).tolist()
+    return [(i, float(arrives[i, d])) for i in found], 1.0 / max(int((arrives[i] > 0).sum()) for i in found)
 
 
 _Option = tuple[ArmSpec, np.ndarray, np.ndarray, int]
@@ -127,6 +144,7 @@ def _walk(
     choice: np.ndarray,
     targets: dict[int, np.ndarray],
     options: list[_Option],
+    cost_share: float,
 ) -> tuple[np.ndarray, float, list[dict]]:
     """Follow the plan from the start."""
     steps = traffic.num_steps
@@ -144,7 +162,7 @@ def _walk(
         seconds, now = float(train_s) + shadow_s, k + 1
         end = min(now + int(np.ceil(seconds / traffic.step_s)), steps)
         full = min(now + int(seconds / traffic.step_s), steps)
-        cost = seconds + STAGING_S * traffic.num_replicas + float(slow[full] - slow[now])
+        cost = cost_share * (seconds + outcomes.staging_s * traffic.num_replicas + float(slow[full] - slow[now]))
         flow[k] -= cost
         spent += cost
         flow[now:end] += tokens[now:end] * saved[level]

@@ -85,6 +85,16 @@ class Traffic:
     num_replicas: int = 1
     rows_share: float = 1.0
     """Share of the tokens that become rows to train on (traced requests)."""
+    rows_before: tuple[float, ...] = ()
+    """Rows of each domain written before the first step; () = none."""
+
+    def rows_at_start(self) -> np.ndarray:
+        """(D,) rows written before the first step."""
+        return np.array(self.rows_before or np.zeros(len(self.labels)), dtype=float)
+
+    def rows(self) -> np.ndarray:
+        """(T, D) rows ever written at the end of each step."""
+        return self.rows_at_start() + np.cumsum(self.tokens, axis=0) * self.rows_share
 
     @property
     def num_steps(self) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.decision_log import KIND
 from paceline.bandit.replay.outcomes import FIRST, Outcomes, TrainOrder, TrainTruth
@@ -28,8 +27,6 @@ from paceline.contracts import (
 )
 
 START = 1000.0
-STAGING_S = 0.1
-"""Device seconds of a swap, per replica."""
 STORE_ROWS = 60_000
 """Rows of a bucket that the trace store keeps."""
 MAX_UNITS = {Group.ADAPTIVE: 16, Group.STATIC: 4}
@@ -107,17 +104,14 @@ class World:
         *,
         seed: int,
         slowdown: float = 0.05,
-        learned: dict[str, dict[str, int]] | None = None,
     ) -> None:
-        """`learned`: version -> bucket -> rows it was trained on, as manifests would say."""
         self.traffic, self.outcomes, self.config, self.slowdown = traffic, outcomes, config, slowdown
         self.has_long_steps = traffic.step_s >= 0.99 * config.epoch_s
         self.clock = ManualClock(START)
-        self.controller = Controller(config, default_arms(), clock=self.clock, rng=np.random.default_rng(config.seed))
+        self.controller = Controller(config, outcomes.arms, clock=self.clock, rng=np.random.default_rng(config.seed))
         self._noise = np.random.default_rng([seed, 7919])
-        self._learned = learned or {}
         self.live, self.versions = FIRST, [FIRST]
-        self.written = np.zeros(len(traffic.labels))
+        self.written = traffic.rows_at_start()
         self.job: tuple[Decision, TrainTruth, float, int] | None = None  # with its end and domain
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.never_s = self.serving_s = 0.0
@@ -137,6 +131,10 @@ class World:
                 times.append((k + 1) * self.traffic.step_s)
         if self.stop_job():
             curve[-1] = self.net_s
+        return self.result(curve, times)
+
+    def result(self, curve: list[float], times: list[float]) -> RunResult:
+        """What came of the steps so far; drains the controller."""
         return RunResult(
             never_s=self.never_s,
             serving_s=self.serving_s,
@@ -217,6 +215,7 @@ class World:
             rows=int(min(arm.num_rows, self.written[domain])),
             time_limit_s=float(decision.context["time_limit_s"]),
             decision_id=decision.decision_id,
+            min_gain=float(decision.context.get("min_gain", 0.0)),
         )
         truth = self.outcomes.train(order)
         duration = truth.train_s + truth.shadow_s
@@ -241,7 +240,7 @@ class World:
                 gain_mean=truth.seen_gain, gain_lower=truth.seen_lower,
             )  # fmt: skip
 
-        has_scores = truth.status in ("accepted", "rejected")
+        has_scores = truth.status in ("accepted", "rejected", "learning")
         result = TrainResult(
             job_id=f"job-{decision.decision_id}",
             status=truth.status,
@@ -252,6 +251,8 @@ class World:
             candidate=score(truth.version or "refused", before + truth.seen_gain) if has_scores else None,
             incumbent=score(base, before) if has_scores else None,
             first=score(FIRST, first) if has_scores else None,
+            num_rows=truth.num_rows,
+            num_rows_before=truth.num_rows_before,
         )
         if truth.version is not None:
             self.versions.append(truth.version)
@@ -264,7 +265,7 @@ class World:
     def _swap(self, version: str, decision_id: int) -> None:
         self.live = version
         self.num_swaps += 1
-        seconds = STAGING_S * self.traffic.num_replicas
+        seconds = self.outcomes.staging_s * self.traffic.num_replicas
         self.spent["staging"] += seconds
         self.controller.staged(decision_id, seconds, self.clock.now())
 
@@ -281,7 +282,7 @@ class World:
             versions=list(self.versions),
             job_running=self.job is not None,
             num_replicas=self.traffic.num_replicas,
-            learned_rows=self._learned,
+            learned_rows=self.outcomes.learned,
         )
 
     def _serve(self, k: int) -> FeedbackSums:

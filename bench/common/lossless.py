@@ -16,7 +16,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.serving.loading.checkpoint import open_checkpoint
-from paceline.serving.sampling.draw import SamplingBatch, has_penalties
+from paceline.serving.sampling.draw import SamplingBatch, has_limits, has_penalties
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.int8 import round_to_int8
 
@@ -98,7 +98,14 @@ def draw_gaps(logits: torch.Tensor, first_position: int, output: Sequence[int], 
 
     logits: (T, V) float32. first_position: of the first output token.
     """
-    has_filter = params.top_k or params.top_p < 1 or params.min_p or params.logit_bias or params.grammar is not None
+    has_filter = (
+        params.top_k
+        or params.top_p < 1
+        or params.min_p
+        or params.logit_bias
+        or params.grammar is not None
+        or has_limits(params)
+    )
     if has_filter or has_penalties(params) or params.temperature == 0 or params.seed is None:
         raise ConfigError("sampling must have a temperature above 0, a seed and nothing else to be checked")
     batch = SamplingBatch.from_params([params], [params.seed], [None], "cpu", [None])

@@ -17,7 +17,7 @@ from paceline.bench.engine.cells import PLAIN
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
-from paceline.paths import resolve_drafter
+from paceline.paths import TEXT_DRAFTERS, resolve_drafter
 from paceline.serving.target_model.model import TargetModel
 
 FREE_POLICIES: dict[str, dict[str, Any]] = {name: {"policy": name} for name in ("adaptive", "bastion")}
@@ -60,15 +60,26 @@ def check_policies(policies: Sequence[str], nodes: Sequence[int]) -> None:
 def arm_specs(
     drafters: Sequence[str], policies: Sequence[str], nodes: Sequence[int], model: str = "bundled"
 ) -> list[ArmSpec]:
-    """Every drafter under every policy; raises ConfigError on unknown names, two equal ones, or missing weights."""
+    """Every drafter under every policy; raises ConfigError on unknown names, two equal ones, or missing weights.
+
+    drafters: NAME+TEXT is a drafter with weights beside one of TEXT_DRAFTERS.
+    """
     check_policies(policies, nodes)
     out: list[ArmSpec] = []
-    for drafter in drafters:
-        label = drafter.rstrip("/").rsplit("/", 1)[-1]
+    for given in drafters:
+        label = given.rstrip("/").rsplit("/", 1)[-1]
+        drafter, _, mix = given.rpartition("+")
+        drafter, mix = (drafter, mix) if drafter and mix in TEXT_DRAFTERS else (given, "none")
         num_weights, weight_bytes = weights_of(drafter, model)
-        trees = {p: TreeConfig(**FREE_POLICIES[p]) for p in policies if p in FREE_POLICIES}
+        if mix != "none" and not num_weights:
+            raise ConfigError(
+                f"drafters must be mixed as NAME+TEXT of a drafter with weights and one without, got {given!r}"
+            )
+        trees = {p: TreeConfig(**FREE_POLICIES[p], mix=mix) for p in policies if p in FREE_POLICIES}
         budgets = [p for p in policies if p in BUDGET_POLICIES]
-        trees |= {f"{p}{n}": TreeConfig(**BUDGET_POLICIES[p], max_draft_tokens=n) for p in budgets for n in nodes}
+        trees |= {
+            f"{p}{n}": TreeConfig(**BUDGET_POLICIES[p], max_draft_tokens=n, mix=mix) for p in budgets for n in nodes
+        }
         out += [
             ArmSpec(
                 name=f"{label}/{policy}", drafter=drafter, policy=policy, tree=tree, num_weights=num_weights,

@@ -52,7 +52,11 @@ class BenchOptions(TurnOptions):
 
     drafters: A[
         tuple[str, ...],
-        Setting(f"Comma list of {', '.join(DRAFTER_NAMES)}, or folders.", panel=CELLS, non_empty=True),
+        Setting(
+            f"Comma list of {', '.join(DRAFTER_NAMES)}, or folders; NAME+suffix: both at once, as --mix serves them.",
+            panel=CELLS,
+            non_empty=True,
+        ),
     ] = ("lookup", "specblock")
     policies: A[
         tuple[str, ...],
@@ -143,7 +147,7 @@ def run_bench_drafters(options: BenchOptions, console: Console) -> dict[str, Any
         options.json, command="bench drafters", options=options,
         extra={"device": device, "drafting_arms": [plain_values(s) for s in specs], "cells": []},
     )  # fmt: skip
-    target = load_target(options.model, options.dtype, device, drafters=options.drafters)
+    target = load_target(options.model, options.dtype, device, drafters=[s.drafter for s in specs])
     workloads, skipped = build_workloads(options, target)
     result.update(
         target={**target_facts(target), "num_weights": target.num_weights},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from paceline.errors import PacelineError
 
 _WAKE_TOKENS = 4
 """Of the request, not counted, that a woken server answers before its turn: its memory and its clocks come back with it."""
+_BREATH_S = 0.5
 _NUM_TRIES = 8
 
 
@@ -71,6 +73,19 @@ class TokenCounter:
         return result.usage_prompt_tokens == len(self.ids(result.request.prompt))
 
 
+def breathe(arms: Sequence[PeerArm]) -> None:
+    """Let every living server run for a moment, then stop all in their tracks.
+
+    Clusters count their parts as lost that stand still for minutes (Ray's do from about three on).
+    """
+    living = [arm for arm in arms if arm.problem is None]
+    for arm in living:
+        arm.server.resume()
+    time.sleep(_BREATH_S)
+    for arm in living:
+        arm.server.pause()
+
+
 @dataclass(kw_only=True, slots=True)
 class PeerArm:
     """A started server, stopped in its tracks between its turns."""
@@ -89,15 +104,13 @@ class PeerArm:
         return self.server.peer.name
 
     def start(self, timeout_s: float) -> None:
-        """Start the server and find out what it can; it is stopped in its tracks then. Says in `problem` what goes wrong."""
+        """Start the server, which runs until `breathe` or `take`, and find out what it can. Says in `problem` what goes wrong."""
         try:
             self.server.start(timeout_s)
             self.features = asyncio.run(self._find_features())
         except PacelineError as e:
             self.problem = self.server.end_words() or str(e)
-        if self.problem is None:
-            self.server.pause()
-        else:
+        if self.problem is not None:
             self.server.stop()
 
     def take(self, place: tuple[int, int], requests: Sequence[StreamRequest], concurrency: int, max_s: float) -> None:

@@ -16,6 +16,7 @@ from types import FrameType
 
 import psutil
 
+from paceline import SPINS
 from paceline.bench.peers.catalog import Peer, filled
 from paceline.bench.serve.local_service import free_port, log_end, stop, wait_until_ready
 from paceline.errors import PacelineError
@@ -50,7 +51,8 @@ class PeerProcess:
         self._room.mkdir(parents=True, exist_ok=True)
         threads = dict.fromkeys(_THREAD_VARIABLES, self._values["threads"])
         own = zip(self.peer.env, filled(list(self.peer.env.values()), self._values), strict=True)
-        env = {**os.environ, **threads, **dict(own)}
+        given = {name: value for name, value in os.environ.items() if (name, value) != SPINS}  # ours, not the user's
+        env = {**given, **threads, **dict(own)}
         try:
             with self._log.open("wb") as out:
                 self._process = subprocess.Popen(

@@ -18,7 +18,7 @@ from rich.markup import escape
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import Bar, progress
 from paceline.bench.common.workloads import asked_text, load_prompts
-from paceline.bench.peers.arms import PeerArm, TokenCounter
+from paceline.bench.peers.arms import PeerArm, TokenCounter, breathe
 from paceline.bench.peers.catalog import (
     PACELINE,
     PAGE_TOKENS,
@@ -244,7 +244,7 @@ def _baseline(options: PeersOptions, arms: Sequence[PeerArm]) -> str:
 def _started(
     options: PeersOptions, peers: Sequence[Peer], values: dict[str, str], room: Path, console: Console
 ) -> Iterator[list[PeerArm]]:
-    """Every peer's arm; each server starts while those before it are stopped in their tracks, and ends with the block."""
+    """Every peer's arm; their servers end with the block."""
     arms = [PeerArm(server=PeerProcess(peer, values, room / peer.name), timeout_s=options.timeout_s) for peer in peers]
     try:
         for arm in arms:
@@ -271,6 +271,7 @@ def _run_cell(
     for turn, requests in enumerate(groups):
         first = turn % len(arms)
         for arm in (*arms[first:], *arms[:first]):
+            breathe(arms)
             if arm.problem is None:
                 arm.take((index, turn - options.warmup), requests, concurrency, options.max_s)
             bar.step(1, arm.name)

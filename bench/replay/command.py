@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated as A
@@ -12,13 +12,25 @@ import msgspec
 from rich.console import Console
 
 from paceline.bandit.controller.decision_log import read_log
+from paceline.bandit.ledger.totals import fold_entries
+from paceline.bandit.off_policy.forced import follow_log
 from paceline.bandit.off_policy.log import value_policy
 from paceline.bandit.replay.logged import LoggedService, prepare, replay_logged
-from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE
+from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE, Cell
 from paceline.bench.common.result_file import write_json
+from paceline.bench.replay.frames import check_parquet, frames_of
 from paceline.bench.replay.html import write_html
-from paceline.bench.replay.plan import Task, Variant, parse_sweep, plan, policy_names, read_scenarios, variants
-from paceline.bench.replay.report import FORMAT, build_report, print_report, write_suggestion
+from paceline.bench.replay.plan import (
+    Task,
+    Variant,
+    describe,
+    parse_sweep,
+    plan,
+    policy_names,
+    read_scenarios,
+    variants,
+)
+from paceline.bench.replay.report import FORMAT, build_report, check_seeds, print_report, write_suggestion
 from paceline.bench.replay.run import Row, row_of, run_all
 from paceline.errors import ConfigError
 from paceline.records import DataFolder, HtmlFile, JsonFile, Setting, record
@@ -40,8 +52,8 @@ class ReplayOptions:
     source: A[
         str,
         Setting(
-            "synthetic | core | small | a cell's name | FILE.yaml (scenario) | FILE.jsonl (decision log) | live | live-small "
-            "| off-policy | off-policy-live (checks of the estimates from logs).",
+            "synthetic | core | small | tables | a cell's name | WORLD.json (tables) or a folder of them | FILE.yaml (scenario) "
+            "| FILE.jsonl (decision log) | live | live-small | off-policy | off-policy-live (checks of the estimates from logs).",
             is_argument=True,
         ),
     ]  # fmt: skip
@@ -49,7 +61,7 @@ class ReplayOptions:
         str,
         Setting(
             "Comma list of payoff, never, always, interval, dual_ema, cara, thompson, hedge, 'oracle' (the best plan that "
-            "knows the future) and 'bound' (more than any plan saves; neither in live replays), or 'all'."
+            "knows the future), 'bound' (more than any plan saves; neither in live replays) and MODULE:CLASS of your own, or 'all'."
         ),
     ] = "never,always,interval,payoff,oracle"
     seeds: A[
@@ -66,11 +78,18 @@ class ReplayOptions:
     load: A[float | None, Setting("Devices that live traffic keeps busy: a fleet shares one update.", gt=0)] = None
     json: JsonFile = None
     html: HtmlFile = None
+    parquet: A[
+        Path | None, Setting("Folder for runs, cells, curves and decisions as Parquet files (extra 'frames').")
+    ] = None
     suggest: A[
         Path | None, Setting("Write the best settings as YAML for 'paceline serve --config'.", is_output=True)
     ] = None
 
     def __post_init__(self) -> None:
+        if self.suggest is not None:
+            check_seeds(self.seeds, is_live=self.source in LIVE)
+        if self.parquet is not None:
+            check_parquet(self.parquet)
         if self.load is not None and self.source not in LIVE:
             raise ConfigError(
                 f"load is set by the scenario, except in {' and '.join(LIVE)}; got source {self.source!r}"
@@ -100,16 +119,18 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
     if options.source in CHECKS:
         return _check(options, chosen, console)
     if options.source in LIVE:
-        report = _live(options, chosen, console)
+        report, rows = _live(options, chosen, console)
     elif options.source.endswith((".jsonl", ".log")):
-        report = _logged(options, chosen, console)
+        report, rows = _logged(options, chosen, console)
     else:
-        report = _synthetic(options, chosen, console)
+        report, rows = _synthetic(options, chosen, console)
     print_report(report, console)
     if options.json is not None:
         write_json(options.json, report)
     if options.html is not None:
         write_html(report, options.html)
+    if options.parquet is not None:
+        frames_of(report, rows).write_parquet(options.parquet)
     if options.suggest is not None:
         for line in write_suggestion(report, options.suggest):
             console.print(line, highlight=False)
@@ -124,8 +145,8 @@ def _check(options: ReplayOptions, chosen: list[Variant], console: Console) -> d
         raise ConfigError("policies must not name 'oracle' or 'bound' here: no log says what it would have done")
     if options.seeds < 2:
         raise ConfigError(f"seeds must be >= 2 logs, got {options.seeds}")
-    if options.html is not None or options.suggest is not None:
-        raise ConfigError("html and suggest are not written for off-policy checks; use --json")
+    if options.html is not None or options.suggest is not None or options.parquet is not None:
+        raise ConfigError("html and suggest are not written for off-policy checks, nor is parquet; use --json")
     if options.ray is not None:
         raise ConfigError("ray is not used by off-policy checks; use --workers")
     if options.source == "off-policy-live":
@@ -142,14 +163,30 @@ def _check(options: ReplayOptions, chosen: list[Variant], console: Console) -> d
     return report
 
 
-def _synthetic(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
-    scenarios = read_scenarios(options.source)
-    tasks = plan(scenarios, chosen, options.seeds, options.first_seed)
-    rows = run_all(tasks, workers=options.workers, resume=options.resume, console=console, ray_address=options.ray)
-    return build_report(
-        rows, kind="synthetic", source=options.source, scenarios=[dataclasses.asdict(s) for s in scenarios],
-        notes=_notes(rows),
+Reported = tuple[dict[str, Any], list[Row]]
+"""(report, the runs that it is made of)."""
+
+
+def _synthetic(options: ReplayOptions, chosen: list[Variant], console: Console) -> Reported:
+    cells = read_scenarios(options.source)
+    return replay_cells(
+        cells, chosen, source=options.source, seeds=range(options.first_seed, options.first_seed + options.seeds),
+        workers=options.workers, resume=options.resume, console=console, ray_address=options.ray,
     )  # fmt: skip
+
+
+def replay_cells(
+    cells: Sequence[Cell], chosen: Sequence[Variant], *, source: str, seeds: range, console: Console, workers: int = 1,
+    resume: Path | None = None, ray_address: str | None = None,
+) -> Reported:  # fmt: skip
+    """Run every variant on every cell and seed.
+
+    Raises: ConfigError for a --resume folder or a cluster that is not usable.
+    """
+    tasks = plan(cells, chosen, len(seeds), seeds.start)
+    rows = run_all(tasks, workers=workers, resume=resume, console=console, ray_address=ray_address)
+    scenarios = [describe(c) for c in cells]
+    return build_report(rows, kind="synthetic", source=source, scenarios=scenarios, notes=_notes(rows)), rows
 
 
 def _notes(rows: list[Row]) -> list[str]:
@@ -166,7 +203,7 @@ def _notes(rows: list[Row]) -> list[str]:
     return notes
 
 
-def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
+def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> Reported:
     service = prepare(read_log(Path(options.source)), Path(options.source).stem)
     scenario = service.scenario
     run = partial(run_all, workers=options.workers, console=console, ray_address=options.ray)
@@ -174,14 +211,27 @@ def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> 
     rows = run(tasks, resume=options.resume, run_one=partial(run_logged, service=service))
     plans = [Task(scenario=scenario, variant=v, seed=0) for v in chosen if v.policy not in HINDSIGHT]
     estimates = run(plans, resume=None, run_one=partial(run_off_policy, service=service), title="off-policy")
+    notes = [*service.notes(), _ledger_note(service), *_notes(rows)]
     described = {"name": scenario.name, "duration_s": scenario.duration_s, "step_s": scenario.step_s}
-    return build_report(
-        rows, kind="logged", source=options.source, scenarios=[described], notes=[*service.notes(), *_notes(rows)],
+    report = build_report(
+        rows, kind="logged", source=options.source, scenarios=[described], notes=notes,
         off_policy=[_off_policy_row(r) for r in estimates],
     )  # fmt: skip
+    return report, rows
 
 
-def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:
+def _ledger_note(service: LoggedService) -> str:
+    """The ledger of the log beside a replay that does what the log did: how far the replay's model can be trusted."""
+    booked, replayed = fold_entries(service.log.entries), follow_log(service)
+    spent, saved = sum(replayed.spent.values()), replayed.never_s - replayed.serving_s
+    low, high = booked.saved_interval_s()
+    return (
+        f"the log's ledger: spent {booked.spent_s():.1f} s, saved {booked.saved_s():.1f} s (95% {low:.1f} .. {high:.1f}); "
+        f"a replay that does what the log did: spent {spent:.1f} s, saved {saved:.1f} s"
+    )
+
+
+def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> Reported:
     if any(v.policy in HINDSIGHT for v in chosen):
         raise ConfigError("policies must not name 'oracle' or 'bound' in a live replay: what training would bring is not known there")  # fmt: skip
     from paceline.bench.replay.live import SMALL, LiveConfig, run_live
@@ -190,7 +240,8 @@ def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> di
         chosen, config=SMALL if options.source == "live-small" else LiveConfig(), num_orders=options.seeds, data=options.data,
         cache=options.resume, console=console, load=options.load,
     )  # fmt: skip
-    return build_report(rows, kind="live", source=options.source, scenarios=scenarios, notes=[*notes, *_notes(rows)])
+    found = build_report(rows, kind="live", source=options.source, scenarios=scenarios, notes=[*notes, *_notes(rows)])
+    return found, rows
 
 
 def run_logged(task: Task, service: LoggedService) -> Row:

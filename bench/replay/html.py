@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 from typing import Any
 
-from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE
-from paceline.bench.common.html_page import COLORS, menu_figure, plots, write_page
-from paceline.bench.replay.report import OFF_POLICY, off_policy_cells
+from markupsafe import Markup
 
-MAX_TIMELINES = 40
+from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE
+from paceline.bench.common.html_page import COLORS, write_page
+from paceline.bench.replay import charts
+from paceline.bench.replay.report import OFF_POLICY, ends, off_policy_cells
+
+LOWEST_PERCENT = -20.0
+"""Net below which a dot stands at the edge of its chart."""
+MAX_WORDS = 150
+"""Letters of a reason in a chart."""
 
 
 _PAGE = """<h1>Paceline replay: {{ source }}</h1>
@@ -29,7 +34,12 @@ in percent of serving cost without training. Intervals: 95%, bootstrap over seed
 IPS and SNIPS use no model; agreement is the share of the acts until which the log did what the policy may do.</p>
 {{ table(off_policy_head, off_policy_rows) }}
 {% endif %}
-{{ plots }}
+<h2>Net, % of serving cost</h2><p>{{ legend }}</p>{{ bars }}
+<h2>Over time</h2><p>{{ "Regret against the oracle" if has_regret else "Cumulated net" }}, % of the run's serving cost, and the
+acts of the first seed (triangle: job ordered, circle: accepted, hollow: rejected, line: failed, diamond: recall, cross: rolled back).</p>
+{% for cell, over_time, acts in cell_charts %}
+<details{{ " open" if loop.first }}><summary>{{ cell }}</summary>{{ over_time }}{{ acts }}</details>
+{% endfor %}
 <h2>Cells</h2>
 {{ table(("cell", "policy", "net", "95% interval", "worst run", "of oracle", "spent", "saved, true", "saved, booked", "jobs", "swaps"),
          cell_rows) }}"""
@@ -37,17 +47,13 @@ IPS and SNIPS use no model; agreement is the share of the acts until which the l
 
 def write_html(report: dict[str, Any], path: Path) -> None:
     """Write the page: net per cell, regret over time, decisions on a time line, tables."""
-
-    def ends(net: dict[str, float]) -> str:
-        return f"{_pct(net['low'])} .. {_pct(net['high'])}"
-
     overall_rows = [
-        [o["label"], _pct(o["net_percent"]["mean"]), ends(o["net_percent"]), f"{_pct(o['worst_cell_percent'])} {o['worst_cell']}",
+        [o["label"], _pct(o["net_percent"]["mean"]), ends(o["net_percent"], "%"), f"{_pct(o['worst_cell_percent'])} {o['worst_cell']}",
          _pct(o["worst_run_percent"]), _share(o["of_oracle_least"]), _share(o["of_oracle_mean"]), _pct(o["spent_percent"])]
         for o in report["overall"]
     ]  # fmt: skip
     cell_rows = [
-        [c["cell"], c["label"], _pct(c["net_percent"]["mean"]), ends(c["net_percent"]), _pct(c["net_percent"]["worst"]),
+        [c["cell"], c["label"], _pct(c["net_percent"]["mean"]), ends(c["net_percent"], "%"), _pct(c["net_percent"]["worst"]),
          _share(c["of_oracle"]), *(_pct(c[f"{n}_percent"]) for n in ("spent", "true_saving", "booked_saving")),
          f"{c['num_jobs']:g}", f"{c['num_swaps']:g}"]
         for c in report["cells"]
@@ -63,7 +69,8 @@ def write_html(report: dict[str, Any], path: Path) -> None:
         **{key: report[key] for key in ("source", "num_seeds", "scenarios", "notes", "checks")},
         overall_rows=overall_rows, cell_rows=cell_rows, advice_rows=advice_rows, off_policy=off_policy,
         off_policy_head=(*OFF_POLICY, "why"), off_policy_rows=[[*off_policy_cells(o), o["why"]] for o in off_policy],
-        plots=plots([_bars(report), _over_time(report), _timeline(report)]),
+        legend=charts.legend(_labels(report)), bars=_bars(report), has_regret=_has_regret(report),
+        cell_charts=_cell_charts(report),
     )  # fmt: skip
 
 
@@ -83,51 +90,33 @@ def _labels(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _bars(report: dict[str, Any]) -> Any:
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for label, color in _labels(report).items():
-        mine = [c for c in report["cells"] if c["label"] == label]
-        net = [c["net_percent"] for c in mine]
-        error = {"type": "data", "symmetric": False, "array": [n["high"] - n["mean"] for n in net], "arrayminus": [n["mean"] - n["low"] for n in net]}  # fmt: skip
-        figure.add_trace(go.Scatter(x=[c["cell"] for c in mine], y=[n["mean"] for n in net], error_y=error, mode="markers", name=label, marker={"color": color, "size": 9}))  # fmt: skip
-    figure.add_hline(y=0, line={"color": "#9ca3af"})
-    figure.update_layout(title="Net, % of serving cost", height=520, template="plotly_white", yaxis_range=[-20, None])
-    return figure
+def _bars(report: dict[str, Any]) -> Markup:
+    rows: dict[str, dict[str, charts.Point]] = {}
+    for c in report["cells"]:
+        net = c["net_percent"]
+        rows.setdefault(c["cell"], {})[c["label"]] = (net["mean"], net["low"], net["high"])
+    return charts.dots(rows, _labels(report), LOWEST_PERCENT)
 
 
-def _over_time(report: dict[str, Any]) -> Any:
-    import plotly.graph_objects as go
+def _cell_charts(report: dict[str, Any]) -> list[tuple[str, Markup, Markup]]:
+    """(cell, regret or net over time, acts of the first seed)."""
+    colors, has_regret = _labels(report), _has_regret(report)
+    field, out = "regret_percent" if has_regret else "net_percent", []
+    for cell, found in report["over_time"].items():
+        shown = {
+            k: (v["times_s"], v[field]) for k, v in found.items() if v[field] and not (has_regret and k in HINDSIGHT)
+        }
+        end = max([1.0, *(t for v in found.values() for t in v["times_s"])])
+        acts = {
+            label: [
+                (e["t"], e["action"], f"{e['action']} {e['bucket']} {e['what']}: {e['reason']}"[:MAX_WORDS])
+                for e in events
+            ]
+            for label, events in report["decisions"].get(cell, {}).items()
+        }
+        out.append((cell, charts.lines(shown, colors), charts.acts(acts, colors, end)))
+    return out
 
-    colors, traces = _labels(report), {}
-    has_regret = any(line["regret_percent"] for lines in report["over_time"].values() for line in lines.values())
-    field = "regret_percent" if has_regret else "net_percent"
-    for cell, lines in report["over_time"].items():
-        shown = {k: v for k, v in lines.items() if v[field] and not (has_regret and k in HINDSIGHT)}
-        traces[cell] = [
-            go.Scatter(x=line["times_s"], y=line[field], name=label, line={"color": colors[label]})
-            for label, line in shown.items()
-        ]
-    title = "Regret against the oracle over time, % of the run's serving cost" if has_regret else "Cumulated net, % of the run's serving cost"  # fmt: skip
-    return menu_figure(traces, title=title, height=480, xaxis_title="seconds")
 
-
-def _timeline(report: dict[str, Any]) -> Any:
-    import plotly.graph_objects as go
-
-    symbols = {"train": "triangle-up", "recall": "star", "rollback": "x", "accepted": "circle", "rejected": "circle-open", "failed": "x-open"}  # fmt: skip
-    colors = _labels(report)
-    traces = {
-        cell: [
-            go.Scatter(
-                x=[e["t"] for e in events], y=[label] * len(events), mode="markers", name=label, showlegend=False,
-                marker={"symbol": [symbols.get(e["action"], "circle") for e in events], "size": 10, "color": colors.get(label)},
-                text=[html.escape(f"{e['action']} {e['bucket']} {e['what']}: {e['reason']}")[:300] for e in events], hoverinfo="text",
-            )
-            for label, events in by_label.items()
-        ]
-        for cell, by_label in list(report["decisions"].items())[:MAX_TIMELINES]
-    }  # fmt: skip
-    title = "Decisions of the first seed (triangle: job ordered, circle: accepted, open: rejected, star: recall)"
-    return menu_figure(traces, title=title, height=420, xaxis_title="seconds")
+def _has_regret(report: dict[str, Any]) -> bool:
+    return any(line["regret_percent"] for found in report["over_time"].values() for line in found.values())

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,8 +25,11 @@ from paceline.adapt.data.regenerate import Regenerator
 from paceline.adapt.data.trace_store import ShardInfo, TraceStore
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.adapt.gate.shadow import shadow_scores
+from paceline.adapt.online.learner_store import LearnerStore
 from paceline.adapt.online.trainer import ShadowConfig, load_version, run_training_job
 from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.bandit.beliefs.arms import default_arms
+from paceline.bandit.beliefs.job_cost import STAGING_PRIOR_S
 from paceline.bandit.replay.outcomes import FIRST, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import policy_config
@@ -163,7 +167,13 @@ class LiveOutcomes:
         self.labels = service.config.buckets
         self.names = {FIRST: service.first}
         """Version of the replay -> version of the registry."""
+        self.learned = {FIRST: {b: n for b, n in service.learned.items() if b in self.labels}}
+        self.arms, self.staging_s = default_arms(), STAGING_PRIOR_S
         self._lengths: dict[str, np.ndarray] = {}
+        self._chains: dict[tuple[str, str, str], str] = {}
+        """(base, bucket, parameters) -> newest burst of that learner."""
+        self._makers: dict[str, str] = {}
+        """Version -> the burst that made it."""
 
     def lengths(self, version: str) -> np.ndarray:
         """(D,) pooled acceptance length on each bucket's scored texts."""
@@ -202,11 +212,15 @@ class LiveOutcomes:
         base = self.names[order.base]
         shards = self._seen(order.bucket, order.step)
         rehearsal = [s for b in self.labels if b != order.bucket for s in self._seen(b, order.step)]
-        facts = [base, order.bucket, msgspec.to_builtins(order.arm), len(shards), len(rehearsal), round(order.time_limit_s), self.service.text_id]  # fmt: skip
+        chain = (base, order.bucket, order.arm.parameters)
+        previous = self._chains.get(chain) or self._makers.get(base, "")
+        facts = [base, order.bucket, msgspec.to_builtins(order.arm), len(shards), len(rehearsal), round(order.time_limit_s), round(order.min_gain, 3), previous, self.service.text_id]  # fmt: skip
         job_id = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-        result = self._result(job_id, order, base, shards, rehearsal)
+        result = self._result(job_id, order, base, shards, rehearsal, previous)
+        self._chains[chain] = job_id
         version = None
         if result.status == "accepted" and result.version is not None:
+            self._makers.setdefault(result.version, job_id)
             version = result.version if order.base == FIRST else f"{result.version}-{order.decision_id}"
             self.names[version] = result.version
         candidate = result.candidate
@@ -214,9 +228,13 @@ class LiveOutcomes:
             status=result.status, version=version, train_s=result.train_s, shadow_s=result.shadow_s,
             seen_gain=candidate.gain_mean if candidate is not None else 0.0,
             seen_lower=candidate.gain_lower if candidate is not None else 0.0, reason=result.reason,
+            num_rows=result.num_rows, num_rows_before=result.num_rows_before,
         )  # fmt: skip
 
-    def _result(self, job_id: str, order: TrainOrder, base: str, shards: list[str], rehearsal: list[str]) -> TrainResult:  # fmt: skip
+    def _result(
+        self, job_id: str, order: TrainOrder, base: str, shards: list[str], rehearsal: list[str], previous: str
+    ) -> TrainResult:
+        """The burst `job_id`, which goes on from the learner as `previous` left it; computed once for all policies."""
         path = self.service.cache / "jobs" / f"{job_id}.json"
         if path.is_file():
             return msgspec.json.decode(path.read_bytes(), type=TrainResult)
@@ -231,13 +249,19 @@ class LiveOutcomes:
             rehearsal_shard_ids=rehearsal,
             seed=int(job_id[:6], 16),
             time_limit_s=order.time_limit_s,
+            min_gain=order.min_gain,
         )
+        states = self.service.cache / "learners"
+        shutil.rmtree(states / job_id, ignore_errors=True)  # of a replay that was killed
+        if previous and (states / previous).is_dir():
+            shutil.copytree(states / previous, states / job_id)
         result = run_training_job(
             job,
             MergedStore(self.service.stores),
             self.service.registry,
             self.service.handle,
             shadow=ShadowConfig(num_nodes=NUM_NODES),
+            learners=LearnerStore(states / job_id),
         )
         write_atomic(path, msgspec.json.encode(result))
         return result
@@ -336,8 +360,7 @@ class LiveService:
         traffic, served = self._traffic(order)
         settings = {"epoch_s": config.epoch_s, **dict(variant.settings)}
         policy = policy_config(variant.policy, settings, seed)
-        learned = {FIRST: {b: n for b, n in self.learned.items() if b in traffic.labels}}
-        return World(traffic, LiveOutcomes(self, served), policy, seed=seed, learned=learned)
+        return World(traffic, LiveOutcomes(self, served), policy, seed=seed)
 
     def _traffic(self, order: int) -> tuple[Traffic, np.ndarray]:
         """Phases of equal device time under the first drafter, and the rows traced up to each step (T, D)."""

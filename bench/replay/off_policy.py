@@ -26,7 +26,7 @@ from paceline.bandit.policies.table import Choice, View
 from paceline.bandit.policies.view import hold
 from paceline.bandit.replay.logged import prepare
 from paceline.bandit.replay.scenario import Scenario
-from paceline.bandit.replay.simulate import draw_world, learned_rows, policy_config
+from paceline.bandit.replay.simulate import Cell, draw_world, policy_config
 from paceline.bandit.replay.world import World, record
 from paceline.bench.common.terminal import new_table
 from paceline.bench.replay.live import ORDERS, SMALL, LiveConfig, LiveService
@@ -70,12 +70,11 @@ def explore(world: World) -> World:
     return world
 
 
-def simulated_world(scenario: Scenario, variant: Variant, seed: int) -> World:
+def simulated_world(cell: Cell, variant: Variant, seed: int) -> World:
     """A simulated service of one seed under a policy."""
-    traffic, outcomes = draw_world(scenario, seed)
+    traffic, outcomes = draw_world(cell, seed)
     config = policy_config(variant.policy, dict(variant.settings), seed)
-    learned = learned_rows(scenario, traffic)
-    return World(traffic, outcomes, config, seed=seed, slowdown=scenario.slowdown, learned=learned)
+    return World(traffic, outcomes, config, seed=seed, slowdown=outcomes.slowdown)
 
 
 def check_one(task: Task, draws: int = 4) -> Row:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bandit.policies.table import POLICIES
-from paceline.bandit.replay.grid import grid
+from paceline.bandit.policies.table import POLICIES, make_policy
+from paceline.bandit.replay.grid import GRIDS, grid, named_cells
 from paceline.bandit.replay.scenario import Scenario
-from paceline.bandit.replay.simulate import HINDSIGHT
-from paceline.config import PolicyConfig
+from paceline.bandit.replay.simulate import HINDSIGHT, Cell
+from paceline.bandit.replay.table import read_table
+from paceline.config import PolicyConfig, policy_entry_points
 from paceline.errors import ConfigError
 from paceline.records import build
 
@@ -49,23 +50,38 @@ class Variant:
 class Task:
     """One run."""
 
-    scenario: Scenario
+    scenario: Cell
     variant: Variant
     seed: int
 
     @property
     def key(self) -> str:
         """Identity in a --resume folder: everything that the result depends on but the code."""
-        text = json.dumps([dataclasses.asdict(self.scenario), self.variant.label, self.seed], sort_keys=True)
+        text = json.dumps([describe(self.scenario), self.variant.label, self.seed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def read_scenarios(source: str) -> list[Scenario]:
-    """Cells of a grid, of a named cell, or of a YAML file with one cell or a list under `cells`.
+def describe(cell: Cell) -> dict[str, Any]:
+    """What makes a cell, as plain values: its settings, or its tables."""
+    return dataclasses.asdict(cell)  # type: ignore[arg-type]
+
+
+def read_scenarios(source: str) -> list[Cell]:
+    """Cells of a grid, of a named cell, of a JSON file with tables or a folder of them, or of a YAML file with one cell or a
+    list under `cells`.
 
     Raises: ConfigError for an unknown name or key, or a file that cannot be read.
     """
     path = Path(source)
+    if path.suffix == ".json":
+        return [read_table(path)]
+    if path.is_dir() and source not in (*GRIDS, *named_cells()):
+        found = [read_table(file) for file in sorted(path.glob("*.json")) if not file.name.endswith(".schema.json")]
+        if not found:
+            raise ConfigError(f"scenario folder {path} must hold worlds as *.json, got none")
+        if len({w.name for w in found}) < len(found):
+            raise ConfigError(f"scenario folder {path}: worlds must have names of their own")
+        return [*found]
     if path.suffix not in (".yaml", ".yml"):
         return grid(source)
     import yaml
@@ -83,7 +99,7 @@ def read_scenarios(source: str) -> list[Scenario]:
     shared = {k: v for k, v in values.items() if k != "cells"}
     if not isinstance(values["cells"], list) or not values["cells"]:
         raise ConfigError(f"scenario {path}: cells must be a list with one mapping for each cell")
-    cells = []
+    cells: list[Cell] = []
     for i, cell in enumerate(values["cells"]):
         if not isinstance(cell, dict):
             raise ConfigError(f"scenario {path}: cells[{i}] must be a mapping, got {type(cell).__name__}")
@@ -94,12 +110,19 @@ def read_scenarios(source: str) -> list[Scenario]:
 
 
 def policy_names(text: str) -> tuple[str, ...]:
-    """The comma list of policies; 'all' stands for every policy and both hindsight plans. Raises ConfigError with the known names."""
+    """The comma list of policies; 'all' stands for every policy of ours and both hindsight plans.
+
+    Raises: ConfigError with the known names, or with what is wrong with a policy of another's.
+    """
     known = (*POLICIES, *HINDSIGHT)
     names = known if text.strip() == "all" else tuple(p.strip() for p in text.split(",") if p.strip())
-    wrong = [n for n in names if n not in known]
+    foreign = [n for n in names if n not in known and (":" in n or n in policy_entry_points())]
+    wrong = [n for n in names if n not in (*known, *foreign)]
     if wrong or not names:
-        raise ConfigError(f"policies must be among {', '.join(known)} or 'all', got {wrong[0] if wrong else text!r}")
+        known += tuple(policy_entry_points())
+        raise ConfigError(f"policies must be among {', '.join(known)}, MODULE:CLASS of your own, or 'all'; got {wrong[0] if wrong else text!r}")  # fmt: skip
+    for name in foreign:
+        make_policy(name)
     return tuple(dict.fromkeys(names))
 
 
@@ -135,7 +158,7 @@ def variants(policies: Sequence[str], sweep: dict[str, list[Any]]) -> list[Varia
     return out
 
 
-def plan(scenarios: Sequence[Scenario], chosen: Sequence[Variant], num_seeds: int, first_seed: int = 0) -> list[Task]:
+def plan(scenarios: Sequence[Cell], chosen: Sequence[Variant], num_seeds: int, first_seed: int = 0) -> list[Task]:
     """All runs, seed by seed, so that a part of them already covers every cell."""
     seeds = range(first_seed, first_seed + num_seeds)
     return [Task(scenario=s, variant=v, seed=seed) for seed in seeds for s in scenarios for v in chosen]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ def net_percent(row: Row) -> float:
 
 
 def _figure(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, worst, and the ends of the 95% interval, which are None for a single seed: it says nothing about chance."""
     mean, ends = mean_interval(values)
-    low, high = ends or (mean, mean)
-    return {"mean": round(mean, 3), "low": round(low, 3), "high": round(high, 3), "worst": round(min(values), 3)}
+    low, high = (None, None) if ends is None else (round(v, 3) for v in ends)
+    return {"mean": round(mean, 3), "low": low, "high": high, "worst": round(min(values), 3)}
 
 
 def cell_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -128,8 +130,8 @@ def _is_as_good(other: dict[tuple[int, str], float], best: dict[tuple[int, str],
     by_seed: dict[int, list[float]] = {}
     for key in best.keys() & other.keys():
         by_seed.setdefault(key[0], []).append(best[key] - other[key])
-    mean, ends = mean_interval([float(np.mean(v)) for v in by_seed.values()])
-    return not (ends[0] if ends else mean) > 0
+    _, ends = mean_interval([float(np.mean(v)) for v in by_seed.values()])
+    return ends is None or ends[0] <= 0  # one seed tells nothing apart
 
 
 def regret(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, list[float]]]]:
@@ -200,11 +202,11 @@ def checks(cells: Sequence[dict[str, Any]], policy: str = "payoff") -> list[dict
     if not mine:
         return []
     losses = [c for c in mine if c["net_percent"]["mean"] < -1.0]
-    short = [c for c in mine if c["of_oracle"] is not None and c["of_oracle"] < 0.7]
-    out = [
-        _check(f"{policy}: mean net of every cell is at least -1%", losses, "net_percent"),
-        _check(f"{policy}: at least 70% of the oracle where the oracle gains 3% or more", short, "of_oracle"),
-    ]
+    out = [_check(f"{policy}: mean net of every cell is at least -1%", losses, "net_percent")]
+    measured = [c for c in mine if c["of_oracle"] is not None]
+    if measured:  # a share of an oracle that did not run, or had nothing to gain, is no claim
+        claim = f"{policy}: at least 70% of the oracle where the oracle gains 3% or more ({len(measured)} cells)"
+        out.append(_check(claim, [c for c in measured if c["of_oracle"] < 0.7], "of_oracle"))
     fixed: dict[str, list[float]] = {}
     for c in cells:
         if c["policy"] == "interval":
@@ -266,8 +268,13 @@ def _overall_table(report: dict[str, Any]) -> Table:
             if o["of_oracle_mean"] is None
             else f"{100 * o['of_oracle_least']:.0f}% / {100 * o['of_oracle_mean']:.0f}%"
         )
-        table.add_row(o["label"], f"{net['mean']:+.2f}", f"{net['low']:+.2f} .. {net['high']:+.2f}", f"{o['worst_cell_percent']:+.2f} {o['worst_cell']}", f"{o['worst_run_percent']:+.2f}", share, f"{o['spent_percent']:.2f}")  # fmt: skip
+        table.add_row(o["label"], f"{net['mean']:+.2f}", ends(net), f"{o['worst_cell_percent']:+.2f} {o['worst_cell']}", f"{o['worst_run_percent']:+.2f}", share, f"{o['spent_percent']:.2f}")  # fmt: skip
     return table
+
+
+def ends(net: dict[str, Any], unit: str = "") -> str:
+    """The interval of a figure in a table; '-' for a single seed."""
+    return "-" if net["low"] is None else f"{net['low']:+.2f}{unit} .. {net['high']:+.2f}{unit}"
 
 
 def _cell_table(report: dict[str, Any]) -> Table:
@@ -311,12 +318,31 @@ def _off_policy_table(rows: Sequence[dict[str, Any]]) -> Table:
     return new_table(title, OFF_POLICY, ("policy", "95% interval", "verdict"), rows=map(off_policy_cells, rows))
 
 
+SUGGEST_SEEDS = 6
+"""Fewest seeds behind a suggestion: that all of fewer agree in sign happens by chance more than once in twenty (2 x 0.5^5 = 6%)."""
 MAX_LOSS_PERCENT = 1.0
 """A setting that loses more than this in any cell is suggested only when all of them do."""
 
 
+def check_seeds(num_seeds: int, *, is_live: bool = False) -> None:
+    """Raise ConfigError when so few seeds can suggest nothing; says how many are needed."""
+    if is_live:
+        raise ConfigError(f"suggest must be left out of live replays: it needs {SUGGEST_SEEDS} seeds, and they have 3 orders of the traffic; replay the service's decision log instead")  # fmt: skip
+    if num_seeds < SUGGEST_SEEDS:
+        raise ConfigError(f"seeds must be >= {SUGGEST_SEEDS} to suggest settings, got {num_seeds}; give --seeds {SUGGEST_SEEDS} or more")  # fmt: skip
+
+
+def seeds_needed(net: dict[str, Any], num_seeds: int) -> int | None:
+    """Seeds after which an interval as wide as this one would have shrunk past zero; None where it does not hold zero."""
+    if net["low"] is None or not net["low"] <= 0 <= net["high"]:
+        return None
+    half = (net["high"] - net["low"]) / 2
+    return num_seeds * math.ceil((half / abs(net["mean"])) ** 2) if net["mean"] else None
+
+
 def suggest(report: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """(values of a service configuration, sentences that say why). Raises ConfigError when nothing can be suggested."""
+    check_seeds(report["num_seeds"], is_live=report["kind"] == "live")
     ranked = [o for o in report["overall"] if o["policy"] not in HINDSIGHT]
     if not ranked:
         raise ConfigError("suggest needs at least one policy besides the oracle; name some in --policies")
@@ -325,9 +351,12 @@ def suggest(report: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     net = chosen["net_percent"]
     why = [
         f"{chosen['label']}: net {net['mean']:+.2f}% of serving cost over {chosen['num_cells']} cells and "
-        f"{report['num_seeds']} seeds (95% interval {net['low']:+.2f} .. {net['high']:+.2f}), worst cell "
+        f"{report['num_seeds']} seeds (95% interval {ends(net)}), worst cell "
         f"{chosen['worst_cell_percent']:+.2f}% ({chosen['worst_cell']}).",
     ]
+    needed = seeds_needed(net, report["num_seeds"])
+    if needed is not None:
+        why.append(f"The interval holds 0: these seeds do not say that it pays; about {needed} would.")
     if not safe:
         why.append(f"Every policy lost more than {MAX_LOSS_PERCENT:g}% in some cell; 'never' would not.")
     others = [o for o in ranked if o is not chosen]

@@ -38,6 +38,7 @@ from paceline.bench.shadow.versions import VersionPlan, VersionShop, plan_versio
 from paceline.config import TreeConfig
 from paceline.errors import ConfigError
 from paceline.records import DataFolder, Dtype, JsonFile, Model, Setting, Threads, record, require
+from paceline.serving.drafters.interface import Drafter
 from paceline.serving.sampling.request import RequestTrace, SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
@@ -66,6 +67,13 @@ class ShadowCheckOptions:
     batch: A[int, Setting("Requests decoded together.", ge=1)] = 8
     model: Model = "bundled"
     drafter: A[str, Setting("The first version: a bundled drafter's name, or a folder.")] = "bundled"
+    chain: A[
+        int | None,
+        Setting(
+            "Decode and replay chains of so many draft tokens, as vLLM and SGLang verify them; default: the gate's trees.",
+            ge=1, le=32,
+        ),
+    ] = None  # fmt: skip
     dtype: Dtype = "auto"
     num_threads: Threads = 1
     seed: A[int, Setting("Seed of prompts, sampling and training.", ge=0)] = 0
@@ -81,18 +89,17 @@ class ShadowCheckOptions:
         """What the kept results of a work folder depend on, beyond version, bucket and temperature."""
         left_out = ("num_versions", "num_adaptive_prompts", "buckets", "temperatures", "num_threads", "work", "json")
         values = {k: v for k, v in dataclasses.asdict(self).items() if k not in left_out}
-        return {**values, "data": str(self.data or ""), "target_version": target.version, **tree_settings()}
+        return {
+            **values,
+            "data": str(self.data or ""),
+            "target_version": target.version,
+            **ShadowConfig(chain=self.chain).tree,
+        }
 
 
-def tree_settings() -> dict[str, int]:
-    """The tree that the gate replays."""
-    gate = ShadowConfig()
-    return {"num_nodes": gate.num_nodes, "max_frontier": gate.max_frontier}
-
-
-def fixed_tree() -> TreeConfig:
-    """The engine's setting of that tree."""
-    tree = tree_settings()
+def fixed_tree(chain: int | None = None) -> TreeConfig:
+    """The engine's setting of the tree, or chain, that the gate replays."""
+    tree = ShadowConfig(chain=chain).tree
     return TreeConfig(max_draft_tokens=tree["num_nodes"], max_frontier=tree["max_frontier"], policy="fixed")
 
 
@@ -215,8 +222,8 @@ class ShadowCheck:
         self, head: dict[str, Any], work: BenchGroup, same: list[RequestTrace], other: list[RequestTrace]
     ) -> list[dict[str, Any]]:
         """Real decoding at the gate's budget against scores on own, same and other texts."""
-        version = head["version"]
-        real = decode(self._target, self._shop.drafter(version), work, version=version, tree=fixed_tree())
+        version, tree = head["version"], fixed_tree(self._options.chain)
+        real = decode(self._target, self._drafter(version), work, version=version, tree=tree)
         equal = [i for i, t in enumerate(same) if t.token_ids == real.traces[i].token_ids]
         everyone = list(range(len(same)))
         texts = {
@@ -234,11 +241,12 @@ class ShadowCheck:
 
     def _score(self, version: str, traces: list[RequestTrace]) -> list[RequestScore]:
         """The gate's score of one version."""
-        drafters, tree, device = {version: self._shop.drafter(version)}, ShadowConfig(), self._target.device
-        scores = shadow_scores(
-            drafters, traces, num_nodes=tree.num_nodes, max_frontier=tree.max_frontier, device=device
-        )
+        tree = ShadowConfig(chain=self._options.chain).tree
+        scores = shadow_scores({version: self._drafter(version)}, traces, **tree, device=self._target.device)
         return scores[version]
+
+    def _drafter(self, version: str) -> Drafter:
+        return self._shop.drafter(version, self._options.chain)
 
     def _adaptive(self, head: dict[str, Any], work: BenchGroup, count: int) -> list[dict[str, Any]]:
         """Real decoding as the service does it, one request at a time with the adaptive budget, next to the score at the
@@ -247,7 +255,7 @@ class ShadowCheck:
         few = dataclasses.replace(
             work, tag=f"{work.tag}-adaptive", prompts=work.prompts[:count], params=work.params[:count], batch=1
         )
-        real = decode(self._target, self._shop.drafter(version), few, version=version)
+        real = decode(self._target, self._drafter(version), few, version=version)
         scores = self._score(version, real.traces)
         rounds = _rounds_of(real, scores, list(range(count)))
         drafted = [r.num_draft_tokens for own in rounds for r in own if r.num_draft_tokens]
@@ -280,7 +288,7 @@ def run_shadow_check(options: ShadowCheckOptions, console: Console) -> dict[str,
     result = {
         "options": {k: v for k, v in plain_values(options).items() if k not in ("work", "json")},
         "dtype": check.dtype,
-        "tree": tree_settings(),
+        "tree": ShadowConfig(chain=options.chain).tree,
         **judge(rows),
         "rows": rows,
     }

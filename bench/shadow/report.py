@@ -105,7 +105,8 @@ def print_report(result: dict[str, Any], console: Console) -> None:
         errors = [_error_text(by_text.get(text)) for text in ("own", "same", "other")]
         table.add_row(name, bucket, f"{t:g}", f"{by_text['own']['real_acceptance_length']:.3f}", *errors, served)
     table.caption = (
-        f"real: engine with {result['tree']['num_nodes']} draft nodes a round; adaptive real: one request at a time, "
+        f"real: engine with {result['tree']['num_nodes']} draft nodes a round"
+        f"{', one below another' if result['options'].get('chain') else ''}; adaptive real: one request at a time, "
         "drafted rounds, at that many draft nodes a round"
     )
     console.print(table)

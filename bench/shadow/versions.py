@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 
-from paceline.adapt.data.split import load_train_data
+from paceline.adapt.data.learning_text import load_learning_text
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.target_handle import TargetTables
+from paceline.adapt.online.learner import Learner, learn_all
 from paceline.adapt.online.trainer import load_version
-from paceline.adapt.online.update import update_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.bench.engine.arms import BenchGroup
@@ -90,9 +89,9 @@ class VersionShop:
             write_atomic(self._plans, json.dumps(known, indent=1) + "\n")
         return known[plan.name]
 
-    def drafter(self, version: str) -> TrainedDrafter:
-        """A new drafter with the weights of a version."""
-        return load_version(self._registry, version, self._target)
+    def drafter(self, version: str, chain: int | None = None) -> TrainedDrafter:
+        """A new drafter with the weights of a version. chain: draft tokens of a chain; None = candidates for trees."""
+        return load_version(self._registry, version, self._target, chain=chain)
 
     def _make(self, plan: VersionPlan, report: Report) -> str:
         values, state = read_drafter_files(self._first, self._target)
@@ -102,7 +101,7 @@ class VersionShop:
             return self._registry.put(state, **fields).version
         arm = next(a for a in default_arms() if a.name == plan.arm)
         shards = {b: [s.shard_id for s in self._store.list_shards(b)] for b in self._buckets()}
-        data = load_train_data(
+        data = load_learning_text(
             self._store,
             shards.get(plan.trained_on, []),
             [s for b, ids in shards.items() if b != plan.trained_on for s in ids],
@@ -115,21 +114,14 @@ class VersionShop:
             raise ConfigError(f"bucket {plan.trained_on!r} must be captured before {plan.name} is trained")
         model = build_model(values, state)
         model.to(self._target.device)
-        update_drafter(
-            model,
-            TargetTables.of(self._target, torch.device(self._target.device)),
-            data.fresh,
-            data.rehearsal,
-            msgspec.structs.replace(arm, num_rows=data.num_rows),
-            seed=self._seed,
-            time_share=lambda: 0.0,
-            should_stop=lambda: False,
-            progress=lambda done, total, info: report(f"train {plan.name} {done}/{total} loss {info['loss']:.3f}"),
-        )
-        trained = {name: t.detach().cpu() for name, t in model.state_dict().items()}
+        learner = Learner(model, TargetTables.of(self._target, torch.device(self._target.device)), arm, seed=self._seed)
+        steps = learn_all(learner, data.fresh, data.rehearsal)
+        report(f"train {plan.name} {len(steps)} steps, loss {steps[-1].loss:.3f}")
+        trained = {name: t.detach().cpu() for name, t in learner.snapshot().items()}
         first = self.version(VersionPlan(arm="initial", trained_on=None))
         manifest = self._registry.put(
-            trained, **fields, parent=first, arm=plan.arm, bucket=plan.trained_on, num_train_rows=data.num_rows
+            trained, **fields, parent=first, arm=plan.arm, bucket=plan.trained_on,
+            num_train_rows=learner.num_rows + learner.num_rehearsed_rows,
         )  # fmt: skip
         return manifest.version
 

@@ -189,10 +189,12 @@ def timed_cells(models: Sequence[RandomModel], num_threads: int, options: Forwar
     return cells
 
 
-def _ratio(times: list[float], others: list[float], less: list[float] | None = None) -> dict[str, Any]:
-    """Of the sums, with its interval over repeats; `less` is taken off the divisor."""
+def _ratio(times: list[float], others: list[float], less: list[float] | None = None) -> dict[str, Any] | None:
+    """Of the sums, with its interval over repeats; `less` is taken off the divisor. None: it may leave nothing."""
     rows = np.array([times, others, less or [0.0] * len(times)])
-    value, values = resampled(rows, lambda sums: sums[0] / np.maximum(sums[1] - sums[2], 1e-9))
+    value, values = resampled(rows, lambda sums: sums[0] / (sums[1] - sums[2]))
+    if np.quantile(1 / values, 0.025) <= 0:
+        return None
     return {
         "ratio": round(value, 3),
         "interval": interval(value, values, len(times), is_positive=less is None, digits=3),
@@ -220,7 +222,7 @@ def print_cells(document: dict[str, Any], console: Console) -> None:
         title,
         columns,
         caption="over: ratio and 95% interval; floor: weights and K/V read once from memory; K/V over a copy: speed at which a "
-        "context is read, by the time that it adds, over that of a copy, reads and writes counted (--contexts 0,N)",
+        "context is read, by the time that it adds, over that of a copy, reads and writes counted (--contexts 0,N; -: it adds no sure time)",
     )
     for c in document["cells"]:
         ratios = [

@@ -7,14 +7,20 @@ there during a restart would leave the actor dead for good; a background thread 
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
+import importlib
 import logging
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray import serve
 from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import RayServeException
 
 from paceline.config import TrainerResources
 from paceline.contracts import TrainJob, TrainResult
@@ -24,6 +30,7 @@ from paceline.infra.controller.jobs import JobHandle, WorkerLease, failed
 from paceline.infra.controller.orders import COMMANDS
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
 from paceline.infra.controller.store import HostConfig
+from paceline.paths import keep_private
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +38,11 @@ NAMESPACE = "paceline"
 COMMAND_TIMEOUT_S = 15.0
 SNAPSHOT_WAIT_S = 0.6
 """For a snapshot made after it was asked for: the loop waits 0.25 s for feedback, and a scrape waits 0.8 s in all."""
+ROLE_LABEL, TRAIN_ROLE = "paceline/role", "train"
+"""Label of a node, and its value where training jobs run (ray_cluster.yaml)."""
+APPLICATION_CHECK_S = 10.0
+APPLICATION_CHECKS = 3
+"""Checks in a row that must not find the application: longer than Serve's controller takes to come back after a kill (11 s)."""
 _MAX_TRIES = 5
 
 
@@ -45,12 +57,18 @@ class ControllerSpec:
     """Its `model` is the prefix of the Redis keys and part of the actor's name."""
     trace_root: str
     registry_root: str
+    learner_root: str
     target_dir: str
     trainer_threads: int = 1
     trainer_resources: TrainerResources = field(default_factory=TrainerResources)
+    gate_chain: int | None = None
     log_level: str = "INFO"
     deployed_at: float = field(default=0.0, compare=False)
     """When the service was deployed, in s since 1970: replicas of an older deployment that drain yet change nothing."""
+    application: str = field(default="", compare=False)
+    """Serve application whose controller this is; it ends with it. '' = none, it stays until it is stopped."""
+    release: str = field(default="", compare=False)
+    """Code that asks for it; see `code_digest`. A later deployment of other code replaces the controller."""
 
 
 class RayJob:
@@ -83,6 +101,7 @@ class RayLauncher:
 
     def launch(self, job: TrainJob, lease: WorkerLease) -> JobHandle:
         from paceline.adapt.online.task import launch_training
+        from paceline.adapt.online.trainer import ShadowConfig
 
         spec = self._spec
         ref = launch_training(
@@ -91,8 +110,10 @@ class RayLauncher:
             resources=spec.trainer_resources,
             trace_root=spec.trace_root,
             registry_root=spec.registry_root,
+            learner_root=spec.learner_root,
             target_dir=spec.target_dir,
             lease=lease,
+            shadow=ShadowConfig(chain=spec.gate_chain),
         )
         return RayJob(ref, job.job_id)
 
@@ -110,15 +131,55 @@ def build_host(spec: ControllerSpec) -> ControllerHost:
     )
 
 
+@functools.cache
+def code_digest() -> str:
+    """Digest of the product's modules: two processes with the same one run the same code."""
+    digest = hashlib.sha256()
+    for name in ("paceline", *(f"paceline.{top}" for top in ("adapt", "bandit", "infra", "kernels", "serving"))):
+        folders = importlib.import_module(name).__path__
+        for folder in list(folders)[:1]:  # that of `paceline` has a checkout behind it, tests and all
+            for path in sorted(Path(folder).rglob("*.py")):
+                digest.update(f"{name}/{path.relative_to(folder)}".encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def own_application() -> str:
+    """Name of the Serve application that this process is a replica of; '' outside one."""
+    try:
+        return serve.get_replica_context().app_name
+    except RayServeException:
+        return ""
+
+
 class ControllerActor:
     """Hosts one ControllerHost. Contains no logic."""
 
     def __init__(self, spec: ControllerSpec) -> None:
+        keep_private()
         self._spec = spec
         self._host: ControllerHost | None = None
         self._is_stopped = False
         self._error = ""
         threading.Thread(target=self._build, name="controller-build", daemon=True).start()
+        if spec.application:
+            threading.Thread(target=self._follow_application, name="controller-end", daemon=True).start()
+
+    def _follow_application(self) -> None:
+        """End this actor once Serve does not know the application any more: it was deleted, or Serve was shut down."""
+        num_missed = 0
+        while num_missed < APPLICATION_CHECKS:
+            time.sleep(APPLICATION_CHECK_S)
+            try:
+                is_there = self._spec.application in serve.status().applications
+            except Exception as e:  # Serve's own controller is coming back: nothing can be said
+                logger.debug("Serve does not answer: %s", e)
+                continue
+            num_missed = 0 if is_there else num_missed + 1
+        logger.info("application %s is gone; its controller ends", self._spec.application)
+        self._is_stopped = True
+        if self._host is not None:
+            self._host.stop()
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def _build(self) -> None:
         delay_s = 0.2
@@ -160,8 +221,19 @@ class ControllerActor:
             raise PacelineError("Redis is unreachable, nothing was changed; try again when it is back") from e
 
     async def gives_way_to(self, spec: ControllerSpec) -> bool:
-        """Whether a controller of `spec` must take this one's place: configured differently, deployed no earlier."""
-        return self._spec != spec and spec.deployed_at >= self._spec.deployed_at
+        """Whether a controller of `spec` must take this one's place.
+
+        So it is where it is configured differently and deployed no earlier, or of other code and deployed later: replicas
+        of one deployment on nodes with different code must not replace each other's for ever.
+        """
+        mine = self._spec
+        if mine != spec:
+            return spec.deployed_at >= mine.deployed_at
+        return getattr(spec, "release", "") != mine.release and spec.deployed_at > mine.deployed_at
+
+    async def release(self) -> str:
+        """The code that this controller runs; see `code_digest`. Releases without this method give way to one with it."""
+        return self._spec.release
 
     async def pid(self) -> int:
         import os
@@ -182,8 +254,9 @@ def actor_name(model: str) -> str:
 def ensure_controller(spec: ControllerSpec) -> Any:
     """Handle of the service's controller. Do not keep the handle.
 
-    Made when there is none or the old one is dead. One of another configuration is stopped after a last commit and
-    replaced by one that restores its state; one of a later deployment is left alone.
+    Made when there is none or the old one is dead, on any node but those that train, which come and go. One of another
+    configuration or an older release is stopped after a last commit and replaced by one that restores its state; one of a
+    later deployment is left alone.
     Raises: PacelineError when it does not answer.
     """
     remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(ControllerActor)
@@ -193,14 +266,16 @@ def ensure_controller(spec: ControllerSpec) -> Any:
         lifetime="detached",
         get_if_exists=True,
         max_concurrency=32,
+        label_selector={ROLE_LABEL: f"!{TRAIN_ROLE}"},
     )
     last: Exception | str = "others keep replacing it"
     for _ in range(_MAX_TRIES):
         try:
             handle = named.remote(spec)
-            if not ray.get(handle.gives_way_to.remote(spec), timeout=60):  # type: ignore[attr-defined]
+            is_older = not hasattr(handle, "release")
+            if not is_older and not ray.get(handle.gives_way_to.remote(spec), timeout=60):  # type: ignore[attr-defined]
                 return handle
-            logger.warning("the controller of model=%s has another configuration; replaced", spec.host.model)
+            logger.warning("the controller of model=%s has another configuration or release; replaced", spec.host.model)
             _stop_handle(handle)  # this actor, not the name: another replica may have replaced it already
         except (RayActorError, ray.exceptions.GetTimeoutError) as e:
             last = e

@@ -7,7 +7,7 @@ import logging
 import msgspec
 from redis.exceptions import RedisError, ResponseError
 
-from paceline.contracts import FeedbackBatch, decode
+from paceline.contracts import ASKED_GROUP, FeedbackBatch, decode
 from paceline.infra.controller.lives import Lives
 from paceline.infra.controller.store import Books
 from paceline.infra.state.redis_clients import FEEDBACK_GROUP, stream_entries
@@ -33,6 +33,7 @@ class Feedback:
         self._books, self._lives, self._client, self._keys = books, lives, books.store.client, books.store.keys
         self._cursor: str | None = "0"  # own pending entries from this id; None once they are all read
         self._sweep_due = 0.0
+        self._began = books.clock.now()
         self.lag: int | None = None
         """Entries that waited at the last look; None = unknown."""
 
@@ -68,7 +69,7 @@ class Feedback:
         return stream_entries(reply)
 
     def look_at_lag(self, limit: int = 1000) -> None:
-        """Note how many entries wait, at most `limit` on servers older than 7."""
+        """Note how many entries wait, at most `limit` where the server does not say and rows are kept."""
         self.lag = self._read_lag(limit)
 
     def _read_lag(self, limit: int) -> int | None:
@@ -77,6 +78,8 @@ class Feedback:
                 if _text(group["name"]) == FEEDBACK_GROUP:
                     if group.get("lag") is not None:
                         return int(group["lag"])
+                    if not self._books.config.keep_rows:  # what was acknowledged is deleted, the rest was read or waits
+                        return max(0, int(self._client.xlen(self._keys.feedback)) - int(group["pending"]))
                     last = _text(group["last-delivered-id"])
                     return len(self._client.xrange(self._keys.feedback, min=f"({last}", count=limit) or ())
         except (RedisError, OSError) as e:
@@ -131,20 +134,35 @@ class Feedback:
         state.watermarks[key] = (batch.seq, now)
         if now >= self._sweep_due:
             self._sweep_due = now + _SWEEP_S
-            kept = {k: mark for k, mark in state.watermarks.items() if now - mark[1] <= _WATERMARK_MAX_AGE_S}
-            state.watermarks = kept
+            # times of sessions before this one may be by another clock: those marks get a whole age from its start
+            state.watermarks = {
+                key: mark
+                for key, mark in state.watermarks.items()
+                if now - max(mark[1], self._began) <= _WATERMARK_MAX_AGE_S
+            }
         return True
 
     def _fold(self, batch: FeedbackBatch) -> None:
         state = self._books.state
         state.num_rows += batch.num_rows
         state.num_dropped += batch.num_dropped
+        if batch.prompts is not None and self._books.config.max_classes:
+            state.classes.observe(
+                batch.prompts.space, batch.prompts.vectors, batch.prompts.num_dims, self._books.clock.now()
+            )
         batch = state.traffic.bounded(batch)
         self._lives.observe(batch)
         try:
-            self._books.policy.observe(batch)
+            self._books.policy.observe(without_asked(batch))
         except Exception as e:  # one bad batch must not stop the stream; it is counted and logged
             self._books.errors.note("the policy refused a feedback batch", e)
+
+
+def without_asked(batch: FeedbackBatch) -> FeedbackBatch:
+    """The batch without rows whose client chose the group: what decides and what is booked must not be a client's choice."""
+    if all(cell.group != ASKED_GROUP for cell in batch.cells):
+        return batch
+    return msgspec.structs.replace(batch, cells=[cell for cell in batch.cells if cell.group != ASKED_GROUP])
 
 
 def _text(value: bytes | str) -> str:

@@ -18,15 +18,16 @@ import msgspec
 import redis
 from redis.exceptions import RedisError
 
-from paceline.clock import Clock, SystemClock
-from paceline.errors import FencedError, PacelineError
+from paceline.clock import Clock
+from paceline.errors import FencedError, PacelineError, StateError
 from paceline.infra.controller.jobs import Launcher
 from paceline.infra.controller.orders import CommandQueue
 from paceline.infra.controller.session import MakeController, Session, restore_controller, snapshot_view
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
 from paceline.infra.controller.store import HostConfig
 from paceline.infra.state.log import ErrorCount
-from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, consumer_client
+from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, cannot_store, consumer_client
+from paceline.infra.state.redis_clock import RedisClock
 
 if TYPE_CHECKING:  # both load torch
     from paceline.adapt.data.trace_store import TraceStore
@@ -35,6 +36,7 @@ if TYPE_CHECKING:  # both load torch
 logger = logging.getLogger(__name__)
 
 _STOPPED = "the controller has stopped"
+_AWAY = "Redis is unreachable, nothing was changed; try again when it is back"
 _SNAPSHOT_S = 0.25
 """Snapshots are made no closer to each other, however many ask."""
 
@@ -58,10 +60,11 @@ class ControllerHost:
         Args:
             make_controller: stored state (b"" = none) -> Controller; None = the bandit's.
             make_client: Redis URL -> client for blocking reads.
+            clock: None = Redis' own, so that a controller on another node goes on with the same time.
         """
         self.config, self.shards, self.registry, self.launcher = config, store, registry, launcher
         self.is_fenced = False
-        self._errors, self._clock = ErrorCount(), clock or SystemClock()
+        self._errors, self._clock = ErrorCount(), clock or RedisClock()
         self._make_client = make_client
         self._make_session = partial(
             Session, config, shards=store, registry=registry, launcher=launcher, errors=self._errors, clock=self._clock,
@@ -70,6 +73,9 @@ class ControllerHost:
         self._client: redis.Redis | None = None
         self._session: Session | None = None
         self._breaker = Breaker()
+        """Of Redis; the next one of what fails although Redis answers."""
+        self._trouble = Breaker()
+        self._is_full, self._refusal = False, ""
         self._commands = CommandQueue()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -85,10 +91,15 @@ class ControllerHost:
         return self._session
 
     def connect(self) -> None:
-        """Take over and restore everything; raises redis errors. Repeated calls start over from what is stored."""
+        """Take over and restore everything; raises redis errors and StateError. Repeated calls start over from what is stored."""
+        if self._client is not None:
+            self._client.close()
         self._client = self._make_client(self.config.redis_url)
+        if isinstance(self._clock, RedisClock):
+            self._clock.look(self._client)
         self._session = self._make_session(self._client)
         self._breaker.succeeded()
+        self._refusal = ""
         self._make_snapshot()
 
     def step(self, block_ms: int = 250) -> int:
@@ -115,9 +126,10 @@ class ControllerHost:
                 if self._session is None:
                     self.connect()
                 self.step()
+                self._trouble.succeeded()
+                self._is_full = False
                 if self._breaker.succeeded():
                     logger.info("redis is back; the controller goes on")
-                    self.session.feedback.restart()
             except FencedError as e:
                 self.is_fenced = True
                 self._errors.last = str(e)
@@ -125,15 +137,26 @@ class ControllerHost:
             except OUTAGE_ERRORS as e:
                 if self._breaker.is_up is not False:
                     logger.warning("redis is away, no decisions until it is back: %s", e)
-                self._pause(self._breaker.failed())
+                if self._session is not None:
+                    self._session.feedback.restart()  # a reply that was lost may have handed entries out
+                self._pause(self._breaker.failed(), _AWAY)
+            except StateError as e:
+                if str(e) != self._refusal:
+                    logger.error("READ-ONLY: serving goes on, nothing is decided or written: %s", e)
+                self._refusal = str(e)
+                self._breaker.succeeded()
+                self._pause(self._trouble.failed(), f"the controller is read-only: {e}")
             except Exception as e:
-                self._errors.note("controller pass failed", e)
-                self._pause(self._breaker.failed())
+                self._is_full = cannot_store(e)
+                self._errors.note("redis cannot store anything" if self._is_full else "controller pass failed", e)
+                self._breaker.succeeded()  # whatever it is, Redis answered
+                self._pause(self._trouble.failed(), f"nothing can be stored now ({e}); try again later")
         self._commands.fail(_STOPPED)
 
-    def _pause(self, seconds: float) -> None:
+    def _pause(self, seconds: float, reason: str) -> None:
+        """Refuse commands for this reason and wait."""
         self._make_snapshot()
-        self._commands.fail("Redis is unreachable, nothing was changed; try again when it is back")
+        self._commands.fail(reason)
         self._stop.wait(seconds)
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -176,7 +199,10 @@ class ControllerHost:
             latest = self._snapshot
         return msgspec.structs.replace(
             latest,
-            redis_up=self._breaker.is_up is not False and self._session is not None,
+            age_s=None if latest.ts is None else max(0.0, self._clock.now() - latest.ts),
+            redis_up=bool(self._breaker.is_up),
+            is_redis_full=self._is_full,
+            read_only=self._refusal,
             is_fenced=self.is_fenced,
             errors=ControllerErrors(count=self._errors.num, last=self._errors.last),
         )

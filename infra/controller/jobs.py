@@ -1,6 +1,6 @@
 """Jobs: at most one training job per service, under a lease in Redis: its order, its watch, and what came of it.
 
-A job learns from the newest traces of its bucket, rehearsed with the newest of the others. It is launched only by whoever
+A job is a burst of its bucket's learner, on the newest traces, rehearsed with the newest of the others. It is launched only by whoever
 sets the lease (SET NX PX) together with an attempt mark; the worker itself renews the lease and writes its result, so both
 outlive the controller. A restarted controller finds a result (fold it), a lease (wait), an attempt mark without either (the
 worker died: failed), or nothing (launch).
@@ -404,7 +404,7 @@ def order_job(
     """Turn a train decision into a job; None when the bucket has no shards.
 
     Args:
-        arm: sized arm; twice its rows are handed over, since part of them is held out for shadow scoring.
+        arm: sized arm; twice its rows are handed over, since the learner may have read part of them.
         shards: ShardInfo of the target, oldest first.
     """
     own = newest([s for s in shards if s.bucket == decision.bucket], 2 * arm.num_rows)
@@ -413,7 +413,9 @@ def order_job(
     others = sorted({s.bucket for s in shards} - {decision.bucket})
     share = 2 * int(arm.num_rows * arm.rehearsal_share / max(1, len(others))) + 1
     rehearsal = [s for b in others for s in newest([x for x in shards if x.bucket == b], share)]
-    text = "\n".join((desired.version, decision.bucket, arm.name, str(arm.num_rows), own[-1].shard_id))
+    text = "\n".join(
+        (str(decision.decision_id), desired.version, decision.bucket, arm.name, str(arm.num_rows), own[-1].shard_id)
+    )
     limit_s = float(decision.context.get("time_limit_s") or policy.job_time_limit_s)
     return TrainJob(
         job_id=hashlib.sha256(text.encode()).hexdigest()[:16],
@@ -425,6 +427,7 @@ def order_job(
         rehearsal_shard_ids=[s.shard_id for s in rehearsal],
         seed=policy.seed + decision.decision_id,
         time_limit_s=min(limit_s, policy.job_time_limit_s),
+        min_gain=float(decision.context.get("min_gain", 0.0)),
     )
 
 

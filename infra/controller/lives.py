@@ -27,6 +27,8 @@ _S = DrafterStatus
 _SWAP_PATIENCE_S = 60.0
 _KEPT_HISTORY = 3
 """Latest versions that were live: rollbacks lead there, so their weights stay."""
+MAX_ASSIGNED = 256
+"""Classes that may have versions of their own: more buckets than a replica tells apart, few enough for one record."""
 
 
 class Lives:
@@ -37,6 +39,8 @@ class Lives:
         self.config, self._holdback_percent = books.config.rollout, books.config.policy.holdback_percent
         self._taken: tuple[int, int, str] | None = None
         """The look at the replicas that the canary in flight was judged by: a look, generation and version."""
+        self._refused: set[tuple[str, str]] = set()
+        """(replica, version of a class) whose refusal was noted."""
 
     # ---- life cycle ---------------------------------------------------------------------------------------------
     def _log_life(self, made: Transition) -> None:
@@ -60,49 +64,62 @@ class Lives:
     def note_result(self, job: TrainJob, result: TrainResult, now: float) -> None:
         """A training job has ended: TRAINED and SHADOWED, or the end of the matter."""
         lives, key = self._state.lifecycle, _job_key(job)
-        if result.status not in ("accepted", "rejected"):
+        if result.status not in ("accepted", "rejected", "learning"):
             self.move(key, _S.FAILED, f"{result.status}: {result.reason}", now)
             return
         self.move(key, _S.TRAINED, f"trained in {result.train_s:.1f} s", now)
         if result.candidate is not None or result.status == "accepted":
             self.move(key, _S.SHADOWED, f"scored in {result.shadow_s:.1f} s: {result.reason}", now)
-        if result.status == "rejected" or result.version is None:
+        if result.version is None:
             self.move(key, _S.REJECTED, result.reason, now)
             return
         lives.name(key, result.version)
         self._state.evicted = [v for v in self._state.evicted if v != result.version]  # its weights are there again
 
-    def _make_live(self, version: str, reason: str, now: float, *, left: DrafterStatus, force: bool) -> None:
+    def _make_live(
+        self, versions: set[str], reason: str, now: float, *, left: DrafterStatus = _S.RETIRED, force: bool = True
+    ) -> None:
+        """Let these versions be the ones that serve: the one for all, and those of classes.
+
+        Args:
+            left: what becomes of those that served.
+            force: admit a version again even if it came to an end.
+        """
         lives = self._state.lifecycle
-        if version not in lives.with_status(_S.LIVE):
+        before = lives.with_status(_S.LIVE)
+        for version in sorted(versions - before):
             if lives.status(version) is None or (force and not lives.may(version, _S.LIVE)):
                 self._admit(version, _S.LIVE, reason, now)
             else:
                 self.move(version, _S.LIVE, reason, now)
-        for old in sorted(lives.with_status(_S.LIVE) - {version}):
-            self.move(old, left, reason if left != _S.RETIRED else f"{version} took over: {reason}", now)
+        new = ", ".join(sorted(versions - before))
+        for old in sorted(before - versions):
+            self.move(old, left, f"{new} took over: {reason}" if new and left == _S.RETIRED else reason, now)
 
     def reconcile(self, now: float) -> None:
         """The table follows the desired record, also one that the set-up or the command line wrote."""
         desired, canary = self._state.desired, self._state.rollout.canary
         if desired is None or self._books.pending.desired is not None:
             return
-        if canary is not None and (canary.version, canary.incumbent) != (desired.canary_version, desired.version):
+        if canary is not None and not canary.is_wanted(desired):
             self._close_canary(Verdict(outcome=Outcome.RETIRED, reason="another desired record was written"), now)
-        if self._state.lifecycle.with_status(_S.LIVE) != {desired.version}:
-            self._make_live(desired.version, desired.reason or "desired", now, left=_S.RETIRED, force=True)
+        serving = {desired.version, *desired.class_versions.values()}
+        if self._state.lifecycle.with_status(_S.LIVE) != serving:
+            self._make_live(serving, desired.reason or "desired", now)
         if canary is None and desired.canary_version:  # the state that judged it is lost
-            text = f"canary {desired.canary_version} called off: nothing is known of its trial"
-            self._change(desired, text, now, canary_version="", canary_percent=0)
+            self._change(desired, f"canary {desired.canary_version} called off: nothing is known of its trial", now)
 
     # ---- the desired record -------------------------------------------------------------------------------------
-    def _change(self, base: DesiredState, reason: str, now: float, **fields: Any) -> None:
+    def _change(self, base: DesiredState, reason: str, now: float, *, has_canary: bool = False, **fields: Any) -> None:
+        """Write another record than `base`; has_canary: its canary stays on trial, or `fields` begin one."""
+        if not has_canary:
+            fields |= {"canary_version": "", "canary_percent": 0, "canary_bucket": ""}
         self._books.pending.desired = msgspec.structs.replace(base, gen=0, reason=reason, ts=now, **fields)
 
     def want(
         self, version: str, reason: str, now: float, decision_id: int, *, left: DrafterStatus = _S.RETIRED, force: bool = False
     ) -> None:  # fmt: skip
-        """Make a version live for all; a canary in flight ends with it.
+        """Make a version live for all classes without one of their own; a canary in flight ends with it.
 
         Args:
             left: what becomes of the version that was live.
@@ -113,53 +130,97 @@ class Lives:
             outcome = Outcome.PROMOTED if canary.version == version else Outcome.RETIRED
             self._close_canary(Verdict(outcome=outcome, reason=f"superseded: {reason}"), now, left=left)
         self.book_swap(now, is_superseded=True)
-        self._make_live(version, reason, now, left=left, force=force)
+        base = self._books.desired or DesiredState(gen=0, version=version, first_version=version, holdback_percent=0)
+        self._make_live({version, *base.class_versions.values()}, reason, now, left=left, force=force)
         self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
+        self._change(base, reason, now, version=version, holdback_percent=self._holdback_percent)
+
+    def assign(self, bucket: str, version: str, reason: str, now: float, decision_id: int) -> None:
+        """Give a class a version of its own, as soon as replicas have it; a canary of the class ends with it.
+
+        Raises: DrafterMismatchError when nothing is live, when the version is on trial for others or serves the class, or
+        when too many classes have one.
+        """
+        base, canary = self._books.desired, self._state.rollout.canary
+        if base is None:
+            raise DrafterMismatchError("nothing is live yet, so no class can differ from it; try again later")
+        if base.class_versions.get(bucket) == version:
+            raise DrafterMismatchError(f"class {bucket} has drafter {version} already; name another version")
+        _check_room(base, bucket)
+        if canary is not None and canary.version == version and canary.scope != bucket:
+            raise DrafterMismatchError(f"drafter {version} is on trial; wait for its verdict, or pin or roll back")
+        self._reassign(base, {**base.class_versions, bucket: version}, bucket, reason, now)
+        self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
+
+    def unassign(self, bucket: str, reason: str, now: float) -> None:
+        """Let the live version serve a class again. Raises: DrafterMismatchError when it has none of its own."""
         base = self._books.desired
-        self._books.pending.desired = DesiredState(
-            gen=0, version=version, first_version=base.first_version if base is not None else version,
-            holdback_percent=self._holdback_percent, reason=reason, ts=now,
-        )  # fmt: skip
+        if base is None or bucket not in base.class_versions:
+            known = ", ".join(sorted(base.class_versions)) if base is not None else ""
+            raise DrafterMismatchError(f"class must have a version of its own ({known or 'none has'}), got {bucket!r}")
+        others = {b: v for b, v in base.class_versions.items() if b != bucket}
+        self._reassign(base, others, bucket, reason, now)
+
+    def _reassign(self, base: DesiredState, versions: dict[str, str], bucket: str, reason: str, now: float) -> None:
+        canary = self._state.rollout.canary
+        if canary is not None and canary.scope == bucket:
+            outcome = Outcome.PROMOTED if canary.version == versions.get(bucket) else Outcome.RETIRED
+            self._close_canary(Verdict(outcome=outcome, reason=f"superseded: {reason}"), now)
+        self.book_swap(now, is_superseded=True)
+        self._make_live({base.version, *versions.values()}, reason, now)
+        has_canary = self._state.rollout.canary is not None
+        self._change(base, reason, now, has_canary=has_canary, class_versions=versions)
 
     def publish(
         self, version: str, reason: str, now: float, decision_id: int, *, bucket: str = "", arm: str = ""
     ) -> None:
-        """Give a version to the requests: by a canary, or at once where there is none or the version was live before."""
+        """Give a version to the requests: by a canary, or at once where there is none or the version was live before.
+
+        bucket: what it was made for; a class that has a version of its own is the only one that gets this one.
+        """
         lives, base = self._state.lifecycle, self._books.desired
         if version in lives.barred():
             self._books.log("note", {"text": f"{version} is not served: it came to an end before"})
             return
         life = lives.versions.get(version)
         was_live = life is not None and life.was_live
-        if self.config.canary_percent == 0 or base is None or was_live or version == base.version:
+        scope = bucket if base is not None and bucket in base.class_versions else ""
+        if base is not None and self.config.canary_percent and not was_live and version != base.version:
+            self._start_canary(base, version, reason, now, decision_id, bucket=bucket, arm=arm, scope=scope)
+        elif not scope:
             self.want(version, reason, now, decision_id)
-        else:
-            self._start_canary(base, version, reason, now, decision_id, bucket=bucket, arm=arm)
+        elif base is not None and version != base.version_of(scope):
+            self.assign(scope, version, reason, now, decision_id)
 
     def _start_canary(
-        self, base: DesiredState, version: str, reason: str, now: float, decision_id: int, *, bucket: str, arm: str
-    ) -> None:
+        self, base: DesiredState, version: str, reason: str, now: float, decision_id: int, *, bucket: str, arm: str,
+        scope: str = "",
+    ) -> None:  # fmt: skip
         if self._state.rollout.canary is not None:
             self._close_canary(Verdict(outcome=Outcome.RETIRED, reason=f"superseded by {version}"), now)
         self.book_swap(now, is_superseded=True)
         config = self.config
         if self._state.lifecycle.status(version) is None:
             self._admit(version, _S.RETIRED, "known to the registry", now)
-        self.move(version, _S.CANARY, f"{config.canary_percent}% of adaptive requests: {reason}", now)
+        of_class = f" of {scope}" if scope else ""
+        self.move(version, _S.CANARY, f"{config.canary_percent}% of adaptive requests{of_class}: {reason}", now)
         self._state.rollout.begin(
-            version, base.version, config, now=now, decision_id=decision_id, bucket=bucket, arm=arm
-        )
+            version, base.version_of(scope), config, now=now, decision_id=decision_id, bucket=bucket, arm=arm, scope=scope
+        )  # fmt: skip
         self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
-        canary = {"canary_version": version, "canary_percent": config.canary_percent}
-        self._change(base, f"canary: {reason}", now, **canary, holdback_percent=self._holdback_percent)
+        self._change(
+            base, f"canary: {reason}", now, has_canary=True, canary_version=version,
+            canary_percent=config.canary_percent, canary_bucket=scope, holdback_percent=self._holdback_percent,
+        )  # fmt: skip
 
     # ---- the canary ---------------------------------------------------------------------------------------------
     def observe(self, batch: FeedbackBatch) -> None:
         """Fold a batch into the traffic statistics and, from a replica that runs it, into the canary's trial."""
         state = self._state
         canary = state.rollout.canary
-        live = state.desired.version if state.desired is not None else ""
-        state.traffic.observe(batch, state.rollout.tried_version(live), canary.percent if canary is not None else 0)
+        serving = set() if state.desired is None else {state.desired.version, *state.desired.class_versions.values()}
+        percent, scope = (canary.percent, canary.scope) if canary is not None else (0, "")
+        state.traffic.observe(batch, state.rollout.tried_version(serving), percent, scope)
         if canary is not None and self._around.canaries.get(batch.replica_id) == canary.version:
             rollout.fold(canary, batch, self._books.clock.now())
 
@@ -176,7 +237,7 @@ class Lives:
         verdict, look = None, (self._around.num_looks, desired.gen, canary.version)
         if look != self._taken:
             self._taken = look
-            verdict = rollout.take_reports(canary, self._around.reports, desired.gen)
+            verdict = rollout.take_reports(canary, self._around.reports, desired)
         if is_read_up:
             rollout.close_quiet(canary, config, now)
         verdict = verdict or rollout.judge(canary, config, now)
@@ -184,15 +245,19 @@ class Lives:
             return
         logger.warning("canary %s version=%s reason=%s", verdict.outcome.value, canary.version, verdict.reason)
         if verdict.outcome == Outcome.PROMOTED:
+            reason = f"canary promoted: {verdict.reason}"
             self._close_canary(verdict, now)
+            if canary.scope:
+                self.assign(canary.scope, canary.version, reason, now, canary.decision_id)
+                return
             if canary.decision_id == 0:  # ordered by an operator: it takes the place of a version pinned before
                 self._policy.unpin()
-            self.want(canary.version, f"canary promoted: {verdict.reason}", now, canary.decision_id)
+            self.want(canary.version, reason, now, canary.decision_id)
             return
         self.book_swap(now, is_superseded=True)
         self._close_canary(verdict, now)
         text = f"canary {canary.version} {verdict.outcome.value.replace('_', ' ')}: {verdict.reason}"
-        self._change(desired, text, now, canary_version="", canary_percent=0)
+        self._change(desired, text, now)
 
     def _close_canary(self, verdict: Verdict, now: float, *, left: DrafterStatus = _S.RETIRED) -> None:
         """End the trial in state, life cycle and policy; the caller writes the desired record.
@@ -202,7 +267,9 @@ class Lives:
         """
         canary = self._state.rollout.end(verdict, self.config, now)
         if verdict.outcome == Outcome.PROMOTED:
-            self._make_live(canary.version, verdict.reason, now, left=left, force=False)
+            others = set(self._books.desired.class_versions.values()) if self._books.desired is not None else set()
+            keeps = self._state.lifecycle.with_status(_S.LIVE) if canary.scope else others
+            self._make_live({canary.version, *keeps}, verdict.reason, now, left=left, force=False)
         else:
             to = _S.ROLLED_BACK if verdict.outcome == Outcome.ROLLED_BACK else _S.RETIRED
             self.move(canary.version, to, verdict.reason, now)
@@ -211,10 +278,11 @@ class Lives:
         except Exception as e:
             self._books.errors.note("the policy could not take the end of a canary", e)
 
-    def order_canary(self, version: str) -> None:
-        """Start a canary of a version of the registry by an operator's order.
+    def order_canary(self, version: str, bucket: str = "") -> None:
+        """Start a canary of a version of the registry by an operator's order, on one class or on what the live version
+        serves.
 
-        Raises: ManifestError when it is not in the registry or has no weights, DrafterMismatchError when it is live or
+        Raises: ManifestError when it is not in the registry or has no weights, DrafterMismatchError when it serves or
         canaries are off.
         """
         manifest = self._around.servable_manifest(version)
@@ -223,13 +291,17 @@ class Lives:
             raise DrafterMismatchError(
                 "canaries are off (rollout.canary_percent is 0) or nothing is live; pin the version"
             )
-        if version == base.version or version == base.canary_version:
-            raise DrafterMismatchError(f"drafter {version} is live or on trial already; name another version")
+        if version in (base.version, base.canary_version, *base.class_versions.values()):
+            raise DrafterMismatchError(
+                f"drafter {version} is live or on trial already; name another version, or assign it"
+            )
+        if bucket:
+            _check_room(base, bucket)
         now = self._books.clock.now()
-        reason = f"canary of {version} ordered by the operator"
+        reason = f"canary of {version}{f' on {bucket}' if bucket else ''} ordered by the operator"
         if version in self._state.lifecycle.barred():
             self._admit(version, _S.RETIRED, reason, now)
-        self._start_canary(base, version, reason, now, 0, bucket=manifest.bucket or "", arm=manifest.arm)
+        self._start_canary(base, version, reason, now, 0, bucket=manifest.bucket or "", arm=manifest.arm, scope=bucket)
         self._books.note(reason)
 
     def book_swap(self, now: float, *, is_superseded: bool = False) -> None:
@@ -255,14 +327,26 @@ class Lives:
         """Roll a live version back that a replica refused, and book what staging cost."""
         for report in self._around.reports:
             self._take_refusal(report)
+        self._note_refused(now)
         self.book_swap(now)
+
+    def _note_refused(self, now: float) -> None:
+        """Say once which versions of classes replicas do not serve; the live one serves there meanwhile."""
+        reports = self._around.reports
+        refused = {(r.replica_id, version): reason for r in reports for version, reason in r.refused.items()}
+        for (replica, version), reason in sorted(refused.items()):
+            if (replica, version) not in self._refused:
+                self._books.note(
+                    f"replica {replica} does not serve {version}, the live version takes its classes: {reason}"
+                )
+        self._refused = set(refused)
 
     def _take_refusal(self, report: ReplicaReport) -> None:
         state, desired = self._state, self._state.desired
         if desired is None or report.failed_gen != desired.gen or self._books.pending.desired is not None:
             return
         canary = state.rollout.canary
-        if canary is not None and rollout.refuses_canary(canary, report, desired.gen):
+        if canary is not None and rollout.refuses_canary(report, desired):
             return  # the live version is well
         back = self.version_before(desired) or desired.first_version
         if back != desired.version:
@@ -322,6 +406,7 @@ class WeightPool:
         for desired in (self._state.desired, self._books.pending.desired):
             if desired is not None:
                 kept |= {desired.version, desired.first_version, desired.canary_version}
+                kept |= set(desired.class_versions.values())
         kept |= self._state.lifecycle.with_status(_S.LIVE, _S.CANARY)
         kept |= set(self._state.history[-_KEPT_HISTORY:])
         for report in self._around.reports:
@@ -358,6 +443,13 @@ class WeightPool:
             self._evicted_at = state.commit
             text = f"weights of {', '.join(gone)} given up: the pool may hold {self._max_bytes} bytes"
             self._books.log("note", {"text": text})
+
+
+def _check_room(base: DesiredState, bucket: str) -> None:
+    if bucket not in base.class_versions and len(base.class_versions) >= MAX_ASSIGNED:
+        raise DrafterMismatchError(
+            f"class_versions must have at most {MAX_ASSIGNED} classes, got one more; unassign one"
+        )
 
 
 def _job_key(job: TrainJob) -> str:

@@ -17,10 +17,11 @@ from paceline.infra.controller.jobs import Jobs
 from paceline.infra.controller.lives import Lives, WeightPool
 from paceline.infra.controller.store import Books
 from paceline.infra.controller.surroundings import Surroundings
+from paceline.names import CLASS_RULE, is_class
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = ("pause", "set_policy", "set_bank", "train", "pin", "unpin", "canary", "rollback")
+COMMANDS = ("pause", "set_policy", "set_bank", "train", "pin", "unpin", "canary", "rollback", "assign", "unassign")
 """Methods of Orders that operators may call."""
 
 
@@ -43,15 +44,21 @@ class CommandQueue:
         """Run what waits, each with a `commit` of its own, whose error is the command's error too."""
         while (command := self._next()) is not None:
             fn, future = command
+            is_done = False
             try:
                 result = fn()
+                is_done = True
                 commit()
             except (PacelineError, ValueError) as e:
                 future.set_exception(e)
                 if isinstance(e, FencedError):
                     raise
             except Exception as e:
-                future.set_exception(PacelineError(f"not done: {e}"))
+                # what was carried out stays so in memory, and the next commit that Redis takes has it
+                text = (
+                    f"done, but not stored yet: it is as soon as Redis takes it ({e})" if is_done else f"not done: {e}"
+                )
+                future.set_exception(PacelineError(text))
                 raise
             else:
                 future.set_result(result)
@@ -70,6 +77,11 @@ class CommandQueue:
                 return None
             if future.set_running_or_notify_cancel():
                 return fn, future
+
+
+def _check_class(bucket: str) -> None:
+    if not is_class(bucket):
+        raise ValueError(f"class {CLASS_RULE}, got {bucket[:80]!r}")
 
 
 class Orders:
@@ -113,6 +125,7 @@ class Orders:
             num_replicas=max(1, len(around.reports)),
             learned_rows=around.learned_rows,
             shadow=around.shadow,
+            class_versions=desired.class_versions,
         )
 
     def _act(self, decision: Decision, now: float) -> None:
@@ -164,9 +177,29 @@ class Orders:
         self._policy.unpin()
         self._books.note("pin removed")
 
-    def canary(self, version: str) -> None:
-        """Try a version on part of the requests; see Lives.order_canary."""
-        self._lives.order_canary(version)
+    def canary(self, version: str, bucket: str = "") -> None:
+        """Try a version on part of the requests, or of a class's; see Lives.order_canary."""
+        if bucket:
+            _check_class(bucket)
+        self._lives.order_canary(version, bucket)
+
+    def assign(self, bucket: str, version: str) -> None:
+        """Give a class a version of its own until `unassign`; the policy leaves the class alone meanwhile.
+
+        Raises: ValueError for a name that no class can have, ManifestError when the version is not in the registry,
+        DrafterMismatchError when it is for another target, on trial or there already.
+        """
+        _check_class(bucket)
+        self._around.servable_manifest(version)
+        reason = f"{version} assigned to class {bucket} by the operator"
+        self._lives.assign(bucket, version, reason, self._books.clock.now(), 0)
+        self._books.note(reason)
+
+    def unassign(self, bucket: str) -> None:
+        """Let the live version serve a class again; raises DrafterMismatchError when it has none of its own."""
+        reason = f"class {bucket} given back to the live version by the operator"
+        self._lives.unassign(bucket, reason, self._books.clock.now())
+        self._books.note(reason)
 
     def rollback(self, version: str | None = None) -> str:
         """Make the version before the live one (or the named one) live again; see Lives.rollback."""

@@ -30,7 +30,7 @@ import msgspec
 
 from paceline.bandit.canary import WEIGHTS, CanaryTest, batch_class
 from paceline.config import RolloutConfig
-from paceline.contracts import CellSums, FeedbackSums, Group, ReplicaReport, is_canary
+from paceline.contracts import CellSums, DesiredState, FeedbackSums, Group, ReplicaReport, is_canary
 
 MAX_OPEN = 4096
 """Requests in flight that are followed; more are left out, whatever served them."""
@@ -85,6 +85,8 @@ class Canary(msgspec.Struct, kw_only=True):
     decision_id: int
     bucket: str = ""
     """Bucket whose training job made it; '' = none in particular."""
+    scope: str = ""
+    """Class whose requests it is tried on; '' = those that the live version serves."""
     arm: str = ""
     test: CanaryTest
     open: dict[str, OpenRequest] = {}
@@ -95,6 +97,11 @@ class Canary(msgspec.Struct, kw_only=True):
     """Rounds of its finished requests in which it ran."""
     num_excluded: int = 0
     """Adaptive requests that another version served than their hash says."""
+
+    def is_wanted(self, desired: DesiredState) -> bool:
+        """Whether a desired record asks for this trial."""
+        asked = (desired.canary_version, desired.canary_bucket, desired.version_of(desired.canary_bucket))
+        return asked == (self.version, self.scope, self.incumbent)
 
 
 class RolloutState(msgspec.Struct, kw_only=True):
@@ -107,7 +114,8 @@ class RolloutState(msgspec.Struct, kw_only=True):
     """Version, outcome, reason, time and requests of the latest canary that ended."""
 
     def begin(
-        self, version: str, incumbent: str, config: RolloutConfig, *, now: float, decision_id: int, bucket: str, arm: str
+        self, version: str, incumbent: str, config: RolloutConfig, *, now: float, decision_id: int, bucket: str, arm: str,
+        scope: str = "",
     ) -> Canary:  # fmt: skip
         """Put a version on trial; the one before must have ended."""
         assert self.canary is None, f"{self.canary} is still on trial"
@@ -118,6 +126,7 @@ class RolloutState(msgspec.Struct, kw_only=True):
             since=now,
             decision_id=decision_id,
             bucket=bucket,
+            scope=scope,
             arm=arm,
             test=CanaryTest(share=config.canary_percent / 100, margin=config.margin),
         )
@@ -140,12 +149,15 @@ class RolloutState(msgspec.Struct, kw_only=True):
         }
         return canary
 
-    def tried_version(self, live: str) -> str:
-        """The version on trial, or the one whose trial failed last: requests that it still serves are none of `live`'s."""
+    def tried_version(self, serving: set[str]) -> str:
+        """The version on trial, or the one whose trial failed last: requests that it still serves are not adaptive ones.
+
+        serving: versions that serve all or some class.
+        """
         if self.canary is not None:
             return self.canary.version
         last = str(self.last.get("version", "")) if self.last.get("outcome") != Outcome.PROMOTED else ""
-        return "" if last == live else last
+        return "" if last in serving else last
 
     def frozen_buckets(self, now: float) -> list[str]:
         return sorted(b for b, until in self.frozen.items() if until > now)
@@ -153,7 +165,7 @@ class RolloutState(msgspec.Struct, kw_only=True):
 
 def fold(canary: Canary, batch: FeedbackSums, now: float) -> None:
     """Add a replica's sums; the caller leaves out replicas that do not run the canary's generation."""
-    cells = [cell for cell in batch.cells if cell.group == Group.ADAPTIVE]
+    cells = [cell for cell in batch.cells if cell.group == Group.ADAPTIVE and canary.scope in ("", cell.bucket)]
     for cell in cells:
         for request_id, sums in cell.requests.items():
             if sums.first_ts is not None and sums.first_ts >= canary.since:  # not admitted before the trial
@@ -202,21 +214,21 @@ def close_quiet(canary: Canary, config: RolloutConfig, now: float) -> int:
     return len(done)
 
 
-def refuses_canary(canary: Canary, report: ReplicaReport, gen: int) -> bool:
+def refuses_canary(report: ReplicaReport, desired: DesiredState) -> bool:
     """Whether a replica could not take the canary's generation because of the canary, not of the live version."""
-    is_live_well = report.version == canary.incumbent and canary.incumbent not in report.failures
-    return report.failed_gen == gen and is_live_well
+    is_live_well = report.version == desired.version and desired.version not in report.failures
+    return report.failed_gen == desired.gen and is_live_well
 
 
-def take_reports(canary: Canary, reports: Sequence[ReplicaReport], gen: int) -> Verdict | None:
+def take_reports(canary: Canary, reports: Sequence[ReplicaReport], desired: DesiredState) -> Verdict | None:
     """Look at what replicas say about the canary: failures end it at once, failed requests are counted."""
     for r in reports:
         if r.canary_version == canary.version and canary.version in r.failures:
             reason = f"replica {r.replica_id} switched it off: {r.failures[canary.version]}"
             return Verdict(outcome=Outcome.ROLLED_BACK, reason=reason)
-        if refuses_canary(canary, r, gen):
+        if refuses_canary(r, desired):
             return Verdict(outcome=Outcome.ROLLED_BACK, reason=f"replica {r.replica_id} refused it: {r.failed_reason}")
-        if r.gen >= gen or r.replica_id in canary.errors_before:
+        if r.gen >= desired.gen or r.replica_id in canary.errors_before:
             now = (r.errors.get(canary.incumbent, 0), r.errors.get(canary.version, 0))
             canary.errors_before.setdefault(r.replica_id, now)
             canary.errors_now[r.replica_id] = now

@@ -19,7 +19,7 @@ from paceline.adapt.versions.lifecycle import VersionLife
 from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
 from paceline.config import RolloutConfig
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, StateError
 from paceline.infra.controller.feedback import READ_COUNT, Feedback
 from paceline.infra.controller.jobs import Jobs, Launcher, TrainCoordinator
 from paceline.infra.controller.lives import Lives, WeightPool
@@ -46,6 +46,7 @@ from paceline.infra.controller.surroundings import Surroundings
 from paceline.infra.controller.traffic import TrafficStats
 from paceline.infra.state.desired import configured_desired
 from paceline.infra.state.log import ErrorCount
+from paceline.serving.engine.buckets import DEFAULT_BUCKET
 
 if TYPE_CHECKING:  # both load torch
     from paceline.adapt.data.trace_store import TraceStore
@@ -63,6 +64,19 @@ def restore_controller(config: HostConfig, stored: bytes, clock: Clock) -> Contr
     return Controller(config.policy, config.arms, clock=clock, rng=np.random.default_rng(config.policy.seed))
 
 
+def make_policy(make_controller: MakeController, state: HostState) -> Controller:
+    """The policy's controller where the state left it. Raises: StateError when its part of the state is unreadable."""
+    try:
+        controller = make_controller(state.controller)
+        if state.open_epoch:
+            controller.reopen(state.open_epoch)
+    except (msgspec.DecodeError, ValueError) as e:
+        raise StateError(
+            f"the policy's part of the stored state cannot be read: {e}; start the release that wrote it, or restore a backup"
+        ) from e
+    return controller
+
+
 class Session:
     """The parts and their pass. What reads and writes is public: state, controller, books, surroundings, lives, ..."""
 
@@ -78,22 +92,20 @@ class Session:
         errors: ErrorCount,
         clock: Clock,
     ) -> None:
-        """Take over (epoch), restore everything, put the configuration into force. Raises redis errors."""
+        """Take over (epoch), restore everything, put the configuration into force.
+
+        Raises: redis errors; StateError, before anything was written, when what is stored cannot be used.
+        """
         self.config, self._context_due = config, 0.0
         store = ControllerStore(client, config)
+        make_policy(make_controller, store.find().state)
         store.acquire_epoch()
         self.state = state = store.load()
+        state.model, state.target_version = config.model, config.target_version
         if state.epoch >= store.epoch:  # Redis lost its data and the file knows a higher epoch
             store.acquire_epoch(at_least=state.epoch)
         is_restored = state.commit > 0
-        try:
-            self.controller = make_controller(state.controller)
-            if state.open_epoch:
-                self.controller.reopen(state.open_epoch)
-        except (msgspec.DecodeError, ValueError) as e:
-            errors.note("the policy's state is unreadable, it starts afresh and so does its ledger", e)
-            self.controller, is_restored = make_controller(b""), False
-            store.begin_ledger(state)
+        self.controller = make_policy(make_controller, state)
         if state.config_policy != config.policy.policy:  # the operator configured another one since
             state.config_policy = state.policy = config.policy.policy
         self.controller.set_policy(state.policy)
@@ -106,6 +118,8 @@ class Session:
         self.jobs = Jobs(books, around, self.lives, coordinator)
         self.orders = Orders(books, around, self.pool, self.lives, self.jobs)
         self.feedback.ensure_group()
+        if not config.keep_rows:
+            store.room.drop_acknowledged()  # releases before this one left it there
         self._begin(is_restored)
         self._refresh()
 
@@ -127,7 +141,7 @@ class Session:
             books.flush()
         if before is not None and state.desired is not None and before.first_version != state.desired.first_version:
             self.controller.unpin()  # a pin made for the drafters of another start holds nothing here
-            books.note(f"first drafter is {state.desired.first_version}; pins removed")
+            books.note(f"first drafter is {state.desired.first_version}; pins and versions of classes removed")
             books.flush()
         self.lives.reconcile(now)
         logger.info(
@@ -142,14 +156,31 @@ class Session:
         except (OSError, PacelineError) as e:
             self.books.errors.note("limits of the version pool could not be enforced", e)
         self.lives.follow_reports(self.books.clock.now())
+        self._sort_classes(self.books.clock.now())
         self.feedback.look_at_lag()
+        self.books.store.room.keep()
+
+    def _sort_classes(self, now: float) -> None:
+        book, before = self.state.classes, self.state.classes.published
+        if book.tidy(self.config.max_classes, now) and book.published.names != before.names:
+            self.books.log("classes", {"rev": book.published.rev, "names": book.published.names})
+            logger.info("traffic classes changed rev=%d number=%d", book.published.rev, len(book.published.names))
+        for bucket in book.take_ended():  # its number may have gone to another kind of prompts
+            desired = self.books.desired
+            if desired is not None and bucket in desired.class_versions:
+                reason = f"class {bucket} has ended; what comes under this name now is served by the live version"
+                self.lives.unassign(bucket, reason, now)
+                self.books.note(reason)
 
     def close(self, patience_s: float) -> None:
         """A last commit; a job in flight is asked to stop and killed after `patience_s`. Raises redis errors, FencedError."""
         self.books.settle()
         self.jobs.stop(patience_s)
         self.books.flush()
-        self.books.store.save_file(self.state)
+        try:
+            self.books.store.save_file(self.state)
+        except OSError as e:  # what was committed is committed
+            self.books.errors.note("the snapshot file cannot be written", e)
 
     def step(self, block_ms: int = 250) -> int:
         """One pass: feedback, surroundings, canary, job, decisions, commit. Returns the entries read.
@@ -171,7 +202,9 @@ class Session:
 
 
 NUM_DECISIONS = 500
-_OF_CANARY = ("version", "incumbent", "since", "bucket", "arm", "decision_id", "num_drafted_rounds", "num_excluded")
+_OF_CANARY = (
+    "version", "incumbent", "since", "bucket", "scope", "arm", "decision_id", "num_drafted_rounds", "num_excluded",
+)  # fmt: skip
 """What a snapshot shows of a trial as the trial has it."""
 
 
@@ -196,6 +229,7 @@ def snapshot_view(session: Session) -> Snapshot:
         version=desired.version if desired else "",
         first_version=desired.first_version if desired else "",
         holdback_percent=desired.holdback_percent if desired else 0,
+        class_versions=desired.class_versions if desired else {},
         history=list(state.history),
         versions=[msgspec.convert(m, VersionInfo, from_attributes=True) for m in around.versions],
         policy=state.policy,
@@ -208,6 +242,7 @@ def snapshot_view(session: Session) -> Snapshot:
         ledger_entries=list(store.ledger),
         buckets=bucket_traffic(state.traffic, now),
         rows=dict(around.rows),
+        class_shares={bucket or DEFAULT_BUCKET: share for bucket, share in state.classes.shares_of_classes().items()},
         job=None if pending is None else RunningJob(
             job_id=pending.job.job_id, bucket=pending.job.bucket, arm=pending.job.arm.name, since=pending.since,
             decision_id=pending.decision_id,
@@ -219,6 +254,7 @@ def snapshot_view(session: Session) -> Snapshot:
         replicas=list(around.reports),
         feedback=_feedback(state, list(around.counters.values()), session.feedback.lag),
         bandit=bandit,
+        folder_error=session.books.folder_error,
     )  # fmt: skip
 
 

@@ -75,12 +75,15 @@ class BucketTraffic(msgspec.Struct, frozen=True, kw_only=True):
     plain: GroupSums | UnsetType = UNSET
     canary: GroupSums | UnsetType = UNSET
     """Adaptive requests that a version on trial served."""
+    asked: GroupSums | UnsetType = UNSET
+    """Requests whose client chose the group; they count in no comparison."""
     recent: dict[str, GroupSums]
     """Group -> sums of the latest 30 s."""
 
     def groups(self) -> dict[str, GroupSums]:
         """Group -> sums since the beginning, of the groups that had traffic."""
         found = {"adaptive": self.adaptive, "static": self.static, "plain": self.plain, "canary": self.canary}
+        found["asked"] = self.asked
         return {group: sums for group, sums in found.items() if sums is not UNSET}
 
 
@@ -164,6 +167,8 @@ class CanaryRollout(msgspec.Struct, frozen=True, kw_only=True, tag_field="status
     """Of adaptive requests."""
     since: float = 0.0
     bucket: str = ""
+    scope: str = ""
+    """Class that it is tried on; '' = those that the live version serves."""
     arm: str = ""
     decision_id: int = 0
     num_requests: int = 0
@@ -217,6 +222,26 @@ class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
     is_on: bool
 
 
+class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Of times in seconds; None: there were none."""
+
+    p50_s: float | None
+    p99_s: float | None
+
+
+class LatencyState(msgspec.Struct, frozen=True, kw_only=True):
+    """How long clients waited in the past minute, over all processes that speak HTTP."""
+
+    num_answers: int
+    """Complete ones."""
+    num_failed: int
+    """Responses with a status of 500 or more, and answers that broke off."""
+    first_token: Quantiles
+    per_token: Quantiles
+    """Between tokens."""
+    whole: Quantiles
+
+
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """The replica that was asked: drafter slots, swaps and counters."""
 
@@ -229,6 +254,8 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     pins: dict[str, int] = {}
     waiting: str | None = None
     failures: dict[str, str] = {}
+    class_versions: dict[str, str] = {}
+    """Class -> its own version, where it is resident."""
     failed_gen: int | None = None
     failed_reason: str = ""
     num_swaps: int = 0
@@ -247,6 +274,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     ts: float | None = None
     """When the controller made it; None: no controller, or one that has restored nothing yet."""
+    age_s: float | None = None
+    """How long ago that was when it was handed out, by the controller's clock."""
     model: str = ""
     target_version: str = ""
     epoch: int | None = None
@@ -256,6 +285,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The drafter version that is live, or is to be."""
     first_version: str = ""
     holdback_percent: int = 0
+    class_versions: dict[str, str] = {}
+    """Class -> the version of its own that serves it, or is to."""
     history: list[str] = []
     """Versions that were live, oldest first."""
     versions: list[VersionInfo] = []
@@ -272,6 +303,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     buckets: dict[str, BucketTraffic] = {}
     rows: dict[str, int] = {}
     """Bucket -> rows in the trace store."""
+    class_shares: dict[str, float] = {}
+    """Bucket -> its share of the latest requests that named none; `default` has those of no class."""
     job: RunningJob | None = None
     swaps: Swaps = Swaps()
     rollout: IdleRollout | CanaryRollout | None = None
@@ -283,11 +316,19 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     bandit: PolicyView | None = None
     """None: the policy could not be shown."""
     redis_up: bool = False
+    is_redis_full: bool = False
+    """Redis has no memory for the controller's commits, which has nothing left to free, or no disk for its own files."""
+    folder_error: str = ""
+    """Why the data folder cannot be written; what the controller decides lies in Redis meanwhile. '' = it can."""
+    read_only: str = ""
+    """Why the stored state cannot be used, so that nothing is decided or written; '' = it is used."""
     is_fenced: bool = False
     """A newer controller took over."""
     errors: ControllerErrors = ControllerErrors()
     replica: ReplicaState | None = None
-    """Of the replica that was asked, like `target` and `has_controller`; a controller by itself sets none of them."""
+    """Of the replica that was asked, like `latency`, `target` and `has_controller`; a controller by itself sets none of them."""
+    latency: LatencyState | None = None
+    """Of all replicas; None where nothing speaks HTTP yet."""
     target: str = ""
     has_controller: bool = False
 
@@ -298,7 +339,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _WITHOUT_CONTROLLER = (
-    "gen", "version", "first_version", "replica", "target", "target_version", "model", "has_controller", "redis_up", "feedback",
+    "gen", "version", "first_version", "replica", "target", "target_version", "model", "has_controller", "redis_up", "read_only",
+    "feedback", "latency",
 )  # fmt: skip
 
 
@@ -322,6 +364,7 @@ class VersionList(msgspec.Struct, frozen=True, kw_only=True):
     gen: int
     version: str
     first_version: str
+    class_versions: dict[str, str] = {}
     versions: list[VersionInfo]
 
 

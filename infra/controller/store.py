@@ -18,10 +18,10 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 import msgspec
@@ -30,16 +30,20 @@ from redis.exceptions import ResponseError, WatchError
 
 from paceline.adapt.data.blob_io import write_atomic
 from paceline.adapt.versions.lifecycle import Lifecycle
+from paceline.bandit.beliefs.classes import ClassBook
 from paceline.bandit.controller.controller import Controller
 from paceline.clock import Clock
 from paceline.config import PolicyConfig, RolloutConfig, TraceConfig
 from paceline.contracts import ArmSpec, Decision, DesiredState, LedgerEntry, TrainJob, decode, encode
-from paceline.errors import FencedError
+from paceline.errors import FencedError, StateError
 from paceline.infra.controller.rollout import RolloutState
 from paceline.infra.controller.traffic import GroupTotals, TrafficStats
 from paceline.infra.state.desired import decode_desired, queue_desired, queue_log
+from paceline.infra.state.formats import FORMAT, upgraded
+from paceline.infra.state.layout import DECISIONS, adopt_state, snapshot_name, unnamed_snapshot
 from paceline.infra.state.log import ErrorCount, LogFile, stream_newest_first
-from paceline.infra.state.redis_clients import FEEDBACK_GROUP, OUTAGE_ERRORS, Keys
+from paceline.infra.state.redis_clients import FEEDBACK_GROUP, OUTAGE_ERRORS, Keys, is_out_of_memory
+from paceline.infra.state.room import Room
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,9 @@ MAX_NOTES = 50
 COMMIT_ENTRIES = 2000
 """Stream entries after which a commit is due: half a second of 1,000 busy replicas, a fifth of what the stream keeps."""
 _MAX_TRIES = 20
+_MAX_ROOM = 64
+"""Times that memory is freed for one transaction: more than it takes to halve both streams to nothing."""
+T = TypeVar("T")
 _BIN = "bin:"
 _BIN_DECODER = msgspec.msgpack.Decoder(dict[str, dict[str, GroupTotals]])
 
@@ -61,17 +68,21 @@ class HostConfig:
     redis_url: str = field(repr=False)
     model: str
     data_dir: Path | None = None
-    """Snapshot file and decision log; None = Redis only."""
+    """Folder of this service: snapshot file and decision log (infra/state/layout.py); None = Redis only."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trace: TraceConfig | None = None
     """Limits of the trace store that the controller enforces, so that they hold while no replica writes; None = none."""
+    max_classes: int = 16
+    """Classes that traffic without a bucket is sorted into; 0 = none."""
     arms: tuple[ArmSpec, ...] | None = None
     target_version: str = ""
     """Only shards of this target are trained on, only its versions are used; '' = any."""
     first_version: str = ""
     """The drafter that the service was given; '' = what the desired state names."""
     lease_ttl_s: float = 10.0
+    keep_rows: bool = False
+    """Feedback that was read stays in the stream, for exports, until replicas trim it; else a commit deletes it."""
     start_s: float = 60.0
     """A worker may take this long from its launch to its first heartbeat (process start, imports)."""
     stop_grace_s: float = 10.0
@@ -101,6 +112,11 @@ class SwapInFlight(msgspec.Struct, frozen=True, kw_only=True):
 class HostState(msgspec.Struct, kw_only=True):
     """Everything that a restarted controller needs."""
 
+    format: int = FORMAT
+    """See infra/state/formats.py."""
+    model: str = ""
+    target_version: str = ""
+    """The service whose state this is; '' = written by a release that did not say."""
     commit: int = 0
     epoch: int = 0
     controller: bytes = b""
@@ -139,6 +155,7 @@ class HostState(msgspec.Struct, kw_only=True):
     rollout: RolloutState = msgspec.field(default_factory=RolloutState)
     evicted: list[str] = []
     """Versions whose weights were given up; their manifests stay."""
+    classes: ClassBook = msgspec.field(default_factory=ClassBook)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -165,14 +182,35 @@ class _SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
     decisions: list[Decision]
 
 
+class _RawSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The same before its format is known."""
+
+    state: dict[str, msgspec.Raw]
+    decisions: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a controller goes on with, and where it lay."""
+
+    state: HostState
+    decisions: dict[int, Decision]
+    is_of_file: bool = False
+    """From the snapshot file, since Redis holds none or a damaged one."""
+    is_damaged: bool = False
+    """Redis holds one that cannot be read."""
+
+
 class ControllerStore:
     """Redis, snapshot file and log file of one controller. Owner = one start of the controller."""
 
     def __init__(self, client: redis.Redis, config: HostConfig) -> None:
         self.client, self.keys = client, Keys(config.model)
-        folder = None if config.data_dir is None else Path(config.data_dir).expanduser()
-        self._path = None if folder is None else folder / "controller.msgpack"
-        self._log_file = None if folder is None else LogFile(folder / "decisions.jsonl")
+        self.room = Room(client, self.keys)
+        self._config = config
+        self._folder = folder = None if config.data_dir is None else Path(config.data_dir).expanduser()
+        self._path = None if folder is None else folder / snapshot_name(config.target_version)
+        self._log_file = None if folder is None else LogFile(folder / DECISIONS)
         self._num_filed = 0
         """Ledger entries that the log file has; the others are written back when Redis loses its data."""
         self.owner = uuid.uuid4().hex
@@ -186,6 +224,22 @@ class ControllerStore:
 
     def acquire_epoch(self, at_least: int = 0) -> int:
         """Take over: a higher epoch under this owner's name; every controller before this one is fenced from now on."""
+        return self._with_room(lambda: self._acquire_epoch(at_least))
+
+    def _with_room(self, transaction: Callable[[], T]) -> T:
+        """What a transaction returns; memory is freed for it where Redis has none.
+
+        Raises: what it raises, ResponseError when there is nothing left to free.
+        """
+        for attempt in range(_MAX_ROOM):
+            try:
+                return transaction()
+            except ResponseError as e:
+                if not is_out_of_memory(e) or not (self.room.make(attempt) or attempt == 0):
+                    raise
+        return transaction()
+
+    def _acquire_epoch(self, at_least: int) -> int:
         with self.client.pipeline(transaction=True) as pipe:
             for _ in range(_MAX_TRIES):
                 try:
@@ -202,47 +256,94 @@ class ControllerStore:
                 return epoch
         raise FencedError("other controllers keep taking over; run one controller per service")
 
-    def load(self) -> HostState:
-        """State from Redis, else from the snapshot file, else a fresh one; loads decisions and the latest ledger entries."""
-        state = None
+    def find(self) -> _Found:
+        """What there is to go on with, from Redis, else from the snapshot file, else a fresh state. Changes nothing.
+
+        Raises: StateError when Redis or the file holds a state of a newer format or of another service, or none that can
+        be read although there is one; redis errors.
+        """
         try:
             state = read_state(self.client, self.keys)
             if state is not None:
-                self._parts = _Parts(bins=frozenset(number for number, _ in state.traffic.bins))
-                decisions: dict[Any, Any] = self.client.hgetall(self.keys.decisions)  # type: ignore[assignment]
-                self.decisions = dict(sorted((int(k), decode(v, Decision)) for k, v in decisions.items()))
-        except (msgspec.DecodeError, ResponseError) as e:
+                stored: dict[Any, Any] = self.client.hgetall(self.keys.decisions)  # type: ignore[assignment]
+                return _Found(state, dict(sorted((int(k), decode(v, Decision)) for k, v in stored.items())))
+        except (msgspec.DecodeError, ValueError, ResponseError) as e:
             if isinstance(e, ResponseError) and "WRONGTYPE" not in str(e):
                 raise
+            found = self._in_file()
+            if found is None:
+                raise StateError(
+                    f"the controller's state in Redis ({self.keys.state}) cannot be read and there is no snapshot file: {e}; "
+                    "restore a backup, or delete that key to begin with an empty ledger"
+                ) from e
             logger.error("the controller's state in Redis is damaged, using the snapshot file: %s", e)
-            state = None
-            self.client.delete(self.keys.state)
-        if state is None:
-            state = self._load_file()
-        if state is None:
-            state = HostState()
-            self.begin_ledger(state)
-        if self._log_file is not None:
-            self._log_file.sync(self.client, self.keys)
-            lines: Iterable[dict[str, Any]] = self._log_file.newest_first()
+            return replace(found, is_damaged=True)
+        return self._in_file() or _Found(HostState(), {})
+
+    def load(self) -> HostState:
+        """The state of `find`, with its decisions and the latest ledger entries. Raises what `find` raises."""
+        found, keys = self.find(), self.keys
+        state, self.decisions = found.state, found.decisions
+        if found.is_damaged:  # kept for whoever wants to look into it; nothing reads it again
+            for key in (keys.state, keys.decisions):
+                if self.client.exists(key):
+                    self.client.rename(key, f"{key}:damaged:{self.epoch}")
+        if found.is_of_file:
+            self._with_room(self._write_back)
+            logger.info("controller state restored from %s", self._path)
+        elif state.commit:
+            self._parts = _Parts(bins=frozenset(number for number, _ in state.traffic.bins))
         else:
-            lines = stream_newest_first(self.client, self.keys)
+            self.begin_ledger(state)
         self._num_filed = state.num_booked
+        lines = self._log_lines(is_known=bool(state.commit) and not found.is_of_file)
         self.ledger = deque(list(held_entries(lines, state.num_booked))[::-1], maxlen=MAX_LEDGER)
         return state
 
-    def _load_file(self) -> HostState | None:
-        if self._path is None or not self._path.is_file():
+    def _log_lines(self, *, is_known: bool) -> Iterable[dict[str, Any]]:
+        """Lines of the log, the latest first: of its file, where that can be brought up to date, else of the stream.
+
+        is_known: Redis knows the service, so that files of an older release are its own.
+        """
+        if self._log_file is not None and self._folder is not None:
+            try:
+                if is_known:
+                    adopt_state(self._folder, self._config.target_version)
+                self._log_file.sync(self.client, self.keys)
+                return self._log_file.newest_first()
+            except OSError as e:  # a full disk must not keep the controller from deciding
+                logger.error("the log file %s cannot be written: %s", self._log_file.path, e)
+        return stream_newest_first(self.client, self.keys)
+
+    def _in_file(self) -> _Found | None:
+        """The snapshot file's state; None = no file. Raises StateError when it is unreadable, newer or of another service."""
+        if self._path is None:
             return None
         try:
-            snapshot = msgspec.msgpack.decode(self._path.read_bytes(), type=_SnapshotFile)
-        except (OSError, msgspec.DecodeError) as e:
-            logger.error("snapshot file %s is unreadable, the controller starts afresh: %s", self._path, e)
+            raw = msgspec.msgpack.decode(self._path.read_bytes(), type=_RawSnapshot)
+            fields = upgraded({name: bytes(data) for name, data in raw.state.items()}, f"snapshot file {self._path}")
+            state = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=HostState)
+            decisions = msgspec.msgpack.decode(raw.decisions, type=list[Decision])
+        except FileNotFoundError:
+            assert self._folder is not None
+            if (unnamed := unnamed_snapshot(self._folder)) is not None:
+                raise StateError(
+                    f"{unnamed} is the state of an older release, which does not say whose it is: move it to {self._path} if "
+                    "it is this service's, else away"
+                ) from None
             return None
-        self.decisions = {d.decision_id: d for d in snapshot.decisions}
-        self._write_back()
-        logger.info("controller state restored from %s", self._path)
-        return snapshot.state
+        except (OSError, msgspec.DecodeError, ValueError) as e:
+            raise StateError(
+                f"snapshot file {self._path} cannot be read: {e}; restore a backup, or move the file away to begin with an "
+                "empty ledger"
+            ) from e
+        for name, mine in (("model", self._config.model), ("target_version", self._config.target_version)):
+            if getattr(state, name) not in ("", mine):
+                raise StateError(
+                    f"snapshot file {self._path} must be of {name} {mine!r}, got {getattr(state, name)!r}: it is another "
+                    "service's; give this one a data_dir of its own"
+                )
+        return _Found(state, {d.decision_id: d for d in decisions}, is_of_file=True)
 
     def save_file(self, state: HostState) -> None:
         """Write the snapshot file atomically: it carries the service over a loss of Redis' data."""
@@ -272,6 +373,9 @@ class ControllerStore:
             state.commit, state.desired, state.history = written.commit, written.desired, written.history
             self._remember(state, commit)
             return
+        self._with_room(lambda: self._transact(state, commit))
+
+    def _transact(self, state: HostState, commit: Commit) -> None:
         with self.client.pipeline(transaction=True) as pipe:
             for _ in range(_MAX_TRIES):
                 try:
@@ -321,6 +425,8 @@ class ControllerStore:
             pipe.hdel(keys.state, *gone)
         if commit.ack_ids:
             pipe.xack(keys.feedback, FEEDBACK_GROUP, *commit.ack_ids)
+            if not self._config.keep_rows:
+                pipe.xdel(keys.feedback, *commit.ack_ids)
         if commit.decisions:
             pipe.hset(keys.decisions, mapping={str(d.decision_id): encode(d) for d in commit.decisions})
             for d in commit.decisions:
@@ -328,6 +434,8 @@ class ControllerStore:
         _queue_ledger(pipe, keys, commit.ledger, state.num_booked)
         for kind, values in commit.log:
             queue_log(pipe, keys, kind, values)
+        if "classes" in changed and written.classes.published.rev:
+            pipe.set(keys.classes, encode(written.classes.published))
         if commit.desired is not None:
             queue_desired(pipe, keys, commit.desired)
         elif state_desired is not None and (current is None or current.gen < state_desired.gen):
@@ -355,7 +463,8 @@ class ControllerStore:
         self.acquire_epoch(at_least=state.epoch)
         num_committed = state.num_booked - len(commit.ledger)
         num_unfiled = min(max(num_committed - self._num_filed, 0), len(self.ledger))
-        self._write_back(list(self.ledger)[len(self.ledger) - num_unfiled :], num_committed)
+        entries = list(self.ledger)[len(self.ledger) - num_unfiled :]
+        self._with_room(lambda: self._write_back(entries, num_committed))
 
     def _write_back(self, entries: list[LedgerEntry] | None = None, num_booked: int = 0) -> None:
         with self.client.pipeline(transaction=True) as pipe:
@@ -400,14 +509,16 @@ def _parts_of(state: HostState, held: _Parts | None) -> tuple[_Parts, dict[Any, 
 
 
 def read_state(client: redis.Redis, keys: Keys) -> HostState | None:
-    """The state as Redis holds it; None = none. Raises msgspec.DecodeError and, for another kind of key, ResponseError."""
+    """The state as Redis holds it; None = none.
+
+    Raises: StateError for a newer format, msgspec.DecodeError, for another kind of key ResponseError.
+    """
     found: dict[bytes, bytes] = client.hgetall(keys.state)  # type: ignore[assignment]
     if not found:
         return None
     values = {name.decode(): data for name, data in found.items()}
     bins = {int(name.removeprefix(_BIN)): values.pop(name) for name in list(values) if name.startswith(_BIN)}
-    whole = msgspec.msgpack.encode({name: msgspec.Raw(data) for name, data in values.items()})
-    state = decode(whole, HostState)
+    state = decode(msgspec.msgpack.encode(upgraded(values, f"the state in Redis ({keys.state})")), HostState)
     state.traffic.bins = [(number, _BIN_DECODER.decode(bins[number])) for number in sorted(bins)]
     return state
 
@@ -432,6 +543,8 @@ class Books:
         self.errors, self.clock = errors, clock
         self._commit_due = self._file_due = 0.0
         self._file_commit = -1
+        self.folder_error = ""
+        """Why the data folder could not be written last; '' = it could."""
 
     @property
     def desired(self) -> DesiredState | None:
@@ -487,8 +600,12 @@ class Books:
             if now >= self._file_due and self.state.commit != self._file_commit:
                 self._file_due, self._file_commit = now + self.config.snapshot_every_s, self.state.commit
                 self.store.save_file(self.state)
+            self.folder_error = ""
         except OSError as e:  # what was committed is committed; files are made up for with the next commit that can
-            self.errors.note(f"the data folder {self.config.data_dir} cannot be written", e)
+            if str(e) != self.folder_error:
+                self.errors.note(f"the data folder {self.config.data_dir} cannot be written", e)
+            self.folder_error = str(e)
+            self._file_due = now  # the snapshot that failed is due again
 
 
 def held_entries(lines: Iterable[dict[str, Any]], num_booked: int, limit: int = MAX_LEDGER) -> Iterator[LedgerEntry]:

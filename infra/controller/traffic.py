@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from paceline.contracts import SPAN_S, CellSums, FeedbackSums, Group, is_canary
+from paceline.contracts import CLASS_PREFIX, SPAN_S, CellSums, FeedbackSums, Group, is_canary
 from paceline.infra.controller.snapshot import GroupSums, TrafficBin
 from paceline.serving.engine.buckets import OTHER_BUCKET
 
@@ -60,11 +60,13 @@ class TrafficStats(msgspec.Struct, kw_only=True):
     def bounded(self, batch: S) -> S:
         """The batch with its buckets limited to MAX_BUCKETS names; rows of a later name count under OTHER_BUCKET.
 
-        Replicas keep the names that they see first, and forget them when they restart: their union has no limit.
+        Replicas keep the names that they see first, and forget them when they restart: their union has no limit. Classes
+        of unnamed traffic are bounded by the controller's own numbers.
         """
-        new = {cell.bucket: None for cell in batch.cells if cell.bucket not in self.totals}
-        new.pop(OTHER_BUCKET, None)
-        room = MAX_BUCKETS - len(self.totals) + (OTHER_BUCKET in self.totals)
+        new = {
+            cell.bucket: None for cell in batch.cells if cell.bucket not in self.totals and not _is_free(cell.bucket)
+        }
+        room = MAX_BUCKETS - sum(not _is_free(bucket) for bucket in self.totals)
         late = set(list(new)[room:])
         if not late:
             return batch
@@ -73,13 +75,16 @@ class TrafficStats(msgspec.Struct, kw_only=True):
         ]
         return msgspec.structs.replace(batch, cells=cells)
 
-    def observe(self, batch: FeedbackSums, tried_version: str = "", tried_percent: int = 0) -> None:
+    def observe(
+        self, batch: FeedbackSums, tried_version: str = "", tried_percent: int = 0, tried_bucket: str = ""
+    ) -> None:
         """Add the rows of a batch whose buckets are `bounded`.
 
         Args:
             tried_version: version whose adaptive rows count under CANARY; '' = none is on trial.
             tried_percent: its share while it is on trial. Adaptive rows without a version (the drafter of their request was
                 switched off) count under CANARY where the hash of the request says so; 0 = nowhere.
+            tried_bucket: class that it is tried on; '' = all.
         """
         span, in_bin = None, self.totals
         for cell in batch.cells:
@@ -91,7 +96,7 @@ class TrafficStats(msgspec.Struct, kw_only=True):
             if tried_version and group == Group.ADAPTIVE:
                 if cell.version == tried_version:
                     group = CANARY
-                elif not cell.version:
+                elif not cell.version and tried_bucket in ("", bucket):
                     for group, sums in _split(cell, tried_version, tried_percent).items():
                         _cell(self.totals, bucket, group).add(sums)
                         _cell(in_bin, bucket, group).add(sums)
@@ -135,6 +140,11 @@ class TrafficStats(msgspec.Struct, kw_only=True):
             except RuntimeError:  # the controller's thread added a bucket to the open bin while it was read
                 continue
         return []
+
+
+def _is_free(bucket: str) -> bool:
+    """Whether a bucket takes no client's place."""
+    return bucket == OTHER_BUCKET or bucket.startswith(CLASS_PREFIX)
 
 
 def _totals(cell: CellSums) -> GroupTotals:

@@ -39,7 +39,7 @@ class DemoClient:
                 "return_token_ids": True,
                 "metadata": {"bucket": plan.prompt.bucket},
             },
-            headers={"x-paceline-group": plan.group.value, "x-request-id": f"demo-{plan.index}"},
+            headers={"x-paceline-group": plan.group.value},
         )
         if response.status_code != 200:
             raise PacelineError(f"request {plan.index} got HTTP {response.status_code}: {response.text[:200]}")

@@ -82,13 +82,14 @@ def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
         policy=PolicyConfig(
             policy=options.policy,
             epoch_s=5.0,
-            bank_s=20.0,
+            bank_s=30.0,
             hysteresis=1.1,
             interval_s=max(20.0, options.minutes * 60 / 8),
-            min_rows=1000,
+            min_rows=3600,  # some 35 requests: fewer do not make a gain sure
             min_dwell_s=8.0,
             horizon_s=options.minutes * 60 / 3,
             holdback_percent=25,
+            trusts_groups=True,  # the demo's client draws them
             seed=options.seed,
         ),
         # half the requests and half a minute at most: a demo of minutes must see the verdict

@@ -15,6 +15,7 @@ const controls = new Controls(() => feed.restart());
 const DRAW = {
   head: () => { byId("model").textContent = `${parts.head.model ?? ""} · policy ${parts.head.policy ?? "none"}`; controls.show(parts); },
   answers: () => showAnswers(),
+  latency: () => showLatency(parts.latency),
   traffic: () => traffic.draw(parts, now),
   decisions: () => { showNotes(parts.decisions.notes); return drawDecisions(parts.decisions, parts.regimes); },
   ledger: () => drawLedger(parts.ledger),
@@ -61,11 +62,19 @@ function showAnswers() {
     a.shares?.length ? el("p", { class: "hint" }, a.shares.map((s) => `${s.role} ${s.percent.toFixed(0)}%`).join(" · ")) : null)));
 }
 
+function showLatency(t) {
+  const time = (s) => (s === null ? "-" : s < 1 ? `${number(s * 1e3, s < 0.01 ? 2 : 0)} ms` : `${number(s)} s`);
+  const part = (name, q) => `${name} ${time(q.p50_s)} (p99 ${time(q.p99_s)})`;
+  show(byId("latency"), `Past minute, half of the clients waited at most: ${part("first token", t.first_token)} · ${part("between tokens", t.per_token)} · ${part("whole answer", t.whole)} · ${whole(t.num_answers)} answers, `,
+    t.num_failed ? el("span", { class: "bad" }, `${whole(t.num_failed)} failed`) : "none failed");
+}
+
 function showHealth(h) {
   const f = h.feedback ?? {};
   const lost = (f.dropped ?? 0) + (f.lost_entries ?? 0) + (f.missing_batches ?? 0);
   facts(byId("health"), [
-    ["Redis", h.redis_up ? "reachable" : el("span", { class: "bad" }, "away: serving goes on, nothing is decided")], ["controller", h.has_controller ? `start ${h.epoch ?? "-"}, snapshot ${ago(h.ts, now)}` : el("span", { class: "bad" }, "away")],
+    ["Redis", h.redis_up && !h.is_redis_full ? "reachable" : h.redis_up ? el("span", { class: "bad" }, "out of memory or disk: serving goes on, nothing is stored") : el("span", { class: "bad" }, "away: serving goes on, nothing is decided")], ["controller", h.has_controller ? `start ${h.epoch ?? "-"}, snapshot ${ago(h.ts, now)}` : el("span", { class: "bad" }, "away")],
+    ["stored state", h.read_only ? el("span", { class: "bad" }, h.read_only) : null], ["data folder", h.folder_error ? el("span", { class: "bad" }, h.folder_error) : null],
     ["errors of the controller", h.errors.count ? el("span", { class: "bad" }, `${h.errors.count}: ${h.errors.last}`) : "none"], ["feedback not read yet (lag)", f.lag === null || f.lag === undefined ? "-" : `${whole(f.lag)} batches`],
     ["feedback rows folded", whole(f.delivered)], ["lost on the way", lost ? el("span", { class: "bad" }, `${whole(f.dropped)} rows dropped, ${whole(f.missing_batches)} batches missing, ${whole(f.lost_entries)} entries trimmed`) : "nothing"], ["delivered twice, counted once", whole(f.duplicates)],
     ["this replica", (h.replica_id ?? "-").slice(0, 12)], ["requests running / waiting", `${whole(h.engine.num_running)} / ${whole(h.engine.num_waiting)}`], ["KV pages free", `${whole(h.engine.num_free_pages)} of ${whole(h.engine.num_pages)}`],

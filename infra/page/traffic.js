@@ -92,6 +92,7 @@ export class Traffic {
       ...(trial ? [cell("canary", "acceptance_length", 2), cell("canary", "tokens_per_s", 0)] : []), { name: "adaptive / hold-back", number: true, value: gain },
       { name: "drafting", value: (r) => Object.entries(r.speculation ?? {}).map(([role, on]) => `${role} ${on ? "on" : "off"}`).join(", ") || "-" },
       { name: "tokens, 30 s", number: true, value: (r) => whole(r.recent_tokens) }, { name: "rows to learn from", number: true, value: (r) => whole(r.rows) },
+      { name: "share of unnamed requests", number: true, value: (r) => (r.class_share == null ? "-" : `${whole(100 * r.class_share)}%`) },
     ], rows, "No traffic has been measured yet.");
   }
 }

@@ -14,24 +14,33 @@ from collections import deque
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 from redis.exceptions import RedisError
 
 from paceline.bandit.beliefs.observation import summed
+from paceline.clock import SystemClock
 from paceline.config import FeedbackConfig
-from paceline.contracts import NO_ROWS, FeedbackBatch, RoundStats, encode
+from paceline.contracts import NO_ROWS, FeedbackBatch, PromptVectors, RoundStats, encode
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, is_out_of_memory, producer_client
+from paceline.infra.state.redis_clock import RedisClock
 
 logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 2000
 """Rows behind one stream entry; the last round in it is whole, so it may have some more."""
+BATCH_PROMPTS = 8
+"""Vectors of prompts in a batch: 32 a second tell what kinds of prompts there are."""
+_ENTRY_OVERHEAD_BYTES = 512
+"""What a stream needs for an entry beside its value, rounded up; tests/infra/state/test_room.py measures it."""
+_MAX_SKEW_S = 0.5
+"""Far below the spans that rounds are summed over (5 s), far above what two clocks that are kept differ by."""
 _MAX_UNACKED = 8
 """Batches that may wait for an acknowledgement; everything else waits in the ring."""
 
 
 def make_batch(
     parts: Sequence[RoundStats], *, replica_id: str, boot_epoch: int, seq: int, target_version: str, num_dropped: int,
-    keep_rows: bool = False,
+    keep_rows: bool = False, prompts: PromptVectors | None = None,
 ) -> FeedbackBatch:  # fmt: skip
     """The sums of these rounds as one batch; keep_rows: with their rows, which the controller does not read."""
     rows = RoundStats(**RoundStats.columns_of(parts))
@@ -45,11 +54,12 @@ def make_batch(
         cells=sums.cells,
         rounds=sums.rounds,
         rows=msgspec.Raw(encode(rows)) if keep_rows else NO_ROWS,
+        prompts=prompts,
     )
 
 
 class FeedbackPublisher:
-    """FeedbackSink that publishes to the stream `keys.feedback`.
+    """FeedbackSink and PromptSink that publishes to the stream `keys.feedback`.
 
     num_produced == num_delivered + num_dropped + num_pending at every quiet moment (rows).
     """
@@ -63,13 +73,19 @@ class FeedbackPublisher:
         target_version: str,
         config: FeedbackConfig | None = None,
         boot_epoch: int | None = None,
+        clock: RedisClock | None = None,
     ) -> None:
-        self._client = producer_client(redis_url)
+        """clock: is set as soon as Redis answers; rounds are sent with its times. None = the engine's own."""
+        self._client, self._clock = producer_client(redis_url), clock
+        if clock is not None:
+            clock.try_to_look(self._client)
         self._keys = keys
         self._replica_id, self._target_version = replica_id, target_version
         self._config = config or FeedbackConfig()
         self._boot_epoch = time.time_ns() if boot_epoch is None else boot_epoch
         self._ring: deque[RoundStats] = deque()
+        self._prompts: deque[bytes] = deque(maxlen=BATCH_PROMPTS)  # vectors; the oldest give way
+        self._space = ""  # theirs
         self._unacked: deque[tuple[int, int, bytes]] = deque()  # (seq, rows, encoded batch)
         self._seq = 0
         self._breaker = Breaker()
@@ -85,6 +101,9 @@ class FeedbackPublisher:
         self._num_dropped_full = 0  # counted by the engine thread
         self._num_dropped_refused = 0  # counted by the flusher
         self.num_outages = 0
+        self.num_prompts = 0
+        """Vectors of prompts recorded."""
+        self.num_prompts_sent = 0
 
     @property
     def num_dropped(self) -> int:
@@ -112,6 +131,24 @@ class FeedbackPublisher:
                 logger.debug("feedback ring emptied while full")
         self._ring.append(rows)
         self.num_produced += rows.num_rows
+
+    def record_prompt(self, space: str, vector: np.ndarray) -> None:
+        """Keep the vector (d,) float32 of a prompt for the next batch; never blocks. Of many the newest are sent."""
+        self._space = space
+        self._prompts.append(vector.astype("<f4").tobytes())
+        self.num_prompts += 1
+
+    def _take_prompts(self) -> PromptVectors | None:
+        vectors: list[bytes] = []
+        while self._prompts and len(vectors) < BATCH_PROMPTS:
+            try:
+                vectors.append(self._prompts.popleft())
+            except IndexError:  # the engine thread replaced the last one in between
+                break
+        if not vectors:
+            return None
+        self.num_prompts_sent += len(vectors)
+        return PromptVectors(space=self._space, num_dims=len(vectors[0]) // 4, vectors=b"".join(vectors))
 
     def start(self) -> FeedbackPublisher:
         """Start the flusher thread."""
@@ -147,6 +184,8 @@ class FeedbackPublisher:
             "pending": self.num_pending,
             "redis_up": self.is_redis_up,
             "outages": self.num_outages,
+            "prompts": self.num_prompts,
+            "prompts_sent": self.num_prompts_sent,
         }
 
     def _run(self) -> None:
@@ -182,19 +221,27 @@ class FeedbackPublisher:
             dropped = self.num_dropped
             self._seq += 1
             batch = make_batch(
-                parts, replica_id=self._replica_id, boot_epoch=self._boot_epoch, seq=self._seq,
+                self._by_redis_time(parts), replica_id=self._replica_id, boot_epoch=self._boot_epoch, seq=self._seq,
                 target_version=self._target_version, num_dropped=dropped - self._num_unreported,
-                keep_rows=self._config.keep_rows,
+                keep_rows=self._config.keep_rows, prompts=self._take_prompts(),
             )  # fmt: skip
             self._num_unreported = dropped
             self._unacked.append((self._seq, num_rows, encode(batch)))
+
+    def _by_redis_time(self, parts: list[RoundStats]) -> list[RoundStats]:
+        """Rounds with their times by Redis' clock where this computer's, which engines go by, is off."""
+        shift_s = 0.0 if self._clock is None else self._clock.now() - SystemClock().now()
+        if abs(shift_s) < _MAX_SKEW_S:
+            return parts
+        return [msgspec.structs.replace(part, ts=[ts + shift_s for ts in part.ts]) for part in parts]
 
     def _send(self) -> bool:
         batches = list(self._unacked)
         # transaction=False: MULTI is neither needed nor allowed to replicas by the recommended ACL
         pipe = self._client.pipeline(transaction=False)
+        limit = self._max_entries(max(len(data) for _, _, data in batches))
         for _, _, data in batches:
-            pipe.xadd(self._keys.feedback, {"v": data}, maxlen=self._config.max_stream_entries, approximate=True)
+            pipe.xadd(self._keys.feedback, {"v": data}, maxlen=limit, approximate=True)
         try:
             replies = pipe.execute(raise_on_error=False)
         except (RedisError, OSError) as e:
@@ -211,9 +258,16 @@ class FeedbackPublisher:
                     logger.warning("redis refused a feedback batch: %s", reply)
             else:
                 self.num_delivered += rows
+        if self._clock is not None and not self._clock.is_set:
+            self._clock.try_to_look(self._client)
         if self._breaker.succeeded():
             logger.info("redis is back; feedback flows again pending_rows=%d", self.num_pending)
         return True
+
+    def _max_entries(self, largest: int) -> int:
+        """Entries that the stream may hold: were all as large as the largest one sent now, they would fill its bytes."""
+        config = self._config
+        return max(1, min(config.max_stream_entries, config.max_stream_bytes // (largest + _ENTRY_OVERHEAD_BYTES)))
 
     def _note_outage(self, error: Exception) -> None:
         if self.is_redis_up:

@@ -1,7 +1,9 @@
 """Replica watcher: follows the desired state: read, stage into the idle slot, publish, report; again and again.
 
 Redis being away changes nothing for serving: the replica keeps what it has. A version that cannot be staged leaves the
-live slot untouched and is reported as failed; it is not tried again until the generation changes.
+live slot untouched and is reported as failed; it is not tried again until the generation changes. A version of a class
+that cannot be loaded, or that failed while it served, is reported as refused: the live version serves the class until the
+classes' versions change.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ import redis
 from redis.exceptions import RedisError
 
 from paceline.clock import Clock, SystemClock
-from paceline.contracts import DesiredState, ReplicaReport
+from paceline.contracts import DesiredState, ReplicaReport, TrafficClasses
 from paceline.errors import PacelineError
 from paceline.infra.controller.jobs import read_lease
-from paceline.infra.state.desired import read_desired, write_report
+from paceline.infra.state.desired import read_classes, read_desired, write_report
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, producer_client
 
 logger = logging.getLogger(__name__)
@@ -46,11 +48,24 @@ class Drafters(Protocol):
     def publish(self, version: str) -> float:
         """Pin new requests to the staged version from a round boundary on; the pause of the engine thread in ms."""
 
-    def set_canary(self, version: str, percent: int) -> None:
-        """Let a staged version serve that percentage of adaptive requests; ('', 0) calls the canary off.
+    def set_canary(self, version: str, percent: int, bucket: str) -> None:
+        """Let a staged version serve that percentage of adaptive requests, of one class or ('') of those without a version
+        of their own; ('', 0, '') calls the canary off.
 
         Raises PacelineError where the replica takes part in no canary.
         """
+
+    def route(self, class_versions: dict[str, str]) -> None:
+        """Pin later requests of each class to its version once that is resident."""
+
+    def missing(self) -> list[str]:
+        """Versions of classes that are not resident, the most wanted first."""
+
+    def load(self, version: str) -> bool:
+        """Bring the version of a class into memory; False where it has no room now. Raises like `stage`."""
+
+    def served(self) -> dict[str, str]:
+        """Class -> its own version, where that is resident."""
 
     def failures(self) -> dict[str, str]:
         """Version -> reason of drafters that failed while serving; the live one is reported as refused."""
@@ -65,6 +80,8 @@ class Followers(Protocol):
     def desired_changed(self, desired: DesiredState) -> None: ...
 
     def training_changed(self, is_training: bool) -> None: ...
+
+    def classes_changed(self, classes: TrafficClasses) -> None: ...
 
 
 class Counted(Protocol):
@@ -105,7 +122,11 @@ class ReplicaWatcher:
         self.gen = 0
         """Generation that this replica runs."""
         self.version = drafters.live_version
-        self.canary_version, self._canary_percent = "", 0
+        self.canary_version, self._canary_percent, self._canary_bucket = "", 0, ""
+        self._routes: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        self._tried: set[str] = set()
+        self._has_loaded = False  # in the latest pass, so that others may wait yet
         self.swap_gen = 0
         """Generation that last changed the live version here."""
         self.failed_gen: int | None = None
@@ -115,6 +136,8 @@ class ReplicaWatcher:
         self.num_swaps = 0
         self.is_training = False
         """Whether a training job holds the lease (the engine marks its rounds with it)."""
+        self.classes = TrafficClasses()
+        """Classes of unnamed traffic that the followers were told last."""
 
     @property
     def is_redis_up(self) -> bool:
@@ -146,6 +169,7 @@ class ReplicaWatcher:
         try:
             desired = read_desired(self._client, self._keys)
             is_training = read_lease(self._client, self._keys) is not None
+            self._follow_classes()
         except OUTAGE_ERRORS as e:
             self._note_outage(e)
             return False
@@ -159,7 +183,50 @@ class ReplicaWatcher:
             if self._followers is not None:
                 self._followers.training_changed(is_training)
         changed = desired is not None and self._follow(desired)
+        if self.desired is not None:
+            changed |= self._follow_routes(self.desired.class_versions)
         return self._report(force=self._check_live() or changed)
+
+    def _follow_routes(self, routes: dict[str, str]) -> bool:
+        """Have one version of a class loaded, the most wanted one that there is room for; True when there is news."""
+        drafters, refused = self._drafters, self._refused
+        self._has_loaded = False
+        if has_changed := routes != self._routes:
+            self._routes, self._refused, self._tried = dict(routes), (refused := {}), set()
+            drafters.route(self._routes)
+        self._tried.update(drafters.served().values())
+        failures, num_refused = drafters.failures(), len(refused)
+        for version in drafters.missing() if routes else ():
+            if version in failures and version in self._tried:  # not by what happened to it before this order
+                refused.setdefault(version, f"failed while serving: {failures[version]}")
+            if version in refused:
+                continue
+            started = time.perf_counter()
+            try:
+                if drafters.load(version):
+                    self.staging_s += time.perf_counter() - started
+                    self._has_loaded = True  # the next one soon, after a report
+                    self._tried.add(version)
+                    return True
+            except (PacelineError, OSError, ValueError, RuntimeError) as e:
+                refused[version] = str(e)
+                logger.error("drafter of a class refused version=%s reason=%s", version, e)
+        return has_changed or len(refused) > num_refused
+
+    def _follow_classes(self) -> None:
+        """Pass on the classes that the one controller has written; where they are gone or damaged, those known stay.
+
+        Raises: redis errors.
+        """
+        try:
+            classes = read_classes(self._client, self._keys)
+        except PacelineError as e:
+            logger.warning("traffic classes cannot be read: %s", e)
+            return
+        if classes is not None and classes != self.classes:
+            self.classes = classes
+            if self._followers is not None:
+                self._followers.classes_changed(classes)
 
     def _follow(self, desired: DesiredState) -> bool:
         if self.desired is not None and desired.gen < self.desired.gen:
@@ -193,7 +260,7 @@ class ReplicaWatcher:
                 self.canary_version not in ("", desired.canary_version, desired.version)
                 or self.canary_version in self._drafters.failures()
             ):
-                self._try_out("", 0)  # a slot that failed may be loaded with another version, which is on no trial
+                self._try_out("", 0, "")  # a slot that failed may be loaded with another version, which is on no trial
             if desired.version != self.version:
                 if not self._staged(desired.version):
                     return False
@@ -201,11 +268,12 @@ class ReplicaWatcher:
                 self.num_swaps += 1
                 self.version, self.swap_gen = desired.version, desired.gen
                 if self.canary_version == desired.version:  # publishing it ended its trial
-                    self.canary_version, self._canary_percent = "", 0
-            if (desired.canary_version, desired.canary_percent) != (self.canary_version, self._canary_percent):
+                    self.canary_version, self._canary_percent, self._canary_bucket = "", 0, ""
+            wanted = (desired.canary_version, desired.canary_percent, desired.canary_bucket)
+            if wanted != (self.canary_version, self._canary_percent, self._canary_bucket):
                 if desired.canary_version != self.canary_version and not self._staged(desired.canary_version):
                     return False
-                self._try_out(desired.canary_version, desired.canary_percent)
+                self._try_out(*wanted)
         except (PacelineError, OSError, ValueError, RuntimeError) as e:
             self.failed_gen, self.failed_reason = desired.gen, str(e)
             logger.error("drafter refused gen=%d version=%s reason=%s", desired.gen, desired.version, e)
@@ -230,9 +298,9 @@ class ReplicaWatcher:
         self.staging_s += time.perf_counter() - started
         return True
 
-    def _try_out(self, version: str, percent: int) -> None:
-        self._drafters.set_canary(version, percent)
-        self.canary_version, self._canary_percent = version, percent
+    def _try_out(self, version: str, percent: int, bucket: str) -> None:
+        self._drafters.set_canary(version, percent, bucket)
+        self.canary_version, self._canary_percent, self._canary_bucket = version, percent, bucket
 
     def report(self) -> ReplicaReport:
         return ReplicaReport(
@@ -247,6 +315,8 @@ class ReplicaWatcher:
             canary_version=self.canary_version,
             failures=self._drafters.failures(),
             errors=self._drafters.num_errors(),
+            class_versions=self._drafters.served(),
+            refused=dict(self._refused),
             staging_s=self.staging_s,
             counters=self._read_counters(),
             ts=self._clock.now(),
@@ -282,7 +352,8 @@ class ReplicaWatcher:
 
     def _wait_for_hint(self) -> bool:
         """Wait for a poke or the poll interval; False when Redis is away."""
-        deadline = time.monotonic() + (min(0.2, self._poll_s) if self._retry_stage else self._poll_s)
+        is_soon = self._retry_stage or self._has_loaded
+        deadline = time.monotonic() + (min(0.2, self._poll_s) if is_soon else self._poll_s)
         try:
             if self._pubsub is None:
                 self._pubsub = self._client.pubsub(ignore_subscribe_messages=True)

@@ -152,6 +152,7 @@ def bind_engine(kind: type, factory: str, config: dict[str, Any], limits: Deploy
     return deployment(
         kind, "engine", limits, num_replicas=limits.num_replicas, max_ongoing_requests=limits.max_ongoing_requests,
         health_check_period_s=2, health_check_timeout_s=10,
+        max_surge_percent=0,  # a replacement needs its own devices: with none free a rolling restart would never end
         # no runtime_env: it would cost a fresh worker process at every start
         ray_actor_options={"num_cpus": limits.num_cpus, "num_gpus": limits.num_gpus},
     ).bind(factory, config)  # fmt: skip
@@ -165,7 +166,6 @@ def deployment(kind: type, name: str, limits: DeploymentLimits, **options: Any) 
         max_queued_requests=limits.max_queued_requests,
         graceful_shutdown_timeout_s=limits.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
-        max_surge_percent=100,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         **options,
     )

@@ -1,15 +1,16 @@
 """Ingress: the front of a service whose answers outlive the replica that writes them (`resume: true`).
 
 Two deployments: `ingress` speaks HTTP and has the tokenizer, `engine` has the models and is reached through a Serve
-handle. What a request does when its engine dies is serving/resume/client.py; here is only what Ray brings.
+handle. What a request does when its engine dies is infra/resume/client.py; here is only what Ray brings.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,18 +20,23 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from paceline.config import ServiceConfig
+from paceline.contracts import HttpMeters
 from paceline.errors import CapacityError, EngineStoppedError
+from paceline.infra.replica.exchange import INGRESS, NumbersExchange, ReplicaNumbers
+from paceline.infra.resume.client import MAX_SILENCE_S, ResumingClient
+from paceline.infra.resume.relay import answer_http, relay_router
+from paceline.infra.resume.stream import EngineFacts, decode_facts, encode, stream_events
 from paceline.infra.service.deployment import DeploymentLimits, RunningReplica, bind_engine, close_grpc_port, deployment
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.log import configure_logging
-from paceline.infra.web.metrics import MetricSpec, metric_spec, render
-from paceline.paths import resolve_model
+from paceline.infra.state.redis_clients import Keys
+from paceline.infra.web.metrics import MetricSpec, Value, http_values, render_processes, replica_spec
+from paceline.paths import keep_private, resolve_model
 from paceline.records import build
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
-from paceline.serving.resume.client import MAX_SILENCE_S, ResumeCounters, ResumingClient
-from paceline.serving.resume.relay import answer_http, relay_router
-from paceline.serving.resume.stream import EngineFacts, decode_facts, encode, stream_events
+from paceline.serving.wire.accounts import Clients
+from paceline.serving.wire.credentials import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -108,12 +114,13 @@ class ResumeIngress:
     async def __init__(self, engines: DeploymentHandle, values: dict[str, Any]) -> None:  # type: ignore[misc]
         """Ready when an engine has said what it serves."""
         close_grpc_port()
+        keep_private()
         self._config = build(ServiceConfig, values)
-        replica_id = serve.get_replica_context().replica_id.unique_id
-        data_dir = StorePaths.of(self._config).data_dir
+        self._replica_id = replica_id = serve.get_replica_context().replica_id.unique_id
+        home = StorePaths.of(self._config).home
         configure_logging(
-            file=data_dir / f"ingress-{replica_id}.log",
-            access_file=data_dir / f"access-{replica_id}.log" if self._config.access_log else None,
+            file=home / f"ingress-{replica_id}.log",
+            access_file=home / f"access-{replica_id}.log" if self._config.access_log else None,
         )
         self._engines = engines
         streams = engines.options(stream=True)
@@ -125,7 +132,8 @@ class ResumeIngress:
         self._prober = asyncio.get_running_loop().create_task(self._probe())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(ingress_parts(self._config, self._client, lambda raw: HandleStream(self._http, raw)))
+        open_http, process_id = lambda raw: HandleStream(self._http, raw), self._replica_id
+        return build_api(ingress_parts(self._config, self._client, open_http, process_id))
 
     async def _probe(self) -> None:
         while True:
@@ -143,22 +151,31 @@ class ResumeIngress:
             return None
 
 
-def ingress_parts(config: ServiceConfig, client: ResumingClient, open_http: Any) -> ApiParts:
+def ingress_parts(config: ServiceConfig, client: ResumingClient, open_http: Any, process_id: str) -> ApiParts:
     """What the routes of an ingress are put together from; raises ConfigError without a readable tokenizer."""
     from paceline.serving.loading.checkpoint import open_checkpoint
 
+    meters = HttpMeters()
+    exchange = NumbersExchange(
+        config.redis_url, Keys(config.model_name), process_id,
+        lambda: ReplicaNumbers(
+            kind=INGRESS, model=config.model_name, counters=dataclasses.asdict(client.counters), http=meters
+        ),
+    ).start()  # fmt: skip
     return ApiParts(
         client=client,
         admitted=client.admitted,
         tokenizer=open_checkpoint(resolve_model(config.model)).tokenizer(),
-        api_token=config.api_token,
+        clients=Clients.of(config, Tokens.of(config).start(), num_sharing=config.ingress.num_replicas),
         holdback_percent=client.holdback_percent,
+        trusts_groups=config.policy.trusts_groups,
         opt_out_tenants=frozenset(config.trace.opt_out_tenants),
         # requests may wait for a replica, so that no engine at all is an illness only after that
         max_silence_s=max(MAX_SILENCE_S, config.ingress.max_wait_s) + 5.0,
         sends_request_id=False,  # Serve's middleware does it
         has_access_log=config.access_log,
-        open_routers=(relay_router(open_http, lambda: render_ingress_metrics(client.counters)),),
+        meters=meters,
+        open_routers=(relay_router(open_http, lambda: render_ingress_metrics(exchange.gather(INGRESS))),),
     )
 
 
@@ -175,19 +192,24 @@ def bind_resuming(
         serve.ingress()(ResumeIngress), "ingress", limits, num_replicas=config.ingress.num_replicas,
         # a proxy may send one ingress everything that all engines hold
         max_ongoing_requests=limits.max_ongoing_requests * limits.num_replicas + 64,
-        ray_actor_options={"num_cpus": INGRESS_CPUS, "num_gpus": 0},
+        max_surge_percent=100, ray_actor_options={"num_cpus": INGRESS_CPUS, "num_gpus": 0},
     ).bind(engine, ingress_values)  # fmt: skip
 
 
 INGRESS_METRICS: tuple[tuple[str, MetricSpec], ...] = (
-    ("num_requests", metric_spec("ingress_requests", "counter", "1", "Requests that this ingress sent to engines")),
-    ("num_broken", metric_spec("ingress_broken", "counter", "1", "Answers whose replica was lost while it wrote them")),
-    ("num_resumed", metric_spec("ingress_resumed", "counter", "1", "Answers that another replica took over")),
-    ("num_given_up", metric_spec("ingress_given_up", "counter", "1", "Requests that failed because no replica finished them")),
+    ("num_requests", replica_spec("ingress_requests", "counter", "1", "Requests that this ingress sent to engines")),
+    ("num_broken", replica_spec("ingress_broken", "counter", "1", "Answers whose replica was lost while it wrote them")),
+    ("num_resumed", replica_spec("ingress_resumed", "counter", "1", "Answers that another replica took over")),
+    ("num_given_up", replica_spec("ingress_given_up", "counter", "1", "Requests that failed because no replica finished them")),
 )  # fmt: skip
 """Attribute of ResumeCounters -> metric."""
 
 
-def render_ingress_metrics(counters: ResumeCounters) -> bytes:
-    """Prometheus' text format."""
-    return render((spec, getattr(counters, name)) for name, spec in INGRESS_METRICS)
+def render_ingress_metrics(ingresses: Mapping[str, ReplicaNumbers]) -> bytes:
+    """Prometheus' text format, of ingress id -> numbers."""
+
+    def read(numbers: ReplicaNumbers) -> Iterator[tuple[MetricSpec, Value]]:
+        yield from ((spec, numbers.counters.get(name, 0)) for name, spec in INGRESS_METRICS)
+        yield from http_values(numbers)
+
+    return render_processes(ingresses, read)

@@ -13,24 +13,27 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import ServiceConfig
-from paceline.contracts import DesiredState
+from paceline.contracts import DesiredState, HttpMeters, TrafficClasses
 from paceline.errors import PacelineError
-from paceline.infra.controller.actor import ControllerSpec, ensure_controller
+from paceline.infra.controller.actor import ControllerSpec, code_digest, ensure_controller, own_application
 from paceline.infra.controller.snapshot import state_json
 from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.capture_progress import capture_progress
+from paceline.infra.replica.exchange import ENGINE, INGRESS, NumbersExchange, ReplicaNumbers
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.replica.watcher import ReplicaWatcher
 from paceline.infra.service.deployment import DEPLOYED_AT, ReplicaParts
 from paceline.infra.service.stores import StorePaths, is_adaptive
-from paceline.infra.state.log import configure_logging
+from paceline.infra.state.layout import prepare_home
+from paceline.infra.state.log import configure_logging, num_dropped_lines
 from paceline.infra.state.redis_clients import Keys
+from paceline.infra.state.redis_clock import RedisClock
 from paceline.infra.web.access import Access
 from paceline.infra.web.dashboard_routes import dashboard_router
 from paceline.infra.web.feed import DashboardFeed
 from paceline.infra.web.metrics import render_metrics, speculation_rows
 from paceline.infra.web.state_routes import ServiceView, service_router
-from paceline.paths import resolve_drafter, resolve_model
+from paceline.paths import keep_private, resolve_drafter, resolve_model
 from paceline.records import build
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts
@@ -44,6 +47,8 @@ from paceline.serving.loading.released import wanted_tap_layers
 from paceline.serving.loading.target import read_target
 from paceline.serving.loading.tensor_parallel import Ranks, load_parallel
 from paceline.serving.target_model.model import TargetModel
+from paceline.serving.wire.accounts import Clients
+from paceline.serving.wire.credentials import Tokens
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +74,10 @@ class ServingState:
     def training_changed(self, is_training: bool) -> None:
         self.engine.output.is_training = is_training
 
+    def classes_changed(self, classes: TrafficClasses) -> None:
+        if self.engine.classes is not None:
+            self.engine.classes.install(classes)
+
 
 @dataclass(slots=True)
 class ServedDrafters:
@@ -90,20 +99,34 @@ class ServedDrafters:
         slots = self.slots
         if slots.waiting_version == version:
             return slots.stage_waiting()
-        if slots.is_resident(version):
-            return slots.stage(version, {})
+        return slots.stage(version, {} if slots.is_resident(version) else self._read(version))
+
+    def load(self, version: str) -> bool:
+        return self.slots.load(version, lambda: self._read(version))
+
+    def _read(self, version: str) -> dict[str, Any]:
+        """Weights of a version, whose acceptance length the engine is told first."""
         manifest = self.registry.get_manifest(version)
         length = manifest.metrics.get("acceptance_length")
         if manifest.bucket is not None and length:
             tell = functools.partial(self.engine.policy.budget.foretell, version, manifest.bucket, float(length))
             self.engine.call_between_rounds(tell)
-        return slots.stage(version, self.registry.load_state(version, target_version=self.target_version))
+        return self.registry.load_state(version, target_version=self.target_version)
 
     def publish(self, version: str) -> float:
         return self.engine.call_between_rounds(lambda: self.slots.publish(version)).result(timeout=30.0)
 
-    def set_canary(self, version: str, percent: int) -> None:
-        self.slots.set_canary(version, percent)
+    def set_canary(self, version: str, percent: int, bucket: str) -> None:
+        self.slots.set_canary(version, percent, bucket)
+
+    def route(self, class_versions: dict[str, str]) -> None:
+        self.slots.route(class_versions)
+
+    def missing(self) -> list[str]:
+        return self.slots.missing()
+
+    def served(self) -> dict[str, str]:
+        return self.slots.served()
 
     def failures(self) -> dict[str, str]:
         return self.slots.failures()
@@ -129,7 +152,10 @@ def make_slots(config: ServiceConfig, target: TargetHandles, registry: DrafterRe
     manifest = registry.put(
         state, drafter_type=settings["drafter_type"], config=settings, target_version=target.version
     )
-    return DrafterSlots(live, manifest.version, first=build(), first_version=manifest.version, spawn=build)
+    return DrafterSlots(
+        live, manifest.version, first=build(), first_version=manifest.version, spawn=build,
+        num_class_slots=config.engine.max_class_versions,
+    )  # fmt: skip
 
 
 def controller_spec(
@@ -141,22 +167,28 @@ def controller_spec(
     host = HostConfig(
         redis_url=config.redis_url,
         model=config.model_name,
-        data_dir=paths.data_dir,
+        data_dir=paths.home,
         policy=config.policy,
         rollout=config.rollout,
         trace=config.trace,
+        max_classes=config.engine.max_classes,
         target_version=target_version,
         first_version=first_version,
         start_s=config.trainer_resources.start_timeout_s,
+        keep_rows=config.feedback.keep_rows,
     )
     return ControllerSpec(
         host=host,
         trace_root=paths.traces,
         registry_root=paths.registry,
+        learner_root=paths.learners,
         target_dir=str(resolve_model(config.model)),
         trainer_threads=config.trainer_threads,
         trainer_resources=config.trainer_resources,
+        gate_chain=config.gate_chain,
         deployed_at=deployed_at,
+        application=own_application(),
+        release=code_digest(),
     )
 
 
@@ -165,10 +197,11 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     config = build(ServiceConfig, {k: v for k, v in values.items() if k != DEPLOYED_AT})
     deployed_at = float(values.get(DEPLOYED_AT, 0.0))
     paths = StorePaths.of(config)
-    paths.data_dir.mkdir(parents=True, exist_ok=True)
+    keep_private()
+    prepare_home(paths.home)
     configure_logging(
-        file=paths.data_dir / f"replica-{replica_id}.log",
-        access_file=paths.data_dir / f"access-{replica_id}.log" if config.access_log else None,
+        file=paths.home / f"replica-{replica_id}.log",
+        access_file=paths.home / f"access-{replica_id}.log" if config.access_log else None,
     )
     limit_threads(config.engine.num_threads)
     registry = DrafterRegistry(paths.registry)
@@ -177,16 +210,18 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     slots = make_slots(config, target, registry)
     keys = Keys(config.model_name)
     feedback = traces = None
+    clock = RedisClock()
     if config.redis_url is not None:
         feedback = FeedbackPublisher(
-            config.redis_url, keys, replica_id=replica_id, target_version=target.version, config=config.feedback
-        )
+            config.redis_url, keys, replica_id=replica_id, target_version=target.version, config=config.feedback,
+            clock=clock,
+        )  # fmt: skip
         if needs_taps and config.trace.share > 0:
-            traces = TraceWriter(TraceStore(paths.traces), config.trace)
+            traces = TraceWriter(TraceStore(paths.traces, clock=clock), config.trace, clock=clock)
     elif needs_taps:
         log.warning("no redis_url: this replica serves its first drafter for ever (no feedback, no swaps)")
     engine = Engine(
-        target, slots, config.engine, feedback=feedback, traces=traces, trace_topk=config.trace.topk,
+        target, slots, config.engine, feedback=feedback, traces=traces, prompts=feedback, trace_topk=config.trace.topk,
         num_sharing=config.num_replicas,
     )  # fmt: skip
     thread = EngineThread(engine)
@@ -203,7 +238,13 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             assert config.redis_url is not None, "feedback is sent to it"
             drafters = ServedDrafters(slots, registry, engine, target.version)
             watcher = ReplicaWatcher(
-                config.redis_url, keys, drafters, replica_id=replica_id, followers=serving, feedback=feedback
+                config.redis_url,
+                keys,
+                drafters,
+                replica_id=replica_id,
+                followers=serving,
+                feedback=feedback,
+                clock=clock,
             ).start()
             spec = controller_spec(config, target.version, first_version=slots.first_version, deployed_at=deployed_at)
             supervisor = ControllerSupervisor(spec)
@@ -214,14 +255,29 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
 
     def counters() -> dict[str, Any]:
         out: dict[str, Any] = {"engine": engine.stats(), "training": engine.output.is_training}
+        out["logs"] = {"lines_dropped": num_dropped_lines()}
         roles = {"live": slots.live_version, "canary": slots.canary_version, "first": slots.first_version}
-        out["speculation"] = speculation_rows(engine.policy.budget.states(), roles)
+        out["speculation"] = speculation_rows(engine.policy.budget.states(), roles, slots.served())
         if feedback is not None:
             out["feedback"] = feedback.counters()
         if traces is not None:
             out["traces"] = traces.counters()
         return out
 
+    meters = HttpMeters()
+
+    def numbers() -> ReplicaNumbers:
+        pauses = slots.swap_pause_ms
+        return ReplicaNumbers(
+            model=config.model_name,
+            counters=counters(),
+            swap_pause_ms=pauses[-1] if pauses else None,
+            queue=engine.queue_times,
+            http=None if config.resume else meters,
+        )
+
+    exchange = NumbersExchange(config.redis_url, keys, replica_id, numbers).start()
+    closers = [exchange.close, *closers]
     view = ServiceView(
         model=config.model_name,
         target=config.model,
@@ -231,26 +287,30 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         counters=counters,
         watcher=watcher,
         is_adaptive=watcher is not None,
+        processes=lambda: exchange.gather(ENGINE, INGRESS),
     )
-    access, dashboard = Access.of(config), DashboardFeed(view.state, view.traffic)
+    tokens = Tokens.of(config).start()
+    access, dashboard = Access.of(config, tokens), DashboardFeed(view.state, view.traffic)
     return ReplicaParts(
         api=ApiParts(
-            client=LocalEngineClient(engine, thread, model_name=config.model_name),
+            client=LocalEngineClient(engine, thread, model_name=config.model_name, aliases=config.served_model_names),
             tokenizer=target.tokenizer,
             has_access_log=config.access_log,
-            api_token=config.api_token,
+            clients=Clients.of(config, tokens, num_sharing=config.num_replicas),
+            meters=meters,
             holdback_percent=lambda: serving.holdback_percent,
+            trusts_groups=config.policy.trusts_groups,
             opt_out_tenants=frozenset(config.trace.opt_out_tenants),
             state=lambda: state_json(view.state()),
             run_state=dashboard.run,
             swap=view.swap,
             check_state=access.check_read,
             check_metrics=access.check_metrics,
-            metrics=lambda: render_metrics(counters(), slots.swap_pause_ms, view.controller()),
+            metrics=lambda: render_metrics(exchange.gather(ENGINE), view.controller()),
             open_routers=(service_router(view, access, dashboard.run), dashboard_router(view, access, dashboard)),
         ),
         thread=thread,
-        closers=[dashboard.close, *closers],
+        closers=[tokens.close, dashboard.close, *closers],
     )
 
 

@@ -6,6 +6,7 @@ process of its own, which ends again.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from paceline import errors
 from paceline.config import ServiceConfig, to_dict
 from paceline.errors import PacelineError
 from paceline.infra.service.stores import StorePaths, is_adaptive
+from paceline.infra.state.layout import prepare_home
 from paceline.paths import resolve_model
 from paceline.records import build
 
@@ -41,7 +43,10 @@ class _Answer:
 
 
 def preflight(config: ServiceConfig) -> Preflight:
-    """Check target and drafter, and register a drafter that can be trained. Raises: ConfigError, DrafterMismatchError."""
+    """Check target, drafter and policy, and register a drafter that can be trained.
+
+    Raises: ConfigError, DrafterMismatchError.
+    """
     if "torch" in sys.modules:
         return _look(config)
     done = subprocess.run(
@@ -57,8 +62,12 @@ def preflight(config: ServiceConfig) -> Preflight:
 
 
 def _look(config: ServiceConfig) -> Preflight:
+    from paceline.bandit.policies.table import make_policy
     from paceline.serving.loading.target import check_target
 
+    if is_adaptive(config):  # else the controller would end by it again and again beside a service that never trains
+        with contextlib.redirect_stdout(sys.stderr):  # a foreign module may print; the answer has this stream to itself
+            make_policy(config.policy.policy)
     if config.model != "bundled":  # a replica would refuse it too, but later and three times
         check_target(resolve_model(config.model))
     device = config.device
@@ -74,8 +83,10 @@ def _register(config: ServiceConfig) -> str:
     from paceline.adapt.versions.registry import DrafterRegistry
     from paceline.infra.service.parts import drafter_taps, make_slots
 
+    paths = StorePaths.of(config)
+    prepare_home(paths.home)
     target = load_target_handle(resolve_model(config.model), tap_layers=drafter_taps(config), dtype=config.dtype)
-    return make_slots(config, target, DrafterRegistry(StorePaths.of(config).registry)).first_version
+    return make_slots(config, target, DrafterRegistry(paths.registry)).first_version
 
 
 def main() -> None:

@@ -6,21 +6,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import ServiceConfig
-from paceline.paths import resolve_drafter
+from paceline.paths import REGISTRY, TRACES, resolve_drafter, service_home
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorePaths:
     """Where a service keeps what outlives its processes."""
 
-    data_dir: Path
+    home: Path
+    """Folder of this service below data_dir: state, decision log, log files."""
     traces: str
     registry: str
+    learners: str
 
     @classmethod
     def of(cls, config: ServiceConfig) -> StorePaths:
-        root = Path(config.data_dir).expanduser().resolve()
-        return cls(data_dir=root, traces=str(root / "traces"), registry=str(root / "registry"))
+        home = service_home(config.data_dir, config.model_name)
+        return cls(
+            home=home,
+            traces=str(home / TRACES),
+            registry=str(home / REGISTRY),
+            learners=str(home / "learners"),
+        )
 
 
 def is_adaptive(config: ServiceConfig) -> bool:

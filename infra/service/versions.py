@@ -45,6 +45,34 @@ class VersionOptions:
     service: ServiceAddress = field(default_factory=ServiceAddress)
 
 
+@record()
+class CanaryOptions:
+    """`paceline versions list` has the names."""
+
+    version: A[str, Setting("Name of the version.", is_argument=True)]
+    bucket: A[
+        str | None, Setting("Try it on this class alone; promoted it serves the class. Default: on what the live one serves.")
+    ] = None  # fmt: skip
+    service: ServiceAddress = field(default_factory=ServiceAddress)
+
+
+@record()
+class AssignOptions:
+    """`paceline versions list` has the versions, the dashboard the classes."""
+
+    bucket: A[str, Setting("Class: a bucket, or the service's own name for requests without one.", is_argument=True)]
+    version: A[str, Setting("Name of the version.", is_argument=True)]
+    service: ServiceAddress = field(default_factory=ServiceAddress)
+
+
+@record()
+class UnassignOptions:
+    """`paceline versions list` says which classes have versions of their own."""
+
+    bucket: A[str, Setting("Class.", is_argument=True)]
+    service: ServiceAddress = field(default_factory=ServiceAddress)
+
+
 def _call(method: str, service: ServiceAddress, path: str, body: dict | None = None) -> bytes:
     url, token = service.url, service.token
     headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -68,16 +96,16 @@ def print_versions(service: ServiceAddress, console: Console, *, as_json: bool) 
     for name in ("version", "parent", "arm", "bucket", "train rows", "created", "serves"):
         table.add_column(name)
     for v in found.versions:
-        serves = {"live": found.version, "first": found.first_version}
+        serves = [("live", found.version), ("first", found.first_version), *sorted(found.class_versions.items())]
         table.add_row(
             v.version, v.parent or "-", v.arm, v.bucket or "-", str(v.num_train_rows), f"{v.created:.0f}",
-            ", ".join(role for role, version in serves.items() if version == v.version),
+            ", ".join(role for role, version in serves if version == v.version),
         )  # fmt: skip
     console.print(table)
 
 
-def change_version(service: ServiceAddress, action: str, console: Console, *, version: str | None = None) -> None:
-    """Pin, unpin or roll back; prints the new generation."""
-    body = {"version": version} if version else {}
+def change_version(service: ServiceAddress, action: str, console: Console, **fields: str | None) -> None:
+    """Carry out a command with its fields, those that are given; prints the new generation."""
+    body = {name: value for name, value in fields.items() if value}
     answer = msgspec.json.decode(_call("POST", service, f"/paceline/{action}", body), type=CommandResult)
     console.print(f"{action}: generation {answer.gen}, live {answer.version}")

@@ -16,7 +16,7 @@ import msgspec
 import redis
 from redis.exceptions import WatchError
 
-from paceline.contracts import DesiredState, ReplicaReport, decode, encode
+from paceline.contracts import DesiredState, ReplicaReport, TrafficClasses, decode, encode
 from paceline.errors import PacelineError
 from paceline.infra.state.redis_clients import Keys
 
@@ -42,6 +42,18 @@ def decode_desired(data: object) -> DesiredState | None:
         return decode(data, DesiredState)
     except msgspec.DecodeError as e:
         raise PacelineError(f"the desired state in Redis is damaged ({e}); pin a version to write a new one") from e
+
+
+def read_classes(client: redis.Redis, keys: Keys) -> TrafficClasses | None:
+    """The classes of unnamed traffic, None when none were told yet; raises redis errors, PacelineError on a damaged record."""
+    data = client.get(keys.classes)
+    if data is None:
+        return None
+    assert isinstance(data, bytes)
+    try:
+        return decode(data, TrafficClasses)
+    except msgspec.DecodeError as e:
+        raise PacelineError(f"the traffic classes in Redis are damaged ({e}); the controller writes them anew") from e
 
 
 def queue_desired(pipe: redis.client.Pipeline, keys: Keys, desired: DesiredState) -> None:

@@ -1,6 +1,6 @@
 """Export: decisions, ledger, traces and feedback of a data directory as files for analysis elsewhere.
 
-Reads what the service keeps and changes nothing. The folder appears complete or not at all; docs/exports.md has every
+Reads what the service keeps and changes nothing. The folder appears complete or not at all; docs/api/exports.md has every
 field with its unit. Requests that opted out have no trace, so none is exported.
 """
 
@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import field
 from pathlib import Path
@@ -27,8 +25,10 @@ from paceline.bandit.ledger.totals import fold_entries
 from paceline.clock import Clock, SystemClock
 from paceline.contracts import Decision, FeedbackBatch, LedgerEntry, RoundStats, decode, rows_of
 from paceline.errors import PacelineError
+from paceline.infra.state.layout import DECISIONS
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
+from paceline.paths import TRACES, open_folder, service_home
 from paceline.records import Setting, record, require
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ Report = Callable[[int, int], None]
 
 @record()
 class ExportOptions:
-    """JSON lines and safetensors in a folder (docs/exports.md). Nothing is changed; requests that opted out were never
+    """JSON lines and safetensors in a folder (docs/api/exports.md). Nothing is changed; requests that opted out were never
     stored."""
 
     data_dir: A[Path, Setting("Data folder of the service (paceline serve --data-dir).", is_folder=True)]
@@ -58,11 +58,17 @@ class ExportOptions:
             env="PACELINE_REDIS_URL",
         ),
     ] = field(default=None, repr=False)  # fmt: skip
-    model_name: A[str, Setting("Name of the service in /v1/models, for feedback.")] = "paceline"
+    model_name: A[str, Setting("Name of the service in /v1/models.")] = "paceline"
 
     def __post_init__(self) -> None:
         is_new = not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir()))
         require(is_new, "out must be a new or empty folder", str(self.out))
+
+    @property
+    def home(self) -> Path:
+        """The service's folder; the data folder itself, which older releases used, where there is none."""
+        home = service_home(self.data_dir, self.model_name)
+        return home if home.is_dir() else self.data_dir
 
 
 def run_export(options: ExportOptions, console: Console, *, clock: Clock | None = None) -> dict[str, Any]:
@@ -70,10 +76,7 @@ def run_export(options: ExportOptions, console: Console, *, clock: Clock | None 
 
     Raises: PacelineError, with one sentence a part, when there is nothing to export.
     """
-    out = options.out.absolute()
-    part = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    part.mkdir(parents=True)
-    try:
+    with open_folder(options.out) as part:
         manifest: dict[str, Any] = {
             "format": FORMAT, "paceline": importlib.metadata.version("paceline"),
             "created": (clock or SystemClock()).now(), "files": {}, "missing": [],
@@ -87,11 +90,6 @@ def run_export(options: ExportOptions, console: Console, *, clock: Clock | None 
         if not manifest["files"]:
             raise PacelineError("there is nothing to export: " + "; ".join(manifest["missing"]))
         (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        os.replace(part, out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     for name, facts in manifest["files"].items():
         console.print(f"{name}: {facts['rows']} rows, {facts['bytes']} bytes", highlight=False)
     for sentence in manifest["missing"]:
@@ -136,10 +134,10 @@ def log_records(path: Path, kind: str, report: Report = lambda done, total: None
 
 
 def _export_decisions(options: ExportOptions, out: Path, manifest: dict, report: Report) -> None:
-    rows = log_records(options.data_dir / "decisions.jsonl", "decision", report)
+    rows = log_records(options.home / DECISIONS, "decision", report)
     _write_rows(out, "decisions.jsonl", rows, manifest, "no decision has been logged yet")
     if rows:  # with what every epoch measured, for `paceline replay`
-        _write_rows(out, "replay.jsonl", _log_lines(options.data_dir / "decisions.jsonl"), manifest, "the log is empty")
+        _write_rows(out, "replay.jsonl", _log_lines(options.home / DECISIONS), manifest, "the log is empty")
 
 
 def _log_lines(path: Path, report: Report = lambda done, total: None) -> Iterator[dict[str, Any]]:
@@ -159,7 +157,7 @@ def _log_lines(path: Path, report: Report = lambda done, total: None) -> Iterato
 
 
 def _export_ledger(options: ExportOptions, out: Path, manifest: dict, report: Report) -> None:
-    rows = log_records(options.data_dir / "decisions.jsonl", "ledger", report)
+    rows = log_records(options.home / DECISIONS, "ledger", report)
     _write_rows(out, "ledger.jsonl", rows, manifest, "nothing has been booked in the ledger yet")
     if rows:
         totals = fold_entries(msgspec.convert(row, LedgerEntry) for row in rows)
@@ -175,7 +173,7 @@ def _export_traces(options: ExportOptions, out: Path, manifest: dict, report: Re
     from paceline.adapt.data.trace_export import INDEX, export_traces
     from paceline.adapt.data.trace_store import TraceStore
 
-    done = export_traces(TraceStore(options.data_dir / "traces"), out, progress=report)
+    done = export_traces(TraceStore(options.home / TRACES), out, progress=report)
     if done.num_shards:
         for name, digest in done.sha256.items():
             manifest["files"][name] = {"rows": None, "bytes": (out / name).stat().st_size, "sha256": digest}

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import itertools
 import json
 import logging
-import logging.handlers
 import os
+import queue
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from paceline.infra.state.redis_clients import Keys
 
+MAX_FILE_BYTES = 10_000_000
+NUM_OLD_FILES = 3
+MAX_QUEUED_LINES = 10_000
+"""Lines that wait for the disk: about 4 MB, 20 s of 500 requests a second."""
+_PATIENCE_S = 2.0
+_LOGGERS = ("paceline", "paceline.access")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 logger = logging.getLogger(__name__)
 
@@ -51,11 +62,11 @@ def configure_logging(
     """Set the handlers of the `paceline` logger; a second call replaces those of the first.
 
     Args:
-        file: JSON lines, rotated at 10 MB with three old files.
+        file: JSON lines, rotated at 10 MB with three old files; written by a thread, see QueuedFile.
         to_stderr: False for programs that draw on the terminal.
         access_file: the same for the lines of `paceline.access`, which then go nowhere else; None = like all others.
     """
-    root, access = logging.getLogger("paceline"), logging.getLogger("paceline.access")
+    root, access = (logging.getLogger(name) for name in _LOGGERS)
     root.setLevel(level)
     for logger_ in (root, access):
         for handler in [h for h in logger_.handlers if getattr(h, "is_paceline", False)]:
@@ -63,22 +74,119 @@ def configure_logging(
             handler.close()
     access.propagate = access_file is None
     if access_file is not None:
-        _add_handlers(access, [_rotating_file(access_file)])
+        _add_handlers(access, [QueuedFile(access_file)])
     handlers: list[logging.Handler] = []
     if to_stderr:
         stream = logging.StreamHandler(sys.stderr)
         stream.setFormatter(TextFormatter())
         handlers.append(stream)
     if file is not None:
-        handlers.append(_rotating_file(file))
+        handlers.append(QueuedFile(file))
     _add_handlers(root, handlers)
 
 
-def _rotating_file(path: Path) -> logging.Handler:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=10_000_000, backupCount=3, encoding="utf-8")
-    handler.setFormatter(JsonFormatter())
-    return handler
+class _RotatingFile:
+    """Lines appended to a file, which moves aside when it is full. Every call may take as long as the disk does.
+
+    Not logging's own handler: at a process' end that one waits for whoever writes, which is for ever on a folder that hangs.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: io.FileIO | None = None
+        self._num_bytes = 0
+        self._is_torn = False
+
+    def write(self, line: bytes) -> None:
+        """Append a line. Raises OSError; what was written of it then gets a line's end before the next."""
+        if self._file is not None and self._num_bytes + len(line) > MAX_FILE_BYTES:
+            self._rotate()
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - it stays open
+            self._num_bytes = os.fstat(self._file.fileno()).st_size
+        data = b"\n" + line if self._is_torn else line
+        written = self._file.write(data)
+        self._num_bytes += written
+        self._is_torn = 0 < written < len(data) or (self._is_torn and written == 0)
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+
+    def _rotate(self) -> None:
+        self.close()
+        names = [self._path, *(self._path.with_name(f"{self._path.name}.{i}") for i in range(1, NUM_OLD_FILES + 1))]
+        for newer, older in reversed(list(itertools.pairwise(names))):
+            if newer.exists():
+                os.replace(newer, older)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class QueuedFile(logging.Handler):
+    """A log file whose lines wait in a bounded queue for a thread that writes them: who logs never waits for the disk.
+
+    What does not fit, and what the disk refuses, is dropped and counted.
+    """
+
+    def __init__(self, path: Path, max_lines: int = MAX_QUEUED_LINES) -> None:
+        super().__init__()
+        self.setFormatter(JsonFormatter())
+        self._file = _RotatingFile(path)
+        self._waiting: queue.Queue[bytes | threading.Event | None] = queue.Queue(maxsize=max_lines)
+        self._num_full = self._num_refused = 0  # counted by who logs, under the handler's lock, and by the thread
+        self._thread = threading.Thread(target=self._run, name=f"log-{path.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_full + self._num_refused
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the record's line; never blocks."""
+        try:
+            self._waiting.put_nowait(self.format(record).encode() + b"\n")
+        except queue.Full:
+            self._num_full += 1
+        except (TypeError, ValueError):  # arguments that do not fit the message
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until what was logged so far is written, or _PATIENCE_S."""
+        done = threading.Event()
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(done, timeout=_PATIENCE_S)
+                done.wait(_PATIENCE_S)
+
+    def close(self) -> None:
+        """Write what waits, or give up after _PATIENCE_S."""
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._waiting.put(None, timeout=_PATIENCE_S)
+            self._thread.join(_PATIENCE_S)
+        super().close()
+
+    def _run(self) -> None:
+        while (line := self._waiting.get()) is not None:
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            try:
+                self._file.write(line)
+            except (
+                OSError
+            ):  # nowhere to say so but in the count: a line on the terminal for each would be a second flood
+                self._num_refused += 1
+        self._file.close()
+
+
+def num_dropped_lines() -> int:
+    """Lines that the log files of this process lost, to a full queue or a disk that refused them."""
+    found = [h for name in _LOGGERS for h in logging.getLogger(name).handlers if isinstance(h, QueuedFile)]
+    return sum(handler.num_dropped for handler in found)
 
 
 def _add_handlers(target: logging.Logger, handlers: list[logging.Handler]) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated as A
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.errors import ConfigError
+from paceline.paths import DATA_DIR, TRACES, all_homes
 from paceline.records import Setting, record
 
 
@@ -17,7 +18,7 @@ class PurgeOptions:
     Example: paceline purge-traces --tenant acme.
     """
 
-    data_dir: A[Path, Setting("Data folder of the service.")] = Path("~/.cache/paceline")
+    data_dir: A[Path, Setting("Data folder of the service.")] = Path(DATA_DIR)
     tenant: A[
         str | None, Setting("Tenant as in x-paceline-tenant: every shard with a trace of it goes.")
     ] = None  # fmt: skip
@@ -29,16 +30,21 @@ class PurgeOptions:
 
 
 def purge(options: PurgeOptions) -> int:
-    """Delete the shards that hold a trace of the tenant, or all of them; returns how many.
+    """Delete the shards of all services that hold a trace of the tenant, or all of them; returns how many.
 
     Raises: ConfigError when the folder has no trace store.
     """
-    root = options.data_dir.expanduser().resolve() / "traces"
-    if not root.is_dir():
-        raise ConfigError(f"data-dir must be the data folder of a service, but {root} does not exist")
-    store = TraceStore(root)
-    if options.tenant is not None:
-        return store.delete_tenant(options.tenant)
+    stores = [TraceStore(home / TRACES) for home in all_homes(options.data_dir) if (home / TRACES).is_dir()]
+    if not stores:
+        raise ConfigError(
+            f"data-dir must be the data folder of a service, but there are no traces below {options.data_dir}"
+        )
+    return sum(_purge(store, options.tenant) for store in stores)
+
+
+def _purge(store: TraceStore, tenant: str | None) -> int:
+    if tenant is not None:
+        return store.delete_tenant(tenant)
     shards = store.list_shards()
     for shard in shards:
         store.delete_shard(shard.shard_id)

@@ -20,8 +20,9 @@ from redis.retry import Retry
 
 from paceline.errors import ConfigError
 
-OUTAGE_ERRORS: tuple[type[Exception], ...] = (RedisConnectionError, RedisTimeoutError, OSError)
-"""The server is away, restarting or loading: keep the work and try again later."""
+OUTAGE_ERRORS: tuple[type[Exception], ...] = (RedisConnectionError, RedisTimeoutError)
+"""The server is away, restarting or loading: keep the work and try again later. redis-py makes these of sockets' errors, so
+that an OSError is of a disk."""
 
 FEEDBACK_GROUP = "bandit"
 """Consumer group of the feedback stream: the controller's."""
@@ -42,8 +43,12 @@ class Keys:
         """Stream of FeedbackBatch (field v)."""
         self.desired = f"{base}:desired"
         """DesiredState."""
+        self.classes = f"{base}:classes"
+        """TrafficClasses."""
         self.replicas = f"{base}:replicas"
         """Sorted set: replica id -> time of its latest report."""
+        self.numbers = f"{base}:numbers"
+        """Sorted set: id of a process that exposes metrics -> time of its latest numbers."""
         self.epoch = f"{base}:epoch"
         """Fencing token of the controller: '<number>:<owner>'."""
         self.state = f"{base}:state"
@@ -56,11 +61,16 @@ class Keys:
         """Lease of the training job in flight."""
         self.train_stop = f"{base}:train:stop"
         """Id of the job that is asked to stop."""
+        self.reserve = f"{base}:reserve"
+        """Memory that the controller holds for its commits; the value says nothing."""
         self.poke = f"{base}:poke"
         """Pub/sub channel: hint that desired state or the lease changed."""
 
     def replica(self, replica_id: str) -> str:
         return f"{self.base}:replica:{replica_id}"
+
+    def numbers_of(self, process_id: str) -> str:
+        return f"{self.base}:numbers:{process_id}"
 
     def train_attempt(self, job_id: str) -> str:
         return f"{self.base}:train:attempt:{job_id}"
@@ -122,6 +132,11 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, ResponseError) and "OOM" in f"{type(error).__name__} {error}".upper().replace(
         "OUTOFMEMORY", "OOM"
     )
+
+
+def cannot_store(error: Exception) -> bool:
+    """Whether a write was refused because the server has no memory for it, or no disk for its own files."""
+    return is_out_of_memory(error) or (isinstance(error, ResponseError) and "MISCONF" in str(error))
 
 
 class Breaker:

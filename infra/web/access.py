@@ -1,22 +1,20 @@
 """Access: who may look at a service and who may change it, by bearer tokens, and nobody else's web page.
 
-Tokens travel in the Authorization header only, never in a cookie or an address, so that a foreign page cannot send them;
-commands must be JSON, which a foreign page cannot send unasked either. Without tokens a service on a loopback address
-shows itself to this computer: the peer and the Host header must be loopback too (a name that an attacker points at
-127.0.0.1 is refused).
+Commands must be JSON, which a foreign page cannot send unasked. Without tokens a service on a loopback address shows
+itself to this computer: the peer and the Host header must be loopback too (a name that an attacker points at 127.0.0.1
+is refused). Tokens of tenants open the API only: what a service shows is of all tenants.
 """
 
 from __future__ import annotations
 
-import hmac
 from dataclasses import dataclass, field
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
 from paceline.config import VARIABLES, ServiceConfig
+from paceline.serving.wire.credentials import ADMIN_ROLE, API_ROLE, CLIENT_ROLE, Tokens, host_name, is_loopback
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SET_TOKEN = "set api_token (--api-token) or admin_token (--admin-token)"
 
 
@@ -24,47 +22,61 @@ _SET_TOKEN = "set api_token (--api-token) or admin_token (--admin-token)"
 class Access:
     """The rules of one service."""
 
-    api_token: str | None = field(default=None, repr=False)
-    admin_token: str | None = field(default=None, repr=False)
-    host: str = LOOPBACK[0]
+    tokens: Tokens = field(default_factory=Tokens)
+    host: str = "127.0.0.1"
     """Address that the service was told to listen on."""
     is_metrics_public: bool = False
     """Anybody may scrape /metrics."""
 
     @classmethod
-    def of(cls, config: ServiceConfig) -> Access:
-        return cls(
-            api_token=config.api_token,
-            admin_token=config.admin_token,
-            host=config.host,
-            is_metrics_public=config.metrics_public,
-        )
+    def of(cls, config: ServiceConfig, tokens: Tokens) -> Access:
+        return cls(tokens=tokens, host=config.host, is_metrics_public=config.metrics_public)
 
     @property
     def is_loopback(self) -> bool:
         """Only programs on this computer reach the service."""
-        return self.host in LOOPBACK
+        return is_loopback(self.host)
+
+    @property
+    def has_admin(self) -> bool:
+        """There is a token of operators."""
+        return self.tokens.has(ADMIN_ROLE)
+
+    @property
+    def _is_open_here(self) -> bool:
+        """Programs on this computer may look without a token."""
+        return self.is_loopback and not self.tokens.guards_api
 
     def closed(self) -> str | None:
         """Why nobody at all may look, and what to do about it; None where somebody may."""
-        if self.is_loopback or self.api_token is not None or self.admin_token is not None:
+        if self._is_open_here or self.tokens.has(API_ROLE, ADMIN_ROLE):
             return None
+        if self.tokens.guards_api:
+            return f"closed: the token file has no token of role {ADMIN_ROLE}; add one, or {_SET_TOKEN}"
         return f"closed: the service listens on {self.host} without a token; {_SET_TOKEN}, or bind it to 127.0.0.1"
 
     def is_admin(self, request: Request) -> bool:
-        """Whether the request carries the admin token."""
-        return _is_token(request, self.admin_token)
+        """Whether the request carries a token of operators."""
+        return self._role(request) == ADMIN_ROLE
+
+    def operator(self, request: Request) -> str:
+        """Who gives a command, for the audit log."""
+        holder = self.tokens.holder(request)
+        return "no token" if holder is None else holder.name
 
     def check_read(self, request: Request) -> None:
         """Raise 401 or 403 unless the request may see the dashboard's data or /paceline/state, /swap and /versions."""
-        if self.is_admin(request) or _is_token(request, self.api_token):
+        role = self._role(request)
+        if role in (ADMIN_ROLE, API_ROLE):
             return
-        if self.api_token is None and self.is_loopback and _is_from_here(request):
+        if self._is_open_here and _is_from_here(request):
             return
-        if self.api_token is None and self.admin_token is None:
+        if role == CLIENT_ROLE:
+            raise HTTPException(403, "a tenant's token opens the API only; looking at the service takes an operator's")
+        if not self.tokens.has(API_ROLE, ADMIN_ROLE):
             here = f"closed: without a token only this computer may look, by a loopback name and no proxy; {_SET_TOKEN}"
             raise HTTPException(403, self.closed() or here)
-        raise _unauthorized("the admin token" if self.api_token is None else "the API token or the admin token")
+        raise _unauthorized("the API token or the admin token" if self.tokens.has(API_ROLE) else "the admin token")
 
     def check_metrics(self, request: Request) -> None:
         """Raise 401 or 403 unless the request may scrape /metrics: as for check_read, or anybody with metrics_public."""
@@ -77,7 +89,7 @@ class Access:
 
     def check_change(self, request: Request) -> None:
         """Raise 401, 403 or 415 unless the request is an operator's."""
-        if self.admin_token is None:
+        if not self.has_admin:
             raise HTTPException(
                 403, f"controls are off: start the service with --admin-token or {VARIABLES['admin_token']}"
             )
@@ -90,14 +102,19 @@ class Access:
 
         The admin token's once there is one; else the API token's; without both only from this computer.
         """
-        if self.admin_token is not None:
+        if self.has_admin:
             self.check_change(request)
             return
-        if self.api_token is not None and not _is_token(request, self.api_token):
-            raise _unauthorized("the API token")
-        if self.api_token is None and not (self.is_loopback and _is_from_here(request)):
+        if self.tokens.has(API_ROLE):
+            if self._role(request) != API_ROLE:
+                raise _unauthorized("the API token")
+        elif not (self._is_open_here and _is_from_here(request)):
             raise HTTPException(403, "changes are off: set admin_token or api_token, or bind the service to 127.0.0.1")
         check_json(request)
+
+    def _role(self, request: Request) -> str | None:
+        holder = self.tokens.holder(request)
+        return None if holder is None else holder.role
 
 
 def check_json(request: Request) -> None:
@@ -111,16 +128,7 @@ def _unauthorized(what: str) -> HTTPException:
     return HTTPException(401, message, headers={"WWW-Authenticate": "Bearer"})
 
 
-def _is_token(request: Request, wanted: str | None) -> bool:
-    scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-    if wanted is None or scheme.lower() != "bearer":
-        return False
-    return hmac.compare_digest(sent.strip().encode("latin-1"), wanted.encode())
-
-
 def _is_from_here(request: Request) -> bool:
-    host = request.headers.get("host", "")
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     peer = request.client.host if request.client is not None else "127.0.0.1"
     is_forwarded = "x-forwarded-for" in request.headers or "forwarded" in request.headers
-    return name.lower() in LOOPBACK and (peer in LOOPBACK or peer.startswith("127.")) and not is_forwarded
+    return is_loopback(host_name(request)) and is_loopback(peer) and not is_forwarded

@@ -11,7 +11,9 @@ from paceline.errors import RequestError
 FIELDS: dict[str, dict[str, type]] = {
     "pin": {"version": str},
     "unpin": {},
-    "canary": {"version": str},
+    "canary": {"version": str, "bucket": str},
+    "assign": {"bucket": str, "version": str},
+    "unassign": {"bucket": str},
     "rollback": {"version": str},
     "pause": {},
     "resume": {},
@@ -20,7 +22,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "train": {"bucket": str, "arm": str},
 }
 """Command -> its fields."""
-OPTIONAL = {("rollback", "version")}
+OPTIONAL = {("rollback", "version"), ("canary", "bucket")}
 _METHODS = {"resume": "pause", "policy": "set_policy", "bank": "set_bank"}
 
 

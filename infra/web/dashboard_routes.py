@@ -28,7 +28,7 @@ from paceline.infra.web.access import Access
 from paceline.infra.web.decision import decision_page
 from paceline.infra.web.export import TABLES, as_csv, as_json
 from paceline.infra.web.feed import DashboardFeed, events, parse_have, update
-from paceline.infra.web.state_routes import ServiceView, run_command
+from paceline.infra.web.state_routes import ServiceView, audited, run_command
 
 FOLDER = Path(__file__).resolve().parents[1] / "page"
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
@@ -123,7 +123,7 @@ class DashboardRoutes:
 
     async def session(self, request: Request) -> Response:
         self.access.check_read(request)
-        found = {"is_admin": self.access.is_admin(request), "has_admin_token": self.access.admin_token is not None}
+        found = {"is_admin": self.access.is_admin(request), "has_admin_token": self.access.has_admin}
         return _json(msgspec.json.encode(found))
 
     async def state(self, request: Request) -> Response:
@@ -164,8 +164,9 @@ class DashboardRoutes:
         return Response(body, media_type="text/csv; charset=utf-8", headers=headers)
 
     async def command(self, name: str, request: Request) -> Response:
-        self.access.check_change(request)
-        return _json(msgspec.json.encode(await run_command(self.view, name, request)))
+        with audited(name, request, self.access):
+            self.access.check_change(request)
+            return _json(msgspec.json.encode(await run_command(self.view, name, request)))
 
 
 def dashboard_router(view: ServiceView, access: Access, feed: DashboardFeed) -> APIRouter:

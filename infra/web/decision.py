@@ -25,6 +25,7 @@ _ENDED = {
     "retired": "The job made version {made}; the gate accepted it, but its canary ended without a promotion.",
     "kept": "The job made version {made}; the gate accepted it, but it was not made live then.",
     "rejected": "The gate refused what the job made: no request ever saw it.",
+    "learning": "The learner is not surely better yet; the next burst goes on from here.",
     "failed": "The job failed; the live drafter was not touched.",
     "stopped": "The job was stopped; the live drafter was not touched.",
 }

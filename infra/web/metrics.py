@@ -1,4 +1,4 @@
-"""Metrics: GET /metrics shows a replica's counters and the controller's values in Prometheus' text format.
+"""Metrics: GET /metrics shows every replica's counters and the controller's values in Prometheus' text format.
 
 All of it is read when scraped. Labels never hold request ids, users or version hashes: they would make a series of each.
 docs/metrics.md is the tables in words: `python tests/helpers/metrics_page.py`.
@@ -6,17 +6,19 @@ docs/metrics.md is the tables in words: `python tests/helpers/metrics_page.py`.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from paceline.contracts import TIME_BOUNDS_S, Histogram
 from paceline.infra.controller.snapshot import Snapshot
+from paceline.infra.replica.exchange import ReplicaNumbers
 from paceline.infra.web.words import net_interval
 
 
@@ -25,7 +27,7 @@ class MetricSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     kind: str
-    """'counter' | 'gauge'."""
+    """'counter' | 'gauge' | 'histogram' (of seconds)."""
     unit: str
     text: str
     labels: tuple[str, ...] = ()
@@ -36,12 +38,17 @@ def metric_spec(name: str, kind: str, unit: str, text: str, *labels: str) -> Met
     return MetricSpec(name=f"paceline_{name}", kind=kind, unit=unit, text=text, labels=labels)
 
 
-Value = float | None | msgspec.UnsetType | Mapping[tuple[str, ...], float]
+PROCESS_LABELS = ("model", "replica")
+"""Of every metric that a process of the service counts by itself: the name that it serves under, and its own."""
+
+
+def replica_spec(name: str, kind: str, unit: str, text: str, *labels: str) -> MetricSpec:
+    """A row of what processes count by themselves."""
+    return metric_spec(name, kind, unit, text, *PROCESS_LABELS, *labels)
+
+
+Value = float | None | msgspec.UnsetType | Mapping[tuple[str, ...], float | Histogram]
 """A value, or values by their labels; None and UNSET: not known, the metric has no sample."""
-
-
-def _age_s(s: Snapshot) -> float | None:
-    return None if s.ts is None else max(0.0, time.time() - s.ts)
 
 
 def _canary_requests(s: Snapshot) -> Value:
@@ -63,10 +70,13 @@ def _recent(field: str) -> Callable[[Snapshot], Value]:
 
 _TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], Value]], ...] = (
     (metric_spec("controller_redis_up", "gauge", "1", "1 while the controller reaches Redis"), lambda s: s.redis_up),
+    (metric_spec("controller_redis_full", "gauge", "1", "1 while Redis has no memory, or no disk for its own files, for what the controller has to store"), lambda s: s.is_redis_full),
+    (metric_spec("controller_read_only", "gauge", "1", "1 while the stored state cannot be used: nothing is decided or written"), lambda s: bool(s.read_only)),
+    (metric_spec("controller_folder_failed", "gauge", "1", "1 while the controller cannot write the data folder"), lambda s: bool(s.folder_error)),
     (metric_spec("controller_fenced", "gauge", "1", "1 when a newer controller took over from this one"), lambda s: s.is_fenced),
     (metric_spec("controller_epoch", "gauge", "1", "Starts of controllers of this service"), lambda s: s.epoch),
     (metric_spec("controller_errors", "counter", "1", "Passes or policy calls that failed"), lambda s: s.errors.count),
-    (metric_spec("controller_snapshot_age_seconds", "gauge", "s", "Age of the controller's values on this page; it grows while the controller hangs"), _age_s),
+    (metric_spec("controller_snapshot_age_seconds", "gauge", "s", "Age of the controller's values on this page; it grows while the controller hangs"), lambda s: s.age_s),
     (metric_spec("controller_paused", "gauge", "1", "1 while an operator has paused decisions"), lambda s: s.is_paused),
     (metric_spec("controller_pinned", "gauge", "1", "1 while an operator has pinned a version"), lambda s: None if s.bandit is None else s.bandit.pinned is not None),
     (metric_spec("desired_generation", "gauge", "1", "Generation of the desired state"), lambda s: s.gen),
@@ -84,6 +94,7 @@ _TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], Value]], ...] = (
     (metric_spec("canary_speed_ratio", "gauge", "1", "Tokens per second of the version on trial over the incumbent's"), lambda s: None if s.canary is None else s.canary.ratio),
     (metric_spec("regime_age_seconds", "gauge", "s", "Time since the traffic mix last changed"), lambda s: None if s.bandit is None else s.bandit.regime_age_s),
     (metric_spec("drift_alarms", "counter", "1", "Alarms that a bucket's text changed", "bucket"), lambda s: {} if s.bandit is None else {(bucket,): n for bucket, n in s.bandit.drift_alarms.items()}),
+    (metric_spec("class_share", "gauge", "1", "Share of the latest requests without a bucket that belong to this class; default has those of none", "bucket"), lambda s: {(bucket,): share for bucket, share in s.class_shares.items()}),
     (metric_spec("stream_lag_entries", "gauge", "1", "Feedback entries not read yet"), lambda s: s.feedback.lag),
     (metric_spec("feedback_rows_folded", "counter", "1", "Rows folded into the controller's state"), lambda s: s.feedback.delivered),
     (metric_spec("feedback_rows_lost", "counter", "1", "Rows that producers dropped"), lambda s: s.feedback.dropped),
@@ -98,17 +109,23 @@ _TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], Value]], ...] = (
 CONTROLLER_METRICS = tuple(spec for spec, _ in _TABLE)
 _BEFORE_RESTORE = {
     f"paceline_{name}"
-    for name in ("controller_redis_up", "controller_fenced", "controller_errors", "replicas_alive", "replicas_converged", "training_jobs_running")
+    for name in ("controller_redis_up", "controller_redis_full", "controller_read_only", "controller_fenced", "controller_errors", "replicas_alive", "replicas_converged", "training_jobs_running")
 }  # fmt: skip
 """What a controller can tell that has restored nothing yet."""
 
 
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+_ENDS = tuple(f"{bound:g}" for bound in TIME_BOUNDS_S) + ("+Inf",)
+
+
 def _family(spec: MetricSpec, value: Value) -> Metric:
-    family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-    metric = family(spec.name, f"{spec.text} (unit {spec.unit})", labels=spec.labels)
+    metric = _FAMILIES[spec.kind](spec.name, f"{spec.text} (unit {spec.unit})", labels=spec.labels)
     if value is not None and value is not msgspec.UNSET:
         for labels, number in value.items() if isinstance(value, Mapping) else [((), value)]:
-            metric.add_metric(labels, float(number))
+            if isinstance(number, Histogram):
+                metric.add_metric(labels, list(zip(_ENDS, accumulate(number.counts), strict=True)), number.sum_s)
+            else:
+                metric.add_metric(labels, float(number))
     return metric
 
 
@@ -130,102 +147,191 @@ _Counters = tuple[tuple[str, MetricSpec], ...]
 """Key of the counters -> metric."""
 
 ENGINE_METRICS: _Counters = (
-    ("num_rounds", metric_spec("rounds", "counter", "1", "Decode rounds")),
-    ("num_tokens", metric_spec("emitted_tokens", "counter", "tokens", "Tokens sent to clients")),
-    ("num_prefill_rows", metric_spec("prefill_rows", "counter", "rows", "Prompt rows run through the target")),
-    ("num_finished", metric_spec("requests_finished", "counter", "1", "Requests that ended by themselves")),
-    ("num_aborted", metric_spec("requests_aborted", "counter", "1", "Requests ended early")),
-    ("num_expired", metric_spec("requests_expired", "counter", "1", "Requests ended because their deadline came; they count as ended early too")),
-    ("num_preemptions", metric_spec("preemptions", "counter", "1", "Requests that lost their pages and went back to the queue")),
-    ("num_callback_errors", metric_spec("callback_errors", "counter", "1", "Events, statistics rows and traces that their taker refused")),
-    ("num_bucket_capped", metric_spec("requests_bucket_capped", "counter", "1", "Requests counted under bucket 'other': too many names (engine.max_buckets)")),
-    ("num_drafter_failures", metric_spec("drafter_failures", "counter", "1", "Drafters switched off because they failed")),
-    ("num_swaps", metric_spec("swaps", "counter", "1", "Drafter versions published")),
-    ("num_buckets", metric_spec("buckets", "gauge", "1", "Buckets that the replica tells apart")),
-    ("num_running", metric_spec("requests_running", "gauge", "1", "Requests in the current round")),
-    ("num_waiting", metric_spec("requests_waiting", "gauge", "1", "Requests in the queue")),
-    ("num_pages", metric_spec("kv_pages", "gauge", "pages", "KV pages of the pool")),
-    ("num_free_pages", metric_spec("kv_pages_free", "gauge", "pages", "KV pages that a request can get: without an owner, or cached and in no use")),
-    ("num_cached_pages", metric_spec("prefix_cache_pages", "gauge", "pages", "KV pages in the prefix cache, those in use included")),
-    ("num_prefix_lookups", metric_spec("prefix_cache_lookups", "counter", "1", "Admissions that looked into the prefix cache")),
-    ("num_prefix_hits", metric_spec("prefix_cache_hits", "counter", "1", "Admissions that found cached rows")),
-    ("num_prefix_hit_tokens", metric_spec("prefix_cache_hit_tokens", "counter", "tokens", "Tokens whose KV rows were found instead of computed, after a preemption too")),
-    ("num_prefix_evictions", metric_spec("prefix_cache_evictions", "counter", "pages", "Cached pages given up because pages were needed")),
+    ("num_rounds", replica_spec("rounds", "counter", "1", "Decode rounds")),
+    ("num_tokens", replica_spec("emitted_tokens", "counter", "tokens", "Tokens sent to clients")),
+    ("num_prefill_rows", replica_spec("prefill_rows", "counter", "rows", "Prompt rows run through the target")),
+    ("num_finished", replica_spec("requests_finished", "counter", "1", "Requests that ended by themselves")),
+    ("num_aborted", replica_spec("requests_aborted", "counter", "1", "Requests ended early")),
+    ("num_expired", replica_spec("requests_expired", "counter", "1", "Requests ended because their deadline came; they count as ended early too")),
+    ("num_preemptions", replica_spec("preemptions", "counter", "1", "Requests that lost their pages and went back to the queue")),
+    ("num_callback_errors", replica_spec("callback_errors", "counter", "1", "Events, statistics rows and traces that their taker refused")),
+    ("num_bucket_capped", replica_spec("requests_bucket_capped", "counter", "1", "Requests counted under bucket 'other': too many names (engine.max_buckets)")),
+    ("num_drafter_failures", replica_spec("drafter_failures", "counter", "1", "Drafters switched off because they failed")),
+    ("num_swaps", replica_spec("swaps", "counter", "1", "Drafter versions published")),
+    ("num_buckets", replica_spec("buckets", "gauge", "1", "Buckets that the replica tells apart")),
+    ("num_classed", replica_spec("requests_classed", "counter", "1", "Requests without a bucket that were sorted into a class")),
+    ("num_unclassed", replica_spec("requests_unclassed", "counter", "1", "Requests without a bucket that were like no class")),
+    ("num_classes", replica_spec("classes", "gauge", "1", "Classes that requests without a bucket are sorted into; 0 = none, they share default")),
+    ("num_running", replica_spec("requests_running", "gauge", "1", "Requests in the current round")),
+    ("num_waiting", replica_spec("requests_waiting", "gauge", "1", "Requests in the queue")),
+    ("num_pages", replica_spec("kv_pages", "gauge", "pages", "KV pages of the pool")),
+    ("num_free_pages", replica_spec("kv_pages_free", "gauge", "pages", "KV pages that a request can get: without an owner, or cached and in no use")),
+    ("num_cached_pages", replica_spec("prefix_cache_pages", "gauge", "pages", "KV pages in the prefix cache, those in use included")),
+    ("num_prefix_lookups", replica_spec("prefix_cache_lookups", "counter", "1", "Admissions that looked into the prefix cache")),
+    ("num_prefix_hits", replica_spec("prefix_cache_hits", "counter", "1", "Admissions that found cached rows")),
+    ("num_prefix_hit_tokens", replica_spec("prefix_cache_hit_tokens", "counter", "tokens", "Tokens whose KV rows were found instead of computed, after a preemption too")),
+    ("num_prefix_evictions", replica_spec("prefix_cache_evictions", "counter", "pages", "Cached pages given up because pages were needed")),
 )  # fmt: skip
 FEEDBACK_METRICS: _Counters = (
-    ("produced", metric_spec("feedback_rows_produced", "counter", "rows", "Round statistics recorded")),
-    ("delivered", metric_spec("feedback_rows_delivered", "counter", "rows", "Round statistics that Redis took")),
-    ("dropped", metric_spec("feedback_rows_dropped", "counter", "rows", "Round statistics lost to a full ring or a refusal")),
-    ("redis_up", metric_spec("redis_up", "gauge", "1", "1 while Redis takes feedback, 0 while it is away")),
+    ("produced", replica_spec("feedback_rows_produced", "counter", "rows", "Round statistics recorded")),
+    ("delivered", replica_spec("feedback_rows_delivered", "counter", "rows", "Round statistics that Redis took")),
+    ("dropped", replica_spec("feedback_rows_dropped", "counter", "rows", "Round statistics lost to a full ring or a refusal")),
+    ("prompts", replica_spec("prompt_vectors", "counter", "1", "Vectors of prompts without a bucket recorded for the controller")),
+    ("prompts_sent", replica_spec("prompt_vectors_sent", "counter", "1", "Of those the ones that were sent; of many the newest are")),
+    ("redis_up", replica_spec("redis_up", "gauge", "1", "1 while Redis takes feedback, 0 while it is away")),
 )  # fmt: skip
 TRACE_METRICS: _Counters = (
-    ("traces_written", metric_spec("traces_written", "counter", "1", "Feature traces written to the trace store")),
-    ("traces_dropped", metric_spec("traces_dropped", "counter", "1", "Feature traces lost to a full queue or a failing store")),
+    ("traces_written", replica_spec("traces_written", "counter", "1", "Feature traces written to the trace store")),
+    ("traces_dropped", replica_spec("traces_dropped", "counter", "1", "Feature traces lost to a full queue or a failing store")),
 )  # fmt: skip
-TRAINING = metric_spec("training", "gauge", "1", "1 while a training job runs for this service")
-SWAP_PAUSE = metric_spec("swap_pause_ms", "gauge", "ms", "Engine-thread pause of the latest swap")
-SPECULATION = metric_spec(
+LOG_METRICS: _Counters = (
+    ("lines_dropped", replica_spec("log_lines_dropped", "counter", "lines", "Lines of log files lost to a full queue or a disk that refused them")),
+)  # fmt: skip
+TRAINING = replica_spec("training", "gauge", "1", "1 while a training job runs for this service")
+SWAP_PAUSE = replica_spec("swap_pause_ms", "gauge", "ms", "Engine-thread pause of the latest swap")
+SPECULATION = replica_spec(
     "speculation_on", "gauge", "1", "1 while the tree policy drafts for this bucket, 0 while it decodes plainly because drafting does not pay",
     "bucket", "role", "mode",
 )  # fmt: skip
-FORWARD = metric_spec(
+FORWARD = replica_spec(
     "target_forward", "gauge", "1", "What computes the target's forwards: native-ISA (compiled), kernels (Triton), fused, modules-reordered or modules (torch)",
     "forward",
 )  # fmt: skip
+QUEUE_TIME = replica_spec(
+    "queue_seconds", "histogram", "s", "From the submission of a request (one a choice) to its first admission"
+)
+FIRST_TOKEN = replica_spec(
+    "time_to_first_token_seconds", "histogram", "s", "From the arrival of a request to its first tokens", "stream"
+)
+PER_TOKEN = replica_spec(
+    "inter_token_seconds",
+    "histogram",
+    "s",
+    "From one chunk of a choice to the next over the tokens of the latter, counted once a token",
+    "stream",
+)
+WHOLE = replica_spec(
+    "request_seconds",
+    "histogram",
+    "s",
+    "From the arrival of a request to the end of its answer; complete answers only",
+    "stream",
+)
+RESPONSES = replica_spec(
+    "responses",
+    "counter",
+    "1",
+    "Responses that have ended, by status code; 499: the client left first",
+    "route",
+    "code",
+)
+BROKEN = replica_spec(
+    "answers_broken", "counter", "1", "Answers that broke off after their status 200 was sent", "route"
+)
+HTTP_METRICS: tuple[MetricSpec, ...] = (FIRST_TOKEN, PER_TOKEN, WHOLE, RESPONSES, BROKEN)
+"""Of the process that speaks HTTP: the replica, or the ingress with `resume: true`."""
 REPLICA_METRICS: tuple[MetricSpec, ...] = (
-    *(spec for table in (ENGINE_METRICS, FEEDBACK_METRICS, TRACE_METRICS) for _, spec in table),
+    *(spec for table in (ENGINE_METRICS, FEEDBACK_METRICS, TRACE_METRICS, LOG_METRICS) for _, spec in table),
     TRAINING,
     SWAP_PAUSE,
     SPECULATION,
     FORWARD,
+    QUEUE_TIME,
+    *HTTP_METRICS,
 )
-"""Everything that one replica exposes about itself; the middle parts only where it has feedback and traces."""
+"""Everything that one replica exposes about itself; feedback and traces only where it has them."""
+_TOLD_FROM_THE_START = [
+    (r, c) for r in ("/v1/completions", "/v1/chat/completions") for c in ("200", "429", "500", "503")
+]
+"""Responses that begin at 0: of a series that begins at 1 Prometheus' rate misses the first."""
+_Values = Iterable[tuple[MetricSpec, Value]]
 
 
-def _replica_values(counters: dict[str, Any], pauses_ms: Sequence[float]) -> Iterable[tuple[MetricSpec, Value]]:
-    for name, table in (("engine", ENGINE_METRICS), ("feedback", FEEDBACK_METRICS), ("traces", TRACE_METRICS)):
+def _replica_values(numbers: ReplicaNumbers) -> _Values:
+    counters = numbers.counters
+    tables = (
+        ("engine", ENGINE_METRICS),
+        ("feedback", FEEDBACK_METRICS),
+        ("traces", TRACE_METRICS),
+        ("logs", LOG_METRICS),
+    )
+    for name, table in tables:
         source = counters.get(name)
         if source is not None:
             yield from ((spec, source.get(key) or 0) for key, spec in table)
     yield TRAINING, bool(counters.get("training"))
     rows = counters.get("speculation") or []
-    yield SPECULATION, {tuple(str(row[label]) for label in SPECULATION.labels): row["is_on"] for row in rows}
+    own_labels = SPECULATION.labels[len(PROCESS_LABELS) :]
+    yield SPECULATION, {tuple(str(row[label]) for label in own_labels): row["is_on"] for row in rows}
     if forward := (counters.get("engine") or {}).get("forward"):
         yield FORWARD, {(forward,): 1}
-    if pauses_ms:
-        yield SWAP_PAUSE, pauses_ms[-1]
+    if numbers.swap_pause_ms is not None:
+        yield SWAP_PAUSE, numbers.swap_pause_ms
+    if numbers.queue is not None:
+        yield QUEUE_TIME, {(): numbers.queue}
+    yield from http_values(numbers)
+
+
+def http_values(numbers: ReplicaNumbers) -> _Values:
+    """HTTP_METRICS of a process that speaks HTTP, without the labels of the process."""
+    meters = numbers.http
+    if meters is None:
+        return
+    each = (("true", meters.streamed), ("false", meters.at_once))
+    yield FIRST_TOKEN, {(name,): times.first_token for name, times in each}
+    yield PER_TOKEN, {(name,): times.per_token for name, times in each}
+    yield WHOLE, {(name,): times.whole for name, times in each}
+    responses: dict[tuple[str, ...], float | Histogram] = dict.fromkeys(_TOLD_FROM_THE_START, 0)
+    responses |= {(route, str(code)): n for route, codes in meters.responses.items() for code, n in codes.items()}
+    broken: dict[tuple[str, ...], float | Histogram] = {(route,): 0 for route, _ in _TOLD_FROM_THE_START}
+    broken |= {(route,): n for route, n in meters.broken.items()}
+    yield RESPONSES, responses
+    yield BROKEN, broken
+
+
+def render_processes(
+    processes: Mapping[str, ReplicaNumbers], read: Callable[[ReplicaNumbers], _Values] = _replica_values
+) -> bytes:
+    """Prometheus' text of what `read` finds in the numbers of each process, by id; one family for all of them."""
+    families: dict[MetricSpec, dict[tuple[str, ...], float | Histogram]] = {}
+    for process_id, numbers in processes.items():
+        for spec, value in read(numbers):
+            values = families.setdefault(spec, {})
+            if value is not None and value is not msgspec.UNSET:
+                for labels, number in value.items() if isinstance(value, Mapping) else [((), value)]:
+                    values[(numbers.model, process_id, *labels)] = number
+    return render(families.items())
 
 
 def speculation_rows(
-    states: Iterable[tuple[tuple[str, str, bool], str]], roles: dict[str, str]
+    states: Iterable[tuple[tuple[str, str, bool], str]], roles: dict[str, str], class_versions: dict[str, str]
 ) -> list[dict[str, Any]]:
     """[{bucket, role, mode, is_on}] of what the tree policy decided; versions without a role are left out.
 
     Args:
         states: ((drafter version, bucket, is_greedy), trial | on | off | probe) of every statistic that it keeps.
         roles: role -> drafter version; a version with several roles gets the first.
+        class_versions: class -> its own version, whose role there is 'class'.
     """
     by_version: dict[str, str] = {}
     for role, version in roles.items():
         by_version.setdefault(version, role)
     found: dict[tuple[str, str, str], bool] = {}
     for (version, bucket, is_greedy), state in states:
-        if version in by_version:
-            found[(bucket, by_version[version], "greedy" if is_greedy else "sampled")] = state in ("trial", "on")
+        own = "class" if class_versions.get(bucket) == version else by_version.get(version)
+        if own is not None:
+            found[(bucket, own, "greedy" if is_greedy else "sampled")] = state in ("trial", "on")
     return [{"bucket": b, "role": r, "mode": m, "is_on": is_on} for (b, r, m), is_on in sorted(found.items())]
 
 
-def render_metrics(
-    counters: dict[str, Any], swap_pause_ms: Sequence[float] = (), controller: Snapshot | None = None
-) -> tuple[bytes, str]:
+def render_metrics(replicas: Mapping[str, ReplicaNumbers], controller: Snapshot | None = None) -> tuple[bytes, str]:
     """Body and content type.
 
     Args:
-        counters: {"engine": Engine.stats(), "feedback": ..., "traces": ..., "training": bool, "speculation": rows of
-            speculation_rows}; all but the first optional.
+        replicas: replica id -> its numbers.
         controller: the controller's snapshot, whose metrics are appended; None = it is away.
     """
-    body = render(_replica_values(counters, swap_pause_ms))
+    body = render_processes(replicas)
     if controller is not None:
         body += controller_metrics(controller)
     return body, CONTENT_TYPE_LATEST

@@ -29,7 +29,8 @@ _DECISION_FIELDS = (
 _JOB_FIELDS = (*_DECISION_FIELDS[:7], "expected_cost_s", "realised_cost_s", "realised_gain", "outcome")
 _VERSION_FIELDS = ("version", "parent", "arm", "bucket", "num_train_rows", "created", "num_bytes", "metrics")
 _REPLICA_FIELDS = (
-    "replica_id", "gen", "version", "slots", "failed_gen", "failed_reason", "swap_pause_ms", "staging_s",
+    "replica_id", "gen", "version", "slots", "class_versions", "refused", "failed_gen", "failed_reason", "swap_pause_ms",
+    "staging_s",
 )  # fmt: skip
 _ENGINE_FIELDS = (
     "num_running", "num_waiting", "num_pages", "num_free_pages", "num_tokens", "num_finished", "num_aborted",
@@ -41,6 +42,7 @@ def sections(state: Snapshot) -> dict[str, Any]:
     return {
         "head": _head(state),
         "answers": answers(state),
+        "latency": state.latency,
         "buckets": _buckets(state),
         "regimes": regimes(state),
         "decisions": decisions(state),
@@ -62,7 +64,7 @@ def _fields(record: msgspec.Struct, names: tuple[str, ...]) -> dict[str, Any]:
 def _head(state: Snapshot) -> dict[str, Any]:
     names = ("model", "target", "policy", "is_paused", "has_controller", "gen", "version", "first_version")
     return _fields(state, names) | {
-        "policies": sorted(POLICIES),
+        "policies": sorted({*POLICIES, *filter(None, [state.policy])}),  # the one in force may be another's class
         "arms": [a.name for a in default_arms()],
         "pinned": state.bandit.pinned if state.bandit is not None else None,
         "bank_s": state.bandit.bank_s if state.bandit is not None else None,
@@ -85,6 +87,8 @@ def _buckets(state: Snapshot) -> list[dict[str, Any]]:
             "belief": beliefs.get(name),
             "speculation": speculation.get(name, {}),
             "rows": state.rows.get(name, 0),
+            "class_share": state.class_shares.get(name),
+            "version": state.class_versions.get(name),
         }
         for name, traffic in state.buckets.items()
     ]
@@ -136,7 +140,8 @@ def _roles(state: Snapshot, version: str) -> list[str]:
         "pinned": bandit is not None and version == bandit.pinned,
         "barred": bandit is not None and version in bandit.barred,
     }
-    return [role for role, is_so in facts.items() if is_so]
+    classes = [f"for {bucket}" for bucket, own in sorted(state.class_versions.items()) if own == version]
+    return [role for role, is_so in facts.items() if is_so] + classes
 
 
 def _replicas(state: Snapshot) -> list[dict[str, Any]]:
@@ -155,7 +160,21 @@ def _jobs(state: Snapshot) -> dict[str, Any]:
 def _health(state: Snapshot) -> dict[str, Any]:
     replica = state.replica or ReplicaState()
     return {
-        **_fields(state, ("redis_up", "has_controller", "is_fenced", "errors", "epoch", "ts", "feedback")),
+        **_fields(
+            state,
+            (
+                "redis_up",
+                "is_redis_full",
+                "read_only",
+                "folder_error",
+                "has_controller",
+                "is_fenced",
+                "errors",
+                "epoch",
+                "ts",
+                "feedback",
+            ),
+        ),
         "replica_id": replica.replica_id,
         "engine": {name: replica.engine.get(name) for name in _ENGINE_FIELDS},
         "traces": None if replica.traces is msgspec.UNSET else replica.traces,

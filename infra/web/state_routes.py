@@ -7,7 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,22 +18,27 @@ from fastapi import APIRouter, Request
 from ray.exceptions import RayError
 from starlette.exceptions import HTTPException
 
+from paceline.contracts import combine_meters
 from paceline.errors import PacelineError, RequestError
 from paceline.infra.controller.actor import get_controller
 from paceline.infra.controller.snapshot import (
     CommandResult,
     FeedbackCounts,
+    LatencyState,
+    Quantiles,
     ReplicaState,
     Snapshot,
     TrafficBin,
     VersionList,
 )
+from paceline.infra.replica.exchange import ReplicaNumbers
 from paceline.infra.replica.watcher import ReplicaWatcher
 from paceline.infra.web.access import Access
 from paceline.infra.web.commands import FIELDS, parse_command
 from paceline.serving.drafters.slots import DrafterSlots
 
 log = logging.getLogger(__name__)
+audit = logging.getLogger("paceline.audit")
 
 FETCH_TIMEOUT_S = 3.0
 SCRAPE_WAIT_S = 0.8
@@ -86,6 +92,24 @@ class SnapshotCache:
         done.set()
 
 
+def latency_state(processes: Iterable[ReplicaNumbers]) -> LatencyState | None:
+    """The past minute of all processes that speak HTTP; None without one."""
+    each = [p.recent for p in processes if p.recent is not None]
+    if not each:
+        return None
+    meters = combine_meters(each)
+    times = {
+        name: getattr(meters.streamed, name).combine(getattr(meters.at_once, name))
+        for name in ("first_token", "per_token", "whole")
+    }
+    failed = sum(n for codes in meters.responses.values() for code, n in codes.items() if code >= 500)
+    return LatencyState(
+        num_answers=sum(times["whole"].counts),
+        num_failed=failed + sum(meters.broken.values()),
+        **{name: Quantiles(p50_s=found.quantile(0.5), p99_s=found.quantile(0.99)) for name, found in times.items()},
+    )
+
+
 @dataclass(slots=True)
 class ServiceView:
     """What one replica can say about itself and, through the controller, about the service."""
@@ -99,6 +123,8 @@ class ServiceView:
     """Of the engine, feedback and traces; fields of ReplicaState."""
     watcher: ReplicaWatcher | None
     is_adaptive: bool
+    processes: Callable[[], Mapping[str, ReplicaNumbers]] = dict
+    """Of every process of the service that is known; may block for a second."""
     _snapshots: SnapshotCache = field(init=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +149,7 @@ class ServiceView:
             "pins": self.slots.num_pins(),
             "waiting": self.slots.waiting_version,
             "failures": self.slots.failures(),
+            "class_versions": self.slots.served(),
             "failed_gen": watcher.failed_gen if watcher else None,
             "failed_reason": watcher.failed_reason if watcher else "",
             "num_swaps": self.slots.num_swaps,
@@ -133,8 +160,11 @@ class ServiceView:
         """The controller's snapshot plus this replica; only this replica while the controller is away."""
         replica = msgspec.convert({**self.swap(), **self.counters()}, ReplicaState)
         snapshot = self._snapshots.recent(FETCH_TIMEOUT_S) if self.is_adaptive else None
+        latency = latency_state(self.processes().values())
         if snapshot is not None and snapshot.ts is not None:
-            return msgspec.structs.replace(snapshot, replica=replica, target=self.target, has_controller=True)
+            return msgspec.structs.replace(
+                snapshot, replica=replica, latency=latency, target=self.target, has_controller=True
+            )
         sent = {} if replica.feedback is msgspec.UNSET else replica.feedback
         return Snapshot(
             model=self.model,
@@ -144,8 +174,10 @@ class ServiceView:
             version=replica.version,
             first_version=replica.first_version,
             redis_up=snapshot is not None and snapshot.redis_up,
+            read_only="" if snapshot is None else snapshot.read_only,
             feedback=FeedbackCounts(**{k: sent[k] for k in ("produced", "delivered", "dropped") if k in sent}),
             replica=replica,
+            latency=latency,
         )
 
     def traffic(self, since: float) -> list[TrafficBin] | None:
@@ -190,12 +222,33 @@ def service_router(view: ServiceView, access: Access, run: RunState) -> APIRoute
         return msgspec.to_builtins(msgspec.convert(await run(view.state), VersionList, from_attributes=True))
 
     async def command(name: str, request: Request) -> dict[str, Any]:
-        access.check_command(request)
-        return msgspec.to_builtins(await run_command(view, name, request))
+        with audited(name, request, access):
+            access.check_command(request)
+            return msgspec.to_builtins(await run_command(view, name, request))
 
     router.add_api_route("/paceline/versions", versions, methods=["GET"])
     router.add_api_route("/paceline/{name}", command, methods=["POST"])
     return router
+
+
+@contextmanager
+def audited(name: str, request: Request, access: Access) -> Iterator[None]:
+    """Write a line about a command, whatever becomes of it: who gave it from where, and how it ended."""
+    peer = None if request.client is None else request.client.host
+    # the name is the caller's text until it is known to be one of ours
+    fields = {"command": name if name in FIELDS else "unknown", "who": access.operator(request), "peer": peer}
+    try:
+        yield
+    except Exception as e:
+        status = getattr(e, "status_code", 400 if isinstance(e, RequestError) else 500)
+        audit.warning("command", extra={"fields": {**fields, "outcome": f"refused {status}: {_reason(e)}"}})
+        raise
+    values = getattr(request.state, "command_args", ())
+    audit.info("command", extra={"fields": {**fields, "args": list(values), "outcome": "done"}})
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "detail", error))[:200]
 
 
 async def run_command(view: ServiceView, name: str, request: Request) -> CommandResult:
@@ -211,6 +264,7 @@ async def run_command(view: ServiceView, name: str, request: Request) -> Command
         if len(raw) > MAX_COMMAND_BYTES:
             raise HTTPException(413, f"the body must be at most {MAX_COMMAND_BYTES} bytes")
     method, args = parse_command(name, raw)
+    request.state.command_args = args
     try:
         state = await asyncio.to_thread(view.command, method, *args)
     except RequestError:

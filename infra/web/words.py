@@ -121,7 +121,7 @@ def _trial_end(trial: TrialEnd) -> str:
 def shares(state: Snapshot) -> list[dict[str, Any]]:
     """[{role, version, percent}] of requests that name no group: live, canary, hold-back; percentages sum to 100."""
     held, canary = float(state.holdback_percent), state.canary
-    tried = (100.0 - held) * canary.share_percent / 100.0 if canary else 0.0
+    tried = (100.0 - held) * canary.share_percent / 100.0 if canary and not canary.scope else 0.0
     rows = [{"role": "live", "version": state.version, "percent": 100.0 - held - tried}]
     if canary and tried > 0:
         rows.append({"role": "canary", "version": canary.version, "percent": tried})
@@ -141,7 +141,7 @@ def rollout_words(state: Snapshot) -> str:
     speed = f"{100 * (ratio - 1):+.1f}% tokens per second" if ratio is not None else "no comparable requests yet"
     text = (
         f"{short(canary.version)} is on trial against {short(canary.incumbent)} with {canary.share_percent}% of "
-        f"adaptive requests: {speed} on {own} requests against {canary.num_requests - own}."
+        f"adaptive requests{f' of {canary.scope}' if canary.scope else ''}: {speed} on {own} requests against {canary.num_requests - own}."
     )
     drafted, needed = canary.num_drafted_rounds, canary.min_drafted_rounds
     if drafted < needed:
@@ -158,10 +158,22 @@ def _who_serves(state: Snapshot) -> dict[str, Any]:
     out["verdict"], text = _first_serves(state, rows) if state.version == state.first_version else _adapted_serves(state, rows)  # fmt: skip
     if state.bandit is not None and state.bandit.pinned:
         text += f" {short(state.bandit.pinned)} is pinned by an operator."
+    if state.class_versions:
+        text += f" {_classes(state)}"
     if (behind := _replicas_behind(state)) is not None:
         out |= {"verdict": behind["verdict"], "tone": behind["tone"]}
         text += f" {behind['text']}"
     return {**out, "text": text, "shares": rows}
+
+
+def _classes(state: Snapshot) -> str:
+    """Which classes have versions of their own, and where these do not serve."""
+    own = ", ".join(f"{bucket} by {short(version)}" for bucket, version in sorted(state.class_versions.items()))
+    text = f"Classes with a version of their own: {own}."
+    for r in sorted(state.replicas, key=lambda r: r.replica_id):
+        for version, reason in sorted(r.refused.items()):
+            text += f" Replica {short(r.replica_id)} does not serve {short(version)}: {reason.rstrip('.')}."
+    return text
 
 
 def _serves(state: Snapshot) -> str:

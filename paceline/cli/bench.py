@@ -40,11 +40,19 @@ COMMANDS = {
         "Measure the speed of a server under closed and open loads.",
         "bench.serve.run:ServeBenchOptions:run_serve_bench",
     ),
+    "fuzz": (
+        "Send a server what nobody should send, and see whether it takes it.",
+        "bench.serve.fuzz:FuzzOptions:run_fuzz",
+    ),
     "peers": (
         "Compare servers of several projects on the same weights over HTTP.",
         "bench.peers.run:PeersOptions:run_peers",
     ),
     "shadow": ("Compare shadow scores with real decoding.", "bench.shadow.check:ShadowCheckOptions:run_shadow_check"),
+    "learner": (
+        "Compare a learner with a job of epochs on the same text.",
+        "bench.shadow.learning:LearnerOptions:run_learner_bench",
+    ),
     "budgets": (
         "Show acceptance length over draft nodes by exact replay, without a clock.",
         "bench.shadow.budgets:BudgetsOptions:run_budgets",
@@ -56,6 +64,10 @@ COMMANDS = {
     "feedback": (
         "Measure what feedback and feature traces cost.",
         "infra.replica.feedback_cost:FeedbackCostOptions:run_feedback_cost",
+    ),
+    "classes": (
+        "Measure requests without a bucket in classes against named buckets and one for all.",
+        "bench.engine.classes:ClassBenchOptions:run_class_bench",
     ),
     "kernels": (
         "Measure each kernel, and how near it comes to the memory's speed.",

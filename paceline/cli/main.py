@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.bench.replay.command import ReplayOptions
     from paceline.config import ServeOptions
     from paceline.infra.demo.run import DemoOptions
+    from paceline.infra.state.backup import BackupOptions, RestoreOptions
     from paceline.infra.state.export import ExportOptions
     from paceline.infra.state.purge import PurgeOptions
 
@@ -84,6 +85,22 @@ def export(options: ExportOptions, console: Console) -> None:
     from paceline.infra.state.export import run_export
 
     run_export(options, console)
+
+
+@command(app, "backup", "paceline.infra.state.backup:BackupOptions")
+def backup(options: BackupOptions, console: Console) -> None:
+    """Save what a service knows in one file."""
+    from paceline.infra.state.backup import run_backup
+
+    run_backup(options, console)
+
+
+@command(app, "restore", "paceline.infra.state.backup:RestoreOptions")
+def restore(options: RestoreOptions, console: Console) -> None:
+    """Put a backup in the place of a stopped service's state."""
+    from paceline.infra.state.backup import run_restore
+
+    run_restore(options, console)
 
 
 @command(app, "purge-traces", "paceline.infra.state.purge:PurgeOptions")

@@ -1,4 +1,4 @@
-"""Training commands: `train-target`, `train-drafter` and `import-drafter`."""
+"""Training commands: `train-target`, `train-drafter`, `import-drafter` and `export-drafter`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from paceline.cli.options import command, given_words
 if TYPE_CHECKING:
     from paceline.adapt.recipes.drafter import TrainDrafterOptions
     from paceline.adapt.recipes.target import TrainTargetOptions
+    from paceline.adapt.versions.export_drafter import ExportDrafterOptions
     from paceline.adapt.versions.import_drafter import ImportOptions
 
 _MACHINE = ("num_threads", "device")
@@ -28,6 +29,7 @@ def add_training(app: typer.Typer) -> None:
     command(app, "train-target", "paceline.adapt.recipes.target:TrainTargetOptions")(train_target)
     command(app, "train-drafter", "paceline.adapt.recipes.drafter:TrainDrafterOptions")(train_drafter)
     command(app, "import-drafter", "paceline.adapt.versions.import_drafter:ImportOptions")(import_drafter)
+    command(app, "export-drafter", "paceline.adapt.versions.export_drafter:ExportDrafterOptions")(export_drafter)
 
 
 def train_target(options: TrainTargetOptions, console: Console) -> None:
@@ -70,6 +72,17 @@ def import_drafter(options: ImportOptions, console: Console) -> None:
 
     config = run(options.folder, options.out, resolve_model(options.target), tap_layers=options.taps)
     console.print(f"{config['drafter_type']} written to {options.out}; target layers {config.get('tap_layers')}")
+
+
+def export_drafter(options: ExportDrafterOptions, console: Console) -> None:
+    """Write a drafter as vLLM, speculators or SGLang load it."""
+    from paceline.adapt.versions.export_drafter import export_drafter as run
+
+    done = run(options)
+    console.print(
+        f"{done.drafter_type} written to {options.out}; target layers {list(done.tap_layers)}", soft_wrap=True
+    )
+    console.print(done.command, soft_wrap=True, highlight=False, markup=False)
 
 
 @contextmanager

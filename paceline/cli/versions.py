@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from paceline.infra.service.versions import ListOptions
 
 versions_app = typer.Typer(
-    help="List, pin, try and roll back drafter versions of a running service.", no_args_is_help=True
+    help="List, pin, try, roll back and assign drafter versions of a running service.", no_args_is_help=True
 )
 _MODULE = "paceline.infra.service.versions"
 _CHANGES = {
     "pin": ("VersionOptions", "Serve this version to new requests until 'versions unpin'; the policy pauses."),
     "unpin": ("ServiceAddress", "Let the policy decide again."),
     "rollback": ("ServiceAddress", "Go back to the version before the one that serves now (as a new generation)."),
-    "canary": ("VersionOptions", "Try this version on a share of requests until its verdict."),
+    "canary": ("CanaryOptions", "Try this version on a share of requests until its verdict."),
+    "assign": ("AssignOptions", "Serve a class of requests with this version until 'versions unassign'."),
+    "unassign": ("UnassignOptions", "Serve a class with the live version again."),
 }
 
 
@@ -37,8 +39,8 @@ def _changer(action: str) -> Callable[[Any, Console], None]:
     def run(options: Any, console: Console) -> None:
         from paceline.infra.service.versions import change_version
 
-        service, version = getattr(options, "service", options), getattr(options, "version", None)
-        change_version(service, action, console, version=version)
+        fields = {name: getattr(options, name, None) for name in ("bucket", "version")}
+        change_version(getattr(options, "service", options), action, console, **fields)
 
     return run
 

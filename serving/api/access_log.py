@@ -1,4 +1,4 @@
-"""Access log: one line for each HTTP request and its end, never its text.
+"""Access log: one line for each HTTP request and its end, never its text; and what is counted of them all.
 
 The middleware makes a record when a request comes in, the handlers fill it, and the line is written once the response has
 ended: nothing is logged between two rounds of an answer.
@@ -14,7 +14,9 @@ from typing import Any
 
 from fastapi import Request
 
-from paceline.serving.sampling.request import RequestStats
+from paceline.contracts import AnswerTimes, HttpMeters
+from paceline.serving.sampling.request import RequestStats, RoundEvent
+from paceline.serving.wire.exchange import CUT
 
 log = logging.getLogger("paceline.access")
 
@@ -29,9 +31,13 @@ class AccessRecord:
     route: str
     start_s: float
     timer: Callable[[], float] = time.perf_counter
+    meters: HttpMeters = field(default_factory=HttpMeters)
     status: int | None = None
     """Of the response; None while none was begun."""
     request_id: str = ""
+    """The client's x-request-id, or one made for it."""
+    answer_id: str = ""
+    """Of the answer, made here: what the engine, traces and statistics know the request by."""
     labels: dict[str, Any] = field(default_factory=dict)
     """bucket, group, tenant, priority, n, stream."""
     prompt_tokens: int | None = None
@@ -46,6 +52,37 @@ class AccessRecord:
     is_disconnected: bool = False
     """The client hung up before the answer was complete."""
 
+    _times: AnswerTimes | None = None
+    _latest_s: dict[str, float] = field(default_factory=dict)
+    """Engine request -> when its latest chunk came."""
+
+    @property
+    def code(self) -> int:
+        """Of the response, or what stands for it where the client got none."""
+        return self.status if self.status is not None else 499 if self.is_disconnected else 500
+
+    def note_chunk(self, event: RoundEvent) -> None:
+        """Time a chunk when the event loop gets it, whenever the client reads it."""
+        if not event.token_ids:
+            return
+        now_s, times = self.timer(), self._times
+        if times is None:
+            times = self._times = self.meters.times(bool(self.labels.get("stream")))
+            self.first_s = now_s
+            times.first_token.observe(now_s - self.start_s)
+        before_s = self._latest_s.get(event.request_id)
+        if before_s is not None:
+            num_tokens = len(event.token_ids)
+            times.per_token.observe((now_s - before_s) / num_tokens, num_tokens)
+        self._latest_s[event.request_id] = now_s
+
+    def close(self) -> None:
+        """Count the response, which has ended."""
+        is_cut = self.error is not None or self.is_disconnected
+        if self._times is not None and not is_cut and self.code < 400:
+            self._times.whole.observe(self.timer() - self.start_s)
+        self.meters.count(self.route, self.code, self.error is not None and self.code < 400)
+
     def fields(self) -> dict[str, Any]:
         """The line as plain values; what is not known is left out."""
         stats = self.stats
@@ -53,10 +90,12 @@ class AccessRecord:
         accepted = sum(s.num_accepted_tokens for s in stats)
         values: dict[str, Any] = {
             "request_id": self.request_id or None,
+            "answer_id": self.answer_id or None,
             "method": self.method,
             "route": self.route,
-            "status": self.status if self.status is not None else 499 if self.is_disconnected else 500,
+            "status": self.code,
             **self.labels,
+            "bucket": ",".join(sorted({s.bucket for s in stats})) if stats else self.labels.get("bucket"),
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "cached_tokens": min((s.num_cached_tokens for s in stats), default=None),
@@ -72,17 +111,20 @@ class AccessRecord:
 
 
 class AccessLog:
-    """ASGI middleware: one line on the logger `paceline.access` for each request to the routes that clients use."""
+    """ASGI middleware: counts each request to the routes that clients use; a line on the logger `paceline.access`."""
 
-    def __init__(self, app: Any, timer: Callable[[], float] = time.perf_counter) -> None:
-        self._app, self._timer = app, timer
+    def __init__(
+        self, app: Any, timer: Callable[[], float] = time.perf_counter, *, meters: HttpMeters, is_written: bool = True
+    ) -> None:
+        """is_written: False: nothing is logged."""
+        self._app, self._timer, self._meters, self._is_written = app, timer, meters, is_written
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or not scope["path"].endswith(_ROUTES):
             await self._app(scope, receive, send)
             return
         route = next(r for r in reversed(_ROUTES) if scope["path"].endswith(r))  # the path itself is the client's text
-        record = AccessRecord(scope["method"], route, self._timer(), self._timer)
+        record = AccessRecord(scope["method"], route, self._timer(), self._timer, self._meters)
         scope.setdefault("state", {})["access"] = record
 
         async def watched(message: Any) -> None:
@@ -93,11 +135,14 @@ class AccessLog:
         try:
             await self._app(scope, receive, watched)
         finally:
-            log.info("request", extra={"fields": record.fields()})
+            record.error = record.error or scope["state"].get(CUT)
+            record.close()
+            if self._is_written:
+                log.info("request", extra={"fields": record.fields()})
 
 
 def access_record(request: Request) -> AccessRecord:
-    """The record of a request; one that nobody reads where the access log is off."""
+    """The record of a request; one that nobody reads on routes that are not counted."""
     record = getattr(request.state, "access", None)
     if record is None:
         record = request.state.access = AccessRecord(request.method, request.url.path, time.perf_counter())

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from paceline import __version__
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.serving.api.access_log import AccessLog, access_record
-from paceline.serving.api.bodies import ChatBody, CompletionBody, GenerateBody, parse_body
+from paceline.serving.api.bodies import ChatBody, CompletionBody, GenerateBody
 from paceline.serving.api.chat_page import chat_page
-from paceline.serving.api.choice import Choice, ChoiceStyle, make_echo
-from paceline.serving.api.format import Answer
-from paceline.serving.api.generation import ApiParts, Cutoff, EventStream, Generation, begun, events, whole
+from paceline.serving.api.generation import ApiParts, Cutoff, EngineInfo, EventStream, Generation, begun, events, whole
 from paceline.serving.api.http import (
     FinishRate,
     QueueFull,
+    enter,
     error_handler,
     json_response,
     on_loop,
     read_body,
-    token_check,
+    visit_of,
 )
+from paceline.serving.api.openapi import openapi_document, openapi_page
 from paceline.serving.api.prompts import Prompts, TokenRoutes, with_tokens
 from paceline.serving.api.requests import check_model, engine_requests, request_id_of
 from paceline.serving.sampling.request import GenerationRequest
 from paceline.serving.sampling.text_stream import TextStream, TokenText
+from paceline.serving.wire.calls import CallParser
+from paceline.serving.wire.choice import Choice, ChoiceStyle, make_echo
+from paceline.serving.wire.exchange import Exchange
+from paceline.serving.wire.fields import parse_body
+from paceline.serving.wire.format import Answer
+from paceline.serving.wire.forms import form_of
+from paceline.serving.wire.tools import CallPlan, plan_calls
 
 
 class Api:
@@ -38,24 +48,24 @@ class Api:
         self.tokens = TokenText(parts.tokenizer)
         self.prompts = Prompts(parts.tokenizer)
         self._finishes = FinishRate()
-        self._unfinished: set[str] = set()  # ids of HTTP requests; the engine knows those of single choices
 
     # ---- generation ---------------------------------------------------------------------------------------------
     async def completions(self, request: Request) -> Response:
+        """Continue texts or token ids."""
         arrived_s = self._arrive(request)
         body: CompletionBody = parse_body(await read_body(request), CompletionBody)
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            token_ids = await self.prompts.encode(prompt, special=True)
-        else:
-            token_ids = [t for t in prompt if isinstance(t, int)]  # the validator leaves one flat prompt
-        return await self._answer(request, body, token_ids, arrived_s)
+        return await self._answer(request, body, await self.prompts.encode_each(body.prompts), arrived_s)
 
     async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
         arrived_s = self._arrive(request)
         body: ChatBody = parse_body(await read_body(request), ChatBody)
+        plan = plan_calls(
+            body, form_of(body), self.prompts.tool_style, self.tokens.special_texts,
+            is_parallel=body.parallel_tool_calls is not False,
+        )  # fmt: skip
         token_ids = await self.prompts.encode(await self.prompts.render(body), special=False)
-        return await self._answer(request, body, token_ids, arrived_s)
+        return await self._answer(request, body, [token_ids], arrived_s, plan)
 
     def _arrive(self, request: Request) -> float:
         """The time in the engine's clock; raises EngineStoppedError while the replica drains."""
@@ -64,39 +74,40 @@ class Api:
             raise EngineStoppedError("this replica is shutting down; send the request again")
         return self.parts.client.now()
 
-    async def _answer(self, request: Request, body: GenerateBody, token_ids: list[int], arrived_s: float) -> Response:
-        info, record = self.parts.client.info(), access_record(request)
+    async def _answer(
+        self, request: Request, body: GenerateBody, prompts: list[list[int]], arrived_s: float,
+        plan: CallPlan | None = None,
+    ) -> Response:  # fmt: skip
+        info, record, visit = self.parts.client.info(), access_record(request), visit_of(request)
         check_model(body.model, info)
+        # never the client's own: by it requests are held back, tried on a canary and traced
+        record.answer_id = answer_id = uuid.uuid4().hex
         requests = engine_requests(
-            request, body, token_ids, parts=self.parts, info=info, request_id=record.request_id, arrived_s=arrived_s
-        )
+            request, body, prompts, parts=self.parts, info=info, request_id=answer_id, arrived_s=arrived_s,
+            visit=visit, grammar=None if plan is None else plan.grammar,
+        )  # fmt: skip
         first = requests[0]
-        record.prompt_tokens = len(token_ids)
+        record.prompt_tokens = num_prompt = sum(len(r.prompt_token_ids) for r in requests[:: body.num_choices])
         record.labels = {
             "bucket": first.bucket, "group": first.group.value, "tenant": first.tenant or None, "n": len(requests),
             "stream": bool(body.stream), "priority": first.priority or None,
         }  # fmt: skip
-        answer = await self._new_answer(body, requests, record.request_id, info.model_name)
-        request_id = record.request_id
-        if request_id in self._unfinished:
-            raise RequestError(f"x-request-id must be unique among unfinished requests, got {request_id!r}")
+        answer = await self._new_answer(body, requests, answer_id, info.model_name, plan)
+        visit.account.charge_prompt(num_prompt)
         generation = Generation(
-            self.parts,
-            requests,
-            answer,
-            record,
-            self._finishes.note,
-            on_close=lambda: self._unfinished.discard(request_id),
-        )
-        self._unfinished.add(request_id)
+            self.parts, requests, answer, record, self._finishes.note,
+            on_close=lambda: visit.account.charge_answer(answer.num_completion_tokens),
+        )  # fmt: skip
         try:
             await generation.submit()
         except BaseException as e:  # also a client that hangs up meanwhile
-            self._unfinished.discard(request_id)
+            visit.account.charge_answer(-num_prompt)
             if isinstance(e, CapacityError):
                 raise QueueFull(str(e), self._finishes.retry_after_s(self.parts.client.num_waiting())) from e
             raise
         headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
+        if body.ignored:
+            headers["x-paceline-ignored"] = ", ".join(body.ignored)
         if self.parts.sends_request_id:
             headers["x-request-id"] = record.request_id
         if body.stream:
@@ -106,50 +117,59 @@ class Api:
         return Response(await whole(request, generation), media_type="application/json", headers=headers)
 
     async def _new_answer(
-        self, body: GenerateBody, requests: list[GenerationRequest], request_id: str, model_name: str
-    ) -> Answer:
-        prompt, is_chat = requests[0].prompt_token_ids, isinstance(body, ChatBody)
-        skip, stop = body.skip_special_tokens, requests[0].params.stop
-        echo = None
-        if isinstance(body, CompletionBody) and body.echo:
-            echo = await with_tokens(lambda: make_echo(self.tokens, prompt, skip_special=skip), prompt)
+        self, body: GenerateBody, requests: list[GenerationRequest], answer_id: str, model_name: str,
+        plan: CallPlan | None,
+    ) -> Answer:  # fmt: skip
+        is_chat, skip, stop = isinstance(body, ChatBody), body.skip_special_tokens, requests[0].params.stop
         style = ChoiceStyle(
             is_chat=is_chat,
             num_top=body.num_logprobs(),
+            num_prompt_top=body.prompt_logprobs,
             with_token_ids=body.return_token_ids,
             with_segments=body.return_segments,
             with_own_stats=len(requests) > 1,
         )
-        choices = [
-            Choice(
-                i, self.tokens, TextStream(self.tokens, prompt_token_ids=prompt, stop=stop, skip_special=skip), style,
-                prompt_token_ids=prompt, echo=echo,
-            )
-            for i in range(len(requests))
-        ]  # fmt: skip
+        kept_ids = self.tokens.ids_of((plan.form.begin, plan.form.end)) if plan is not None else ()
+        choices: list[Choice] = []
+        echo = None
+        for i, request in enumerate(requests):
+            prompt = request.prompt_token_ids
+            if isinstance(body, CompletionBody) and body.echo and i % body.num_choices == 0:
+                echo = await with_tokens(partial(make_echo, self.tokens, prompt, skip_special=skip), prompt)
+            stream = TextStream(self.tokens, prompt_token_ids=prompt, stop=stop, skip_special=skip, kept_ids=kept_ids)
+            parser = None if plan is None else CallParser(plan.form, plan.names, is_parallel=plan.is_parallel)
+            choices.append(Choice(i, self.tokens, stream, style, prompt_token_ids=prompt, echo=echo, parser=parser))
         options = body.stream_options
         return Answer(
             choices,
-            answer_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+            answer_id=f"{'chatcmpl' if is_chat else 'cmpl'}-{answer_id}",
             model_name=model_name,
             is_chat=is_chat,
-            num_prompt_tokens=len(prompt),
+            num_prompts=len(requests) // body.num_choices,
             with_usage=options is not None and options.include_usage,
             with_running_usage=options is not None and options.continuous_usage_stats,
         )
 
     # ---- the rest -----------------------------------------------------------------------------------------------
     async def models(self) -> Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        """The model under each of its names."""
+        info = self.parts.client.info()
+        cards = [self._model_card(info, name) for name in (info.model_name, *info.aliases)]
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, name: str) -> Response:
-        check_model(name, self.parts.client.info())
-        return json_response(self._model_card())
-
-    def _model_card(self) -> dict[str, Any]:
+        """The model under one of its names."""
         info = self.parts.client.info()
-        card = {"id": info.model_name, "object": "model", "created": info.created, "owned_by": "paceline"}
+        check_model(name, info)
+        return json_response(self._model_card(info, name))
+
+    def _model_card(self, info: EngineInfo, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": info.created, "owned_by": "paceline", "root": info.model_name}
         return {**card, "max_model_len": info.context_tokens, "target_version": info.target_version}
+
+    async def version(self) -> Response:
+        """The release of the service."""
+        return json_response({"version": __version__})
 
     async def healthz(self) -> Response:
         """Whether the engine lives; a replica that drains does."""
@@ -168,28 +188,31 @@ class Api:
         return json_response(body, status=200 if is_alive and is_ready else 503)
 
     async def metrics(self) -> Response:
+        """Prometheus's text format."""
         body, content_type = await asyncio.to_thread(self.parts.metrics)
         return Response(body, media_type=content_type)
 
     async def state(self) -> Response:
+        """What the service decides and serves."""
         return json_response(await self.parts.run_state(self.parts.state))
 
     async def swap(self) -> Response:
+        """The drafter slots of this replica."""
         return json_response(await asyncio.to_thread(self.parts.swap))
 
 
 def make_router(parts: ApiParts) -> APIRouter:
     """Every route of a replica.
 
-    /v1, /tokenize, /detokenize and the extra routers ask for the API token when there is one. State, swap and metrics
-    ask for it too, unless `parts` brings rules of their own. /healthz, /readyz and /chat ask for nothing; the open routers check
-    what they want themselves.
+    /v1, /tokenize, /detokenize and the extra routers are locked: `parts.clients` says who may use them. State, swap and
+    metrics are too, unless `parts` brings rules of their own. Health, version, the API's description and /chat ask for
+    nothing; the open routers check what they want themselves.
     """
     api = Api(parts)
     tokens = TokenRoutes(parts, api.prompts, api.tokens)
     router = APIRouter()
-    check_token = token_check(parts.api_token)
-    locked = APIRouter(dependencies=[Depends(on_loop(check_token))])
+    check_client = enter(parts.clients)
+    locked = APIRouter(dependencies=[Depends(on_loop(check_client))])
     locked.add_api_route("/v1/completions", api.completions, methods=["POST"])
     locked.add_api_route("/v1/chat/completions", api.chat, methods=["POST"])
     for prefix in ("", "/v1"):
@@ -199,9 +222,13 @@ def make_router(parts: ApiParts) -> APIRouter:
     locked.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"])
     for extra in parts.extra_routers:
         locked.include_router(extra)
-    router.add_api_route("/healthz", api.healthz, methods=["GET"])
+    for path in ("/healthz", "/health", "/ping"):
+        router.add_api_route(path, api.healthz, methods=["GET"])
     router.add_api_route("/readyz", api.readyz, methods=["GET"])
+    router.add_api_route("/version", api.version, methods=["GET"])
     router.add_api_route("/chat", chat_page, methods=["GET"])
+    router.add_api_route("/openapi.json", openapi_document, methods=["GET"])
+    router.add_api_route("/docs", openapi_page, methods=["GET"])
     for extra in parts.open_routers:
         router.include_router(extra)
     for path, handler, check in (
@@ -209,7 +236,7 @@ def make_router(parts: ApiParts) -> APIRouter:
         ("/paceline/state", api.state, parts.check_state),
         ("/paceline/swap", api.swap, parts.check_state),
     ):
-        router.add_api_route(path, handler, methods=["GET"], dependencies=[Depends(on_loop(check or check_token))])
+        router.add_api_route(path, handler, methods=["GET"], dependencies=[Depends(on_loop(check or check_client))])
     router.include_router(locked)
     return router
 
@@ -221,6 +248,7 @@ def build_api(parts: ApiParts) -> FastAPI:
     on_error = error_handler(parts)
     for kind in (RequestError, CapacityError, EngineStoppedError, Cutoff, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
-    if parts.has_access_log:
-        app.add_middleware(AccessLog)
+    app.add_middleware(AccessLog, meters=parts.meters, is_written=parts.has_access_log)
+    # the outermost: it has the server's own `send`
+    app.add_middleware(Exchange, body_grace_s=parts.body_grace_s, write_s=parts.write_s)
     return app

@@ -1,193 +1,33 @@
-"""Request bodies: conversations and OpenAI's other fields, each honoured or refused with a reason."""
+"""Request bodies: what the two generation routes are asked, each field honoured or refused with a reason."""
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from paceline.errors import RequestError
-from paceline.serving.sampling.request import GrammarSpec, SamplingParams
-
-MAX_PARTS = 1024
-"""Parts or tool calls of a message: every bad one costs an error of its own."""
-
-
-class StrictModel(BaseModel):
-    """A part of a request body: no unknown fields, no conversion between types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
-
-
-class TextPart(StrictModel):
-    type: Literal["text"]
-    text: str
-
-
-class ToolFunction(StrictModel):
-    name: str
-    arguments: str
-
-
-class ToolCall(StrictModel):
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: ToolFunction
-
-
-class Message(StrictModel):
-    """One message of a conversation, handed to the model's chat template."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-
-    @field_validator("content", "tool_calls", mode="before")
-    @classmethod
-    def _few_parts(cls, parts: Any) -> Any:
-        if isinstance(parts, list) and len(parts) > MAX_PARTS:
-            raise ValueError(f"a message must have at most {MAX_PARTS} parts, got {len(parts)}")
-        return parts
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("content must be text or a list of text parts")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls belong to a message of the role 'assistant'")
-        if self.tool_call_id is not None and self.role != "tool":
-            raise ValueError("tool_call_id belongs to a message of the role 'tool'")
-        return self
-
-    def text(self) -> str:
-        """The content with its parts joined; '' when there is none."""
-        return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it; 'developer' is another word for 'system'."""
-        out: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text()}
-        if self.tool_calls:
-            out["tool_calls"] = [c.model_dump(exclude_none=True) for c in self.tool_calls]
-        if self.tool_call_id is not None:
-            out["tool_call_id"] = self.tool_call_id
-        return out
-
-
-class Conversation(StrictModel):
-    """Messages and how the chat template writes them; the last three fields are extensions."""
-
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=4096)
-    add_generation_prompt: bool | None = None
-    """Write the beginning of the assistant's turn; default: unless continue_final_message is set."""
-    continue_final_message: bool = False
-    """Leave the last message open, so that the answer goes on where it ends."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables of the template, such as enable_thinking."""
-
-    @model_validator(mode="after")
-    def _one_ending(self) -> Conversation:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other; give one of them")
-        if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise ValueError("continue_final_message needs a last message of the role 'assistant'")
-        return self
-
-    @property
-    def opens_turn(self) -> bool:
-        """Whether the beginning of the assistant's turn is written."""
-        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
-
-
-class TextFormat(StrictModel):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(StrictModel):
-    type: Literal["json_object"]
-
-
-class JsonSchema(StrictModel):
-    """OpenAI's wrapper of a schema; name, description and strict change nothing: the schema is always kept to."""
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class JsonSchemaFormat(StrictModel):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
-
-
-def grammar_spec(
-    response_format: ResponseFormat | None, guided_regex: str | None, guided_grammar: str | None
-) -> GrammarSpec | None:
-    """What the engine is asked for; None = any text.
-
-    Raises: ValueError when more than one form is given; RequestError when a text is empty.
-    """
-    specs = []
-    if isinstance(response_format, JsonObjectFormat):
-        specs.append(GrammarSpec(kind="json_object"))
-    elif isinstance(response_format, JsonSchemaFormat):
-        # The order of a schema's properties is kept: it is the order in which the answer has them.
-        text = json.dumps(response_format.json_schema.json_schema, ensure_ascii=False, separators=(",", ":"))
-        specs.append(GrammarSpec(kind="json_schema", text=text))
-    if guided_regex is not None:
-        specs.append(GrammarSpec(kind="regex", text=guided_regex))
-    if guided_grammar is not None:
-        specs.append(GrammarSpec(kind="lark", text=guided_grammar))
-    if len(specs) > 1:
-        raise ValueError("response_format, guided_regex and guided_grammar exclude each other; give one of them")
-    return specs[0] if specs else None
-
+from paceline.serving.sampling.request import SamplingParams
+from paceline.serving.wire.fields import RequestBody, StrictModel
+from paceline.serving.wire.forms import ResponseFormat, StructuredOutputs, Texts, form_of
+from paceline.serving.wire.messages import Conversation
 
 MAX_CHOICES = 16
 """Largest `n`."""
+MAX_PROMPTS = 128
+"""Prompts of a body; with `n` each at most MAX_ANSWERS choices."""
+MAX_ANSWERS = 256
+"""As many as an engine's queue holds (`engine.max_waiting`): a body is admitted as a whole."""
+MAX_SCORES = 2**22
+"""Log-probabilities of prompt tokens in an answer, 100 bytes each: three prompts of 64 k tokens with 20 alternatives."""
+MAX_LABELS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+"""Of `metadata`: OpenAI's limits."""
 MAX_TIMEOUT_S = 86_400.0
 MAX_STOPS = 16
 MIN_TEMPERATURE = 1e-6
 """Below it the most likely token is drawn anyhow."""
 _INT64 = 2**63
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
-
-# Fields of OpenAI's API that are known but not offered: values that ask for nothing are let through.
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "suffix": ((None, ""), "infilling is not offered by this model"),
-    "tools": ((None, []), "tool calls are not parsed out of the answer; describe the tools in the prompt"),
-    "tool_choice": ((None, "none"), "tool calls are not parsed out of the answer"),
-    "parallel_tool_calls": ((None,), "tool calls are not parsed out of the answer"),
-    "functions": ((None, []), "tool calls are not parsed out of the answer"),
-    "function_call": ((None, "none"), "tool calls are not parsed out of the answer"),
-    "modalities": ((None, ["text"]), "only text is generated"),
-    "audio": ((None,), "only text is generated"),
-    "prediction": ((None,), "the service drafts by itself"),
-    "reasoning_effort": ((None,), "the model has no reasoning levels"),
-    "verbosity": ((None,), "the model has no verbosity levels"),
-    "web_search_options": ((None,), "there is no web search"),
-    "service_tier": ((None, "auto", "default"), "there is one service tier; the extension `priority` orders requests"),
-    "store": ((None, False), "answers are not stored"),
-    "prompt_cache_key": ((None,), "the prefix cache is chosen by the prompt's tokens alone"),
-    "prompt_cache_retention": ((None,), "cached prefixes stay until their memory is needed"),
-    "safety_identifier": ((None,), "use `user`"),
-    "chat_template": ((None,), "the model's own chat template is used"),
-    "documents": ((None, []), "write the documents into the messages"),
-    "prompt_logprobs": ((None,), "use `echo` together with `logprobs` on /v1/completions"),
-    "truncate_prompt_tokens": ((None,), "prompts are never cut; send fewer tokens"),
-    "min_tokens": ((None, 0), "an answer ends where the model ends it; `ignore_eos` goes on to the limit"),
-    "bad_words": ((None, []), "use `logit_bias` with -100 for the tokens"),
-    "allowed_token_ids": ((None,), "use `logit_bias` for the tokens"),
-    "include_stop_str_in_output": ((None, False), "the text ends before the stop string"),
-    "use_beam_search": ((None, False), "answers are sampled; use `n` for several"),
-    "length_penalty": ((None, 1.0), "there is no beam search"),
-}  # fmt: skip
 
 
 class StreamOptions(StrictModel):
@@ -204,7 +44,10 @@ class StreamOptions(StrictModel):
 
 
 class Metadata(StrictModel):
-    """Labels of a request that the service acts on."""
+    """Labels of a request: three that the service acts on, and any others, which change nothing."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, str]
 
     bucket: str | None = None
     """Traffic class; same as the header x-paceline-bucket."""
@@ -213,11 +56,26 @@ class Metadata(StrictModel):
     paceline_tenant: str | None = None
     """Whose request it is, for opting out of traces; same as the header x-paceline-tenant."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_and_short(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if len(values) > MAX_LABELS:
+            raise ValueError(f"metadata must have at most {MAX_LABELS} keys, got {len(values)}")
+        own = next((k for k in values if k.startswith("paceline_") and k not in cls.model_fields), None)
+        if own is not None:
+            raise ValueError(f"{own[:64]} is no label of this service, which has {', '.join(cls.model_fields)}")
+        if any(len(k) > MAX_KEY_CHARS for k in values):
+            raise ValueError(f"metadata keys must have at most {MAX_KEY_CHARS} characters")
+        if any(isinstance(v, str) and len(v) > MAX_VALUE_CHARS for v in values.values()):
+            raise ValueError(f"metadata values must have at most {MAX_VALUE_CHARS} characters")
+        return values
 
-class GenerateBody(StrictModel):
+
+class GenerateBody(RequestBody):
     """Fields common to both routes; the last group are extensions (`extra_body` of the openai client)."""
 
-    model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
@@ -231,23 +89,41 @@ class GenerateBody(StrictModel):
     """Choices of the answer."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(default=None, max_length=256)
-    """An opaque label of the caller; it changes nothing in the answer."""
     metadata: Metadata | None = None
     response_format: ResponseFormat | None = None
     """The answer keeps to this form; ends by itself where the form is complete."""
-
+    guided_json: dict[str, Any] | str | None = None
+    """A JSON schema, or its text."""
     guided_regex: str | None = None
     """The whole answer matches this regular expression (no look-around)."""
+    guided_choice: Texts | None = None
+    """The answer is one of these texts."""
     guided_grammar: str | None = None
-    """The answer is a sentence of this Lark grammar, in llguidance's dialect."""
+    """The answer is a sentence of this grammar: Lark in llguidance's dialect, or GBNF."""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's name for these: `json`, `regex`, `choice`, `grammar` or `json_object`."""
+    json_schema: dict[str, Any] | str | None = None
+    """SGLang's name of guided_json."""
+    regex: str | None = None
+    """SGLang's name of guided_regex."""
+    ebnf: str | None = None
+    """A GBNF grammar."""
+
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
+    """Tokens before which nothing that ends the answer is drawn; not together with a form or `stop`."""
+    allowed_token_ids: tuple[int, ...] | None = Field(default=None, min_length=1)
+    """Only these tokens are drawn; not together with a form."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    """Only the last so many tokens of a prompt are read; -1: as many as leave room for the answer."""
     skip_special_tokens: bool = True
     """False: markers such as <|call|> stay in the text."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
+    """Alternatives for each token of the prompt; not in a stream."""
     return_token_ids: bool = False
     """Add prompt_token_ids and token_ids to the choice."""
     return_segments: bool = False
@@ -285,16 +161,34 @@ class GenerateBody(StrictModel):
     def _options_need_stream(self) -> GenerateBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed together with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs must be absent in a stream; its chunks have no place for them")
+        return self
+
+    @field_validator("allowed_token_ids", mode="before")
+    @classmethod
+    def _token_ids(cls, token_ids: Any) -> Any:
+        """Each id once, in one tuple for all choices; one look at every element, or each bad one costs an error of its own."""
+        if token_ids is None:
+            return None
+        if not isinstance(token_ids, list) or not all(type(t) is int and 0 <= t < 2**31 for t in token_ids):
+            raise ValueError("allowed_token_ids must be a list of token ids")
+        return tuple(sorted(set(token_ids)))
+
+    @model_validator(mode="after")
+    def _one_form(self) -> GenerateBody:
+        form_of(self)
         return self
 
     @property
     def num_choices(self) -> int:
+        """Choices of each prompt."""
         return 1 if self.n is None else self.n
 
-    @model_validator(mode="after")
-    def _one_form(self) -> GenerateBody:
-        grammar_spec(self.response_format, self.guided_regex, self.guided_grammar)
-        return self
+    @property
+    def ignored(self) -> list[str]:
+        free = self.metadata is not None and bool(self.metadata.model_extra)
+        return [*self._ignored, "metadata"] if free else self._ignored
 
     def num_wanted(self) -> int | None:
         """The longest answer asked for, in tokens; None = as long as the context allows."""
@@ -320,6 +214,7 @@ class GenerateBody(StrictModel):
             "frequency_penalty": self.frequency_penalty,
             "seed": self.seed,
             "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens,
         }
         return SamplingParams(
             **{k: v for k, v in values.items() if v is not None},  # type: ignore[arg-type]
@@ -329,7 +224,8 @@ class GenerateBody(StrictModel):
             skip_special_tokens=self.skip_special_tokens,
             logprobs=self.num_logprobs(),
             logit_bias=tuple((int(k), float(v)) for k, v in (self.logit_bias or {}).items()),
-            grammar=grammar_spec(self.response_format, self.guided_regex, self.guided_grammar),
+            grammar=form_of(self),
+            allowed_token_ids=self.allowed_token_ids or (),
         )
 
 
@@ -348,27 +244,33 @@ class CompletionBody(GenerateBody):
     @classmethod
     def _known_form(cls, prompt: Any) -> Any:
         """One look at every element: a union would write an error for each of them and for each of its forms."""
-        inner = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else prompt
-        is_ids = isinstance(inner, list) and not (len(inner) == 1 and isinstance(inner[0], str))
-        if is_ids and not all(type(t) is int for t in inner):
-            raise ValueError("prompt must be a text, a list of token ids, or a list that holds one of these")
-        return prompt
-
-    @field_validator("prompt")
-    @classmethod
-    def _one_prompt(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) != 1:
-                raise ValueError("prompt must be one prompt; send a request for each")
-            prompt = prompt[0]
-        if len(prompt) == 0:
+        each = prompt if isinstance(prompt, list) else [prompt]
+        if len(each) == 1 and isinstance(each[0], str | list):
+            prompt, each = each[0], each[0] if isinstance(each[0], list) else each
+        is_ids = all(type(t) is int for t in each)
+        is_many = all(isinstance(t, str) for t in each) or all(isinstance(t, list) for t in each)
+        if is_many and isinstance(prompt, list) and len(prompt) > MAX_PROMPTS:
+            raise ValueError(f"prompt must be at most {MAX_PROMPTS} prompts, got {len(prompt)}")
+        if not is_ids and not (is_many and all(type(t) is int for p in each for t in p if isinstance(p, list))):
+            raise ValueError("prompt must be a text, a list of token ids, or a list of texts or of such lists")
+        if not prompt or not all(p == 0 or p for p in each):
             raise ValueError("prompt must not be empty")
         return prompt
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each of which is answered by itself."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt  # type: ignore[list-item,return-value]
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionBody:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens must be >= 1, got 0; 0 is only allowed together with echo: true")
+        if self.num_choices * len(self.prompts) > MAX_ANSWERS:
+            raise ValueError(
+                f"n must be at most {MAX_ANSWERS} / {len(self.prompts)} prompts, got {self.num_choices}: send fewer at once"
+            )
         if self.best_of is not None and self.best_of != self.num_choices:
             raise ValueError(
                 f"best_of must equal n={self.num_choices}, got {self.best_of}: every choice is returned, none is "
@@ -389,6 +291,8 @@ class ChatBody(Conversation, GenerateBody):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    parallel_tool_calls: bool | None = None
+    """False: at most one call an answer; others are dropped."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatBody:
@@ -404,66 +308,3 @@ class ChatBody(Conversation, GenerateBody):
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class FieldError(RequestError):
-    """A field of the body is wrong; `param` names it."""
-
-    def __init__(self, message: str, param: str | None) -> None:
-        super().__init__(message)
-        self.param = param
-
-
-def parse_body(raw: bytes, kind: type[BaseModel]) -> Any:
-    """Read a request body; raises FieldError that names the field and the rule."""
-    return parse_values(parse_json(raw), kind)
-
-
-def parse_json(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body; raises FieldError when it is none."""
-    try:
-        values = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as e:
-        raise FieldError(f"the body must be JSON: {e}", None) from e
-    if not isinstance(values, dict):
-        raise FieldError(f"the body must be a JSON object, got {type(values).__name__}", None)
-    if b"\\ud" in raw.lower():  # an escaped half of a character: no tokenizer takes it, and no answer can repeat it
-        try:
-            json.dumps(values, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise FieldError("the body must be Unicode text, got half of a surrogate pair", None) from None
-    return values
-
-
-def parse_values(values: dict[str, Any], kind: type[BaseModel]) -> Any:
-    """The body of the given kind; raises FieldError that names the field and the rule."""
-    for name in [k for k in values if k in REFUSED]:
-        neutral, reason = REFUSED[name]
-        value = values.pop(name)
-        if not any(value == x and type(value) is type(x) for x in neutral):
-            raise FieldError(f"{name} is not supported: {reason}", name)
-    strange = next((k for k in values if k not in kind.model_fields), None)
-    if strange is not None:
-        raise FieldError(f"{strange[:64]} is not a field of this request; remove it", strange[:64])
-    try:
-        return kind.model_validate(values)
-    except ValidationError as e:
-        raise _field_error(e, kind) from e
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number of JSON")
-
-
-def _field_error(error: ValidationError, kind: type[BaseModel]) -> FieldError:
-    """The most telling of pydantic's complaints; unions of the prompt's forms complain once per form."""
-    first = max(error.errors(), key=lambda e: e["type"] == "extra_forbidden")
-    path = [str(p) for p in first["loc"] if not (isinstance(p, str) and ("[" in p or p in ("str", "int", "list")))]
-    name = ".".join(path) or None
-    if first["type"] == "extra_forbidden":
-        return FieldError(f"{name} is not a field of this request; remove it", name)
-    message = first["msg"].removeprefix("Value error, ")
-    first_word = message.partition(" ")[0]
-    if name is None and first_word in kind.model_fields:  # a rule about several fields names the one to change first
-        name = first_word
-    return FieldError(f"{name}: {message}" if name and not message.startswith(name) else message, name)

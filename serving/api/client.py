@@ -15,10 +15,11 @@ from paceline.serving.sampling.request import GenerationRequest, RoundEvent
 class LocalEngineClient:
     """An EngineClient over an engine and its thread."""
 
-    def __init__(self, engine: Engine, thread: EngineThread, *, model_name: str) -> None:
+    def __init__(self, engine: Engine, thread: EngineThread, *, model_name: str, aliases: Sequence[str] = ()) -> None:
         self._engine, self._thread = engine, thread
         self._info = EngineInfo(
             model_name=model_name,
+            aliases=tuple(aliases),
             target_version=engine.target.version,
             context_tokens=engine.max_context_tokens,
             vocab_size=engine.target.vocab_size,

@@ -16,18 +16,20 @@ import logging
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
-from paceline.contracts import Group
+from paceline.contracts import Group, HttpMeters
 from paceline.serving.api.access_log import AccessRecord
-from paceline.serving.api.choice import Piece
-from paceline.serving.api.format import SSE_DONE, Answer, error_body, sse, to_json
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent
+from paceline.serving.wire.accounts import Clients
+from paceline.serving.wire.choice import Piece
+from paceline.serving.wire.exchange import BODY_GRACE_S, WRITE_S
+from paceline.serving.wire.format import SSE_DONE, Answer, error_body, sse, to_json
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ class EngineInfo:
     vocab_size: int
     created: int
     """Start of the replica, seconds since the epoch."""
+    aliases: tuple[str, ...] = ()
+    """Further names under which clients may ask for the model."""
 
 
 class EngineClient(Protocol):
@@ -88,9 +92,12 @@ class ApiParts:
     admitted: Callable[[str], Awaitable[None]] | None = None
     """For a client that submits to another process: returns once the engine has taken the request of this id, raises what
     `submit_all` raises. None = `submit_all` itself does."""
-    api_token: str | None = None
+    clients: Clients = field(default_factory=Clients)
+    """Who may use the locked routes, and how much."""
     holdback_percent: Callable[[], int] = lambda: 0
     """Share of requests without an explicit group that keep the first drafter."""
+    trusts_groups: bool = False
+    """Requests that ask for a group count like those for which it was drawn."""
     opt_out_tenants: frozenset[str] = frozenset()
     """Tenants whose requests are never traced."""
     state: Callable[[], dict[str, Any]] = dict
@@ -102,17 +109,22 @@ class ApiParts:
     metrics: Callable[[], tuple[bytes, str]] = lambda: (b"", "text/plain; version=0.0.4; charset=utf-8")
     """Body and content type of GET /metrics."""
     check_state: Callable[[Request], None] | None = None
-    """Raises HTTPException unless a request may GET /paceline/state and /paceline/swap; None = the token's rule."""
+    """Raises HTTPException unless a request may GET /paceline/state and /paceline/swap; None = as for the locked routes."""
     check_metrics: Callable[[Request], None] | None = None
-    """Raises HTTPException unless a request may GET /metrics; None = the token's rule."""
+    """Raises HTTPException unless a request may GET /metrics; None = as for the locked routes."""
     max_silence_s: float = 30.0
     """An engine thread without heartbeat for longer counts as dead."""
     sends_request_id: bool = True
     """False where a proxy in front already sends x-request-id back."""
+    body_grace_s: float = BODY_GRACE_S
+    write_s: float = WRITE_S
+    """Deadlines of clients that send and read slowly; see exchange.py."""
     has_access_log: bool = False
     """Write one line a request to the logger `paceline.access`."""
+    meters: HttpMeters = field(default_factory=HttpMeters)
+    """Where requests are counted and timed."""
     extra_routers: Sequence[APIRouter] = ()
-    """Further routes behind the same token."""
+    """Further locked routes."""
     open_routers: Sequence[APIRouter] = ()
     """Further routes without a token: static files."""
 
@@ -216,8 +228,6 @@ class Generation:
         while self._first is not None or self._unfinished:
             event, self._first = self._first or await self._next(), None
             piece = self.answer.take(self._index[event.request_id], event)
-            if self._record.first_s is None:
-                self._record.first_s = self._record.timer()
             if piece.finish_reason is not None:
                 self._on_finish()
             yield piece
@@ -256,9 +266,13 @@ class Generation:
 
     def _on_event(self, event: RoundEvent) -> None:  # engine thread
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
+            self._loop.call_soon_threadsafe(self._take, event)
         except RuntimeError:  # the loop is closed: nobody listens any more
             self._parts.client.abort(event.request_id)
+
+    def _take(self, event: RoundEvent) -> None:
+        self._record.note_chunk(event)
+        self._queue.put_nowait(event)
 
 
 class EventStream(StreamingResponse):
@@ -311,7 +325,10 @@ async def whole(request: Request, generation: Generation) -> bytes:
         return [piece async for piece in generation.pieces()]
 
     try:
-        return to_json(generation.answer.body(await _unless_gone(request, collect())))
+        pieces, answer = await _unless_gone(request, collect()), generation.answer
+        if generation.requests[0].prompt_logprobs is not None:  # up to some seconds for the scores of many tokens
+            return await asyncio.to_thread(lambda: to_json(answer.body(pieces)))
+        return to_json(answer.body(pieces))
     finally:
         generation.close()
 

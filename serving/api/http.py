@@ -1,8 +1,7 @@
-"""HTTP basics: bodies are read, tokens checked, errors answered, and a full queue told when to try again."""
+"""HTTP basics: visits begin, bodies are read, errors answered, and a full queue told when to try again."""
 
 from __future__ import annotations
 
-import hmac
 import logging
 import math
 import time
@@ -14,14 +13,16 @@ from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from paceline.config import MAX_BODY_BYTES
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.serving.api.access_log import access_record
-from paceline.serving.api.format import error_body, to_json
 from paceline.serving.api.generation import ApiParts, Cutoff, Expired, Hangup
+from paceline.serving.wire.accounts import Clients, Visit
+from paceline.serving.wire.exchange import VISIT
+from paceline.serving.wire.format import error_body, to_json
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 * 2**20
 _DRAIN_RETRY_S = 2
 """A replica that shuts down or has failed is replaced, or others take its requests, within seconds."""
 
@@ -34,8 +35,19 @@ class QueueFull(CapacityError):
         self.retry_after_s = retry_after_s
 
 
-async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The body of a request; raises HTTPException 413 above max_bytes, Hangup when the client goes before its end."""
+def visit_of(request: Request) -> Visit:
+    """The visit that a locked route's check has begun."""
+    return getattr(request.state, VISIT)
+
+
+async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
+    """The body of a request; raises HTTPException 413 above max_bytes, Hangup when the client goes before its end.
+
+    max_bytes: None = what the client's limits allow.
+    """
+    if max_bytes is None:
+        visit = getattr(request.state, VISIT, None)
+        max_bytes = MAX_BODY_BYTES if visit is None else visit.account.limits.max_body_bytes
     chunks: list[bytes] = []
     size = 0
     try:
@@ -50,21 +62,6 @@ async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     return b"".join(chunks)
 
 
-def token_check(api_token: str | None) -> Callable[[Request], None]:
-    """A check that raises HTTPException 401 unless a request carries the token; None = no token is asked for."""
-    wanted = None if api_token is None else api_token.encode()
-
-    def check(request: Request) -> None:
-        if wanted is None:
-            return
-        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("latin-1"), wanted):
-            message = "a valid token must be sent as 'Authorization: Bearer TOKEN'"
-            raise HTTPException(401, message, headers={"WWW-Authenticate": "Bearer"})
-
-    return check
-
-
 def on_loop(check: Callable[[Request], None]) -> Callable[[Request], Awaitable[None]]:
     """A check that does no I/O as a coroutine: FastAPI would send a plain function through its thread pool."""
 
@@ -72,6 +69,15 @@ def on_loop(check: Callable[[Request], None]) -> Callable[[Request], Awaitable[N
         check(request)
 
     return checked
+
+
+def enter(clients: Clients) -> Callable[[Request], None]:
+    """A check that begins a request's visit; raises HTTPException 401 or 403, CapacityError beyond the client's limits."""
+
+    def check(request: Request) -> None:
+        setattr(request.state, VISIT, clients.enter(request))
+
+    return check
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
@@ -84,11 +90,11 @@ def error_handler(parts: ApiParts) -> Callable[[Request, Exception], Awaitable[R
     async def answer(request: Request, error: Exception) -> Response:
         record = access_record(request)
         headers: dict[str, str] = {}
-        param, code = getattr(error, "param", None), None
+        param, code = getattr(error, "param", None), getattr(error, "code", None)
         if isinstance(error, RequestError):
             status, kind = 400, "invalid_request_error"
         elif isinstance(error, CapacityError):
-            status, kind, code = 429, "rate_limit_error", "queue_full"
+            status, kind, code = 429, "rate_limit_error", getattr(error, "code", "queue_full")
             headers = {"Retry-After": str(getattr(error, "retry_after_s", 1))}
         elif isinstance(error, EngineStoppedError):
             status, kind, code = 503, "server_error", "unavailable"
@@ -101,7 +107,7 @@ def error_handler(parts: ApiParts) -> Callable[[Request, Exception], Awaitable[R
             headers = {"Retry-After": str(_DRAIN_RETRY_S)}
         elif isinstance(error, HTTPException):
             status, kind, headers = error.status_code, "invalid_request_error", dict(error.headers or {})
-            code = {401: "invalid_api_key", 404: "not_found"}.get(status)
+            code = {401: "invalid_api_key", 403: "not_allowed", 404: "not_found", 408: "slow_body"}.get(status)
         else:
             log.error("request %s to %s failed", record.request_id, record.route, exc_info=error)
             status, kind, code = 500, "server_error", "internal_error"

@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from pydantic import Field
 
-from paceline.serving.api.bodies import Conversation, FieldError, StrictModel, parse_body, parse_json, parse_values
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.http import json_response, read_body
 from paceline.serving.api.requests import check_model, check_token_ids
 from paceline.serving.sampling.text_stream import TokenText
+from paceline.serving.wire.fields import FieldError, RequestBody, parse_body, parse_json, parse_values
+from paceline.serving.wire.messages import Conversation
+from paceline.serving.wire.tools import style_of, template_messages
 
 T = TypeVar("T")
 
@@ -30,11 +32,20 @@ class Prompts:
         apply = getattr(tokenizer, "apply_chat_template", None)
         own = inspect.signature(apply).parameters if apply is not None else ()
         self._reserved = frozenset(own) | {"messages", "conversation", "tools", "documents"}
+        self.tool_style = style_of(getattr(tokenizer, "chat_template", None))
 
     async def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids of a text; special: with the tokens that the tokenizer puts around a text."""
         return await in_thread(
             lambda: self.tokenizer.encode(text, add_special_tokens=special), is_long=len(text) > _LONG_CHARS
+        )
+
+    async def encode_each(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Token ids of the prompts of one body, with the tokens that the tokenizer puts around a text."""
+        num_chars = sum(len(p) for p in prompts if isinstance(p, str))
+        return await in_thread(
+            lambda: [self.tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts],
+            is_long=num_chars > _LONG_CHARS,
         )
 
     async def render(self, body: Conversation) -> str:
@@ -49,17 +60,25 @@ class Prompts:
         if taken:
             raise FieldError(f"chat_template_kwargs must not set {taken[0]}", "chat_template_kwargs")
 
+        tools = body.callable_tools if self.tool_style.writes_tools else []
+
         def apply() -> str:
-            return self.tokenizer.apply_chat_template(
-                [m.for_template() for m in body.messages],
+            shown = {"tools": [tool.for_template() for tool in tools]} if tools else {}
+            text = self.tokenizer.apply_chat_template(
+                template_messages(body, self.tool_style),
                 tokenize=False,
                 add_generation_prompt=body.opens_turn,
                 continue_final_message=body.continue_final_message,
                 **extra,
+                **shown,
             )
+            text.encode()  # raises for half of a surrogate pair, which the JSON of a call's arguments may hold
+            return text
 
+        calls = [c for m in body.messages for c in m.tool_calls or ()]
+        num_chars = sum(len(m.text()) for m in body.messages) + sum(len(c.function.arguments) for c in calls)
         try:
-            return await in_thread(apply, is_long=sum(len(m.text()) for m in body.messages) > _LONG_CHARS)
+            return await in_thread(apply, is_long=bool(body.callable_tools) or num_chars > _LONG_CHARS)
         except Exception as e:  # templates raise whatever their author chose, for instance on the order of roles
             raise FieldError(f"the model's chat template refuses these messages: {e}", "messages") from e
 
@@ -73,10 +92,9 @@ async def in_thread(work: Callable[[], T], *, is_long: bool) -> T:
     return await asyncio.to_thread(work) if is_long else work()
 
 
-class TokenizePrompt(StrictModel):
+class TokenizePrompt(RequestBody):
     """POST /tokenize with a text."""
 
-    model: str | None = None
     prompt: str
     add_special_tokens: bool = True
     """Add the tokens that the tokenizer puts around a text, as /v1/completions does."""
@@ -84,18 +102,16 @@ class TokenizePrompt(StrictModel):
     """Add each token as text."""
 
 
-class TokenizeChat(Conversation):
+class TokenizeChat(Conversation, RequestBody):
     """POST /tokenize with a conversation; the chat template writes its own special tokens."""
 
-    model: str | None = None
     add_special_tokens: bool = False
     return_token_strs: bool = False
 
 
-class DetokenizeBody(StrictModel):
+class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
-    model: str | None = None
     tokens: list[int] = Field(max_length=2**20)
 
 
@@ -106,6 +122,7 @@ class TokenRoutes:
         self._parts, self._prompts, self._tokens = parts, prompts, tokens
 
     async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or of a conversation."""
         info = self._parts.client.info()
         values = parse_json(await read_body(request))
         body = parse_values(values, TokenizeChat if "messages" in values else TokenizePrompt)
@@ -121,6 +138,7 @@ class TokenRoutes:
         return json_response(out)
 
     async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
         info = self._parts.client.info()
         body: DetokenizeBody = parse_body(await read_body(request), DetokenizeBody)
         check_model(body.model, info)

@@ -12,59 +12,88 @@ from fastapi import Request
 from starlette.exceptions import HTTPException
 
 from paceline.contracts import Group
-from paceline.serving.api.bodies import MAX_TIMEOUT_S, ChatBody, CompletionBody, FieldError, GenerateBody
+from paceline.names import LABEL_RULE, REQUEST_ID_RULE, is_label, is_request_id
+from paceline.serving.api.bodies import MAX_SCORES, MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerateBody
 from paceline.serving.api.generation import ApiParts, EngineInfo, default_group
-from paceline.serving.sampling.request import GenerationRequest
+from paceline.serving.engine.buckets import OTHER_BUCKET
+from paceline.serving.sampling.request import GenerationRequest, GrammarSpec
+from paceline.serving.wire.accounts import Visit
+from paceline.serving.wire.fields import FieldError
 
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_REQUEST_ID = re.compile(r"[\x21-\x7d]{1,128}")
-"""Without '~': what follows it in an engine's request id is a choice (`~c1`) or another try (`~1`, splice.py)."""
+CONTEXT_CODE = "context_length_exceeded"
+"""OpenAI's code, on which clients cut their history."""
 _MILLISECONDS = re.compile(r"[0-9]{1,8}")
 
 
 def engine_requests(
     request: Request,
     body: GenerateBody,
-    prompt_token_ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     *,
     parts: ApiParts,
     info: EngineInfo,
     request_id: str,
     arrived_s: float,
+    visit: Visit,
+    grammar: GrammarSpec | None = None,
 ) -> list[GenerationRequest]:
-    """One engine request for each choice, equal but for id and seed.
+    """One engine request for each choice of each prompt, those of a prompt side by side and equal but for id and seed.
 
     Args:
+        prompts: token ids of each prompt.
+        request_id: the service's own.
         arrived_s: when the HTTP request came, in the engine's clock; the time limit counts from there.
-    Raises: FieldError where a header or field cannot be honoured, RequestError where a value is out of range.
+        visit: says whose requests they are.
+        grammar: in place of the body's own.
+    Raises: FieldError where a header or field cannot be honoured, RequestError where a value is out of range,
+        HTTPException 403 where the tenant is not the client's.
     """
-    check_token_ids(prompt_token_ids, info, "prompt")
+    for token_ids in prompts:
+        check_token_ids(token_ids, info, "prompt")
     _check_biases(body, info)
-    tenant = _label(request, body.metadata.paceline_tenant if body.metadata else None, "tenant", "paceline_tenant")
-    bucket = _label(request, body.metadata.bucket if body.metadata else None, "bucket", "bucket")
-    timeout_s = _timeout_s(request, body)
-    first = GenerationRequest(
-        request_id=request_id,
-        prompt_token_ids=tuple(prompt_token_ids),
-        params=body.sampling(max_tokens=_max_tokens(body, len(prompt_token_ids), info)),
-        bucket=bucket or "default",
-        group=_group(request, body, request_id, parts),
-        is_traced=_is_traced(request) and (tenant or "") not in parts.opt_out_tenants,
-        tenant=tenant or "",
-        priority=body.priority or 0,
-        deadline_s=None if timeout_s is None else arrived_s + timeout_s,
-        prompt_logprobs=body.logprobs if isinstance(body, CompletionBody) and body.echo else None,
+    check_token_ids(body.allowed_token_ids or (), info, "allowed_token_ids")
+    tenant = visit.tenant(
+        _label(request, body.metadata.paceline_tenant if body.metadata else None, "tenant", "paceline_tenant")
     )
-    if body.num_choices == 1:
-        return [first]
-    return [_choice_request(first, i) for i in range(body.num_choices)]
-
-
-def _choice_request(first: GenerationRequest, index: int) -> GenerationRequest:
-    params = first.params
-    if params.seed is not None:
-        params = dataclasses.replace(params, seed=choice_seed(params.seed, index))
-    return dataclasses.replace(first, request_id=f"{first.request_id}~c{index}", params=params)
+    bucket = _label(request, body.metadata.bucket if body.metadata else None, "bucket", "bucket")
+    own_buckets = visit.account.limits.buckets
+    if bucket is not None and own_buckets is not None and bucket not in own_buckets:
+        bucket = OTHER_BUCKET
+    timeout_s = _timeout_s(request, body)
+    asked, is_traced = _asked_group(request, body), _is_traced(request)
+    scored = (body.prompt_logprobs, body.logprobs if isinstance(body, CompletionBody) and body.echo else None)
+    num_scored = max((k for k in scored if k is not None), default=None)
+    found: list[GenerationRequest] = []
+    for prompt in prompts:
+        token_ids = tuple(_last_tokens(body, prompt, info))
+        params = body.sampling(max_tokens=_max_tokens(body, len(token_ids), info))
+        if grammar is not None:
+            params = dataclasses.replace(params, grammar=grammar)
+        for choice in range(body.num_choices):
+            seed = None if params.seed is None else choice_seed(params.seed, choice)
+            index = len(found)
+            found.append(
+                GenerationRequest(
+                    request_id=request_id if body.num_choices * len(prompts) == 1 else f"{request_id}~c{index}",
+                    prompt_token_ids=token_ids,
+                    params=params if seed == params.seed else dataclasses.replace(params, seed=seed),
+                    bucket=bucket,
+                    group=default_group(request_id, parts.holdback_percent()) if asked is None else asked,
+                    is_asked=asked is not None and not parts.trusts_groups,
+                    is_traced=is_traced and tenant not in parts.opt_out_tenants,
+                    tenant=tenant,
+                    priority=body.priority or 0,
+                    deadline_s=None if timeout_s is None else arrived_s + timeout_s,
+                    prompt_logprobs=num_scored,
+                )
+            )
+    if num_scored is not None and sum(len(r.prompt_token_ids) for r in found) * (num_scored + 1) > MAX_SCORES:
+        raise FieldError(
+            f"the log-probabilities of prompts must be at most {MAX_SCORES}, that is tokens * n * (alternatives + 1): "
+            "send fewer prompts at once",
+            "logprobs" if body.prompt_logprobs is None else "prompt_logprobs",
+        )
+    return found
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -75,21 +104,24 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def request_id_of(request: Request) -> str:
-    """The client's x-request-id, or a new one; raises FieldError for one that cannot be logged."""
+    """The client's x-request-id, or a new one; raises FieldError for one that cannot be logged.
+
+    It is for logs and for the client; the engine's id of a request is another (`engine_requests`).
+    """
     given = request.headers.get("x-request-id")
     if given is None:
         return uuid.uuid4().hex
-    if not _REQUEST_ID.fullmatch(given):
-        raise FieldError(
-            "x-request-id must be 1 to 128 printable ASCII characters without spaces and without '~'", "x-request-id"
-        )
+    if not is_request_id(given):
+        raise FieldError(f"x-request-id {REQUEST_ID_RULE}", "x-request-id")
     return given
 
 
 def check_model(name: str | None, info: EngineInfo) -> None:
     """Raise HTTPException 404 when a request names another model than the one served."""
-    if name is not None and name != info.model_name:
-        raise HTTPException(404, f"model {name!r} is not served here; this service has {info.model_name!r}")
+    names = (info.model_name, *info.aliases)
+    if name is not None and name not in names:
+        served = " and ".join(repr(each) for each in names)
+        raise HTTPException(404, f"model {name[:128]!r} is not served here; this service has {served}")
 
 
 def check_token_ids(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:
@@ -109,16 +141,17 @@ def _label(request: Request, field: str | None, what: str, field_name: str) -> s
     """A label given as header x-paceline-<what> or as a field of the metadata; None when neither is there."""
     header = f"x-paceline-{what}"
     name = _one_of(header, request.headers.get(header), f"metadata.{field_name}", field)
-    if name is not None and not _LABEL.fullmatch(name):
-        raise FieldError(f"{what} must be 1 to 64 letters, digits, '.', '_' or '-', not beginning with a sign", what)
+    if name is not None and not is_label(name):
+        raise FieldError(f"{what} {LABEL_RULE}", what)
     return name
 
 
-def _group(request: Request, body: GenerateBody, request_id: str, parts: ApiParts) -> Group:
+def _asked_group(request: Request, body: GenerateBody) -> Group | None:
+    """The group that a request asks for; None: it is drawn."""
     label = body.metadata.paceline_group if body.metadata else None
     name = _one_of("x-paceline-group", request.headers.get("x-paceline-group"), "metadata.paceline_group", label)
     if name is None:
-        return default_group(request_id, parts.holdback_percent())
+        return None
     try:
         return Group(name)
     except ValueError:
@@ -153,20 +186,36 @@ def _timeout_s(request: Request, body: GenerateBody) -> float | None:
     return timeout_s
 
 
+def _last_tokens(body: GenerateBody, token_ids: Sequence[int], info: EngineInfo) -> Sequence[int]:
+    """The part of a prompt that is read."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return token_ids
+    if limit == -1:
+        limit = info.context_tokens - max(body.num_wanted() or 1, 1)
+    if not 1 <= limit < info.context_tokens:
+        raise FieldError(
+            f"truncate_prompt_tokens must be in [1, {info.context_tokens}) or -1 and leave room for the answer, got "
+            f"{body.truncate_prompt_tokens}",
+            "truncate_prompt_tokens",
+        )
+    return token_ids[-limit:]
+
+
 def _max_tokens(body: GenerateBody, num_prompt: int, info: EngineInfo) -> int:
     """The length limit of the answer; raises FieldError where the context cannot hold it."""
     room = info.context_tokens - num_prompt
     what = "messages" if isinstance(body, ChatBody) else "prompt"
+    limit = f"this model's maximum context length is {info.context_tokens} tokens"
     if num_prompt == 0:
         raise FieldError("the prompt must have at least one token", what)
     if room < 1:
-        raise FieldError(
-            f"the prompt has {num_prompt} tokens but the context holds {info.context_tokens}; shorten it", what
-        )
+        raise FieldError(f"{limit}, but the prompt has {num_prompt} tokens; shorten it", what, CONTEXT_CODE)
     wanted = body.num_wanted()
     if wanted is not None and wanted > room and (body.max_tokens or isinstance(body, ChatBody)):
         raise FieldError(
-            f"max_tokens must be at most {room} (context {info.context_tokens} minus prompt {num_prompt}), got {wanted}",
+            f"max_tokens must be at most {room} ({limit}, of which the prompt has {num_prompt}), got {wanted}",
             "max_tokens",
+            CONTEXT_CODE,
         )
     return room if wanted is None else min(wanted, room)

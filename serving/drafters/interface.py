@@ -58,6 +58,12 @@ class DraftInputs:
     new_slots: torch.Tensor  # (R,) int64, KV pool row of each new row
     histories: list[list[int]]
     """Committed token ids of each request including the anchor (prompt + output); owned by the engine, read only."""
+    tenants: list[str] | None = None
+    """Of each request, for drafters that remember texts; None = all of nobody ('')."""
+
+    def tenant(self, row: int) -> str:
+        """The tenant of one request."""
+        return "" if self.tenants is None else self.tenants[row]
 
 
 @dataclass(kw_only=True, slots=True)

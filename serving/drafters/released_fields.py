@@ -1,7 +1,8 @@
 """Files of a released drafter: config.json and safetensors, in one file or in shards.
 
-Only safetensors are read: other weight files can run code when they are opened. Tensor names are brought to one form, so
-that what follows knows one name for each tensor. All layouts share settings, reduced vocabularies and checks: a setting or tensor that our
+Weights are read from safetensors only: other weight files can run code when they are opened. The one vector of
+`mask_embedding.pt`, for which there is no other form, is read by torch's loader of plain tensors. Tensor names are
+brought to one form, so that what follows knows one name for each tensor. All layouts share settings, reduced vocabularies and checks: a setting or tensor that our
 networks cannot express is refused by the name of its feature, never dropped.
 Shape legend: V target vocabulary, Vd draft vocabulary, Dm target hidden size.
 """
@@ -20,10 +21,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.network import DrafterConfig, OwnHeadConfig, TargetHandles
+from paceline.serving.drafters.network import DrafterConfig, TargetHandles
 
 _CONFIG, _SINGLE, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+MASK_FILE = "mask_embedding.pt"
+"""A parallel head's learned mask vector, beside its weights: the file that vLLM looks for."""
+MASK_TENSOR, MASK_ID_TENSOR = "mask_embedding", "mask_token_id"
+"""What of it stands among the tensors of a release: the vector (H,), and the token that it replaces where that is told."""
+_MAX_MASK_BYTES = 1 << 20
+"""Far above the largest vector, 64 Ki doubles; what is longer is something else."""
 _RENAMED = (("model.", ""), ("midlayer.", "layers.0."))
 """Prefixes of tensor names and what stands for them here; applied in this order."""
 
@@ -61,7 +68,26 @@ def read_released_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
             if name in found:
                 raise DrafterMismatchError(f"weights must hold every tensor once, {name} appears twice in {folder}")
             found[name] = tensor
-    return found
+    return found | _read_mask(Path(folder))
+
+
+def _read_mask(folder: Path) -> dict[str, torch.Tensor]:
+    """The learned mask vector of a release, if it has one. Raises: DrafterMismatchError when it is unreadable."""
+    path = folder / MASK_FILE
+    if not path.is_file():
+        return {}
+    try:
+        size = path.stat().st_size
+        if size > _MAX_MASK_BYTES:
+            raise ValueError(f"{size} bytes are more than one vector has")
+        held = torch.load(path, map_location="cpu", weights_only=True)
+        vector, token_id = (held["embedding"], held.get(MASK_ID_TENSOR)) if isinstance(held, dict) else (held, None)
+        found = {MASK_TENSOR: torch.as_tensor(vector).reshape(-1)}
+        return found if token_id is None else found | {MASK_ID_TENSOR: torch.tensor(int(token_id))}
+    except Exception as e:  # a file from elsewhere may make the loader raise anything
+        raise DrafterMismatchError(
+            f"{MASK_FILE} must hold the embedding of the mask and nothing that runs code: {e!s:.200}; fetch the file again"
+        ) from e
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -76,7 +102,11 @@ def _weight_files(folder: Path) -> list[Path]:
         if bad:
             raise DrafterMismatchError(f"every shard of {_INDEX} must lie in the folder, missing {bad}; fetch it again")
         return [folder / s for s in shards]
-    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLED) if folder.is_dir() else []
+    pickled = (
+        sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLED and p.name != MASK_FILE)
+        if folder.is_dir()
+        else []
+    )
     if pickled:
         raise DrafterMismatchError(
             f"drafter weights must be safetensors, got {', '.join(pickled)}, which can run code when opened; if you trust "
@@ -89,7 +119,7 @@ Parts = tuple[tuple[str, tuple[int, ...]], ...]
 """Released tensors of one input, and their shapes, that are stacked by rows to one of ours."""
 Layout = dict[str, Parts]
 """Tensor of ours -> what it is made of."""
-H = TypeVar("H", bound=OwnHeadConfig)
+H = TypeVar("H", bound=DrafterConfig)
 
 _FEATURES = (  # part of a surplus tensor's name -> what it means
     ("scale", "quantised weights"),
@@ -105,6 +135,7 @@ _FEATURES = (  # part of a surplus tensor's name -> what it means
     ("confidence_head", "a confidence head"),
     ("prefix_gru", "a recurrent prefix head"),
     ("lm_head", "an output head of its own"),
+    ("mask_", "a learned mask vector"),
     ("layers.", "more layers than config.json says"),
 )
 
@@ -301,6 +332,24 @@ def take_tensors(
     tables: dict[str, tuple[int, ...]] = {} if vocabulary is None else {"d2t": vocabulary[:1], "t2d": vocabulary[1:]}
     check_tensors(tensors, {**shapes, **tables}, optional=tables)
     return {ours: torch.cat([tensors[name].float() for name, _ in parts]) for ours, parts in layout.items()}
+
+
+def release_tensors(state: Mapping[str, torch.Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The released tensors that `take_tensors` makes this state of, contiguous copies in `dtype`."""
+    out: dict[str, torch.Tensor] = {}
+    for ours, parts in layout.items():
+        rows = state[ours].detach().cpu().split([shape[0] for _, shape in parts])
+        out |= {name: part.to(dtype, copy=True) for (name, _), part in zip(parts, rows, strict=True)}
+    return out
+
+
+def release_vocabulary(ids: torch.Tensor, vocab_size: int) -> dict[str, torch.Tensor]:
+    """`d2t` and `t2d` of a reduced vocabulary with target ids (Vd,) int64, as `draft_token_ids` reads them."""
+    ids = ids.detach().cpu()
+    return {
+        "d2t": ids - torch.arange(len(ids)),
+        "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True),
+    }
 
 
 def _some(names: Sequence[str]) -> str:

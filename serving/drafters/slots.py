@@ -1,23 +1,31 @@
 """Drafter slots: the version that a request uses, and new weights without a pause.
 
-Two adaptive slots, A and B, and the fixed slot `first` of the hold-back group. A request is pinned at admission to one
-slot and keeps it for life, so it never reads drafter KV that another version wrote. New weights are copied into the idle
-adaptive slot in place (addresses stay valid); publishing is a pointer flip that only later admissions see. While a canary
-is on trial it has the second adaptive slot: promoting it is the same flip, calling it off frees its slot as soon as the
-requests pinned to it have ended.
+Adaptive slots A, B, C, ... and the fixed slot `first` of the hold-back group. A request is pinned to one slot before its
+first draft and keeps it for life, so it never reads drafter KV that another version wrote. New weights are copied into an
+idle adaptive slot in place (addresses stay valid); publishing is a pointer flip that only later admissions see. A canary
+has a slot of its own: promoting it is the same flip, calling it off frees its slot as soon as the requests pinned to it
+have ended.
 
-Memory: a replica holds at most three drafters with their KV (A, B, first), whatever runs: live + canary, live + the
-version before it with requests still pinned, or live + staged. A fourth version waits until a slot is idle.
+Traffic classes may have versions of their own: a request of such a class is pinned to its version where that is resident,
+and to the live one where not. Which of them are resident: as many as have slots, and where there are more, those whose
+classes were asked for last.
 
-Thread rule: `pin`, `unpin`, `publish`, `set_canary` and `mark_failed` are cheap and may be called from any thread; `stage` copies
-weights and belongs to a thread other than the engine's.
+Memory: a replica holds at most 2 + num_class_slots + 1 drafters with their KV, whatever runs: the live version, one that
+comes or goes (canary, staged, the one before), the classes' versions, and the first. What has no slot waits until one is
+idle; a class's version never takes the slot that the live version's successor needs.
+
+Thread rule: `pin`, `unpin`, `publish`, `route`, `set_canary` and `mark_failed` are cheap and may be called from any thread;
+`stage` and `load` copy weights and belong to a thread other than the engine's.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import string
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +39,11 @@ from paceline.serving.target_model.device import side_stream
 
 logger = logging.getLogger(__name__)
 
-ADAPTIVE_SLOTS = ("A", "B")
 FIRST_SLOT = "first"
+MAX_CLASS_SLOTS = len(string.ascii_uppercase) - 2
+LOAD_SHARE = 0.05
+"""Of a thread's time that loading takes at most where classes take each other's slots: more of them than there are slots, all
+with traffic, would else have weights read and copied without end."""
 
 
 @dataclass(slots=True)
@@ -40,6 +51,7 @@ class _Slot:
     drafter: Drafter | None = None
     version: str = ""
     num_pins: int = 0
+    used: int = 0  # grows with time: when a request was pinned here last, or weights were loaded
     num_loads: int = 0  # grows with every change of the weights
     twin: Drafter | None = None  # made beforehand for the first version that is staged here
     failure: str = ""  # why it no longer drafts; "" = usable
@@ -57,6 +69,7 @@ class DrafterSlots:
         first: Drafter | None = None,
         first_version: str | None = None,
         spawn: Callable[[], Drafter] | None = None,
+        num_class_slots: int = 0,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Start with `drafter` live in slot A; None is plain decoding.
@@ -66,12 +79,15 @@ class DrafterSlots:
             first: the hold-back group's own drafter. None: the group uses whichever adaptive slot still holds
                 `first_version`, and decodes plainly when none does.
             first_version: version of the hold-back group; `version` when None.
-            spawn: makes an empty twin of the live drafter for the second adaptive slot (staging a state dict needs
-                it the first time). Drafter objects can be staged without it.
+            spawn: makes an empty twin of the live drafter for the other adaptive slots (staging a state dict needs it
+                the first time). Drafter objects can be staged without it.
+            num_class_slots: versions of traffic classes that may be resident, 0 to MAX_CLASS_SLOTS.
         """
+        assert 0 <= num_class_slots <= MAX_CLASS_SLOTS, f"slots have letters, got num_class_slots={num_class_slots}"
         if drafter is not None and not version:
             version = drafter.caps.name
-        self._slots = {name: _Slot() for name in (*ADAPTIVE_SLOTS, FIRST_SLOT)}
+        self._adaptive, self._num_class_slots = string.ascii_uppercase[: 2 + num_class_slots], num_class_slots
+        self._slots = {name: _Slot() for name in (*self._adaptive, FIRST_SLOT)}
         self._slots["A"] = _Slot(drafter, version)
         self.first_version = first_version if first_version is not None else version
         if first is not None:
@@ -81,7 +97,13 @@ class DrafterSlots:
         self._live = "A"
         self._staged: str | None = None
         self._canary: str | None = None
-        self._canary_percent = 0
+        self._canary_percent, self._canary_bucket = 0, ""
+        self._routes: dict[str, str] = {}  # class -> version that its requests are to have
+        self._served: dict[str, str] = {}  # class -> slot of that version, where it is resident
+        self._asked: dict[str, int] = {}  # version of a class -> when a request of the class came last
+        self._unmet: Counter[str] = Counter()  # version of a class -> requests that had to take the live one since
+        self._ticks = itertools.count(1)
+        self._next_eviction_s = float("-inf")  # when a class may take the slot of another again, by the timer
         self._waiting: tuple[str, Any] | None = None
         self._num_pool_rows: int | None = None
         self._lock = threading.Lock()  # pins, versions, pointers
@@ -95,22 +117,23 @@ class DrafterSlots:
     def kv_row_bytes(self) -> int:
         """Bytes of drafter KV per pool row over all slots that can exist (drafters without KV count 0)."""
         live = getattr(self._slots["A"].drafter, "kv_row_bytes", 0)
-        second = live if self._spawn is not None else 0
-        return live + second + getattr(self._slots[FIRST_SLOT].drafter, "kv_row_bytes", 0)
+        others = (len(self._adaptive) - 1) * live if self._spawn is not None else 0
+        return live + others + getattr(self._slots[FIRST_SLOT].drafter, "kv_row_bytes", 0)
 
     def alloc(self, num_pool_rows: int) -> None:
         """Give every drafter its KV; called once by the engine, later drafters are allocated when staged."""
         self._num_pool_rows = num_pool_rows
         for slot in self._slots.values():
-            if slot.drafter is not None:
-                slot.drafter.alloc(num_pool_rows)
+            for drafter in (slot.drafter, slot.twin):
+                if drafter is not None:
+                    drafter.alloc(num_pool_rows)
 
     def prepare_all(self) -> dict[str, Drafter]:
-        """Every drafter that a slot can hold, the live one first; the empty adaptive slot gets its twin now.
+        """Every drafter that a slot can hold, the live one first; empty adaptive slots get their twins now.
 
         For what must be made before the first request and not while a version is staged, such as graphs.
         """
-        for name in ADAPTIVE_SLOTS:
+        for name in self._adaptive:
             slot = self._slots[name]
             if slot.drafter is None and slot.twin is None and self._spawn is not None:
                 slot.twin = self._spawn()
@@ -122,10 +145,10 @@ class DrafterSlots:
 
     # ---- staging and publication --------------------------------------------------------------------------------
     def stage(self, version: str, source: Drafter | Mapping[str, torch.Tensor]) -> bool:
-        """Bring a version into the idle adaptive slot; True when it is resident and can be published.
+        """Bring a version into an idle adaptive slot; True when it is resident and can be published.
 
-        A version that is still resident needs no copy (rollback). When both slots are in use the order waits, replacing
-        an older waiting one; call `stage_waiting` (or `stage` again) later.
+        A version that is still resident needs no copy (rollback). When no slot is idle the order waits, replacing an
+        older waiting one; call `stage_waiting` (or `stage` again) later.
         Raises: DrafterMismatchError when the weights do not fit; nothing was copied then.
         """
         with self._stage_lock:
@@ -133,33 +156,73 @@ class DrafterSlots:
                 name = self._resident(version)
                 if name is not None:
                     self._staged, self._waiting = name, None
+                    self._reroute()
                     return True
                 name = self._idle()
                 if name is None:
                     self._waiting = (version, source)
                     return False
-                slot = self._slots[name]
-                slot.num_loads += 1  # from here on drafter KV that the old weights wrote is worth nothing
-                slot.is_loading = True  # the hold-back group may ask for the version that the copy overwrites
-                if self._staged == name:
-                    self._staged = None
-                if self._canary == name:  # it failed; its share was meant for its own version, not for the slot
-                    self._canary, self._canary_percent = None, 0
-            try:
-                drafter = self._bring(slot, version, source)
-            except BaseException as e:
-                with self._lock:
-                    slot.is_loading = False
-                    if slot.drafter is not None and not isinstance(e, DrafterMismatchError):  # a copy that broke off
-                        slot.failure = f"staging {version} raised {type(e).__name__}: {e}"
-                raise
+                self._claim(name)
+            self._fill(name, version, source)
             with self._lock:
-                slot.drafter, slot.version, slot.failure, slot.twin = drafter, version, "", None
-                slot.is_loading = False
-                slot.num_loads += 1
                 self._staged, self._waiting = name, None
-        logger.info("drafter staged version=%s slot=%s", version, name)
+                self._reroute()
         return True
+
+    def load(self, version: str, source: Callable[[], Mapping[str, torch.Tensor] | Drafter]) -> bool:
+        """Bring the version of a class into a slot; False when none may be taken for it now.
+
+        source: reads the weights; called where there is a slot.
+        Raises: DrafterMismatchError when the weights do not fit (nothing was copied then), and what `source` raises.
+        """
+        with self._stage_lock:
+            with self._lock:
+                if self._class_slot(version) is None:
+                    return False
+            started = self._timer()
+            weights = source()
+            with self._lock:
+                name = self._class_slot(version)
+                if name is None:  # requests of the classes that it serves came meanwhile
+                    return False
+                self._claim(name)
+            self._fill(name, version, weights)
+            with self._lock:
+                self._unmet.pop(version, None)
+                self._reroute()
+                now = self._timer()
+                self._next_eviction_s = now + (now - started) / LOAD_SHARE
+        return True
+
+    def _claim(self, name: str) -> None:
+        """Take an idle slot for new weights; under the lock, so that nothing is pinned to it from here on."""
+        slot = self._slots[name]
+        assert slot.num_pins == 0, f"slot {name} is overwritten while {slot.num_pins} requests draft with it"
+        slot.num_loads += 1  # from here on drafter KV that the old weights wrote is worth nothing
+        slot.is_loading = True  # the hold-back group may ask for the version that the copy overwrites
+        if self._staged == name:
+            self._staged = None
+        if self._canary == name:  # it failed; its share was meant for its own version, not for the slot
+            self._canary, self._canary_percent = None, 0
+        self._reroute()
+
+    def _fill(self, name: str, version: str, source: Drafter | Mapping[str, torch.Tensor]) -> None:
+        """Overwrite the weights of a claimed slot."""
+        slot = self._slots[name]
+        try:
+            drafter = self._bring(slot, version, source)
+        except BaseException as e:
+            with self._lock:
+                slot.is_loading = False
+                if slot.drafter is not None and not isinstance(e, DrafterMismatchError):  # a copy that broke off
+                    slot.failure = f"staging {version} raised {type(e).__name__}: {e}"
+                self._reroute()
+            raise
+        with self._lock:
+            slot.drafter, slot.version, slot.failure, slot.twin = drafter, version, "", None
+            slot.is_loading, slot.used = False, next(self._ticks)
+            slot.num_loads += 1
+        logger.info("drafter staged version=%s slot=%s", version, name)
 
     def stage_waiting(self) -> bool:
         """Try the waiting order again; True when nothing is waiting any more."""
@@ -181,38 +244,66 @@ class DrafterSlots:
             if self._canary == staged:  # promoted: it has no trial share any more
                 self._canary = None
             live = self._slots[staged].version
+            self._reroute()
             self.num_swaps += 1
         pause_ms = (self._timer() - start) * 1e3
         self.swap_pause_ms = [*self.swap_pause_ms[-99:], pause_ms]
         logger.info("drafter published version=%s slot=%s pause_ms=%.3f", live, staged, pause_ms)
         return pause_ms
 
-    def set_canary(self, version: str, percent: int) -> None:
+    def set_canary(self, version: str, percent: int, bucket: str = "") -> None:
         """Let a resident version serve `percent` of later adaptive requests, by `is_canary`; '' calls the canary off.
 
-        Raises: DrafterMismatchError when the version is neither staged nor resident, or is the live one.
+        bucket: the class whose requests it is tried on; '': those of all classes that have no version of their own.
+        Raises: DrafterMismatchError when the version is neither staged nor resident, or is the one that it is tried
+        against.
         """
         with self._lock:
             name = self._resident(version) if version else None
-            if version and (name is None or name == self._live):
+            if version and (name is None or name == self._served.get(bucket, self._live)):
                 raise DrafterMismatchError(f"a canary must be staged and not live, got drafter version {version!r}")
             if name is not None and self._staged == name:
                 self._staged = None
             self._canary, self._canary_percent = name, percent if name is not None else 0
+            self._canary_bucket = bucket
+            self._reroute()
         logger.info("drafter canary version=%s percent=%d", version or "none", percent if version else 0)
 
+    # ---- classes ------------------------------------------------------------------------------------------------
+    def route(self, routes: Mapping[str, str]) -> None:
+        """Pin later requests of each class to its version, as soon as that is resident; others to the live one."""
+        with self._lock:
+            self._routes = dict(routes)
+            wanted = set(routes.values())
+            self._asked = {v: tick for v, tick in self._asked.items() if v in wanted}
+            self._unmet = Counter({v: n for v, n in self._unmet.items() if v in wanted})
+            self._reroute()
+
+    def missing(self) -> list[str]:
+        """Versions of classes that are not resident, those first that most requests have asked for in vain."""
+        with self._lock:
+            gone = {v for v in self._routes.values() if self._resident(v) is None and not self._is_first(v)}
+            return sorted(gone, key=lambda v: (-self._unmet[v], v))
+
+    def served(self) -> dict[str, str]:
+        """Class -> version that its new requests are pinned to, for the classes whose own version is resident."""
+        with self._lock:
+            return {bucket: self._slots[name].version for bucket, name in self._served.items()}
+
     # ---- pins ---------------------------------------------------------------------------------------------------
-    def pin(self, group: Group, request_id: str = "") -> tuple[str | None, str]:
+    def pin(self, group: Group, request_id: str = "", bucket: str = "") -> tuple[str | None, str]:
         """Pin a new request; returns (slot name, version), or (None, '') for plain decoding.
 
-        An adaptive request goes to the canary or to the live version by its id; one without an id to the live version.
+        An adaptive request goes to the canary or to the version of its class, else the live one, by its id; one without
+        an id is no canary's.
         """
         with self._lock:
-            name = self._choose(group, request_id)
+            name = self._choose(group, request_id, bucket)
             if name is None:
                 return None, ""
             slot = self._slots[name]
             slot.num_pins += 1
+            slot.used = next(self._ticks)
             return name, slot.version
 
     def unpin(self, name: str | None) -> None:
@@ -238,6 +329,7 @@ class DrafterSlots:
             if slot.failure:
                 return
             slot.failure = reason
+            self._reroute()
             self.num_failures += 1
         logger.error("drafter failed slot=%s version=%s reason=%s", name, slot.version, reason)
 
@@ -292,15 +384,24 @@ class DrafterSlots:
         with self._lock:
             return {n: s.num_pins for n, s in self._slots.items()}
 
-    # ---- private ------------------------------------------------------------------------------------------------
-    def _choose(self, group: Group, request_id: str) -> str | None:
+    # ---- private, under the lock --------------------------------------------------------------------------------
+    def _choose(self, group: Group, request_id: str, bucket: str) -> str | None:
         if group == Group.PLAIN:
             return None
         name: str | None = self._live
-        if group == Group.ADAPTIVE and self._canary is not None and request_id:
-            canary = self._slots[self._canary]
-            if not canary.failure and is_canary(request_id, canary.version, self._canary_percent):
-                return self._canary
+        if group == Group.ADAPTIVE:
+            own = self._routes.get(bucket)
+            if own is not None:
+                self._asked[own] = next(self._ticks)
+                name = self._served.get(bucket)
+                if name is None:
+                    self._unmet[own] += 1
+                    name = self._live
+            is_tried = bucket == self._canary_bucket if self._canary_bucket else own is None
+            if self._canary is not None and is_tried and request_id:
+                canary = self._slots[self._canary]
+                if not canary.failure and is_canary(request_id, canary.version, self._canary_percent):
+                    return self._canary
         if group == Group.STATIC and self._slots[self._live].version != self.first_version:
             name = FIRST_SLOT
             if self._slots[FIRST_SLOT].drafter is None:
@@ -310,18 +411,63 @@ class DrafterSlots:
         return name
 
     def _resident(self, version: str) -> str | None:
-        for name in ADAPTIVE_SLOTS:
+        for name in self._adaptive:
             slot = self._slots[name]
             if slot.drafter is not None and slot.version == version and not slot.failure and not slot.is_loading:
                 return name
         return None
 
-    def _idle(self) -> str | None:
-        for name in ADAPTIVE_SLOTS:
+    def _is_first(self, version: str) -> bool:
+        """Whether the slot of the hold-back group can serve a class with this version."""
+        slot = self._slots[FIRST_SLOT]
+        return slot.drafter is not None and slot.version == version and not slot.failure
+
+    def _of_classes(self) -> list[str]:
+        """Slots that nothing but classes want, the one whose classes were asked for last first."""
+        wanted = set(self._routes.values())
+        own = [n for n in self._adaptive if n not in (self._live, self._staged, self._canary)]
+        own = [n for n in own if self._slots[n].version in wanted and self._resident(self._slots[n].version) == n]
+        return sorted(own, key=lambda n: -self._asked.get(self._slots[n].version, 0))
+
+    def _reroute(self) -> None:
+        """Find the classes' slots anew. Classes beyond `num_class_slots` give theirs up, for the next live version."""
+        given_up = set(self._of_classes()[self._num_class_slots :])
+        self._served = {}
+        for bucket, version in self._routes.items():
+            name = self._resident(version)
+            if name is None or name in given_up:
+                name = FIRST_SLOT if self._is_first(version) else None
+            if name is not None:
+                self._served[bucket] = name
+
+    def _free(self) -> list[str]:
+        """Adaptive slots that may be overwritten: empty and failed ones first, then by their latest use."""
+        names = []
+        for name in self._adaptive:
             is_on_trial = name == self._canary and not self._slots[name].failure  # one that failed may be loaded again
             if name != self._live and not is_on_trial and self._slots[name].num_pins == 0:
-                return name
-        return None
+                names.append(name)
+        is_usable = {n: self._slots[n].drafter is not None and not self._slots[n].failure for n in names}
+        return sorted(names, key=lambda n: self._slots[n].used if is_usable[n] else -1)
+
+    def _idle(self) -> str | None:
+        """The slot for the next live version or canary: of classes only where there is no other."""
+        free, of_classes = self._free(), self._of_classes()
+        return next((n for n in free if n not in of_classes), free[0] if free else None)
+
+    def _class_slot(self, version: str) -> str | None:
+        """The slot for the version of a class: a free one within their number, else that of the classes that were asked for
+        the longest ago, if this one was asked for since and the latest load is long past (LOAD_SHARE)."""
+        if not self._num_class_slots or version not in self._routes.values():
+            return None
+        if self._resident(version) is not None or self._is_first(version):
+            return None
+        free, of_classes = [n for n in self._free() if n != self._staged], self._of_classes()
+        if len(of_classes) < self._num_class_slots:
+            return next((n for n in free if n not in of_classes), None)
+        last = of_classes[-1]
+        is_newer = self._asked.get(self._slots[last].version, 0) < self._asked.get(version, 0)
+        return last if last in free and is_newer and self._timer() >= self._next_eviction_s else None
 
     def _bring(self, slot: _Slot, version: str, source: Drafter | Mapping[str, torch.Tensor]) -> Drafter:
         if isinstance(source, Mapping):

@@ -9,10 +9,10 @@ so far give alternatives, from which the drafter continues when it is re-entered
 Source: prompt lookup decoding (transformers `prompt_lookup_num_tokens`), with several matches as one tree.
 
 Suffix drafter: where prompt lookup takes the newest match, this one counts all matches, of any length up to 16 tokens, in the request's
-own prompt and output and, if asked, in recent answers of the same replica; the newest counts more. The estimate of the
-longest match is blended with those of shorter ones, which occurred more often: a tree of candidates with frequencies for
-scores. Host-side, no weights, no KV; memory is bounded. Others' answers only change how fast a text comes; but whoever
-measures times closely could tell that such a text was written before, so keeping them is a choice.
+own prompt and output and, if asked, in recent answers to the same tenant by the same replica; the newest counts more. The
+estimate of the longest match is blended with those of shorter ones, which occurred more often: a tree of candidates with
+frequencies for scores. Host-side, no weights, no KV; memory is bounded. Others' answers only change how fast a text comes;
+but whoever measures times closely could tell that such a text was written before, so a tenant's stay with the tenant.
 Source: the idea of SuffixDecoding (arXiv 2411.04975) on suffix automata (as SAM Decoding, arXiv 2411.10666); blending as
 in prediction by partial matching.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -55,8 +56,8 @@ class TextDrafter:
 
     def ingest(self, inputs: DraftInputs) -> None:
         """Take in the requests' texts, so that long ones do not make a proposal slow."""
-        for request_id, history in zip(inputs.request_ids, inputs.histories, strict=True):
-            self.follow(request_id, history)
+        for i, (request_id, history) in enumerate(zip(inputs.request_ids, inputs.histories, strict=True)):
+            self.follow(request_id, history, inputs.tenant(i))
 
     def propose(self, inputs: DraftInputs) -> Proposal:
         """Slots below each anchor."""
@@ -79,7 +80,7 @@ class TextDrafter:
         """Forget what is kept for the request."""
         raise NotImplementedError
 
-    def follow(self, request_id: str, history: Sequence[int]) -> None:
+    def follow(self, request_id: str, history: Sequence[int], tenant: str = "") -> None:
         """Take in what is new in the text of a request; `history` has only grown since the last call."""
         raise NotImplementedError
 
@@ -87,7 +88,7 @@ class TextDrafter:
         """What is expected after history + path, at most S slots of K tokens; call `follow` first."""
         raise NotImplementedError
 
-    def expects(self, request_id: str, history: Sequence[int]) -> bool:
+    def expects(self, request_id: str, history: Sequence[int], tenant: str = "") -> bool:
         """Whether a proposal may hold anything: far cheaper than to make one. Takes in what is new in the text."""
         raise NotImplementedError
 
@@ -119,7 +120,7 @@ class PromptLookupDrafter(TextDrafter):
         self._max_matches = max_matches
         self._tables: dict[str, _Occurrences] = {}
 
-    def follow(self, request_id: str, history: Sequence[int]) -> None:
+    def follow(self, request_id: str, history: Sequence[int], tenant: str = "") -> None:
         """Index what is new."""
         table = self._tables.get(request_id)
         if table is None:
@@ -136,9 +137,9 @@ class PromptLookupDrafter(TextDrafter):
         suffix = [*history[-longest:], *path][-longest:]
         return self._slots(self._tables[request_id], history, suffix)
 
-    def expects(self, request_id: str, history: Sequence[int]) -> bool:
+    def expects(self, request_id: str, history: Sequence[int], tenant: str = "") -> bool:
         """Whether an end of the text occurred before."""
-        self.follow(request_id, history)
+        self.follow(request_id, history, tenant)
         return bool(self._tables[request_id].find(history[-max(_HIT_RATE) :], 1))
 
     def _slots(self, table: _Occurrences, history: Sequence[int], suffix: Sequence[int]) -> Slots:
@@ -196,6 +197,10 @@ MIN_CONTEXT = 2
 """Tokens of the shortest match that counts."""
 _MAX_STEP = 1024
 """Tokens of one request that are counted in one call: some milliseconds, for which a round may wait."""
+_RECENT_STEP = 32
+"""Tokens of ended requests that are counted for each request and round: more than a round writes, and well below 1 ms."""
+MAX_TENANTS = 16
+"""Tenants whose recent answers are kept, those that wrote last."""
 _MAX_BLENDED = 3
 _NEWEST_BONUS = 2
 """Occurrences that the newest one counts for beyond itself: what was written last is most likely to come again."""
@@ -213,33 +218,39 @@ class _Text:
     automaton: SuffixAutomaton
     start: int
     """Tokens that the text had when the request was first seen: its prompt, mostly."""
+    tenant: str
     num_seen: int = 0
 
 
 class SuffixDrafter(TextDrafter):
-    """Drafts from counts over the request's own text, and over recent answers of others when recent_tokens > 0."""
+    """Drafts from counts over the request's own text, and over its tenant's recent answers when recent_tokens > 0."""
 
     def __init__(
         self, *, num_slots: int = 8, num_candidates: int = 4, max_text: int = 16384, recent_tokens: int = 0
     ) -> None:
         """max_text: tokens of a request that are counted; beyond, the older half is forgotten (about 130 bytes a token).
-        recent_tokens: tokens of ended requests' answers that are kept for everybody; 0 = none.
+        recent_tokens: tokens of ended requests' answers that are kept of a tenant; 0 = none.
         """
         super().__init__(
             "suffix-recent" if recent_tokens else "suffix", num_slots=num_slots, num_candidates=num_candidates
         )
         self._max_text = max_text
         self._texts: dict[str, _Text] = {}
-        self._recent = RecentTexts(recent_tokens) if recent_tokens else None
+        self._recent_tokens = recent_tokens
+        self._recent: OrderedDict[str, RecentTexts] = OrderedDict()
+        """Of each tenant, the one that wrote last at the end."""
         self._histories: dict[str, Sequence[int]] = {}  # only with recent texts
 
-    def follow(self, request_id: str, history: Sequence[int]) -> None:
-        """Count what is new, of a long text a part in every call."""
+    def follow(self, request_id: str, history: Sequence[int], tenant: str = "") -> None:
+        """Count what is new, of long texts a part in every call."""
         text = self._texts.get(request_id)
         if text is None:
-            text = self._texts[request_id] = _Text(SuffixAutomaton(MAX_CONTEXT), len(history))
-            if self._recent is not None:
+            text = self._texts[request_id] = _Text(SuffixAutomaton(MAX_CONTEXT), len(history), tenant)
+            if self._recent_tokens:
                 self._histories[request_id] = history
+        recent = self._recent.get(text.tenant)
+        if recent is not None:
+            recent.take_in(_RECENT_STEP)
         if text.automaton.num_tokens + len(history) - text.num_seen > self._max_text:
             text.automaton = SuffixAutomaton(MAX_CONTEXT)
             text.num_seen = len(history) - self._max_text // 2
@@ -250,8 +261,16 @@ class SuffixDrafter(TextDrafter):
     def release(self, request_id: str) -> None:
         """Forget the request; what it wrote joins the recent texts."""
         text = self._texts.pop(request_id, None)
-        if text is not None and self._recent is not None:
-            self._recent.add(self._histories.pop(request_id)[text.start :])
+        if text is None or not self._recent_tokens:
+            return
+        answer = self._histories.pop(request_id)[text.start :]
+        if len(answer) <= MIN_CONTEXT:
+            return
+        recent = self._recent.setdefault(text.tenant, RecentTexts(self._recent_tokens))
+        self._recent.move_to_end(text.tenant)
+        if len(self._recent) > MAX_TENANTS:
+            self._recent.popitem(last=False)
+        recent.add(answer)
 
     def slots(self, request_id: str, history: Sequence[int], path: Sequence[int]) -> Slots:
         """The most frequent tokens after the end of history + path, and after the chain of the best ones."""
@@ -268,9 +287,9 @@ class SuffixDrafter(TextDrafter):
             found = [(automaton, automaton.continued(automaton.advance(m, token))) for automaton, m in found]
         return out
 
-    def expects(self, request_id: str, history: Sequence[int]) -> bool:
+    def expects(self, request_id: str, history: Sequence[int], tenant: str = "") -> bool:
         """Whether an end of the text occurred before, here or in recent texts."""
-        self.follow(request_id, history)
+        self.follow(request_id, history, tenant)
         return any(match[1] >= MIN_CONTEXT for _, match in self._matches(request_id, history, ()))
 
     def _matches(
@@ -281,8 +300,9 @@ class SuffixDrafter(TextDrafter):
         end = [*history[-MAX_CONTEXT:], *path][-MAX_CONTEXT:]
         is_own_end = not path and text.num_seen == len(history)
         found = [(text.automaton, text.automaton.ending() if is_own_end else text.automaton.match(end))]
-        if self._recent is not None:
-            found += [(automaton, automaton.match(end)) for automaton in self._recent.automata]
+        recent = self._recent.get(text.tenant)
+        if recent is not None:
+            found += [(automaton, automaton.match(end)) for automaton in recent.automata]
         return found
 
     def _expected(self, found: list[tuple[SuffixAutomaton, Match]]) -> list[tuple[int, float]]:
@@ -320,7 +340,9 @@ class RecentTexts:
     def __init__(self, max_tokens: int) -> None:
         self._half = max(max_tokens // 2, 1)
         self._new, self._old = SuffixAutomaton(MAX_CONTEXT), SuffixAutomaton(MAX_CONTEXT)
-        self._num_texts = 0
+        self._waiting: deque[Sequence[int]] = deque()
+        """Texts that are yet to be counted, the first of them from `_next` on."""
+        self._next, self._num_texts = 0, 0
 
     @property
     def automata(self) -> tuple[SuffixAutomaton, SuffixAutomaton]:
@@ -331,19 +353,32 @@ class RecentTexts:
         return self._new.num_tokens + self._old.num_tokens
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """Take in the end of one text, at most a quarter of what is kept."""
-        token_ids = token_ids[-(self._half // 2) :]
-        if len(token_ids) <= MIN_CONTEXT:
-            return
-        if self._new.num_tokens + len(token_ids) >= self._half:
-            self._new, self._old = SuffixAutomaton(MAX_CONTEXT), self._new
-        self._new.extend(token_ids)
+        """Keep the end of one text, at most a quarter of what is kept, to be counted by `take_in`."""
+        self._waiting.append(token_ids[-(self._half // 2) :])
+        while sum(map(len, self._waiting)) > self._half:  # more is written than counted
+            self._end_text()
+
+    def take_in(self, max_tokens: int) -> None:
+        """Count so many of the tokens that wait: a few in every round, for which streams may not wait."""
+        while max_tokens > 0 and self._waiting:
+            text = self._waiting[0]
+            if self._next == 0 and self._new.num_tokens + len(text) >= self._half:
+                self._new, self._old = SuffixAutomaton(MAX_CONTEXT), self._new
+            part = text[self._next : self._next + max_tokens]
+            self._new.extend(part)
+            max_tokens, self._next = max_tokens - len(part), self._next + len(part)
+            if self._next == len(text):
+                self._end_text()
+
+    def _end_text(self) -> None:
+        self._waiting.popleft()
+        self._next = 0
         self._num_texts += 1
         self._new.extend((-self._num_texts,))  # occurs nowhere else, so nothing matches across two texts
 
 
 RECENT_TOKENS = 65536
-"""Tokens of others' answers that `suffix-recent` keeps (a few MB)."""
+"""Tokens of a tenant's answers that `suffix-recent` keeps, 128 bytes each."""
 
 
 def make_text_drafter(name: str) -> TextDrafter:

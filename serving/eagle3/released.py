@@ -43,6 +43,20 @@ def eagle3_tap_layers(values: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(int(i) - 1 for i in own) if own else None
 
 
+def eagle3_layout(c: EagleConfig) -> Layout:
+    """What the released tensors of this network are called and how they lie in ours."""
+    h = c.hidden_size
+    return {
+        "fc.weight": (("fc.weight", (h, c.feature_size)),),
+        "embed_norm": ((_LAYER + "input_layernorm.weight", (h,)),),
+        "hidden_norm": ((_LAYER + "hidden_norm.weight", (h,)),),
+        "qkv_proj.weight": projections(c, _LAYER, width=2 * h),
+        **layer_output(c, "", _LAYER),
+        "final_norm": (("norm.weight", (h,)),),
+        "lm_head.weight": (("lm_head.weight", (c.num_draft_ids, h)),),
+    }
+
+
 def convert_eagle3(
     values: Mapping[str, Any], tensors: dict[str, torch.Tensor], target: TargetHandles
 ) -> tuple[EagleConfig, dict[str, torch.Tensor]]:
@@ -52,18 +66,8 @@ def convert_eagle3(
     """
     fused = tensors.get("fc.weight", torch.empty(0))
     c = _settings(values, target, feature_size=fused.shape[-1])
-    h = c.hidden_size
     check_shared(tensors, "embed_tokens.weight", target.embed_weight, "a token embedding of its own")
-    layout: Layout = {
-        "fc.weight": (("fc.weight", (h, c.feature_size)),),
-        "embed_norm": ((_LAYER + "input_layernorm.weight", (h,)),),
-        "hidden_norm": ((_LAYER + "hidden_norm.weight", (h,)),),
-        "qkv_proj.weight": projections(c, _LAYER, width=2 * h),
-        **layer_output(c, "", _LAYER),
-        "final_norm": (("norm.weight", (h,)),),
-        "lm_head.weight": (("lm_head.weight", (c.num_draft_ids, h)),),
-    }
-    state = take_tensors(tensors, layout, (c.num_draft_ids, c.vocab_size))
+    state = take_tensors(tensors, eagle3_layout(c), (c.num_draft_ids, c.vocab_size))
     state["log_beta"] = torch.zeros(2, c.num_steps)
     return take_vocabulary(c, tensors, state), state
 

@@ -165,6 +165,7 @@ def draft_inputs(
         new_features=None if features is None else features.index_select(0, new_slots),
         new_slots=new_slots,
         histories=[r.tokens for r in requests],
+        tenants=[r.request.tenant for r in requests],
     )
 
 
@@ -385,17 +386,18 @@ class DecodeRunner:
             batch = self._batch = _Batch(
                 requests=list(requests),
                 ids=[r.request_id for r in requests],
-                buckets=[r.request.bucket for r in requests],
-                groups=[r.request.group.value for r in requests],
+                buckets=[r.bucket for r in requests],
+                groups=[r.request.counted_group for r in requests],
                 versions=[r.version if slot is not None else "" for r, slot in zip(requests, slots, strict=True)],
                 sampling=SamplingBatch.from_params(
                     params,
                     [r.seed for r in requests],
                     [r.counts for r in requests],
                     grammars=[r.grammar for r in requests],
+                    limits=[r.limits for r in requests],
                 ),
                 keys=[
-                    (r.version, r.request.bucket, r.is_greedy) if slot is not None else None
+                    (r.version, r.bucket, r.is_greedy) if slot is not None else None
                     for r, slot in zip(requests, slots, strict=True)
                 ],
                 slots=slots,
@@ -478,7 +480,7 @@ class DecodeRunner:
         if request.context_len - request.drafted_len > MAX_BACKLOG_ROWS:
             return True  # takes it in first
         try:
-            may_draft = drafter.expects(request.request_id, request.tokens)
+            may_draft = drafter.expects(request.request_id, request.tokens, request.request.tenant)
         except Exception as e:  # a broken drafter costs speed, never a request
             self._slots.mark_failed(slot, f"expects raised {type(e).__name__}: {e}")
             return False

@@ -7,7 +7,6 @@ begins at the next round boundary.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -19,12 +18,14 @@ import torch
 
 from paceline.clock import Clock, SystemClock
 from paceline.config import EngineConfig
+from paceline.contracts import Histogram
 from paceline.errors import EngineStoppedError, RequestError
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.budget.roofline import TargetShape
 from paceline.serving.drafters.forward import choose_ranking
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.buckets import BucketNames
+from paceline.serving.engine.classes import PromptClasses, PromptSink
 from paceline.serving.engine.decode import DecodeRunner
 from paceline.serving.engine.inbox import Call, EngineInbox
 from paceline.serving.engine.output import FeedbackSink, RoundOutput
@@ -35,7 +36,7 @@ from paceline.serving.engine.traces import TraceCollector, TraceSink
 from paceline.serving.loading.calibration import EngineProbe
 from paceline.serving.loading.graphs import EngineGraphs, default_backend, prepare
 from paceline.serving.loading.kv_size import pool_row_bytes, settle_kv_bytes
-from paceline.serving.sampling.draw import TokenCounts, has_penalties
+from paceline.serving.sampling.draw import TokenCounts, TokenLimits, has_limits, has_penalties
 from paceline.serving.sampling.grammar import GrammarFactory
 from paceline.serving.sampling.request import GenerationRequest, RequestStatus, RoundEvent
 from paceline.serving.sampling.text_stream import TokenText
@@ -100,6 +101,7 @@ class Engine:
         clock: Clock | None = None,
         feedback: FeedbackSink | None = None,
         traces: TraceSink | None = None,
+        prompts: PromptSink | None = None,
         trace_topk: int = 8,
         policy: TreePolicy | None = None,
         rng: np.random.Generator | None = None,
@@ -111,6 +113,7 @@ class Engine:
         """Allocate the KV pool from the byte budget and bind the drafters to it.
 
         Args:
+            prompts: takes the vectors of prompts whose request names no bucket.
             policy: tree policy; one for `config.tree` when None.
             rng: source of the seeds of requests without one.
             timer: monotonic seconds, for durations (`clock` is for time stamps).
@@ -120,6 +123,9 @@ class Engine:
             graph_backend: what makes the graphs that `warm_up` captures; CUDA graphs where they can be had when None.
         Raises: ConfigError when the budget is too small (kv_budget.settle_kv_bytes).
         """
+        graph_backend = graph_backend or default_backend(target, config)
+        if graph_backend is not None:
+            slots.prepare_all()  # their weights take their memory before the KV pool takes its share of what is free
         row_bytes, keeps_features = pool_row_bytes(target, slots, has_traces=traces is not None)
         config = settle_kv_bytes(
             config, row_bytes=row_bytes, context_tokens=target.context_tokens, device=target.device,
@@ -150,6 +156,8 @@ class Engine:
             min_prefill_tokens=config.min_prefill_tokens,
             priority_aging_s=config.priority_aging_s,
         )
+        self.queue_times = Histogram()
+        """Seconds from submission to the first admission of each request."""
         self._deadlines = Deadlines()
         takes_ragged_rows = target.kernels.is_capturable or not target.pads_requests
         self._packs_prompts = takes_ragged_rows if packs_prompts is None else packs_prompts
@@ -171,8 +179,16 @@ class Engine:
         self.policy = policy or TreePolicy(
             config.tree, cost=cost, vocab_size=target.vocab_size, timer=timer, kernels=target.kernels
         )
-        self._prefill = PrefillRunner(target, self.kv, self.scheduler, self.output)
-        graph_backend = graph_backend or default_backend(target, config)
+        self.classes: PromptClasses | None = None
+        """What sorts requests without a bucket; None: the engine keeps no hidden states, or is told not to."""
+        if config.max_classes and self.kv.features is not None:
+            self.classes = PromptClasses(
+                self.kv.features, len(target.tap_layers), target_version=target.version, tap_layers=target.tap_layers,
+                sink=prompts, note_error=self.output.note_broken_sink,
+            )  # fmt: skip
+        elif config.max_classes:
+            logger.info("requests without a bucket share one: no hidden states are kept to tell their classes by")
+        self._prefill = PrefillRunner(target, self.kv, self.scheduler, self.output, self._pins, self.classes)
         self.graphs: EngineGraphs | None = None
         if graph_backend is not None:
             self.graphs = EngineGraphs(
@@ -230,6 +246,12 @@ class Engine:
             grammar = self.grammars.start(params.grammar, stop_token_ids=stops, ignores_eos=params.ignore_eos)
         if not params.ignore_eos or grammar is not None:  # with ignore_eos a grammar draws it only where it must end
             stops |= self.target.eos_token_ids
+        limits = None
+        if has_limits(params):
+            limits = TokenLimits(
+                params, prompt_len=len(prompt), stop_token_ids=stops, vocab_size=self.target.vocab_size,
+                device=self.target.device,
+            )  # fmt: skip
         checker = None
         if params.stop:
             checker = StopStringChecker(self._token_text, params.stop, prompt, skip_special=params.skip_special_tokens)
@@ -244,6 +266,7 @@ class Engine:
             counts=TokenCounts(prompt, self.target.vocab_size, self.target.device) if has_penalties(params) else None,
             submitted_s=self._clock.now(),
             grammar=grammar,
+            limits=limits,
         )
 
     def now(self) -> float:
@@ -291,6 +314,8 @@ class Engine:
         if admitted:
             scheduler.note_drafted()
         for request in admitted:
+            if not request.was_preempted:
+                self.queue_times.observe(self._clock.now() - request.submitted_s)
             if self._pins.pin(request) and self.output.traces is not None:
                 self.output.traces.start(request)
             self._pins.adopt_shared_rows(request)
@@ -388,6 +413,9 @@ class Engine:
             "num_callback_errors": self.output.num_callback_errors,
             "num_buckets": len(self._buckets),
             "num_bucket_capped": self._buckets.num_capped,
+            "num_classes": self.classes.num_classes if self.classes is not None else 0,
+            "num_classed": self.classes.num_classed if self.classes is not None else 0,
+            "num_unclassed": self.classes.num_unclassed if self.classes is not None else 0,
             "num_drafter_failures": self.slots.num_failures,
             "drafter_failures": self.slots.failures(),
             "slots": self.slots.versions(),
@@ -417,9 +445,8 @@ class Engine:
 
     def _take(self, arrived: list[RunningRequest], aborts: set[str], calls: list[Call]) -> list[Call]:
         for request in arrived:
-            bucket = self._buckets.resolve(request.request.bucket)
-            if bucket != request.request.bucket:
-                request.request = dataclasses.replace(request.request, bucket=bucket)
+            request.bucket = self._buckets.resolve(request.request.bucket, request.request.tenant)
+            request.awaits_class = self.classes is not None and request.request.bucket is None
             self.output.by_id[request.request_id] = request
             self.scheduler.add(request)
             self._deadlines.add(request, self.output.by_id)

@@ -56,7 +56,8 @@ def draw_kind(sampling: SamplingBatch) -> int | None:
     """Which captured draw these requests need; None when their draws need the host."""
     if sampling.is_all_greedy:
         return GREEDY
-    if sampling.has_grammars or any(sampling.is_penalised) or any(bias is not None for bias in sampling.biases):
+    needs_host = (*sampling.biases, *sampling.limits)
+    if sampling.has_grammars or any(sampling.is_penalised) or any(each is not None for each in needs_host):
         return None
     return FILTERED if any(sampling.is_filtered) else SAMPLED
 

@@ -6,12 +6,23 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.serving.engine.running import RunningRequest
+
+QUEUE_SHARE = 4
+"""One tenant alone may fill four fifths of the queue, two four ninths each."""
+
+
+class Queued(Sized, Protocol):
+    """Requests that wait for admission."""
+
+    def num_of(self, tenant: str) -> int:
+        """Those of one tenant."""
+
 
 Call = tuple[Callable[[], Any], Future]
 
@@ -19,7 +30,7 @@ Call = tuple[Callable[[], Any], Future]
 class EngineInbox:
     """Bounded mailbox of one engine. Every method may be called from any thread unless it says otherwise."""
 
-    def __init__(self, max_waiting: int, queued: Sized, rng: np.random.Generator) -> None:
+    def __init__(self, max_waiting: int, queued: Queued, rng: np.random.Generator) -> None:
         """queued: requests that the engine has taken but not admitted; they count against max_waiting."""
         self._max_waiting = max_waiting
         self._queued = queued
@@ -67,6 +78,7 @@ class EngineInbox:
                 own.add(request.request_id)
             if len(requests) > self._max_waiting:
                 raise RequestError(f"requests at once must be at most {self._max_waiting}, got {len(requests)}")
+            self._check_share(requests)
             room = self._max_waiting - len(self._arrived) - len(self._queued)
             if len(requests) > room:
                 raise CapacityError(
@@ -81,6 +93,23 @@ class EngineInbox:
                 self._ids.add(request.request_id)
                 self._arrived.append(request)
             self._changed.notify_all()
+
+    def _check_share(self, requests: Sequence[RunningRequest]) -> None:
+        """Raise CapacityError where a named tenant's requests would leave too few places for others.
+
+        A tenant may have QUEUE_SHARE times the places that stay free (dynamic thresholds of switch buffers: Choudhury and
+        Hahne 1998), so that there is room for one that comes anew, however many flood.
+        """
+        tenant = requests[0].request.tenant if requests else ""
+        if not tenant:
+            return
+        num_arrived = sum(r.request.tenant == tenant for r in self._arrived)
+        num_own = num_arrived + self._queued.num_of(tenant) + len(requests)
+        num_left = self._max_waiting - len(self._arrived) - len(self._queued) - len(requests)
+        if num_own - 1 > QUEUE_SHARE * num_left:
+            raise CapacityError(
+                f"the queue has no room for more than {num_own - len(requests)} requests of one tenant now; try again later"
+            )
 
     def abort(self, request_id: str) -> None:
         """Ask for the end of a request; unknown or ended ids are ignored."""

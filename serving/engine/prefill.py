@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.serving.engine.classes import PromptClasses
 from paceline.serving.engine.output import RoundOutput, round_logprobs
-from paceline.serving.engine.running import RunningRequest, cut_tokens
+from paceline.serving.engine.running import DrafterPins, RunningRequest, cut_tokens
 from paceline.serving.engine.scheduler import Scheduler
 from paceline.serving.sampling.draw import SamplingBatch, draw_tokens, token_logprobs
 from paceline.serving.sampling.request import TokenLogprob
@@ -116,11 +117,22 @@ class PromptRows:
 class PrefillRunner:
     """Runs prefill chunks. Engine thread only."""
 
-    def __init__(self, target: TargetModel, kv: KVPool, scheduler: Scheduler, output: RoundOutput) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        kv: KVPool,
+        scheduler: Scheduler,
+        output: RoundOutput,
+        pins: DrafterPins,
+        classes: PromptClasses | None = None,
+    ) -> None:
+        """pins: what a class that was told changes; classes: what sorts requests without a bucket; None = nothing does."""
         self._target = target
         self._kv = kv
         self._scheduler = scheduler
         self._output = output
+        self._pins = pins
+        self._classes = classes
         self.num_rows = 0
 
     def run(self, chunks: list[tuple[RunningRequest, int]]) -> None:
@@ -151,7 +163,10 @@ class PrefillRunner:
         return PromptRows(chunks=chunks, logit_rows=logit_rows, drawing=drawing, draw_at=draw_at, scoring=scoring)
 
     def finish(self, rows: PromptRows, out: TargetOutput) -> None:
-        """Take the forward's output; requests whose rows are complete start running (or end)."""
+        """Take the forward's output; requests whose rows are complete start running (or end).
+
+        Syncs: one where first tokens are drawn, or where the prompt of a resumed answer tells its class.
+        """
         self.num_rows += rows.num_rows
         if out.features is not None and self._kv.features is not None and rows.out_rows is not None:
             self._kv.features.index_copy_(0, rows.out_rows, out.features)
@@ -162,21 +177,34 @@ class PrefillRunner:
                 self._scheduler.start_running(request)
         for request, at, num in rows.scoring:
             score_prompt(request, out.logits[at : at + num])
+        ready = [r for r, _ in rows.chunks if r.context_len == r.prefill_len] if self._classes is not None else []
+        vectors = self._classes.launch(ready) if self._classes is not None and ready else None
+        logits = out.logits[rows.draw_at] if rows.scoring else out.logits
+        token_ids = self._draw_first(rows.drawing, logits) if rows.drawing else []
+        if self._classes is not None and vectors is not None:
+            if vectors.is_pinned() and not rows.drawing:
+                torch.cuda.current_stream().synchronize()
+            for request in self._classes.assign(ready, vectors):
+                self._pins.follow_class(request)
         if rows.drawing:
-            self._draw_first(rows.drawing, out.logits[rows.draw_at] if rows.scoring else out.logits)
+            self._emit_first(rows.drawing, logits, token_ids)
 
-    def _draw_first(self, requests: list[RunningRequest], logits: torch.Tensor) -> None:
-        """Draw and emit the first output token of each request from logits (D, V)."""
+    def _draw_first(self, requests: list[RunningRequest], logits: torch.Tensor) -> list[int]:
+        """Draw the first output token of each request from logits (D, V)."""
         device = logits.device
         sampling = SamplingBatch.from_params(
             [r.request.params for r in requests], [r.seed for r in requests], [r.counts for r in requests], device,
-            [r.grammar for r in requests],
+            [r.grammar for r in requests], [r.limits for r in requests],
         )  # fmt: skip
         positions = torch.tensor([len(r.tokens) for r in requests], device=device)
         owner = torch.arange(len(requests), device=device)
         sampling.rewind()
         token_ids = draw_tokens(logits, owner, positions, sampling).tolist()
         sampling.advance(range(len(requests)), token_ids)
+        return token_ids
+
+    def _emit_first(self, requests: list[RunningRequest], logits: torch.Tensor, token_ids: list[int]) -> None:
+        """Emit what was drawn from logits (D, V)."""
         rows = [[i] for i in range(len(requests))]
         if self._output.traces is not None:
             self._output.traces.add(requests, rows, logits)

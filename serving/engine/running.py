@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from paceline.serving.engine.buckets import DEFAULT_BUCKET
 from paceline.serving.sampling.request import (
     GenerationRequest,
     RequestStats,
@@ -25,7 +26,7 @@ from paceline.serving.sampling.text_stream import TextStream, TokenText
 from paceline.serving.target_model.prefix_cache import DraftWriter
 
 if TYPE_CHECKING:
-    from paceline.serving.sampling.draw import TokenCounts
+    from paceline.serving.sampling.draw import TokenCounts, TokenLimits
     from paceline.serving.sampling.grammar_state import GrammarState
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.target_model.kv_cache import PageAllocator
@@ -66,6 +67,8 @@ class RunningRequest:
     counts: TokenCounts | None
     """Tokens seen, for penalties; None without penalties."""
     submitted_s: float
+    limits: TokenLimits | None = None
+    """Tokens that may be drawn; None = all."""
     grammar: GrammarState | None = None
     """Where the answer stands in its grammar; always that of the committed output tokens between rounds."""
 
@@ -86,6 +89,10 @@ class RunningRequest:
     """Order of admission; the active request with the largest rank is preempted first. Set by the scheduler."""
     num_cached_tokens: int = 0
     was_preempted: bool = False
+    bucket: str = DEFAULT_BUCKET
+    """Traffic class that the request is counted under; it changes at most once, at the end of the prompt."""
+    awaits_class: bool = False
+    """Whether the prompt is to tell the class."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -157,7 +164,7 @@ class RunningRequest:
             num_accepted_tokens=self.num_accepted_tokens,
             num_emitted_tokens=self.num_output,
             num_truncated_tokens=self.num_truncated_tokens,
-            bucket=self.request.bucket,
+            bucket=self.bucket,
             draft_ms=self.draft_ms,
             verify_ms=self.verify_ms,
             round_ms=self.round_ms,
@@ -255,12 +262,32 @@ class DrafterPins:
         """Choose the drafter version once, a preempted request keeps its own; whether it was chosen now."""
         is_new = not request.is_pinned
         if is_new:
-            request.slot, request.version = self._slots.pin(request.request.group, request.request_id)
+            request.slot, request.version = self._choose(request)
             request.is_pinned = True
+        self._note_writer(request)
+        return is_new
+
+    def follow_class(self, request: RunningRequest) -> None:
+        """Pin a request anew whose prompt has told its class, before its first draft; it loses nothing but rows that its
+        new drafter reads again."""
+        slot, version = self._choose(request)
+        if slot == request.slot:
+            self._slots.unpin(slot)
+            return
+        self.unpin(request)
+        request.slot, request.version, request.is_pinned = slot, version, True
+        request.drafted_len, request.draft_writer = 0, None
+        self._note_writer(request)
+        if request.draft_writer is not None:
+            request.drafted_len = self._allocator.num_drafted_rows(request.request_id, request.draft_writer)
+
+    def _choose(self, request: RunningRequest) -> tuple[str | None, str]:
+        return self._slots.pin(request.request.group, request.request_id, request.bucket)
+
+    def _note_writer(self, request: RunningRequest) -> None:
         drafter = self._slots.drafter(request.slot)
         if request.slot is not None and drafter is not None and drafter.caps.is_row_local:
             request.draft_writer = (request.slot, self._slots.num_loads(request.slot))
-        return is_new
 
     def unpin(self, request: RunningRequest) -> None:
         """Let the drafter version of a request that has ended go."""

@@ -5,6 +5,11 @@ are admitted first, equal priorities therefore in order of arrival, and a waitin
 better priority once it has waited `priority_aging_s` longer. A rank never changes, so the smallest one is never
 preempted and always advances, and no two requests can preempt each other in turn.
 
+That holds within a tenant. Between tenants the one goes first that was given the fewest rows, prompts get even parts of a
+round's rows, and one that holds less than an even part of the places and pages gets them from those that hold more: their
+newest requests go back to the queue, but never a tenant's only one. So nobody's flood, and nobody's priorities, hold up
+others (the counter of rows: arXiv 2401.00588).
+
 A request is admitted when its prompt's pages are free; pages of a cached prefix are shared (prefix_cache.py). Prompts are
 prefilled in chunks between decode rounds. When a running request cannot get the page of its next row, the active request
 with the largest rank loses its pages and goes back to the queue. When the first of the queue finds no room, active
@@ -16,7 +21,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -57,41 +62,99 @@ class Deadlines:
         return expired
 
 
-class RequestQueue:
-    """Requests by rank, smallest first; adding, removing and looking at the first cost O(log n). One thread only."""
+class _Line:
+    """Waiting requests of one tenant by rank; adding, removing and looking at the first cost O(log n)."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[float, int], RunningRequest]] = []  # entries of requests that left are skipped
-        self._members: dict[str, RunningRequest] = {}
+        self.heap: list[tuple[tuple[float, int], RunningRequest]] = []  # entries of requests that left are skipped
+        self.members: dict[str, RunningRequest] = {}
+
+    def first(self) -> RunningRequest:
+        """The smallest rank; there is one."""
+        while self.members.get(self.heap[0][1].request_id) is not self.heap[0][1]:
+            heapq.heappop(self.heap)
+        return self.heap[0][1]
+
+
+class RequestQueue:
+    """Waiting requests, each tenant's by rank, smallest first. One thread only, but for `num_of`."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, _Line] = {}
+        self._num = 0
 
     def __len__(self) -> int:
-        return len(self._members)
+        return self._num
 
     def __contains__(self, request: RunningRequest) -> bool:
-        return self._members.get(request.request_id) is request
+        line = self._lines.get(request.request.tenant)
+        return line is not None and line.members.get(request.request_id) is request
 
     def __iter__(self) -> Iterator[RunningRequest]:
-        """In order; for checks and tests, as it sorts."""
-        return iter(sorted(self._members.values(), key=lambda r: r.rank))
+        """In order of rank; for checks and tests, as it sorts."""
+        waiting = (r for line in self._lines.values() for r in line.members.values())
+        return iter(sorted(waiting, key=lambda r: r.rank))
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Who waits."""
+        return self._lines.keys()
+
+    def num_of(self, tenant: str) -> int:
+        """Waiting requests of a tenant. Any thread."""
+        line = self._lines.get(tenant)
+        return 0 if line is None else len(line.members)
 
     def push(self, request: RunningRequest) -> None:
         """Add a request with its rank, which must differ from every other's and not change any more."""
-        assert request.request_id not in self._members, "a request waits once"
-        self._members[request.request_id] = request
-        heapq.heappush(self._heap, (request.rank, request))
+        line = self._lines.setdefault(request.request.tenant, _Line())
+        assert request.request_id not in line.members, "a request waits once"
+        line.members[request.request_id] = request
+        heapq.heappush(line.heap, (request.rank, request))
+        self._num += 1
 
-    def first(self) -> RunningRequest | None:
-        """The request whose turn it is; None when nobody waits."""
-        while self._heap and self._heap[0][1] not in self:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+    def first(self, turn: Callable[[str], tuple[float, ...]] = lambda tenant: ()) -> RunningRequest | None:
+        """The request whose turn it is; None when nobody waits. turn: smaller = earlier; among equals the rank decides."""
+        if len(self._lines) <= 1:
+            return next((line.first() for line in self._lines.values()), None)
+        return min((line.first() for line in self._lines.values()), key=lambda r: (turn(r.request.tenant), r.rank))
 
     def remove(self, request: RunningRequest) -> None:
         """Take a request out, wherever it stands."""
-        del self._members[request.request_id]
-        if len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [(r.rank, r) for r in self._members.values()]
-            heapq.heapify(self._heap)
+        line = self._lines[request.request.tenant]
+        del line.members[request.request_id]
+        self._num -= 1
+        if not line.members:
+            del self._lines[request.request.tenant]
+        elif len(line.heap) > 2 * len(line.members) + 64:
+            line.heap = [(r.rank, r) for r in line.members.values()]
+            heapq.heapify(line.heap)
+
+
+class RowCounter:
+    """Rows that each tenant was given; a tenant that comes anew begins level with the least of those that are there."""
+
+    MAX_KEPT = 4096
+    """Tenants remembered while they are away, so that none gains by leaving for a moment."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, float] = {}
+
+    def __getitem__(self, tenant: str) -> float:
+        return self._rows.get(tenant, 0.0)
+
+    def enter(self, tenant: str, present: Collection[str]) -> None:
+        """A tenant that had no request has one; `present`: the others that have some."""
+        least = min((self[t] for t in present if t != tenant), default=None)
+        if least is None:
+            self._rows.clear()  # alone: nobody is ahead of anybody
+        elif len(self._rows) > self.MAX_KEPT:
+            self._rows = {t: n for t, n in self._rows.items() if t in present}
+        self._rows[tenant] = max(self[tenant], least or 0.0)
+
+    def add(self, tenant: str, num_rows: int) -> None:
+        """A tenant is given rows."""
+        self._rows[tenant] = self[tenant] + num_rows
 
 
 class Pages(Protocol):
@@ -99,6 +162,8 @@ class Pages(Protocol):
 
     @property
     def num_free_pages(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
     @property
     def num_ever_cached(self) -> int: ...
     def ensure(self, request_id: str, num_rows: int) -> bool: ...
@@ -161,6 +226,8 @@ class Scheduler:
         self._drafts = drafts
         self.waiting = RequestQueue()
         self.active: list[RunningRequest] = []  # PREFILL and RUNNING, smallest rank first
+        self._given = RowCounter()
+        self._num_active: dict[str, int] = {}  # active requests of each tenant that has some
         self.num_preemptions = 0
         self.num_lookups = 0
         self.num_hits = 0
@@ -175,12 +242,15 @@ class Scheduler:
         priority = request.request.priority
         delay_s = priority * self._priority_aging_s if priority else 0.0
         request.rank = (request.submitted_s + delay_s, request.arrival)
+        tenant = request.request.tenant
+        if tenant not in self._num_active and tenant not in self.waiting.tenants:
+            self._given.enter(tenant, self._tenants())
         self.waiting.push(request)
 
     def admit(self) -> list[RunningRequest]:
         """Move requests from the queue to prefill while they fit; returns the admitted ones."""
         admitted: list[RunningRequest] = []
-        while (request := self.waiting.first()) is not None:
+        while (request := self.waiting.first(self._turn)) is not None:
             if len(self.active) >= self._max_running and not self._make_room(request, 0):
                 break
             if self._is_still_blocked(request):
@@ -203,6 +273,9 @@ class Scheduler:
             self.num_lookups += self._drafts.may_share(request)
             self._count_hit(request, 0, num_shared * self._page_tokens)
             request.advance(RequestStatus.PREFILL)
+            tenant = request.request.tenant
+            self._num_active[tenant] = self._num_active.get(tenant, 0) + 1
+            self._given.add(tenant, request.prefill_len - request.context_len)
             bisect.insort(self.active, request, key=lambda r: r.rank)
             self.generation += 1
             admitted.append(request)
@@ -212,21 +285,34 @@ class Scheduler:
         """(request, rows) to prefill in this round, smallest rank first.
 
         All rows of the round together stay within prefill_chunk_tokens, so that a decoding request waits no longer for its
-        next tokens when prompts come in; prompts get at least min_prefill_tokens of them. Of several prompts whose next
-        page is the same, one computes it and the others wait to share it.
+        next tokens when prompts come in; prompts get at least min_prefill_tokens of them. Every tenant gets an even part,
+        and what others leave. Of several prompts whose next page is the same, one computes it and the others wait to share
+        it.
         """
         budget = max(self._min_prefill_tokens, self._prefill_chunk_tokens - num_decode_rows)
-        chunks = []
+        prompts = [r for r in self.active if r.status is RequestStatus.PREFILL]
         in_work: set[tuple[int, bytes]] = set()
-        for request in self.active:
-            if budget <= 0:
-                break
-            if request.status is not RequestStatus.PREFILL or not self._find_more(request, in_work):
-                continue
-            num_rows = min(budget, request.prefill_len - request.context_len)
-            budget -= num_rows
-            chunks.append((request, num_rows))
-        return chunks
+        rows: dict[str, int] = {}  # request -> its rows; 0 = it waits to share
+        num_tenants = len({r.request.tenant for r in prompts})
+        parts = dict.fromkeys((r.request.tenant for r in prompts), -(-budget // max(num_tenants, 1)))
+        for is_rest in (False, True)[: min(num_tenants, 2)]:
+            for request in prompts:
+                tenant = request.request.tenant
+                room = budget if is_rest else min(budget, parts[tenant])
+                if room <= 0:
+                    continue
+                if request.request_id not in rows:
+                    rows[request.request_id] = 0
+                    if not self._find_more(request, in_work):
+                        continue
+                elif not rows[request.request_id]:
+                    continue
+                given = rows[request.request_id]
+                more = min(room, request.prefill_len - request.context_len - given)
+                rows[request.request_id] = given + more
+                budget -= more
+                parts[tenant] -= more
+        return [(r, n) for r in prompts if (n := rows.get(r.request_id, 0))]
 
     def note_drafted(self) -> None:
         """Write down which shared pages have drafter KV by now; before new requests ask."""
@@ -251,7 +337,8 @@ class Scheduler:
     def reserve(self, num_lookahead_rows: int) -> list[RunningRequest]:
         """Give every running request the page of its next row, and of the draft path's rows where they are free.
 
-        Preempts the active requests with the largest ranks when pages run out. Returns the running requests, smallest
+        Preempts active requests when pages run out: the largest rank of a tenant that holds more than its part, else of
+        all. Returns the running requests, smallest
         rank first.
         """
         batch: list[RunningRequest] = []
@@ -262,12 +349,15 @@ class Scheduler:
             want = min(need + num_lookahead_rows, request.token_limit)
             if request.row_capacity < want and not self._grow(request, want):
                 while request.row_capacity < need and not self._grow(request, need):
-                    victim = self.active[-1]
+                    victim = self._greediest()
                     self.preempt(victim)
                     if victim is request:
                         break
             if request.status is RequestStatus.RUNNING:
+                self._given.add(request.request.tenant, 1)
                 batch.append(request)
+        if len(self._num_active) > 1:  # a greedy tenant's request may have gone after its turn
+            batch = [r for r in batch if r.status is RequestStatus.RUNNING]
         return batch
 
     def preempt(self, request: RunningRequest) -> None:
@@ -302,6 +392,8 @@ class Scheduler:
         """
         if self._blocked is None or self._blocked[0] is not request:
             return False
+        if len(self._num_active.keys() | {request.request.tenant}) > 1:
+            return False  # what others take may make them give way
         _, num_free, num_active, num_cached = self._blocked
         now_free, now_active, now_cached = self._room()
         return now_free <= num_free and now_active >= max(num_active, 1) and now_cached == num_cached
@@ -310,25 +402,91 @@ class Scheduler:
         return self._pages.num_free_pages >= num_pages + len(self.active)
 
     def _make_room(self, request: RunningRequest, num_pages: int) -> bool:
-        """Preempt active requests of a worse priority and rank until a request has a place and its pages.
+        """Preempt active requests that must give way until a request has a place and its pages.
 
         Nobody is preempted when all their pages together would not be enough; pages that they share count in full.
         """
         num_free, num_left = self._pages.num_free_pages, len(self.active)
+        candidates = self._giving_way(request)
+        victims: list[RunningRequest] = []
         while num_left >= self._max_running or num_free < num_pages + num_left:
-            victim = self.active[num_left - 1] if num_left else None
-            if victim is None or victim.request.priority <= request.request.priority or victim.rank < request.rank:
+            victim = next(candidates, None)
+            if victim is None:
                 return False
+            victims.append(victim)
             num_left -= 1
             num_free += len(self._pages.pages(victim.request_id))
-        for victim in self.active[num_left:]:  # a copy
+        for victim in victims:
             self.preempt(victim)
         return self._has_room(num_pages)
+
+    def _giving_way(self, request: RunningRequest) -> Iterator[RunningRequest]:
+        """Active requests that give way to a request: its tenant's of worse priority, others' of greed.
+
+        Largest ranks first. Ends before the tenants that hold too much are down to their parts. Only for a tenant that is
+        within both its parts with this request as well, shared pages counted: so what all hold beyond their parts shrinks
+        with every preemption, and no two tenants can preempt each other in turn.
+        """
+        own = request.request
+        for other in reversed(self.active):
+            if other.request.tenant == own.tenant:
+                if other.request.priority <= own.priority or other.rank < request.rank:
+                    break
+                yield other
+        if len(self._num_active.keys() | {own.tenant}) == 1:
+            return
+        places, pages = self._parts()
+        held = self._held_pages()
+        num_wanted = -(-(request.prefill_len + 1) // self._page_tokens)
+        if self._num_active.get(own.tenant, 0) >= places or held.get(own.tenant, 0) + num_wanted > pages:
+            return
+        left = dict(self._num_active)
+        for other in reversed(self.active):
+            tenant = other.request.tenant
+            if tenant != own.tenant and left[tenant] > 1 and (left[tenant] > places or held[tenant] > pages):
+                left[tenant] -= 1
+                held[tenant] -= len(self._pages.pages(other.request_id))
+                yield other
+
+    def _greediest(self) -> RunningRequest:
+        """Who loses its pages when a running request needs one."""
+        if len(self._num_active) > 1:
+            _, pages = self._parts()
+            held = self._held_pages()
+            greedy = {t for t, n in self._num_active.items() if n > 1 and held[t] > pages}
+            if greedy:
+                most = max(greedy, key=held.__getitem__)
+                return next(r for r in reversed(self.active) if r.request.tenant == most)
+        return self.active[-1]
+
+    def _tenants(self) -> set[str]:
+        """Who has requests."""
+        return self._num_active.keys() | set(self.waiting.tenants)
+
+    def _turn(self, tenant: str) -> tuple[float, ...]:
+        """Smaller for whom was given less."""
+        return self._given[tenant], self._num_active.get(tenant, 0)
+
+    def _parts(self) -> tuple[int, int]:
+        """An even part of the places and of the pages for each tenant that has requests."""
+        num = len(self._tenants())
+        return max(1, self._max_running // num), self._pages.num_pages // num
+
+    def _held_pages(self) -> dict[str, int]:
+        """Tenant -> pages of its active requests, shared ones in full."""
+        held = dict.fromkeys(self._num_active, 0)
+        for request in self.active:
+            held[request.request.tenant] += len(self._pages.pages(request.request_id))
+        return held
 
     def _drop(self, request: RunningRequest) -> None:
         at = bisect.bisect_left(self.active, request.rank, key=lambda r: r.rank)
         assert self.active[at] is request, "an active request stands where its rank says"
         del self.active[at]
+        tenant = request.request.tenant
+        self._num_active[tenant] -= 1
+        if not self._num_active[tenant]:
+            del self._num_active[tenant]
         self._publish(request, is_last=True)
         self._pages.release(request.request_id)
         self.generation += 1

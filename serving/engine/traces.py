@@ -70,7 +70,7 @@ class TraceCollector:
         if request.request.resumed_token_ids:  # a trace needs the target's best tokens at every output token
             return
         try:
-            if self._sink.wants(request.request_id, request.request.bucket):
+            if self._sink.wants(request.request_id, request.bucket):
                 request.trace = TraceRows()
         except Exception:
             self._note_error("choosing a request to trace")
@@ -156,7 +156,7 @@ class TraceCollector:
         with torch.inference_mode(False):
             return RequestTrace(
                 request_id=request.request_id,
-                bucket=request.request.bucket,
+                bucket=request.bucket,
                 temperature=request.request.params.temperature,
                 prompt_len=request.prompt_len,
                 token_ids=list(request.tokens),

@@ -127,7 +127,7 @@ def wanted_tap_layers(folder: str | Path) -> tuple[int, ...] | None:
     if not is_released(values):
         own = values.get("tap_layers")
         return None if own is None else tuple(int(i) for i in own)
-    if "dflash_config" in values or "block_size" in values:
+    if "dflash_config" in values or "block_size" in values:  # `speculators` writes the latter
         return parallel_head_tap_layers(values)
     return eagle3_tap_layers(values)
 

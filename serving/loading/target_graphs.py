@@ -466,6 +466,7 @@ class GraphedTarget:
             temperatures=self._temperatures.tensor.float(), top_ks=self._top_ks.tensor, top_ps=self._top_ps.tensor,
             min_ps=self._min_ps.tensor.float(), seeds=self._seeds.tensor, repetition=off, presence=off, frequency=off,
             counts=nothing, is_greedy=nothing, is_filtered=nothing, is_penalised=nothing, biases=nothing,
+            limits=nothing,
             grammars=nothing, has_grammars=False, is_all_greedy=False,
         )  # fmt: skip
         return draw_captured(logits, owners, self._positions[:rows] + 1, batch, has_filters=kind == FILTERED)

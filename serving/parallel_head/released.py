@@ -1,10 +1,12 @@
 """Released parallel heads, DFlash or JetSpec, as config and weights of ours.
 
 Both have one layout: `fc` and `hidden_norm` fuse the target's layers, Qwen3 layers with norms per head, `norm`; the token
-embedding and the output head are the target's. `dflash_config.causal_head` tells JetSpec from DFlash. DSpark is a DFlash
+embedding and the output head are the target's, of a reduced vocabulary (`d2t`) the head's rows. `speculators` nests the
+layers' settings in `transformer_layer_config`. `dflash_config.causal_head` tells JetSpec from DFlash. DSpark is a DFlash
 head whose block rows predict the token after their own, with a low-rank bias by the previous token (`markov_head`), our
 edge correction. Its confidence head says how many tokens to verify, which the tree policy decides here, so it is not kept.
-Source: the z-lab, SpecForge and hao-ai-lab/JetSpec releases, which are only read for their names.
+Source: the z-lab, SpecForge, hao-ai-lab/JetSpec and vllm-project/speculators releases, which are only read for their
+names; the learned mask vector is vLLM's.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import torch
 from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.drafters.released_fields import (
+    MASK_ID_TENSOR,
+    MASK_TENSOR,
     Layout,
     ReleasedSettings,
     check_shared,
@@ -24,14 +28,27 @@ from paceline.serving.drafters.released_fields import (
     layer_output,
     projections,
     take_tensors,
+    take_vocabulary,
 )
 from paceline.serving.parallel_head.model import ParallelHeadConfig
 
-_NESTED = "dflash_config"
+_NESTED, _HEAD = "dflash_config", "lm_head.weight"
+_SPECULATORS = "transformer_layer_config"
+
+
+def _flat(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings as z-lab's releases write them; `speculators` counts the token embedding as layer 0, the first as 1."""
+    if _SPECULATORS not in values:
+        return values
+    taps = values.get("aux_hidden_state_layer_ids") or ()
+    own = {name: values.get(name) for name in ("mask_token_id", "target_hidden_size")}
+    own["target_layer_ids"] = [int(i) - 1 for i in taps]
+    return {**values, **values[_SPECULATORS], _NESTED: own, "draft_vocab_size": values.get("draft_vocab_size")}
 
 
 def parallel_head_tap_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
     """Target layers whose outputs are fused: those written down, else as many as the head has layers, evenly spread."""
+    values = _flat(values)
     written = (values.get(_NESTED) or {}).get("target_layer_ids")
     if written:
         return tuple(int(i) for i in written)
@@ -49,10 +66,25 @@ def convert_parallel_head(
 
     Raises: DrafterMismatchError, naming what does not fit the target or cannot be expressed.
     """
-    c = _settings(values, target)
-    h = c.hidden_size
+    tensors = {
+        n.removeprefix("logit_head."): t for n, t in tensors.items()
+    }  # where early DSpark files have their heads
+    c = _settings(_flat(values), target, tensors)
     check_shared(tensors, "embed_tokens.weight", target.embed_weight, "a token embedding of its own")
-    check_shared(tensors, "lm_head.weight", target.head_weight, "an output head of its own")
+    head = {n: tensors.pop(n) for n in [_HEAD] if n in tensors}
+    if c.is_shifted:
+        tensors = {n: t for n, t in tensors.items() if not n.startswith("confidence_head.")}
+    mask = {MASK_TENSOR: tensors.pop(MASK_TENSOR).float()} if c.mask_token_id is None else {}
+    state = take_tensors(tensors, parallel_head_layout(c), (c.num_draft_ids, c.vocab_size)) | mask
+    c = take_vocabulary(c, tensors, state)
+    ids, rows = state.get("draft_token_ids"), target.head_weight
+    check_shared(head, _HEAD, rows if ids is None else rows[ids.to(rows.device)], "an output head of its own")
+    return c, state | {"is_causal": torch.tensor(c.is_causal), "log_beta": torch.zeros(2, c.num_slots)}
+
+
+def parallel_head_layout(c: ParallelHeadConfig) -> Layout:
+    """What the released tensors of this network are called and how they lie in ours; not those that others share."""
+    h = c.hidden_size
     layout: Layout = {
         "cond_proj.weight": (("fc.weight", (h, c.feature_size)),),
         "cond_norm": (("hidden_norm.weight", (h,)),),
@@ -68,27 +100,18 @@ def convert_parallel_head(
             n + "q_norm": ((n + "self_attn.q_norm.weight", (c.head_dim,)),),
             n + "k_norm": ((n + "self_attn.k_norm.weight", (c.head_dim,)),),
         }
-    tensors = {
-        n.removeprefix("logit_head."): t for n, t in tensors.items()
-    }  # where early DSpark files have their heads
-    if c.is_shifted:
-        tensors = {n: t for n, t in tensors.items() if not n.startswith("confidence_head.")}
     if c.edge_rank:
         layout["edge_in"] = (("markov_head.markov_w1.weight", (c.vocab_size, c.edge_rank)),)
         layout["edge_out"] = (("markov_head.markov_w2.weight", (c.vocab_size, c.edge_rank)),)
-    state = take_tensors(tensors, layout)
-    return c, state | {"is_causal": torch.tensor(c.is_causal), "log_beta": torch.zeros(2, c.num_slots)}
+    return layout
 
 
-def _settings(values: Mapping[str, Any], target: TargetHandles) -> ParallelHeadConfig:
+def _settings(values: Mapping[str, Any], target: TargetHandles, tensors: dict[str, torch.Tensor]) -> ParallelHeadConfig:
+    """The settings of a release. tensors: loses the id of a learned mask vector, which is compared."""
     own = values.get(_NESTED) or {}
     s, head = ReleasedSettings(values), ReleasedSettings(own)
     s.refuse_common()
-    if "transformer_layer_config" in values:
-        raise DrafterMismatchError(
-            "transformer_layer_config in config.json means a parallel head in the layout of speculators, which Paceline "
-            "does not read; use the release of DFlash or SpecForge"
-        )
+    s.refuse_unless("sample_from_anchor", (False,), "an anchor's row that drafts")
     kinds = sorted(set(values.get("layer_types") or ()) - {"full_attention"})
     if kinds:
         raise DrafterMismatchError(
@@ -106,11 +129,16 @@ def _settings(values: Mapping[str, Any], target: TargetHandles) -> ParallelHeadC
     hidden = fit_hidden_size(s.integer("hidden_size"), target, "hidden_size")
     fit_hidden_size(head.integer("target_hidden_size", hidden), target, "target_hidden_size")
     vocab_size = s.check_vocabulary(target)
-    s.refuse_unless("draft_vocab_size", (vocab_size,), "a reduced draft vocabulary")
     mask = own.get("mask_token_id", values.get("mask_token_id"))
     if not isinstance(mask, int) or not 0 <= mask < vocab_size:
         raise DrafterMismatchError(
             f"{_NESTED}.mask_token_id in config.json must be an id in [0, {vocab_size}), got {mask!r}"
+        )
+    size = s.integer("draft_vocab_size", vocab_size)
+    replaced = tensors.pop(MASK_ID_TENSOR, None)
+    if replaced is not None and int(replaced) != mask:
+        raise DrafterMismatchError(
+            f"the learned mask vector must stand for mask_token_id {mask} of config.json, got one for {int(replaced)}"
         )
     block = s.integer("block_size") if values.get("block_size") is not None else head.integer("block_size")
     return ParallelHeadConfig(
@@ -123,6 +151,7 @@ def _settings(values: Mapping[str, Any], target: TargetHandles) -> ParallelHeadC
         is_shifted=is_dspark,
         corrects_first=rank > 0,
         edge_rank=rank,
-        mask_token_id=mask,
+        mask_token_id=None if MASK_TENSOR in tensors else mask,
+        draft_vocab_size=size if size != vocab_size or "d2t" in tensors else None,
         rope_scaling=s.rope_scaling(),
     )

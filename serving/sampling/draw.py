@@ -1,20 +1,22 @@
 """Draws: the token that the target draws at a row.
 
 Shape legend: B requests, N rows (several per request), V vocabulary, E extra tokens of a row, R subset of rows.
-Processed distribution: logit bias -> grammar mask -> penalties -> temperature -> top-k -> top-p -> min-p. The filters so
-see only tokens that the grammar allows. Draws are inverse-CDF in token order with one uniform per (seed, position), so a
+Processed distribution: logit bias -> limits and grammar mask -> penalties -> temperature -> top-k -> top-p -> min-p. The
+filters so see only tokens that limits and grammar allow. Draws are inverse-CDF in token order with one uniform per (seed, position), so a
 seeded request draws the same tokens whatever the tree, batch or drafter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from paceline.errors import RequestError
 from paceline.serving.sampling.grammar_state import GrammarState
 from paceline.serving.sampling.request import SamplingParams
 
@@ -45,6 +47,52 @@ def has_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
+class TokenLimits:
+    """The tokens that one request may draw at a position; the engine keeps one per request with `has_limits(params)`."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        prompt_len: int,
+        stop_token_ids: Collection[int],
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """stop_token_ids: all that end the answer; not drawn before it has min_tokens.
+
+        Raises: RequestError where ids are unknown or no token is left to be drawn.
+        """
+        always = early = _allowed(params.allowed_token_ids, vocab_size)
+        if params.min_tokens:
+            early = always.clone()
+            early[[t for t in stop_token_ids if 0 <= t < vocab_size]] = False
+        if not early.any():
+            raise RequestError(
+                "allowed_token_ids must hold a token that does not end the answer where min_tokens is given, got none"
+            )
+        self.until = prompt_len + params.min_tokens
+        """Position of the first output token that may end the answer."""
+        self.always = always.to(device)  # (V,) bool
+        self.early = early.to(device)  # (V,) bool, before `until`
+
+
+@lru_cache(maxsize=4)
+def _allowed(token_ids: tuple[int, ...], vocab_size: int) -> torch.Tensor:
+    """(V,) bool, True at these ids, or everywhere for (); shared by the choices of a body, so not to be changed."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        bad = min(token_ids) if min(token_ids) < 0 else max(token_ids)
+        raise RequestError(f"allowed_token_ids must be in [0, {vocab_size}), got {bad}")
+    found = torch.full((vocab_size,), not token_ids)
+    found[list(token_ids)] = True
+    return found
+
+
+def has_limits(params: SamplingParams) -> bool:
+    """Whether the request needs TokenLimits."""
+    return params.min_tokens > 0 or bool(params.allowed_token_ids)
+
+
 @dataclass(kw_only=True, slots=True)
 class SamplingBatch:
     """Sampling settings of B requests as tensors; immutable, so cache it while the batch stays the same."""
@@ -62,10 +110,11 @@ class SamplingBatch:
     is_filtered: list[bool]  # (B,) top-k, top-p or min-p in force
     is_penalised: list[bool]  # (B,)
     biases: list[tuple[torch.Tensor, torch.Tensor] | None]  # (B,) token ids (K,) int64 and what to add (K,) float32
+    limits: list[TokenLimits | None]  # (B,)
     grammars: list[GrammarState | None]  # (B,) draws follow their state; the caller moves it (`advance`)
     has_grammars: bool
     is_all_greedy: bool
-    """Every request greedy without biases, grammars and penalties: one argmax is enough."""
+    """Every request greedy without biases, limits, grammars and penalties: one argmax is enough."""
 
     @staticmethod
     def from_params(
@@ -74,11 +123,12 @@ class SamplingBatch:
         counts: Sequence[TokenCounts | None] | None = None,
         device: torch.device | str = "cpu",
         grammars: Sequence[GrammarState | None] | None = None,
+        limits: Sequence[TokenLimits | None] | None = None,
     ) -> SamplingBatch:
         """Collect settings; `seeds` are any ints (the engine draws one when params.seed is None).
 
-        `counts` must hold a TokenCounts for every request with penalties and `grammars` a state for every request with a
-        grammar; ValueError otherwise.
+        `counts` must hold a TokenCounts for every request with penalties, `grammars` a state for every request with a
+        grammar and `limits` TokenLimits for every request that has some; ValueError otherwise.
         """
         counts = [None] * len(params) if counts is None else list(counts)
         is_penalised = [has_penalties(p) for p in params]
@@ -89,9 +139,12 @@ class SamplingBatch:
         grammars = [None] * len(params) if grammars is None else list(grammars)
         if any((p.grammar is None) != (g is None) for p, g in zip(params, grammars, strict=True)):
             raise ValueError("grammars must hold a GrammarState for exactly the requests with a grammar")
+        limits = [None] * len(params) if limits is None else list(limits)
+        if any(has_limits(p) != (own is not None) for p, own in zip(params, limits, strict=True)):
+            raise ValueError("limits must hold TokenLimits for exactly the requests that have some")
         is_greedy = [p.temperature == 0.0 for p in params]
         has_grammars = any(g is not None for g in grammars)
-        is_plain = not (any(is_penalised) or has_grammars or any(p.logit_bias for p in params))
+        is_plain = not (any(is_penalised) or has_grammars or any(p.logit_bias or has_limits(p) for p in params))
 
         def f32(values: list[float]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
@@ -115,6 +168,7 @@ class SamplingBatch:
                 else None
                 for p in params
             ],
+            limits=limits,
             grammars=grammars,
             has_grammars=has_grammars,
             is_all_greedy=all(is_greedy) and is_plain,
@@ -230,6 +284,7 @@ def draw_tokens(
         return argmax_rows(logits)
     owner_list = owner.tolist() if owner_list is None else owner_list
     logits = _bias(logits, owner_list, batch)
+    logits = _limit(logits, owner_list, positions, batch)
     if batch.has_grammars:
         logits = _mask(logits, owner_list, batch)
     if any(batch.is_penalised):
@@ -269,7 +324,7 @@ def _draw(
 def draw_captured(
     logits: torch.Tensor, owner: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch, *, has_filters: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`draw_tokens` without host reads, of requests without biases, grammars and penalties.
+    """`draw_tokens` without host reads, of requests without biases, limits, grammars and penalties.
 
     Args:
         logits, owner, positions: as for draw_tokens.
@@ -301,6 +356,18 @@ def _bias(logits: torch.Tensor, owner_list: list[int], batch: SamplingBatch) -> 
     rows = torch.tensor([i for i, (ids, _) in found for _ in range(ids.numel())], device=logits.device)
     token_ids, values = (torch.cat(column) for column in zip(*(bias for _, bias in found), strict=True))
     return logits.index_put((rows, token_ids), values, accumulate=True)
+
+
+def _limit(logits: torch.Tensor, owner_list: list[int], positions: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Logits with -inf for the tokens that a request's limits do not allow at the row's position."""
+    found = [(i, limits) for i, b in enumerate(owner_list) if (limits := batch.limits[b]) is not None]
+    if not found:
+        return logits
+    rows = torch.tensor([i for i, _ in found], device=logits.device)
+    is_early = positions[rows] < torch.tensor([limits.until for _, limits in found], device=logits.device)
+    early, always = (torch.stack([getattr(limits, name) for _, limits in found]) for name in ("early", "always"))
+    is_allowed = torch.where(is_early[:, None], early, always)  # (R, V)
+    return logits.index_put((rows,), logits[rows].masked_fill(~is_allowed, -torch.inf))
 
 
 def _mask(logits: torch.Tensor, owner_list: list[int], batch: SamplingBatch) -> torch.Tensor:

@@ -23,10 +23,11 @@ from paceline.serving.sampling.request import GrammarSpec
 if TYPE_CHECKING:  # loaded with the first grammar
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_TEXT_BYTES = {"json_schema": 65_536, "regex": 4_096, "lark": 16_384}
-"""Longest text by kind: some regular expressions cost time and memory with the square of their length."""
+MAX_TEXT_BYTES = {"json_schema": 65_536, "regex": 4_096, "lark": 16_384, "gbnf": 8_192, "calls": 65_536}
+"""Longest text by kind: some regular expressions cost time and memory with the square of their length, and so does the
+translation of GBNF."""
 MAX_PATTERN_BYTES = 4_096
-"""Longest `pattern` inside a JSON schema."""
+"""Longest `pattern` inside a JSON schema, or `whitespace_pattern` of its `x-guidance`."""
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 # Between two parts of a JSON answer: a model that would go on with blanks for ever has to go on with the answer.
 _STACK_BYTES = 256 * 2**20  # virtual: the compiler recurses once per rule of a chain, far beyond a usual stack
@@ -176,6 +177,11 @@ def check_size(spec: GrammarSpec) -> None:
         raise RequestError(f"the JSON schema must be JSON: {e}") from e
     if not isinstance(schema, dict):
         raise RequestError(f"the JSON schema must be an object, got {type(schema).__name__}")
+    check_patterns(schema)
+
+
+def check_patterns(schema: dict[str, Any]) -> None:
+    """Raise RequestError when a pattern in a JSON schema is too long."""
     stack: list[Any] = [schema]
     while stack:
         node = stack.pop()
@@ -183,11 +189,27 @@ def check_size(spec: GrammarSpec) -> None:
             stack += node
         elif isinstance(node, dict):
             properties = node.get("patternProperties")
-            patterns = [node.get("pattern"), *(properties if isinstance(properties, dict) else ())]
+            patterns = [
+                node.get("pattern"),
+                node.get("whitespace_pattern"),
+                *(properties if isinstance(properties, dict) else ()),
+            ]
             longest = max((len(p.encode(errors="surrogatepass")) for p in patterns if isinstance(p, str)), default=0)
             if longest > MAX_PATTERN_BYTES:
                 raise RequestError(f"a pattern must have at most {MAX_PATTERN_BYTES} bytes, got {longest}")
             stack += node.values()
+
+
+def json_schema_with_blanks(schema: dict[str, Any]) -> str:
+    """Text of a JSON schema that stands inside a Lark grammar, with the blanks that a schema alone is compiled with.
+
+    Raises: RequestError when it is nested too deeply.
+    """
+    options = {} if "x-guidance" in schema else {"x-guidance": _JSON_OPTIONS}
+    try:
+        return json.dumps({**schema, **options}, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError as e:
+        raise RequestError(f"a JSON schema must not be nested so deeply: {e}") from e
 
 
 def compile_grammar(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
@@ -196,6 +218,7 @@ def compile_grammar(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
     The first mask is computed here: some grammars turn out to be empty or too complex only then.
     """
     from llguidance import LLMatcher, LLParserLimits
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     what = (
         "JSON schema" if spec.kind.startswith("json") else "regular expression" if spec.kind == "regex" else "grammar"
@@ -203,8 +226,8 @@ def compile_grammar(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
     try:
         if spec.kind == "regex":
             source = LLMatcher.grammar_from_regex(spec.text)
-        elif spec.kind == "lark":
-            source = LLMatcher.grammar_from_lark(spec.text)
+        elif spec.kind in ("lark", "gbnf", "calls"):
+            source = LLMatcher.grammar_from_lark(gbnf_to_lark(spec.text) if spec.kind == "gbnf" else spec.text)
         else:
             options = None if '"x-guidance"' in spec.text else _JSON_OPTIONS  # the schema's own settings of the library
             source = LLMatcher.grammar_from_json_schema(spec.text or '{"type": "object"}', options)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from paceline.contracts import Group
+from paceline.contracts import ASKED_GROUP, CLASS_PREFIX, Group
 from paceline.errors import IllegalTransitionError, RequestError
 
 _INT31 = 2**31
@@ -19,13 +19,14 @@ class GrammarSpec:
     """What an answer must look like."""
 
     kind: str
-    """json_object | json_schema | regex | lark."""
+    """json_object | json_schema | regex | lark | gbnf | calls (Lark with JSON schemas in it, made of a request's tools)."""
     text: str = ""
-    """The JSON schema, regular expression or Lark grammar; '' for json_object."""
+    """The JSON schema, regular expression, Lark or GBNF grammar; '' for json_object."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("json_object", "json_schema", "regex", "lark"):
-            raise RequestError(f"grammar kind must be json_object, json_schema, regex or lark, got {self.kind!r}")
+        kinds = ("json_object", "json_schema", "regex", "lark", "gbnf", "calls")
+        if self.kind not in kinds:
+            raise RequestError(f"grammar kind must be one of {', '.join(kinds)}, got {self.kind!r}")
         if (self.kind == "json_object") != (self.text == ""):
             raise RequestError("a grammar needs a text, and only json_object has none")
 
@@ -58,6 +59,10 @@ class SamplingParams:
     """(token id, number added to its logit) before everything else; at most 1024 ids, each in [-100, 100]."""
     grammar: GrammarSpec | None = None
     """Only tokens that keep the answer within this grammar are drawn."""
+    min_tokens: int = 0
+    """Output tokens before which no token that ends the answer is drawn."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these tokens are drawn; () = all."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -95,6 +100,21 @@ class SamplingParams:
                 "logit_bias values must be in [-100, 100]",
                 self.logit_bias,
             ),
+            (
+                0 <= self.min_tokens <= self.max_tokens or self.min_tokens == 0,
+                f"min_tokens must be in [0, max_tokens = {self.max_tokens}]",
+                self.min_tokens,
+            ),
+            (
+                self.grammar is None or not (self.min_tokens or self.allowed_token_ids),
+                "min_tokens and allowed_token_ids must be absent where the answer has a form, which says itself what may come",
+                "",
+            ),
+            (
+                not (self.min_tokens and self.stop),
+                "min_tokens must be 0 together with stop, whose strings end a text, not a number of tokens",
+                self.min_tokens,
+            ),
         )
         for ok, rule, value in checks:
             if not ok:
@@ -108,9 +128,12 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    bucket: str = "default"
-    """Traffic class as the client names it; the engine may count it under another (bucket_names.py)."""
+    bucket: str | None = None
+    """Traffic class as the client names it, which the engine may count under another (buckets.py); None: the engine sorts
+    the request into one by its prompt (classes.py)."""
     group: Group = Group.ADAPTIVE
+    is_asked: bool = False
+    """The client chose the group itself: its rounds count as ASKED_GROUP, since chance did not assign them."""
     is_traced: bool = True
     """False: no feature trace is ever written for this request (opt-out)."""
     tenant: str = ""
@@ -126,9 +149,18 @@ class GenerationRequest:
     """Output tokens that a replica which then died has emitted: the answer goes on behind them, and max_tokens, penalties,
     stop strings and draws count them as its own. They are not emitted again."""
 
+    @property
+    def counted_group(self) -> str:
+        """What its rounds count under."""
+        return ASKED_GROUP if self.is_asked else self.group.value
+
     def __post_init__(self) -> None:
         if not -_INT31 < self.priority < _INT31:
             raise RequestError(f"priority must be in (-2**31, 2**31), got {str(self.priority)[:32]}")
+        if self.bucket is not None and self.bucket.startswith(CLASS_PREFIX):
+            raise RequestError(
+                f"bucket must not begin with {CLASS_PREFIX!r}, which the engine's own classes do, got {self.bucket[:32]!r}"
+            )
         if self.deadline_s is not None and not math.isfinite(self.deadline_s):
             raise RequestError(f"deadline_s must be finite or None, got {self.deadline_s}")
         if self.resumed_token_ids and self.prompt_logprobs is not None:

@@ -7,7 +7,7 @@ tokenizers by decoding a short window before and after the new token and sending
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +37,15 @@ class TokenText:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self.is_byte_level = backend is not None and "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._bytes: dict[int, bytes] = {}
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """Written forms of the special tokens."""
+        return frozenset(text for i, text in self.added.items() if i in self.special_ids)
+
+    def ids_of(self, texts: Collection[str]) -> frozenset[int]:
+        """The special tokens of these written forms."""
+        return frozenset(i for i, text in self.added.items() if i in self.special_ids and text in texts)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for (special tokens: their written form)."""
@@ -79,8 +88,11 @@ class TextStream:
         prompt_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         skip_special: bool = True,
+        kept_ids: Collection[int] = (),
     ) -> None:
+        """kept_ids: special tokens that are text all the same; byte-level tokenizers only."""
         self._tokens = tokens
+        self._hidden_ids = tokens.special_ids.difference(kept_ids) if skip_special else frozenset[int]()
         self._stop = tuple(stop)
         self._skip_special = skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -159,7 +171,7 @@ class TextStream:
     def _decode_one(self, token_id: int) -> tuple[str, int]:
         """The text that a token completes, and how many of its characters stand for bytes of earlier tokens alone."""
         if self._tokens.is_byte_level:
-            if self._skip_special and token_id in self._tokens.special_ids:
+            if token_id in self._hidden_ids:
                 return "", 0
             raw = self._tokens.token_bytes(token_id)
             num_broken = _num_broken(self._utf8.getstate()[0], raw)

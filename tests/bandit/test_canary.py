@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.bandit.canary import (
-    TILTS,
     CanaryTest,
     batch_class,
     block_size,
-    log_e_values,
     log_error_evidence,
 )
+from paceline.bootstrap import TILTS, log_e_values
 from paceline.contracts import is_canary
 
 ALPHA, MARGIN = 0.05, 0.05

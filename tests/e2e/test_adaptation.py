@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +15,7 @@ from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bench.common.workloads import load_prompts
 from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig, TreeConfig
 from paceline.infra.app import Service
+from paceline.infra.service.stores import StorePaths
 from tests.helpers.service_load import HTTP, outer_listeners, running, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(560)]
@@ -101,7 +101,7 @@ def test_a_shift_is_learned_gated_and_swapped_in(service: Service) -> None:
     trained = [d for d in state()["decisions"] if d["action"] == "train" and d["version"] == version]
     assert [d["outcome"] for d in trained] == ["accepted"] and trained[0]["bucket"] == BUCKET
 
-    registry = DrafterRegistry(Path(service.config.data_dir) / "registry")
+    registry = DrafterRegistry(StorePaths.of(service.config).registry)
     manifest = registry.get_manifest(version)
     assert manifest.parent == first and manifest.bucket == BUCKET and manifest.num_train_rows > 0
     assert registry.get_manifest(first).parent is None

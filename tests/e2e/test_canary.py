@@ -19,7 +19,7 @@ from paceline.bench.common.workloads import bundled_prompts
 from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig, TreeConfig
 from paceline.contracts import is_canary
 from paceline.infra.app import Service, run_service, stop_service
-from paceline.paths import resolve_drafter, resolve_model
+from paceline.paths import resolve_drafter, resolve_model, service_home
 from paceline.serving.loading.families import read_drafter_files
 from tests.helpers.service_load import HTTP, fresh_state, wait_for
 
@@ -71,7 +71,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     )
     service = run_service(config)
     try:
-        registry = DrafterRegistry(root / "data" / "registry")
+        registry = DrafterRegistry(service_home(root / "data", "canary") / "registry")
         settings, state = read_drafter_files(folder)
         (first,) = registry.list()
 
@@ -99,10 +99,10 @@ class Client:
         self.answers: list[tuple[list[int], list[int]]] = []
         self.versions: dict[str, str] = {}
 
-    def send(self, group: str = "adaptive") -> None:
+    def send(self) -> None:
         with self._lock:
             k, self.num_sent = self.num_sent, self.num_sent + 1
-        prompt, request_id = self._prompts[k % len(self._prompts)], f"load-{k}"
+        prompt = self._prompts[k % len(self._prompts)]
         body = {
             "prompt": prompt,
             "max_tokens": NUM_TOKENS,
@@ -110,7 +110,7 @@ class Client:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        headers = {"x-request-id": request_id, "x-paceline-bucket": "tools", "x-paceline-group": group}
+        headers = {"x-paceline-bucket": "tools"}  # no group: what a client chooses proves nothing
         response = HTTP.post(f"{self._url}/v1/completions", json=body, headers=headers, timeout=120)
         response.raise_for_status()
         answer = response.json()
@@ -118,7 +118,7 @@ class Client:
         assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == NUM_TOKENS
         with self._lock:
             self.answers.append((prompt, choice["token_ids"]))
-            self.versions[request_id] = answer["paceline"]["drafter_version"]
+            self.versions[answer["id"].removeprefix("cmpl-")] = answer["paceline"]["drafter_version"]
 
     def send_many(self, number: int) -> None:
         with ThreadPoolExecutor(WIDTH) as pool:

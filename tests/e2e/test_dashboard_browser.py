@@ -22,6 +22,7 @@ from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceCo
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.infra.demo.client import DemoClient
 from paceline.infra.demo.scenario import Phase, Traffic
+from paceline.infra.service.stores import StorePaths
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.loading.families import read_drafter_files
 from paceline.serving.loading.target import read_target
@@ -86,7 +87,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             admin_token=ADMIN,
             engine=EngineConfig(num_threads=1, max_running=8),
             trace=TraceConfig(shard_rows=256, flush_interval_s=1.0),
-            policy=PolicyConfig(epoch_s=5.0, min_rows=800, holdback_percent=25, min_dwell_s=5.0, horizon_s=150.0),
+            policy=PolicyConfig(
+                epoch_s=5.0, min_rows=800, holdback_percent=25, min_dwell_s=5.0, horizon_s=150.0, trusts_groups=True
+            ),
             rollout=RolloutConfig(canary_percent=20, max_requests=24, max_s=40.0),
         )
         service = run_service(config)
@@ -115,7 +118,7 @@ def another_version(config: ServiceConfig, first: str) -> str:
     name = sorted(state)[0]
     state[name] = state[name] * 1.001
     target = read_target(resolve_model(config.model))
-    registry = DrafterRegistry(Path(config.data_dir) / "registry")
+    registry = DrafterRegistry(StorePaths.of(config).registry)
     return registry.put(
         state, drafter_type="specblock", config=settings, target_version=target.version, parent=first, arm="head"
     ).version

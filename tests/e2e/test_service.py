@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,16 +19,21 @@ from typing import Any
 import httpx
 import msgspec
 import openai
+import psutil
 import pytest
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 from ray._private import ray_constants
+from typer.testing import CliRunner
 
 from paceline.adapt.data.blob_io import pack_tensors
 from paceline.adapt.versions.registry import DrafterRegistry, shapes_hash
+from paceline.cli.main import app
 from paceline.config import TraceConfig
 from paceline.contracts import DrafterManifest
 from paceline.infra.app import Service
 from paceline.infra.controller.actor import get_controller
+from paceline.infra.service.stores import StorePaths
 from paceline.serving.loading.families import read_drafter_files
 from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.model import TargetModel
@@ -35,6 +41,7 @@ from tests.helpers.fakes import greedy_continuation
 from tests.helpers.service_load import (
     HTTP,
     NUM_PROMPTS,
+    NUM_REPLICAS,
     RESTART_S,
     Answer,
     ask,
@@ -129,13 +136,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("faults")
     config = tiny_config(root, "faults", trace=TraceConfig(share=0.1, flush_interval_s=0.5))
     target = read_target(config.model)
-    registry = DrafterRegistry(root / "data" / "registry")
+    registry = DrafterRegistry(StorePaths.of(config).registry)
     others = [put_drafter(registry, target, root / f"d{seed}", seed) for seed in (7, 8)]
     with running(config) as service:
         place = Place(service=service, registry=registry, target=target, first="", others=others)
         place.first = place.state()["first_version"]
         place.wait_version(place.first)
         yield place
+
+
+def home(place: Place) -> Path:
+    """Folder of the service's files."""
+    return StorePaths.of(place.service.config).home
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +226,7 @@ def test_requests_are_in_the_access_log_under_the_id_that_the_client_saw(place: 
     answer = client.completions.create(model="faults", prompt="a secret", max_tokens=5, extra_body={"ignore_eos": True})
 
     def log() -> str:
-        return "".join(p.read_text() for p in Path(place.service.config.data_dir).glob("access-*.log"))
+        return "".join(p.read_text() for p in home(place).glob("access-*.log"))
 
     text = wait_for(lambda: answer._request_id in (text := log()) and text, "a line of the access log")  # type: ignore[operator]
     (line,) = [e for e in map(json.loads, text.splitlines()) if e.get("request_id") == answer._request_id]
@@ -253,10 +265,56 @@ def test_ray_runs_nothing_for_a_client_without_its_token(place: Place, tmp_path:
         assert "Unauthenticated" in output or "AuthenticationError" in output, output[-2000:]
 
 
+def test_replicas_run_at_the_priority_of_whoever_started_the_service(place: Place) -> None:
+    nices = {psutil.Process(r["pid"]).nice() for r in place.replicas().values()}
+    assert nices == {psutil.Process().nice()}
+
+
 def test_metrics_and_health(place: Place) -> None:
     text = HTTP.get(f"{place.url}/metrics").text
-    assert "paceline_emitted_tokens_total" in text and "paceline_redis_up 1.0" in text
+    assert re.search(r"\npaceline_emitted_tokens_total\{", text) and re.search(
+        r"\npaceline_redis_up\{[^}]*\} 1.0", text
+    )
     assert HTTP.get(f"{place.url}/healthz").json()["status"] == "ok"
+
+
+def test_any_scrape_counts_the_requests_of_all_replicas_and_counts_never_fall(place: Place) -> None:
+    def scrape() -> dict[tuple[str, str], float]:
+        found = {}
+        for family in text_string_to_metric_families(HTTP.get(f"{place.url}/metrics").text):
+            for s in family.samples:
+                if s.name in (
+                    "paceline_responses_total",
+                    "paceline_request_seconds_count",
+                    "paceline_emitted_tokens_total",
+                ):
+                    at = (s.name, s.labels["replica"])
+                    found[at] = found.get(at, 0.0) + s.value
+        return found
+
+    def total(values: dict[tuple[str, str], float], name: str) -> float:
+        return sum(v for (n, _), v in values.items() if n == name)
+
+    wait_for(lambda: len({replica for _, replica in scrape()}) == NUM_REPLICAS, "every replica in one scrape")
+    wait_for(place.are_idle, "empty engines")
+    before, num, tokens = scrape(), 12, 5
+    shown = before
+    for i in range(num):
+        body = {"prompt": f"number {i}", "max_tokens": tokens, "ignore_eos": True, "stream": i % 2 == 0}
+        assert HTTP.post(f"{place.url}/v1/completions", json=body).status_code == 200
+        now = scrape()
+        assert all(now.get(at, 0.0) >= value for at, value in shown.items()), "whoever answers, no count falls"
+        shown = now
+
+    def is_counted() -> bool:
+        now = scrape()
+        grown = {n: total(now, n) - total(before, n) for n, _ in before}
+        return grown == {
+            "paceline_responses_total": num, "paceline_request_seconds_count": num,
+            "paceline_emitted_tokens_total": num * tokens,
+        }  # fmt: skip
+
+    wait_for(is_counted, "one scrape that has counted all of it")
 
 
 def test_200_requests_at_once_are_answered_or_told_when_to_come_back(place: Place) -> None:
@@ -266,7 +324,7 @@ def test_200_requests_at_once_are_answered_or_told_when_to_come_back(place: Plac
         answer.check_complete()
     assert sum(a.num_refusals for a in answers) > 0  # more than the queues of both replicas hold
     wait_for(place.are_idle, "empty engines")
-    wait_for(lambda: list(Path(place.service.config.data_dir, "traces").rglob("*.safetensors")), "a trace shard")
+    wait_for(lambda: list((home(place) / "traces").rglob("*.safetensors")), "a trace shard")
 
 
 def test_policy_never_trains_and_swaps_nothing(place: Place) -> None:
@@ -344,7 +402,7 @@ def write_manifest(place: Place, version: str, sha: str, num_bytes: int, state: 
         shapes_hash=shapes_hash(state), target_version=place.target.version, parent=None, arm="initial", bucket=None,
         num_train_rows=0, metrics={}, created=0.0,
     )  # fmt: skip
-    root = Path(place.service.config.data_dir, "registry", "manifests")
+    root = home(place) / "registry" / "manifests"
     (root / f"{version}.json").write_bytes(msgspec.json.encode(manifest))
 
 
@@ -357,7 +415,7 @@ def poisoned(place: Place, tmp_path: Path) -> str:
     info = {"drafter_type": "specblock", "config": config, "target_version": place.target.version}
     data = pack_tensors(state, info)
     sha = hashlib.sha256(data).hexdigest()
-    Path(place.service.config.data_dir, "registry", "blobs", f"{sha}.safetensors").write_bytes(data)
+    (home(place) / "registry" / "blobs" / f"{sha}.safetensors").write_bytes(data)
     write_manifest(place, sha[:12], sha, len(data), state, config)
     return sha[:12]
 
@@ -369,7 +427,7 @@ def of_another_shape(place: Place, tmp_path: Path) -> str:
 def with_damaged_weights(place: Place, tmp_path: Path) -> str:
     version = put_drafter(place.registry, place.target, tmp_path, 11)
     sha = place.registry.get_manifest(version).sha256
-    blob = Path(place.service.config.data_dir, "registry", "blobs", f"{sha}.safetensors")
+    blob = home(place) / "registry" / "blobs" / f"{sha}.safetensors"
     data = bytearray(blob.read_bytes())
     data[-5] ^= 0x40
     blob.write_bytes(data)
@@ -408,9 +466,52 @@ def test_a_drafter_that_replicas_refuse_never_serves(place: Place, tmp_path: Pat
     assert version not in place.state()["history"]
 
 
+def test_classes_have_versions_of_their_own_while_orders_change_and_the_controller_dies(place: Place, tmp_path: Path) -> None:  # fmt: skip
+    place.make_live(place.first)
+    one, other = place.others
+    bad = poisoned(place, tmp_path)
+
+    def serve(**versions: str) -> None:
+        def is_so() -> bool:
+            return all(r["class_versions"] == versions for r in place.replicas().values())
+
+        wait_for(is_so, f"replicas that serve {versions}")
+        for bucket in ("b0", "b1"):
+            for answer in ask_in_turn(place.url, 2, bucket=bucket):
+                answer.check_complete()
+                assert answer.version == versions.get(bucket, place.first)
+
+    def change() -> None:
+        place.post("assign", bucket="b0", version=one).raise_for_status()
+        said = CliRunner().invoke(app, ["versions", "assign", "b1", other, "--url", place.url])
+        assert said.exit_code == 0 and "assign: generation" in said.output, said.output
+        listed = CliRunner().invoke(app, ["versions", "list", "--json", "--url", place.url])
+        assert json.loads(listed.output)["class_versions"] == {"b0": one, "b1": other}
+        serve(b0=one, b1=other)
+        os.kill(ray.get(get_controller(place.service.config.model_name).pid.remote()), signal.SIGKILL)
+        wait_for(lambda: place.state()["class_versions"] == {"b0": one, "b1": other}, "the controller's return")
+        place.post("assign", bucket="b0", version=bad).raise_for_status()
+        serve(b1=other)
+        wait_for(lambda: all(bad in r["refused"] for r in place.state()["replicas"]), "reports of the refusal")
+        assert place.post("assign", bucket="b0", version="00000000aaaa").status_code == 400
+        place.post("unassign", bucket="b1").raise_for_status()
+        place.post("assign", bucket="b0", version=other).raise_for_status()
+        serve(b0=other)
+        place.post("unassign", bucket="b0").raise_for_status()
+        serve()
+
+    answers = under_load(place.url, change, width=4)
+    for answer in answers:
+        answer.check_complete()
+        assert answer.version in (place.first, one, other)
+    assert {place.first, one, other} <= {a.version for a in answers}
+    assert place.state()["version"] == place.first and place.state()["class_versions"] == {}
+    assert place.are_idle()
+
+
 def test_a_damaged_or_unknown_manifest_is_refused_at_once(place: Place) -> None:
     gen = place.state()["gen"]
-    root = Path(place.service.config.data_dir, "registry", "manifests")
+    root = home(place) / "registry" / "manifests"
     (root / "0123456789ab.json").write_text('{"version": "0123')
     good = json.loads((root / f"{place.first}.json").read_text())
     (root / "ba9876543210.json").write_text(json.dumps(good))

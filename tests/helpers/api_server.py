@@ -43,6 +43,7 @@ class ScriptedEngine:
 
     def __init__(self, text: str = "Hello, wörld! 日本") -> None:
         self.text = text
+        self.context_tokens = 256
         self.requests: list[GenerationRequest] = []
         self.aborted: set[str] = set()
         self.max_requests = 10**6
@@ -59,7 +60,9 @@ class ScriptedEngine:
         self.go.set()
 
     def info(self) -> EngineInfo:
-        return EngineInfo(model_name="tiny", target_version="t0", context_tokens=256, vocab_size=300, created=1)
+        return EngineInfo(
+            model_name="tiny", target_version="t0", context_tokens=self.context_tokens, vocab_size=300, created=1
+        )
 
     def heartbeat_age_s(self) -> float:
         return self.heartbeat_s
@@ -156,7 +159,8 @@ def serve_engine(target: TargetModel, config: EngineConfig | None = None, **part
     )
     thread = EngineThread(engine)
     thread.start(is_warmed_up=True)
-    client = LocalEngineClient(engine, thread, model_name=parts.pop("model_name", "tiny"))
+    names = {"model_name": parts.pop("model_name", "tiny"), "aliases": parts.pop("aliases", ())}
+    client = LocalEngineClient(engine, thread, **names)
     try:
         with serve_app(build_api(ApiParts(client=client, tokenizer=target.tokenizer, **parts))) as base:
             yield base, engine

@@ -30,7 +30,7 @@ from paceline.contracts import (
 )
 from paceline.errors import ManifestError, PacelineError, RequestError
 from paceline.infra.controller.host import ControllerHost
-from paceline.infra.controller.snapshot import ReplicaState, Snapshot, TrafficBin
+from paceline.infra.controller.snapshot import LatencyState, Quantiles, ReplicaState, Snapshot, TrafficBin
 from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_first_version, write_report
@@ -128,6 +128,8 @@ class Scene:
     seq: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     is_away: bool = False
+    num_failed: int = 0
+    """Of the past minute."""
 
     def run(self, seconds: float, buckets: Sequence[str]) -> None:
         """Let time and traffic pass."""
@@ -191,7 +193,13 @@ class Scene:
         replica = ReplicaState(replica_id="r1", engine=engine)
         if self.is_away:
             return Snapshot(gen=1, version=FIRST, first_version=FIRST, model="tiny", target="tiny", replica=replica)
-        return msgspec.structs.replace(self.host.snapshot(), replica=replica, target="tiny", has_controller=True)
+        latency = LatencyState(
+            num_answers=100, num_failed=self.num_failed, first_token=Quantiles(p50_s=0.0123, p99_s=0.25),
+            per_token=Quantiles(p50_s=0.0045, p99_s=0.03), whole=Quantiles(p50_s=1.5, p99_s=None),
+        )  # fmt: skip
+        return msgspec.structs.replace(
+            self.host.snapshot(), replica=replica, latency=latency, target="tiny", has_controller=True
+        )
 
     def traffic(self, since: float) -> list[TrafficBin] | None:
         return None if self.is_away else self.host.traffic(since)

@@ -148,7 +148,8 @@ def make_engine(
     values = {"page_tokens": 4, "kv_bytes": num_pages * 4 * row_bytes, "tree": TREE, **config}
     return Engine(
         model or target(), slots, EngineConfig(**values),
-        feedback=sinks, traces=sinks, trace_topk=4, packs_prompts=packs_prompts,
+        feedback=sinks, traces=sinks, prompts=sinks if hasattr(sinks, "record_prompt") else None, trace_topk=4,
+        packs_prompts=packs_prompts,
     )  # fmt: skip
 
 

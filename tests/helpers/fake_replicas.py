@@ -70,9 +70,10 @@ class FakeReplicas:
             for _ in range(batch):
                 self._next += 1
                 request, now = f"{name}-{self._next}", time.time()
-                version, canary = desired.version, desired.canary_version
-                if canary and not self._refuses(canary) and is_canary(request, canary, desired.canary_percent):
-                    version = canary
+                version, canary = desired.version_of("math"), desired.canary_version
+                scopes = ("math",) if "math" in desired.class_versions else ("", "math")
+                if canary and desired.canary_bucket in scopes and not self._refuses(canary):
+                    version = canary if is_canary(request, canary, desired.canary_percent) else version
                 ms = 3e3 / self._speed(version) * math.exp(self._rng.gauss(0.0, self._spread))
                 self.num_rounds[version] = self.num_rounds.get(version, 0) + ROUNDS
                 rows += [

@@ -21,14 +21,17 @@ from tests.helpers.scripted import MemoryRegistry, MemoryStore, ProcessLauncher,
 
 
 def make_host(
-    url: str, keys: Keys, tmp_path: Path, *, launcher: Any = None, data_dir: bool = True, make: Any = ScriptedController,
+    url: str, keys: Keys, tmp_path: Path, *, launcher: Any = None, data_dir: Path | bool = True, make: Any = ScriptedController,
     store: Any = None, registry: Any = None, rollout: RolloutConfig | None = None, clock: Any = None,
     make_client: Callable[[str], redis.Redis] = consumer_client, **config: Any,
 ) -> ControllerHost:  # fmt: skip
-    """A host that is not connected and commits in every pass; without `rollout` versions go live at once."""
+    """A host that is not connected and commits in every pass; without `rollout` versions go live at once.
+
+    data_dir: folder of its files; True = tmp_path / "data", False = none.
+    """
     return ControllerHost(
         HostConfig(
-            redis_url=url, model=keys.model, data_dir=tmp_path / "data" if data_dir else None, lease_ttl_s=2.0,
+            redis_url=url, model=keys.model, data_dir=tmp_path / "data" if data_dir is True else data_dir or None, lease_ttl_s=2.0,
             stop_grace_s=0.3, context_every_s=0.0, commit_every_s=0.0, rollout=rollout or RolloutConfig(canary_percent=0),
             **{"target_version": "t", **config},
         ),

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from paceline.infra.service.ingress import INGRESS_METRICS
-from paceline.infra.web.metrics import CONTROLLER_METRICS, REPLICA_METRICS, MetricSpec
+from paceline.infra.web.metrics import CONTROLLER_METRICS, PROCESS_LABELS, REPLICA_METRICS, MetricSpec
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
 HEAD = """# Metrics
 
-`GET /metrics` of a replica, in Prometheus' text format. Labels never hold request ids, users or drafter
+`GET /metrics`, in Prometheus' text format. Labels never hold request ids, users or drafter
 versions: a series of each would grow without end. The drafter version of an answer is in its `paceline` object; versions,
 decisions and ledger entries are in `GET /paceline/state`. A Grafana dashboard and Prometheus alert rules for these metrics are
 in `infra/grafana/`; the service's own page is [the dashboard](operate.md#the-dashboard).
@@ -32,30 +32,38 @@ scrape_configs:
 ```
 """
 REPLICA = """
-## Of the replica that was asked
+## Of every replica
 
-Scrape every replica by itself for sums: the proxy's address reaches one of them. Feedback and trace metrics exist where
-the service has a Redis and a trainable drafter, the swap pause from the first swap on.
+One scrape shows all replicas, whichever of them a proxy sends it to: each writes its numbers to the service's Redis every
+two seconds, and before it answers a scrape. All have the labels `model` (the name that is served) and `replica`; a
+replica that is gone leaves within 15 s. Without Redis, or while it is away, an answer has the replica that was asked alone.
+Scrape the service's one address, not every replica as well. Feedback and trace metrics exist where there is a Redis
+and a trainable drafter, the swap pause from the first swap on. `stream` is `true` or `false`; histograms have the
+cells 1, 2, 3, 5 of each decade from 0.1 ms to 1,000 s. What Serve's own proxy refuses is in Ray's metrics
+(`ray_serve_num_http_error_requests_total`), not here.
 """
 INGRESS = """
-## Of the ingress that was asked
+## Of every ingress
 
-With `resume: true` ([serve.md](serve.md#answers-that-outlive-their-replica)) the ingress appends counters of its own to those of some engine. They belong to
-the one ingress process that answered; with several (`ingress.num_replicas`) a scrape reaches one of them.
+With `resume: true` ([serve.md](serve.md#answers-that-outlive-their-replica)) ingresses speak HTTP: the metrics from
+`paceline_time_to_first_token_seconds` on are theirs, `replica` is the ingress, and they have counters of their own.
 """
 CONTROLLER = """
 ## Of the controller
 
 Every replica appends the same values, from a snapshot at most three seconds old; they are absent while the controller is
 away (a scrape waits at most 0.8 s for it). Take them from one replica, or with `max`. `group` is `adaptive` (the live
-version), `canary` (adaptive requests that the version on trial serves), `static` (hold-back) or `plain` (no drafter).
+version), `canary` (adaptive requests that the version on trial serves), `static` (hold-back), `plain` (no drafter) or `asked` (chosen by the client).
 """
+
+
+_SUFFIXES = {"counter": "_total", "gauge": "", "histogram": ""}
 
 
 def _table(specs: tuple[MetricSpec, ...]) -> str:
     rows = "".join(
-        f"| `{s.name}{'_total' if s.kind == 'counter' else ''}` | {s.kind} | {s.unit} | "
-        f"{', '.join(f'`{label}`' for label in s.labels) or '-'} | {s.text} |\n"
+        f"| `{s.name}{_SUFFIXES[s.kind]}` | {s.kind} | {s.unit} | "
+        f"{', '.join(f'`{label}`' for label in s.labels if label not in PROCESS_LABELS) or '-'} | {s.text} |\n"
         for s in specs
     )
     return f"\n| name | kind | unit | labels | meaning |\n|---|---|---|---|---|\n{rows}"

@@ -6,9 +6,12 @@ from paceline.serving.engine.running import RunningRequest
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 
 
-def make_request(arrival: int, prompt_len: int, max_tokens: int = 8) -> RunningRequest:
+def make_request(arrival: int, prompt_len: int, max_tokens: int = 8, tenant: str = "") -> RunningRequest:
     request = GenerationRequest(
-        request_id=f"r{arrival}", prompt_token_ids=tuple(range(3, 3 + prompt_len)), params=SamplingParams()
+        request_id=f"r{arrival}",
+        prompt_token_ids=tuple(range(3, 3 + prompt_len)),
+        params=SamplingParams(),
+        tenant=tenant,
     )
     return RunningRequest(
         request=request,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
+from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 
 
@@ -154,3 +155,24 @@ class RejectedDrafter(ScriptedDrafter):
         wrong = [self._wrong if isinstance(self._wrong, int) else self._wrong(h) for h in histories]
         ids = torch.tensor(wrong)[:, None, None].expand(-1, self.caps.num_slots, 1)
         return Proposal(token_ids=ids.contiguous(), logprobs=torch.full(ids.shape, -0.05), widths=None)
+
+
+class WeightDrafter:
+    """A drafter whose only weight is one vector."""
+
+    caps = DrafterCaps(
+        name="weights", num_slots=1, num_candidates=1, max_depth=1, is_reentrant=False, needs_features=False
+    )
+    kv_row_bytes = 10
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.weight = torch.full((3,), value)
+        self.num_pool_rows = None
+
+    def alloc(self, num_pool_rows):
+        self.num_pool_rows = num_pool_rows
+
+    def load_state(self, state):
+        if state["weight"].shape != self.weight.shape:
+            raise DrafterMismatchError(f"weight must have shape (3,), got {tuple(state['weight'].shape)}")
+        self.weight.copy_(state["weight"])

@@ -43,13 +43,13 @@ class FixedPolicy(TreePolicy):
         pass
 
 
-def make_drafter(target, seed, overconfidence=0.0, family="specblock"):
+def make_drafter(target, seed, overconfidence=0.0, family="specblock", **options):
     if family.startswith("eagle3"):
         torch.manual_seed(seed)
         return EagleDrafter(EagleModel(EagleConfig(
             hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=8, vocab_size=target.vocab_size,
             feature_size=target.feature_size, embed_size=target.hidden_size, num_slots=int(family[-1]),
-        )), target.embed_weight)  # fmt: skip
+        )), target.embed_weight, **options)  # fmt: skip
     config = SpecBlockConfig(
         hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=8, vocab_size=target.vocab_size,
         feature_size=target.feature_size, embed_size=target.hidden_size, rank_topk=min(20, target.vocab_size),
@@ -58,15 +58,21 @@ def make_drafter(target, seed, overconfidence=0.0, family="specblock"):
     model = SpecBlockModel(config)
     with torch.no_grad():
         model.log_beta[..., 1:] += overconfidence  # later slots claim to be surer than the first
-    return SpecBlockDrafter(model, target.embed_weight)
+    return SpecBlockDrafter(model, target.embed_weight, **options)
+
+
+def make_chain_drafter(*args, **options):
+    """As make_drafter, with one candidate a slot."""
+    return make_drafter(*args, num_candidates=1, **options)
 
 
 def serve(
-    num_requests, *, max_running=4, learns=False, overconfidence=0.0, vocab=32, family="specblock", make=None, **params
-):
+    num_requests, *, max_running=4, learns=False, overconfidence=0.0, vocab=32, family="specblock", make=None,
+    num_nodes=NODES, **params
+):  # fmt: skip
     """Requests, greedy and sampled, of different lengths, served by the real engine."""
     target, sink = tiny_target(vocab=vocab), Collector()
-    tree = TreeConfig(max_draft_tokens=NODES, max_frontier=FRONTIER, policy="fixed")
+    tree = TreeConfig(max_draft_tokens=num_nodes, max_frontier=FRONTIER, policy="fixed")
     slots = DrafterSlots((make or make_drafter)(target, 0, overconfidence, family), "v0")
     engine = Engine(
         target, slots, EngineConfig(tree=tree, kv_bytes=8 * 2**20, max_running=max_running, prefill_chunk_tokens=16),
@@ -89,7 +95,7 @@ def serve(
     return target, sink
 
 
-def engine_rounds(sink, request_id):
+def engine_rounds(sink, request_id, num_nodes=NODES):
     rows = sorted((r for r in sink.rows if r["request_id"] == request_id), key=lambda r: r["round_index"])
-    assert all(r["num_draft_tokens"] == NODES and r["drafter_version"] == "v0" for r in rows[:-1])
+    assert all(r["num_draft_tokens"] == num_nodes and r["drafter_version"] == "v0" for r in rows[:-1])
     return rows

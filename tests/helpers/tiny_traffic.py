@@ -5,7 +5,6 @@ import numpy as np
 from paceline.bandit.replay.outcomes import SimulatedOutcomes
 from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import policy_config
-from paceline.bandit.replay.world import STAGING_S
 from paceline.contracts import ArmSpec
 
 ARM = ArmSpec(name="full", parameters="full", num_rows=64)
@@ -17,7 +16,7 @@ def tiny(seed: int, num_domains: int, forgetting: float, train_cost: float = 3.0
     rng = np.random.default_rng(seed)
     cell = Scenario(name="tiny", duration_s=STEPS * STEP_S, step_s=STEP_S, regime_s=STEP_S, train_cost=train_cost, forgetting=forgetting)  # fmt: skip
     outcomes = SimulatedOutcomes.draw(cell, num_domains, rng)
-    outcomes.tau[:] = 40.0
+    outcomes.curves.tau[:] = 40.0
     tokens = rng.uniform(0, 6000, (STEPS, num_domains)) * (rng.random((STEPS, num_domains)) < 0.8)
     traffic = Traffic(step_s=STEP_S, labels=tuple(f"b{i}" for i in range(num_domains)), tokens=tokens, drafted_s=0.0067, plain_s=0.005, batch_size=4)  # fmt: skip
     return traffic, outcomes
@@ -47,16 +46,17 @@ def exhaustive(traffic: Traffic, outcomes: SimulatedOutcomes, slowdown: float) -
             new = lengths if rest is None else None
         now = serve(k, np.array(versions[live]), busy)
         if new is not None:
-            versions, live, now = (*versions, new), len(versions), now - STAGING_S
+            versions, live, now = (*versions, new), len(versions), now - outcomes.staging_s
         options = [best(k + 1, versions, live, rest)]
-        options += [best(k + 1, versions, v, rest) - STAGING_S for v in range(len(versions)) if v != live]
+        options += [best(k + 1, versions, v, rest) - outcomes.staging_s for v in range(len(versions)) if v != live]
         if rest is None:
             for d in range(len(first)):
                 if written[k, d] < 64 or outcomes.is_bad(k):
                     continue
                 base = np.array(versions[live])
                 closed = float(outcomes.closed(d, ARM, 64.0, k))
-                after = 1.0 + (base - 1.0) * (1.0 - outcomes.scenario.forgetting * closed)
+                after = 1.0 + (base - 1.0) * (1.0 - outcomes.forgetting[d] * closed)
+                after += outcomes.transfer[d] * closed * np.maximum(outcomes.ceiling - after, 0.0)
                 after[d] = base[d] + max(outcomes.ceiling[d] - base[d], 0.0) * closed
                 train_s, shadow_s = outcomes.job_seconds(ARM, 64.0, k)
                 seconds = float(train_s) + shadow_s

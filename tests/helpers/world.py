@@ -32,7 +32,7 @@ class World:
     batch_size: int = 4
     slowdown: float = 0.04
     forget: float = 0.05
-    train_s: Callable[[ArmSpec], float] = lambda arm: 1.2 + 0.75 * arm.epochs * arm.num_rows / 670.0
+    train_s: Callable[[ArmSpec], float] = lambda arm: 1.2 + 1.5 * arm.num_rows / 670.0
     arm_power: dict[str, float] = dataclasses.field(
         default_factory=lambda: {"calibration": 0.1, "head": 0.62, "full": 1.0}
     )

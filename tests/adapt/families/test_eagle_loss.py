@@ -10,7 +10,7 @@ from paceline.adapt.families.recipe import most_frequent_tokens
 from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.gate.shadow import shadow_scores
-from paceline.adapt.online.update import select_parameters, update_drafter
+from paceline.adapt.online.learner import Learner, learn_all, select_parameters
 from paceline.contracts import ArmSpec
 from paceline.serving.drafters.network import rope_cos_sin
 from paceline.serving.eagle3.drafter import EagleDrafter
@@ -211,10 +211,8 @@ def test_every_arm_of_an_online_update_trains_its_parameters(parameters, trained
     model, embed = tiny_model(draft_vocab_size=20), torch.randn(V, EMBED)
     names = {n for n, _ in model.named_parameters()} if trained is None else trained
     assert set(select_parameters(model, parameters)) == names
-    before, nll = {k: v.clone() for k, v in model.state_dict().items()}, []
-    steps, last = update_drafter(
-        model, TargetTables(embed), regular_traces(12), [], ArmSpec(name="a", parameters=parameters, num_rows=1000, epochs=16, learning_rate=2e-3),
-        seed=1, time_share=lambda: 0.0, should_stop=lambda: False, progress=lambda d, t, i: nll.append(i["nll"]),
-    )  # fmt: skip
-    assert steps == len(nll) and {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])} == names
-    assert parameters == "calibration" or last < nll[0] - 0.05
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    arm = ArmSpec(name="a", parameters=parameters, num_rows=1000, learning_rate=2e-3)
+    nll = [r.nll for r in learn_all(Learner(model, TargetTables(embed), arm, seed=1), regular_traces(12) * 4, [])]
+    assert {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])} == names
+    assert parameters == "calibration" or nll[-1] < nll[0] - 0.05

@@ -11,8 +11,8 @@ from paceline.adapt.families.recipe import DrafterRecipe
 from paceline.adapt.families.target_handle import TargetTables, load_target_handle
 from paceline.adapt.families.training import training_family
 from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds, shadow_scores
+from paceline.adapt.online.learner import Learner, learn_all
 from paceline.adapt.online.trainer import run_training_job
-from paceline.adapt.online.update import update_drafter
 from paceline.adapt.recipes.drafter import train_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.contracts import ArmSpec, TrainJob
@@ -38,14 +38,10 @@ def make_model(name, seed=0, **changes):
     return ParallelHeadModel(ParallelHeadConfig(**{**values, **changes}))
 
 
-def update(model, parameters, **changes):
-    arm = ArmSpec(name="a", parameters=parameters, num_rows=1000, learning_rate=2e-3, **changes)
-    seen = []
-    result = update_drafter(
-        model, TargetTables.of(TARGET, CPU), [learnable_trace(f"t{i}") for i in range(12)], [], arm,
-        seed=1, time_share=lambda: 0.0, should_stop=lambda: False, progress=lambda done, total, info: seen.append(info["nll"]),
-    )  # fmt: skip
-    return result, seen
+def update(model, parameters):
+    arm = ArmSpec(name="a", parameters=parameters, num_rows=1000, learning_rate=2e-3)
+    learner = Learner(model, TargetTables.of(TARGET, CPU), arm, seed=1)
+    return [report.nll for report in learn_all(learner, [learnable_trace(f"t{i}") for i in range(24)], [])]
 
 
 @pytest.mark.parametrize("parameters, trained", [
@@ -57,7 +53,7 @@ def update(model, parameters, **changes):
 def test_an_arm_changes_its_own_parameters_only(name, parameters, trained):
     model = make_model(name)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    _, nll = update(model, parameters, epochs=4)
+    nll = update(model, parameters)
     changed = {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])}
     assert changed == ({n for n, _ in model.named_parameters()} if trained is None else trained)
     if trained is None:
@@ -67,14 +63,15 @@ def test_an_arm_changes_its_own_parameters_only(name, parameters, trained):
 @KINDS
 def test_a_training_order_improves_a_drafter_and_registers_it(tmp_path, name):
     store, registry = TraceStore(tmp_path / "traces"), DrafterRegistry(tmp_path / "registry")
-    shards = [store.write_shard([learnable_trace(f"m{i}") for i in range(32)], "math")]
+    shards = [store.write_shard([learnable_trace(f"m{i}") for i in range(160)], "math")]
     model = make_model(name)
     first = registry.put(
         model.state_dict(), drafter_type=name, config=model.config.to_dict(), target_version=TARGET.version
     ).version
     job = TrainJob(
-        job_id="j1", bucket="math", arm=ArmSpec(name="full-1k", parameters="full", num_rows=1000, epochs=6, learning_rate=2e-3),
+        job_id="j1", bucket="math", arm=ArmSpec(name="full-1k", parameters="full", num_rows=10_000, learning_rate=2e-3),
         base_version=first, first_version=first, shard_ids=shards, rehearsal_shard_ids=[], seed=3, time_limit_s=120.0,
+        min_gain=0.15,
     )  # fmt: skip
     result = run_training_job(job, store, registry, TARGET)
     assert result.status == "accepted", result.reason

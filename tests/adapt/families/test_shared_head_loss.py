@@ -9,7 +9,7 @@ from paceline.adapt.families.recipe import DrafterRecipe
 from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.families.training import training_family
-from paceline.adapt.online.update import select_parameters
+from paceline.adapt.online.learner import select_parameters
 from paceline.errors import ConfigError
 from tests.helpers.drafters import EMBED, V, logged_text, tiny_eagle, tiny_specblock
 

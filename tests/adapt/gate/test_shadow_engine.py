@@ -3,8 +3,9 @@
 import pytest
 
 from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds, shadow_scores
+from paceline.adapt.online.trainer import ShadowConfig
 from tests.helpers.replay import whole_tree
-from tests.helpers.served import FRONTIER, NODES, engine_rounds, make_drafter, serve
+from tests.helpers.served import FRONTIER, NODES, engine_rounds, make_chain_drafter, make_drafter, serve
 from tests.helpers.trees import draft_fixed
 
 
@@ -41,6 +42,22 @@ def test_scores_equal_served_tokens_per_round(served):
         assert score.num_tokens == sum(r["num_emitted_tokens"] for r in rows)
     assert [s.num_tokens for s in scores["v0"]] == [s.num_tokens for s in scores["v1"]]
     assert scores["v0"] != scores["v1"]
+
+
+@pytest.mark.parametrize("family", ["specblock", "eagle3-slots-1"])
+@pytest.mark.parametrize("chain", [3, 5])
+def test_a_chain_is_foretold_exactly_and_a_tree_says_more(family, chain):
+    """What engines with one candidate a slot do, such as vLLM; few tokens, so that guesses hit often."""
+    target, sink = serve(16, family=family, make=make_chain_drafter, num_nodes=chain, vocab=16)
+    walk = {"traces": sink.traces, "is_calibrated": False}
+    tree = ShadowConfig(chain=chain).tree
+    scores = shadow_scores({"v0": make_chain_drafter(target, 0, family=family)}, **tree, **walk)["v0"]
+    for score in scores:
+        rows = engine_rounds(sink, score.request_id, chain)
+        assert score.num_rounds == len(rows)
+        assert score.num_tokens == sum(r["num_emitted_tokens"] for r in rows)
+    wide = shadow_scores({"v0": make_drafter(target, 0, family=family)}, **ShadowConfig().tree, **walk)["v0"]
+    assert sum(s.num_rounds for s in wide) < 0.97 * sum(s.num_rounds for s in scores)
 
 
 def test_acceptance_length_is_that_of_the_engine_before_truncation():

@@ -1,6 +1,4 @@
-"""A training order ends in an accepted, rejected, failed or stopped result, and only an accepted version is registered."""
-
-import time
+"""A burst ends in a result with its reason, only an accepted version is registered, and the next burst goes on from it."""
 
 import msgspec
 import numpy as np
@@ -9,11 +7,12 @@ import torch
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.gate.gate import LOG_NOTHING
 from paceline.adapt.online import trainer
+from paceline.adapt.online.learner_store import LearnerKey, LearnerStore
 from paceline.adapt.online.trainer import ShadowConfig, run_training_job
-from paceline.adapt.online.update import update_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
-from paceline.clock import ManualClock
+from paceline.bootstrap import TILTS
 from paceline.contracts import ArmSpec, TrainJob
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
@@ -23,6 +22,9 @@ CONFIG = SpecBlockConfig(
     hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=VOCAB,
     feature_size=FEATURES, embed_size=EMBED,
 )  # fmt: skip
+
+
+ARM = ArmSpec(name="full", parameters="full", num_rows=8000, learning_rate=2e-3)
 
 
 def base_state(seed=0):
@@ -37,29 +39,17 @@ FIELDS = {
 
 @pytest.fixture
 def place(tmp_path):
-    """Store with two shards of 'math' and one of 'code', registry with a first drafter, and an order."""
+    """Store with three shards of 'math' and one of 'code', registry with a first drafter, and an order."""
     store, registry = TraceStore(tmp_path / "traces"), DrafterRegistry(tmp_path / "registry")
-    shards = [store.write_shard([learnable_trace(f"m{k}-{i}") for i in range(16)], "math") for k in range(2)]
+    shards = [store.write_shard([learnable_trace(f"m{k}-{i}") for i in range(60)], "math") for k in range(3)]
     other = store.write_shard([learnable_trace(f"c{i}", bucket="code") for i in range(8)], "code")
     first = registry.put(base_state(), **FIELDS).version
     job = TrainJob(
-        job_id="j1", bucket="math", arm=ArmSpec(name="full-1k", parameters="full", num_rows=1000, epochs=6),
+        job_id="j1", bucket="math", arm=ARM,
         base_version=first, first_version=first, shard_ids=shards, rehearsal_shard_ids=[other], seed=3,
         time_limit_s=120.0,
     )  # fmt: skip
     return store, registry, job
-
-
-TRAINED = {}
-
-
-def quick_update(model, *args, **kwargs):
-    """The real update, computed once: tests of what follows it need not train again."""
-    if not TRAINED:
-        TRAINED["result"] = update_drafter(model, *args, **kwargs)
-        TRAINED["state"] = {k: v.clone() for k, v in model.state_dict().items()}
-    model.load_state_dict(TRAINED["state"])
-    return TRAINED["result"]
 
 
 def run(place, job=None, target=TARGET, **options):
@@ -71,23 +61,99 @@ def changed(job, **fields):
     return msgspec.structs.replace(job, **fields)
 
 
-def test_a_useful_update_is_accepted_and_registered(place):
+@pytest.fixture
+def learners(tmp_path):
+    return LearnerStore(tmp_path / "learners")
+
+
+def key_of(job, base=None):
+    return LearnerKey(job.bucket, "specblock", base or job.base_version, TARGET.version, job.arm.parameters)
+
+
+def stop_at(count):
+    """True from the look number `count` on."""
+    looks = iter(range(10**9))
+    return lambda: next(looks) >= count
+
+
+def test_a_learner_that_is_surely_better_becomes_a_version(place, learners):
     _, registry, job = place
-    steps, beats = [], []
+    done, beats = [], []
     result = run(
-        place, progress=lambda done, total, info: steps.append((done, total)), heartbeat=lambda: beats.append(1)
-    )
+        place, progress=lambda at, total, info: done.append((at, total)), heartbeat=lambda: beats.append(1),
+        learners=learners,
+    )  # fmt: skip
     assert result.status == "accepted", result.reason
     manifest = registry.get_manifest(result.version)
-    assert (manifest.parent, manifest.arm, manifest.bucket) == (job.base_version, "full-1k", "math")
-    assert (
-        manifest.num_train_rows > 1000 and manifest.metrics["acceptance_length"] == result.candidate.acceptance_length
-    )
-    assert result.candidate.gain_lower > 0 and result.candidate.version == result.version
+    assert (manifest.parent, manifest.arm, manifest.bucket) == (job.base_version, "full", "math")
+    assert manifest.metrics["num_fresh_rows"] == result.num_rows == 40 * len(done) and result.num_rows_before == 0
+    assert manifest.num_train_rows > result.num_rows
+    assert manifest.metrics["acceptance_length"] == result.candidate.acceptance_length
+    assert result.candidate.gain_mean > 0 and result.candidate.version == result.version
     assert result.incumbent.version == result.first.version == job.base_version
-    assert result.train_s > 0 and result.shadow_s > 0 and beats
-    assert steps[-1][0] == steps[-1][1] == len(steps)
+    assert result.others.num_requests > 0 and "surely better" in result.reason
+    assert result.train_s > 0 and result.shadow_s > 0 and beats and done[-1][0] < done[-1][1] == 180
     registry.load_state(result.version, target_version=TARGET.version)
+
+
+def test_the_learner_goes_on_from_its_version_without_reading_anything_twice(place, learners):
+    first = run(place, learners=learners)
+    job = changed(place[2], base_version=first.version, job_id="j2")
+    tensors, record = learners.load(key_of(job))
+    assert record["evidence"]["num_requests"] == 0 and record["num_rows"] == 0 and record["step"] > 0
+    read = set(tensors["seen"].tolist())
+    second = run(place, job, learners=learners)
+    assert second.incumbent.version == first.version and second.first.version == job.first_version
+    assert second.first.acceptance_length < second.incumbent.acceptance_length
+    after = learners.load(key_of(job, second.version))[0]["seen"].tolist() if second.version else None
+    after = after or learners.load(key_of(job))[0]["seen"].tolist()
+    assert read < set(after) and len(after) == len(set(after))
+    assert len(after) <= 180 + 8  # requests of the class and of the other one
+
+
+def test_a_new_learner_knows_what_the_version_that_it_begins_at_has_read(place, learners):
+    store, _, job = place
+    made = run(place, learners=learners)
+    num_rehearsed = made.others.num_requests
+    other = [s.shard_id for s in store.list_shards("code")]
+    job = changed(job, base_version=made.version, bucket="code", shard_ids=other, rehearsal_shard_ids=[])
+    result = run(place, job, learners=learners)
+    assert num_rehearsed >= 4 and result.status == "learning"
+    assert result.candidate.num_requests == 8 - num_rehearsed, "what was rehearsed is not new"
+    assert "has not read" in run(place, job, learners=learners).reason
+
+
+@pytest.mark.parametrize("limit", [90, 150])
+def test_a_burst_whose_time_is_up_keeps_what_it_learned_and_the_next_one_goes_on(place, learners, limit):
+    job = changed(place[2], min_gain=0.2)
+    first = run(place, job, should_stop=stop_at(limit), learners=learners)
+    assert first.status == "learning" and "keeps its state" in first.reason and first.version is None
+    assert first.num_rows > 0 and first.candidate.num_requests >= 8
+    second = run(place, changed(job, job_id="j2"), learners=learners)
+    assert second.num_rows_before == first.num_rows and second.status == "accepted", second.reason
+
+
+def test_a_burst_that_is_killed_loses_no_more_than_it_had_not_saved(place, learners, monkeypatch):
+    monkeypatch.setattr("paceline.adapt.online.burst.SAVE_S", 0.0)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(done, total, info):
+        if done == 20:
+            raise Killed
+
+    job = changed(place[2], min_gain=5.0)
+    saves = []
+    save = LearnerStore.save
+    monkeypatch.setattr(LearnerStore, "save", lambda self, *a: (len(saves) < 2 and save(self, *a), saves.append(1)))
+    with pytest.raises(Killed):
+        run(place, job, learners=learners, progress=kill)
+    record = learners.load(key_of(job))[1]
+    assert record["evidence"]["num_requests"] == 16 and record["num_rows"] == 16 * 40
+    monkeypatch.undo()
+    again = run(place, job, learners=learners)
+    assert again.num_rows_before == 16 * 40 and again.num_rows > 0
 
 
 def test_an_order_for_an_eagle_drafter_ends_with_a_better_one(place):
@@ -106,110 +172,73 @@ def test_an_order_for_an_eagle_drafter_ends_with_a_better_one(place):
     assert (manifest.drafter_type, manifest.parent, manifest.config) == ("eagle3", first, model.config.to_dict())
 
 
-def test_repeating_an_order_gives_the_same_version(place):
-    job = changed(place[2], arm=ArmSpec(name="full-1k", parameters="full", num_rows=1000, epochs=3))
-    shadow = ShadowConfig(min_gain=-1.0)
-    assert run(place, job, shadow=shadow).version == run(place, job, shadow=shadow).version is not None
+def test_a_gate_for_chains_scores_chains_and_knows_how_far_a_drafter_drafts(place):
+    tree, chain = (run(place, shadow=ShadowConfig(chain=k)) for k in (None, 2))
+    assert chain.status == "accepted", chain.reason
+    assert 1 <= chain.incumbent.acceptance_length < tree.incumbent.acceptance_length
+    assert chain.candidate.acceptance_length <= 3, "two draft tokens and the bonus token"
+    far = run(place, shadow=ShadowConfig(chain=20))
+    assert far.status == "failed" and "chain must be at most" in far.reason
 
 
-def test_a_later_job_is_judged_against_its_base_and_scored_against_the_first(place):
-    first = run(place)
-    arm = ArmSpec(name="small", parameters="full", num_rows=100, epochs=1)
-    job = changed(place[2], job_id="j2", base_version=first.version, seed=4, arm=arm)
-    result = run(place, job)
-    assert result.status in ("accepted", "rejected")
-    assert result.incumbent.version == first.version and result.first.version == job.first_version
-    assert result.first.acceptance_length < result.incumbent.acceptance_length
+def test_repeating_an_order_without_a_state_gives_the_same_version(place):
+    assert run(place).version == run(place).version is not None
 
 
-def test_an_update_that_does_not_help_is_rejected_and_not_registered(place):
-    registry = place[1]
-    result = run(place, shadow=ShadowConfig(min_gain=100.0), update=quick_update)
-    assert result.status == "rejected" and result.version is None and "not above 100" in result.reason
-    assert result.candidate is not None and len(registry.list()) == 1
+def test_a_state_of_another_drafter_is_left_alone_and_a_damaged_one_begins_anew(place, learners):
+    job = place[2]
+    learners.save(key_of(job), {"seen": torch.zeros(0, dtype=torch.int64)}, {"step": 3})
+    learners.save(key_of(job, "f" * 12), {"seen": torch.zeros(0, dtype=torch.int64)}, {"step": 4})
+    result = run(place, learners=learners)
+    assert result.status == "accepted" and result.num_rows_before == 0
+    assert learners.load(key_of(job, "f" * 12))[1]["step"] == 4
 
 
-def test_a_randomly_initialised_candidate_is_rejected(place):
-    """Whatever training ends in, the replay walk and the gate see that it drafts worse than what serves."""
-    trained = run(place, update=quick_update)
-
-    def scramble(model, *args, **kwargs):
-        model.load_state_dict(base_state(seed=9))
-        return TRAINED["result"]
-
-    result = run(place, changed(place[2], job_id="j2", base_version=trained.version), update=scramble)
-    assert result.status == "rejected" and result.version is None
-    assert result.candidate.acceptance_length < result.incumbent.acceptance_length
-    assert result.candidate.gain_lower < 0 and "not above 0" in result.reason
-    assert len(place[1].list()) == 2
+def test_a_learner_that_surely_gains_too_little_is_rejected_and_begins_again(place, learners):
+    job = changed(place[2], min_gain=3.0)
+    result = run(place, job, learners=learners)
+    assert result.status == "rejected" and result.version is None and "less than a swap costs" in result.reason
+    assert result.candidate is not None and len(place[1].list()) == 1
+    tensors, record = learners.load(key_of(job))
+    assert record["step"] == 0 and record["evidence"]["more"] == [LOG_NOTHING] * len(TILTS)
+    assert len(tensors["seen"]) >= result.num_rows // 40
 
 
-def test_poisoned_weights_never_reach_the_registry(place):
-    def poison(model, *args, **kwargs):
+def test_poisoned_weights_never_reach_the_registry(place, learners, monkeypatch):
+    learn = trainer.Learner.learn
+
+    def poison(self, *args, **kwargs):
+        report = learn(self, *args, **kwargs)
         with torch.no_grad():
-            model.lm_head.weight[0, 0] = float("nan")
-        return 1, 1.0
+            self.model.lm_head.weight[0, 0] = float("nan")
+        return report
 
-    result = run(place, update=poison)
-    assert result.status == "failed" and "finite" in result.reason and len(place[1].list()) == 1
+    monkeypatch.setattr(trainer.Learner, "learn", poison)
+    result = run(place, learners=learners)
+    assert result.status == "failed" and len(place[1].list()) == 1
+    assert learners.load(key_of(place[2])) is None, "the next burst begins anew"
 
 
-def test_a_stop_request_ends_the_update_and_the_scoring(place):
-    calls = []
-
-    def stop_at(count):
-        calls.clear()
-        return lambda: calls.append(1) or len(calls) > count
-
+def test_a_burst_that_is_stopped_before_it_scores_is_stopped(place):
     for count in (0, 3):
         result = run(place, should_stop=stop_at(count))
         assert (result.status, result.reason, result.version) == ("stopped", "stopped on request", None)
-    result = run(place, should_stop=stop_at(2), update=lambda *a, **k: (1, 1.0))
-    assert result.status == "stopped" and len(place[1].list()) == 1
+    result = run(place, changed(place[2], time_limit_s=1e-6))
+    assert result.status == "stopped" and "used up" in result.reason and result.train_s > 0
 
 
-def test_the_time_limit_holds(place):
-    began = time.perf_counter()
-    result = run(place, changed(place[2], time_limit_s=0.01))
-    assert result.status == "stopped" and "time limit of 0.01 s" in result.reason
-    assert time.perf_counter() - began < 10
-
-
-def test_a_job_that_its_time_limit_ends_during_scoring_books_the_scoring_too(place, monkeypatch):
-    clock = ManualClock(100.0)
-    score = trainer.shadow_scores
-
-    def slow_update(*args, **kwargs):
-        clock.advance(0.25)
-        return quick_update(*args, **kwargs)
-
-    def slow_scores(*args, should_stop, **options):
-        def look():
-            clock.advance(0.0625)
-            return should_stop()
-
-        return score(*args, should_stop=look, **options)
-
-    monkeypatch.setattr(trainer, "shadow_scores", slow_scores)
-    result = run(place, changed(place[2], time_limit_s=0.5), clock=clock.now, update=slow_update)
-    assert result.status == "stopped" and "time limit of 0.5 s" in result.reason
-    assert result.train_s == 0.25
-    assert result.shadow_s == 5 * 0.0625, "the look that finds 0.5625 s ends it"
-    assert result.train_s + result.shadow_s == clock.now() - 100.0
-
-
-def test_a_short_time_limit_shortens_the_update_instead_of_losing_it(place, monkeypatch):
-    monkeypatch.setattr(trainer, "TRAIN_SHARE", 1e-5)
-    steps = []
-    result = run(place, progress=lambda done, total, info: steps.append((done, total)))
-    assert result.status in ("accepted", "rejected") and steps[-1][0] < steps[-1][1]
+def test_all_of_a_bursts_time_is_booked(place):
+    times = iter(range(10**9))
+    result = run(place, changed(place[2], min_gain=0.2, time_limit_s=150.0), clock=lambda: float(next(times)))
+    assert result.status == "learning" and result.train_s + result.shadow_s >= 150.0
+    assert result.train_s > 0 and result.shadow_s > 0
 
 
 @pytest.mark.parametrize("fields, reason", [
     ({"base_version": "0" * 12}, "not in the registry"),
     ({"base_version": "../../x"}, "hexadecimal"),
-    ({"shard_ids": []}, "too little data"),
-    ({"shard_ids": ["0000000000000001_5_t_aa_math"]}, "too little data"),
+    ({"shard_ids": []}, "has not read"),
+    ({"shard_ids": ["0000000000000001_5_t_aa_math"]}, "has not read"),
     ({"arm": ArmSpec(name="x", parameters="lora", num_rows=100)}, "arm.parameters"),
     ({"arm": ArmSpec(name="x", parameters="full", num_rows=100, learning_rate=1e-2)}, "learning_rate"),
 ])  # fmt: skip
@@ -251,12 +280,12 @@ class FullDisk(DrafterRegistry):
 
 def test_a_full_disk_fails(place, tmp_path):
     store, _, job = place
-    result = run((store, FullDisk(tmp_path / "registry"), job), update=quick_update)
+    result = run((store, FullDisk(tmp_path / "registry"), job))
     assert result.status == "failed" and "no space left" in result.reason
 
 
 def test_a_deleted_first_drafter_is_left_out(place):
-    result = run(place, changed(place[2], first_version="f" * 12), update=quick_update)
+    result = run(place, changed(place[2], first_version="f" * 12))
     assert result.status == "accepted" and result.first is None
 
 
@@ -270,4 +299,4 @@ def test_thread_count_is_restored(place):
 def test_smaller_arms_run_to_a_verdict(place, parameters):
     arm = ArmSpec(name=parameters, parameters=parameters, num_rows=500)
     result = run(place, changed(place[2], arm=arm))
-    assert result.status in ("accepted", "rejected") and np.isfinite(result.candidate.gain_mean)
+    assert result.status in ("accepted", "rejected", "learning") and np.isfinite(result.candidate.gain_mean)

@@ -1,9 +1,11 @@
 """The training task runs under its lease and hands back its result, in this process and in a Ray worker."""
 
+import time
+
 import pytest
 import torch
 
-from paceline.adapt.online.task import launch_training, run_leased_job, task_options
+from paceline.adapt.online.task import device_clock, launch_training, run_leased_job, task_options
 from paceline.config import TrainerResources
 from paceline.contracts import ArmSpec, TrainJob
 
@@ -34,7 +36,7 @@ class Lease:
 
 
 def places(tmp_path):
-    return {name: str(tmp_path / name) for name in ("trace_root", "registry_root", "target_dir")}
+    return {name: str(tmp_path / name) for name in ("trace_root", "registry_root", "learner_root", "target_dir")}
 
 
 def test_the_result_goes_to_the_lease_after_it_is_no_longer_renewed(tmp_path):
@@ -106,3 +108,13 @@ def test_a_gpu_that_torch_does_not_see_ends_the_job_with_the_fix(train_node, tmp
     wanted = TrainerResources(num_gpus=1, resources={"train_slot": 1})
     result = train_node.get(launch_training(JOB, resources=wanted, **places(tmp_path)), timeout=120)
     assert result.status == "failed" and "set trainer_resources.num_gpus to 0" in result.reason
+
+
+def test_a_process_that_waits_for_its_core_is_not_charged_for_waiting():
+    clock = device_clock("cpu", 1)
+    began = clock()
+    time.sleep(0.3)
+    assert clock() - began < 0.2
+    while clock() - began < 0.2:
+        pass
+    assert device_clock("cuda", 1) is time.perf_counter

@@ -184,6 +184,14 @@ def test_interrupted_text_goes_on_with_the_same_batches(tmp_path, target_dir, pr
     assert resumed["tokens"] == whole["tokens"] >= 300
 
 
+def test_every_domain_has_text_however_few_tokens_are_asked_for(tmp_path, target_dir, prompts_dir):
+    documents = dict.fromkeys(("c", "a", "b"), folder_documents(prompts_dir))
+    store = TraceStore(tmp_path / "text")
+    config = dataclasses.replace(TEXT, num_tokens=1)
+    regenerate(read_target(target_dir, fast_path=False), store, documents, config, state_file=tmp_path / "text.json")
+    assert {t.bucket for s in store.list_shards() for t in store.read_shard(s.shard_id)} == {"a", "b", "c"}
+
+
 def test_foreign_prompts_must_hold_text(tmp_path):
     with pytest.raises(ConfigError, match=r"\.jsonl or \.txt"):
         folder_documents(tmp_path)

@@ -4,9 +4,13 @@ import msgspec
 import pytest
 
 from paceline.bandit.beliefs.arms import default_arms, sized
-from paceline.bandit.beliefs.job_cost import CostModel
+from paceline.bandit.beliefs.gain_model import GainModel, learned_share
+from paceline.bandit.beliefs.job_cost import CostModel, prior_training_s
+from paceline.bandit.controller.epoch import bucket_beliefs, learner_of
+from paceline.bandit.policies.pricing import price_jobs
 from paceline.config import PolicyConfig
 from paceline.contracts import Decision, TrainResult
+from tests.helpers.views import make_belief
 from tests.helpers.world import FIRST, World
 
 FULL = default_arms()[2]
@@ -124,3 +128,80 @@ def test_a_version_trained_from_a_base_that_is_no_longer_live_goes_live_only_if_
         outcome = _end(w, d, result)
         assert d.context["base_version"] == FIRST
         assert (outcome.publish is not None) == better, outcome.reason
+
+
+def _burst(result: TrainResult, status: str, num_rows: int, before: int = 0) -> TrainResult:
+    return msgspec.structs.replace(
+        result, status=status, num_rows=num_rows, num_rows_before=before,
+        version=(result.version or "vx") if status == "accepted" else None,
+    )  # fmt: skip
+
+
+def test_a_burst_that_is_not_sure_keeps_its_rows_and_frees_what_it_did_not_read():
+    w = _world(policy="always")
+    d = _ordered(w)
+    state, ordered = w.controller._state, w.controller.arm_of(d).num_rows
+    state.required_rows[d.bucket] = 50_000
+    read = ordered // 4
+    _end(w, d, _burst(w.train(d), "learning", read))
+    belief = bucket_beliefs(state, w.config, w.context())[d.bucket]
+    assert belief.learner_rows == read and belief.fresh_rows >= ordered - read
+    assert belief.required_rows == w.config.min_rows, "it may go on at once"
+    elsewhere = msgspec.structs.replace(w.context(), live_version="other")
+    assert learner_of(state, d.bucket, elsewhere.live_version) == (0, ""), "a learner of another base begins anew"
+    w.controller._state = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=type(state))
+    assert learner_of(w.controller._state, d.bucket, FIRST) == (read, w.controller.arm_of(d).parameters)
+
+
+def test_the_price_of_a_burst_counts_what_the_learner_has_learned_before():
+    beliefs = {n: make_belief(learner_rows=n) for n in (0, 3000)}
+    priced = {}
+    for n, belief in beliefs.items():
+        (job,) = price_jobs(
+            {"c": belief}, [sized(FULL, 2000)], gains=GainModel(), costs=CostModel(), best_length=2.5, horizon_s=300.0,
+            min_rows=2000, num_replicas=1,
+        )  # fmt: skip
+        priced[n] = job
+    assert priced[3000].length_after > priced[0].length_after and priced[3000].cost == priced[0].cost
+    assert priced[3000].share == pytest.approx(learned_share(5000))
+
+
+def test_a_learner_goes_on_with_what_it_has_learned_so_far():
+    """A burst on other parameters would begin anew and throw the seconds before it away."""
+    head = msgspec.structs.replace(FULL, name="head", parameters="head")
+    for parameters, offered in (("", {"full", "head"}), ("full", {"full"}), ("head", {"head"})):
+        belief = make_belief(learner_rows=700 if parameters else 0, learner_parameters=parameters)
+        found = price_jobs(
+            {"c": belief}, [FULL, head], gains=GainModel(), costs=CostModel(), best_length=2.5, horizon_s=300.0,
+            min_rows=1000, num_replicas=1,
+        )  # fmt: skip
+        assert {job.arm.parameters for job in found} == offered
+
+
+@pytest.mark.parametrize("status", ["accepted", "rejected"])
+def test_a_sure_burst_ends_what_its_learner_had(status):
+    w = _world(policy="always")
+    d = _ordered(w)
+    state, ordered = w.controller._state, w.controller.arm_of(d).num_rows
+    state.learners[d.bucket] = (FIRST, 700, "full")
+    outcome = _end(w, d, _burst(w.train(d), status, ordered // 2, 700))
+    assert learner_of(state, d.bucket, FIRST) == (0, "")
+    if status == "accepted":
+        assert state.learned[outcome.decision.version][d.bucket] == 700 + ordered // 2
+        assert learner_of(state, d.bucket, outcome.decision.version) == (0, w.controller.arm_of(d).parameters)
+    else:
+        assert state.required_rows[d.bucket] >= 2 * ordered
+
+
+def test_a_burst_teaches_the_gain_of_all_rows_and_the_cost_of_its_own():
+    taught = {}
+    for before in (0, 6000):
+        w = _world()
+        d = _ordered(w)
+        ordered = w.controller.arm_of(d).num_rows
+        result = msgspec.structs.replace(w.train(d), train_s=2.0 * prior_training_s(w.controller.arm_of(d)))
+        candidate = msgspec.structs.replace(result.candidate, gain_mean=0.2, gain_lower=0.15)
+        _end(w, d, _burst(msgspec.structs.replace(result, candidate=candidate), "learning", ordered, before))
+        taught[before] = _predicted(w)
+    assert taught[6000][0] < taught[0][0], "the same gain from more rows is a worse sign"
+    assert taught[6000][1] == taught[0][1]

@@ -1,5 +1,6 @@
 """What a closed epoch makes of the load: quiet times, few requests, buckets that come and go, state of before."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -134,3 +135,13 @@ def test_the_weight_of_an_epoch_grows_with_its_requests_and_length_up_to_a_limit
     assert epoch_weight(2, 10.0) < epoch_weight(8, 10.0) < epoch_weight(20, 10.0)
     # two short epochs weigh as much as one of both together
     assert (1 - epoch_weight(5, 1.0)) ** 2 == pytest.approx(1 - epoch_weight(10, 2.0))
+
+
+def test_a_class_with_a_version_of_its_own_is_no_part_of_what_is_decided_for_the_others():
+    service = _Service()
+    service.epoch(a=20, b=20)
+    state = service.controller._state
+    assert all(b.is_active for b in bucket_beliefs(state, PolicyConfig(), service.context).values())
+    own = msgspec.structs.replace(service.context, class_versions={"a": "v0", "b": "v9"})
+    beliefs = bucket_beliefs(state, PolicyConfig(), own)
+    assert list(beliefs) == ["a"] and not beliefs["a"].is_active, "nothing is known of v9 on b"

@@ -11,8 +11,8 @@ from paceline.bandit.replay.simulate import policy_config
 def _forced(service, policy):
     return ForcedWorld(
         service.traffic, logged_outcomes(service, 0), policy_config(policy, logged_settings(service, {}), 0), seed=0,
-        slowdown=service.scenario.slowdown, epochs=epochs_by_step(service),
-        orders=logged_orders(service), learned=service.learned(),
+        slowdown=service.slowdown, epochs=epochs_by_step(service),
+        orders=logged_orders(service),
     )  # fmt: skip
 
 

@@ -10,12 +10,12 @@ from paceline.bandit.controller.decision_log import LoggedJob, read_log
 from paceline.bandit.replay.gain_fit import MIN_JOBS, fit_gains
 from paceline.bandit.replay.logged import prepare, replay_logged
 from paceline.bandit.replay.scenario import Scenario
-from paceline.bandit.replay.simulate import draw_world, learned_rows, policy_config
+from paceline.bandit.replay.simulate import draw_world, policy_config
 from paceline.bandit.replay.world import World, record
 from paceline.contracts import ArmSpec
 from paceline.errors import ConfigError
 
-FULL = ArmSpec(name="full", parameters="full", num_rows=4000, epochs=2)
+FULL = ArmSpec(name="full", parameters="full", num_rows=4000)
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,7 @@ def served(tmp_path_factory):
     """decisions.jsonl of a simulated service under the pay-off rule, and its true result."""
     cell = Scenario(name="x", regime_s=600.0, duration_s=2400.0, recurrence="cycle", train_cost=0.3)
     traffic, outcomes = draw_world(cell, 3)
-    world = World(
-        traffic, outcomes, policy_config("payoff", {"epoch_s": 30.0}, 3), seed=3, learned=learned_rows(cell, traffic)
-    )
+    world = World(traffic, outcomes, policy_config("payoff", {"epoch_s": 30.0}, 3), seed=3)
     path = tmp_path_factory.mktemp("log") / "decisions.jsonl"
     path.write_bytes(record(world))
     return path, world

@@ -268,6 +268,14 @@ def test_a_new_policy_is_one_entry(monkeypatch):
     assert names == ["lookup/adaptive", "lookup/flat2", "lookup/flat4"]
 
 
+def test_a_drafter_and_one_without_weights_draft_together():
+    (spec,) = draft_arms.arm_specs(["jetspec+suffix"], ["fixed"], [4])
+    assert (spec.name, spec.drafter, spec.tree.mix) == ("jetspec+suffix/fixed4", "jetspec", "suffix")
+    assert spec.num_weights > 0 and spec.domains == ("tools", "code")
+    with pytest.raises(ConfigError, match=r"NAME\+TEXT"):
+        draft_arms.arm_specs(["lookup+suffix"], ["adaptive"], [])
+
+
 def test_two_drafters_of_one_name_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="'specblock/adaptive' twice"):
         draft_arms.arm_specs(["specblock", str(bundled("specblock"))], ["adaptive"], [])

@@ -66,10 +66,16 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def test_a_server_has_its_threads_its_variables_and_a_folder_of_its_own(tmp_path):
-    code = "import os, sys; print(os.environ['OMP_NUM_THREADS'], os.environ['MINE'], os.getcwd()); sys.exit(4)"
+    code = (
+        "import os, sys; print(os.environ['OMP_NUM_THREADS'], os.environ['MINE'], 'GOMP_SPINCOUNT' in os.environ, "
+        "os.getcwd()); sys.exit(4)"
+    )
     with pytest.raises(PacelineError) as error:
         process(tmp_path, "-c", code, env={"MINE": "yes"}).start(30)
-    assert str(error.value) == f"it ended with code 4 before it answered: 3 yes {os.path.realpath(tmp_path / 'room')}"
+    assert (
+        str(error.value)
+        == f"it ended with code 4 before it answered: 3 yes False {os.path.realpath(tmp_path / 'room')}"
+    )
 
 
 def test_a_program_that_cannot_be_started_is_named(tmp_path):

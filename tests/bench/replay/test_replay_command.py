@@ -16,8 +16,8 @@ RUN = CliRunner()
 
 
 def test_a_small_grid_end_to_end(tmp_path):
-    names = {n: tmp_path / n for n in ("r.json", "r.html", "s.yaml")}
-    result = RUN.invoke(app, ["replay", "small", "--policies", "all", "--seeds", "2", "--json", str(names["r.json"]), "--html", str(names["r.html"]), "--suggest", str(names["s.yaml"])])  # fmt: skip
+    names = {n: tmp_path / n for n in ("r.json", "r.html")}
+    result = RUN.invoke(app, ["replay", "small", "--policies", "all", "--seeds", "2", "--json", str(names["r.json"]), "--html", str(names["r.html"])])  # fmt: skip
     assert result.exit_code == 0, result.output
     report = json.loads(names["r.json"].read_text())
     assert report["format"] == 1 and report["num_seeds"] == 2 and report["off_policy"] is None
@@ -33,9 +33,16 @@ def test_a_small_grid_end_to_end(tmp_path):
     assert len(lines["times_s"]) == len(lines["regret_percent"]) and lines["regret_percent"][-1] >= 0
     page = names["r.html"].read_text()
     assert "Which policy to run" in page and not re.search(r"<script[^>]+src=", page)
-    suggested = load_config(names["s.yaml"]).policy
-    assert suggested.policy in {c["policy"] for c in report["cells"]} - {"oracle"}
-    assert names["s.yaml"].read_text().startswith("# ")
+
+
+def test_a_suggestion_is_a_configuration_with_its_reasons(tmp_path):
+    scenario, out = tmp_path / "s.yaml", tmp_path / "tuned.yaml"
+    scenario.write_text("regime_s: 200\nduration_s: 400\n")
+    result = RUN.invoke(app, ["replay", str(scenario), "--policies", "payoff,never", "--seeds", "6", "--suggest", str(out)])  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert load_config(out).policy.policy in ("payoff", "never")
+    assert out.read_text().startswith("# ") and "6 seeds" in out.read_text()
+    assert "oracle" not in result.output.replace("oracle %", "").replace("of oracle", "")
 
 
 @pytest.mark.parametrize(
@@ -47,6 +54,11 @@ def test_a_small_grid_end_to_end(tmp_path):
         (["small", "--seeds", "0"], "seeds must be >= 1"),
         (["small", "--workers", "0"], "workers must be >= 1"),
         (["live", "--load", "0"], "load must be > 0"),
+        (
+            ["small", "--seeds", "5", "--suggest", "s.yaml"],
+            "seeds must be >= 6 to suggest settings, got 5; give --seeds 6 or more",
+        ),
+        (["live", "--suggest", "s.yaml"], "suggest must be left out of live replays: it needs 6 seeds"),
         (["absent.yaml"], "readable file"),
         (["absent.jsonl"], "readable file"),
         (["live-small", "--policies", "payoff,oracle"], "live replay"),
@@ -101,6 +113,33 @@ def test_regret_is_the_bound_less_the_net():
     assert regret(rows[1:])["a"]["payoff"]["regret_percent"] == []
 
 
+def test_no_share_of_an_oracle_is_claimed_where_none_ran():
+    rows = [_row("a", "payoff", 0, 6.0), _row("b", "payoff", 0, -2.0)]
+    found = _report(rows)
+    assert not [c for c in found["checks"] if "oracle" in c["claim"]]
+    assert {c["of_oracle"] for c in found["cells"]} == {o["of_oracle_mean"] for o in found["overall"]} == {None}
+    poor = _report([*rows, _row("a", "oracle", 0, 1.0), _row("b", "oracle", 0, 0.0)])
+    assert not [c for c in poor["checks"] if "oracle" in c["claim"]]
+
+
+def test_one_seed_has_no_interval_and_tells_no_policies_apart():
+    rows = [_row("a", label, 0, net) for label, net in (("x", 5.0), ("y", 1.0))]
+    assert {c["net_percent"]["low"] for c in cell_rows(rows)} == {None}
+    assert advice(rows)[0]["as_good"] == ["y"]
+
+
+def test_a_suggestion_needs_six_seeds_and_says_when_they_do_not_tell_the_sign():
+    def report(num, nets):
+        return _report([_row("a", "payoff", s, nets[s % len(nets)]) for s in range(num)])
+
+    with pytest.raises(PacelineError, match=r"seeds must be >= 6 to suggest settings, got 5"):
+        suggest(report(5, [4.0, 5.0]))
+    assert not any("do not say" in line for line in suggest(report(6, [4.0, 5.0]))[1])
+    (line,) = [line for line in suggest(report(6, [-1.0, 1.5]))[1] if "do not say" in line]
+    needed = int(re.search(r"about (\d+) would", line)[1])
+    assert needed > 6 and not any("do not say" in line for line in suggest(report(2 * needed, [-1.0, 1.5]))[1])
+
+
 def test_checks_name_the_cells_that_fall_short():
     rows = [_row("a", "oracle", 0, 10.0), _row("a", "payoff", 0, 6.0), _row("b", "oracle", 0, 1.0), _row("b", "payoff", 0, -2.0),
             _row("a", "interval interval_s=60", 0, 4.0, policy="interval"), _row("b", "interval interval_s=60", 0, 0.5, policy="interval")]  # fmt: skip
@@ -116,8 +155,9 @@ def test_advice_tells_apart_only_what_the_seeds_tell_apart():
 
 
 def test_a_safe_setting_is_suggested_before_a_higher_but_risky_one():
-    rows = [_row("a", "risky", 0, 20.0, policy="always"), _row("b", "risky", 0, -5.0, policy="always"),
-            _row("a", "payoff bank_s=50", 0, 4.0, policy="payoff", settings={"bank_s": 50.0}), _row("b", "payoff bank_s=50", 0, 0.0, policy="payoff", settings={"bank_s": 50.0})]  # fmt: skip
+    rows = [row for seed in range(6) for row in (
+            _row("a", "risky", seed, 20.0, policy="always"), _row("b", "risky", seed, -5.0, policy="always"),
+            _row("a", "payoff bank_s=50", seed, 4.0, policy="payoff", settings={"bank_s": 50.0}), _row("b", "payoff bank_s=50", seed, 0.0, policy="payoff", settings={"bank_s": 50.0}))]  # fmt: skip
     values, why = suggest(_report(rows))
     assert values == {"policy": {"policy": "payoff", "bank_s": 50.0}}
     assert any("higher net, but a worse worst cell" in line for line in why)

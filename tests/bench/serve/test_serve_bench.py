@@ -19,6 +19,8 @@ from paceline.bench.serve.run import MIN_WAVES, ServeBenchOptions, plan_requests
 from paceline.cli.main import app
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PacelineError
+from paceline.serving.wire.accounts import Clients
+from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import TOKENIZER, serve_app, serve_engine
 from tests.helpers.fakes import tiny_target
 
@@ -33,7 +35,7 @@ def url() -> Iterator[str]:
     target = tiny_target(vocab=300, layers=2, width=16, context=512)
     target.tokenizer = TOKENIZER
     config = EngineConfig(max_running=4, max_waiting=64, kv_bytes=8 * 512 * target.kv_row_bytes)
-    with serve_engine(target, config, api_token=TOKEN) as (base, _):
+    with serve_engine(target, config, clients=Clients(Tokens(api_token=TOKEN))) as (base, _):
         yield base
 
 

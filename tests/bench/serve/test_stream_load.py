@@ -26,6 +26,8 @@ from paceline.serving.api.generation import ApiParts
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread
+from paceline.serving.wire.accounts import Clients
+from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import TOKENIZER, serve_app, wait_until
 from tests.helpers.fakes import tiny_target
 from tests.helpers.scripted_drafters import RepeatDrafter
@@ -42,7 +44,11 @@ def url() -> Iterator[str]:
     engine = Engine(target, DrafterSlots(RepeatDrafter(), "v0"), EngineConfig(max_running=4, max_waiting=64, kv_bytes=4 * 512 * target.kv_row_bytes))  # fmt: skip
     thread = EngineThread(engine)
     thread.start()
-    parts = ApiParts(client=LocalEngineClient(engine, thread, model_name="tiny"), tokenizer=TOKENIZER, api_token=TOKEN)
+    parts = ApiParts(
+        client=LocalEngineClient(engine, thread, model_name="tiny"),
+        tokenizer=TOKENIZER,
+        clients=Clients(Tokens(api_token=TOKEN)),
+    )
     with serve_app(build_api(parts)) as base:
         yield base
     assert thread.stop()

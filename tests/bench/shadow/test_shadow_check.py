@@ -1,5 +1,6 @@
 """The shadow check compares like with like, judges what it should, and goes on where it stopped."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -16,7 +17,7 @@ from paceline.bench.shadow.check import ShadowCheckOptions, make_workloads, run_
 from paceline.bench.shadow.report import MAX_ERROR_PERCENT, MIN_ROUNDS, compare, error_interval, judge
 from paceline.bench.shadow.versions import plan_versions
 from paceline.cli.main import app
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.serving.loading.families import save_drafter
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
@@ -181,6 +182,17 @@ def test_command_exits_with_1_when_nothing_could_be_judged_and_2_on_other_option
     assert done.exit_code == 1 and "ask for more prompts or tokens" in done.output
     other = CliRunner().invoke(app, [*words, "--seed", "1"])
     assert isinstance(other.exception, ConfigError) and "other options" in str(other.exception)
+
+
+def test_chains_are_decoded_and_replayed_as_chains(tiny):
+    _, options, trees = tiny
+    few = dataclasses.replace(options, num_versions=1, chain=2, temperatures=(0.0,), num_adaptive_prompts=0, work=None)
+    result = run_shadow_check(dataclasses.replace(few, json=None), Console(quiet=True))
+    assert result["tree"] == {"num_nodes": 2, "max_frontier": 1} and trees["tree"]["num_nodes"] > 2
+    own = next(r for r in result["rows"] if r["text"] == "own")
+    assert own["error_percent"] == 0 and 1 <= own["real_acceptance_length"] <= 3
+    with pytest.raises(DrafterMismatchError, match="chain must be at most 8, the tokens that drafter"):
+        run_shadow_check(dataclasses.replace(few, json=None, chain=9), Console(quiet=True))
 
 
 def test_no_prompt_is_used_twice(tiny):

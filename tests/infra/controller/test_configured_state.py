@@ -71,6 +71,18 @@ def test_another_first_drafter_goes_live_and_ends_the_old_pin(shared_redis, clie
     assert host.session.controller.snapshot().pinned is None
 
 
+def test_versions_of_classes_outlive_another_holdback_and_end_with_another_first_drafter(shared_redis, client, keys, tmp_path, pinned):  # fmt: skip
+    pinned.session.orders.assign("math", "v3")
+    settle(pinned)
+    ensure_first_version(patient_client(shared_redis.url), keys, "v1", 30, 2.0)
+    desired = read_desired(client, keys)
+    assert (desired.holdback_percent, desired.class_versions) == (30, {"math": "v3"})
+    host = make_host(shared_redis.url, keys, tmp_path, make=None, first_version="v2", policy=PolicyConfig())
+    host.connect()
+    assert read_desired(client, keys).class_versions == {}
+    assert "pins and versions of classes removed" in [n.text for n in host.snapshot().notes][-1]
+
+
 def test_pin_outlives_a_restart_with_the_same_drafter(shared_redis, keys, tmp_path, pinned):
     host = make_host(shared_redis.url, keys, tmp_path, make=None, policy=PolicyConfig(holdback_percent=30))
     host.connect()

@@ -52,7 +52,7 @@ def spec(cluster, shared_redis, keys, tmp_path):
             redis_url=shared_redis.url, model=keys.model, data_dir=tmp_path, target_version="t",
             policy=PolicyConfig(policy="never"),
         ),
-        trace_root=str(tmp_path / "traces"), registry_root=str(tmp_path / "registry"),
+        trace_root=str(tmp_path / "traces"), registry_root=str(tmp_path / "registry"), learner_root=str(tmp_path / "learners"),
         target_dir=str(tmp_path / "no-target"),
     )  # fmt: skip
     yield made

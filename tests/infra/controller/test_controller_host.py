@@ -295,7 +295,6 @@ def test_a_data_folder_that_cannot_be_written_is_no_outage(host, client, keys, t
 def test_a_controller_that_starts_afresh_shows_no_decisions_of_the_one_before(
     shared_redis, client, keys, tmp_path, seeded
 ):
-    client.set(keys.state, b"junk")
     client.hset(keys.decisions, "7", b"junk")
     host = make_host(shared_redis.url, keys, tmp_path)
     host.connect()

@@ -146,8 +146,8 @@ def test_requests_of_the_version_on_trial_are_counted_apart(host, client, keys, 
     )
     host.session.orders.pin("v1")
     settle(host)
-    assert host.session.state.rollout.tried_version("v1") == "v2", "what v2 still serves is none of v1's"
-    assert host.session.state.rollout.tried_version("v2") == ""
+    assert host.session.state.rollout.tried_version({"v1"}) == "v2", "what v2 still serves is none of v1's"
+    assert host.session.state.rollout.tried_version({"v1", "v2"}) == ""
 
 
 def test_no_training_and_no_recall_is_decided_during_a_canary(host, replicas):

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from paceline.config import RolloutConfig
-from paceline.contracts import FeedbackBatch, ReplicaReport, is_canary
+from paceline.contracts import DesiredState, FeedbackBatch, ReplicaReport, is_canary
 from paceline.errors import ConfigError
 from paceline.infra.controller.rollout import (
     Canary,
@@ -27,6 +27,9 @@ from tests.helpers.feedback import round_rows
 
 CONFIG = RolloutConfig(canary_percent=50, quiet_s=1.0, max_requests=60, max_s=500.0, freeze_s=100.0)
 SPEED = {"v1": 300.0, "v2": 300.0}
+DESIRED = DesiredState(
+    gen=2, version="v1", first_version="v1", holdback_percent=0, canary_version="v2", canary_percent=50
+)
 
 
 def begin(config: RolloutConfig = CONFIG, *, now: float = 0.0, bucket: str = "math") -> RolloutState:
@@ -195,8 +198,8 @@ def test_errors_roll_a_canary_back_that_never_drafted_though_slowness_weighs_mor
     state = begin(config)
     assert serve(state, {"v1": 300.0, "v2": 150.0}, config=config, plain=("v2",), most=60)[0] is None
     canary = state.canary
-    take_reports(canary, [report()], gen=2)
-    take_reports(canary, [report(errors={"v2": 12})], gen=2)
+    take_reports(canary, [report()], DESIRED)
+    take_reports(canary, [report(errors={"v2": 12})], DESIRED)
     against, config = canary.test.evidence_against(), RolloutConfig(canary_percent=50)
     assert against["speed"] > against["errors"] > math.log(1 / config.alpha / 0.1)
     verdict = judge(canary, config, now=5.0)
@@ -211,8 +214,8 @@ def test_the_evidence_of_plain_requests_ends_with_the_first_request_that_is_draf
     patient = RolloutConfig(canary_percent=50, quiet_s=1.0, max_requests=400, max_s=500.0, alpha=1e-12)
     assert serve(state, {"v1": 300.0, "v2": 150.0}, config=patient, plain=("v2",), most=60)[0] is None
     assert state.canary.test.evidence_worse() > math.log(1 / CONFIG.alpha), "it would have been rolled back"
-    take_reports(state.canary, [report()], gen=2)
-    take_reports(state.canary, [report(errors={"v1": 1})], gen=2)
+    take_reports(state.canary, [report()], DESIRED)
+    take_reports(state.canary, [report(errors={"v1": 1})], DESIRED)
     own = ids(state.canary, "v2", 1)[0]
     fold(state.canary, batch(row(own, "v2", ms=20.0, ts=7.0)), now=7.0)
     close_quiet(state.canary, CONFIG, now=20.0)
@@ -244,7 +247,7 @@ def test_a_canary_whose_drafts_are_paid_for_and_never_verified_is_rolled_back():
     ],
 )
 def test_a_replica_that_cannot_load_or_run_it_ends_it_at_once(made, reason):
-    verdict = take_reports(begin().canary, made, gen=2)
+    verdict = take_reports(begin().canary, made, DESIRED)
     assert verdict.outcome == Outcome.ROLLED_BACK and reason in verdict.reason
 
 
@@ -256,14 +259,16 @@ def test_other_failures_do_not_touch_the_canary():
         report("c", gen=1, canary_version="", failures={"v2": "of an earlier trial"}),
         report("d", failed_gen=2, failed_reason="failed while serving: NaN", failures={"v1": "NaN"}),
     ]
-    assert take_reports(canary, others, gen=2) is None
+    assert take_reports(canary, others, DESIRED) is None
 
 
 def test_engines_that_fail_under_the_canary_end_it_but_one_alone_does_not():
     canary = begin().canary
-    assert take_reports(canary, [report(errors={"v2": 5}), report("b")], gen=2) is None  # counts from before the trial
-    assert take_reports(canary, [report(errors={"v2": 6}), report("b")], gen=2) is None
-    verdict = take_reports(canary, [report(errors={"v2": 6}), report("b", errors={"v1": 1, "v2": 1})], gen=2)
+    assert take_reports(canary, [report(errors={"v2": 5}), report("b")], DESIRED) is None, (
+        "counts from before the trial"
+    )
+    assert take_reports(canary, [report(errors={"v2": 6}), report("b")], DESIRED) is None
+    verdict = take_reports(canary, [report(errors={"v2": 6}), report("b", errors={"v1": 1, "v2": 1})], DESIRED)
     assert verdict.outcome == Outcome.ROLLED_BACK and "2 replicas (a, b)" in verdict.reason
     assert canary.test.errors == [1, 2]
 
@@ -271,8 +276,8 @@ def test_engines_that_fail_under_the_canary_end_it_but_one_alone_does_not():
 def test_failed_requests_are_evidence_like_slow_ones():
     config = RolloutConfig(canary_percent=10)
     canary = begin(config).canary
-    take_reports(canary, [report()], gen=2)
-    take_reports(canary, [report(errors={"v2": 5})], gen=2)
+    take_reports(canary, [report()], DESIRED)
+    take_reports(canary, [report(errors={"v2": 5})], DESIRED)
     verdict = judge(canary, config, now=1.0)
     assert verdict.outcome == Outcome.ROLLED_BACK and "fails more often" in verdict.reason
 

@@ -20,9 +20,9 @@ DECISION = "decision_id ts bucket action arm version policy context expected_gai
 ENTRY = "entry_id ts kind bucket version seconds arm standard_error_s"
 GOLDEN = {
     "": (
-        "ts model target_version epoch commit gen version first_version holdback_percent history versions policy "
-        "is_paused notes decisions ledger ledger_cells saved_interval_s ledger_entries buckets rows job swaps "
-        "rollout lifecycle evicted replicas feedback bandit redis_up is_fenced errors replica target "
+        "ts age_s model target_version epoch commit gen version first_version holdback_percent class_versions history versions policy "
+        "is_paused notes decisions ledger ledger_cells saved_interval_s ledger_entries buckets rows class_shares job swaps "
+        "rollout lifecycle evicted replicas feedback bandit redis_up is_redis_full folder_error read_only is_fenced errors replica latency target "
         "has_controller"
     ),
     "versions": (
@@ -47,7 +47,7 @@ GOLDEN = {
     "lifecycle.*.transitions": "version before after reason ts",
     "replicas": (
         "replica_id gen version slots failed_gen failed_reason swap_pause_ms staging_s counters ts swap_gen "
-        "canary_version failures errors"
+        "canary_version failures errors class_versions refused"
     ),
     "feedback": "produced delivered dropped duplicates missing_batches lost_entries lag",
     "errors": "count last",
@@ -56,19 +56,19 @@ GOLDEN = {
         "ledger bank_s job slowdown num_jobs_learned num_rows_dropped"
     ),
     "bandit.beliefs.math": (
-        "bucket load time_per_token_s round_s plain_token_s length length_se usable_rows fresh_rows learned_rows "
+        "bucket load time_per_token_s round_s plain_token_s length length_se usable_rows fresh_rows learned_rows learner_rows learner_parameters "
         "required_rows is_active batches"
     ),
     "bandit.posterior": "arm bucket mean low high prior_mean prior_low prior_high",
     "bandit.ledger": "training shadow staging saving spent_s saved_s saved_error_s net_s saved_interval_s cells",
     "bandit.ledger.cells": CELL,
     "replica": (
-        "replica_id pid gen version first_version slots pins waiting failures failed_gen failed_reason num_swaps "
+        "replica_id pid gen version first_version slots pins waiting failures class_versions failed_gen failed_reason num_swaps "
         "pause_ms engine training speculation"
     ),
 }
 """Place in the document of a service that has adapted -> its keys."""
-CANARY = "status frozen_until last alpha margin version incumbent share_percent since bucket arm decision_id num_requests num_canary_requests num_drafted_rounds min_drafted_rounds num_open num_excluded num_errors ratio log_evidence evidence_against thresholds strata reason"  # fmt: skip
+CANARY = "status frozen_until last alpha margin version incumbent share_percent since bucket scope arm decision_id num_requests num_canary_requests num_drafted_rounds min_drafted_rounds num_open num_excluded num_errors ratio log_evidence evidence_against thresholds strata reason"  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_replica_without_a_controller_says_only_what_it_knows(scene: Scene) -> N
         document = state_json(scene.state())
     finally:
         scene.is_away = False
-    assert set(document) == {"gen", "version", "first_version", "replica", "target", "target_version", "model", "has_controller", "redis_up", "feedback"}  # fmt: skip
+    assert set(document) == {"gen", "version", "first_version", "replica", "target", "target_version", "model", "has_controller", "redis_up", "read_only", "feedback", "latency"}  # fmt: skip
     assert set(document["feedback"]) == {"produced", "delivered", "dropped"}
     assert parse_state(msgspec.json.encode(document)).version == FIRST
 

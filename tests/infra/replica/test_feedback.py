@@ -37,6 +37,7 @@ def test_rows_arrive_in_order_and_in_batches(shared_redis, client, keys):
     assert got[0].cells[0].requests["r0"].kept == 3 and got[0].cells[0].requests["r0"].seconds == 0.01
     assert pub.counters() == {
         "produced": num_rows, "delivered": num_rows, "dropped": 0, "pending": 0, "redis_up": True, "outages": 0,
+        "prompts": 0, "prompts_sent": 0,
     }  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def test_recording_stays_fast_while_redis_hangs(own_redis, keys):
             recording += time.perf_counter() - started
             time.sleep(0.001)
         whole = time.perf_counter() - begin
-        assert recording < 0.25 * whole  # a flush hangs all the while: 0.5 s, then the next
+        assert recording < 0.5 * whole  # a flush hangs all the while: whoever waited for it would do nothing else
     finally:
         os.kill(own_redis.pid, signal.SIGCONT)
     pub.close(timeout_s=10.0)

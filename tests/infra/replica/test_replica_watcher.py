@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from paceline.contracts import DesiredState, encode
+from paceline.contracts import DesiredState, TrafficClasses, encode
 from paceline.errors import DrafterMismatchError
 from paceline.infra.controller.jobs import Lease
 from paceline.infra.replica.watcher import ReplicaWatcher
@@ -25,11 +25,32 @@ class Slots:
     broken: dict[str, str] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
     canary: tuple[str, int] = ("", 0)
+    scope: str = ""
     errors: dict[str, int] = field(default_factory=dict)
+    routes: dict[str, str] = field(default_factory=dict)
+    room: int = 2
+    loaded: list[str] = field(default_factory=list)
 
-    def set_canary(self, version: str, percent: int) -> None:
+    def set_canary(self, version: str, percent: int, bucket: str) -> None:
         assert not version or self.staged == version
-        self.canary = (version, percent)
+        self.canary, self.scope = (version, percent), bucket
+
+    def route(self, class_versions: dict[str, str]) -> None:
+        self.routes = class_versions
+
+    def missing(self) -> list[str]:
+        return sorted({*self.routes.values()} - {*self.loaded})
+
+    def load(self, version: str) -> bool:
+        self.calls.append(version)
+        if version in self.bad:
+            raise DrafterMismatchError(f"drafter {version} weights must be finite")
+        if has_room := len(self.loaded) < self.room:
+            self.loaded.append(version)
+        return has_room
+
+    def served(self) -> dict[str, str]:
+        return {b: v for b, v in self.routes.items() if v in self.loaded and v not in self.broken}
 
     def stage(self, version: str) -> bool:
         self.calls.append(version)
@@ -60,12 +81,16 @@ class Told:
 
     desired: list[int] = field(default_factory=list)
     training: list[bool] = field(default_factory=list)
+    classes: list[int] = field(default_factory=list)
 
     def desired_changed(self, desired: DesiredState) -> None:
         self.desired.append(desired.gen)
 
     def training_changed(self, is_training: bool) -> None:
         self.training.append(is_training)
+
+    def classes_changed(self, classes: TrafficClasses) -> None:
+        self.classes.append(classes.rev)
 
 
 def watcher(url, keys, slots: Slots, **options) -> ReplicaWatcher:
@@ -289,3 +314,97 @@ def test_a_new_order_calls_a_failed_canary_off_before_anything_is_staged(shared_
     w.reconcile()
     assert shares == [("v2", ("", 0)), ("v3", ("", 0)), ("v2", ("", 0))]
     assert (slots.live_version, slots.canary, w.canary_version, w.gen) == ("v3", ("v2", 10), "v2", 3)
+
+
+def test_traffic_classes_are_followed_and_kept_when_they_are_lost_or_damaged(shared_redis, client, keys, seeded):
+    told = Told()
+    w = watcher(shared_redis.url, keys, Slots(), followers=told)
+    assert w.reconcile() and told.classes == []
+    first = TrafficClasses(rev=3, space="s", names=["~class-1"], centroids=[[0.0, 1.0]], radii=[0.5])
+    client.set(keys.classes, encode(first))
+    assert w.reconcile() and w.reconcile() and told.classes == [3]
+    client.set(keys.classes, b"\xc1 not a record")
+    assert w.reconcile() and w.classes == first
+    client.delete(keys.classes)
+    assert w.reconcile() and w.classes == first and told.classes == [3]
+    client.set(keys.classes, encode(msgspec.structs.replace(first, rev=1)))  # the controller was restored from a file
+    assert w.reconcile() and told.classes == [3, 1]
+
+
+def assign(client, keys, **class_versions: str) -> None:
+    commit_desired(client, keys, lambda d: msgspec.structs.replace(d, gen=d.gen + 1, class_versions=class_versions))
+
+
+def test_versions_of_classes_are_loaded_one_a_pass_and_reported(shared_redis, client, keys, seeded):
+    slots = Slots()
+    w = watcher(shared_redis.url, keys, slots)
+    assign(client, keys, math="v2", code="v3", chat="v4")
+    reports = []
+    for _ in range(4):
+        w.reconcile()
+        reports.append(read_reports(client, keys)[0].class_versions)
+    assert reports == [{"math": "v2"}, *[{"math": "v2", "code": "v3"}] * 3], (
+        "the rest has no room, the live one serves it"
+    )
+    assert (slots.live_version, w.gen, w.failed_gen) == ("v1", 2, None)
+    slots.room = 3
+    w.reconcile()
+    assert read_reports(client, keys)[0].class_versions == {"math": "v2", "code": "v3", "chat": "v4"}
+    assign(client, keys, code="v3")
+    w.reconcile()
+    assert slots.routes == {"code": "v3"} and read_reports(client, keys)[0].class_versions == {"code": "v3"}
+
+
+def test_a_version_of_a_class_that_is_refused_or_fails_is_reported_and_touches_nothing_else(shared_redis, client, keys, seeded):  # fmt: skip
+    slots = Slots(bad={"v2"})
+    w = watcher(shared_redis.url, keys, slots)
+    assign(client, keys, math="v2", code="v3")
+    for _ in range(3):
+        w.reconcile()
+    report = read_reports(client, keys)[0]
+    assert (report.class_versions, report.failed_gen, slots.calls) == ({"code": "v3"}, None, ["v2", "v3"])
+    assert "must be finite" in report.refused["v2"]
+    slots.broken["v3"] = "non-finite log-probabilities"
+    slots.loaded.clear()
+    for _ in range(3):
+        w.reconcile()
+    report = read_reports(client, keys)[0]
+    assert "failed while serving: non-finite" in report.refused["v3"], "it is not loaded again and again"
+    assert (report.class_versions, report.failed_gen, slots.calls) == ({}, None, ["v2", "v3"])
+    slots.bad, slots.broken = set(), {}
+    assign(client, keys, math="v2")
+    w.reconcile()
+    report = read_reports(client, keys)[0]
+    assert (report.class_versions, report.refused) == ({"math": "v2"}, {}), "another order is another try"
+
+
+def test_what_failed_before_it_was_assigned_is_tried_again(shared_redis, client, keys, seeded):
+    slots = Slots(broken={"v2": "non-finite log-probabilities"})
+    w = watcher(shared_redis.url, keys, slots)
+    assign(client, keys, math="v2")
+    w.reconcile()
+    assert slots.calls == ["v2"] and read_reports(client, keys)[0].refused == {}
+    slots.loaded.clear()
+    w.reconcile()
+    assert slots.calls == ["v2"] and "failed while serving" in read_reports(client, keys)[0].refused["v2"]
+
+
+def test_a_replica_that_starts_has_the_classes_versions_and_a_canary_of_one(shared_redis, client, keys, seeded):
+    assign(client, keys, math="v2")
+    try_out(client, keys, "v3", canary_bucket="math")
+    slots = Slots()
+    w = watcher(shared_redis.url, keys, slots)
+    w.reconcile()
+    assert (slots.canary, slots.scope, slots.served(), w.gen) == (("v3", 10), "math", {"math": "v2"}, 3)
+    try_out(client, keys, "", 0, canary_bucket="")
+    w.reconcile()
+    assert (slots.canary, slots.scope, slots.served()) == (("", 0), "", {"math": "v2"})
+
+
+def test_a_record_of_a_service_without_versions_of_classes_is_read(shared_redis, client, keys, seeded):
+    old = {n: getattr(seeded, n) for n in ("gen", "version", "first_version", "holdback_percent", "reason", "ts")}
+    client.set(keys.desired, msgspec.msgpack.encode(old))
+    slots = Slots()
+    w = watcher(shared_redis.url, keys, slots)
+    w.reconcile()
+    assert (w.gen, slots.routes, w.desired.version_of("math")) == (1, {}, "v1")

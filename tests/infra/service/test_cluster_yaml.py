@@ -91,6 +91,37 @@ def test_serve_config_args_are_a_service_config() -> None:
         build({**app["args"], "modle": "x"})
 
 
+def test_secrets_reach_the_replicas_without_standing_in_the_file(tmp_path: Path, monkeypatch) -> None:
+    """What `serve config` and Ray's dashboard show is the file."""
+    text, args = SERVICE.read_text(encoding="utf-8"), load(SERVICE)["applications"][0]["args"]
+    assert args["api_token"] is None and args["admin_token"] is None and "@" not in args["redis_url"]
+    (tmp_path / "token").write_text("of-a-file\n")
+    monkeypatch.setenv("PACELINE_API_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("PACELINE_ADMIN_TOKEN", "of-the-environment")
+    monkeypatch.setenv("PACELINE_REDIS_URL", "redis://:secret@redis.internal:6380/0")
+    given = build({**args, "redis_url": None})._bound_deployment.init_args[1]
+    assert (given["api_token"], given["admin_token"]) == ("of-a-file", "of-the-environment")
+    assert given["redis_url"] == "redis://:secret@redis.internal:6380/0"
+    assert not any(secret in text for secret in ("of-a-file", "of-the-environment", ":secret@"))
+    monkeypatch.setenv("PACELINE_API_TOKEN_FILE", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="PACELINE_API_TOKEN_FILE must name a readable text file"):
+        build(args)
+
+
+def test_a_secret_in_the_file_is_warned_of_without_being_said(caplog) -> None:
+    args = load(SERVICE)["applications"][0]["args"]
+    build(args)
+    assert caplog.text == ""
+    build({**args, "api_token": "shown", "redis_url": "redis://:shown@redis.internal:6380/0"})
+    assert "redis_url and api_token in args can be read" in caplog.text
+    assert "PACELINE_REDIS_URL and PACELINE_API_TOKEN" in caplog.text and "shown" not in caplog.text
+
+
+def test_a_rolling_restart_needs_no_free_slot() -> None:
+    assert load(SERVICE)["applications"][0]["deployments"][0]["max_surge_percent"] == 0
+    assert build(load(SERVICE)["applications"][0]["args"])._bound_deployment._deployment_config.max_surge_percent == 0
+
+
 def test_serve_config_names_the_deployment_that_is_built() -> None:
     app = load(SERVICE)["applications"][0]
     built = build(app["args"])

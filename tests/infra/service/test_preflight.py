@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.config import ServiceConfig
+from paceline.config import PolicyConfig, ServiceConfig
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.infra.service.preflight import Preflight, preflight
-from paceline.paths import BUNDLED_DRAFTER, bundled
+from paceline.paths import BUNDLED_DRAFTER, bundled, service_home
 
 ALONE = """
 import sys
-from paceline.config import ServiceConfig
+from paceline.config import PolicyConfig, ServiceConfig
 from paceline.infra import app
 from paceline.infra.service.preflight import preflight
 try:
@@ -36,8 +37,8 @@ def test_the_process_that_serves_gets_the_answers_without_torch(tmp_path):
     here = preflight(ServiceConfig(device="auto", data_dir=str(tmp_path / "here")))
     assert here.first_version and here.device in ("cpu", "cuda")
     assert alone(tmp_path / "alone") == [repr(here), "False False"]
-    assert [p.name for p in (tmp_path / "alone" / "registry").iterdir()] == [
-        p.name for p in (tmp_path / "here" / "registry").iterdir()
+    assert [p.name for p in (service_home(tmp_path / "alone", "paceline") / "registry").iterdir()] == [
+        p.name for p in (service_home(tmp_path / "here", "paceline") / "registry").iterdir()
     ]
     assert alone(tmp_path / "plain", "drafter=none")[0] == repr(Preflight(device=here.device))
     assert not (tmp_path / "plain").exists()
@@ -60,3 +61,27 @@ def test_a_refusal_says_the_same_from_a_process_of_its_own(tmp_path):
         preflight(ServiceConfig(model=str(tmp_path / "model"), drafter="none"))
     found = alone(tmp_path / "alone", f"model={tmp_path / 'model'}", "drafter=none")
     assert found[0] == f"ConfigError {refused_model.value}"
+
+
+OWN_POLICY = """
+import sys
+from paceline.config import PolicyConfig, ServiceConfig
+from paceline.infra.service.preflight import preflight
+policy = PolicyConfig(policy="talkative:Cheapest")
+print(bool(preflight(ServiceConfig(device="cpu", data_dir=sys.argv[1], policy=policy)).first_version))
+"""
+
+
+def test_a_policy_that_cannot_be_made_is_refused_before_the_service_starts(tmp_path, monkeypatch):
+    lost = PolicyConfig(policy="no_such_module:Rule")
+    with pytest.raises(ConfigError, match="no_such_module:Rule' must be importable"):
+        preflight(ServiceConfig(device="cpu", data_dir=str(tmp_path / "data"), policy=lost))
+    assert not (tmp_path / "data").exists()
+    plain = preflight(ServiceConfig(device="cpu", drafter="none", policy=lost))
+    assert plain.first_version == "", "nothing is decided there"
+
+    (tmp_path / "talkative.py").write_text("print('hello')\nfrom tests.helpers.own_policy import Cheapest\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd(), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-c", OWN_POLICY, str(tmp_path / "data")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "True\n", done.stderr[-2000:]

@@ -48,7 +48,7 @@ def served(tmp_path):
     with EmbeddedRedis(tmp_path / "data") as server:
         client = patient_client(server.url)
         ensure_first_version(client, KEYS, "v1", 10, 1.0)
-        host = make_host(server.url, KEYS, tmp_path)
+        host = make_host(server.url, KEYS, tmp_path, keep_rows=True)
         host.connect()
         for seq in (1, 2, 2):
             send(client, KEYS, seq, keep_rows=True)
@@ -156,7 +156,7 @@ def test_a_run_has_one_number_in_every_file(shared_redis, client, keys, tmp_path
 
     is_booked = False
     serve(1)  # decides, books nothing
-    (tmp_path / "data" / "controller.msgpack").unlink()
+    (tmp_path / "data" / "controller-t.msgpack").unlink()
     for key in client.keys(f"paceline:{{{keys.model}}}:*"):
         client.delete(key)
     is_booked = True
@@ -266,7 +266,7 @@ def test_the_command_writes_and_reports(served, tmp_path):
 
 def test_the_page_names_every_field_and_its_example_runs(served, tmp_path, monkeypatch, capsys):
     run_export(ExportOptions(data_dir=served[0], out=tmp_path / "OUT"), quiet())
-    page = (Path(__file__).resolve().parents[3] / "docs" / "exports.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "api" / "exports.md").read_text()
     for name in ("decisions", "ledger", "traces", "feedback"):
         with (tmp_path / "OUT" / f"{name}.jsonl").open() as lines:
             for line in lines:

@@ -7,17 +7,26 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.cli.main import app
 from paceline.errors import ConfigError
 from paceline.infra.state.purge import PurgeOptions, purge
+from paceline.paths import service_home
 from tests.helpers.drafters import make_trace
 
 
 @pytest.fixture
 def store(tmp_path):
-    made = TraceStore(tmp_path / "traces")
+    made = TraceStore(service_home(tmp_path, "paceline") / "traces")
     for tenant in ("acme", "acme", "other"):
         trace = make_trace("r")
         trace.extra = {"tenant": tenant}
         made.write_shard([trace], "math")
     return made
+
+
+def test_a_tenants_traces_go_wherever_they_lie(store, tmp_path):
+    for home in (service_home(tmp_path, "other/model"), tmp_path):
+        trace = make_trace("r")
+        trace.extra = {"tenant": "acme"}
+        TraceStore(home / "traces").write_shard([trace], "math")
+    assert purge(PurgeOptions(data_dir=tmp_path, tenant="acme")) == 4
 
 
 def test_one_tenant_or_everything_goes(store, tmp_path):
@@ -35,7 +44,7 @@ def test_half_an_order_deletes_nothing(store, tmp_path, tenant, is_all):
 
 
 def test_a_folder_without_traces_says_so(tmp_path):
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="there are no traces"):
         purge(PurgeOptions(data_dir=tmp_path, tenant="acme"))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from dataclasses import replace
 
 import pytest
 
-from paceline.config import ServiceConfig, TrainerResources
+from paceline.config import EngineConfig, ServiceConfig, TrainerResources
 from paceline.errors import ConfigError
-from paceline.infra.app import check_gpus, claim_port, run_service
+from paceline.infra.app import check_gpus, claim_port, granted_cpus, run_service, with_threads
+from paceline.infra.replica.exchange import ReplicaNumbers
 from paceline.infra.web.metrics import render_metrics
 from tests.helpers.service_load import tiny_config
 
@@ -45,6 +47,47 @@ def test_a_gpu_for_training_that_the_replicas_need_is_refused(config: ServiceCon
 
 
 def test_metrics_without_feedback() -> None:
-    body, content_type = render_metrics({"engine": {"num_tokens": 7}})
-    assert b"paceline_emitted_tokens_total 7.0" in body
+    body, content_type = render_metrics({"r1": ReplicaNumbers(model="m", counters={"engine": {"num_tokens": 7}})})
+    assert b'paceline_emitted_tokens_total{model="m",replica="r1"} 7.0' in body
     assert content_type.startswith("text/plain")
+
+
+def test_an_engine_has_the_cores_of_the_computer_unless_somebody_chose(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 8)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr("paceline.infra.app.granted_cpus", lambda: 99.0)
+    config = ServiceConfig(device="cpu")
+    assert with_threads(config).engine.num_threads == 6
+    assert with_threads(replace(config, num_replicas=4)).engine.num_threads == 1
+    assert with_threads(replace(config, num_replicas=9)).engine.num_threads == 1
+    assert with_threads(replace(config, device="cuda")).engine.num_threads is None
+    chosen = replace(config, engine=EngineConfig(num_threads=3))
+    assert with_threads(chosen).engine.num_threads == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert with_threads(config).engine.num_threads is None, "the environment's choice stands"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("paceline.infra.app.granted_cpus", lambda: 2.5)
+    assert with_threads(config).engine.num_threads == 2, "a container's share of a large computer"
+    monkeypatch.setattr("paceline.infra.app.granted_cpus", lambda: 0.5)
+    assert with_threads(config).engine.num_threads == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cpus"),
+    [
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "100000 50000\n"}, 2.0),
+        ("5:cpuset:/\n3:cpu,cpuacct:/host/c\n", {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3.0),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
+        ("0::/\n", {}, math.inf),
+        (None, {}, math.inf),
+    ],
+)  # fmt: skip
+def test_the_cpus_of_a_control_group_are_its_narrowest_quota(tmp_path, own, files, cpus):
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(text)
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    assert granted_cpus(tmp_path / "fs", tmp_path / "own") == cpus

@@ -19,6 +19,7 @@ from paceline.infra.web.access import Access
 from paceline.infra.web.state_routes import service_router
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
+from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app
 
 
@@ -48,15 +49,17 @@ def test_without_tokens_only_this_computer_may_command():
 
 
 def test_the_api_token_commands_from_anywhere_unless_there_are_operators():
-    clients = Access(api_token="api")
+    clients = Access(tokens=Tokens(api_token="api"))
     assert refusal(clients, request()) == 401
     assert refusal(clients, request(token="api", host="paceline.example", peer="10.0.0.7")) is None
-    operators = Access(api_token="api", admin_token="adm")
+    operators = Access(tokens=Tokens(api_token="api", admin_token="adm"))
     assert refusal(operators, request(token="api")) == 401
     assert refusal(operators, request(token="adm", host="paceline.example", peer="10.0.0.7")) is None
 
 
-@pytest.mark.parametrize("access", [Access(), Access(api_token="t"), Access(admin_token="t")])
+@pytest.mark.parametrize(
+    "access", [Access(), Access(tokens=Tokens(api_token="t")), Access(tokens=Tokens(admin_token="t"))]
+)
 def test_what_a_foreign_page_can_send_unasked_is_refused(access):
     assert refusal(access, request(token="t", kind="text/plain")) == 415
 
@@ -95,12 +98,18 @@ def read_versions(access: Access, *, peer: str = "127.0.0.1", base: str = "http:
 def test_versions_are_read_by_the_dashboards_rule():
     free, elsewhere = Access(), Access(host="0.0.0.0")
     found = read_versions(free)
-    assert found.status_code == 200 and set(found.json()) == {"gen", "version", "first_version", "versions"}
+    assert found.status_code == 200 and set(found.json()) == {
+        "gen",
+        "version",
+        "first_version",
+        "class_versions",
+        "versions",
+    }
     assert read_versions(free, base="http://rebound.example:8000").status_code == 403, "a name pointed at 127.0.0.1"
     assert read_versions(free, peer="10.0.0.7").status_code == 403
     assert read_versions(elsewhere, peer="10.0.0.7", base="http://paceline.example").status_code == 403
     assert read_versions(elsewhere).status_code == 403
-    tokens = Access(host="0.0.0.0", api_token="api", admin_token="adm")
+    tokens = Access(tokens=Tokens(api_token="api", admin_token="adm"), host="0.0.0.0")
     assert read_versions(tokens).status_code == read_versions(tokens, token="x").status_code == 401
     assert read_versions(tokens, token="api").status_code == read_versions(tokens, token="adm").status_code == 200
 
@@ -127,7 +136,8 @@ def test_a_service_that_listens_elsewhere_without_a_token_says_that_it_is_closed
     rebound = read_versions(Access(), base="http://rebound.example:8000").text
     assert "only this computer" in rebound and "listens on" not in rebound
     assert dashboard_words(url, Access()).startswith(f"dashboard {url}/dashboard (read-only, this computer only")
-    assert "with the API token" in dashboard_words(url, Access(host="0.0.0.0", api_token="api"))
+    assert "with the API token" in dashboard_words(url, Access(tokens=Tokens(api_token="api"), host="0.0.0.0"))
     assert (
-        dashboard_words(url, Access(host="0.0.0.0", admin_token="adm")) == f"dashboard {url}/dashboard (with controls)"
+        dashboard_words(url, Access(tokens=Tokens(admin_token="adm"), host="0.0.0.0"))
+        == f"dashboard {url}/dashboard (with controls)"
     )

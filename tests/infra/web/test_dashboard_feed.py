@@ -16,6 +16,8 @@ from paceline.infra.web.feed import DashboardFeed, events
 from paceline.infra.web.state_routes import service_router
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
+from paceline.serving.wire.accounts import Clients
+from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine
 
 
@@ -140,8 +142,12 @@ def test_no_token_is_checked_in_a_thread(path: str, monkeypatch: pytest.MonkeyPa
         raise AssertionError("FastAPI sent a check through its thread pool")
 
     monkeypatch.setattr("fastapi.dependencies.utils.run_in_threadpool", no_threads)
+    tokens = Tokens(api_token="api")
     parts = ApiParts(
-        client=ScriptedEngine(), tokenizer=TOKENIZER, api_token="api", check_state=Access(api_token="api").check_read
+        client=ScriptedEngine(),
+        tokenizer=TOKENIZER,
+        clients=Clients(tokens),
+        check_state=Access(tokens=tokens).check_read,
     )
 
     async def main() -> list[int]:

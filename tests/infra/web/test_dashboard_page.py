@@ -18,6 +18,7 @@ from paceline.infra.web.dashboard_routes import dashboard_router
 from paceline.infra.web.feed import DashboardFeed
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
+from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app
 from tests.helpers.browser_page import Watch, open_browser, watched_page
 from tests.helpers.dashboard_host import FIRST, HOSTILE, Scene, make_scene
@@ -51,7 +52,7 @@ def place(shared_redis) -> Iterator[Place]:
     scene = make_scene(shared_redis.url, Keys(uuid.uuid4().hex[:8]))
     scene.run(100, ["code", HOSTILE])
     scene.run(300, ["code", HOSTILE, "math"])
-    with open_browser() as browser, serve(scene, Access(admin_token="adm")) as url:
+    with open_browser() as browser, serve(scene, Access(tokens=Tokens(admin_token="adm"))) as url:
         yield Place(scene, url, browser)
 
 
@@ -110,6 +111,24 @@ def test_charts_show_the_controllers_numbers(place: Place) -> None:
         )
         assert "Yes: net" in watch.page.locator("#answer-paying").text_content()
         assert state.version[:12] in watch.page.locator("#answer-serves").text_content()
+        watch.check_clean(place.url)
+
+
+def test_how_long_clients_waited_stands_beside_the_speed(place: Place) -> None:
+    scene = place.scene
+    with watched_page(place.browser) as watch:
+        load(watch, place.url)
+        text = watch.page.locator("#latency").text_content()
+        for words in (
+            "first token 12 ms (p99 250 ms)",
+            "between tokens 4.50 ms (p99 30 ms)",
+            "whole answer 1.50 s (p99 -)",
+        ):
+            assert words in text
+        assert "100 answers, none failed" in text and watch.page.locator("#latency .bad").count() == 0
+        scene.num_failed = 3
+        watch.wait("document.querySelector('#latency .bad')?.textContent === '3 failed'")
+        scene.num_failed = 0
         watch.check_clean(place.url)
 
 
@@ -232,7 +251,7 @@ def test_everything_can_be_reached_and_used_with_the_keyboard(place: Place) -> N
 
 
 def test_closed_dashboard_asks_for_a_token_and_forgets_it_with_the_tab(place: Place) -> None:
-    access = Access(api_token="api", admin_token="adm", host="0.0.0.0")
+    access = Access(tokens=Tokens(api_token="api", admin_token="adm"), host="0.0.0.0")
     with serve(place.scene, access) as url, watched_page(place.browser) as watch:
         watch.page.goto(f"{url}/dashboard")
         watch.page.locator("#login").wait_for()

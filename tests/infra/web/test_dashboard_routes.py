@@ -29,6 +29,7 @@ from paceline.infra.web.dashboard_routes import FOLDER, dashboard_router, plotly
 from paceline.infra.web.feed import MAX_PAGES, DashboardFeed, events, parse_have, update
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
+from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine
 from tests.helpers.dashboard_host import FIRST, HOSTILE, Scene, make_scene
 
@@ -92,7 +93,7 @@ def app(scene: Scene, access: Access, max_pages: int = MAX_PAGES) -> FastAPI:
 def call(scene: Scene, method: str, path: str, access: Access | None = None, *, peer: str = "127.0.0.1", base: str = "http://127.0.0.1:8000", max_pages: int = MAX_PAGES, **kwargs) -> httpx.Response:  # fmt: skip
     async def main() -> httpx.Response:
         transport = httpx.ASGITransport(
-            app=app(scene, access or Access(admin_token="adm"), max_pages), client=(peer, 5000)
+            app=app(scene, access or Access(tokens=Tokens(admin_token="adm")), max_pages), client=(peer, 5000)
         )
         async with httpx.AsyncClient(transport=transport, base_url=base) as client:
             return await client.request(method, path if path.startswith(OPERATING) else f"/dashboard{path}", **kwargs)
@@ -115,8 +116,8 @@ def test_without_tokens_a_loopback_service_shows_itself_to_this_computer_only(sc
 @pytest.mark.parametrize("path", [*DATA, *OPERATING])
 def test_elsewhere_a_token_opens_the_data_and_a_wrong_one_does_not(scene: Scene, path: str) -> None:
     for access in (
-        Access(api_token="api", admin_token="adm", host="0.0.0.0"),
-        Access(api_token="api", admin_token="adm"),
+        Access(tokens=Tokens(api_token="api", admin_token="adm"), host="0.0.0.0"),
+        Access(tokens=Tokens(api_token="api", admin_token="adm")),
     ):
         assert call(scene, "GET", path, access).status_code == 401
         assert call(scene, "GET", path, access, headers={"authorization": "Bearer wrong"}).status_code == 401
@@ -128,11 +129,12 @@ def test_elsewhere_a_token_opens_the_data_and_a_wrong_one_does_not(scene: Scene,
 
 
 def test_metrics_open_to_anybody_when_the_configuration_says_so_and_nothing_else_does(scene: Scene) -> None:
-    open_metrics = Access.of(ServiceConfig(host="0.0.0.0", api_token="api", metrics_public=True))
+    config = ServiceConfig(host="0.0.0.0", api_token="api", metrics_public=True)
+    open_metrics = Access.of(config, Tokens.of(config))
     assert call(scene, "GET", "/metrics", open_metrics, peer="10.0.0.7").status_code == 200
     assert call(scene, "GET", "/paceline/state", open_metrics, peer="10.0.0.7").status_code == 401
     assert call(scene, "GET", "/api/state", open_metrics, peer="10.0.0.7").status_code == 401
-    assert not Access.of(ServiceConfig()).is_metrics_public
+    assert not Access.of(ServiceConfig(), Tokens()).is_metrics_public
 
 
 def test_every_data_route_is_in_the_list_of_these_tests(scene: Scene, feeds: Callable[..., DashboardFeed]) -> None:
@@ -147,7 +149,7 @@ def test_every_data_route_is_in_the_list_of_these_tests(scene: Scene, feeds: Cal
 def test_commands_need_the_admin_token_and_json_and_nothing_changes_without(scene: Scene, name: str) -> None:
     before = scene.host.session.state.commit
     path = f"/api/commands/{name}"
-    access = Access(api_token="api", admin_token="adm")
+    access = Access(tokens=Tokens(api_token="api", admin_token="adm"))
     assert call(scene, "POST", path, Access(), json={}).status_code == 403, "no admin token: controls are off"
     assert call(scene, "POST", path, access, json={}).status_code == 401
     assert call(scene, "POST", path, access, json={}, headers={"authorization": "Bearer api"}).status_code == 401
@@ -174,12 +176,13 @@ def test_tokens_that_a_header_cannot_carry_are_refused(token: str) -> None:
 def test_tokens_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, variable in VARIABLES.items():
         monkeypatch.setenv(variable, f"{name}-of-env")
-    access = Access.of(with_environment(ServiceConfig()))
-    assert (access.api_token, access.admin_token) == ("api_token-of-env", "admin_token-of-env")
+    config = with_environment(ServiceConfig())
+    assert (config.api_token, config.admin_token) == ("api_token-of-env", "admin_token-of-env")
+    assert config.token_file == "token_file-of-env"
     given = with_environment(ServiceConfig(admin_token="given", redis_url="redis://given"))
     assert (given.admin_token, given.redis_url) == ("given", "redis://given")
-    assert Access.of(ServiceConfig(admin_token="given", host="0.0.0.0")) == Access(admin_token="given", host="0.0.0.0")
-    assert "given" not in repr(Access(admin_token="given")) + repr(ServiceConfig(admin_token="given"))
+    access = Access.of(given, Tokens.of(ServiceConfig(admin_token="given")))
+    assert access.has_admin and "given" not in repr(access) + repr(ServiceConfig(admin_token="given"))
 
 
 # ---- what commands do ------------------------------------------------------------------------------------------------
@@ -224,6 +227,15 @@ def test_training_now_pinning_and_rolling_back(shared_redis) -> None:
     assert order(scene, "pin", version=version).json()["version"] == version
     head = json.loads(call(scene, "GET", "/api/state").content)["parts"]["head"]
     assert head["pinned"] == version
+    assert order(scene, "assign", bucket="math", version="no-such").status_code == 400
+    assert order(scene, "assign", bucket="no class", version=version).status_code == 400
+    assert order(scene, "unassign", bucket="math").status_code == 400
+    assert order(scene, "assign", bucket="math", version=version).status_code == 200
+    parts = json.loads(call(scene, "GET", "/api/state").content)["parts"]
+    assert "for math" in next(v["roles"] for v in parts["versions"] if v["version"] == version)
+    assert next(b["version"] for b in parts["buckets"] if b["bucket"] == "math") == version
+    assert f"math by {version[:12]}" in parts["answers"][2]["text"]
+    assert order(scene, "unassign", bucket="math").status_code == 200
     assert order(scene, "rollback").json()["version"] == FIRST
     assert order(scene, "unpin").status_code == 200
     assert json.loads(call(scene, "GET", "/api/state").content)["parts"]["head"]["pinned"] is None
@@ -238,13 +250,17 @@ def test_training_now_pinning_and_rolling_back(shared_redis) -> None:
         ("pin", b'{"version": "a"}', ("pin", ("a",))),
         ("bank", b'{"bank_s": 3}', ("set_bank", (3.0,))),
         ("train", b'{"arm": "head", "bucket": "b"}', ("train", ("b", "head"))),
+        ("assign", b'{"version": "v", "bucket": "b"}', ("assign", ("b", "v"))),
+        ("unassign", b'{"bucket": "~class-1"}', ("unassign", ("~class-1",))),
+        ("canary", b'{"version": "v"}', ("canary", ("v",))),
+        ("canary", b'{"bucket": "b", "version": "v"}', ("canary", ("v", "b"))),
     ],
 )
 def test_command_bodies_become_arguments(name: str, raw: bytes, want: tuple) -> None:
     assert parse_command(name, raw) == want
 
 
-@pytest.mark.parametrize(("name", "raw"), [("pin", b"{}"), ("pin", b'{"version": 3}'), ("pin", b"["), ("pin", b"[]"), ("bank", b'{"bank_s": NaN}'), ("bank", b'{"bank_s": "3"}'), ("flush", b"{}")])  # fmt: skip
+@pytest.mark.parametrize(("name", "raw"), [("pin", b"{}"), ("pin", b'{"version": 3}'), ("assign", b'{"version": "v"}'), ("canary", b'{"version": "v", "bucket": 3}'), ("pin", b"["), ("pin", b"[]"), ("bank", b'{"bank_s": NaN}'), ("bank", b'{"bank_s": "3"}'), ("flush", b"{}")])  # fmt: skip
 def test_wrong_command_bodies_are_refused(name: str, raw: bytes) -> None:
     with pytest.raises(RequestError):
         parse_command(name, raw)
@@ -355,7 +371,7 @@ def test_decision_page_and_its_data(scene: Scene) -> None:
 
 
 def test_static_files_come_with_the_strict_policy_and_can_be_cached(scene: Scene) -> None:
-    closed = Access(api_token="api", host="0.0.0.0")
+    closed = Access(tokens=Tokens(api_token="api"), host="0.0.0.0")
     for name in [p.name for p in FOLDER.iterdir() if p.suffix in (".js", ".css")] + ["plotly.min.js"]:
         answer = call(scene, "GET", f"/static/{name}", closed)
         assert answer.status_code == 200, name

@@ -13,7 +13,7 @@ from paceline.contracts import Decision, LedgerEntry, ReplicaReport
 from paceline.infra.controller.snapshot import CanaryRollout, IdleRollout, LedgerSums, Snapshot, TrialEnd, VersionInfo
 from paceline.infra.web.decision import compare, decision_page, words
 from paceline.infra.web.export import as_csv
-from paceline.infra.web.sections import breakdown, over_time
+from paceline.infra.web.sections import breakdown, over_time, sections
 from paceline.infra.web.words import answers, decision_title, net_interval, rollout_words, shares
 
 
@@ -88,6 +88,11 @@ def test_service_without_controller_says_that_it_does_not_adapt():
     found = answers(Snapshot(version="lookup", first_version="lookup"))
     assert found[0]["verdict"] == "No adaptation"
     assert "first drafter" in found[2]["verdict"]
+
+
+def test_the_policy_in_force_can_be_chosen_whoever_wrote_it():
+    assert "own.rules:Thrifty" in sections(state(policy="own.rules:Thrifty"))["head"]["policies"]
+    assert None not in sections(state(policy=None))["head"]["policies"]
 
 
 @given(held=st.integers(0, 100), percent=st.integers(0, 90), has_canary=st.booleans())
@@ -174,6 +179,17 @@ def test_who_serves_names_the_replica_that_refused_and_its_reason():
     assert "v2 serves 81%" in both["text"] and both["text"].endswith("run the trial; replica b refused it: NaN.")
 
 
+def test_who_serves_names_the_classes_with_their_own_version_and_where_it_does_not_serve():
+    refused = replace(replica("b", 3, "v2"), refused={"v5": "weights must be finite."})
+    own = {"class_versions": {"math": "v5", "~class-2": "v1"}}
+    found = answers(state(gen=3, replicas=[replica("a", 3, "v2"), refused], **own))[2]
+    assert "Classes with a version of their own: math by v5, ~class-2 by v1." in found["text"]
+    assert found["text"].endswith("Replica b does not serve v5: weights must be finite.")
+    trial = CanaryRollout(version="v3", share_percent=10, scope="math")
+    assert "v3" not in answers(state(gen=3, rollout=trial))[2]["text"], "its share is one of a class, not of all"
+    assert "10% of adaptive requests of math" in rollout_words(state(gen=3, rollout=trial))
+
+
 ENTRIES = st.lists(
     st.tuples(st.floats(0, 1e4), st.sampled_from(["training", "shadow", "saving"]), st.floats(-50, 50), st.sampled_from(["a", "b"])),
     max_size=60,
@@ -221,7 +237,9 @@ def test_decision_page_knows_its_entries_and_neighbours_and_nothing_of_unknown_i
     assert compare(d)[2] == {"what": "net, device-seconds", "expected": 6.0, "realised": -2.5}
 
 
-@pytest.mark.parametrize("outcome", [None, "accepted", "kept", "rejected", "failed", "stopped", "something {new}"])
+@pytest.mark.parametrize(
+    "outcome", [None, "accepted", "kept", "rejected", "learning", "failed", "stopped", "something {new}"]
+)
 def test_every_outcome_of_a_job_has_a_sentence(outcome):
     said = words(train(outcome=outcome), [])
     assert said[-1].endswith(".") and ("None" not in said[-1])

@@ -12,10 +12,26 @@ from paceline.infra.web.metrics import CONTROLLER_METRICS, REPLICA_METRICS
 FOLDER = Path(__file__).resolve().parents[3] / "infra" / "grafana"
 DASHBOARD = FOLDER / "paceline_dashboard.json"
 ALERTS = FOLDER / "paceline_alerts.yaml"
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 REGISTRY = {
-    f"{s.name}_total" if s.kind == "counter" else s.name: set(s.labels) for s in (*REPLICA_METRICS, *CONTROLLER_METRICS)
+    s.name + suffix: {*s.labels, *(["le"] if suffix == "_bucket" else [])}
+    for s in (*REPLICA_METRICS, *CONTROLLER_METRICS)
+    for suffix in SUFFIXES[s.kind]
 }
-FUNCTIONS = {"max", "min", "sum", "avg", "count", "rate", "increase", "delta", "min_over_time", "label_values"}
+COUNTED = ("_total", *SUFFIXES["histogram"])
+FUNCTIONS = {
+    "histogram_quantile",
+    "max",
+    "min",
+    "sum",
+    "avg",
+    "count",
+    "rate",
+    "increase",
+    "delta",
+    "min_over_time",
+    "label_values",
+}
 WORDS = FUNCTIONS | {"by", "unless", "and", "or"}
 TARGET_LABELS = {"instance", "job"}
 
@@ -55,7 +71,7 @@ def problems(query: str, legend: str = "") -> list[str]:
     rest = re.sub(r"\{[^}]*\}|\[[0-9]+[smhd]\]|\bby \([^)]*\)|paceline_\w+", " ", bare)
     out += [f"{word} is not known here" for word in re.findall(r"[A-Za-z_]\w*", rest) if word not in WORDS]
     counters = re.findall(r"\b(?:rate|increase)\((\w+)", bare)
-    return out + [f"rate of {name}, which is no counter" for name in counters if not name.endswith("_total")]
+    return out + [f"rate of {name}, which is no counter" for name in counters if not name.endswith(COUNTED)]
 
 
 @pytest.mark.parametrize(("query", "legend"), expressions())
@@ -65,7 +81,7 @@ def test_query_names_only_what_the_code_exposes(query: str, legend: str) -> None
 
 @pytest.mark.parametrize(
     "query",
-    ["max(paceline_nothing)", 'max(paceline_tokens_total{colour="x"})', "max by (version) (paceline_ledger_seconds)", "rate(paceline_kv_pages[1m])", "max(paceline_kv_pages", "foo(paceline_kv_pages)", "paceline_rounds", "1 + 1", "label_values(paceline_kv_pages, bucket)"],
+    ["max(paceline_nothing)", 'max(paceline_tokens_total{colour="x"})', "max by (version) (paceline_ledger_seconds)", "rate(paceline_kv_pages[1m])", "max(paceline_kv_pages", "foo(paceline_kv_pages)", "paceline_rounds", "1 + 1", "label_values(paceline_kv_pages, bucket)", "rate(paceline_queue_seconds[5m])", "sum by (le) (paceline_queue_seconds_sum)"],
 )  # fmt: skip
 def test_check_finds_planted_mistakes(query: str) -> None:
     assert problems(query)
@@ -73,7 +89,7 @@ def test_check_finds_planted_mistakes(query: str) -> None:
 
 def test_dashboard_shows_the_metrics_that_operators_need() -> None:
     text = DASHBOARD.read_text(encoding="utf-8")
-    for name in ("ledger_net_seconds", "ledger_seconds", "acceptance_length", "tokens_per_second", "speculation_on", "canary_percent", "stream_lag_entries", "feedback_rows_dropped_total", "redis_up", "controller_epoch", "controller_snapshot_age_seconds"):  # fmt: skip
+    for name in ("ledger_net_seconds", "ledger_seconds", "acceptance_length", "tokens_per_second", "speculation_on", "canary_percent", "stream_lag_entries", "feedback_rows_dropped_total", "redis_up", "controller_epoch", "controller_snapshot_age_seconds", "time_to_first_token_seconds_bucket", "inter_token_seconds_bucket", "request_seconds_bucket", "queue_seconds_bucket", "responses_total"):  # fmt: skip
         assert f"paceline_{name}" in text, name
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import random
 import re
 import threading
@@ -15,11 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.bandit.controller.controller import Controller
 from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
-from paceline.contracts import ReplicaReport, is_canary
+from paceline.contracts import Histogram, HttpMeters, ReplicaReport, is_canary
 from paceline.errors import ConfigError
 from paceline.infra.controller.session import bucket_traffic
 from paceline.infra.controller.snapshot import CanaryRollout, ControllerErrors, FeedbackCounts, LedgerSums, Snapshot
 from paceline.infra.controller.traffic import MAX_BUCKETS, TrafficStats
+from paceline.infra.replica.exchange import ReplicaNumbers
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.log import configure_logging
 from paceline.infra.state.redis_clients import Breaker, Keys, redact, stream_entries
@@ -33,6 +35,31 @@ from paceline.infra.web.metrics import (
 from paceline.infra.web.state_routes import SnapshotCache
 from tests.helpers import metrics_page
 from tests.helpers.scripted import decision, row
+
+
+def one_replica(counters, **numbers) -> dict[str, ReplicaNumbers]:
+    return {"r1": ReplicaNumbers(model="m", counters=counters, **numbers)}
+
+
+def test_histograms_are_read_by_prometheus_own_parser_as_they_were_counted():
+    http = HttpMeters()
+    for seconds in (0.0004, 0.02, 0.02, 5000.0):
+        http.times(True).first_token.observe(seconds)
+    http.count("/v1/completions", 429, False)
+    text = render_metrics(one_replica({"engine": {}}, http=http))[0].decode()
+    found = {f.name: f.samples for f in text_string_to_metric_families(text)}
+    mine = [s for s in found["paceline_time_to_first_token_seconds"] if s.labels["stream"] == "true"]
+    cells = [(float(s.labels["le"]), s.value) for s in mine if s.name.endswith("_bucket")]
+    assert cells == sorted(cells) and [v for _, v in cells] == sorted(v for _, v in cells), "cumulative"
+    assert (
+        dict(cells)[0.0005] == 1 and dict(cells)[0.02] == 3 and dict(cells)[1000.0] == 3 and dict(cells)[math.inf] == 4
+    )
+    assert {s.name.rpartition("_")[2]: s.value for s in mine if "le" not in s.labels} == {
+        "count": 4.0,
+        "sum": pytest.approx(5000.0404),
+    }
+    codes = {(s.labels["route"], s.labels["code"]): s.value for s in found["paceline_responses"]}
+    assert codes[("/v1/completions", "429")] == 1 and codes[("/v1/completions", "500")] == 0
 
 
 def num_rows_of(stats: TrafficStats) -> int:
@@ -52,30 +79,32 @@ def test_every_metric_of_the_table_is_exposed():
         for gen in (2, 1)
     ]  # fmt: skip
     snapshot = Snapshot(
-        redis_up=True, epoch=3, gen=2, errors=ControllerErrors(count=1), replicas=replicas, ts=90.0, is_paused=True,
+        redis_up=True, epoch=3, gen=2, errors=ControllerErrors(count=1), replicas=replicas, ts=90.0, age_s=3.0, is_paused=True,
         ledger=LedgerSums(net_s=1.5, by_kind={"training": 2.0}), decisions=[decision(1, "hold")],
         bandit=replace(controller.snapshot(), bank_s=7.0, drift_alarms={"math": 2}),
         rollout=CanaryRollout(version="v2", share_percent=10, num_requests=9, num_canary_requests=2, ratio=1.1),
         buckets=bucket_traffic(sample([row(0, ts=100.0), row(1, group="static", ts=100.0)]), 101.0),
         feedback=FeedbackCounts(delivered=2, duplicates=0, missing_batches=0, lost_entries=0, lag=0),
+        class_shares={"~class-1": 0.75, "default": 0.25},
     )  # fmt: skip
     text = controller_metrics(snapshot).decode()
     for spec in CONTROLLER_METRICS:
         suffix = "_total" if spec.kind == "counter" else ""
         assert f"\n{spec.name}{suffix}" in text, spec.name
     assert 'paceline_acceptance_length{bucket="math",group="adaptive"} 3.0' in text
+    assert 'paceline_class_share{bucket="~class-1"} 0.75' in text
     assert "paceline_replicas_converged 1.0" in text
     assert "paceline_controller_paused 1.0" in text and "paceline_controller_pinned 0.0" in text
     assert 'paceline_canary_requests{role="incumbent"} 7.0' in text
     assert 'paceline_drift_alarms_total{bucket="math"} 2.0' in text
 
 
-def test_age_of_the_controllers_values_grows():
-    text = controller_metrics(Snapshot(ts=time.time() - 40.0)).decode()
+def test_age_of_the_controllers_values_is_by_the_controllers_clock():
+    text = controller_metrics(Snapshot(ts=time.time() + 5000.0, age_s=40.0)).decode()
     (age,) = [
         float(line.split()[1]) for line in text.splitlines() if line.startswith("paceline_controller_snapshot_age")
     ]
-    assert 40.0 <= age < 60.0
+    assert age == 40.0
 
 
 def test_speculation_is_told_by_role_and_never_by_version():
@@ -85,11 +114,11 @@ def test_speculation_is_told_by_role_and_never_by_version():
         (("v1", "math", True), "probe"),
         (("gone", "math", True), "on"),
     ]
-    rows = speculation_rows(states, {"live": "v2", "canary": "", "first": "v1"})
-    text = render_metrics({"engine": {}, "speculation": rows})[0].decode()
-    assert 'paceline_speculation_on{bucket="math",mode="greedy",role="live"} 1.0' in text
-    assert 'paceline_speculation_on{bucket="math",mode="sampled",role="live"} 0.0' in text
-    assert 'paceline_speculation_on{bucket="math",mode="greedy",role="first"} 0.0' in text
+    rows = speculation_rows(states, {"live": "v2", "canary": "", "first": "v1"}, {"law": "v3"})
+    text = render_metrics(one_replica({"engine": {}, "speculation": rows}))[0].decode()
+    assert 'paceline_speculation_on{bucket="math",mode="greedy",model="m",replica="r1",role="live"} 1.0' in text
+    assert 'paceline_speculation_on{bucket="math",mode="sampled",model="m",replica="r1",role="live"} 0.0' in text
+    assert 'paceline_speculation_on{bucket="math",mode="greedy",model="m",replica="r1",role="first"} 0.0' in text
     assert len(rows) == 3 and "gone" not in text
 
 
@@ -120,7 +149,7 @@ def test_every_metric_is_in_the_docs():
     names = [
         n
         for path in (metrics_page.PAGE.parent.parent / "infra").rglob("*.py")
-        for n in re.findall(r"metric_spec\(\s*\"(\w+)\"", path.read_text())
+        for n in re.findall(r"(?:metric|replica)_spec\(\s*\"(\w+)\"", path.read_text())
     ]
     assert len(names) > 50 and [n for n in names if not re.search(rf"`paceline_{n}(_total)?`", page)] == []
 
@@ -137,17 +166,26 @@ def test_scrape_holds_the_replica_and_the_controller():
         "engine": {"num_rounds": 7, "forward": "native-avx2"},
         "feedback": {"redis_up": True},
         "traces": {},
+        "logs": {"lines_dropped": 3},
         "training": True,
     }
-    text = render_metrics(counters, [1.5], Snapshot(ts=1.0, gen=4))[0].decode()
+    text = render_metrics(
+        one_replica(counters, swap_pause_ms=1.5, queue=Histogram(), http=HttpMeters()), Snapshot(ts=1.0, gen=4)
+    )[0].decode()
     for spec in REPLICA_METRICS:
-        suffix = "_total" if spec.kind == "counter" else ""
+        suffix = {"counter": "_total", "gauge": "", "histogram": "_bucket"}[spec.kind]
         assert re.search(rf"\n{spec.name}{suffix}[ {{]", text), spec.name
-    assert "paceline_rounds_total 7.0" in text and "paceline_desired_generation 4.0" in text
+    assert 'paceline_rounds_total{model="m",replica="r1"} 7.0' in text and "paceline_desired_generation 4.0" in text
     families = list(text_string_to_metric_families(text))
     assert len({f.name for f in families}) == len(families), "one family, one place"
-    alone = render_metrics({"engine": {}})[0].decode()
-    assert "paceline_desired_generation" not in alone and "paceline_redis_up" not in alone
+    alone = render_metrics(one_replica({"engine": {}}))[0].decode()
+    for absent in (
+        "paceline_desired_generation",
+        "paceline_redis_up",
+        "paceline_request_seconds",
+        "paceline_queue_seconds",
+    ):
+        assert absent not in alone
 
 
 def test_scrape_does_not_wait_for_a_controller_that_hangs():
@@ -198,7 +236,21 @@ def test_a_snapshot_asked_for_before_a_change_is_not_shown_after_it():
 
 def test_no_label_can_hold_a_version_or_request():
     labels = {label for spec in (*CONTROLLER_METRICS, *REPLICA_METRICS) for label in spec.labels}
-    assert labels <= {"action", "kind", "bucket", "group", "bound", "role", "mode", "forward"}
+    assert labels <= {
+        "action",
+        "kind",
+        "bucket",
+        "group",
+        "bound",
+        "role",
+        "mode",
+        "forward",
+        "model",
+        "replica",
+        "stream",
+        "route",
+        "code",
+    }
 
 
 def test_traffic_is_summed_per_bucket_and_group_and_recent_is_recent():
@@ -269,9 +321,17 @@ def test_log_file_holds_json_lines_and_a_second_call_replaces_the_first(tmp_path
     for _ in range(2):
         configure_logging(file=tmp_path / "x.log", to_stderr=False)
     logging.getLogger("paceline.test").info("drafter promoted version=%s", "v2")
+    for handler in logging.getLogger("paceline").handlers:
+        handler.flush()
     lines = [json.loads(line) for line in (tmp_path / "x.log").read_text().splitlines()]
     assert [x["message"] for x in lines] == ["drafter promoted version=v2"]
     logger = logging.getLogger("paceline")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
+
+
+def test_the_version_of_a_class_has_a_role_in_that_class_alone():
+    states = [(("v3", "law", True), "on"), (("v3", "math", True), "on"), (("v2", "law", True), "off")]
+    rows = speculation_rows(states, {"live": "v2"}, {"law": "v3", "math": "v9"})
+    assert [(r["bucket"], r["role"], r["is_on"]) for r in rows] == [("law", "class", True), ("law", "live", False)]

@@ -63,7 +63,7 @@ def test_completion(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, NUM_TOKENS)
     assert answer.usage.total_tokens == 3 + NUM_TOKENS
     assert engine.requests[-1].params.seed == 3
-    assert answer._request_id == engine.requests[-1].request_id
+    assert answer._request_id and answer.id == f"cmpl-{engine.requests[-1].request_id}"
     rounds = -(-NUM_TOKENS // 3)
     assert answer.paceline == {  # type: ignore[attr-defined]
         "drafter_version": "v7", "bucket": "default", "acceptance_length": 3.0, "num_rounds": rounds, "num_draft_tokens": 4 * rounds,
@@ -181,11 +181,10 @@ def test_labels_come_from_headers_or_metadata(client: openai.OpenAI, engine: Scr
         "x-paceline-bucket": "math",
         "x-paceline-group": "plain",
         "x-paceline-trace": "off",
-        "x-request-id": "r1",
     }
     client.completions.create(model="tiny", prompt="abc", max_tokens=1, extra_headers=headers)
     request = engine.requests[-1]
-    assert (request.bucket, request.group, request.is_traced, request.request_id) == ("math", Group.PLAIN, False, "r1")
+    assert (request.bucket, request.group, request.is_traced) == ("math", Group.PLAIN, False)
     client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "x"}],
@@ -212,10 +211,11 @@ def test_a_tenant_that_opted_out_is_never_traced(client: openai.OpenAI, engine: 
 
 
 def test_default_group_is_the_hold_back_by_crc32(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    for i in range(20):
-        client.completions.create(model="tiny", prompt="a", max_tokens=1, extra_headers={"x-request-id": f"g{i}"})
-        wanted = Group.STATIC if zlib.crc32(f"g{i}".encode()) % 100 < 30 else Group.ADAPTIVE
-        assert engine.requests[-1].group == wanted
+    for _ in range(20):
+        client.completions.create(model="tiny", prompt="a", max_tokens=1)
+        sent = engine.requests[-1]
+        wanted = Group.STATIC if zlib.crc32(sent.request_id.encode()) % 100 < 30 else Group.ADAPTIVE
+        assert sent.group == wanted and sent.counted_group == wanted.value
     assert default_group("any", 0) == Group.ADAPTIVE
     assert default_group("any", 100) == Group.STATIC
 
@@ -350,23 +350,23 @@ def test_sse_format(url: str) -> None:
 # ---- disconnects ------------------------------------------------------------------------------------------------
 def test_a_client_that_hangs_up_aborts_its_stream(url: str, engine: ScriptedEngine) -> None:
     engine.go.clear()
-    body, headers = {"prompt": "a", "stream": True, "max_tokens": 99}, {"x-request-id": "gone-1"}
-    with httpx.Client() as c, c.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
+    body = {"prompt": "a", "stream": True, "max_tokens": 99}
+    with httpx.Client() as c, c.stream("POST", f"{url}/v1/completions", json=body) as answer:
         assert answer.status_code == 200
-    wait_until(lambda: "gone-1" in engine.aborted)
+    wait_until(lambda: engine.requests[-1].request_id in engine.aborted)
 
 
 def test_a_client_that_hangs_up_aborts_its_whole_answer(url: str, engine: ScriptedEngine) -> None:
     engine.go.clear()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "gone-2"}, timeout=0.3)
-    wait_until(lambda: "gone-2" in engine.aborted)
+        httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=0.3)
+    wait_until(lambda: engine.requests[-1].request_id in engine.aborted)
 
 
 def test_finished_requests_are_not_aborted(client: openai.OpenAI, engine: ScriptedEngine) -> None:
-    client.completions.create(model="tiny", prompt="abc", max_tokens=5, extra_headers={"x-request-id": "done-1"})
-    list(client.completions.create(model="tiny", prompt="a", stream=True, extra_headers={"x-request-id": "done-2"}))
-    assert not {"done-1", "done-2"} & engine.aborted
+    client.completions.create(model="tiny", prompt="abc", max_tokens=5)
+    list(client.completions.create(model="tiny", prompt="a", stream=True))
+    assert not {r.request_id for r in engine.requests[-2:]} & engine.aborted
 
 
 def test_many_clients_at_once(url: str) -> None:

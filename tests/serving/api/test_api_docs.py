@@ -1,4 +1,4 @@
-"""docs/api.md tells every route and field, and its examples run."""
+"""The pages of docs/api tell every route and field, and their examples run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ import pytest
 
 from paceline.serving.api.access_log import AccessRecord
 from paceline.serving.api.app import make_router
-from paceline.serving.api.bodies import REFUSED, ChatBody, CompletionBody, Metadata, StreamOptions
+from paceline.serving.api.bodies import ChatBody, CompletionBody, Metadata, StreamOptions
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.prompts import DetokenizeBody, TokenizeChat, TokenizePrompt
+from paceline.serving.wire.fields import IGNORED, REFUSED
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_engine
 from tests.helpers.fakes import tiny_target
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "api"
+PAGE = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("routes.md", "fields.md"))
 DOCUMENTED_URL = "http://127.0.0.1:8000"
 
 
 def section(title: str) -> str:
     """The text under one heading, up to the next one."""
     _, _, rest = PAGE.partition(f"# {title}\n")
-    assert rest, f"docs/api.md has no section {title!r}"
+    assert rest, f"docs/api has no section {title!r}"
     return re.split(r"^#+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
@@ -50,12 +52,15 @@ def test_every_field_is_documented() -> None:
         assert all(f"`{name}`" in tokens for name in model.model_fields)
 
 
-def test_every_refusal_is_documented_with_its_reason() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", section("Fields that are refused"), flags=re.MULTILINE)
+@pytest.mark.parametrize(
+    ("title", "table"), [("Fields that are refused", REFUSED), ("Fields that are ignored", IGNORED)]
+)
+def test_every_refused_or_ignored_field_is_documented_with_its_reason(title: str, table: dict) -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", section(title), flags=re.MULTILINE)
     written = {name: (let_through, reason) for name, let_through, reason in rows}
     wanted = {
         name: (", ".join(f"`{json.dumps(v)}`" for v in neutral if v is not None), reason)
-        for name, (neutral, reason) in REFUSED.items()
+        for name, (neutral, reason) in table.items()
     }
     assert {name: (let.strip(), reason) for name, (let, reason) in written.items()} == wanted
 
@@ -105,6 +110,6 @@ def test_curl_examples_run(url: str, block: str) -> None:
 
 def test_python_examples_run(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = "\n".join(blocks("python")).replace(DOCUMENTED_URL, url)
-    exec(compile(code, "docs/api.md", "exec"), {})
+    exec(compile(code, "docs/api", "exec"), {})
     lines = capsys.readouterr().out
     assert len(blocks("python")) == 3 and len(lines.splitlines()) >= 2

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from paceline.errors import RequestError
 from paceline.serving.api.app import build_api
-from paceline.serving.api.bodies import REFUSED, ChatBody, CompletionBody
+from paceline.serving.api.bodies import ChatBody, CompletionBody
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.prompts import DetokenizeBody, TokenizeChat, TokenizePrompt
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties
 from paceline.serving.sampling.request import SamplingParams
+from paceline.serving.wire.fields import IGNORED, REFUSED
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine
 
 NESTED = "[" * 300 + "]" * 300
@@ -41,7 +45,7 @@ def test_no_value_of_a_field_is_a_fault(path: str, kind: type[BaseModel], body: 
         app = build_api(ApiParts(client=ScriptedEngine("hi"), tokenizer=TOKENIZER))
         answers = []
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            for name in [*kind.model_fields, "no_such_field", *REFUSED]:
+            for name in [*kind.model_fields, "no_such_field", *REFUSED, *IGNORED]:
                 rest = "".join(f", {json.dumps(k)}: {json.dumps(v)}" for k, v in body.items() if k != name)
                 for value in VALUES if name not in REFUSED else VALUES[:3]:
                     raw = f"{{{json.dumps(name)}: {value}{rest}}}"
@@ -126,3 +130,98 @@ def test_a_body_that_cannot_be_meant_is_a_400_with_a_short_reason(raw: bytes) ->
 
     answer = asyncio.run(asyncio.wait_for(ask(), 20))
     assert answer.status_code == 400 and len(answer.content) < 2000
+
+
+APP = build_api(ApiParts(client=ScriptedEngine("hi"), tokenizer=TOKENIZER))
+_NAMES = st.sampled_from(
+    ["type", "text", "function", "name", "arguments", "id", "json", "regex", "choice", "schema", "a", ""]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8) | st.sampled_from(["auto", "required", "function", "text", "assistant", "tool", "x" * 300]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_NAMES, inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+TOOL = st.fixed_dictionaries(
+    {"type": st.just("function"), "function": st.fixed_dictionaries({"name": st.sampled_from(["f", "g", ""]), "parameters": JSON})}
+)  # fmt: skip
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "system"]), "content": JSON},
+    optional={"name": JSON, "tool_calls": JSON, "tool_call_id": JSON, "refusal": JSON, "reasoning_content": JSON},
+)
+CHAT = st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGE | JSON, max_size=3) | JSON},
+    optional={
+        "tools": st.lists(TOOL | JSON, max_size=3) | JSON,
+        **dict.fromkeys(("tool_choice", "metadata", "response_format", "structured_outputs", "guided_json", "store", "n"), JSON),
+    },
+)  # fmt: skip
+COMPLETION = st.fixed_dictionaries(
+    {"prompt": st.lists(st.text(max_size=3) | st.lists(st.integers(-1, 300), max_size=3) | JSON, max_size=4) | JSON},
+    optional=dict.fromkeys(
+        ("min_tokens", "allowed_token_ids", "truncate_prompt_tokens", "guided_choice", "ebnf", "bad_words"), JSON
+    ),
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(body=st.tuples(st.just("/v1/chat/completions"), CHAT) | st.tuples(st.just("/v1/completions"), COMPLETION))
+def test_no_nesting_of_values_is_a_fault(body: tuple[str, dict[str, Any]]) -> None:
+    path, values = body
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(APP), base_url="http://test") as client:
+            return await client.post(path, content=json.dumps(values).encode(errors="surrogatepass"))
+
+    answer = asyncio.run(ask())
+    assert answer.status_code in (200, 400), (values, answer.text[:300])
+    assert len(answer.content) < 20_000 and (answer.status_code == 200 or answer.json()["error"]["message"])
+
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}<tool_call>"
+)
+CALLS = '{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}}]}'
+USER = '"messages": [{"role": "user", "content": "a"}]'
+TOOLS = '"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": %s}}}]'
+
+
+def test_half_a_character_in_the_arguments_of_a_call_is_a_400() -> None:
+    async def ask(template: str | None) -> httpx.Response:
+        tokenizer = copy.copy(TOKENIZER)
+        tokenizer.chat_template = template or TOKENIZER.chat_template
+        app = build_api(ApiParts(client=ScriptedEngine("hi"), tokenizer=tokenizer))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.post("/v1/chat/completions", content=f'{{"messages": [{CALLS}]}}')
+
+    assert asyncio.run(ask(TEMPLATE)).status_code == 400
+    assert asyncio.run(ask(None)).status_code == 200, "an escape in a text is text"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", f"{{{USER}, {TOOLS}}}"),
+        ("/v1/chat/completions", f'{{{USER}, {TOOLS}, "tool_choice": "required"}}'),
+        ("/tokenize", f"{{{USER}, {TOOLS}}}"),
+        ("/v1/completions", '{"prompt": "a", "guided_json": {"x": %s}}'),
+        ("/v1/completions", '{"prompt": "\\ud83d\\ude00", "guided_json": {"x": %s}}'),
+    ],
+)
+def test_no_depth_of_values_is_a_fault(path: str, body: str) -> None:
+    tokenizer = copy.copy(TOKENIZER)
+    tokenizer.chat_template = TEMPLATE
+
+    async def ask_all() -> list[tuple[int, httpx.Response]]:
+        app = build_api(ApiParts(client=ScriptedEngine("hi"), tokenizer=tokenizer))
+        answers = []
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test"
+        ) as client:
+            for depth in (50, 252, 254, 256, 300, *range(860, 1000, 2)):
+                answers.append((depth, await client.post(path, content=body % ("[" * depth + "]" * depth))))
+        return answers
+
+    for depth, answer in asyncio.run(ask_all()):
+        assert answer.status_code in (200, 400), (depth, answer.status_code, answer.text[:300])

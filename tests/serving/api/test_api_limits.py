@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import openai
@@ -16,9 +17,12 @@ from paceline.errors import CapacityError
 from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts
+from paceline.serving.api.prompts import Prompts
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread
+from paceline.serving.sampling.draw import TokenLimits
+from paceline.serving.wire.messages import Conversation
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app, wait_until
 from tests.helpers.fakes import tiny_target
 
@@ -137,8 +141,8 @@ def test_a_client_that_hangs_up_before_the_first_token_aborts(url: str, engine: 
     engine.go.clear()
     body = {"prompt": "a", "stream": True, "timeout_s": 60}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/completions", json=body, headers={"x-request-id": "early"}, timeout=0.3)
-    wait_until(lambda: "early" in engine.aborted)
+        httpx.post(f"{url}/v1/completions", json=body, timeout=0.3)
+    wait_until(lambda: engine.requests[-1].request_id in engine.aborted)
     engine.go.set()
 
 
@@ -165,8 +169,8 @@ def test_hostile_priorities_are_refused(url: str, value: Any) -> None:
 
 
 def test_service_tiers_are_not_pretended(url: str) -> None:
-    assert post(url, service_tier="auto").status_code == 200
-    assert "priority" in post(url, service_tier="flex").json()["error"]["message"]
+    assert "x-paceline-ignored" not in post(url, service_tier="auto").headers
+    assert post(url, service_tier="flex").headers["x-paceline-ignored"] == "service_tier"
 
 
 def test_token_biases_reach_the_engine(url: str, engine: ScriptedEngine) -> None:
@@ -268,3 +272,49 @@ def test_error_answers_carry_the_request_id(url: str) -> None:
     answer = post(url, {"x-request-id": "mine"}, temperature=-1)
     assert (answer.status_code, answer.headers["x-request-id"]) == (400, "mine")
     assert len(post(url, temperature=-1).headers["x-request-id"]) == 32
+
+
+# ---- what a body of many prompts costs --------------------------------------------------------------------------
+def test_all_choices_share_the_ids_that_may_be_drawn(url: str, engine: ScriptedEngine) -> None:
+    assert post(url, prompt=["a", "b"], n=2, allowed_token_ids=[7, 5, 7] * 1000).status_code == 200
+    found = [r.params.allowed_token_ids for r in engine.requests[-4:]]
+    assert found[0] == (5, 7) and all(each is found[0] for each in found)
+    limits = [TokenLimits(r.params, prompt_len=1, stop_token_ids=(), vocab_size=300) for r in engine.requests[-4:]]
+    assert all(each.always is each.early is limits[0].always for each in limits)
+    assert post(url, allowed_token_ids=[5, 300]).json()["error"]["param"] == "allowed_token_ids"
+
+
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 20}])
+def test_a_body_may_not_ask_for_more_scores_than_memory_holds(url: str, engine: ScriptedEngine, fields: dict) -> None:
+    engine.context_tokens = 2048
+    try:
+        refused = post(url, prompt=["a" * 1500] * 128, n=2, **fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, [*fields][-1])
+        assert post(url, prompt=["a" * 1500] * 4, n=2, **{**fields, "echo": False}).status_code == 200
+    finally:
+        engine.context_tokens = 256
+
+
+def test_work_on_many_short_prompts_or_on_tools_leaves_the_event_loop_free() -> None:
+    class Tokenizer:
+        """Notes the threads that it works in."""
+
+        chat_template = "{{ tools }}<tool_call>"
+        threads: ClassVar[list[int]] = []
+
+        def encode(self, text: str, **_: object) -> list[int]:
+            self.threads.append(threading.get_ident())
+            return [5]
+
+        def apply_chat_template(self, messages: list, **_: object) -> str:
+            return str(self.encode(""))
+
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 20_000}}
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    prompts, own = Prompts(Tokenizer()), threading.get_ident()
+    asyncio.run(prompts.encode_each(["a" * 200] * 100))
+    asyncio.run(prompts.render(Conversation.model_validate({**chat, "tools": [tool]})))
+    assert own not in Tokenizer.threads and len(Tokenizer.threads) == 101
+    asyncio.run(prompts.encode_each(["a" * 200, [5]]))
+    asyncio.run(prompts.render(Conversation.model_validate(chat)))
+    assert Tokenizer.threads[101:] == [own] * 2

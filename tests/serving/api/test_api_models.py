@@ -5,7 +5,8 @@ import json
 import pytest
 
 from paceline.errors import RequestError
-from paceline.serving.api.bodies import REFUSED, ChatBody, CompletionBody, FieldError, parse_body
+from paceline.serving.api.bodies import ChatBody, CompletionBody
+from paceline.serving.wire.fields import IGNORED, REFUSED, FieldError, parse_body
 
 
 def completion(**fields: object) -> CompletionBody:
@@ -55,13 +56,28 @@ def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(field: str) 
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": [[1], [True]]}, "prompt"),
+        ({"prompt": [[[1]], [[2]]]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 100, "n": 3}, "n"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1, "a"] * 9999}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"stop": [""]}, "stop"),
         ({"seed": 2**63}, "seed"),
-        ({"metadata": {"color": "red"}}, "metadata.color"),
+        ({"metadata": {"color": 3}}, "metadata.color"),
+        ({"metadata": {"paceline_tenent": "x"}}, "metadata"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"metadata": {"x" * 65: "x"}}, "metadata"),
+        ({"metadata": {"x": "x" * 513}}, "metadata"),
         ({"metadata": {"paceline_group": "x"}}, "metadata.paceline_group"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -80,7 +96,9 @@ def test_malformed_completions_name_the_field(fields: dict, param: str | None) -
         {"messages": [{"role": "robot", "content": "x"}]},
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"messages": [{"role": "user", "content": "x", "name": "Bob"}]},
+        {"messages": [{"role": "user", "content": "x", "name": "<|system|>"}]},
+        {"messages": [{"role": "user", "content": "x", "name": ""}]},
+        {"messages": [{"role": "user", "content": "x", "refusal": "no"}]},
         {"top_logprobs": 2},
         {"logprobs": 3},
         {"max_tokens": 3, "max_completion_tokens": 4},
@@ -129,7 +147,8 @@ def test_messages_reach_the_template_as_plain_dicts() -> None:
     )
     developer, assistant, tool = (m.for_template() for m in body.messages)
     assert developer == {"role": "system", "content": "ab"}
-    assert assistant == {"role": "assistant", "content": "", "tool_calls": [call]}
+    called = {"type": "function", "function": {"name": "f", "arguments": {}}}  # templates write an object themselves
+    assert assistant == {"role": "assistant", "content": "", "tool_calls": [called]}
     assert tool == {"role": "tool", "content": "7", "tool_call_id": "c1"}
 
 
@@ -137,7 +156,46 @@ def test_escaped_characters_outside_the_first_plane_are_text() -> None:
     assert parse_body(b'{"prompt": "\\ud83d\\ude00"}', CompletionBody).prompt == "\U0001f600"
 
 
+def test_a_message_that_an_answer_brought_may_be_sent_back_as_it_came() -> None:
+    own = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+    }
+    (message,) = chat(messages=[{**own, "tool_calls": None, "parsed": {"a": 1}}]).messages
+    assert message.for_template() == {"role": "assistant", "content": "x"}
+    named = chat(messages=[{"role": "user", "content": "x", "name": "Ada-1"}]).messages[0]
+    assert named.for_template() == {"role": "user", "content": "x", "name": "Ada-1"}
+
+
+def test_an_image_is_refused_with_the_reason() -> None:
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(FieldError, match="only text is read") as e:
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, image]}])
+    assert e.value.param == "messages.0.content"
+
+
+@pytest.mark.parametrize("field", sorted(IGNORED))
+def test_hints_are_taken_with_any_value_and_named_unless_they_ask_for_nothing(field: str) -> None:
+    for value in ("x", 3, {"a": [1]}, True):
+        assert completion(**{field: value}).ignored == [field]
+    for value in IGNORED[field][0]:
+        assert completion(**{field: value}).ignored == []
+    both = completion(metadata={"color": "red", "bucket": "b"}, store=True)
+    assert both.ignored == ["store", "metadata"] and completion(metadata={"bucket": "b"}).ignored == []
+
+
 def test_one_prompt_in_a_list_is_one_prompt() -> None:
     assert completion(prompt=["hey"]).prompt == "hey"
     assert completion(prompt=[[1, 2]]).prompt == [1, 2]
     assert completion(prompt=[1, 2]).prompt == [1, 2]
+
+
+def test_prompts_are_told_apart() -> None:
+    assert completion(prompt="a").prompts == ["a"]
+    assert completion(prompt=[1, 2]).prompts == [[1, 2]]
+    assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
+    assert completion(prompt=[[0], [2, 3]]).prompts == [[0], [2, 3]]

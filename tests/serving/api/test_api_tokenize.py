@@ -12,6 +12,8 @@ import pytest
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.engine.engine import Engine
+from paceline.serving.wire.accounts import Clients
+from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_engine
 from tests.helpers.fakes import tiny_target
 
@@ -21,7 +23,7 @@ MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[tuple[str, Engine]]:
-    with serve_engine(tiny_target(vocab=300, layers=2), api_token="sesame") as served:
+    with serve_engine(tiny_target(vocab=300, layers=2), clients=Clients(Tokens(api_token="sesame"))) as served:
         yield served
 
 

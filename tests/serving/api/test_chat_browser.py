@@ -10,6 +10,8 @@ from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.engine.thread import EngineThread
+from paceline.serving.wire.accounts import Clients
+from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app
 from tests.helpers.browser_page import open_browser, watched_page
 
@@ -35,7 +37,9 @@ def service():
     thread = EngineThread(engine)
     thread.start(is_warmed_up=True)
     parts = ApiParts(
-        client=LocalEngineClient(engine, thread, model_name="toy"), tokenizer=target.tokenizer, api_token="key"
+        client=LocalEngineClient(engine, thread, model_name="toy"),
+        tokenizer=target.tokenizer,
+        clients=Clients(Tokens(api_token="key")),
     )
     with serve_app(build_api(parts)) as url:
         yield url

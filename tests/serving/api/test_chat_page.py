@@ -9,13 +9,17 @@ import pytest
 
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
+from paceline.serving.wire.accounts import Clients
+from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app
 from tests.helpers.fakes import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
 def base():
-    with serve_app(build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, api_token="secret"))) as url:
+    with serve_app(
+        build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, clients=Clients(Tokens(api_token="secret"))))
+    ) as url:
         yield url
 
 

@@ -14,13 +14,13 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.errors import RequestError
+from paceline.infra.resume.stream import decode_item, encode, stream_events
 from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import NUM_THREADS, ApiParts, compile_in_thread
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread
-from paceline.serving.resume.stream import decode_item, encode, stream_events
 from paceline.serving.sampling.grammar import compile_grammar
 from paceline.serving.sampling.request import GenerationRequest, GrammarSpec, SamplingParams
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine

@@ -18,13 +18,14 @@ from paceline.config import EngineConfig
 from paceline.errors import RequestError
 from paceline.serving.api.access_log import AccessRecord
 from paceline.serving.api.app import build_api
-from paceline.serving.api.bodies import ChatBody, CompletionBody, FieldError, parse_body
+from paceline.serving.api.bodies import ChatBody, CompletionBody
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts, Generation
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread
 from paceline.serving.sampling.request import GenerationRequest, GrammarSpec, SamplingParams
+from paceline.serving.wire.fields import FieldError, parse_body
 from tests.helpers.api_server import ScriptedEngine, serve_app
 from tests.helpers.constrained import PERSON
 from tests.helpers.fakes import tiny_target
@@ -65,13 +66,21 @@ def test_every_form_reaches_the_engine() -> None:
     [
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.json_object.schema"),
+        ({"response_format": {"type": "json_object", "schema": []}}, "response_format.json_object.schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema"),
         ({"response_format": schema_format([])}, "response_format.json_schema.json_schema.schema"),
         ({"response_format": schema_format({}, name="a b")}, "response_format.json_schema.json_schema.name"),
         ({"guided_regex": 3}, "guided_regex"),
-        ({"guided_regex": "a", "guided_grammar": 'start: "a"'}, None),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, None),
+        ({"guided_regex": "a", "guided_grammar": 'start: "a"'}, "guided_regex"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}, "structured_outputs": {"json": {}}}, "guided_json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, None),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"guided_json": 3}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", ""]}, "guided_choice"),
+        ({"guided_choice": ["a", 3] * 9999}, "guided_choice"),
+        ({"ebnf": ["root"]}, "ebnf"),
     ],
 )
 def test_malformed_forms_name_the_field(fields: dict, param: str | None) -> None:
@@ -80,7 +89,28 @@ def test_malformed_forms_name_the_field(fields: dict, param: str | None) -> None
     assert e.value.param == param
 
 
-@pytest.mark.parametrize("field", ["guided_regex", "guided_grammar"])
+def test_one_form_has_the_same_grammar_under_every_projects_name() -> None:
+    as_json = spec(response_format=schema_format(SCHEMA))
+    names = ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}, {"structured_outputs": {"json": SCHEMA}})
+    texts = [{k: json.dumps(v, separators=(",", ":"))} for k, v in (("guided_json", SCHEMA), ("json_schema", SCHEMA))]
+    wrapped = {"response_format": {"type": "json_object", "schema": SCHEMA}}
+    assert all(spec(**fields) == as_json for fields in (*names, *texts, wrapped))
+    regex = GrammarSpec(kind="regex", text="a+")
+    assert spec(regex="a+") == spec(structured_outputs={"regex": "a+"}) == regex
+    gbnf = GrammarSpec(kind="gbnf", text='root ::= "a"')
+    assert (
+        spec(ebnf=gbnf.text)
+        == spec(guided_grammar=gbnf.text)
+        == spec(structured_outputs={"grammar": gbnf.text})
+        == gbnf
+    )
+    assert spec(guided_grammar='start: "::="') == GrammarSpec(kind="lark", text='start: "::="')
+    assert spec(structured_outputs={"json_object": True}) == GrammarSpec(kind="json_object")
+    assert spec(structured_outputs={}) is None and spec(structured_outputs={"json_object": False}) is None
+    assert spec(guided_choice=["a", "b"]) == spec(structured_outputs={"choice": ["a", "b"]}) != None  # noqa: E711
+
+
+@pytest.mark.parametrize("field", ["guided_regex", "guided_grammar", "ebnf", "guided_json"])
 def test_empty_texts_are_refused(field: str) -> None:
     with pytest.raises(RequestError, match="grammar needs a text"):
         completion(**{field: ""})
@@ -113,6 +143,23 @@ def test_answers_over_http_keep_to_their_schema(real: tuple) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_choice": ["left", 'ri"ght\\\n', "日本", "😀"]}, r'left|ri"ght\\\n|日本|😀'),
+        ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
+        ({"ebnf": 'root ::= word ("-" word)?\nword ::= "ab" | "cd"'}, "(ab|cd)(-(ab|cd))?"),
+        ({"guided_grammar": 'root ::= [a-c] "1"'}, "[a-c]1"),
+        ({"regex": "x{3,5}"}, "x{3,5}"),
+    ],
+)
+def test_answers_keep_to_the_forms_of_other_projects(real: tuple, fields: dict, pattern: str) -> None:
+    for seed in range(3):
+        ask = {"prompt": "x", "max_tokens": 60, "seed": seed, **fields}
+        (choice,) = httpx.post(f"{real[1]}/v1/completions", json=ask, timeout=30).json()["choices"]
+        assert choice["finish_reason"] == "stop" and re.fullmatch(pattern, choice["text"]), choice
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"response_format": schema_format({"type": "banana"})},
@@ -120,6 +167,12 @@ def test_answers_over_http_keep_to_their_schema(real: tuple) -> None:
         {"response_format": schema_format({"enum": ["x" * 100] * 10_000})},
         {"guided_regex": "(["},
         {"guided_grammar": "start start"},
+        {"ebnf": "no rules"},
+        {"ebnf": "root ::= " + "(" * 4000},
+        {"ebnf": 'root ::= "' + "x" * 9000 + '"'},
+        {"ebnf": 'root ::= "a\\'},
+        {"guided_json": "[1"},
+        {"guided_json": "[1]"},
     ],
 )
 def test_grammars_that_cannot_be_used_are_bad_requests(real: tuple, fields: dict) -> None:

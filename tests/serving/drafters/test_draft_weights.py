@@ -9,29 +9,8 @@ from hypothesis import strategies as st
 
 from paceline.contracts import Group, is_canary
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.interface import DrafterCaps
 from paceline.serving.drafters.slots import DrafterSlots
-
-
-class WeightDrafter:
-    """A drafter whose only weight is one vector."""
-
-    caps = DrafterCaps(
-        name="weights", num_slots=1, num_candidates=1, max_depth=1, is_reentrant=False, needs_features=False
-    )
-    kv_row_bytes = 10
-
-    def __init__(self, value: float = 0.0) -> None:
-        self.weight = torch.full((3,), value)
-        self.num_pool_rows = None
-
-    def alloc(self, num_pool_rows):
-        self.num_pool_rows = num_pool_rows
-
-    def load_state(self, state):
-        if state["weight"].shape != self.weight.shape:
-            raise DrafterMismatchError(f"weight must have shape (3,), got {tuple(state['weight'].shape)}")
-        self.weight.copy_(state["weight"])
+from tests.helpers.scripted_drafters import WeightDrafter
 
 
 def state(value: float, size: int = 3) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -13,6 +14,7 @@ from paceline.paths import TEXT_DRAFTERS, resolve_drafter
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.drafters.text import (
     MAX_CONTEXT,
+    MAX_TENANTS,
     PromptLookupDrafter,
     RecentTexts,
     SuffixDrafter,
@@ -143,10 +145,33 @@ def test_recent_answers_help_other_requests_but_prompts_are_not_kept():
     p = drafter.propose(inputs_for([[7, 10, 11], [7, 50, 51]]))
     assert [present(p, 0, s) for s in range(3)] == [[12], [13], [14]]
     assert present(p, 0, 3) == [] and present(p, 1, 0) == []
+    other = dataclasses.replace(inputs_for([[7, 10, 11]], ids=["other"]), tenants=["somebody"])
+    assert present(drafter.propose(other), 0, 0) == [], "a tenant's answers are nobody else's"
     alone = SuffixDrafter()
     alone.propose(inputs_for([[*prompt, *answer]]))
     alone.release("r0")
     assert present(alone.propose(inputs_for([[7, 10, 11]])), 0, 0) == []
+
+
+def test_the_tenants_that_are_remembered_are_bounded():
+    drafter = SuffixDrafter(recent_tokens=1000)
+    for i in range(MAX_TENANTS + 1):
+        history = [50, 51]
+        drafter.follow("r", history, f"tenant {i}")
+        history += [10, 11, 12 + i, 13]
+        drafter.release("r")
+
+    def expected(tenant: str) -> list:
+        drafter.follow("x", [7, 10, 11], tenant)
+        found = drafter.slots("x", [7, 10, 11], ())
+        drafter.release("x")
+        return [token for token, _ in found[0]] if found else []
+
+    assert (
+        expected("tenant 0") == []
+        and expected("tenant 1") == [13]
+        and expected(f"tenant {MAX_TENANTS}") == [12 + MAX_TENANTS]
+    )
 
 
 def test_recent_texts_are_bounded_and_the_oldest_go_first():
@@ -154,11 +179,28 @@ def test_recent_texts_are_bounded_and_the_oldest_go_first():
     rng = np.random.default_rng(0)
     for i in range(60):
         texts.add([1000 + i, 2000 + i, 3000 + i, *rng.integers(0, 50, 30).tolist()])
+        texts.take_in(100)
         assert texts.num_tokens <= 200
     found = [[a.match([1000 + i, 2000 + i])[1] for a in texts.automata] for i in range(60)]
     assert max(found[59]) == 2 and max(found[0]) == 0
     texts.add(list(range(5000)))
+    texts.take_in(5000)
     assert texts.num_tokens <= 200
+
+
+def test_recent_texts_are_counted_a_few_tokens_a_round_and_those_that_never_were_stay_bounded():
+    texts, size = RecentTexts(400), 40
+    texts.add(range(1000, 1000 + size))
+    for counted in (0, 32, 40):
+        assert texts.num_tokens == counted + (counted == size)  # a mark behind each text
+        texts.take_in(32)
+    texts.add([1, 2, 3, 4, 5, 6])
+    texts.take_in(3)
+    for i in range(100):
+        texts.add([7, 8, 9, 10 + i] * 5)
+    assert sum(map(len, texts._waiting)) <= 200
+    texts.take_in(1000)
+    assert max(a.match([3, 7])[1] for a in texts.automata) == 1, "nothing matches across the end of a text that was cut"
 
 
 def test_trust_grows_with_the_match_and_with_the_number_of_occurrences():

@@ -122,7 +122,6 @@ def test_a_prompt_that_ends_inside_a_character_is_echoed_with_a_mark(real: tuple
         ("completions", {"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens"),
         ("completions", {"prompt": "a", "echo": 1}, "echo"),
         ("completions", {"prompt": "a", "echo": "yes"}, "echo"),
-        ("completions", {"prompt": "a", "prompt_logprobs": 3}, "prompt_logprobs"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "echo": True}, "echo"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}, "max_tokens"),
     ],

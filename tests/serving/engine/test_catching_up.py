@@ -19,7 +19,8 @@ class RecordingDrafter:
 def request(index, context_len, drafted_len):
     tokens = [100 * index + i for i in range(context_len + 1)]
     return SimpleNamespace(
-        request_id=f"r{index}", tokens=tokens, context_len=context_len, drafted_len=drafted_len
+        request_id=f"r{index}", tokens=tokens, context_len=context_len, drafted_len=drafted_len,
+        request=SimpleNamespace(tenant=""),
     )  # fmt: skip
 
 

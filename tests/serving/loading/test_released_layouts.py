@@ -243,8 +243,8 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, kind, fault):
         ("eagle3", {"num_attention_heads": 3, "num_key_value_heads": 2}, "num_heads must be a multiple"),
         ("speculators", {"norm_before_residual": None}, "norm_before_residual must be true or false"),
         ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
-        ("dflash", {"transformer_layer_config": {}}, "layout of speculators"),
-        ("dflash", {"draft_vocab_size": 30}, "a reduced draft vocabulary"),
+        ("dflash", {"draft_vocab_size": 30}, "must hold d2t"),
+        ("dflash", {"sample_from_anchor": True}, "an anchor's row that drafts"),
         ("dflash", {"block_size": 64}, r"num_slots must be in \[1, 31\]"),
         *(("dflash", {"dflash_config": {"mask_token_id": 49, "target_layer_ids": list(TAPS), **c}}, m) for c, m in (
             ({"mask_token_id": None}, "mask_token_id in config.json must be an id"),
@@ -307,6 +307,98 @@ def test_an_output_head_of_its_own_is_refused_for_a_parallel_head(tmp_path):
     load(write(tmp_path / "same", values, {**tensors, "lm_head.weight": head.clone()}))
     with pytest.raises(DrafterMismatchError, match="an output head of its own cannot be served"):
         load(write(tmp_path / "other", values, {**tensors, "lm_head.weight": head + 1}))
+
+
+def speculators_head_files(seed=0):
+    """A DFlash head as `speculators` writes it: nested settings, layers counted from 1, an output head of few tokens."""
+    flat, tensors = released.parallel_head_files(seed)
+    own, nested = flat.pop("dflash_config"), {k: v for k, v in flat.items() if k not in ("architectures", "block_size")}
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:DRAFT_VOCAB].sort().values
+    values = {
+        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "block_size": BLOCK,
+        "mask_token_id": own["mask_token_id"], "aux_hidden_state_layer_ids": [t + 1 for t in own["target_layer_ids"]],
+        "draft_vocab_size": DRAFT_VOCAB, "sample_from_anchor": False, "transformer_layer_config": nested,
+    }  # fmt: skip
+    tables = {"d2t": ids - torch.arange(DRAFT_VOCAB), "lm_head.weight": make_target().head_weight[ids].clone()}
+    return values, {**tensors, **tables}
+
+
+def test_a_parallel_head_of_speculators_drafts_its_few_tokens(tmp_path):
+    values, tensors = speculators_head_files()
+    drafter = load(write(tmp_path / "a", values, tensors))
+    request, inputs = request_of(drafter)
+    assert wanted_tap_layers(tmp_path / "a") == TAPS and drafter.caps.num_slots == BLOCK - 1
+    proposal = drafter.propose(inputs)
+    logits = released.parallel_head_logits(tensors, make_target(), request.features[:9], request.tokens[9], False)[1:]
+    ids = target_ids(tensors)
+    for slot in range(BLOCK - 1):
+        assert_slot(proposal.token_ids[0, slot], proposal.logprobs[0, slot], logits[slot][ids], ids)
+    with pytest.raises(DrafterMismatchError, match="an output head of its own cannot be served"):
+        load(write(tmp_path / "b", values, {**tensors, "lm_head.weight": tensors["lm_head.weight"] + 1}))
+    with pytest.raises(DrafterMismatchError, match="must be"):
+        load(write(tmp_path / "c", values, {**tensors, "d2t": tensors["d2t"][:-1]}))
+
+
+class Bomb:
+    """Runs code where it is unpickled carelessly."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_a_learned_mask_vector_is_read(tmp_path):
+    """The file that vLLM takes it from, a bare vector or one with the token that it replaces; never that token's row."""
+    values, tensors = released.parallel_head_files()
+    vector = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(4))
+    target = make_target()
+    embed = target.embed_weight.clone()
+    embed[released.MASK_ID] = vector
+    for name, held in (("bare", vector[None]), ("named", {"mask_token_id": released.MASK_ID, "embedding": vector})):
+        folder = write(tmp_path / name, values, tensors)
+        torch.save(held, folder / "mask_embedding.pt")
+        drafter = load(folder)
+        request, inputs = request_of(drafter)
+        proposal = drafter.propose(inputs)
+        replaced = make_target(embed_weight=embed)
+        logits = released.parallel_head_logits(tensors, replaced, request.features[:9], request.tokens[9], False)[1:]
+        for slot in range(BLOCK - 1):
+            assert_slot(proposal.token_ids[0, slot], proposal.logprobs[0, slot], logits[slot], torch.arange(VOCAB))
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (Bomb, "nothing that runs code"),
+        ({"embedding": [1.0] * 9}, r"mask_embedding must be \(8,\), got \(9,\)"),
+        (torch.full((HIDDEN,), float("nan")), "mask_embedding must be finite"),
+        ({"mask_token_id": 3, "embedding": torch.zeros(HIDDEN)}, "must stand for mask_token_id 49 of config.json, got one for 3"),
+        ({"weights": 1}, "must hold the embedding of the mask"),
+        (None, "must hold the embedding of the mask"),
+        (torch.zeros(1 << 19), "2098.* bytes are more than one vector has"),
+        (b"not a file of torch", "must hold the embedding of the mask"),
+    ],
+    ids=["code", "shape", "nan", "token", "no vector", "nothing", "long", "bytes"],
+)  # fmt: skip
+def test_a_mask_file_that_is_none_is_refused_in_one_sentence_and_runs_nothing(tmp_path, held, message):
+    folder = write(tmp_path / "release", *released.parallel_head_files())
+    path = folder / "mask_embedding.pt"
+    if isinstance(held, bytes):
+        path.write_bytes(held)
+    else:
+        torch.save(Bomb(tmp_path / "ran") if held is Bomb else held, path)
+    with pytest.raises(DrafterMismatchError, match=message):
+        load(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_mask_vector_of_a_network_without_masks_is_refused(tmp_path):
+    folder = write(tmp_path, *released.eagle3_files())
+    torch.save(torch.zeros(HIDDEN), folder / "mask_embedding.pt")
+    with pytest.raises(DrafterMismatchError, match="a learned mask vector cannot be served"):
+        load(folder)
 
 
 def test_unknown_layouts_and_eagle1_are_refused(tmp_path):

@@ -42,6 +42,7 @@ HOSTILE = {
     "file": ("json_schema", '{"$ref":"file:///etc/passwd"}'),
     "a megabyte": ("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(40_000)}})),
     "long pattern": ("json_schema", json.dumps({"items": [{"patternProperties": {"a?" * 5000: {}}}]})),
+    "long blanks": ("json_schema", json.dumps({"x-guidance": {"whitespace_pattern": "a?" * 5000}})),
     "too many combinations": (
         "json_schema",
         json.dumps({"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}, "required": [f"a{i}{j}"]} for j in range(6)]}

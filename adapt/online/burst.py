@@ -1,0 +1,134 @@
+"""Burst: a learner reads new requests for a few seconds, each scored before it is learned, until its evidence is sure.
+
+Requests are scored a few side by side, which costs little more than one: a request's score is that of the learner as it was
+up to SCORED_TOGETHER - 1 requests before, never after. Whatever ends the burst, what it learned and knows is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from paceline.adapt.gate.gate import Evidence, Finding, RequestScore
+from paceline.adapt.gate.shadow import ShadowStoppedError, fixed_rounds, replay_rounds, request_scores
+from paceline.adapt.online.learner import Learner, is_rehearsed
+from paceline.serving.drafters.family import TrainedDrafter
+from paceline.serving.sampling.request import RequestTrace
+
+SCORED_TOGETHER = 8
+"""Requests of the class that are scored side by side, with the rehearsal requests between them."""
+SAVE_S = 10.0
+"""Seconds between two saved states: at most so much is lost to a kill."""
+
+
+class Burst:
+    """One stretch of a learner's work against the version that serves."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        candidate: TrainedDrafter,
+        incumbent: TrainedDrafter,
+        *,
+        num_nodes: int,
+        max_frontier: int,
+        min_gain: float,
+        device: object,
+        clock: Callable[[], float],
+        should_stop: Callable[[], bool],
+        save: Callable[[], None],
+    ) -> None:
+        """Bind what takes part.
+
+        Args:
+            candidate: takes the learner's weights whenever it is scored.
+            num_nodes, max_frontier: of the replay's trees, as for `fixed_rounds`.
+            min_gain: relative rise of tokens per round that a swap costs.
+            clock: seconds. should_stop: polled at every step and replay round.
+            save: stores the learner's state.
+        """
+        self._learner, self._candidate, self._incumbent = learner, candidate, incumbent
+        self._rounds = tuple(fixed_rounds(num_nodes, max_frontier) for _ in range(2))
+        self._min_gain, self._device, self._clock, self._should_stop, self._save = (
+            min_gain, device, clock, should_stop, save,
+        )  # fmt: skip
+        self.train_s = self.shadow_s = 0.0
+        self.num_learned = self.num_rows = 0
+        """Requests and supervised rows of the class that this burst learned."""
+        self.scored: list[tuple[RequestTrace, RequestScore]] = []
+        """Requests of the class that this burst scored, with the incumbent's scores."""
+
+    @property
+    def evidence(self) -> Evidence:
+        return self._learner.evidence
+
+    def run(self, fresh: Sequence[RequestTrace], rehearsal: Sequence[RequestTrace]) -> Iterator[int]:
+        """Read until the text ends, the evidence is sure or a stop is asked for; yields the requests read, step by step.
+
+        Args:
+            fresh: requests of the class that the learner has not read, in order. rehearsal: of other classes; they come
+            round again when they are used up, but only their first reading is scored.
+        Raises: DrafterMismatchError when the learner diverges.
+        """
+        others = _endless(rehearsal)
+        saved_at = self._clock()
+        try:
+            for start in range(0, len(fresh), SCORED_TOGETHER):
+                chunk = fresh[start : start + SCORED_TOGETHER]
+                share = self._learner.arm.rehearsal_share
+                between = [next(others, None) if is_rehearsed(start + i, share) else None for i in range(len(chunk))]
+                self._score(chunk, [t for t in between if t is not None])
+                for i, (trace, other) in enumerate(zip(chunk, between, strict=True)):
+                    self._learn(trace)
+                    if other is not None:
+                        self._learn(other, is_rehearsal=True)
+                    yield start + i + 1
+                if self._clock() - saved_at > SAVE_S:
+                    self._save()
+                    saved_at = self._clock()
+                if self.evidence.finding(self._min_gain) is not Finding.OPEN:
+                    break
+        except ShadowStoppedError:
+            return
+        finally:
+            self._save()
+
+    def _score(self, chunk: Sequence[RequestTrace], others: Sequence[RequestTrace]) -> None:
+        """Enter the gains of the requests that the learner has not read yet, and mark them as read."""
+        began = self._clock()
+        others = list({t.request_id: t for t in others if not self._learner.has_read(t)}.values())
+        traces = [*chunk, *others]
+        with torch.inference_mode():  # the replay's KV, which loading clears, was made in it
+            self._candidate.load_state(self._learner.snapshot())
+        try:
+            new, old = (
+                request_scores(
+                    traces,
+                    replay_rounds(drafter, traces, rounds, device=self._device, should_stop=self._should_stop),  # type: ignore[arg-type]
+                )
+                for drafter, rounds in zip((self._candidate, self._incumbent), self._rounds, strict=True)
+            )
+        finally:
+            self.shadow_s += self._clock() - began
+        self._learner.mark_read(traces)
+        for i, trace in enumerate(traces):
+            if i < len(chunk):
+                self.evidence.add(new[i], old[i], min_gain=self._min_gain)
+                self.scored.append((trace, old[i]))
+            else:
+                self.evidence.add_other(new[i], old[i])
+
+    def _learn(self, trace: RequestTrace, *, is_rehearsal: bool = False) -> None:
+        began, before = self._clock(), self._learner.num_rows
+        if self._should_stop():
+            raise ShadowStoppedError
+        self._learner.learn(trace, is_rehearsal=is_rehearsal)
+        self.train_s += self._clock() - began
+        self.num_learned += not is_rehearsal
+        self.num_rows += self._learner.num_rows - before
+
+
+def _endless(traces: Sequence[RequestTrace]) -> Iterator[RequestTrace]:
+    while traces:
+        yield from traces

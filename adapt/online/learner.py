@@ -1,0 +1,189 @@
+"""Learner: a drafter's weights that learn from a class's requests, one optimizer step each, over any number of bursts.
+
+A short warm-up, then a constant rate: nobody knows how much text is still to come. What is scored and published is the
+mean of the weights after the newest steps, which settles what a constant rate leaves restless. Everything that the next
+burst needs is one state: weights, their mean, optimizer, position in the text, evidence.
+Shape legend: P numbers of one parameter, R requests read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from paceline.adapt.data.learning_text import count_rows, request_digest
+from paceline.adapt.families.target_handle import TargetTables
+from paceline.adapt.families.training import StepReport, TrainingRun, training_family
+from paceline.adapt.gate.gate import Evidence
+from paceline.contracts import ArmSpec
+from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.serving.drafters.network import DrafterModel
+from paceline.serving.sampling.request import RequestTrace
+
+MAX_LEARNING_RATE = 2e-3
+WARMUP_STEPS = 8
+AVERAGED_STEPS = 16
+"""Steps whose weights make the mean, about: a decaying mean, plain while the learner is younger."""
+MAX_SEEN = 65_536
+"""Requests that a learner remembers to have read: more than an order hands over."""
+MAX_TRACE_ROWS = 1024
+_BETA_FACTOR = 40.0
+"""Learning rate of the calibration scalars over that of the weights; a learner has few steps to settle them."""
+
+
+def select_parameters(model: DrafterModel, parameters: str) -> list[str]:
+    """Freeze everything but the arm's parameters; return their names. Raises ConfigError for an unknown choice."""
+    arms = training_family(model.drafter_type).arms
+    if parameters not in arms:
+        raise ConfigError(f"arm.parameters must be one of {', '.join(arms)}, got {parameters!r}")
+    prefixes = arms[parameters]
+    names = []
+    for name, p in model.named_parameters():
+        p.requires_grad_(prefixes is None or name.startswith(prefixes))
+        if p.requires_grad:
+            names.append(name)
+    return names
+
+
+class Learner:
+    """A model that learns in place, its optimizer, what it has read, and the evidence for it."""
+
+    def __init__(self, model: DrafterModel, tables: TargetTables, arm: ArmSpec, *, seed: int) -> None:
+        """Begin at the model's weights.
+
+        Args:
+            tables: of the target, on the model's device.
+            seed: of the random choices of every step.
+        Raises: ConfigError for an arm that is not allowed.
+        """
+        if not 0 < arm.learning_rate <= MAX_LEARNING_RATE:
+            raise ConfigError(f"arm.learning_rate must be in (0, {MAX_LEARNING_RATE:g}], got {arm.learning_rate:g}")
+        if not 0 <= arm.rehearsal_share < 1:
+            raise ConfigError(f"arm.rehearsal_share must be in [0, 1), got {arm.rehearsal_share:g}")
+        self.arm, self.model = arm, model
+        names = select_parameters(model, arm.parameters)
+        trains_backbone = training_family(model.drafter_type).arms[arm.parameters] is None
+        self._run = TrainingRun(
+            model,
+            tables,
+            training_family(model.drafter_type).update_loss(model, trains_backbone),
+            beta_factor=_BETA_FACTOR,
+            max_rows=MAX_TRACE_ROWS,
+            trains_backbone=trains_backbone,
+        )
+        self._seed = seed
+        self._trained = {name: model.get_parameter(name) for name in names}
+        self._mean = {name: p.detach().clone() for name, p in self._trained.items()}
+        self.evidence = Evidence()
+        self.seen: dict[int, None] = {}
+        """Digests of the requests read, oldest first, those of the versions that it descends from among them."""
+        self.num_rows = self.num_rehearsed_rows = 0
+        """Supervised rows learned since the base, of the class and of others."""
+        self.nll = 0.0
+        """First-slot cross-entropy of the newest step, nats per row."""
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps since the base."""
+        return self._run.step
+
+    def mark_read(self, traces: Iterable[RequestTrace]) -> None:
+        """These requests have been scored: they are never scored again, learned or not."""
+        self.seen |= dict.fromkeys(request_digest(t.request_id) for t in traces)
+        for digest in list(self.seen)[: max(len(self.seen) - MAX_SEEN, 0)]:
+            del self.seen[digest]
+
+    def has_read(self, trace: RequestTrace) -> bool:
+        return request_digest(trace.request_id) in self.seen
+
+    def learn(self, trace: RequestTrace, *, is_rehearsal: bool = False) -> StepReport:
+        """Take one step on a request that was scored.
+
+        Raises: DrafterMismatchError when the loss or a gradient stops being finite (the learner is then of no use).
+        """
+        step = self._run.step
+        rate = self.arm.learning_rate * min((step + 1) / WARMUP_STEPS, 1.0)
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % 2**63)
+        self.model.train()
+        report = self._run.train_batch([trace], rate, generator)
+        share = 1.0 / min(step + 1, AVERAGED_STEPS)
+        with torch.no_grad():
+            for name, p in self._trained.items():
+                self._mean[name].lerp_(p, share)
+        rows = count_rows([trace])
+        self.num_rows += 0 if is_rehearsal else rows
+        self.num_rehearsed_rows += rows if is_rehearsal else 0
+        self.nll = report.nll
+        return report
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """What would serve: all weights, the trained ones as the mean of the newest steps; shared, not copied."""
+        return {**self.model.state_dict(), **self._mean}
+
+    # ---- state
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(tensors on the CPU, record) of everything that changes; `restore` is the inverse."""
+        tensors = {"seen": torch.tensor(list(self.seen), dtype=torch.int64)}
+        for name, p in self._trained.items():
+            tensors |= {f"weights/{name}": p.detach().cpu(), f"mean/{name}": self._mean[name].cpu()}
+        for i, values in self._run.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer/{i}/{name}": value.detach().cpu() for name, value in values.items()}
+        record = {
+            "seed": self._seed,
+            "step": self._run.step,
+            "num_rows": self.num_rows,
+            "num_rehearsed_rows": self.num_rehearsed_rows,
+            "nll": self.nll,
+            "evidence": msgspec.to_builtins(self.evidence),
+        }
+        return tensors, record
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, torch.Tensor], record: dict[str, Any]) -> None:
+        """Go on from a state of a learner of the same base and arm.
+
+        Raises: DrafterMismatchError when it is another's; the learner is then of no use.
+        """
+        try:
+            evidence = msgspec.convert(record["evidence"], Evidence)
+            for name, p in self._trained.items():
+                weights, mean = tensors[f"weights/{name}"], tensors[f"mean/{name}"]
+                if not weights.shape == mean.shape == p.shape:
+                    raise ValueError(f"{name} must have shape {tuple(p.shape)}, got {tuple(weights.shape)}")
+                if not bool(weights.isfinite().all() and mean.isfinite().all()):
+                    raise ValueError(f"{name} must be finite")
+                p.copy_(weights)
+                self._mean[name].copy_(mean)
+            found = self._run.optimizer.state_dict()
+            found["state"] = {}
+            for name, value in tensors.items():
+                if name.startswith("optimizer/"):
+                    _, i, field = name.split("/")
+                    found["state"].setdefault(int(i), {})[field] = value
+            self._run.optimizer.load_state_dict(found)
+            self._run.step, self._seed = int(record["step"]), int(record["seed"])
+            self.num_rows, self.num_rehearsed_rows = int(record["num_rows"]), int(record["num_rehearsed_rows"])
+            self.nll, self.evidence = float(record["nll"]), evidence
+            self.seen = dict.fromkeys(tensors["seen"].tolist())
+        except (KeyError, ValueError, TypeError, msgspec.ValidationError) as e:
+            raise DrafterMismatchError(f"learner state must be of the same drafter and arm: {e}") from e
+
+
+def learn_all(learner: Learner, fresh: Sequence[RequestTrace], rehearsal: Sequence[RequestTrace]) -> list[StepReport]:
+    """Learn every request in order, with rehearsal requests between them in the arm's share; nothing is scored."""
+    reports, others = [], iter(rehearsal)
+    for i, trace in enumerate(fresh):
+        reports.append(learner.learn(trace))
+        if is_rehearsed(i, learner.arm.rehearsal_share) and (other := next(others, None)) is not None:
+            reports.append(learner.learn(other, is_rehearsal=True))
+    return reports
+
+
+def is_rehearsed(at: int, share: float) -> bool:
+    """Whether a rehearsal request follows the class's request number `at`, so that `share` of all steps are rehearsal."""
+    per_request = share / (1.0 - share)
+    return int((at + 1) * per_request + 1e-9) > int(at * per_request + 1e-9)

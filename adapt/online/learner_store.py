@@ -1,0 +1,137 @@
+"""Learner store: the states of learners between their bursts, bounded, each one file that is whole or not there.
+
+A file's name is `<time>_<key>_<hash>`: a newer state is written beside the old one, which goes then. So a reader, whatever
+was killed when, finds the newest state whose content has its hash. A state tells its whole story (weights, evidence and
+what was read belong together), so that a worker that outlived its lease can replace a newer state but never mix with it.
+No text is stored, only weights, sums and digests of request ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.adapt.data.blob_io import open_store, pack_tensors, unpack_tensors, write_atomic
+
+log = logging.getLogger(__name__)
+MAX_STATES = 24
+"""Files kept, the newest; a state takes about four times the bytes of the drafter's trained weights."""
+MAX_UNFINISHED_S = 3600.0
+"""Age at which what a killed writer left half written goes."""
+_SUFFIX, _FORMAT = ".safetensors", 1
+
+
+class LearnerKey(NamedTuple):
+    """Whose state it is. Another base, target or choice of parameters is another learner."""
+
+    bucket: str
+    drafter_type: str
+    base_version: str
+    target_version: str
+    parameters: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(list(self)).encode()).hexdigest()[:16]
+
+
+class _File(NamedTuple):
+    name: str
+    stamp: int
+    key: str
+    content: str
+
+
+class LearnerStore:
+    """States below one fsspec location, for one worker at a time."""
+
+    def __init__(self, root: str | Path, *, now: Callable[[], float] = time.time) -> None:
+        """now: seconds since the epoch."""
+        self._fs, self._root = open_store(root)
+        self._now = now
+
+    def load(self, key: LearnerKey) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+        """The newest whole state; None when there is none. Raises: OSError when the store refuses."""
+        return self._load(key.digest)
+
+    def save(self, key: LearnerKey, tensors: dict[str, torch.Tensor], record: dict[str, Any]) -> None:
+        """Replace a learner's state, complete or not at all. Raises: OSError when the store refuses."""
+        self._save(key.digest, tensors, record)
+
+    def drop(self, key: LearnerKey) -> None:
+        """Forget a learner."""
+        self._delete([f for f in self._files() if f.key == key.digest])
+
+    def note_learned(self, version: str, seen: torch.Tensor) -> None:
+        """Record what a version's lineage has read: (R,) int64 digests of requests."""
+        self._save(_version_key(version), {"seen": seen}, {})
+
+    def learned_by(self, version: str) -> list[int]:
+        """Digests of the requests that a version's lineage has read; [] of a version that no learner made."""
+        found = self._load(_version_key(version))
+        return [] if found is None else found[0]["seen"].tolist()
+
+    def _load(self, key: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+        for file in sorted((f for f in self._files() if f.key == key), reverse=True, key=lambda f: f.stamp):
+            try:
+                data = self._fs.cat_file(f"{self._root}/{file.name}")
+                if hashlib.sha256(data).hexdigest()[:16] != file.content:
+                    raise ValueError("its content is not what its name says")
+                tensors, record = unpack_tensors(data)
+                if record.get("format") != _FORMAT:
+                    raise ValueError(f"format must be {_FORMAT}, got {record.get('format')}")
+            except FileNotFoundError:
+                continue
+            except ValueError as e:
+                log.warning("learner state %s is left out: %s", file.name, e)
+                continue
+            return tensors, record
+        return None
+
+    def _save(self, key: str, tensors: dict[str, torch.Tensor], record: dict[str, Any]) -> None:
+        data = pack_tensors(tensors, {**record, "format": _FORMAT})
+        files = self._files()
+        stamp = max([int(self._now() * 1e6), *(f.stamp + 1 for f in files if f.key == key)])  # clocks may go back
+        name = f"{stamp:020d}_{key}_{hashlib.sha256(data).hexdigest()[:16]}{_SUFFIX}"
+        write_atomic(self._fs, f"{self._root}/{name}", data)
+        old = [f for f in files if f.key == key]
+        others = sorted((f for f in files if f.key != key), key=lambda f: f.stamp)
+        self._delete(old + others[: max(len(others) + 1 - MAX_STATES, 0)])
+        self._delete_unfinished()
+
+    def _delete(self, files: list[_File]) -> None:
+        for file in files:
+            try:
+                self._fs.rm_file(f"{self._root}/{file.name}")
+            except FileNotFoundError:
+                log.debug("learner state %s was gone already", file.name)
+
+    def _delete_unfinished(self) -> None:
+        for entry in self._fs.ls(self._root, detail=True):
+            mtime = entry.get("mtime")
+            is_old = isinstance(mtime, int | float) and self._now() - mtime > MAX_UNFINISHED_S
+            if entry["name"].endswith(".tmp") and is_old:
+                try:
+                    self._fs.rm_file(entry["name"])
+                except FileNotFoundError:
+                    log.debug("unfinished learner state %s was gone already", entry["name"])
+
+    def _files(self) -> list[_File]:
+        self._fs.invalidate_cache()
+        try:
+            names = [str(name).rsplit("/", 1)[-1] for name in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+        parts = [(name, name.removesuffix(_SUFFIX).split("_")) for name in names if name.endswith(_SUFFIX)]
+        return [_File(name, int(p[0]), p[1], p[2]) for name, p in parts if len(p) == 3 and p[0].isdigit()]
+
+
+def _version_key(version: str) -> str:
+    return f"version-{version}"

@@ -1,0 +1,469 @@
+"""Classes: what kinds of traffic there are among requests that name no bucket, told from vectors of their prompts.
+
+The vectors are kept as clumps: sums of like ones, at most MAX_CLUMPS of them, so what is stored does not grow and holds no
+prompt. A new vector joins the clump that it is nearest to in Ward's sense, or those two clumps join whose union loses least.
+Now and then the clumps are sorted into classes, which have numbers that stay: a class whose clumps fall into two groups is
+split, two that lie in one another are joined, and the bounds of both differ, so that classes do not come and go.
+Nothing but order and values of the vectors counts: no randomness, and time only for what is idle.
+
+Shape legend: M clumps, K classes, d numbers of a vector.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from paceline.contracts import TrafficClasses, class_name
+
+MAX_CLUMPS = 96
+"""Six a class at the default limit: enough to see that a class has two parts."""
+CLUMP_WEIGHT = 64.0
+"""Vectors that a clump remembers: beyond it the old ones fade, so classes follow their text."""
+MIN_WEIGHT = 8.0
+"""Vectors behind a class, at least: a few odd prompts make none."""
+SPLIT, JOIN = 0.24, 0.12
+"""Share of the variance of two groups, counted as equally large, that lies between them: from SPLIT on they are two classes,
+below JOIN, if both were like the narrower one, they are one. Halves of a round cloud of vectors in the 5 to 8 directions that prompts of one kind vary in have about 0.2."""
+SPLIT_GAIN, JOIN_GAIN = 0.12, 0.06
+"""What a split takes off the variance of all traffic, at least, and what keeps two classes apart, in variances of a usual
+class: what is rare or differs little, such as five forms of one question, stays together."""
+REACH = 2.0
+"""A vector farther from a class than this many times its root-mean-square distance belongs to none; of the prompts of one
+kind 99% lie within 1.7."""
+WIDE = 2.0
+"""Spread of a class over that of a usual one, at most: what is wider is no kind of prompts but a cloud of odd ones. Kinds
+differ by less than 1.7 from the median."""
+MIN_SPREAD = 0.05
+"""Least root-mean-square distance that counts: that of prompts which differ in a name or a number only."""
+IDLE_S = 3600.0
+"""A class that was not seen for so long gives its number to a new one, if there is no other."""
+SHARE_S = 600.0
+"""Time over which shares of the traffic fade to 1/e."""
+MOVED = 0.1
+"""Distance, in spreads of the class, by which a published centre may be off."""
+MAX_RATE = 100
+"""Vectors that are taken in a second, at most; a fleet's others are like them, and cost the controller 0.25 ms each."""
+SPACE_IDLE_S = 60.0
+"""Vectors of another target or layers replace what is known once none of the old kind came for so long."""
+
+
+class ClassBook(msgspec.Struct, kw_only=True):
+    """Clumps and the classes that they are sorted into; encodable, so that they survive a restart of the controller."""
+
+    space: str = ""
+    """What the vectors are of; those of another target cannot be compared with them."""
+    means: bytes = b""
+    """(M, d) float32."""
+    weights: list[float] = []
+    spreads: list[float] = []
+    """Sum of the squared distances of a clump's vectors from its mean."""
+    labels: list[int] = []
+    """Class of each clump; 0 = none."""
+    seen: dict[int, float] = {}
+    """Class -> time of its latest vector."""
+    shares: dict[int, float] = {}
+    """Class -> its vectors, fading over SHARE_S; 0 counts those of none."""
+    faded: float = 0.0
+    """Time to which `shares` have faded."""
+    freed: list[int] = []
+    """Numbers of former classes, the longest free first."""
+    ended: list[int] = []
+    """Numbers whose class has ended, also those that another kind has by now, until `take_ended`."""
+    num_vectors: int = 0
+    second: tuple[int, int] = (0, 0)
+    """The latest second in which vectors came, and how many were taken in it."""
+    is_untidy: bool = False
+    """Vectors came since the clumps were sorted."""
+    published: TrafficClasses = TrafficClasses()
+    """What replicas are told."""
+
+    def observe(self, space: str, vectors: bytes, num_dims: int, now: float) -> None:
+        """Take the vectors of some prompts; those of a space that replaces no old one yet, or broken ones, are left out.
+
+        Args:
+            vectors: (n, num_dims) float32, little-endian.
+        """
+        if num_dims < 1 or len(vectors) % (4 * num_dims):
+            return
+        new = np.frombuffer(vectors, dtype="<f4").reshape(-1, num_dims).astype(np.float64)
+        second, count = self.second if self.second[0] == int(now) else (int(now), 0)
+        new = new[: MAX_RATE - count]
+        new = new[np.isfinite(new).all(1) & (np.abs(new).max(1, initial=0) < 1e3)]
+        if not len(new):
+            return
+        if space != self.space:
+            latest = max(self.seen.values(), default=float("-inf"))
+            if self.labels and now - latest < SPACE_IDLE_S:
+                return
+            self._begin(space)
+        clumps = _Clumps.of(self, num_dims)
+        if clumps is None:
+            return
+        self.second = (second, count + len(new))
+        fade = math.exp(-max(now - self.faded, 0.0) / SHARE_S)
+        self.shares, self.faded = {k: v * fade for k, v in self.shares.items()}, now
+        reach = {_number(name): r for name, r in zip(self.published.names, self.published.radii, strict=True)}
+        for vector in new:
+            label = clumps.add(vector, reach)
+            self.seen[label] = now
+            self.shares[label] = self.shares.get(label, 0.0) + 1.0
+        self.num_vectors += len(new)
+        self.is_untidy = True
+        clumps.store(self)
+
+    def tidy(self, max_classes: int, now: float) -> bool:
+        """Sort the clumps into at most so many classes; whether what replicas are told has changed."""
+        if not self.is_untidy and len(self.published.names) <= max_classes:
+            return False
+        self.is_untidy = False
+        clumps = _Clumps.of(self, None)
+        if clumps is None:
+            return False
+        labels = clumps.labels
+        for label in sorted(set(labels.tolist()) - {0}, key=lambda k: -self.shares.get(k, 0.0))[max_classes:]:
+            self._free(clumps, label)
+        clumps.adopt()
+        self._join(clumps)
+        self._split(clumps, max_classes, now)
+        clumps.store(self)
+        return self._publish(clumps)
+
+    def take_ended(self) -> list[str]:
+        """Buckets whose class has ended since the last time: what was ordered for them is for no class now."""
+        ended, self.ended = self.ended, []
+        return [class_name(k) for k in ended]
+
+    def shares_of_classes(self) -> dict[str, float]:
+        """Bucket of a class -> its share of the latest vectors; '' = of no class. Empty before the first."""
+        total = sum(self.shares.values())
+        if total <= 0:
+            return {}
+        named = {class_name(k): v / total for k, v in self.shares.items() if k and k in set(self.labels)}
+        return {**named, "": max(1.0 - sum(named.values()), 0.0)}
+
+    def _begin(self, space: str) -> None:
+        self.space, self.means = space, b""
+        self.weights, self.spreads, self.labels = [], [], []
+        gone = sorted(_number(n) for n in self.published.names)
+        self.freed, self.ended = [*self.freed, *gone], [*self.ended, *gone]
+        self.seen, self.shares = {}, {}
+
+    def _free(self, clumps: _Clumps, label: int) -> None:
+        clumps.labels[clumps.labels == label] = 0
+        self.freed.append(label)
+        self.ended.append(label)
+        self.shares[0] = self.shares.get(0, 0.0) + self.shares.pop(label, 0.0)
+        self.seen.pop(label, None)
+
+    def _join(self, clumps: _Clumps) -> None:
+        """Join classes that lie in one another, the nearest first; the lower number stays."""
+        while True:
+            groups = clumps.groups()
+            least = JOIN_GAIN * clumps.unit()
+            pairs = [
+                (min(_apart(groups[a], groups[b]) / JOIN, _gain(groups[a], groups[b]) / least), a, b)
+                for a in groups
+                for b in groups
+                if a < b
+            ]
+            if not pairs or min(pairs)[0] >= 1:
+                return
+            _, kept, gone = min(pairs)
+            clumps.labels[clumps.labels == gone] = kept
+            self.freed.append(gone)
+            self.ended.append(gone)
+            self.shares[kept] = self.shares.get(kept, 0.0) + self.shares.pop(gone, 0.0)
+            self.seen[kept] = max(self.seen.get(kept, 0.0), self.seen.pop(gone, 0.0))
+
+    def _split(self, clumps: _Clumps, max_classes: int, now: float) -> None:
+        """Make classes of clumps without one, and of the smaller part of classes that fall into two."""
+        todo = [0, *clumps.groups()]
+        while todo:
+            label = todo.pop(0)
+            rows = np.flatnonzero(clumps.labels == label)
+            if not len(rows):  # an idle class whose number went to another meanwhile
+                continue
+            if label == 0:
+                parts = [p for p in clumps.parts(rows) if clumps.is_kind(p)]
+            else:
+                parts = clumps.halves(rows)[1:]
+            for part in sorted(parts, key=lambda p: -clumps.weights[p].sum()):
+                new = self._new_number(clumps, max_classes, now)
+                if new is None:
+                    return
+                clumps.labels[part] = new
+                self.seen[new], self.shares[new] = now, float(clumps.weights[part].sum())
+                if label:  # both may fall into two again
+                    todo += [label, new]
+                    self.shares[label] = max(self.shares.get(label, 0.0) - self.shares[new], 0.0)
+
+    def _new_number(self, clumps: _Clumps, max_classes: int, now: float) -> int | None:
+        """A number for a new class: an unused one, else that of the class that was idle longest; None where all are busy."""
+        used = set(clumps.labels.tolist()) - {0}
+        if len(used) >= max_classes:
+            idle = min(used, key=lambda k: (self.seen.get(k, 0.0), k), default=0)
+            if not idle or now - self.seen.get(idle, 0.0) < IDLE_S:
+                return None
+            clumps.forget(clumps.labels == idle)
+            self._free(clumps, idle)
+            used.discard(idle)
+        fresh = next((k for k in range(1, max_classes + 1) if k not in used and k not in self.freed), None)
+        if fresh is not None:
+            return fresh
+        fresh = next(k for k in self.freed if k not in used and k <= max_classes)
+        self.freed = [k for k in self.freed if k != fresh]
+        return fresh
+
+    def _publish(self, clumps: _Clumps) -> bool:
+        groups = clumps.groups()
+        names = [class_name(k) for k in sorted(groups)]
+        radii = [clumps.reach(groups[k]) for k in sorted(groups)]
+        centroids = [groups[k].mean.tolist() for k in sorted(groups)]
+        old = self.published
+        if (old.space, old.names) == (self.space, names) and all(
+            np.linalg.norm(np.subtract(a, b)) <= MOVED * r / REACH and abs(r - q) <= MOVED * r
+            for a, b, r, q in zip(centroids, old.centroids, radii, old.radii, strict=True)
+        ):
+            return False
+        centroids = [[round(x, 5) for x in c] for c in centroids]
+        self.published = TrafficClasses(
+            rev=old.rev + 1, space=self.space, names=names, centroids=centroids, radii=[round(r, 5) for r in radii]
+        )
+        return True
+
+
+class _Group(msgspec.Struct, frozen=True):
+    """Clumps taken together."""
+
+    weight: float
+    mean: np.ndarray  # (d,) float64
+    spread: float
+    """Root-mean-square distance of the vectors from the mean, at least MIN_SPREAD."""
+
+
+class _Clumps:
+    """The clumps of a book as arrays, for a while."""
+
+    def __init__(self, means: np.ndarray, weights: np.ndarray, spreads: np.ndarray, labels: np.ndarray) -> None:
+        """means (M, d) float64; weights, spreads (M,) float64; labels (M,) int64."""
+        self.means, self.weights, self.spreads, self.labels = means, weights, spreads, labels
+        self._bound: float | None = None  # least cost of joining two clumps, while the clumps are the same
+
+    @staticmethod
+    def of(book: ClassBook, num_dims: int | None) -> _Clumps | None:
+        """num_dims: of the vectors to come; None: as stored. None where that does not fit, or nothing is there."""
+        count = len(book.labels)
+        if num_dims is None:
+            num_dims = len(book.means) // (4 * count) if count else 0
+        if not num_dims or len(book.means) != 4 * count * num_dims:
+            return None
+        means = np.frombuffer(book.means, dtype="<f4").reshape(count, num_dims).astype(np.float64)
+        return _Clumps(means, np.array(book.weights, float), np.array(book.spreads, float), np.array(book.labels, int))
+
+    def store(self, book: ClassBook) -> None:
+        book.means = self.means.astype("<f4").tobytes()
+        book.weights, book.spreads = self.weights.tolist(), self.spreads.tolist()
+        book.labels = self.labels.tolist()
+
+    def add(self, vector: np.ndarray, reach: dict[int, float]) -> int:
+        """Take one vector; returns the class of the clump that it joined.
+
+        reach: class -> how far from a clump of it a vector may lie that joins it.
+        """
+        if len(self.labels):
+            squares = ((self.means - vector) ** 2).sum(1)
+            limits = np.array([reach.get(k, np.inf) ** 2 for k in self.labels.tolist()])
+            costs = np.where(squares <= limits, squares * self.weights / (self.weights + 1), np.inf)
+            best = int(costs.argmin())
+            if costs[best] < np.inf and (costs[best] <= 1e-12 or (self.is_full and costs[best] <= self._least())):
+                self._merge_into(best, vector, 1.0, 0.0)
+                return int(self.labels[best])
+        if self.is_full and not self._make_room():
+            return 0
+        self.means = np.concatenate([self.means, vector[None]])
+        self.weights, self.spreads = np.append(self.weights, 1.0), np.append(self.spreads, 0.0)
+        self.labels, self._bound = np.append(self.labels, self._label_near(vector, reach)), None
+        return int(self.labels[-1])
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.labels) >= MAX_CLUMPS
+
+    def _label_near(self, vector: np.ndarray, reach: dict[int, float]) -> int:
+        """The class whose middle is nearest, if the vector is within its reach; 0 = none."""
+        groups = self.groups()
+        best = min(groups, key=lambda k: float(((groups[k].mean - vector) ** 2).sum()), default=0)
+        if not best or np.linalg.norm(groups[best].mean - vector) > reach.get(best, 0.0):
+            return 0
+        return best
+
+    def _pair_costs(self) -> np.ndarray:
+        """(M, M) what joining two clumps loses; inf for those of two classes and for a clump with itself."""
+        return np.where(self.labels[:, None] != self.labels, np.inf, _ward(self.means, self.weights))
+
+    def _least(self) -> float:
+        if self._bound is None:
+            self._bound = float(self._pair_costs().min(initial=np.inf))
+        return self._bound
+
+    def _make_room(self) -> bool:
+        """Join the two clumps that lose least by it; where all are classes by themselves, there is no room."""
+        costs = self._pair_costs()
+        at = int(costs.argmin())
+        a, b = divmod(at, len(self.labels))
+        if not np.isfinite(costs[a, b]):
+            lone = np.flatnonzero(self.labels == 0)
+            if not len(lone):
+                return False
+            self.drop(np.arange(len(self.labels)) == lone[self.weights[lone].argmin()])
+            return True
+        self._merge_into(a, self.means[b], self.weights[b], self.spreads[b])
+        self.drop(np.arange(len(self.labels)) == b)
+        return True
+
+    def _merge_into(self, at: int, mean: np.ndarray, weight: float, spread: float) -> None:
+        total = self.weights[at] + weight
+        apart = float(((self.means[at] - mean) ** 2).sum())
+        self.spreads[at] += spread + self.weights[at] * weight / total * apart
+        self.means[at] += (mean - self.means[at]) * (weight / total)
+        kept = min(total, CLUMP_WEIGHT)
+        self.spreads[at] *= kept / total
+        self.weights[at] = kept
+
+    def forget(self, is_old: np.ndarray) -> None:
+        """Let clumps weigh as much as one vector together; is_old: (M,) bool."""
+        share = 1.0 / max(float(self.weights[is_old].sum()), 1.0)
+        self.weights[is_old] *= share
+        self.spreads[is_old] *= share
+        self._bound = None
+
+    def drop(self, is_gone: np.ndarray) -> None:
+        """is_gone: (M,) bool."""
+        kept = ~is_gone
+        self.means, self.weights = self.means[kept], self.weights[kept]
+        self.spreads, self.labels, self._bound = self.spreads[kept], self.labels[kept], None
+
+    def group(self, rows: np.ndarray) -> _Group:
+        """Clumps taken together; rows: (n,) of their places."""
+        weights = self.weights[rows]
+        total = float(weights.sum())
+        mean = weights @ self.means[rows] / total
+        apart = ((self.means[rows] - mean) ** 2).sum(1)
+        variance = float(self.spreads[rows].sum() + weights @ apart) / total
+        return _Group(total, mean, max(variance**0.5, MIN_SPREAD))
+
+    def is_kind(self, rows: np.ndarray) -> bool:
+        """Whether some clumps may be a class."""
+        group = self.group(rows)
+        return group.weight >= MIN_WEIGHT and group.spread <= WIDE * self.usual()
+
+    def groups(self) -> dict[int, _Group]:
+        """Class -> its clumps taken together."""
+        return {k: self.group(np.flatnonzero(self.labels == k)) for k in sorted(set(self.labels.tolist()) - {0})}
+
+    def usual(self) -> float:
+        """Spread of a usual class: the median one, so that odd vectors do not count; without classes that of everything."""
+        groups = list(self.groups().values()) or [self.group(np.arange(len(self.labels)))]
+        groups.sort(key=lambda g: g.spread)
+        weights = np.cumsum([g.weight for g in groups])
+        return groups[int(np.searchsorted(weights, weights[-1] / 2))].spread
+
+    def unit(self) -> float:
+        """Sum of squares that all vectors would have in a usual class."""
+        return float(self.weights.sum()) * self.usual() ** 2
+
+    def reach(self, group: _Group) -> float:
+        """How far from the middle of a class a vector of it may lie."""
+        return REACH * min(group.spread, WIDE * self.usual())
+
+    def adopt(self) -> None:
+        """Give the clumps without a class to the nearest class within whose reach they lie."""
+        groups = self.groups()
+        if not groups:
+            return
+        keys = sorted(groups)
+        centres = np.array([groups[k].mean for k in keys])
+        reach = np.array([self.reach(groups[k]) for k in keys])
+        lone = np.flatnonzero(self.labels == 0)
+        away = np.sqrt(((self.means[lone, None] - centres) ** 2).sum(-1))
+        best = away.argmin(1) if len(lone) else np.zeros(0, int)
+        for row, i, distance in zip(lone, best, away[np.arange(len(lone)), best], strict=True):
+            if distance <= reach[i]:
+                self.labels[row] = keys[i]
+        self._bound = None
+
+    def halves(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The parts that some clumps fall into, the heavier first: two, or one where they belong together.
+
+        Of the groups that Ward's method joins on its way from the clumps to the whole, the last one that is a class of its
+        own beside the rest.
+        """
+        whole, least = self.group(rows), SPLIT_GAIN * self.unit()
+        for part in reversed(self._joined(rows)):
+            own = self.group(part)
+            if not MIN_WEIGHT <= own.weight <= whole.weight - MIN_WEIGHT:
+                continue
+            other = self.group(rest := np.setdiff1d(rows, part))
+            if _between(own, other) < SPLIT or _gain(own, other) < least:
+                continue
+            return [part, rest] if 2 * own.weight > whole.weight else [rest, part]
+        return [rows]
+
+    def _joined(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The pairs of groups that Ward's method joins, one group after the other, in the order of the joins."""
+        found: list[np.ndarray] = []
+        parts = [np.array([r]) for r in rows]
+        means, weights = self.means[rows].copy(), self.weights[rows].copy()
+        costs = _ward(means, weights)
+        for _ in range(len(rows) - 1):
+            a, b = sorted(divmod(int(costs.argmin()), len(rows)))
+            found += [parts[a], parts[b]]
+            parts[a] = np.concatenate([parts[a], parts[b]])
+            total = weights[a] + weights[b]
+            means[a] += (means[b] - means[a]) * (weights[b] / total)
+            weights[a], weights[b] = total, 0.0
+            row = ((means - means[a]) ** 2).sum(1) * (weights * total / (weights + total))
+            row[(weights == 0) | (np.arange(len(rows)) == a)] = np.inf
+            costs[a] = costs[:, a] = row
+            costs[b] = costs[:, b] = np.inf
+        return found
+
+    def parts(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Some clumps in parts that fall into no more."""
+        if not len(rows):
+            return []
+        halves = self.halves(rows)
+        return halves if len(halves) == 1 else [part for half in halves for part in self.parts(half)]
+
+
+def _between(a: _Group, b: _Group) -> float:
+    """Share of the variance of two groups that lies between them, as if both were equally large."""
+    apart = float(((a.mean - b.mean) ** 2).sum()) / 4
+    return apart / (apart + (a.spread**2 + b.spread**2) / 2)
+
+
+def _apart(a: _Group, b: _Group) -> float:
+    """The same as if both were like the narrower one: a kind within a cloud of odd prompts stays a kind."""
+    apart = float(((a.mean - b.mean) ** 2).sum()) / 4
+    return apart / (apart + min(a.spread, b.spread) ** 2)
+
+
+def _gain(a: _Group, b: _Group) -> float:
+    """What keeping two groups apart takes off the sum of squares."""
+    return float(((a.mean - b.mean) ** 2).sum()) * a.weight * b.weight / (a.weight + b.weight)
+
+
+def _ward(means: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """(M, M) what joining two of M groups adds to the sum of squares; inf for a group with itself."""
+    norms = (means**2).sum(1)
+    squares = np.maximum(norms[:, None] + norms - 2 * means @ means.T, 0.0)
+    costs = squares * (weights[:, None] * weights / (weights[:, None] + weights))
+    np.fill_diagonal(costs, np.inf)
+    return costs
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])

@@ -1,0 +1,159 @@
+"""Frames: a replay as columns that `pandas.DataFrame(...)` takes, and as Parquet files; behind `paceline.replay`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+
+from paceline.bandit.policies.view import Policy
+from paceline.bandit.replay.simulate import Cell
+from paceline.bandit.replay.table import table_of
+from paceline.bench.replay.plan import parse_sweep, policy_names, read_scenarios, variants
+from paceline.bench.replay.report import Row, net_percent
+from paceline.errors import ConfigError
+
+Columns = dict[str, list[Any]]
+"""Name -> one value a row; all of one length."""
+FRAMES = ("runs", "cells", "curves", "decisions")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frames:
+    """One replay."""
+
+    runs: Columns
+    """A row for each cell, variant and seed: device-seconds never_s, serving_s, spent_*, booked_*, net_s, and net_percent."""
+    cells: Columns
+    """A row for each cell and variant: means over seeds, with the 95% interval."""
+    curves: Columns
+    """A row for each point of a run's cumulated net: t_s, net_s."""
+    decisions: Columns
+    """A row for each act of a run: t_s, action, bucket, what, reason."""
+    report: dict[str, Any]
+    """The JSON document of `paceline replay --json`."""
+
+    def frame(self, name: str = "runs") -> Any:
+        """A pandas.DataFrame of one of FRAMES. Raises: ConfigError without pandas (extra 'frames') or for another name."""
+        columns = self._columns(name)
+        if importlib.util.find_spec("pandas") is None:
+            raise ConfigError("frame needs pandas; pip install 'paceline[frames]', or take the columns as they are")
+        import pandas
+
+        return pandas.DataFrame(columns)
+
+    def write_parquet(self, folder: Path) -> list[Path]:
+        """Write FRAMES as FOLDER/NAME.parquet; returns the files. Raises: ConfigError without pyarrow (extra 'frames')."""
+        check_parquet(folder)
+        import pyarrow
+        import pyarrow.parquet
+
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [folder / f"{name}.parquet" for name in FRAMES]
+        for name, file in zip(FRAMES, files, strict=True):
+            pyarrow.parquet.write_table(pyarrow.table(self._columns(name)), file)
+        return files
+
+    def _columns(self, name: str) -> Columns:
+        if name not in FRAMES:
+            raise ConfigError(f"frame must be one of {', '.join(FRAMES)}, got {name!r}")
+        found: Columns = getattr(self, name)
+        return found
+
+
+def check_parquet(folder: Path) -> None:
+    """Raise ConfigError when Parquet files cannot be written there, before anything is computed."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ConfigError("parquet needs pyarrow; pip install 'paceline[frames]'")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"parquet must be a folder, got {str(folder)!r}")
+
+
+def frames_of(report: dict[str, Any], rows: Sequence[Row]) -> Frames:
+    """The frames of a report and the runs that it is made of."""
+    kinds = sorted({kind for r in rows for kind in r["spent"]})
+    booked = sorted({kind for r in rows for kind, v in r["ledger"].items() if isinstance(v, int | float)})
+    runs = [
+        {
+            **_names(r), "never_s": r["never_s"], "serving_s": r["serving_s"],
+            **{f"spent_{k}_s": r["spent"].get(k, 0.0) for k in kinds},
+            **{f"booked_{k.removesuffix('_s')}_s": r["ledger"].get(k, 0.0) for k in booked},
+            "net_s": r["net_s"], "net_percent": net_percent(r),
+            **{k: r.get(k, 0) for k in ("num_jobs", "num_accepted", "num_swaps")},
+        }
+        for r in rows
+    ]  # fmt: skip
+    cells = [
+        {
+            **{k: c[k] for k in ("cell", "family", "policy", "label", "num_seeds")},
+            **{f"net_{k}_percent": v for k, v in c["net_percent"].items()},
+            **{k: c[k] for k in ("of_oracle", "spent_percent", "booked_saving_percent", "true_saving_percent", "num_jobs", "num_swaps")},
+        }
+        for c in report["cells"]
+    ]  # fmt: skip
+    curves = [{**_names(r), "t_s": t, "net_s": v} for r in rows for t, v in zip(r["times"], r["curve"], strict=True)]
+    acts = [
+        {**_names(r), "t_s": e["t"], **{k: e[k] for k in ("action", "bucket", "what", "reason")}}
+        for r in rows for e in r["events"]
+    ]  # fmt: skip
+    return Frames(
+        runs=_columns(runs), cells=_columns(cells), curves=_columns(curves), decisions=_columns(acts), report=report
+    )
+
+
+def _names(r: Row) -> dict[str, Any]:
+    return {k: r[k] for k in ("cell", "family", "policy", "label", "seed")}
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
+    out: Columns = {}
+    for row in rows:
+        for name, value in row.items():
+            out.setdefault(name, []).append(value)
+    return out
+
+
+def replay(
+    source: str | Path | Cell | Mapping[str, Any] | Sequence[Cell | Mapping[str, Any]],
+    policies: str | Sequence[str | type[Policy]] = "never,payoff,oracle",
+    *,
+    seeds: int = 10,
+    first_seed: int = 0,
+    sweep: Sequence[str] = (),
+    workers: int = 1,
+    resume: Path | None = None,
+    console: Console | None = None,
+) -> Frames:
+    """Run policies on simulated services, as `paceline replay` does.
+
+    Args:
+        source: what the command takes ('tables', a cell's name, WORLD.json, a folder, FILE.yaml), or worlds: TableWorld,
+            Scenario, or a table as plain values.
+        policies: names, or classes with `choose(view, rng)`; a class must be importable by its name where workers > 1.
+        sweep: 'KEY=V1,V2' each, a policy setting.
+        console: where progress is shown; default: nowhere.
+    Raises: ConfigError for sources, policies and settings that are not usable.
+    """
+    from paceline.bench.replay.command import replay_cells
+
+    if seeds < 1:
+        raise ConfigError(f"seeds must be >= 1, got {seeds}")
+    names = policies if isinstance(policies, str) else ",".join(p if isinstance(p, str) else f"{p.__module__}:{p.__qualname__}" for p in policies)  # fmt: skip
+    chosen = variants(policy_names(names), parse_sweep(sweep))
+    if isinstance(source, str | Path):
+        cells, title = read_scenarios(str(source)), str(source)
+    else:
+        given = source if isinstance(source, Sequence) else [source]
+        cells = [table_of(w) if isinstance(w, Mapping) else cast(Cell, w) for w in given]
+        title = ", ".join(c.name for c in cells)
+        if not cells or len({c.name for c in cells}) < len(cells):
+            raise ConfigError(f"source must be worlds with names of their own, got {title or 'none'}")
+    found, rows = replay_cells(
+        cells, chosen, source=title, seeds=range(first_seed, first_seed + seeds), workers=workers, resume=resume,
+        console=console or Console(quiet=True),
+    )  # fmt: skip
+    return frames_of(found, rows)

@@ -1,0 +1,266 @@
+"""Learning: what a learner gains per device-second, against a job that trains by epochs and then scores, on the same text.
+
+Text: continuations of a class's prompts by the target, decoded plainly; the newest requests are kept to judge everybody. The
+job is the usual recipe of fine-tuning: its text shuffled into batches, two epochs, a cosine, then one score of held-out
+requests by exact replay. The learner reads the same requests once, in order, each scored before it is learned. Arms alternate;
+seconds are those of this process on the processor, which other processes do not change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated as A
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from paceline.adapt.data.learning_text import count_rows
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.families.target_handle import TargetTables
+from paceline.adapt.families.training import TrainingRun, training_family, warmup_cosine
+from paceline.adapt.gate.gate import pooled_acceptance_length
+from paceline.adapt.gate.shadow import shadow_scores
+from paceline.adapt.online.burst import Burst
+from paceline.adapt.online.learner import MAX_TRACE_ROWS, Learner, select_parameters
+from paceline.adapt.online.trainer import ShadowConfig
+from paceline.bench.common.engine_run import encode, load_target, set_threads
+from paceline.bench.common.result_file import plain_values, write_json
+from paceline.bench.common.terminal import say_file
+from paceline.bench.common.workloads import Question, read_questions
+from paceline.bench.engine.arms import BenchGroup
+from paceline.bench.shadow.decode import decode
+from paceline.contracts import ArmSpec
+from paceline.errors import ConfigError
+from paceline.paths import resolve_drafter
+from paceline.records import DataFolder, JsonFile, Model, Setting, Threads, record
+from paceline.serving.drafters.family import TrainedDrafter
+from paceline.serving.loading.families import build_drafter, build_model, read_drafter_files
+from paceline.serving.sampling.request import RequestTrace, SamplingParams
+from paceline.serving.target_model.model import TargetModel
+
+JOB_EPOCHS, JOB_WARMUP, JOB_HELD_OUT, JOB_RATE = 2, 0.1, 0.25, 2e-3
+TREE = ShadowConfig().tree
+_MAX_PROMPT_TOKENS, _BATCH = 192, 8
+
+
+@record("bench learner.")
+class LearnerOptions:
+    """Classes that the drafter does not know show most.
+
+    Example: paceline bench learner --buckets math,dialogue --data DATA --json learner.json.
+    """
+
+    buckets: A[tuple[str, ...], Setting("Classes to learn, as the prompts' files name them.")] = ("math",)
+    known: A[str, Setting("Class that the drafter knows: rehearsed, and judged for what is forgotten.")] = "tools"
+    rates: A[tuple[float, ...], Setting("Learning rates of the learner.")] = (2e-3,)
+    parameters: A[str, Setting("What learns: full, head or calibration.")] = "full"
+    num_prompts: A[int, Setting("Requests of a class that are learned.", ge=16)] = 96
+    num_judged: A[int, Setting("Newest requests of a class that judge and are not learned.", ge=8)] = 32
+    max_tokens: A[int, Setting("Output tokens of a request.", ge=8)] = 64
+    repeats: A[int, Setting("Times that every arm runs.", ge=1)] = 2
+    model: Model = "bundled"
+    drafter: A[str, Setting("A bundled drafter's name, or a folder.")] = "bundled"
+    num_threads: Threads = 1
+    seed: A[int, Setting("Seed of sampling and training.", ge=0)] = 0
+    data: DataFolder = None
+    json: JsonFile = None
+    work: A[Path | None, Setting("Folder that keeps the traces; a second run decodes nothing.")] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bench:
+    """Target, first drafter and what every arm is given."""
+
+    target: TargetModel
+    values: dict[str, Any]
+    state: dict[str, torch.Tensor]
+    options: LearnerOptions
+    known: list[RequestTrace]
+
+    def drafter(self, state: dict[str, torch.Tensor]) -> TrainedDrafter:
+        return build_drafter(self.values, state, self.target)
+
+    def lengths(self, state: dict[str, torch.Tensor], judged: Sequence[RequestTrace]) -> float:
+        """Acceptance length by exact replay."""
+        scores = shadow_scores({"": self.drafter(state)}, judged, **ShadowConfig().tree, device=self.target.device)
+        return pooled_acceptance_length(scores[""])
+
+    def model(self) -> Any:
+        model = build_model(self.values, self.state)
+        return model.to(self.target.device)
+
+    @property
+    def tables(self) -> TargetTables:
+        return TargetTables.of(self.target, torch.device(self.target.device))
+
+
+def _text(question: Question) -> str:
+    if question.messages:
+        return "\n".join(f"{role.capitalize()}: {text}" for role, text in question.messages) + "\nAssistant:"
+    return question.turns[0]
+
+
+def _traces(
+    target: TargetModel, store: TraceStore, bucket: str, questions: Sequence[Question], options: LearnerOptions
+) -> list[RequestTrace]:
+    """The target's continuations, half of them greedy; read back where they were decoded before."""
+    if shards := store.list_shards(bucket):
+        return [t for s in shards for t in store.read_shard(s.shard_id)]
+    texts = list(dict.fromkeys(_text(q) for q in questions))[: options.num_prompts + options.num_judged]
+    if len(texts) < options.num_prompts + options.num_judged:
+        raise ConfigError(
+            f"bucket {bucket!r} must have num_prompts + num_judged = {options.num_prompts + options.num_judged} different "
+            f"prompts, got {len(texts)}; ask for fewer"
+        )
+    params = tuple(
+        SamplingParams(temperature=0.8 * (i % 2), max_tokens=options.max_tokens, seed=options.seed + i)
+        for i in range(len(texts))
+    )
+    prompts = tuple(tuple(encode(target, text))[:_MAX_PROMPT_TOKENS] for text in texts)
+    traces = decode(
+        target, None, BenchGroup(tag=bucket, bucket=bucket, prompts=prompts, params=params, batch=_BATCH)
+    ).traces
+    store.write_shard(traces, bucket)
+    return traces
+
+
+Arm = Callable[[_Bench, Sequence[RequestTrace]], tuple[float, dict[str, torch.Tensor]]]
+"""(bench, requests to learn) -> (device-seconds, weights)."""
+
+
+def _job(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[str, torch.Tensor]]:
+    began = time.process_time()
+    num_held_out = int(len(text) * JOB_HELD_OUT)
+    held_out, fresh = text[:num_held_out], text[num_held_out:]
+    model = bench.model()
+    select_parameters(model, bench.options.parameters)
+    is_full = training_family(model.drafter_type).arms[bench.options.parameters] is None
+    loss = training_family(model.drafter_type).update_loss(model, is_full)
+    run = TrainingRun(
+        model, bench.tables, loss, beta_factor=40.0, max_rows=MAX_TRACE_ROWS, trains_backbone=is_full
+    )  # fmt: skip
+    rehearsal = list(itertools.islice(itertools.cycle(bench.known), len(fresh) // 2))
+    mixed = [*fresh, *rehearsal]
+    wanted = min(max(count_rows(mixed) // 32, 96), 1024)
+    generator = torch.Generator().manual_seed(bench.options.seed)
+    plan: list[list[RequestTrace]] = []
+    for _ in range(JOB_EPOCHS):
+        batch: list[RequestTrace] = []
+        for i in torch.randperm(len(mixed), generator=generator).tolist():
+            batch.append(mixed[i])
+            if count_rows(batch) >= wanted:
+                plan.append(batch)
+                batch = []
+        plan += [batch] if batch else []
+
+    def rate_of(step: int) -> float:
+        share = (step + 0.5) / len(plan)
+        return JOB_RATE * warmup_cosine(share / JOB_WARMUP, (share - JOB_WARMUP) / (1 - JOB_WARMUP))
+
+    for _ in run.train(plan, rate_of=rate_of, generator_of=lambda step: generator):
+        pass
+    state = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    drafters = {"new": bench.drafter(state), "old": bench.drafter(bench.state)}
+    shadow_scores(drafters, held_out, **ShadowConfig().tree, device=bench.target.device)
+    return time.process_time() - began, state
+
+
+def _learner(rate: float, marks: list[tuple[float, float]]) -> Arm:
+    def run(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[str, torch.Tensor]]:
+        began = time.process_time()
+        options = bench.options
+        arm = ArmSpec(name="", parameters=options.parameters, num_rows=count_rows(text), learning_rate=rate)
+        learner = Learner(bench.model(), bench.tables, arm, seed=options.seed)
+        burst = Burst(
+            learner, bench.drafter(bench.state), bench.drafter(bench.state), **ShadowConfig().tree, min_gain=0.0,
+            device=bench.target.device, clock=time.process_time, should_stop=lambda: False, save=lambda: None,
+        )  # fmt: skip
+        left = list(text)
+        while left:  # sure or not, it goes on: what all of the text brings is the question
+            for _ in burst.run(left, bench.known):
+                pass
+            left = [t for t in left if not learner.has_read(t)]
+        marks.append((burst.train_s, burst.shadow_s))
+        return time.process_time() - began, {name: t.detach().clone() for name, t in learner.snapshot().items()}
+
+    return run
+
+
+def run_learner_bench(options: LearnerOptions, console: Console) -> dict[str, Any]:
+    """Run every arm on every class, print the table, write the JSON."""
+    with tempfile.TemporaryDirectory(prefix="paceline-learner-") as spare:
+        rows = _compare(options, TraceStore((options.work or Path(spare)) / "traces"))
+    result = {"options": {k: v for k, v in plain_values(options).items() if k not in ("work", "json")}, "rows": rows}
+    _print(rows, options.known, console)
+    if options.json:
+        write_json(options.json, result)
+    say_file(console, "JSON", options.json)
+    return result
+
+
+def _compare(options: LearnerOptions, store: TraceStore) -> list[dict[str, Any]]:
+    """A row for every class and arm."""
+    set_threads(options.num_threads)
+    folder = resolve_drafter(options.drafter)
+    if folder is None:
+        raise ConfigError(f"drafter must have weights to be trained further, got {options.drafter!r}")
+    target = load_target(options.model, "auto", drafters=[options.drafter])
+    values, state = read_drafter_files(folder, target)
+    found = read_questions(options.data) | ({} if options.data is None else read_questions(None))
+    missing = [b for b in (*options.buckets, options.known) if b not in found]
+    if missing:
+        raise ConfigError(f"buckets must be among {', '.join(sorted(found))}, got {missing[0]!r}")
+    known = _traces(target, store, options.known, found[options.known], options)
+    judged_known = known[-options.num_judged :]
+    bench = _Bench(target=target, values=values, state=state, options=options, known=known[: -options.num_judged])
+    rows: list[dict[str, Any]] = []
+    for bucket in options.buckets:
+        traces = _traces(target, store, bucket, found[bucket], options)
+        text, judged = traces[: -options.num_judged], traces[-options.num_judged :]
+        marks: dict[str, list[tuple[float, float]]] = {f"learner {rate:g}": [] for rate in options.rates}
+        arms: dict[str, Arm] = {
+            "job": _job,
+            **{n: _learner(r, marks[n]) for n, r in zip(marks, options.rates, strict=True)},
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        weights: dict[str, dict[str, torch.Tensor]] = {}
+        for _ in range(options.repeats):
+            for name, arm in arms.items():
+                spent, weights[name] = arm(bench, text)
+                seconds[name].append(spent)
+        before, before_known = bench.lengths(state, judged), bench.lengths(state, judged_known)
+        for name in arms:
+            after, spent = bench.lengths(weights[name], judged), sum(seconds[name]) / options.repeats
+            shadow = sum(s for _, s in marks.get(name, [])) / options.repeats
+            rows.append(
+                {
+                    "bucket": bucket, "arm": name, "rows": count_rows(text), "before": before, "after": after,
+                    "known_before": before_known, "known_after": bench.lengths(weights[name], judged_known),
+                    "seconds": spent, "scoring_s": shadow, "gain_per_s": (after - before) / spent,
+                }
+            )  # fmt: skip
+    job = {r["bucket"]: r for r in rows if r["arm"] == "job"}
+    for row in rows:
+        row["over_job"] = row["gain_per_s"] / job[row["bucket"]]["gain_per_s"]
+        row["seconds_over_job"] = row["seconds"] / job[row["bucket"]]["seconds"]
+    return rows
+
+
+def _print(rows: Sequence[dict[str, Any]], known: str, console: Console) -> None:
+    table = Table(title="acceptance length on requests that nobody learned, and device-seconds")
+    for name in ("class", "arm", "rows", "length", known, "seconds", "gain / s", "gain / s over the job's"):
+        table.add_column(name, justify="left" if name in ("class", "arm") else "right")
+    for r in rows:
+        table.add_row(
+            r["bucket"], r["arm"], str(r["rows"]), f"{r['before']:.2f} -> {r['after']:.2f}",
+            f"{r['known_before']:.2f} -> {r['known_after']:.2f}", f"{r['seconds']:.1f}", f"{r['gain_per_s']:.3f}",
+            f"{r['over_job']:.2f}",
+        )  # fmt: skip
+    console.print(table)

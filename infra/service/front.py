@@ -1,0 +1,114 @@
+"""Front: what Serve's proxy does with a request before it takes a place of a replica, and how long it waits for readers.
+
+Serve gives a request to a replica at its first byte and reads the answer's last one from it, so that clients who send or
+read nothing would hold the replica's places. The proxy imports this module by PROXY_VARIABLE, which must stand in the
+environment of Ray's processes: `paceline serve` sets it, a cluster's `ray start` does in ray_cluster.yaml.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from paceline.names import REQUEST_ID_RULE, is_request_id
+from paceline.serving.wire.exchange import (
+    BODY_GRACE_S,
+    WRITE_S,
+    AsgiMessage,
+    AsgiReceive,
+    AsgiScope,
+    AsgiSend,
+    BodyClock,
+    send_in_time,
+)
+
+log = logging.getLogger(__name__)
+
+PROXY_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+PROXY_CALLBACK = "paceline.infra.service.front.middlewares"
+HELD_BYTES = 64 * 1024
+"""Part of a body that waits in the proxy: most bodies are whole by then, and a thousand connections hold 64 MiB."""
+_STEERING = (
+    b"x-request-timeout-seconds",
+    b"x-request-disconnect-disabled",
+    b"x-session-id",
+    b"serve-multiplexed-model-id",
+)
+"""Headers by which clients would tell Serve how long and where to run; nobody in front of us needs them."""
+
+
+class Front:
+    """ASGI middleware of Serve's proxy, the outermost one."""
+
+    def __init__(self, app: Any, *, body_grace_s: float = BODY_GRACE_S, write_s: float = WRITE_S) -> None:
+        self._app, self._body_grace_s, self._write_s = app, body_grace_s, write_s
+
+    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            scope["headers"] = checked_headers(scope["headers"])
+            held = await self._held(scope, receive)
+        except HTTPException as e:
+            await _refuse(send, e)
+            return
+        if held is None:  # the client is gone
+            return
+
+        async def receive_held() -> AsgiMessage:
+            return held.pop(0) if held else await receive()
+
+        async def send_to_reader(message: AsgiMessage) -> None:
+            await send_in_time(send, message, self._write_s, scope.get("client"))
+
+        await self._app(scope, receive_held, send_to_reader)
+
+    async def _held(self, scope: AsgiScope, receive: AsgiReceive) -> list[AsgiMessage] | None:
+        """The body's first messages: all of it, or HELD_BYTES. Raises: HTTPException 408 when they do not come in time."""
+        held: list[AsgiMessage] = []
+        if not any(k in (b"content-length", b"transfer-encoding") for k, _ in scope["headers"]):
+            return held
+        clock, num_bytes, is_whole = BodyClock(self._body_grace_s), 0, False
+        while not is_whole and num_bytes < HELD_BYTES:  # the rest is the replica's, which has deadlines of its own
+            try:
+                message = await clock.receive(receive)
+            except TimeoutError:
+                raise HTTPException(408, clock.reason) from None
+            if message["type"] == "http.disconnect":
+                return None
+            held.append(message)
+            num_bytes += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+        return held
+
+
+def checked_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers that go on to Serve, which reads the request's id as text. Raises: HTTPException 400."""
+    for name, value in headers:
+        if name == b"x-request-id" and not is_request_id(value.decode("latin-1")):
+            raise HTTPException(400, f"x-request-id {REQUEST_ID_RULE}")
+    return [
+        (k, v) for k, v in headers if k.replace(b"_", b"-") not in _STEERING and not k.startswith(b"x-serve-router-")
+    ]
+
+
+async def _refuse(send: AsgiSend, error: HTTPException) -> None:
+    fault = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}
+    body = json.dumps({"error": fault}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def middlewares() -> list[Middleware]:
+    """What Serve's proxy wraps its application in."""
+    return [Middleware(Front)]

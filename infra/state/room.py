@@ -1,0 +1,96 @@
+"""Room: memory of Redis that is set aside for the controller's commits, and what gives way when there is none left.
+
+A server at its maxmemory refuses every write and every transaction, the one that would delete too. So the controller holds
+a reserve, a key of its own, and frees memory by single commands, which such a server still carries out: first what costs
+nothing (the reserve, feedback that was acknowledged), then the older half of what waits unread, which the gaps in the
+numbers of batches count. Producers are refused meanwhile; they count what they drop.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import redis
+from redis.exceptions import ResponseError
+
+from paceline.infra.state.redis_clients import FEEDBACK_GROUP, Keys, is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+RESERVE_BYTES = 2 * 2**20
+"""More than a commit of 4,000 busy replicas writes (1.8 MB/s, `paceline bench control`), and it commits twice a second."""
+LOG_BYTES = 32 * 2**20
+"""Size of the log stream, an eighth of the embedded server's memory; the file in the data folder keeps all."""
+
+
+class Room:
+    """The reserve of one service. Methods raise redis errors; only the controller calls them."""
+
+    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+        self._client, self._keys = client, keys
+        self._is_told = False
+
+    def keep(self) -> None:
+        """Set the reserve aside where it is missing and there is memory for it; cut the log stream to LOG_BYTES."""
+        try:
+            self._set_aside()
+            self._cut_log()
+        except ResponseError as e:  # a server that does not let us ask goes without
+            if not is_out_of_memory(e) and not self._is_told:
+                self._is_told = True
+                logger.warning("no memory of Redis is set aside for the controller's commits: %s", e)
+
+    def _set_aside(self) -> None:
+        client, keys = self._client, self._keys
+        if int(client.strlen(keys.reserve)) >= RESERVE_BYTES:  # type: ignore[arg-type]
+            return
+        memory: Any = client.info("memory")
+        limit = int(memory.get("maxmemory") or 0)
+        if limit == 0 or int(memory["used_memory"]) + 2 * RESERVE_BYTES < limit:
+            client.setrange(keys.reserve, RESERVE_BYTES - 1, b"\0")
+
+    def _cut_log(self) -> None:
+        client, keys = self._client, self._keys
+        num_bytes = int(client.memory_usage(keys.log) or 0)  # type: ignore[arg-type]
+        if num_bytes > LOG_BYTES:
+            length = int(client.xlen(keys.log))  # type: ignore[arg-type]
+            client.xtrim(keys.log, maxlen=length * LOG_BYTES // num_bytes, approximate=True)
+
+    def make(self, attempt: int) -> bool:
+        """Free memory for a transaction that was refused for the `attempt`-th time, from 0; False when nothing is left."""
+        freed = int(self._client.delete(self._keys.reserve)) + self.drop_acknowledged()  # type: ignore[arg-type]
+        if attempt > 0 and not freed:
+            freed = self._halve(self._keys.feedback) or self._halve(self._keys.log)
+        return freed > 0
+
+    def drop_acknowledged(self) -> int:
+        """Delete the feedback entries that a commit has acknowledged; returns how many."""
+        client, keys = self._client, self._keys
+        try:
+            groups: Any = client.xinfo_groups(keys.feedback)
+        except ResponseError as e:
+            if "no such key" in str(e):
+                return 0
+            raise
+        for group in groups:
+            if group["name"] in (FEEDBACK_GROUP, FEEDBACK_GROUP.encode()):
+                pending: Any = client.xpending(keys.feedback, FEEDBACK_GROUP)
+                first = pending["min"] if pending["pending"] else _after(group["last-delivered-id"])
+                return int(client.xtrim(keys.feedback, minid=first, approximate=False))  # type: ignore[arg-type]
+        return 0
+
+    def _halve(self, stream: str) -> int:
+        """Delete the older half of a stream's entries; returns how many."""
+        length = int(self._client.xlen(stream))  # type: ignore[arg-type]
+        gone = int(self._client.xtrim(stream, maxlen=length // 2, approximate=False))  # type: ignore[arg-type]
+        if gone:
+            logger.error("redis is out of memory: the %d oldest entries of %s were deleted", gone, stream)
+        return gone
+
+
+def _after(entry_id: bytes | str) -> str:
+    """The smallest stream id behind this one."""
+    text = entry_id.decode() if isinstance(entry_id, bytes) else entry_id
+    ms, _, number = text.partition("-")
+    return f"{ms}-{int(number) + 1}"

@@ -1,0 +1,49 @@
+"""Names: which ones models, buckets, tenants, participants, requests and tokens may have, checked here and nowhere else."""
+
+from __future__ import annotations
+
+import re
+
+from paceline.contracts import CLASS_PREFIX
+
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_SPEAKER = re.compile(r"[^\s<|\\/>\x00-\x1f\x7f]{1,64}")
+
+LABEL_RULE = "must be 1 to 64 letters, digits, '.', '_' or '-', not beginning with a sign"
+CLASS_RULE = f"must be the name of a bucket or of one of the service's own classes ({CLASS_PREFIX}class-3)"
+MODEL_RULE = "must be 1 to 128 letters, digits, '.', '_', '-', '/', ':', '@' or '+', not beginning with a sign"
+REQUEST_ID_RULE = "must be 1 to 128 printable ASCII characters without spaces"
+TOKEN_RULE = "must be ASCII, without spaces around it"
+SPEAKER_RULE = "must be 1 to 64 characters without spaces, '<', '>', '|', '/' and '\\'"
+
+
+def is_label(name: str) -> bool:
+    """Whether a bucket or a tenant may have this name."""
+    return _LABEL.fullmatch(name) is not None
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a client may call its request this, in headers and logs."""
+    return _REQUEST_ID.fullmatch(text) is not None
+
+
+def is_token(text: str) -> bool:
+    """Whether a service may take this as a bearer token."""
+    return text.isascii() and text.strip() == text != ""
+
+
+def is_class(name: str) -> bool:
+    """Whether requests can be counted under this name: a client's bucket, or a class of those without one."""
+    return is_label(name.removeprefix(CLASS_PREFIX))
+
+
+def is_model_name(name: str) -> bool:
+    """Whether a service may serve a model under this name."""
+    return _MODEL.fullmatch(name) is not None
+
+
+def is_speaker(name: str) -> bool:
+    """Whether a message may carry this name of who speaks (OpenAI's rule for `name`): no marker of a chat template fits."""
+    return _SPEAKER.fullmatch(name) is not None

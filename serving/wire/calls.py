@@ -1,0 +1,239 @@
+"""Calls: tool calls are read out of an answer's text as it grows, so that a stream and a whole answer hold the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a model writes a call."""
+
+    begin: str
+    """Before each call; '' = a call is an answer that is a JSON object."""
+    end: str
+    """Behind each call."""
+    arguments_key: str | None = "arguments"
+    """Of the JSON object `{"name": ..., key: ...}`; None = `name {...}`."""
+
+
+HERMES = CallFormat("<tool_call>", "</tool_call>")
+"""Nous Hermes, Qwen 2.5 and Qwen 3."""
+LLAMA = CallFormat("", "", "parameters")
+"""Llama 3.1 and later, for functions that are described as JSON."""
+MARKED = CallFormat("<|call|>", "\n", None)
+"""The bundled target."""
+PYTHON_TAG = "<|python_tag|>"
+"""Before a Llama call, or not."""
+
+_MAX_HEAD = 256
+"""Characters within which a bare object must have shown that it is a call: a name of 64 and the keys around it."""
+_HEAD = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+)
+_NAMED_HEAD = re.compile(r"\s*([\w.-]{1,64})\s*(?=\{)")
+
+
+class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a piece of text adds to a call."""
+
+    index: int
+    name: str | None = None
+    """With the first piece."""
+    arguments: str = ""
+
+
+class CallParser:
+    """Divides one answer into content and calls of known functions; what is no such call stays content.
+
+    Blanks around calls are dropped. Arguments are passed on as the model writes them, JSON or not.
+    """
+
+    def __init__(self, form: CallFormat, names: Collection[str], *, is_parallel: bool = True) -> None:
+        """is_parallel: False = calls behind the first are dropped."""
+        self._form, self._names, self._is_parallel = form, frozenset(names), is_parallel
+        self._state = "text"  # text | head | arguments | tail
+        self._text = ""  # not yet divided
+        self._blanks = ""  # at the end of the content so far; dropped before a call
+        self._may_begin = True  # a bare call stands at the beginning or behind another
+        self._depth, self._in_string, self._is_escaped, self._has_arguments = 0, False, False, False
+        self._content: list[str] = []
+        self._deltas: list[CallDelta] = []
+        self._num_seen = 0
+        self.num_calls = 0
+
+    def push(self, text: str) -> tuple[str, list[CallDelta]]:
+        """Take more text; returns the content and the parts of calls that are sure."""
+        self._text += text
+        while self._text and getattr(self, f"_in_{self._state}")():
+            pass
+        return self._take()
+
+    def finish(self) -> tuple[str, list[CallDelta]]:
+        """The answer is over: what was held back."""
+        if self._state == "head":
+            if not self._whole(self._text):
+                self._say(self._form.begin + self._text)
+        elif self._state == "text":
+            self._say(self._text)
+        self._text = ""
+        if not self.num_calls:
+            self._content.append(self._blanks)
+        return self._take()
+
+    def _take(self) -> tuple[str, list[CallDelta]]:
+        out = "".join(self._content), self._deltas
+        self._content, self._deltas = [], []
+        return out
+
+    def _say(self, text: str) -> None:
+        kept = text.rstrip()
+        if kept:
+            self._content.append(self._blanks + kept)
+            self._blanks = ""
+        self._blanks += text[len(kept) :]
+
+    def _call(self, name: str, arguments: str = "") -> None:
+        self._blanks = ""
+        self._num_seen += 1
+        if self._is_parallel or self._num_seen == 1:
+            self.num_calls += 1
+            self._deltas.append(CallDelta(index=self._num_seen - 1, name=name, arguments=arguments))
+
+    # ---- states: True = go on with what is left ---------------------------------------------------------------
+    def _in_text(self) -> bool:
+        begin = self._form.begin
+        if not begin:
+            return self._in_bare_text()
+        before, found, after = self._text.partition(begin)
+        if found:
+            self._say(before)
+            self._text, self._state = after, "head"
+            return True
+        keep = next((n for n in range(min(len(begin) - 1, len(before)), 0, -1) if before.endswith(begin[:n])), 0)
+        self._say(before[: len(before) - keep])
+        self._text = before[len(before) - keep :]
+        return False
+
+    def _in_bare_text(self) -> bool:
+        if self._may_begin and self._num_seen:  # blanks behind a call, whichever piece they came in
+            self._text = self._text.lstrip()
+        rest = self._text.lstrip() if not self._num_seen else self._text.lstrip(" \t\r\n;")
+        if self._may_begin and PYTHON_TAG.startswith(rest):
+            return False
+        if self._may_begin and rest.removeprefix(PYTHON_TAG).lstrip().startswith("{"):
+            self._state = "head"
+            return True
+        if self._may_begin and rest.startswith(PYTHON_TAG) and not rest.removeprefix(PYTHON_TAG).strip():
+            return False
+        self._may_begin = False
+        self._say(self._text)
+        self._text = ""
+        return False
+
+    def _in_head(self) -> bool:
+        named = self._form.arguments_key is None
+        text = self._text
+        if not self._form.begin:
+            text = text.lstrip(" \t\r\n;").removeprefix(PYTHON_TAG)
+        match = (_NAMED_HEAD if named else _HEAD).match(text)
+        if match is not None and match[1] in self._names:
+            self._call(match[1])
+            self._text, self._state = text[match.end() :], "arguments"
+            self._depth, self._in_string, self._is_escaped, self._has_arguments = 0, False, False, False
+            return True
+        if not self._form.begin:
+            if match is None and len(text) <= _MAX_HEAD:
+                return False
+            self._may_begin, self._state = False, "text"
+            return True
+        whole, found, after = self._text.partition(self._form.end)
+        if match is None and not found:
+            return False
+        if found and self._whole(whole):
+            self._text = after
+        else:
+            self._say(self._form.begin)
+        self._state = "text"
+        return True
+
+    def _whole(self, text: str) -> bool:
+        """Whether a text is a call, in whatever order of its keys; then it is noted."""
+        try:
+            call = json.loads(text)
+            name = call.get("name") if isinstance(call, dict) else None
+            if not isinstance(name, str) or name not in self._names:
+                return False
+            arguments = call.get("arguments", call.get("parameters", {}))
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+        except (ValueError, RecursionError):
+            return False
+        self._call(name, arguments.encode(errors="backslashreplace").decode())  # half of a surrogate pair stays escaped
+        return True
+
+    def _in_arguments(self) -> bool:
+        """Pass on one JSON value; an object, or whatever stands there until the object around it goes on."""
+        for i, c in enumerate(self._text):
+            if self._in_string:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif c == "\\":
+                    self._is_escaped = True
+                elif c == '"':
+                    self._in_string = False
+            elif c == '"':
+                self._in_string = True
+            elif c in "{[":
+                self._depth += 1
+            elif c in "}]":
+                self._depth -= 1
+                if self._depth <= 0:  # below: the end of the object around a value that is none itself
+                    return self._end_arguments(i + 1 if self._depth == 0 else i)
+            elif c == "," and self._depth == 0:
+                return self._end_arguments(i)
+        self._pass_on(self._text)
+        self._text = ""
+        return False
+
+    def _end_arguments(self, at: int) -> bool:
+        left_out = "" if self._has_arguments else "{}"
+        self._pass_on(self._text[:at] or left_out)
+        self._text, self._state = self._text[at:], "tail"
+        return True
+
+    def _pass_on(self, text: str) -> None:
+        self._has_arguments = self._has_arguments or bool(text)
+        if text and (self._is_parallel or self._num_seen == 1):
+            self._deltas.append(CallDelta(index=self._num_seen - 1, arguments=text))
+
+    def _in_tail(self) -> bool:
+        form = self._form
+        rest = self._text.lstrip()
+        if not rest:  # whether the object around the arguments ends here is not known yet
+            return False
+        if form.arguments_key is not None:
+            rest = rest.removeprefix("}").lstrip()
+        end = form.end.strip()
+        if end and end.startswith(rest) and rest != end:
+            return False
+        self._text, self._state, self._may_begin = rest.removeprefix(end), "text", True
+        return bool(self._text)
+
+
+def merged(deltas: list[CallDelta]) -> list[CallDelta]:
+    """Deltas with one entry a call."""
+    out: list[CallDelta] = []
+    for delta in deltas:
+        if out and out[-1].index == delta.index:
+            out[-1] = CallDelta(
+                index=delta.index, name=out[-1].name or delta.name, arguments=out[-1].arguments + delta.arguments
+            )
+        else:
+            out.append(delta)
+    return out

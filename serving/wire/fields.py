@@ -1,0 +1,144 @@
+"""Fields: bodies are read from JSON, and every name in them is honoured, refused with a reason or named as ignored.
+
+A name that is in none of the three is refused as unknown.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+
+from paceline.errors import RequestError
+
+
+class StrictModel(BaseModel):
+    """A part of a request body: no unknown fields, no conversion between types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, use_attribute_docstrings=True)
+
+
+class RequestBody(StrictModel):
+    """A whole body."""
+
+    model: str | None = None
+    """As in /v1/models; None = the one that is served."""
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the hints in it that changed nothing, for the header x-paceline-ignored."""
+        return self._ignored
+
+    def leave_aside(self, hints: list[str]) -> None:
+        """Note hints that were taken out of the body."""
+        self._ignored += hints
+
+
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "suffix": ((None, ""), "infilling is not offered by this model"),
+    "functions": ((None, []), "use `tools` of /v1/chat/completions"),
+    "function_call": ((None, "none"), "use `tool_choice`"),
+    "tools": ((None, []), "tools belong to /v1/chat/completions"),
+    "tool_choice": ((None, "none"), "tools belong to /v1/chat/completions"),
+    "modalities": ((None, ["text"]), "only text is generated"),
+    "audio": ((None,), "only text is generated"),
+    "web_search_options": ((None,), "there is no web search"),
+    "chat_template": ((None,), "the model's own chat template is used"),
+    "documents": ((None, []), "write the documents into the messages"),
+    "bad_words": ((None, []), "words of several tokens cannot be banned; use `logit_bias` with -100 for tokens"),
+    "include_stop_str_in_output": ((None, False), "the text ends before the stop string"),
+    "cache_salt": ((None,), "a tenant has a prefix cache of its own; use the header x-paceline-tenant"),
+    "use_beam_search": ((None, False), "answers are sampled; use `n` for several"),
+    "length_penalty": ((None, 1.0), "there is no beam search"),
+}  # fmt: skip
+"""Fields that are known but not offered -> the values that ask for nothing and are let through, and the reason."""
+
+IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "store": ((None, False), "answers are not stored"),
+    "user": ((None,), "the caller changes nothing in an answer"),
+    "safety_identifier": ((None,), "the caller changes nothing in an answer"),
+    "prompt_cache_key": ((None,), "the prefix cache is found by the prompt's tokens alone"),
+    "prompt_cache_retention": ((None,), "cached prefixes stay until their memory is needed"),
+    "service_tier": ((None, "auto", "default"), "there is one tier; the extension `priority` orders requests"),
+    "reasoning_effort": ((None,), "the model has no levels; `chat_template_kwargs` has what its template knows"),
+    "verbosity": ((None,), "the model has no verbosity levels"),
+    "parallel_tool_calls": ((None,), "there are no `tools`"),
+    "prediction": ((None,), "the service drafts by itself"),
+    "guided_decoding_backend": ((None,), "there is one"),
+}
+"""Hints that no answer depends on: any value is taken and the field named in the header x-paceline-ignored."""
+
+
+class FieldError(RequestError):
+    """A field of the body is wrong; `param` names it, `code` is OpenAI's for what clients act on."""
+
+    def __init__(self, message: str, param: str | None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+def parse_body(raw: bytes, kind: type[BaseModel]) -> Any:
+    """Read a request body; raises FieldError that names the field and the rule."""
+    return parse_values(parse_json(raw), kind)
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body; raises FieldError when it is none."""
+    try:
+        values = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as e:
+        raise FieldError(f"the body must be JSON: {e}", None) from e
+    if not isinstance(values, dict):
+        raise FieldError(f"the body must be a JSON object, got {type(values).__name__}", None)
+    if b"\\ud" in raw.lower():  # an escaped half of a character: no tokenizer takes it, and no answer can repeat it
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise FieldError("the body must be Unicode text, got half of a surrogate pair", None) from None
+        except RecursionError as e:
+            raise FieldError(f"the body must be JSON: {e}", None) from e
+    return values
+
+
+def parse_values(values: dict[str, Any], kind: type[BaseModel]) -> Any:
+    """The body of the given kind; raises FieldError that names the field and the rule."""
+    ignored = []
+    for name in [k for k in values if k not in kind.model_fields and (k in REFUSED or k in IGNORED)]:
+        neutral, reason = REFUSED.get(name) or IGNORED[name]
+        value = values.pop(name)
+        if not any(value == x and type(value) is type(x) for x in neutral):
+            if name in REFUSED:
+                raise FieldError(f"{name} is not supported: {reason}", name)
+            ignored.append(name)
+    strange = next((k for k in values if k not in kind.model_fields), None)
+    if strange is not None:
+        raise FieldError(f"{strange[:64]} is not a field of this request; remove it", strange[:64])
+    try:
+        body = kind.model_validate(values)
+    except ValidationError as e:
+        raise _field_error(e, kind) from e
+    except RecursionError as e:  # JSON is written with fewer levels than it is read with
+        raise FieldError("the body must not be nested so deeply", None) from e
+    if isinstance(body, RequestBody):
+        body.leave_aside(ignored)
+    return body
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _field_error(error: ValidationError, kind: type[BaseModel]) -> FieldError:
+    """The most telling of pydantic's complaints; unions of the prompt's forms complain once per form."""
+    first = max(error.errors(), key=lambda e: e["type"] == "extra_forbidden")
+    path = [str(p) for p in first["loc"] if not (isinstance(p, str) and ("[" in p or p in ("str", "int", "list")))]
+    name = ".".join(path) or None
+    if first["type"] == "extra_forbidden":
+        return FieldError(f"{name} is not a field of this request; remove it", name)
+    message = first["msg"].removeprefix("Value error, ")
+    first_word = message.partition(" ")[0]
+    if name is None and first_word in kind.model_fields:  # a rule about several fields names the one to change first
+        name = first_word
+    return FieldError(f"{name}: {message}" if name and not message.startswith(name) else message, name)

@@ -1,0 +1,173 @@
+"""Tools: how a chat template shows functions to its model, what the model's calls look like, and the grammar that forces one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.serving.sampling.grammar import check_patterns, json_schema_with_blanks
+from paceline.serving.sampling.request import GrammarSpec
+from paceline.serving.wire.calls import HERMES, LLAMA, MARKED, CallFormat
+from paceline.serving.wire.fields import FieldError
+from paceline.serving.wire.messages import Conversation, NamedTool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolStyle:
+    """What a chat template does with tools."""
+
+    form: CallFormat | None
+    """How its model writes calls; None = in a way that is not read here."""
+    writes_tools: bool
+    """It shows `tools` to the model; otherwise the first message does."""
+    writes_calls: bool
+    """It writes calls and their results; otherwise they are put into the text of messages."""
+    wants_objects: bool
+    """Arguments of calls are given to it as objects, not as JSON."""
+
+
+def style_of(template: Any) -> ToolStyle:
+    """The style of a tokenizer's chat template, which is a text or several by name."""
+    text = "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template or "")
+    writes_tools = re.search(r"\btools\b", text) is not None
+    if MARKED.begin in text:
+        form: CallFormat | None = MARKED
+    elif HERMES.begin in text:
+        form = None if "<function=" in text else HERMES
+    elif not writes_tools:
+        form = HERMES
+    else:
+        form = LLAMA if '"parameters"' in text and "[TOOL_CALLS]" not in text else None
+    return ToolStyle(
+        form=form, writes_tools=writes_tools, writes_calls="tool_calls" in text, wants_objects="tojson" in text
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallPlan:
+    """How the calls of one answer are read and, where one is asked for, forced."""
+
+    form: CallFormat
+    names: frozenset[str]
+    is_parallel: bool
+    grammar: GrammarSpec | None
+    """None = the answer is free, or has the form that it was asked for."""
+
+
+def plan_calls(
+    body: Conversation, form: GrammarSpec | None, style: ToolStyle, special: Collection[str], *, is_parallel: bool
+) -> CallPlan | None:
+    """The plan of an answer; None where nothing may be called.
+
+    Args:
+        form: what the answer is asked to look like.
+        special: written forms of the tokenizer's special tokens.
+    Raises: FieldError where tools and form exclude each other, or calls of this model cannot be read.
+    """
+    tools = body.callable_tools
+    if not tools:
+        return None
+    if style.form is None:
+        raise FieldError(
+            "tools must be absent: this model's chat template writes calls in a way that is not read; describe them in "
+            "the messages",
+            "tools",
+        )
+    is_forced = isinstance(body.tool_choice, NamedTool) or body.tool_choice == "required"
+    if form is not None and (is_forced or not form.kind.startswith("json")):
+        raise FieldError(
+            "tools must be absent, or tool_choice 'auto' or 'none', where the answer has a form that is no JSON schema", "tools"
+        )  # fmt: skip
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    schemas = {t.function.name: t.function.parameters or {} for t in tools if named in (None, t.function.name)}
+    grammar = None
+    if is_forced or form is not None:
+        answer = None if form is None else form.text or '{"type": "object"}'
+        text = _grammar(style.form, schemas, special, is_parallel=is_parallel and named is None, answer=answer)
+        grammar = GrammarSpec(kind="calls", text=text)
+    names = frozenset(t.function.name for t in tools)
+    return CallPlan(form=style.form, names=names, is_parallel=is_parallel, grammar=grammar)
+
+
+def _grammar(
+    form: CallFormat, schemas: Mapping[str, dict[str, Any]], special: Collection[str], *, is_parallel: bool, answer: str | None
+) -> str:  # fmt: skip
+    """Lark of nothing but calls, or with `answer`, a JSON schema, of calls or such an answer."""
+
+    def marker(text: str) -> str:
+        return text if text in special else _quoted(text)
+
+    between = {"": _quoted("; "), HERMES.end: _quoted("\n")}.get(form.end, "")
+    rules = [f"calls: call ({between} call)*" if is_parallel else "calls: call"]
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(schemas))))
+    for i, (name, schema) in enumerate(schemas.items()):
+        if form.arguments_key is None:
+            parts = [marker(form.begin), _quoted(f"{name} "), f"args_{i}", _quoted(form.end)]
+        else:
+            head = f'{{"name": {json.dumps(name)}, "{form.arguments_key}": '
+            parts = [_quoted(head), f"args_{i}", _quoted("}")]
+            if form.begin:
+                parts = [marker(form.begin), _quoted("\n"), *parts, _quoted("\n"), marker(form.end)]
+        rules.append(f"call_{i}: {' '.join(parts)}")
+        check_patterns(schema)
+        rules.append(f"args_{i}: %json {json_schema_with_blanks({**schema, 'type': 'object'})}")
+    if answer is not None:
+        try:
+            own = json.loads(answer)
+        except (ValueError, RecursionError):
+            own = None
+        if not isinstance(own, dict):
+            raise FieldError("response_format must have a JSON schema that is an object", "response_format")
+        check_patterns(own)
+        rules.append(f"answer: %json {json_schema_with_blanks(own)}")
+    start = "start: calls | answer" if answer is not None else "start: calls"
+    return "\n".join([start, *rules])
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def template_messages(body: Conversation, style: ToolStyle) -> list[dict[str, Any]]:
+    """The messages of a conversation for a template of this style."""
+    messages = [m.for_template(wants_objects=style.wants_objects) for m in body.messages]
+    form = style.form or HERMES
+    if not style.writes_calls:
+        messages = [_written(m, form) for m in messages]
+    tools = body.callable_tools
+    if tools and not style.writes_tools:
+        shown = _described([t.for_template()["function"] for t in tools], form)
+        # in the first message, whoever speaks: not every template takes one of the system
+        messages[0]["content"] = f"{shown}\n\n{messages[0]['content']}"
+    return messages
+
+
+def _described(functions: Sequence[dict[str, Any]], form: CallFormat) -> str:
+    """What a template that knows no tools is given to show."""
+    lines = [json.dumps(f, ensure_ascii=False) for f in functions]
+    example = _call_text("NAME", "{...}", form)
+    return "\n".join(["You may call these functions:", *lines, f"To call one, write:\n{example}"])
+
+
+def _written(message: dict[str, Any], form: CallFormat) -> dict[str, Any]:
+    """A message with its calls in its text; a result is told by the user."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.pop("tool_calls", None) or []
+    texts = []
+    for call in calls:
+        arguments = call["function"]["arguments"]
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        texts.append(_call_text(call["function"]["name"], arguments, form))
+    message["content"] = "\n".join([*([message["content"]] if message["content"] else []), *texts])
+    return message
+
+
+def _call_text(name: str, arguments: str, form: CallFormat) -> str:
+    if form.arguments_key is None:
+        return f"{form.begin}{name} {arguments}"
+    call = f'{{"name": {json.dumps(name)}, "{form.arguments_key}": {arguments}}}'
+    return f"{form.begin}\n{call}\n{form.end}" if form.begin else call

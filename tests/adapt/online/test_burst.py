@@ -1,0 +1,143 @@
+"""A burst scores every request once and before it is learned, keeps what it has whatever ends it, and stops when it is sure."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.adapt.data.learning_text import request_digest
+from paceline.adapt.families.target_handle import TargetTables
+from paceline.adapt.gate.gate import Finding
+from paceline.adapt.online import burst as burst_module
+from paceline.adapt.online.burst import SCORED_TOGETHER, Burst
+from paceline.adapt.online.learner import Learner
+from paceline.clock import ManualClock
+from paceline.contracts import ArmSpec
+from paceline.serving.loading.families import build_drafter
+from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
+from tests.helpers.training import EMBED, FEATURES, TARGET, VOCAB, learnable_trace
+
+CONFIG = SpecBlockConfig(
+    hidden_size=32, intermediate_size=64, num_heads=2, num_kv_heads=1, head_dim=16, vocab_size=VOCAB,
+    feature_size=FEATURES, embed_size=EMBED,
+)  # fmt: skip
+ARM = ArmSpec(name="full", parameters="full", num_rows=10_000, learning_rate=2e-3, rehearsal_share=1 / 3)
+OWN = [learnable_trace(f"m{i}", num_outputs=12) for i in range(30)]
+OTHERS = [learnable_trace(f"c{i}", num_outputs=12, bucket="code") for i in range(5)]
+
+
+class Told(Learner):
+    """Keeps what was scored and learned, in order."""
+
+    def __init__(self, events):
+        torch.manual_seed(0)
+        super().__init__(SpecBlockModel(CONFIG), TargetTables.of(TARGET, torch.device("cpu")), ARM, seed=3)
+        self.events = events
+
+    def mark_read(self, traces):
+        super().mark_read(traces)
+        self.events += [("scored", t.request_id) for t in traces]
+
+    def learn(self, trace, *, is_rehearsal=False):
+        self.events.append(("learned", trace.request_id))
+        return super().learn(trace, is_rehearsal=is_rehearsal)
+
+
+def drafter(learner):
+    values = {**CONFIG.to_dict(), "drafter_type": "specblock"}
+    return build_drafter(values, learner.model.state_dict(), TARGET, target_version=TARGET.version)
+
+
+def make_burst(learner, *, should_stop=lambda: False, save=lambda: None, clock=lambda: 0.0, min_gain=0.0):
+    return Burst(
+        learner, drafter(learner), drafter(Told([])), num_nodes=4, max_frontier=2, min_gain=min_gain, device="cpu",
+        clock=clock, should_stop=should_stop, save=save,
+    )  # fmt: skip
+
+
+def unread(learner):
+    return [t for t in OWN if not learner.has_read(t)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.integers(0, 60), max_size=4), st.booleans())
+def test_every_request_is_scored_once_and_never_after_it_was_learned(stops, is_lost):
+    """Bursts stopped after any number of looks; with `is_lost` the state of the last save is all that the next one has."""
+    events, learner, saved = [], Told([]), []
+    learner.events = events
+    for stop in [*stops, 10**9]:
+        looks = iter(range(10**9))
+        burst = make_burst(
+            learner, should_stop=lambda stop=stop, looks=looks: next(looks) >= stop,
+            save=lambda learner=learner: saved.append((learner.state(), list(learner.events))), min_gain=5.0,
+        )  # fmt: skip
+        list(burst.run(unread(learner), OTHERS))
+        if is_lost:
+            state, before = saved[-1]
+            learner = Told(list(before))
+            learner.restore(*state)
+    scored = [name for what, name in learner.events if what == "scored"]
+    assert len(scored) == len(set(scored)) == learner.evidence.num_requests + learner.evidence.num_others
+    assert {t.request_id for t in OWN} <= set(scored)
+    for name in {name for _, name in learner.events}:
+        assert learner.events.index(("scored", name)) < min(
+            [i for i, e in enumerate(learner.events) if e == ("learned", name)], default=math.inf
+        )
+    own = [name for what, name in learner.events if what == "learned" and name.startswith("m")]
+    assert len(own) == len(set(own)) and learner.num_rows == 12 * len(own)
+    assert set(learner.seen) == {request_digest(name) for name in scored}
+
+
+def test_two_bursts_are_one_long_burst_cut_at_a_chunk():
+    whole, first, second = (Told([]) for _ in range(3))
+    list(make_burst(whole, min_gain=5.0).run(OWN, OTHERS[:0]))
+    list(make_burst(first, min_gain=5.0).run(OWN[: 2 * SCORED_TOGETHER], []))
+    second.restore(*first.state())
+    list(make_burst(second, min_gain=5.0).run(unread(second), []))
+    a, b = whole.snapshot(), second.snapshot()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert second.evidence.num_requests == whole.evidence.num_requests == len(OWN)
+
+
+def test_a_stop_keeps_what_was_learned_before_it():
+    learner, saved = Told([]), []
+    looks = iter(range(10**9))
+    burst = make_burst(learner, should_stop=lambda: next(looks) > 40, save=lambda: saved.append(learner.state()))
+    done = list(burst.run(OWN, OTHERS))
+    assert len(saved) == 1 and 0 < len(done) < len(OWN)
+    assert saved[0][1]["step"] == learner.num_steps > 0 and burst.num_learned in (len(done), len(done) + 1)
+
+
+def test_a_burst_saves_at_intervals(monkeypatch):
+    monkeypatch.setattr(burst_module, "SAVE_S", 1.0)
+    clock, learner, saved = ManualClock(0.0), Told([]), []
+
+    def look():
+        clock.advance(0.05)
+        return False
+
+    burst = make_burst(
+        learner, should_stop=look, clock=clock.now, save=lambda: saved.append(learner.num_steps), min_gain=5.0
+    )
+    list(burst.run(OWN, OTHERS))
+    assert len(saved) > 2 and saved == sorted(saved)
+    assert burst.train_s + burst.shadow_s == pytest.approx(clock.now(), abs=1e-6)
+
+
+def test_a_burst_ends_when_the_evidence_is_sure():
+    text = [learnable_trace(f"m{i}") for i in range(400)]
+    learner = Told([])
+    done = list(make_burst(learner).run(text, []))
+    assert learner.evidence.finding(0.0) is Finding.BETTER and len(done) < len(text)
+    new, old = (sum(s.num_rounds for s in side) for side in zip(*learner.evidence.own, strict=True))
+    assert new < old
+
+
+def test_rehearsal_comes_round_again_but_is_scored_once():
+    learner = Told([])
+    list(make_burst(learner, min_gain=5.0).run(OWN, OTHERS))
+    learned = [name for what, name in learner.events if what == "learned" and name.startswith("c")]
+    assert len(learned) == pytest.approx(len(OWN) / 2, abs=1) and set(learned) == {t.request_id for t in OTHERS}
+    assert learner.evidence.num_others == len(OTHERS)

@@ -1,0 +1,146 @@
+"""A learner's state is whole or not there, whatever is killed or damaged when, and what is kept is bounded."""
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from paceline import paths
+from paceline.adapt.online import learner_store
+from paceline.adapt.online.learner_store import MAX_STATES, LearnerKey, LearnerStore
+
+KEY = LearnerKey("math", "specblock", "0" * 12, "target", "full")
+
+
+def tensors(value, size=64):
+    return {"w": torch.full((size,), float(value)), "seen": torch.arange(int(value))}
+
+
+def value_of(found):
+    state, record = found
+    assert bool((state["w"] == record["n"]).all()) and len(state["seen"]) == record["n"], "parts of two states"
+    return record["n"]
+
+
+@pytest.fixture
+def store(tmp_path):
+    times = itertools.count(1000.0, 0.001)
+    return LearnerStore(tmp_path / "learners", now=lambda: next(times))
+
+
+def files(tmp_path):
+    return sorted((tmp_path / "learners").iterdir())
+
+
+def test_the_newest_state_comes_back_and_the_old_one_goes(store, tmp_path):
+    assert store.load(KEY) is None
+    for n in (1, 2, 3):
+        store.save(KEY, tensors(n), {"n": n})
+    assert value_of(store.load(KEY)) == 3 and len(files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("field", LearnerKey._fields)
+def test_another_base_target_class_or_arm_is_another_learner(store, field):
+    store.save(KEY, tensors(1), {"n": 1})
+    assert store.load(KEY._replace(**{field: "other"})) is None
+
+
+def test_a_clock_that_goes_back_does_not_bring_an_old_state_back(tmp_path):
+    for n, now in ((1, 2000.0), (2, 1000.0)):
+        LearnerStore(tmp_path / "learners", now=lambda now=now: now).save(KEY, tensors(n), {"n": n})
+    assert value_of(LearnerStore(tmp_path / "learners").load(KEY)) == 2
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: data[: len(data) // 2],
+    lambda data: b"",
+    lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    lambda data: b"\xff" * len(data),
+])  # fmt: skip
+def test_a_damaged_state_is_left_out_and_the_one_before_counts(store, tmp_path, damage, monkeypatch):
+    store.save(KEY, tensors(1), {"n": 1})
+    monkeypatch.setattr(LearnerStore, "_delete", lambda self, found: None)  # killed before the old one went
+    store.save(KEY, tensors(2), {"n": 2})
+    newest = files(tmp_path)[-1]
+    newest.write_bytes(damage(newest.read_bytes()))
+    assert value_of(store.load(KEY)) == 1
+    files(tmp_path)[0].write_bytes(b"x")
+    assert store.load(KEY) is None
+
+
+def test_a_write_that_fails_leaves_the_state_before(store, monkeypatch):
+    store.save(KEY, tensors(1), {"n": 1})
+
+    def fail(*args):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(paths.os, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        store.save(KEY, tensors(2), {"n": 2})
+    assert value_of(store.load(KEY)) == 1
+
+
+def test_states_are_bounded_and_the_oldest_go(store, tmp_path):
+    for n in range(MAX_STATES + 5):
+        store.save(KEY._replace(bucket=f"b{n}"), tensors(n), {"n": n})
+    assert len(files(tmp_path)) == MAX_STATES
+    assert store.load(KEY._replace(bucket="b4")) is None
+    assert value_of(store.load(KEY._replace(bucket="b5"))) == 5
+
+
+def test_what_a_killed_writer_left_goes_after_a_while(store, tmp_path):
+    store.save(KEY, tensors(1), {"n": 1})
+    for name, age in (("old.tmp", 2 * learner_store.MAX_UNFINISHED_S), ("new.tmp", 0.0)):
+        left = tmp_path / "learners" / name
+        left.write_bytes(b"half")
+        os.utime(left, (1000.0 - age, 1000.0 - age))
+    store.save(KEY, tensors(2), {"n": 2})
+    assert [f.name for f in files(tmp_path) if f.suffix == ".tmp"] == ["new.tmp"]
+
+
+def test_a_version_remembers_what_its_lineage_has_read(store):
+    assert store.learned_by("abc") == []
+    store.note_learned("abc", torch.tensor([5, 2**62]))
+    assert store.learned_by("abc") == [5, 2**62]
+
+
+def test_a_dropped_learner_is_gone_and_others_stay(store):
+    other = KEY._replace(bucket="code")
+    for key, n in ((KEY, 1), (other, 2)):
+        store.save(key, tensors(n), {"n": n})
+    store.drop(KEY)
+    store.drop(KEY)
+    assert store.load(KEY) is None and value_of(store.load(other)) == 2
+
+
+WRITER = """
+import sys
+import torch
+from paceline.adapt.online.learner_store import LearnerKey, LearnerStore
+store, key, n = LearnerStore(sys.argv[1]), LearnerKey(*sys.argv[2:]), 0
+while True:
+    n += 1
+    store.save(key, {"w": torch.full((200_000,), float(n)), "seen": torch.arange(n)}, {"n": n})
+    print(n, flush=True)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_its_newest_whole_state(tmp_path):
+    rng = random.Random(0)
+    for _ in range(4):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path / "learners"), *KEY], stdout=subprocess.PIPE, text=True
+        )
+        writer.stdout.readline()
+        time.sleep(rng.uniform(0.0, 0.3))
+        writer.send_signal(signal.SIGKILL)
+        told = [line for line in writer.communicate()[0].splitlines() if line]
+        found = value_of(LearnerStore(tmp_path / "learners").load(KEY))
+        assert found >= int(told[-1] if told else 1)
+        assert found <= int(told[-1] if told else 1) + 1

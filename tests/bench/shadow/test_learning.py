@@ -1,0 +1,26 @@
+"""The learner and the job learn the same text, and both are judged on requests that neither learned."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from paceline.bench.shadow.learning import LearnerOptions, run_learner_bench
+from paceline.errors import ConfigError
+
+
+def test_every_arm_has_a_row_with_its_gain_per_second(tmp_path):
+    options = LearnerOptions(
+        num_prompts=16, num_judged=8, max_tokens=12, repeats=1, rates=(1e-3,), json=tmp_path / "r.json", work=tmp_path
+    )
+    rows = run_learner_bench(options, Console(quiet=True))["rows"]
+    assert [r["arm"] for r in rows] == ["job", "learner 0.001"] and rows[0]["over_job"] == 1.0
+    for row in rows:
+        assert row["seconds"] > 0 and row["rows"] > 100 and row["before"] == rows[0]["before"]
+        assert row["gain_per_s"] == pytest.approx((row["after"] - row["before"]) / row["seconds"])
+    assert json.loads((tmp_path / "r.json").read_text())["rows"] == rows
+
+
+def test_a_class_without_prompts_is_refused():
+    with pytest.raises(ConfigError, match="buckets must be among"):
+        run_learner_bench(LearnerOptions(buckets=("nothing",)), Console(quiet=True))

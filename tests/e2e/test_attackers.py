@@ -1,0 +1,160 @@
+"""A whole service under Serve: what its proxy lets through, whom it waits for, and who gave which command."""
+
+import json
+import os
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig
+from paceline.infra.app import Service, run_service, stop_service
+from paceline.paths import keep_private
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+TOKENS = """
+tokens:
+  - {token: a, tenant: acme}
+  - {token: b, tenant: bolt}
+  - {token: ops, role: admin, name: alice}
+"""
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """(certificate, key) of localhost by openssl."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*words, *names], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("attackers")
+    (folder / "tokens.yaml").write_text(TOKENS)
+    cert, key = make_certificate(folder)
+    config = ServiceConfig(
+        model_name="attackers", device="cpu", data_dir=str(folder / "data"), port=0, token_file=str(folder / "tokens.yaml"),
+        tls_cert=str(cert), tls_key=str(key), engine=EngineConfig(num_threads=1, max_running=4, max_waiting=8),
+        policy=PolicyConfig(policy="never"), trace=TraceConfig(share=0.0),
+    )  # fmt: skip
+    before = os.umask(0o022)
+    keep_private()  # as `paceline serve` does
+    try:
+        service = run_service(config)
+    finally:
+        os.umask(before)
+    try:
+        yield service
+    finally:
+        stop_service(service)
+
+
+@pytest.fixture(scope="module")
+def trusted(service: Service) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=service.config.tls_cert)
+
+
+@pytest.fixture(scope="module")
+def http(service: Service, trusted: ssl.SSLContext) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, verify=trusted, timeout=60) as client:
+        yield client
+
+
+def ask(http: httpx.Client, token: str, **headers: str | bytes) -> httpx.Response:
+    sent = {"authorization": f"Bearer {token}", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    return http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4}, headers=sent)
+
+
+def test_the_service_speaks_tls_and_nothing_else(service: Service, http: httpx.Client) -> None:
+    assert service.url.startswith("https://") and http.get("/healthz").status_code == 200
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(service.url.replace("https", "http") + "/healthz", timeout=10)
+
+
+def test_tokens_of_tenants_open_the_api_and_only_that(http: httpx.Client) -> None:
+    assert ask(http, "a").status_code == ask(http, "b", x_paceline_tenant="bolt").status_code == 200
+    assert ask(http, "x").status_code == 401 and ask(http, "ops").status_code == 401
+    assert ask(http, "a", x_paceline_tenant="bolt").status_code == 403
+    for path in ("/paceline/state", "/metrics", "/dashboard/api/state"):
+        assert http.get(path, headers={"authorization": "Bearer a"}).status_code == 403
+        assert http.get(path, headers={"authorization": "Bearer ops"}).status_code == 200
+
+
+@pytest.mark.parametrize("request_id", [b"\xff", b"\xe4\xf6", b"a b", b"x" * 129])
+def test_an_id_that_serve_cannot_read_is_a_bad_request(http: httpx.Client, request_id: bytes) -> None:
+    answer = ask(http, "a", x_request_id=request_id)
+    assert answer.status_code == 400 and "x-request-id" in answer.json()["error"]["message"]
+    assert ask(http, "a", x_request_id="mine").headers["x-request-id"] == "mine"
+
+
+def test_headers_that_would_steer_serve_change_nothing(http: httpx.Client) -> None:
+    assert ask(http, "a", x_request_timeout_seconds="0.000001").status_code == 200
+    assert ask(http, "a", x_session_id=b"\xff", serve_multiplexed_model_id=b"\xff").status_code == 200
+
+
+def test_connections_that_send_one_byte_take_no_place(
+    service: Service, trusted: ssl.SSLContext, http: httpx.Client
+) -> None:
+    """More of them than the replica has places (4 + 8 + 48); they wait in the proxy until they are told why they go."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer a\r\nContent-Length: 1000\r\n\r\n{"
+    ask(http, "b")
+    began = time.perf_counter()
+    assert ask(http, "b").status_code == 200
+    alone_s = time.perf_counter() - began
+    with ExitStack() as stack:
+        slow = []
+        for _ in range(120):
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", service.config.port)))
+            sock = stack.enter_context(trusted.wrap_socket(plain, server_hostname="localhost"))
+            sock.sendall(head)
+            slow.append(sock)
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            assert ask(http, "b").status_code == 200
+            times.append(time.perf_counter() - began)
+        assert sorted(times)[2] < 2 * alone_s + 1.0
+        for sock in slow:
+            sock.settimeout(60)
+            assert sock.recv(65_536).startswith(b"HTTP/1.1 408 ")
+
+
+def test_every_command_is_in_the_log_with_who_gave_it(service: Service, http: httpx.Client) -> None:
+    for token, status in (("a", 401), ("ops", 200)):
+        sent = http.post("/dashboard/api/commands/pause", json={}, headers={"authorization": f"Bearer {token}"})
+        assert sent.status_code == status, sent.text
+    http.post("/dashboard/api/commands/resume", json={}, headers={"authorization": "Bearer ops"})
+    lines = []
+    for path in Path(service.config.data_dir).rglob("replica-*.log"):
+        lines += [json.loads(line) for line in path.read_text().splitlines()]
+    found = [(x["who"], x["command"], x["outcome"][:11]) for x in lines if x["logger"] == "paceline.audit"]
+    assert [(who, name) for who, name, _ in found if name == "pause"][-1] == ("alice", "pause")
+    assert [outcome for _, _, outcome in found][-3:] == ["refused 401", "done", "done"]
+
+
+def test_nobody_else_may_read_what_the_service_writes(service: Service, http: httpx.Client) -> None:
+    root = Path(service.config.data_dir)
+    assert root.stat().st_mode & 0o077 == 0
+    files = [p for p in root.rglob("*") if p.name.endswith((".log", ".msgpack", ".jsonl", ".safetensors", ".json"))]
+    assert files and [p for p in files if p.stat().st_mode & 0o077] == []
+
+
+def test_a_token_that_is_taken_out_of_the_file_opens_nothing_within_seconds(
+    service: Service, http: httpx.Client
+) -> None:
+    path = Path(service.config.token_file or "")
+    path.write_text(TOKENS.replace("token: a,", "token: rotated,"))
+    deadline = time.monotonic() + 20
+    while ask(http, "a").status_code != 401:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert ask(http, "rotated").status_code == 200 and ask(http, "b").status_code == 200

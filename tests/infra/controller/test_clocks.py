@@ -1,0 +1,166 @@
+"""Clocks that are wrong or step change nothing: times that are compared are Redis', carried on by a steady clock."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline import clock as clock_module
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.clock import ManualClock, SystemClock
+from paceline.config import TraceConfig
+from paceline.contracts import SPAN_S, FeedbackBatch, decode
+from paceline.infra.replica.feedback import FeedbackPublisher
+from paceline.infra.state.redis_clock import RedisClock
+from paceline.infra.web.metrics import controller_metrics
+from tests.helpers.drafters import make_trace
+from tests.helpers.hosts import make_host, send, settle, stored
+from tests.helpers.scripted import row
+
+ROOT = Path(__file__).resolve().parents[3]
+AHEAD_S = 61 * 60.0
+MAX_AGE_S = 3600.0
+SKEWED = """
+import sys, time
+real, skew = time.time, float(sys.argv[1])
+time.time = lambda: real() + skew  # what this node's clock says, before anything of ours is imported
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.data.trace_writer import TraceWriter
+from paceline.config import TraceConfig
+from paceline.infra.state.redis_clients import producer_client
+from paceline.infra.state.redis_clock import RedisClock
+from tests.helpers.drafters import make_trace
+
+clock = RedisClock()
+if sys.argv[4] == "redis":
+    clock.look(producer_client(sys.argv[3]))
+writer = TraceWriter(TraceStore(sys.argv[2], clock=clock), TraceConfig(max_age_s=float(sys.argv[5])), clock=clock)
+for i in range(5):
+    writer.record_trace(make_trace(f"skewed{i}"))
+    assert writer.flush()
+writer.close()
+print(clock.now() - real())
+"""
+
+
+def skewed_node(skew_s: float, folder: Path, url: str, clock: str = "redis") -> float:
+    """A node whose clock is off writes five shards and enforces the limits after each; its clock's error afterwards."""
+    command = [sys.executable, "-c", SKEWED, str(skew_s), str(folder), url, clock, str(MAX_AGE_S)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    return float(done.stdout)
+
+
+def test_the_systems_clock_goes_on_when_the_wall_clock_steps(monkeypatch):
+    clock = SystemClock()
+    before = clock.now()
+    assert abs(before - time.time()) < 5.0
+    for step in (7200.0, -7200.0):
+        monkeypatch.setattr(time, "time", lambda step=step: step)
+        assert 0.0 <= clock.now() - before < 5.0
+        assert 0.0 <= SystemClock().now() - before < 5.0
+
+
+def test_every_process_has_the_time_of_redis(client, monkeypatch):
+    monkeypatch.setattr(clock_module, "_WALL_S", clock_module._WALL_S + AHEAD_S)
+    clock = RedisClock()
+    assert not clock.is_set and clock.now() - time.time() > AHEAD_S - 5.0
+    clock.look(client)
+    assert clock.is_set and abs(clock.now() - time.time()) < 5.0
+    seconds, _ = client.time()
+    assert abs(clock.now() - seconds) < 2.0
+
+
+def test_a_redis_that_is_away_leaves_the_systems_time_until_it_answers(own_redis):
+    from paceline.infra.state.redis_clients import producer_client
+
+    clock, client = RedisClock(), producer_client(own_redis.url)
+    own_redis.stop()
+    clock.try_to_look(client)
+    assert not clock.is_set and abs(clock.now() - time.time()) < 5.0
+    own_redis.start()
+    clock.try_to_look(client)
+    assert clock.is_set
+
+
+@pytest.mark.parametrize("skew_s", [AHEAD_S, -AHEAD_S])
+def test_a_node_61_minutes_off_deletes_no_trace_and_its_own_are_as_young_as_all(shared_redis, tmp_path, skew_s):
+    store = TraceStore(tmp_path)
+    for i in range(5):
+        store.write_shard([make_trace(f"r{i}")], "math")
+    assert abs(skewed_node(skew_s, tmp_path, shared_redis.url)) < 5.0
+    shards = store.list_shards()
+    assert len(shards) == 10
+    assert max(s.created for s in shards) - min(s.created for s in shards) < 120.0
+    assert store.enforce_limits(TraceConfig().max_bytes, MAX_AGE_S, time.time()) == 0
+    assert store.enforce_limits(TraceConfig().max_bytes, MAX_AGE_S, time.time() + MAX_AGE_S + 120.0) == 10
+
+
+def test_the_same_node_by_its_own_clock_would_delete_everybodys(shared_redis, tmp_path):
+    """What the claim above is worth: the fault is really there."""
+    TraceStore(tmp_path).write_shard([make_trace("r")], "math")
+    skewed_node(AHEAD_S, tmp_path, shared_redis.url, clock="own")
+    assert len(TraceStore(tmp_path).list_shards()) == 5
+
+
+def test_rounds_of_a_node_that_is_ahead_are_told_by_redis_time(shared_redis, client, keys, monkeypatch):
+    monkeypatch.setattr(clock_module, "_WALL_S", clock_module._WALL_S + AHEAD_S)
+    pub = FeedbackPublisher(shared_redis.url, keys, replica_id="a", target_version="t", clock=RedisClock())
+    pub.record_rounds(row(1, ts=SystemClock().now()))  # as this node's engine does
+    assert pub.flush()
+    ((_, fields),) = client.xrange(keys.feedback)
+    (cell,) = decode(fields[b"v"], FeedbackBatch).cells
+    assert abs(cell.span * SPAN_S - time.time()) < 4 * SPAN_S
+    pub.close()
+
+
+def test_a_batch_that_is_sent_again_after_a_step_is_folded_once(
+    shared_redis, client, keys, tmp_path, seeded, monkeypatch
+):
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+    send(client, keys, 1, replica="quiet")
+    settle(host)
+    monkeypatch.setattr(time, "time", lambda: time.monotonic() + 4e9)
+    host.session.feedback._sweep_due = 0.0  # look for producers that are gone with the next batch
+    send(client, keys, 1, replica="other")
+    send(client, keys, 1, replica="quiet")
+    settle(host)
+    state = stored(client, keys)
+    assert (state.num_rows, state.num_duplicates) == (6, 1)
+
+
+@pytest.mark.parametrize("ahead_s", [7200.0, -7200.0])
+def test_a_controller_with_another_clock_than_the_one_before_folds_once(
+    shared_redis, client, keys, tmp_path, seeded, ahead_s
+):
+    first = make_host(shared_redis.url, keys, tmp_path, clock=ManualClock(1e9))
+    first.connect()
+    send(client, keys, 1, replica="quiet")
+    settle(first)
+    clock = ManualClock(1e9 + ahead_s)
+    second = make_host(shared_redis.url, keys, tmp_path, clock=clock)
+    second.connect()
+    send(client, keys, 1, replica="other")
+    send(client, keys, 1, replica="quiet")
+    settle(second)
+    assert (stored(client, keys).num_rows, stored(client, keys).num_duplicates) == (6, 1)
+    clock.advance(3700.0)
+    send(client, keys, 2, replica="other")
+    settle(second)
+    if ahead_s > 0:  # an hour of this controller's own time is enough to forget a producer
+        assert set(stored(client, keys).watermarks) == {"other:1"}
+
+
+def test_a_controller_goes_by_redis_time_and_says_how_old_its_values_are(
+    shared_redis, client, keys, tmp_path, seeded, monkeypatch
+):
+    monkeypatch.setattr(clock_module, "_WALL_S", clock_module._WALL_S + AHEAD_S)
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+    settle(host)
+    snapshot = host.snapshot()
+    assert snapshot.ts is not None and abs(snapshot.ts - time.time()) < 5.0
+    assert snapshot.age_s is not None and 0.0 <= snapshot.age_s < 5.0
+    assert "paceline_controller_snapshot_age_seconds" in controller_metrics(snapshot).decode()

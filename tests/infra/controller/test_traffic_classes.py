@@ -1,0 +1,162 @@
+"""Claims of the way of traffic classes: vectors in feedback, sums in the controller's state, centroids in Redis."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from paceline.clock import ManualClock
+from paceline.contracts import FeedbackBatch, PromptVectors, TrafficClasses, decode, encode
+from paceline.errors import FencedError
+from paceline.infra.controller.traffic import MAX_BUCKETS
+from paceline.infra.replica.feedback import BATCH_PROMPTS, FeedbackPublisher, make_batch
+from paceline.infra.state.desired import read_classes
+from paceline.infra.state.redis_clients import patient_client
+from tests.helpers.hosts import make_host, recent_log, settle, stored
+from tests.helpers.scripted import row
+
+DIMS = 12
+
+
+def vectors(kind: int, num: int, seed: int = 0) -> np.ndarray:
+    """(num, DIMS) float32 of one kind of prompts; kinds are 0.7 apart."""
+    found = np.random.default_rng(100 * kind + seed).standard_normal((num, DIMS)) * 0.03
+    found[:, kind] += 0.5
+    return found.astype("<f4")
+
+
+def tell(client, keys, seq: int, prompts: np.ndarray, *, replica: str = "a", space: str = "s") -> None:
+    """One batch of a replica with vectors of prompts."""
+    batch = make_batch(
+        [row(0)], replica_id=replica, boot_epoch=1, seq=seq, target_version="t", num_dropped=0,
+        prompts=PromptVectors(space=space, num_dims=DIMS, vectors=prompts.tobytes()),
+    )  # fmt: skip
+    client.xadd(keys.feedback, {"v": encode(batch)})
+
+
+def batches(client, keys) -> list[FeedbackBatch]:
+    return [decode(fields[b"v"], FeedbackBatch) for _, fields in client.xrange(keys.feedback)]
+
+
+def told(client, keys) -> TrafficClasses:
+    return read_classes(client, keys) or TrafficClasses()
+
+
+def test_vectors_of_all_replicas_make_classes_that_are_published_with_the_state(shared_redis, client, keys, tmp_path):
+    clock = ManualClock(1000.0)
+    host = make_host(shared_redis.url, keys, tmp_path, clock=clock)
+    host.connect()
+    for seq in range(1, 6):
+        for kind, replica in enumerate("abc"):
+            tell(client, keys, seq, vectors(kind, 8, seq), replica=replica)
+        clock.advance(1.0)
+        settle(host)
+    classes = told(client, keys)
+    assert len(classes.names) == 3 and classes.space == "s"
+    assert classes == stored(client, keys).classes.published
+    nearest = [int(np.linalg.norm(np.array(classes.centroids) - vectors(k, 1)[0], axis=1).argmin()) for k in range(3)]
+    assert sorted(nearest) == [0, 1, 2]
+    assert any(e["kind"] == "classes" for e in recent_log(client, keys))
+    shares = host.snapshot().class_shares
+    assert set(shares) == {*classes.names, "default"} and sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_a_batch_that_comes_twice_counts_once(shared_redis, client, keys, tmp_path):
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+    for seq in (1, 1, 2, 1):
+        tell(client, keys, seq, vectors(0, 4, seq))
+    settle(host)
+    assert host.session.state.classes.num_vectors == 8
+
+
+def test_a_restarted_controller_goes_on_with_the_same_classes(shared_redis, client, keys, tmp_path):
+    clock = ManualClock(1000.0)
+    host = make_host(shared_redis.url, keys, tmp_path, clock=clock)
+    host.connect()
+    for kind in range(2):
+        tell(client, keys, kind + 1, vectors(kind, 20))
+    settle(host)
+    before = told(client, keys)
+    assert len(before.names) == 2
+    second = make_host(shared_redis.url, keys, tmp_path, clock=clock)
+    second.connect()
+    settle(second)
+    assert told(client, keys) == before == second.session.state.classes.published
+    clock.advance(5.0)
+    tell(client, keys, 3, vectors(2, 20))
+    settle(second)
+    after = told(client, keys)
+    assert len(after.names) == 3 and after.names[:2] == before.names and after.centroids[:2] == before.centroids
+    with pytest.raises(FencedError):
+        host.session.books.flush(always=True)
+    assert told(client, keys) == after, "a fenced controller writes nothing"
+
+
+def test_classes_are_written_again_after_redis_has_lost_its_data(own_redis, keys, tmp_path):
+    client = patient_client(own_redis.url)
+    host = make_host(own_redis.url, keys, tmp_path)
+    host.connect()
+    tell(client, keys, 1, vectors(0, 20))
+    settle(host)
+    before = told(client, keys)
+    assert before.names == ["~class-1"]
+    client.flushall()
+    settle(host)
+    host.session.books.flush(always=True)
+    assert told(client, keys) == before
+
+
+def test_a_service_without_classes_learns_and_publishes_none(shared_redis, client, keys, tmp_path):
+    host = make_host(shared_redis.url, keys, tmp_path, max_classes=0)
+    host.connect()
+    tell(client, keys, 1, vectors(0, 50))
+    settle(host)
+    assert client.get(keys.classes) is None and host.session.state.classes.num_vectors == 0
+    assert host.snapshot().class_shares == {}
+
+
+def test_classes_that_are_turned_off_are_taken_back(shared_redis, client, keys, tmp_path):
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+    tell(client, keys, 1, vectors(0, 20))
+    settle(host)
+    assert told(client, keys).names
+    off = make_host(shared_redis.url, keys, tmp_path, max_classes=0)
+    off.connect()
+    settle(off)
+    assert told(client, keys).names == []
+
+
+def test_a_flood_of_names_takes_no_place_from_classes(host, client, keys):
+    for seq in (1, 2):
+        rows = [row(i, bucket=f"b{seq}-{i}") for i in range(100)] + [row(200, bucket="~class-3")]
+        batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=seq, target_version="t", num_dropped=0)
+        client.xadd(keys.feedback, {"v": encode(batch)})
+    settle(host)
+    totals = host.session.state.traffic.totals
+    assert len(totals) == MAX_BUCKETS + 2 and {"~class-3", "other"} <= set(totals)
+
+
+def test_the_publisher_sends_the_newest_vectors_with_its_rows(shared_redis, client, keys):
+    pub = FeedbackPublisher(shared_redis.url, keys, replica_id="a", target_version="t")
+    for vector in vectors(0, 3 * BATCH_PROMPTS):
+        pub.record_prompt("s", vector)
+    assert pub.flush() and batches(client, keys) == [], "they wait for rows"
+    pub.record_rounds(row(0))
+    assert pub.flush()
+    pub.record_rounds(row(1))
+    assert pub.flush()
+    first, second = batches(client, keys)
+    assert second.prompts is None and (first.prompts.space, first.prompts.num_dims) == ("s", DIMS)
+    sent = np.frombuffer(first.prompts.vectors, "<f4").reshape(-1, DIMS)
+    assert (sent == vectors(0, 3 * BATCH_PROMPTS)[-BATCH_PROMPTS:]).all()
+    assert (pub.counters()["prompts"], pub.counters()["prompts_sent"]) == (3 * BATCH_PROMPTS, BATCH_PROMPTS)
+    pub.close()
+
+
+def test_a_batch_of_an_older_replica_has_no_vectors():
+    batch = make_batch([row(0)], replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
+    fields = msgspec.msgpack.decode(encode(batch))
+    assert decode(msgspec.msgpack.encode(fields[:-1]), FeedbackBatch).prompts is None

@@ -1,0 +1,157 @@
+"""What a redeployment, a deletion and the kinds of nodes do to engines and controller, on a cluster of three raylets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray._private.state import actors
+from ray.cluster_utils import Cluster
+
+from paceline.config import PolicyConfig
+from paceline.infra.controller.actor import (
+    APPLICATION_CHECK_S,
+    NAMESPACE,
+    ROLE_LABEL,
+    TRAIN_ROLE,
+    ControllerSpec,
+    actor_name,
+    code_digest,
+    ensure_controller,
+    get_controller,
+    own_application,
+    stop_controller,
+)
+from paceline.infra.controller.store import HostConfig
+from paceline.infra.service.deployment import DeploymentLimits, bind_engine
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+class Tiny:
+    """Stands for an engine: takes two CPUs and says which deployment it is of."""
+
+    def __init__(self, factory: str, config: dict[str, Any]) -> None:
+        self.number = config["number"]
+
+    def __call__(self) -> int:
+        return self.number
+
+    def name(self) -> str:
+        return own_application()
+
+
+class Earlier:
+    """The controller actor of a release that did not say which it is."""
+
+    async def gives_way_to(self, spec: Any) -> bool:
+        return False
+
+    async def stop(self) -> None:
+        return None
+
+    async def pid(self) -> int:
+        return 0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head without CPUs, a node that serves and has two slots' worth of CPUs, a node that trains."""
+    assert not ray.is_initialized()
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        made.add_node(num_cpus=4, labels={ROLE_LABEL: "serve"}, object_store_memory=100 * 2**20)
+        made.add_node(num_cpus=0, resources={"train_slot": 1}, labels={ROLE_LABEL: TRAIN_ROLE}, object_store_memory=100 * 2**20)  # fmt: skip
+        ray.init(address=made.address, namespace=NAMESPACE, log_to_driver=False)
+        serve.start(proxy_location="Disabled")
+        yield made
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        made.shutdown()
+
+
+@pytest.fixture
+def spec(cluster, shared_redis, keys, tmp_path) -> Iterator[ControllerSpec]:
+    yield ControllerSpec(
+        host=HostConfig(
+            redis_url=shared_redis.url, model=keys.model, data_dir=tmp_path, target_version="t", policy=PolicyConfig(policy="never")
+        ),
+        trace_root=str(tmp_path / "traces"), registry_root=str(tmp_path / "registry"), learner_root=str(tmp_path / "learners"), target_dir=str(tmp_path / "none"),
+    )  # fmt: skip
+    stop_controller(keys.model)
+
+
+def deploy(number: int, name: str = "tiny"):
+    limits = DeploymentLimits(num_replicas=2, num_cpus=2.0, graceful_shutdown_timeout_s=5.0)
+    return serve.run(bind_engine(Tiny, "none", {"number": number}, limits), name=name, route_prefix=None)
+
+
+def test_a_redeployment_with_all_slots_taken_ends(cluster):
+    assert deploy(1).remote().result(timeout_s=60) == 1
+    with ThreadPoolExecutor(1) as pool:
+        handle = pool.submit(deploy, 2).result(timeout=120)
+    assert {handle.remote().result(timeout_s=60) for _ in range(20)} == {2}
+    serve.delete("tiny")
+
+
+def test_the_controller_is_on_no_node_that_trains(spec, cluster):
+    labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+    assert TRAIN_ROLE in {found.get(ROLE_LABEL) for found in labels.values()}
+    for i in range(4):
+        one = replace(spec, host=replace(spec.host, model=f"{spec.host.model}-{i}"))
+        handle = ensure_controller(one)
+        ray.get(handle.pid.remote(), timeout=60)
+        node = actors(handle._actor_id.hex())["Address"]["NodeID"]
+        assert labels[node].get(ROLE_LABEL) != TRAIN_ROLE
+        stop_controller(one.host.model)
+
+
+def test_a_later_deployment_of_another_release_replaces_the_controller(spec):
+    assert len(code_digest()) == 16
+    first = replace(spec, release="a", deployed_at=5.0)
+    kept = ensure_controller(first)
+    for same in (
+        first,
+        replace(first, release="b"),  # a node of one deployment that has other code
+        replace(first, release="b", deployed_at=4.0),  # a replica of an older one that drains
+        replace(first, deployed_at=9.0),
+    ):
+        assert ensure_controller(same)._actor_id == kept._actor_id
+    new = ensure_controller(replace(first, release="b", deployed_at=9.0))
+    assert new._actor_id != kept._actor_id
+    assert ray.get(new.release.remote(), timeout=60) == "b"
+    back = ensure_controller(replace(first, release="a", deployed_at=10.0))  # and back to the old one
+    assert ray.get(back.release.remote(), timeout=60) == "a"
+
+
+def test_a_controller_that_does_not_know_releases_is_replaced(spec, keys):
+    options = {"name": actor_name(keys.model), "namespace": NAMESPACE, "lifetime": "detached"}
+    old = ray.remote(num_cpus=0)(Earlier).options(**options).remote()
+    assert ray.get(old.pid.remote(), timeout=60) == 0
+    new = ensure_controller(replace(spec, release="b", deployed_at=1.0))
+    assert new._actor_id != old._actor_id
+    assert ray.get(new.release.remote(), timeout=60) == "b"
+
+
+def test_the_controller_ends_with_its_application_and_no_sooner(spec, keys, wait_until):
+    name = "mine"
+    assert deploy(3, name).name.remote().result(timeout_s=60) == name
+    handle = ensure_controller(replace(spec, application=name))
+    ray.get(handle.pid.remote(), timeout=60)
+    wait_until(lambda: ray.get(get_controller(keys.model).snapshot.remote(), timeout=60).epoch == 1, timeout_s=90.0)
+    serve.delete(name)
+
+    def is_gone() -> bool:
+        try:
+            get_controller(keys.model)
+        except ValueError:
+            return True
+        return False
+
+    wait_until(is_gone, timeout_s=6 * APPLICATION_CHECK_S, what="the controller's end")

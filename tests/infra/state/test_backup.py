@@ -1,0 +1,200 @@
+"""Claims of infra/state/backup.py: two commands carry a service over the loss of its data folder and its Redis."""
+
+import io
+import shutil
+import tarfile
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.cli.main import app
+from paceline.contracts import ReplicaReport
+from paceline.infra.state.desired import ensure_first_version, read_desired, write_report
+from paceline.infra.state.redis_clients import Keys, patient_client
+from paceline.infra.state.redis_server import EmbeddedRedis
+from paceline.paths import service_home
+from tests.helpers.drafters import make_trace
+from tests.helpers.hosts import ledger, make_host, send, settle, stored
+
+RUN = CliRunner()
+
+
+def restored(server: EmbeddedRedis, keys: Keys, data_dir: Path):
+    """A controller of the service in `data_dir`, which has made some passes."""
+    host = make_host(server.url, keys, data_dir, data_dir=service_home(data_dir, keys.model))
+    host.connect()
+    settle(host)
+    return host
+
+
+@pytest.fixture
+def service(tmp_path, keys):
+    """A stopped service with an embedded Redis: six rows, a pin, a ledger, a drafter version and a trace."""
+    data_dir = tmp_path / "data"
+    home = service_home(data_dir, keys.model)
+    version = DrafterRegistry(home / "registry").put(
+        {"w": torch.ones(2, 2)}, drafter_type="specblock", config={}, target_version="t"
+    )
+    TraceStore(home / "traces").write_shard([make_trace("a")], "math")
+    with EmbeddedRedis(data_dir) as server:
+        client = patient_client(server.url)
+        ensure_first_version(client, keys, "v1", 10, 1.0)
+        host = restored(server, keys, data_dir)
+        for seq in (1, 2):
+            send(client, keys, seq)
+        settle(host)
+        host.session.orders.pin("v2")
+        host.stop()
+        known = stored(client, keys)
+    return data_dir, version.version, known
+
+
+def run(*words: object, code: int = 0) -> str:
+    done = RUN.invoke(app, [str(w) for w in words], env={"PACELINE_REDIS_URL": ""})
+    text = " ".join((done.output + (str(done.exception) if done.exception else "")).split())
+    assert (done.exit_code != 0) == bool(code), text
+    return text
+
+
+def save(service, keys, tmp_path, *words: object) -> Path:
+    out = tmp_path / "saved.tar"
+    run("backup", "--data-dir", service[0], "--model-name", keys.model, "--out", out, *words)
+    return out
+
+
+@pytest.mark.parametrize("with_traces", [False, True])
+def test_a_service_goes_on_from_its_backup_on_another_computer(service, keys, tmp_path, with_traces):
+    data_dir, version, known = service
+    out = save(service, keys, tmp_path, *(["--traces"] if with_traces else []))
+    assert out.stat().st_mode & 0o777 == 0o600
+    shutil.rmtree(data_dir)
+    there = tmp_path / "elsewhere"
+    run("restore", out, "--data-dir", there)
+    home = service_home(there, keys.model)
+    with EmbeddedRedis(there) as server:
+        client = patient_client(server.url)
+        ensure_first_version(client, keys, "v1", 10, 2.0)  # the set-up runs before the controller does
+        host = restored(server, keys, there)
+        state = host.session.state
+        assert (state.num_rows, state.num_booked, state.commit > known.commit) == (
+            known.num_rows,
+            known.num_booked,
+            True,
+        )
+        assert len(ledger(client, keys, home)) == known.num_booked > 0
+        assert read_desired(client, keys).version == "v2"
+        send(client, keys, 2)  # what was folded before the backup
+        send(client, keys, 3)
+        settle(host)
+        assert (stored(client, keys).num_rows, stored(client, keys).num_duplicates) == (known.num_rows + 3, 1)
+        host.stop()
+    assert torch.equal(DrafterRegistry(home / "registry").load_state(version)["w"], torch.ones(2, 2))
+    assert len(TraceStore(home / "traces").list_shards()) == with_traces
+
+
+def test_a_backup_is_taken_while_the_service_runs(service, keys, tmp_path):
+    data_dir, _, known = service
+    with EmbeddedRedis(data_dir) as server:
+        client = patient_client(server.url)
+        host = restored(server, keys, data_dir)
+        out = save(service, keys, tmp_path)
+        send(client, keys, 3)  # later than the backup
+        settle(host)
+        host.stop()
+    run("restore", out, "--data-dir", data_dir, "--replace")
+    with EmbeddedRedis(data_dir) as server:
+        host = restored(server, keys, data_dir)
+        assert host.session.state.num_rows == known.num_rows
+        assert len(ledger(patient_client(server.url), keys, service_home(data_dir, keys.model))) == known.num_booked
+        host.stop()
+    (aside,) = [p for p in (data_dir / "services").iterdir() if ".before." in p.name]
+    assert (aside / "decisions.jsonl").is_file()
+
+
+def test_what_there_is_is_not_overwritten_without_a_word(service, keys, tmp_path):
+    data_dir, _, known = service
+    out = save(service, keys, tmp_path)
+    before = sorted((p, p.stat().st_mtime_ns) for p in service_home(data_dir, keys.model).rglob("*"))
+    assert "give --replace" in run("restore", out, "--data-dir", data_dir, code=1)
+    assert sorted((p, p.stat().st_mtime_ns) for p in service_home(data_dir, keys.model).rglob("*")) == before
+    shutil.rmtree(service_home(data_dir, keys.model))
+    assert "give --replace" in run("restore", out, "--data-dir", data_dir, code=1), "Redis still has the state"
+    with EmbeddedRedis(data_dir) as server:
+        assert stored(patient_client(server.url), keys).commit == known.commit
+        assert "must not be in use" in run("restore", out, "--data-dir", data_dir, "--replace", code=1)
+
+
+def test_a_running_service_with_a_redis_of_its_own_is_not_restored_over(service, shared_redis, client, keys, tmp_path):
+    out = save(service, keys, tmp_path)
+    report = ReplicaReport(
+        replica_id="r", gen=1, version="v1", slots={}, failed_gen=None, failed_reason="", swap_pause_ms=[], ts=1.0
+    )
+    write_report(client, keys, report)
+    there = tmp_path / "there"
+    words = ("restore", out, "--data-dir", there, "--redis-url", shared_redis.url, "--replace")
+    text = run(*words, code=1)
+    assert "must be stopped first" in text and ":***@" not in text and shared_redis.url not in text
+    assert not service_home(there, keys.model).exists()
+    client.delete(keys.replica("r"))
+    client.set(keys.state + ":kept", b"x")
+    client.set(keys.base + "2", b"another service's")
+    run(*words)
+    assert service_home(there, keys.model).is_dir() and client.keys(f"{keys.base}:*") == []
+    assert client.get(keys.base + "2") == b"another service's"
+    client.delete(keys.base + "2")
+
+
+def test_no_state_is_no_backup(tmp_path):
+    (tmp_path / "services" / "paceline").mkdir(parents=True)
+    assert "must hold the state" in run("backup", "--data-dir", tmp_path, "--out", tmp_path / "x.tar", code=1)
+    assert not list(tmp_path.glob("*.tar")) and not list(tmp_path.glob(".*partial"))
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
+        return {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+
+
+def rewrite(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+def test_a_backup_that_is_damaged_changes_nothing(service, keys, tmp_path):
+    out, there = save(service, keys, tmp_path), tmp_path / "there"
+    whole, files = out.read_bytes(), members(out)
+    manifest = msgspec.json.decode(files["backup.json"])
+    (state,) = [name for name in files if name.startswith("controller")]
+    spoilt: dict[str, dict[str, bytes]] = {
+        "is not what backup.json says": {**files, state: files[state][:-1] + b"?"},
+        "outside its folder": {"../../evil": b"x", **files},
+        "outside": {"/tmp/evil": b"x", **files},
+        "must have format": {**files, "backup.json": msgspec.json.encode(manifest | {"format": 9})},
+        "was cut off": {name: data for name, data in files.items() if name != "backup.json"},
+        "damaged": {name: data for name, data in files.items() if name != state},
+    }
+    for told, wrong in spoilt.items():
+        rewrite(out, wrong)
+        assert told in run("restore", out, "--data-dir", there, code=1)
+    for data in (whole[: len(whole) // 2], b"", b"junk" * 1000):
+        out.write_bytes(data)
+        assert "backup" in run("restore", out, "--data-dir", there, code=1)
+    assert "backup must be a file" in run("restore", tmp_path / "nowhere", "--data-dir", there, code=1)
+    assert not (tmp_path / "evil").exists() and not list((there / "services").iterdir())
+
+
+def test_links_in_a_backup_are_refused(service, keys, tmp_path):
+    out = save(service, keys, tmp_path)
+    with tarfile.open(out, "w") as tar:
+        info = tarfile.TarInfo("registry/x")
+        info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(info)
+    assert "no plain file" in run("restore", out, "--data-dir", tmp_path / "there", code=1)

@@ -1,0 +1,105 @@
+"""Claims of infra/state/log.py: who logs never waits for the disk, and what is lost is counted."""
+
+import asyncio
+import json
+import logging
+import os
+import time
+
+import httpx
+import pytest
+
+from paceline.infra.state import log as log_module
+from paceline.infra.state.log import QueuedFile, configure_logging, num_dropped_lines
+from tests.helpers.api_server import serve_engine, wait_until
+from tests.helpers.fakes import tiny_target
+
+
+@pytest.fixture(autouse=True)
+def no_files():
+    yield
+    configure_logging(to_stderr=False)
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.makeLogRecord({"name": "paceline.test", "levelname": "INFO", "msg": text})
+
+
+def messages(path) -> list[str]:
+    return [json.loads(line)["message"] for line in path.read_text().splitlines()]
+
+
+def test_lines_are_written_in_order_and_files_move_aside_when_they_are_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_module, "MAX_FILE_BYTES", 2000)
+    handler = QueuedFile(tmp_path / "sub" / "x.log")
+    for i in range(100):
+        handler.handle(record(f"line {i}"))
+    handler.close()
+    found = sorted((tmp_path / "sub").iterdir(), key=lambda p: p.name)
+    assert [p.name for p in found] == ["x.log", "x.log.1", "x.log.2", "x.log.3"]
+    assert all(p.stat().st_size <= 2000 for p in found)
+    kept = [text for path in (*found[:0:-1], found[0]) for text in messages(path)]
+    assert kept == [f"line {i}" for i in range(100 - len(kept), 100)] and len(kept) > 40
+    assert handler.num_dropped == 0
+
+
+def test_a_file_that_hangs_blocks_nobody_and_its_queue_is_bounded(tmp_path):
+    os.mkfifo(tmp_path / "hangs.log")  # opening it waits for a reader: what a stalled mount does to a write
+    handler = QueuedFile(tmp_path / "hangs.log", max_lines=50)
+    began = time.monotonic()
+    for i in range(200):
+        handler.handle(record(f"line {i}"))
+    assert time.monotonic() - began < 1.0
+    assert 149 <= handler.num_dropped <= 150  # one line is in the thread's hands
+    with (tmp_path / "hangs.log").open() as reader:
+        got = [json.loads(reader.readline())["message"] for _ in range(50)]
+        assert got == [f"line {i}" for i in range(50)]
+        handler.close()
+
+
+def test_a_full_disk_is_counted_and_lines_come_again_when_there_is_room(tmp_path):
+    path = tmp_path / "x.log"
+    path.symlink_to("/dev/full")
+    handler = QueuedFile(path)
+    for i in range(5):
+        handler.handle(record(f"line {i}"))
+    handler.flush()
+    assert handler.num_dropped == 5
+    handler._file.close()
+    path.unlink()
+    handler.handle(record("after"))
+    handler.close()
+    assert messages(path) == ["after"]
+    assert handler.num_dropped == 5
+
+
+def test_answers_and_health_go_on_while_the_data_folder_hangs(tmp_path):
+    """A real engine behind its HTTP routes; both log files of the replica hang from before the first request on."""
+    os.mkfifo(tmp_path / "access.log")
+    os.mkfifo(tmp_path / "replica.log")
+    with serve_engine(tiny_target(vocab=300, layers=2), has_access_log=True) as (base, _):
+        configure_logging(file=tmp_path / "replica.log", access_file=tmp_path / "access.log", to_stderr=False)
+        access = next(h for h in logging.getLogger("paceline.access").handlers if isinstance(h, QueuedFile))
+        for _ in range(log_module.MAX_QUEUED_LINES):  # one is taken out by the thread that hangs
+            access.handle(record("earlier"))
+
+        async def together() -> list[float]:
+            async with httpx.AsyncClient(base_url=base, timeout=20.0) as client:
+                body = {"prompt": "hello", "max_tokens": 32, "ignore_eos": True}
+                answers = [client.post("/v1/completions", json=body) for _ in range(8)]
+                waits = []
+
+                async def watch() -> None:
+                    for _ in range(10):
+                        began = time.monotonic()
+                        assert (await client.get("/healthz")).status_code == 200
+                        waits.append(time.monotonic() - began)
+
+                done, _ = await asyncio.gather(asyncio.gather(*answers), watch())
+                assert [r.status_code for r in done] == [200] * 8
+                return waits
+
+        assert max(asyncio.run(together())) < 5.0
+        wait_until(lambda: num_dropped_lines() >= 7)
+        for name in ("access.log", "replica.log"):  # let the threads go
+            os.close(os.open(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK))

@@ -1,0 +1,230 @@
+"""Tools over HTTP: shown to the model, called when a call is asked for, read out of answers and streams, sent back in."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from paceline.serving.api.app import build_api
+from paceline.serving.api.generation import ApiParts
+from paceline.serving.api.prompts import Prompts
+from paceline.serving.wire.calls import HERMES, LLAMA, MARKED
+from paceline.serving.wire.tools import style_of
+from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app, serve_engine
+from tests.helpers.fakes import CHAT_TEMPLATE, tiny_target
+
+TIGHT = {"x-guidance": {"whitespace_flexible": False}}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rom", "Zürich"]}, "days": {"$ref": "#/$defs/n"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {**WEATHER, **TIGHT}}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False, **TIGHT}}},
+]  # fmt: skip
+USER = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "days": 3}}\n</tool_call>'
+TEMPLATES = {
+    "hermes": "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}",
+    "llama": "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}{% for m in messages %}{{ m['content'] }}"
+    '{% for c in m["tool_calls"] or [] %}{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{% endfor %}\n{% endfor %}",
+    "plain": CHAT_TEMPLATE,
+}
+
+
+@pytest.fixture(scope="module", params=sorted(TEMPLATES))
+def real(request) -> Iterator[tuple[openai.OpenAI, str]]:
+    target = tiny_target(vocab=300, layers=2, context=2048)
+    target.tokenizer = copy.copy(target.tokenizer)
+    target.tokenizer.chat_template = TEMPLATES[request.param]
+    with serve_engine(target) as (base, _):
+        yield openai.OpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0), base
+
+
+def check(call, names=("weather", "now")) -> None:
+    assert call.type == "function" and call.id.startswith("call_") and call.function.name in names
+    arguments = json.loads(call.function.arguments)
+    jsonschema.validate(
+        arguments, WEATHER if call.function.name == "weather" else {"type": "object", "maxProperties": 0}
+    )
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_call_that_is_asked_for_is_made_and_keeps_to_its_schema(real: tuple, choice) -> None:
+    client, _ = real
+    names = ("weather",) if isinstance(choice, dict) else ("weather", "now")
+    for seed in range(3):
+        ask = {
+            "model": "tiny",
+            "messages": USER,
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "seed": seed,
+            "max_tokens": 400,
+        }
+        answer = client.chat.completions.create(**ask, parallel_tool_calls=False)
+        (found,) = answer.choices
+        assert (found.finish_reason, found.message.content, len(found.message.tool_calls)) == ("tool_calls", None, 1)
+        check(found.message.tool_calls[0], names)
+        parts = list(client.chat.completions.create(**ask, parallel_tool_calls=False, stream=True))
+        deltas = [d for p in parts for d in p.choices[0].delta.tool_calls or ()]
+        assert [d.function.name for d in deltas if d.function.name] == [found.message.tool_calls[0].function.name]
+        assert "".join(d.function.arguments for d in deltas) == found.message.tool_calls[0].function.arguments
+        assert parts[-1].choices[0].finish_reason == "tool_calls" and len({d.id for d in deltas if d.id}) == 1
+        assert not "".join(p.choices[0].delta.content or "" for p in parts)
+
+
+def test_a_json_answer_and_tools_go_together(real: tuple) -> None:
+    client, base = real
+    schema = {
+        "type": "object",
+        "properties": {"x": {"enum": [1, 2]}},
+        "required": ["x"],
+        "additionalProperties": False,
+        **TIGHT,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    kinds = set()
+    for seed in range(12):
+        answer = client.chat.completions.create(
+            model="tiny", messages=USER, tools=TOOLS, response_format=form, seed=seed, max_tokens=300, parallel_tool_calls=False
+        )  # fmt: skip
+        message = answer.choices[0].message
+        kinds.add(bool(message.tool_calls))
+        if message.tool_calls:
+            check(message.tool_calls[0])
+        else:
+            assert json.loads(message.content) in ({"x": 1}, {"x": 2})
+    assert kinds <= {True, False} and kinds
+    for more in ({"tool_choice": "required", "response_format": form}, {"guided_regex": "a"}):
+        refused = httpx.post(f"{base}/v1/chat/completions", json={"messages": USER, "tools": TOOLS, **more})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.fixture
+def scripted() -> Iterator[tuple[openai.OpenAI, ScriptedEngine, str]]:
+    engine = ScriptedEngine()
+    engine.context_tokens = 4096
+    with serve_app(build_api(ApiParts(client=engine, tokenizer=TOKENIZER))) as base:
+        yield openai.OpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0), engine, base
+
+
+def test_calls_of_the_models_own_accord_are_read_and_streamed(scripted: tuple) -> None:
+    client, engine, _ = scripted
+    ask = {"model": "tiny", "messages": USER, "tools": TOOLS[:1], "max_tokens": 0x80}
+    engine.text = f"I see. {CALL}"
+    answer = client.chat.completions.create(**ask)
+    (call,) = answer.choices[0].message.tool_calls
+    assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("tool_calls", "I see.")
+    assert (
+        json.loads(call.function.arguments) == {"city": "Rom", "days": 3} and engine.requests[-1].params.grammar is None
+    )
+    parts = list(client.chat.completions.create(**ask, stream=True))
+    fragments = [d.function.arguments for p in parts for d in p.choices[0].delta.tool_calls or ()]
+    assert len(fragments) > 4 and "".join(fragments) == call.function.arguments
+    assert "".join(p.choices[0].delta.content or "" for p in parts) == "I see."
+    off = client.chat.completions.create(**ask, tool_choice="none").choices[0]
+    assert off.message.content == engine.text and off.message.tool_calls is None and off.finish_reason == "stop"
+    unknown = client.chat.completions.create(**{**ask, "tools": TOOLS[1:]}).choices[0].message
+    assert unknown.tool_calls is None and unknown.content == engine.text
+    cut = client.chat.completions.create(**{**ask, "max_tokens": 60}).choices[0]
+    assert cut.finish_reason == "length" and cut.message.tool_calls[0].function.name == "weather"
+
+
+HISTORY = [
+    *USER,
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}}]},
+    {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+]  # fmt: skip
+
+
+def test_calls_and_results_go_back_in(scripted: tuple) -> None:
+    client, engine, _ = scripted
+    client.chat.completions.create(model="tiny", messages=HISTORY, tools=TOOLS[1:], max_tokens=1)
+    prompt = TOKENIZER.decode(engine.requests[-1].prompt_token_ids)
+    shown, rest = prompt.split("\n\nhi\n")
+    assert (
+        shown.startswith("user: You may call these functions:") and '"name": "now"' in shown and "<tool_call>" in shown
+    )
+    assert rest == (
+        'assistant: <tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>\n'
+        "user: <tool_response>\nsunny\n</tool_response>\nassistant: "
+    )
+
+
+def test_a_template_that_knows_tools_writes_them_itself() -> None:
+    async def written(name: str) -> str:
+        from paceline.serving.api.bodies import ChatBody
+        from paceline.serving.wire.fields import parse_values
+
+        tokenizer = copy.copy(TOKENIZER)
+        tokenizer.chat_template = TEMPLATES[name]
+        return await Prompts(tokenizer).render(parse_values({"messages": HISTORY, "tools": TOOLS[1:]}, ChatBody))
+
+    import asyncio
+
+    for name in ("hermes", "llama"):
+        text = asyncio.run(written(name))
+        assert '"name": "now"' in text and "You may call" not in text and '{"city": "Rom"}' in text and "sunny" in text
+
+
+def test_styles_are_told_by_the_template() -> None:
+    found = {name: style_of(text) for name, text in TEMPLATES.items()}
+    assert [found[n].form for n in ("hermes", "llama", "plain")] == [HERMES, LLAMA, HERMES]
+    assert not found["plain"].writes_tools and found["hermes"].writes_tools and found["llama"].wants_objects
+    bundled = style_of("{% for c in m.get('tool_calls') or [] %}<|call|>{{ c }}{% endfor %}")
+    assert (bundled.form, bundled.writes_tools, bundled.writes_calls, bundled.wants_objects) == (
+        MARKED,
+        False,
+        True,
+        False,
+    )
+    assert (
+        style_of("{{ tools }}<tool_call><function=").form is None and style_of("{{ tools }}[TOOL_CALLS]").form is None
+    )
+    assert style_of({"default": CHAT_TEMPLATE, "tool_use": TEMPLATES["hermes"]}).form is HERMES and style_of(None).form
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": TOOLS + TOOLS}, "tools"),
+        ({"tools": TOOLS * 70}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools.0.function.parameters"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, None),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "x"}]}, "functions"),
+    ],
+)  # fmt: skip
+def test_tools_that_cannot_be_meant_are_refused(scripted: tuple, fields: dict, param: str | None) -> None:
+    answer = httpx.post(f"{scripted[2]}/v1/chat/completions", json={"messages": USER, **fields})
+    assert answer.status_code == 400
+    assert param is None or answer.json()["error"]["param"] == param, answer.text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "object", "properties": {"x": {"type": "banana"}}}, {"properties": {"x": {"pattern": "(" * 5000}}},
+     {"properties": {"x": {"$ref": "http://127.0.0.1:1/x"}}}, {"properties": {"x": {"enum": ["x" * 100] * 10_000}}}],
+)  # fmt: skip
+def test_schemas_that_cannot_be_used_are_bad_requests(real: tuple, schema: dict) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    body = {"messages": USER, "tools": tools, "tool_choice": "required", "max_tokens": 5}
+    answer = httpx.post(f"{real[1]}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"

@@ -1,0 +1,105 @@
+"""Client libraries against a real engine: what their users call first. A library that is not installed is skipped.
+
+`pip install langchain-openai litellm mcp instructor`, then `pytest -m slow tests/serving/api/test_clients.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.helpers.api_server import serve_engine
+from tests.helpers.fakes import CHAT_TEMPLATE, tiny_target
+
+pytestmark = pytest.mark.slow
+ASK = [{"role": "user", "content": "hi"}]
+LONG = "x" * 4000
+
+
+class Trip(BaseModel):
+    """Book a trip."""
+
+    city: Literal["Rom", "Zürich"]
+    is_direct: bool
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    target = tiny_target(vocab=300, layers=2, context=3072)
+    target.tokenizer = copy.copy(target.tokenizer)
+    target.tokenizer.chat_template = CHAT_TEMPLATE
+    with serve_engine(target) as (base, _):
+        yield f"{base}/v1"
+
+
+def test_openai(url: str) -> None:
+    client = openai.OpenAI(base_url=url, api_key="x", max_retries=0)
+    parsed = client.chat.completions.parse(model="tiny", messages=ASK, response_format=Trip, max_tokens=800)
+    assert isinstance(parsed.choices[0].message.parsed, Trip)
+    tool = openai.pydantic_function_tool(Trip)
+    called = client.chat.completions.parse(
+        model="tiny", messages=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=800
+    )
+    assert isinstance(called.choices[0].message.tool_calls[0].function.parsed_arguments, Trip)
+    named = {"type": "function", "function": {"name": "Trip"}}
+    with client.chat.completions.stream(
+        model="tiny", messages=ASK, tools=[tool], tool_choice=named, max_tokens=800
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.tool_calls[0].function.parsed_arguments, Trip)
+    assert "tool_calls.function.arguments.delta" in kinds
+    back = [*ASK, final.choices[0].message, {"role": "tool", "tool_call_id": "c", "content": "booked"}]
+    assert client.chat.completions.create(model="tiny", messages=back, tools=[tool], max_tokens=4).choices
+    hints = {"store": True, "metadata": {"a": "b"}, "user": "u", "reasoning_effort": "low", "prompt_cache_key": "k"}
+    assert client.chat.completions.create(model="tiny", messages=ASK, max_tokens=2, **hints).choices
+    assert len(client.completions.create(model="tiny", prompt=["a", "b", "c"], max_tokens=2).choices) == 3
+
+
+def test_langchain(url: str) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    os.environ.setdefault("LANGSMITH_TRACING", "false")
+    chat = langchain.ChatOpenAI(base_url=url, api_key="x", model="tiny", max_tokens=800, max_retries=0)
+    short = chat.bind(max_tokens=4)
+    assert short.invoke("hi").content is not None and len(short.batch(["a", "b"])) == 2
+    assert "".join(part.content for part in short.stream("hi")) is not None
+    bound = chat.bind_tools([Trip], tool_choice="Trip", parallel_tool_calls=False)
+    answer = bound.invoke("hi")
+    assert [c["name"] for c in answer.tool_calls] == ["Trip"] and Trip(**answer.tool_calls[0]["args"])
+    for method in ("function_calling", "json_schema"):
+        assert isinstance(chat.with_structured_output(Trip, method=method).invoke("hi"), Trip)
+    assert short.bind_tools([Trip]).invoke("hi").content is not None
+    texts = langchain.OpenAI(base_url=url, api_key="x", model="tiny", max_tokens=2, max_retries=0).generate(["a", "b"])
+    assert len(texts.generations) == 2
+
+
+def test_litellm(url: str) -> None:
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for prices
+    litellm = pytest.importorskip("litellm")
+    pytest.importorskip("mcp", reason="litellm imports it where a request has tools")
+    for model in ("openai/tiny", "hosted_vllm/tiny"):
+        ask = {"model": model, "api_base": url, "api_key": "x", "messages": ASK, "num_retries": 0}
+        assert litellm.completion(**ask, max_tokens=4).choices[0].message.content is not None
+        assert [*litellm.completion(**ask, max_tokens=4, stream=True)]
+        tools = [openai.pydantic_function_tool(Trip)]
+        forced = litellm.completion(**ask, tools=tools, tool_choice="required", max_tokens=800)
+        assert forced.choices[0].message.tool_calls[0].function.name == "Trip"
+        again = [*ASK, forced.choices[0].message.model_dump(), {"role": "tool", "tool_call_id": "c", "content": "ok"}]
+        assert litellm.completion(**{**ask, "messages": again}, tools=tools, max_tokens=4).choices
+        with pytest.raises(litellm.ContextWindowExceededError):
+            litellm.completion(**{**ask, "messages": [{"role": "user", "content": LONG}]})
+
+
+def test_instructor(url: str) -> None:
+    instructor = pytest.importorskip("instructor")
+    client = openai.OpenAI(base_url=url, api_key="x", max_retries=0)
+    ask = {"model": "tiny", "messages": ASK, "response_model": Trip, "max_retries": 1, "max_tokens": 800}
+    assert isinstance(instructor.from_openai(client).chat.completions.create(**ask), Trip)
+    by_schema = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
+    assert isinstance(by_schema.chat.completions.create(**ask), Trip)

@@ -1,0 +1,52 @@
+"""Names of buckets are bounded, and one tenant's junk takes no place from another."""
+
+import random
+
+from paceline.serving.engine.buckets import DEFAULT_BUCKET, OTHER_BUCKET, BucketNames
+
+
+def test_junk_of_one_tenant_fills_its_share_and_no_more():
+    names = BucketNames(64)
+    assert names.resolve("finance", "bolt") == "finance"
+    found = {names.resolve(f"junk-{i}", "acme") for i in range(1000)}
+    assert len(found - {OTHER_BUCKET}) == 16 and OTHER_BUCKET in found
+    assert names.resolve("finance", "bolt") == "finance"
+    for tenant in ("bolt", "core", "dune"):
+        for i in range(5):
+            assert names.resolve(f"{tenant}-{i}", tenant) == f"{tenant}-{i}"
+    assert names.num_capped == 1000 - 16
+
+
+def test_nobodys_names_may_fill_all_and_give_way_to_tenants_newest_first():
+    names = BucketNames(10)
+    assert [names.resolve(f"n{i}") for i in range(12)] == [f"n{i}" for i in range(9)] + [OTHER_BUCKET] * 3
+    assert names.resolve("finance", "bolt") == "finance" and names.resolve("n0") == "n0"
+    assert names.resolve("n8") == OTHER_BUCKET, "its place is gone"
+    assert len(names) == 10 and names.resolve(None) == DEFAULT_BUCKET
+
+
+def test_every_tenant_gets_one_place_before_anybody_keeps_two_more():
+    names, rng = BucketNames(33), random.Random(0)
+    tenants = [f"t{i}" for i in range(30)]
+    sent = [(t, f"{t}-{i}") for t in tenants for i in range(20)]
+    rng.shuffle(sent)
+    num_changes, before = 0, set()
+    for _ in range(20):
+        for tenant, name in sent:
+            names.resolve(name, tenant)
+            now = set(names._owners)
+            num_changes += bool(before - now)
+            before = now
+    counts = [names._counts.get(t, 0) for t in tenants]
+    assert min(counts) >= 1 and max(counts) - min(counts) <= 1 and len(names) == 33
+    assert num_changes <= 33**2 / 2, "places change hands only so often: every name costs memory for good"
+
+
+def test_a_tenant_that_comes_back_to_its_names_finds_them():
+    names = BucketNames(64)
+    mine = [names.resolve(f"m{i}", "me") for i in range(8)]
+    for k in range(40):
+        for i in range(20):
+            names.resolve(f"x{k}-{i}", f"tenant-{k}")
+    kept = [n for n in mine if names.resolve(n, "me") == n]
+    assert kept[:1] == mine[:1], "the oldest stay"
