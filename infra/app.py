@@ -7,7 +7,6 @@ import math
 import os
 import re
 import secrets
-import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +40,7 @@ from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis, resolve_redis
 from paceline.infra.web.access import Access
 from paceline.paths import keep_private, resolve_drafter, resolve_model
+from paceline.ports import claim_port, free_port
 from paceline.records import build as build_record
 from paceline.serving.wire.credentials import Tokens
 
@@ -220,18 +220,6 @@ def _write_first_version(config: ServiceConfig, version: str) -> None:
         ensure_first_version(client, keys, version, config.policy.holdback_percent, now)
 
 
-def claim_port(host: str, port: int) -> int:
-    """`port` when it is free, a free one for 0; raises ConfigError when it is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError as e:
-            raise ConfigError(f"port {port} on {host} must be free ({e.strerror}); choose another, 0 takes any") from e
-        return s.getsockname()[1]
-
-
 def start_ray(config: ServiceConfig) -> bool:
     """Connect to the cluster of RAY_ADDRESS or start Ray here; True when it was started here.
 
@@ -270,7 +258,7 @@ def start_ray(config: ServiceConfig) -> bool:
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=False,
             configure_logging=False,
-            _metrics_export_port=_free_port(),
+            _metrics_export_port=free_port(),
         )
     address = ray.util.get_node_ip_address()
     if address not in ("127.0.0.1", "::1"):
@@ -322,10 +310,6 @@ def check_gpus(config: ServiceConfig, num_gpus: int) -> None:
             f"trainer_resources.num_gpus must leave the replicas their {serving} GPUs (this computer has {num_gpus}), "
             f"got {wanted:g}; use 0 to train on the CPU"
         )
-
-
-def _free_port() -> int:
-    return claim_port("127.0.0.1", 0)
 
 
 def _running_apps() -> set[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from rich.console import Console
 
 from paceline.bench.common.workloads import BUNDLED_BUCKETS
 from paceline.errors import PacelineError
+from paceline.ports import free_port
 from paceline.records import DataFolder, JsonFile, Setting, record, require
 
 TICK_S = 0.05
@@ -115,12 +115,6 @@ def stop(process: subprocess.Popen, timeout_s: float = _STOP_TIMEOUT_S) -> None:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             continue
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def wait_until_ready(process: subprocess.Popen, url: str, log: Path, name: str, timeout_s: float) -> None:

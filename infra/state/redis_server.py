@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from redis.exceptions import RedisError
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.state.redis_clients import ping, producer_client, redact
+from paceline.ports import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +73,6 @@ def _binary_version(path: str) -> tuple[int, ...]:
     return (int(match.group(1)), int(match.group(2))) if match else (0, 0)
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 class EmbeddedRedis:
     """A Redis child process on the loopback interface, restarted with its data when it dies.
 
@@ -88,7 +82,7 @@ class EmbeddedRedis:
 
     def __init__(self, data_dir: str | Path, *, port: int | None = None, max_memory_mb: int = 256) -> None:
         self.dir = Path(data_dir).expanduser().resolve() / "redis"
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self._password = secrets.token_urlsafe(24)
         self._max_memory_mb = max_memory_mb
         self._process: subprocess.Popen[bytes] | None = None

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
+from paceline.ports import free_port
 from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel
@@ -299,7 +300,7 @@ def load_parallel(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     settings = RankSettings(
-        path=str(path), size=size, port=_free_port(), device=device, dtype=dtype, tap_layers=tap_layers
+        path=str(path), size=size, port=free_port(), device=device, dtype=dtype, tap_layers=tap_layers
     )
     context = torch.multiprocessing.get_context("spawn")
     processes = [context.Process(target=_run_rank, args=(rank, settings), daemon=True) for rank in range(1, size)]
@@ -342,9 +343,3 @@ def _run_rank(rank: int, settings: RankSettings) -> None:
     drop_tables(target)
     follow(target, orders)
     dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from fastapi import FastAPI
 
 from paceline.config import EngineConfig
 from paceline.errors import CapacityError, PacelineError
+from paceline.ports import free_port
 from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts, EngineInfo
@@ -134,9 +134,7 @@ class ScriptedEngine:
 @contextlib.contextmanager
 def serve_app(app: FastAPI) -> Iterator[str]:
     """Serve `app` with uvicorn on a free loopback port; gives the base URL."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

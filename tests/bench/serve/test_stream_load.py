@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from paceline.bench.serve.client import ServerFeatures, StreamClient, StreamRequ
 from paceline.cli.main import app
 from paceline.config import EngineConfig
 from paceline.errors import PacelineError
+from paceline.ports import free_port
 from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts
@@ -210,9 +210,7 @@ class Mortal:
         server = FastAPI()
         server.get("/v1/models")(self._models)
         server.post("/v1/completions")(self._completions)
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._server = uvicorn.Server(uvicorn.Config(server, host="127.0.0.1", port=port, log_level="critical"))
 
