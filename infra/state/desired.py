@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import redis
@@ -20,6 +21,7 @@ from paceline.contracts import DesiredState, ReplicaReport, TrafficClasses, deco
 from paceline.errors import PacelineError
 from paceline.infra.state.redis_clients import Keys
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 REPORT_TTL_S = 15
@@ -35,25 +37,22 @@ def read_desired(client: redis.Redis, keys: Keys) -> DesiredState | None:
 
 
 def decode_desired(data: object) -> DesiredState | None:
+    return _decoded(data, DesiredState, "desired state", "pin a version to write a new one")
+
+
+def _decoded(data: object, kind: type[T], name: str, remedy: str) -> T | None:
     if data is None:
         return None
     assert isinstance(data, bytes)
     try:
-        return decode(data, DesiredState)
+        return decode(data, kind)
     except msgspec.DecodeError as e:
-        raise PacelineError(f"the desired state in Redis is damaged ({e}); pin a version to write a new one") from e
+        raise PacelineError(f"the {name} in Redis is damaged ({e}); {remedy}") from e
 
 
 def read_classes(client: redis.Redis, keys: Keys) -> TrafficClasses | None:
     """The classes of unnamed traffic, None when none were told yet; raises redis errors, PacelineError on a damaged record."""
-    data = client.get(keys.classes)
-    if data is None:
-        return None
-    assert isinstance(data, bytes)
-    try:
-        return decode(data, TrafficClasses)
-    except msgspec.DecodeError as e:
-        raise PacelineError(f"the traffic classes in Redis are damaged ({e}); the controller writes them anew") from e
+    return _decoded(client.get(keys.classes), TrafficClasses, "traffic classes", "the controller writes them anew")
 
 
 def queue_desired(pipe: redis.client.Pipeline, keys: Keys, desired: DesiredState) -> None:

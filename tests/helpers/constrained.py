@@ -157,3 +157,24 @@ def plain(name: str) -> tuple[tuple[int, ...], str]:
 
 def texts() -> dict[str, list[int]]:
     return {name: [*PROMPT, *plain(name)[0]] for name in KINDS}
+
+
+def answer(drafter=None, **params) -> list[int]:
+    """Tokens of one request served alone."""
+    engine, answers = make_engine(drafter), Answers()
+    submit(engine, answers, "r", **params)
+    run(engine)
+    return answers.tokens["r"]
+
+
+def check_drafting_and_batching(drafter: str, kinds: dict[str, dict], want: dict[str, list[int]], least: int) -> None:
+    """The answers of `kinds` are `want`, in turn and together; a drafter that knows them has `least` tokens accepted of each."""
+    known = {name: [*PROMPT, *tokens] for name, tokens in want.items()}
+    for max_running in (1, 6):
+        engine, answers = make_engine(make_drafter(drafter, known), max_running=max_running), Answers()
+        for name, params in kinds.items():
+            submit(engine, answers, name, **params)
+        run(engine)
+        assert answers.tokens == want
+        if drafter == "oracle":
+            assert all(e.stats.num_accepted_tokens >= least for e in answers.last.values())

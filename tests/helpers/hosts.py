@@ -17,6 +17,7 @@ from paceline.infra.controller.store import HostConfig, HostState, held_entries,
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.log import LogFile, stream_newest_first
 from paceline.infra.state.redis_clients import Keys, consumer_client
+from tests.helpers.fake_replicas import FakeReplicas
 from tests.helpers.scripted import MemoryRegistry, MemoryStore, ProcessLauncher, ScriptedController, row
 
 
@@ -44,6 +45,29 @@ def settle(host: ControllerHost, passes: int = 3) -> None:
     """Let the host make some passes, each with its commit."""
     for _ in range(passes):
         host.step(block_ms=0)
+
+
+def serve_and_stop(host: ControllerHost, client: redis.Redis, keys: Keys) -> ControllerHost:
+    """A controller that has decided and booked something, written its files and stopped."""
+    host.connect()
+    for seq in (1, 2):
+        send(client, keys, seq)
+        settle(host)
+    host.session.orders.pin("v2")
+    host.stop()
+    return host
+
+
+def run_canary(host: ControllerHost, fleet: FakeReplicas, wait_until: Callable[..., Any]) -> None:
+    """Serve until the canary in flight has ended."""
+
+    def is_over() -> bool:
+        fleet.report()
+        fleet.serve(8)
+        settle(host)
+        return host.session.state.rollout.canary is None
+
+    wait_until(is_over, timeout_s=60.0, what="the end of the canary")
 
 
 def send(

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import save_file
 
+from tests.helpers.fakes import tiny_model, tiny_tokenizer
+
 VOCAB, HIDDEN, DRAFT_VOCAB, EPS, THETA = 50, 8, 30, 1e-5, 5000.0
 NUM_HEADS, NUM_KV_HEADS, WIDTH, BLOCK, MASK_ID = 2, 1, 12, 5, 49
 TAPS = (1, 5, 8)  # the usual three of a target with 12 layers
@@ -25,6 +27,13 @@ def make_target(**changes):
         "embed_weight": torch.randn(VOCAB, HIDDEN, generator=g), "head_weight": torch.randn(VOCAB, HIDDEN, generator=g),
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
+
+
+def write_target(folder):
+    """Write a checkpoint whose sizes fit the files."""
+    tiny_model(vocab=VOCAB, layers=12, width=HIDDEN, heads=2, kv_heads=1, head_dim=4).save_pretrained(folder)
+    tiny_tokenizer(VOCAB).save_pretrained(folder)
+    return folder
 
 
 class _Maker:

@@ -23,7 +23,6 @@ from paceline.serving.loading.released import read_released
 from paceline.serving.loading.target import read_target
 from paceline.serving.parallel_head.model import ParallelHeadConfig, ParallelHeadModel
 from tests.helpers import released
-from tests.helpers.fakes import tiny_model, tiny_tokenizer
 from tests.helpers.released import DRAFT_VOCAB, HIDDEN, VOCAB, write
 
 SIZES = {
@@ -37,10 +36,7 @@ TAPS = (0, 4, 9)
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    tiny_model(vocab=VOCAB, layers=12, width=HIDDEN, heads=2, kv_heads=1, head_dim=4).save_pretrained(folder)
-    tiny_tokenizer(VOCAB).save_pretrained(folder)
-    return folder
+    return released.write_target(tmp_path_factory.mktemp("target"))
 
 
 def eagle(**changes) -> EagleModel:

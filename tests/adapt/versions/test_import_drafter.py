@@ -20,18 +20,14 @@ from paceline.serving.loading.families import load_drafter
 from paceline.serving.loading.target import read_target
 from paceline.serving.sampling.request import SamplingParams
 from tests.helpers import released
-from tests.helpers.fakes import tiny_model, tiny_tokenizer
-from tests.helpers.released import HIDDEN, VOCAB, write
+from tests.helpers.released import HIDDEN, write
 
 OTHER_TAPS = (0, 4, 9)
 
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    tiny_model(vocab=VOCAB, layers=12, width=HIDDEN, heads=2, kv_heads=1, head_dim=4).save_pretrained(folder)
-    tiny_tokenizer(VOCAB).save_pretrained(folder)
-    return folder
+    return released.write_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from paceline.infra.controller import lives
 from paceline.infra.state.desired import read_desired, write_report
 from tests.helpers import hosts
 from tests.helpers.fake_replicas import FakeReplicas, loading
-from tests.helpers.hosts import recent_log, settle, stored
+from tests.helpers.hosts import recent_log, run_canary, settle, stored
 from tests.helpers.scripted import MemoryRegistry, decision
 
 ROLLOUT = RolloutConfig(canary_percent=50, quiet_s=0.02, freeze_s=500.0, max_requests=100)
@@ -27,16 +27,6 @@ def rollout():
 
 def fleet_of(shared_redis, keys, **speed) -> FakeReplicas:
     return FakeReplicas(shared_redis.url, keys, speed=lambda v: speed.get(v, 300.0))
-
-
-def run_canary(host, fleet, wait_until) -> None:
-    def is_over() -> bool:
-        fleet.report()
-        fleet.serve(8)
-        settle(host)
-        return host.session.state.rollout.canary is None
-
-    wait_until(is_over, timeout_s=60.0, what="the end of the canary")
 
 
 def status(host, version: str) -> S | None:

@@ -13,7 +13,7 @@ from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import commit_desired, read_desired, write_report
 from tests.helpers import hosts
 from tests.helpers.fake_replicas import FakeReplicas, loading
-from tests.helpers.hosts import recent_log, settle, stored
+from tests.helpers.hosts import recent_log, run_canary, settle, stored
 from tests.helpers.scripted import MemoryRegistry, MemoryStore, Shard, decision, row
 
 ROLLOUT = RolloutConfig(canary_percent=50, quiet_s=0.02, freeze_s=500.0, max_requests=100)
@@ -32,16 +32,6 @@ def replicas(shared_redis, keys, seeded):
 
 def ways(host, version: str) -> list[S]:
     return [t.after for t in host.session.state.lifecycle.versions[version].transitions]
-
-
-def run_canary(host, fleet, wait_until) -> None:
-    def is_over() -> bool:
-        fleet.report()
-        fleet.serve(8)
-        settle(host)
-        return host.session.state.rollout.canary is None
-
-    wait_until(is_over, timeout_s=60.0, what="the end of the canary")
 
 
 def test_the_first_drafter_is_live_and_nothing_is_on_trial(host):

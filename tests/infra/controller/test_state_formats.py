@@ -11,7 +11,7 @@ from paceline.infra.state.formats import FORMAT, upgraded
 from paceline.infra.state.layout import snapshot_name
 from paceline.infra.state.redis_clients import patient_client
 from paceline.infra.web.metrics import controller_metrics
-from tests.helpers.hosts import make_host, send, settle, stored
+from tests.helpers.hosts import make_host, send, serve_and_stop, settle, stored
 from tests.helpers.scripted import MemoryRegistry
 
 NEWER = msgspec.msgpack.encode(FORMAT + 7)
@@ -27,14 +27,7 @@ def everything(client, keys) -> dict:
 @pytest.fixture
 def stopped(shared_redis, client, keys, tmp_path, seeded):
     """A service whose controller has stopped after two batches."""
-    host = make_host(shared_redis.url, keys, tmp_path)
-    host.connect()
-    for seq in (1, 2):
-        send(client, keys, seq)
-    settle(host)
-    host.session.orders.pin("v2")
-    host.stop()
-    return host
+    return serve_and_stop(make_host(shared_redis.url, keys, tmp_path), client, keys)
 
 
 def test_a_state_carries_its_number(stopped, client, keys, tmp_path):

@@ -14,20 +14,13 @@ from paceline.infra.state.layout import DECISIONS, adopt_state, prepare_home, sn
 from paceline.infra.state.redis_clients import Keys
 from paceline.paths import service_home
 from tests.helpers.drafters import make_trace
-from tests.helpers.hosts import ledger, make_host, send, settle, stored
+from tests.helpers.hosts import ledger, make_host, serve_and_stop, settle, stored
 
 
 def served(url, client, keys, home, **config):
     """A controller of `home` that has decided and booked something and written its files."""
     ensure_first_version(client, keys, "v1", 10, 1.0)
-    host = make_host(url, keys, home.parent, data_dir=home, **config)
-    host.connect()
-    for seq in (1, 2):
-        send(client, keys, seq)
-        settle(host)
-    host.session.orders.pin("v2")
-    host.stop()
-    return host
+    return serve_and_stop(make_host(url, keys, home.parent, data_dir=home, **config), client, keys)
 
 
 @pytest.mark.parametrize("name", ["paceline", "Qwen/Qwen3-8B", ".", "..", "redis", "a%2Fb", "../../etc"])

@@ -8,18 +8,11 @@ import torch
 from paceline.errors import RequestError
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens
 from paceline.serving.sampling.request import SamplingParams
-from tests.helpers.constrained import PROMPT, VOCAB, Answers, make_drafter, make_engine, run, submit
+from tests.helpers.constrained import VOCAB, Answers, answer, check_drafting_and_batching, make_engine, run, submit
 
 FREE = {"ignore_eos": True, "max_tokens": 20}
 GREEDY = {**FREE, "temperature": 0.0}
 SAMPLED = {**FREE, "temperature": 1.0, "seed": 5}
-
-
-def answer(drafter=None, **params) -> list[int]:
-    engine, answers = make_engine(drafter), Answers()
-    submit(engine, answers, "r", **params)
-    run(engine)
-    return answers.tokens["r"]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
@@ -45,15 +38,7 @@ def test_drafting_and_batching_change_nothing(drafter) -> None:
     }
     want = {name: answer(**params) for name, params in kinds.items()}
     assert want["greedy"] != want["free"] and want["sampled"] != want["free sampled"]
-    texts = {name: [*PROMPT, *tokens] for name, tokens in want.items()}
-    for max_running in (1, 6):
-        engine, answers = make_engine(make_drafter(drafter, texts), max_running=max_running), Answers()
-        for name, params in kinds.items():
-            submit(engine, answers, name, **params)
-        run(engine)
-        assert answers.tokens == want
-        if drafter == "oracle":
-            assert all(e.stats.num_accepted_tokens > 5 for e in answers.last.values())
+    check_drafting_and_batching(drafter, kinds, want, least=6)
 
 
 def test_a_bias_is_added_before_penalties_and_temperature() -> None:

@@ -9,7 +9,17 @@ from paceline.errors import RequestError
 from paceline.serving.engine.graphed import draw_kind
 from paceline.serving.sampling.draw import SamplingBatch, TokenLimits, draw_tokens
 from paceline.serving.sampling.request import GenerationRequest, GrammarSpec, SamplingParams
-from tests.helpers.constrained import PROMPT, VOCAB, Answers, make_drafter, make_engine, run, submit
+from tests.helpers.constrained import (
+    PROMPT,
+    VOCAB,
+    Answers,
+    answer,
+    check_drafting_and_batching,
+    make_drafter,
+    make_engine,
+    run,
+    submit,
+)
 from tests.helpers.fakes import EOS_ID
 
 SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 20}
@@ -24,13 +34,6 @@ KINDS: dict[str, dict] = {
     "both": {**SAMPLED, "allowed_token_ids": (EOS_ID, *SOME), "min_tokens": 6, "logit_bias": ((EOS_ID, 100.0),)},
     "free": {**SAMPLED, "ignore_eos": True},
 }
-
-
-def answer(drafter=None, **params) -> list[int]:
-    engine, answers = make_engine(drafter), Answers()
-    submit(engine, answers, "r", **params)
-    run(engine)
-    return answers.tokens["r"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -60,15 +63,7 @@ def test_only_allowed_tokens_are_drawn() -> None:
 def test_drafting_and_batching_change_nothing(drafter) -> None:
     want = {name: answer(**params) for name, params in KINDS.items()}
     assert len(want["both"]) == 7 and len(want["late greedy"]) == 10
-    texts = {name: [*PROMPT, *tokens] for name, tokens in want.items()}
-    for max_running in (1, 6):
-        engine, answers = make_engine(make_drafter(drafter, texts), max_running=max_running), Answers()
-        for name, params in KINDS.items():
-            submit(engine, answers, name, **params)
-        run(engine)
-        assert answers.tokens == want
-        if drafter == "oracle":
-            assert all(e.stats.num_accepted_tokens > 2 for e in answers.last.values())
+    check_drafting_and_batching(drafter, KINDS, want, least=3)
 
 
 def test_preempted_and_resumed_answers_keep_to_the_positions_of_their_limits() -> None:
