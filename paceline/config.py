@@ -210,6 +210,9 @@ class PolicyConfig:
     trusts_groups: bool = False
     """Requests that ask for a group (x-paceline-group) are compared with those for which it was drawn: for a load whose
     every client is one's own, as the demo's. Else they count in neither ledger nor beliefs nor canaries."""
+    trainer_price: A[float, Setting(ge=0, le=100)] = 1.0
+    """What a second of the trainer's device is worth in seconds of a serving one: 1 where it could serve as well, less for
+    one that would idle or is rented cheaper, as a spot GPU. What serving loses beside it is measured and comes on top."""
     job_time_limit_s: A[float, Setting(gt=0)] = 120.0
     ema_fast: A[float, Setting(gt=0, le=1)] = 0.5
     """`dual_ema`: weight of the newest epoch in the fast mean of acceptance length, in (0, 1]."""

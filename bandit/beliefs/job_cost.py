@@ -40,16 +40,19 @@ def prior_training_s(arm: ArmSpec) -> float:
 
 
 class JobCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Expected device-seconds of a job, by ledger kind."""
+    """Expected device-seconds of a job, by ledger kind; those of training and scoring are the trainer's."""
 
     training_s: float
     shadow_s: float
     interference_s: float
     staging_s: float
+    price: float = 1.0
+    """Of a second of the trainer, in seconds of serving."""
 
     @property
     def total_s(self) -> float:
-        return self.training_s + self.shadow_s + self.interference_s + self.staging_s
+        """Seconds of serving that the job is worth."""
+        return self.price * (self.training_s + self.shadow_s) + self.interference_s + self.staging_s
 
 
 class CostModel(msgspec.Struct):
@@ -63,8 +66,8 @@ class CostModel(msgspec.Struct):
     num_measured: int = 0
     """Jobs that ran to their end, or at least up to their limit."""
 
-    def predict(self, arm: ArmSpec, *, busy: float, num_replicas: int) -> JobCost:
-        """Cost of one job; busy = device-seconds that serving uses per second."""
+    def predict(self, arm: ArmSpec, *, busy: float, num_replicas: int, price: float = 1.0) -> JobCost:
+        """Cost of one job; busy = device-seconds that serving uses per second, price as in PolicyConfig.trainer_price."""
         training = prior_training_s(arm) * self._scale(arm)
         shadow = SHADOW_PRIOR_S * self.shadow.value()
         return JobCost(
@@ -72,6 +75,7 @@ class CostModel(msgspec.Struct):
             shadow_s=shadow,
             interference_s=max(self.slowdown, 0.0) * busy * (training + shadow),
             staging_s=self.staging_s(num_replicas),
+            price=price,
         )
 
     def margin(self) -> float:

@@ -177,8 +177,9 @@ class Controller:
         if is_self_funded(state.policy):
             min_gain = swap_gain(belief, self._config.hysteresis * job.cost.staging_s, job.left_s)
             busy = sum(b.busy for b in view.beliefs.values() if b.is_active)
-            after = job.cost.shadow_s + job.cost.staging_s
-            limit = self.bank().time_limit_s(limit, state.costs.slowdown * busy, after)
+            price = self._config.trainer_price
+            after = price * job.cost.shadow_s + job.cost.staging_s
+            limit = self.bank().time_limit_s(limit, price + max(state.costs.slowdown, 0.0) * busy, after)
         decision = self._decision(
             "train",
             now,
@@ -436,6 +437,7 @@ def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, c
         horizon_s=view.horizon_s,
         min_rows=1,
         num_replicas=context.num_replicas,
+        trainer_price=view.config.trainer_price,
         forgotten=state.forgotten,
         recall_rate=recall_rate(view.beliefs, view.recalls),
     )

@@ -117,7 +117,16 @@ def finish_job(
     state.job, state.last_job_ended = None, now
     for kind, seconds in (("training", result.train_s), ("shadow", result.shadow_s)):
         if seconds > 0:
-            state.book(kind, result.job_id, seconds, now, decision_id, job.bucket, result.version, job.arm.name)
+            state.book(
+                kind,
+                result.job_id,
+                config.trainer_price * seconds,
+                now,
+                decision_id,
+                job.bucket,
+                result.version,
+                job.arm.name,
+            )
     learn(state, job, result)
     publish, reason = _publish(state, config, job, result)
     if publish is not None:

@@ -53,6 +53,7 @@ def build_view(
                 horizon_s=horizon,
                 min_rows=config.min_rows,
                 num_replicas=context.num_replicas,
+                trainer_price=config.trainer_price,
                 left_s=lambda wait: regime.horizon_s(now, config.horizon_s, wait),
                 returning_s=lambda bucket: regime.returning_s(bucket, now, config.horizon_s, lag),
                 forgotten=state.forgotten,

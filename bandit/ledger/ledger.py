@@ -98,10 +98,11 @@ class Bank(msgspec.Struct, frozen=True, kw_only=True):
         credit = self.saved_s - self.saved_error_s if self.saved_s > 0 else self.saved_s
         return self.start_s + max(credit, min(self.saved_s, 0.0)) - self.spent_s - self.reserved_s
 
-    def time_limit_s(self, job_time_limit_s: float, slowdown_s: float, after_s: float) -> float:
+    def time_limit_s(self, job_time_limit_s: float, rate: float, after_s: float) -> float:
         """Longest run of a job that the balance covers.
 
-        `slowdown_s` device-seconds of interference accrue per second of the job; `after_s` is kept for shadow scoring
-        and staging, which follow it.
+        `rate` device-seconds are spent per second of the job: its price and the interference; `after_s` is kept for
+        shadow scoring and staging, which follow it.
         """
-        return max(min(job_time_limit_s, (self.balance_s - after_s) / (1.0 + max(slowdown_s, 0.0))), 0.0)
+        left = max(self.balance_s - after_s, 0.0)
+        return job_time_limit_s if left > rate * job_time_limit_s else left / rate

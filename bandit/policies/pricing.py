@@ -94,6 +94,7 @@ def price_jobs(
     horizon_s: float,
     min_rows: int,
     num_replicas: int,
+    trainer_price: float = 1.0,
     left_s: Callable[[float], float] | None = None,
     returning_s: Callable[[str], float] | None = None,
     known_length: Callable[[str], float] | None = None,
@@ -126,7 +127,7 @@ def price_jobs(
                 arm = sized(template, rows)
                 share, new = _lesson(belief, arm)
                 mean, sd = gains.predict(name, arm, room, share, new)
-                cost = costs.predict(arm, busy=busy, num_replicas=num_replicas)
+                cost = costs.predict(arm, busy=busy, num_replicas=num_replicas, price=trainer_price)
                 gain, later = _expected_gains(belief, mean, sd, known)
                 wait = cost.training_s + cost.shadow_s
                 left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)

@@ -63,6 +63,7 @@ class Executor:
         arms: tuple[ArmSpec, ...],
     ) -> None:
         self.traffic, self.outcomes, self.slowdown, self.arms = traffic, outcomes, slowdown, arms
+        self.price = config.trainer_price
         self.share = 1.0 - config.holdback_percent / 100.0
         self.first = outcomes.lengths(FIRST)
         self.first_s = traffic.tokens @ traffic.token_s(self.first)  # (T,)
@@ -87,7 +88,7 @@ class Executor:
             end = k + 1 + int(np.ceil((float(seconds) + scoring) / step_s))
             if end >= steps:
                 continue
-            train_s[k + 1], shadow_s[k + 1] = float(seconds), scoring
+            train_s[k + 1], shadow_s[k + 1] = self.price * float(seconds), self.price * scoring
             left = float(seconds) + scoring
             for at in range(k + 1, end):
                 busy[at] = min(left / step_s, 1.0)

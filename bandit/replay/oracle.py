@@ -99,7 +99,9 @@ def _domain(
         job_s, picked = np.concatenate(seconds), np.concatenate(which)
         end = np.minimum(now + np.ceil(job_s / traffic.step_s).astype(int), steps)
         full = np.minimum(now + (job_s / traffic.step_s).astype(int), steps)
-        cost = cost_share * (job_s + outcomes.staging_s * traffic.num_replicas + slow[full] - slow[now])
+        cost = cost_share * (
+            config.trainer_price * job_s + outcomes.staging_s * traffic.num_replicas + slow[full] - slow[now]
+        )
         reached = levels + (high - levels) * np.concatenate(closed)[:, None]  # (O, J)
         after = np.ceil((reached - low) / max(high - low, 1e-12) * (levels.size - 1) - 1e-9).astype(int)
         after = np.minimum(after, levels.size - 1)
@@ -110,7 +112,7 @@ def _domain(
         choice[k] = np.where(is_better, picked[top], -1)
         targets[k] = after[top, at_all]
         value[k] = tokens[k] * saved + np.maximum(gain, value[now])
-    return _walk(traffic, outcomes, d, tokens, saved, slow, choice, targets, options, cost_share)
+    return _walk(traffic, outcomes, d, tokens, saved, slow, choice, targets, options, cost_share, config.trainer_price)
 
 
 def _sources(outcomes: SimulatedOutcomes, d: int) -> tuple[list[tuple[int, float]], float]:
@@ -145,6 +147,7 @@ def _walk(
     targets: dict[int, np.ndarray],
     options: list[_Option],
     cost_share: float,
+    price: float,
 ) -> tuple[np.ndarray, float, list[dict]]:
     """Follow the plan from the start."""
     steps = traffic.num_steps
@@ -162,7 +165,9 @@ def _walk(
         seconds, now = float(train_s) + shadow_s, k + 1
         end = min(now + int(np.ceil(seconds / traffic.step_s)), steps)
         full = min(now + int(seconds / traffic.step_s), steps)
-        cost = cost_share * (seconds + outcomes.staging_s * traffic.num_replicas + float(slow[full] - slow[now]))
+        cost = cost_share * (
+            price * seconds + outcomes.staging_s * traffic.num_replicas + float(slow[full] - slow[now])
+        )
         flow[k] -= cost
         spent += cost
         flow[now:end] += tokens[now:end] * saved[level]

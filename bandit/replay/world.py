@@ -229,8 +229,8 @@ class World:
 
     def _finish(self, decision: Decision, truth: TrainTruth, domain: int) -> None:
         self.job = None
-        self.spent["training"] += truth.train_s
-        self.spent["shadow"] += truth.shadow_s
+        self.spent["training"] += self.config.trainer_price * truth.train_s
+        self.spent["shadow"] += self.config.trainer_price * truth.shadow_s
         arm, base = self.controller.arm_of(decision), str(decision.context["base_version"])
         before, first = float(self.outcomes.lengths(base)[domain]), float(self.outcomes.lengths(FIRST)[domain])
 

@@ -34,6 +34,17 @@ def test_interference_scales_with_the_device_time_that_serving_uses():
     assert model.predict(FULL, busy=1.0, num_replicas=1).interference_s > 5 * full
 
 
+def test_the_price_of_the_trainer_holds_for_its_seconds_alone():
+    model = CostModel()
+    dear, cheap = (model.predict(FULL, busy=1.0, num_replicas=2, price=p) for p in (1.0, 0.25))
+    assert (cheap.training_s, cheap.shadow_s, cheap.interference_s) == (
+        dear.training_s,
+        dear.shadow_s,
+        dear.interference_s,
+    )
+    assert dear.total_s - cheap.total_s == pytest.approx(0.75 * (dear.training_s + dear.shadow_s))
+
+
 def test_the_margin_falls_with_the_jobs_that_were_measured():
     costs = CostModel()
     margins = [costs.margin()]

@@ -65,6 +65,8 @@ def test_the_bank_counts_only_savings_beyond_their_error():
 
 def test_the_time_limit_leaves_money_for_what_follows_the_training():
     bank = Bank(start_s=20.0, saved_s=0.0, saved_error_s=0.0, spent_s=4.0)
-    limit = bank.time_limit_s(120.0, 0.1, 2.0)
+    limit = bank.time_limit_s(120.0, 1.1, 2.0)
     assert limit * 1.1 + 2.0 == pytest.approx(16.0)
-    assert bank.time_limit_s(5.0, 0.1, 2.0) == 5.0
+    assert bank.time_limit_s(5.0, 1.1, 2.0) == 5.0
+    assert bank.time_limit_s(120.0, 0.0, 2.0) == 120.0  # a trainer that costs nothing
+    assert bank.time_limit_s(120.0, 1.1, 20.0) == 0.0

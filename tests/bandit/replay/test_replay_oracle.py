@@ -45,6 +45,20 @@ def test_the_plan_adds_up_to_the_bound():
     assert bound.serving_s + sum(bound.spent.values()) == pytest.approx(bound.never_s - bound.net_s)
 
 
+def test_a_cheaper_trainer_is_booked_as_cheaper_by_the_service_and_by_the_plans():
+    cell = Scenario(name="x", regime_s=300.0, duration_s=1800.0, train_cost=1.0)
+    dear, cheap = (simulate(cell, "interval", {"interval_s": 300.0, "trainer_price": p}, 3) for p in (1.0, 0.25))
+    assert dear.num_jobs == cheap.num_jobs > 2  # a policy that looks at no price does the same
+    assert cheap.spent["training"] == pytest.approx(0.25 * dear.spent["training"])
+    for kind in ("training", "shadow", "staging"):
+        assert cheap.ledger[kind] == pytest.approx(cheap.spent[kind])
+    for planner in ("oracle", "bound"):
+        before, after = (simulate(cell, planner, {"trainer_price": p}, 3).net_s for p in (1.0, 0.25))
+        assert after > before
+    rule = simulate(cell, "payoff", {"trainer_price": 0.25}, 3)
+    assert rule.net_s <= simulate(cell, "bound", {"trainer_price": 0.25}, 3).net_s + 1e-6 and not rule.contradictions
+
+
 def test_nothing_to_gain_means_nothing_to_plan():
     cell = Scenario(name="x", regime_s=300.0, duration_s=900.0, headroom=0.0)
     assert simulate(cell, "bound", {}, 0).net_s == pytest.approx(0.0, abs=0.5)
