@@ -251,6 +251,9 @@ class TrainerResources:
     """Above 0 the task trains on the GPU that Ray gives it; a share below 1 is bookkeeping, GPU memory is not divided."""
     resources: dict[str, float] = field(default_factory=dict)
     """Custom resources of the nodes that may train, such as {train_slot: 1}."""
+    niceness: A[int, Setting(ge=0, le=19)] = 19
+    """How far training steps back on cores that others want (nice 1): at 19 a busy core leaves it next to nothing, at 0 it
+    takes its share, also of what serving needs."""
     start_timeout_s: A[float, Setting(gt=0)] = 60.0
     """Longest time from the order to the task's first sign of life; give a cluster that boots nodes on demand minutes."""
 

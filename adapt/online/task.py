@@ -25,8 +25,6 @@ from paceline.contracts import TrainJob, TrainResult
 from paceline.paths import keep_private
 
 log = logging.getLogger(__name__)
-NICENESS = 19
-"""Serving owns the cores of a shared node; training takes what is left."""
 
 
 class JobLease(Protocol):
@@ -52,7 +50,7 @@ def run_leased_job(
     device: str = "cpu",
     lease: JobLease | None = None,
     shadow: ShadowConfig | None = None,
-    niceness: int = NICENESS,
+    niceness: int = 0,
 ) -> TrainResult:
     """Carry out one order in this process and hand the result to the lease.
 
@@ -118,4 +116,6 @@ def launch_training(
     """
     wanted = resources or TrainerResources()
     task: Any = train_task.options(**task_options(wanted, threads))
-    return task.remote(job, threads=threads, device="cuda" if wanted.num_gpus > 0 else "cpu", **options)
+    return task.remote(
+        job, threads=threads, niceness=wanted.niceness, device="cuda" if wanted.num_gpus > 0 else "cpu", **options
+    )

@@ -13,7 +13,15 @@ import pytest
 
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bench.common.workloads import load_prompts
-from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig, TreeConfig
+from paceline.config import (
+    EngineConfig,
+    PolicyConfig,
+    RolloutConfig,
+    ServiceConfig,
+    TraceConfig,
+    TrainerResources,
+    TreeConfig,
+)
 from paceline.infra.app import Service
 from paceline.infra.service.stores import StorePaths
 from tests.helpers.service_load import HTTP, outer_listeners, running, wait_for
@@ -66,6 +74,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         port=0,
         # a fixed budget: acceptance length then tells of the drafter, not of whether speculation pays here
         engine=EngineConfig(num_threads=1, tree=TreeConfig(max_draft_tokens=8, policy="fixed")),
+        trainer_resources=TrainerResources(niceness=0),  # other tests keep the cores busy
         trace=TraceConfig(shard_rows=256, flush_interval_s=1.0),
         rollout=RolloutConfig(canary_percent=50, min_requests=4, max_requests=20, max_s=60.0, quiet_s=1.0),
         policy=PolicyConfig(policy="always", epoch_s=3.0, min_rows=800, min_dwell_s=1.0, holdback_percent=10),

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import psutil
+import torch
 
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import EngineConfig, PolicyConfig, ServiceConfig
@@ -23,9 +24,9 @@ from paceline.serving.loading.families import read_drafter_files, save_drafter
 from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.drafters import specblock_for
-from tests.helpers.fakes import greedy_continuation, plain_logits, tiny_model, tiny_target, tiny_tokenizer
+from tests.helpers.fakes import plain_logits, tiny_model, tiny_target, tiny_tokenizer
 
-VOCAB, WIDTH, NUM_PROMPTS, MAX_TOKENS = 300, 32, 16, 64
+VOCAB, WIDTH, NUM_PROMPTS = 300, 32, 16
 PROMPTS = [[3 + (17 * i + 5 * k) % (VOCAB - 3) for k in range(2 + i)] for i in range(NUM_PROMPTS)]
 MAX_TRIES = 60
 NUM_REPLICAS = 2
@@ -135,10 +136,16 @@ def leave_streams(url: str, num: int) -> None:
 
 
 @functools.cache
-def reference() -> list[list[int]]:
-    """The target's own greedy tokens behind every prompt, by plain forwards of the transformers model."""
-    target = tiny_target(vocab=VOCAB, width=WIDTH)
-    return [greedy_continuation(target, p, MAX_TOKENS) for p in PROMPTS]
+def greedy_gaps(prompt: int, token_ids: tuple[int, ...]) -> list[float]:
+    """How far each token's logit lies below the highest one in a plain forward of the transformers model; 0: its choice."""
+    text = [*PROMPTS[prompt], *token_ids]
+    logits = plain_logits(_target(), text)[len(PROMPTS[prompt]) - 1 : -1]
+    return (logits.max(-1).values - logits.gather(1, torch.tensor(token_ids).long()[:, None])[:, 0]).tolist()
+
+
+@functools.cache
+def _target() -> TargetModel:
+    return tiny_target(vocab=VOCAB, width=WIDTH)
 
 
 @dataclass(kw_only=True)
@@ -173,13 +180,9 @@ class Answer:
 
     def check_tokens(self) -> None:
         """The tokens are the target's own; behind a near tie of two logits fp32 rounding may choose."""
-        want = reference()[self.prompt][: len(self.token_ids)]
-        if self.token_ids == want:
-            return
-        at = next(k for k, (a, b) in enumerate(zip(self.token_ids, want, strict=True)) if a != b)
-        logits = plain_logits(tiny_target(vocab=VOCAB, width=WIDTH), [*PROMPTS[self.prompt], *want[:at]])[-1]
-        gap = float(logits.max() - logits[self.token_ids[at]])
-        assert gap < 1e-4, f"prompt {self.prompt} differs at token {at}, logit gap {gap}"
+        gaps = greedy_gaps(self.prompt, tuple(self.token_ids))
+        worst = max(range(len(gaps)), key=gaps.__getitem__, default=0)
+        assert not gaps or gaps[worst] < 1e-4, f"prompt {self.prompt} differs at token {worst}, logit gap {gaps[worst]}"
 
     def check_explicit(self) -> None:
         """Complete and right, or visibly broken off: never a part that looks like the whole."""

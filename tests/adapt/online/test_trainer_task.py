@@ -41,12 +41,12 @@ def places(tmp_path):
 
 def test_the_result_goes_to_the_lease_after_it_is_no_longer_renewed(tmp_path):
     lease = Lease()
-    result = run_leased_job(JOB, lease=lease, niceness=0, **places(tmp_path))
+    result = run_leased_job(JOB, lease=lease, **places(tmp_path))
     assert lease.events == ["enter", "exit", result] and result.status == "failed"
 
 
 def test_no_lease_is_needed(tmp_path):
-    assert run_leased_job(JOB, niceness=0, **places(tmp_path)).job_id == "j"
+    assert run_leased_job(JOB, **places(tmp_path)).job_id == "j"
 
 
 def test_the_default_asks_for_next_to_nothing():
