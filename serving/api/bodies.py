@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -373,7 +373,9 @@ class ResponsesBody(CommonBody):
     """none: no call; auto (default with tools): as the model wants; required or a named function: nothing but calls."""
     parallel_tool_calls: bool | None = None
     """False: at most one call an answer; others are dropped."""
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Annotated[
+        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None, Field(max_length=16)
+    ] = None
     """message.output_text.logprobs: log-probabilities of the text's tokens, without tools; the other has nothing to give."""
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     """Alternatives to each token, together with its log-probability."""
@@ -392,7 +394,7 @@ class ResponsesBody(CommonBody):
     def as_chat(self) -> ChatBody:
         """The chat that is answered; raises FieldError under the names of this body."""
         common = set(CommonBody.model_fields) & self.model_fields_set
-        values: dict[str, Any] = self.model_dump(mode="json", by_alias=True, include=common)
+        values = self._dumped(include=common)
         values["messages"] = messages_of(self.instructions, self.input)
         if self.max_output_tokens is not None:
             values["max_tokens"] = self.max_output_tokens
@@ -428,8 +430,15 @@ class ResponsesBody(CommonBody):
             "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "temperature": 1.0,
             "text": None, "tool_choice": "auto", "tools": [], "top_logprobs": 0, "top_p": 1.0,
         }  # fmt: skip
-        own = self.model_dump(mode="json", by_alias=True, exclude_unset=True, include=set(usual) - {"tools"})
+        own = self._dumped(include=set(usual) - {"tools"}, exclude_unset=True)
         told = {**usual, **{name: value for name, value in own.items() if value is not None}}
         told["text"] = {"format": {"type": "text"}, **(told["text"] or {})}
-        told["tools"] = [tool.model_dump(mode="json") for tool in self.tools or ()]
+        told["tools"] = self._dumped(include={"tools"})["tools"] or []
         return told
+
+    def _dumped(self, **how: Any) -> dict[str, Any]:
+        """Fields as they were sent; raises FieldError where they cannot be written."""
+        try:
+            return self.model_dump(mode="json", by_alias=True, **how)
+        except (ValueError, RecursionError) as e:  # JSON is written with fewer levels than it is read with
+            raise FieldError("the body must not be nested so deeply", None) from e
