@@ -241,7 +241,7 @@ REPLICA_METRICS: tuple[MetricSpec, ...] = (
 )
 """Everything that one replica exposes about itself; feedback and traces only where it has them."""
 _TOLD_FROM_THE_START = [
-    (r, c) for r in ("/v1/completions", "/v1/chat/completions") for c in ("200", "429", "500", "503")
+    (r, c) for r in ("/v1/completions", "/v1/chat/completions", "/v1/responses") for c in ("200", "429", "500", "503")
 ]
 """Responses that begin at 0: of a series that begins at 1 Prometheus' rate misses the first."""
 _Values = Iterable[tuple[MetricSpec, Value]]

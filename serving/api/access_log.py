@@ -20,7 +20,9 @@ from paceline.serving.wire.exchange import CUT
 
 log = logging.getLogger("paceline.access")
 
-_ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
+_ROUTES = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize",
+)  # fmt: skip
 
 
 @dataclass(slots=True)

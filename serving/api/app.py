@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from paceline import __version__
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.serving.api.access_log import AccessLog, access_record
-from paceline.serving.api.bodies import ChatBody, CompletionBody, GenerateBody
+from paceline.serving.api.bodies import ChatBody, CompletionBody, GenerateBody, ResponsesBody
 from paceline.serving.api.chat_page import chat_page
 from paceline.serving.api.generation import ApiParts, Cutoff, EngineInfo, EventStream, Generation, begun, events, whole
 from paceline.serving.api.http import (
@@ -35,8 +35,9 @@ from paceline.serving.wire.calls import CallParser
 from paceline.serving.wire.choice import Choice, ChoiceStyle, make_echo
 from paceline.serving.wire.exchange import Exchange
 from paceline.serving.wire.fields import parse_body
-from paceline.serving.wire.format import Answer
+from paceline.serving.wire.format import Answer, WireAnswer
 from paceline.serving.wire.forms import form_of
+from paceline.serving.wire.response import ResponseAnswer
 from paceline.serving.wire.tools import CallPlan, plan_calls
 
 
@@ -59,13 +60,26 @@ class Api:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         arrived_s = self._arrive(request)
-        body: ChatBody = parse_body(await read_body(request), ChatBody)
+        return await self._chat(request, parse_body(await read_body(request), ChatBody), arrived_s)
+
+    async def responses(self, request: Request) -> Response:
+        """Answer a conversation in the words of the Responses API."""
+        arrived_s = self._arrive(request)
+        body: ResponsesBody = parse_body(await read_body(request), ResponsesBody)
+        chat = body.as_chat()
+        with body.own_names():
+            return await self._chat(request, chat, arrived_s, body)
+
+    async def _chat(
+        self, request: Request, body: ChatBody, arrived_s: float, asked: ResponsesBody | None = None
+    ) -> Response:
+        """asked: what the client sent, where that was not the chat itself."""
         plan = plan_calls(
             body, form_of(body), self.prompts.tool_style, self.tokens.special_texts,
             is_parallel=body.parallel_tool_calls is not False,
         )  # fmt: skip
         token_ids = await self.prompts.encode(await self.prompts.render(body), special=False)
-        return await self._answer(request, body, [token_ids], arrived_s, plan)
+        return await self._answer(request, body, [token_ids], arrived_s, plan, asked)
 
     def _arrive(self, request: Request) -> float:
         """The time in the engine's clock; raises EngineStoppedError while the replica drains."""
@@ -76,7 +90,7 @@ class Api:
 
     async def _answer(
         self, request: Request, body: GenerateBody, prompts: list[list[int]], arrived_s: float,
-        plan: CallPlan | None = None,
+        plan: CallPlan | None = None, asked: ResponsesBody | None = None,
     ) -> Response:  # fmt: skip
         info, record, visit = self.parts.client.info(), access_record(request), visit_of(request)
         check_model(body.model, info)
@@ -85,6 +99,7 @@ class Api:
         requests = engine_requests(
             request, body, prompts, parts=self.parts, info=info, request_id=answer_id, arrived_s=arrived_s,
             visit=visit, grammar=None if plan is None else plan.grammar,
+            bad_words=await self.prompts.spellings(body.bad_words or ()),
         )  # fmt: skip
         first = requests[0]
         record.prompt_tokens = num_prompt = sum(len(r.prompt_token_ids) for r in requests[:: body.num_choices])
@@ -92,7 +107,10 @@ class Api:
             "bucket": first.bucket, "group": first.group.value, "tenant": first.tenant or None, "n": len(requests),
             "stream": bool(body.stream), "priority": first.priority or None,
         }  # fmt: skip
-        answer = await self._new_answer(body, requests, answer_id, info.model_name, plan)
+        own = await self._new_answer(body, requests, answer_id, info.model_name, plan)
+        answer: WireAnswer = own
+        if asked is not None:
+            answer = ResponseAnswer(own, answer_id=answer_id, told=asked.told())
         visit.account.charge_prompt(num_prompt)
         generation = Generation(
             self.parts, requests, answer, record, self._finishes.note,
@@ -106,8 +124,9 @@ class Api:
                 raise QueueFull(str(e), self._finishes.retry_after_s(self.parts.client.num_waiting())) from e
             raise
         headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
-        if body.ignored:
-            headers["x-paceline-ignored"] = ", ".join(body.ignored)
+        ignored = body.ignored if asked is None else asked.ignored
+        if ignored:
+            headers["x-paceline-ignored"] = ", ".join(ignored)
         if self.parts.sends_request_id:
             headers["x-request-id"] = record.request_id
         if body.stream:
@@ -215,6 +234,7 @@ def make_router(parts: ApiParts) -> APIRouter:
     locked = APIRouter(dependencies=[Depends(on_loop(check_client))])
     locked.add_api_route("/v1/completions", api.completions, methods=["POST"])
     locked.add_api_route("/v1/chat/completions", api.chat, methods=["POST"])
+    locked.add_api_route("/v1/responses", api.responses, methods=["POST"])
     for prefix in ("", "/v1"):
         locked.add_api_route(f"{prefix}/tokenize", tokens.tokenize, methods=["POST"])
         locked.add_api_route(f"{prefix}/detokenize", tokens.detokenize, methods=["POST"])

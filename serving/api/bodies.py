@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from paceline.serving.sampling.request import SamplingParams
-from paceline.serving.wire.fields import RequestBody, StrictModel
+from paceline.serving.wire.fields import (
+    RESPONSES_IGNORED,
+    RESPONSES_REFUSED,
+    FieldError,
+    Known,
+    RequestBody,
+    StrictModel,
+    parse_values,
+)
 from paceline.serving.wire.forms import ResponseFormat, StructuredOutputs, Texts, form_of
+from paceline.serving.wire.items import (
+    FunctionTools,
+    InputItems,
+    NamedFunctionTool,
+    PaddingOptions,
+    TextOptions,
+    messages_of,
+)
 from paceline.serving.wire.messages import Conversation
 
 MAX_CHOICES = 16
@@ -24,6 +42,7 @@ MAX_LABELS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 """Of `metadata`: OpenAI's limits."""
 MAX_TIMEOUT_S = 86_400.0
 MAX_STOPS = 16
+MAX_BAD_WORDS, MAX_WORD_CHARS = 1024, 128
 MIN_TEMPERATURE = 1e-6
 """Below it the most likely token is drawn anyhow."""
 _INT64 = 2**63
@@ -73,10 +92,9 @@ class Metadata(StrictModel):
         return values
 
 
-class GenerateBody(RequestBody):
-    """Fields common to both routes; the last group are extensions (`extra_body` of the openai client)."""
+class CommonBody(RequestBody):
+    """Fields that every generation route takes; the forms and those from `top_k` on are extensions (`extra_body` of the openai client)."""
 
-    max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
     stop: str | list[str] | None = None
@@ -85,13 +103,8 @@ class GenerateBody(RequestBody):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     """Token id, written as a string -> number added to its logit, in [-100, 100]; at most 1024 ids."""
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
-    """Choices of the answer."""
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     metadata: Metadata | None = None
-    response_format: ResponseFormat | None = None
-    """The answer keeps to this form; ends by itself where the form is complete."""
     guided_json: dict[str, Any] | str | None = None
     """A JSON schema, or its text."""
     guided_regex: str | None = None
@@ -118,16 +131,12 @@ class GenerateBody(RequestBody):
     """Tokens before which nothing that ends the answer is drawn; not together with a form or `stop`."""
     allowed_token_ids: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Only these tokens are drawn; not together with a form."""
+    bad_words: list[str] | None = None
+    """Words that are not generated, at the beginning and behind a space; at most 1024."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     """Only the last so many tokens of a prompt are read; -1: as many as leave room for the answer."""
     skip_special_tokens: bool = True
     """False: markers such as <|call|> stay in the text."""
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
-    """Alternatives for each token of the prompt; not in a stream."""
-    return_token_ids: bool = False
-    """Add prompt_token_ids and token_ids to the choice."""
-    return_segments: bool = False
-    """Add to the choice its text in segments, [text, whether it was drafted and accepted]."""
     priority: int | None = Field(default=None, ge=-1000, le=1000)
     """Requests with a lower number are admitted first; 0 when not given."""
     timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
@@ -157,13 +166,16 @@ class GenerateBody(RequestBody):
             raise ValueError("stop must be a non-empty string or a list of them")
         return stop
 
-    @model_validator(mode="after")
-    def _options_need_stream(self) -> GenerateBody:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed together with stream: true")
-        if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs must be absent in a stream; its chunks have no place for them")
-        return self
+    @field_validator("bad_words", mode="before")
+    @classmethod
+    def _few_words(cls, words: Any) -> Any:
+        """One look at every element; each bad one would cost an error of its own."""
+        if isinstance(words, list):
+            if len(words) > MAX_BAD_WORDS:
+                raise ValueError(f"bad_words must be at most {MAX_BAD_WORDS} texts, got {len(words)}")
+            if not all(isinstance(w, str) and 0 < len(w) <= MAX_WORD_CHARS for w in words):
+                raise ValueError(f"bad_words must be texts of 1 to {MAX_WORD_CHARS} characters")
+        return words
 
     @field_validator("allowed_token_ids", mode="before")
     @classmethod
@@ -174,6 +186,31 @@ class GenerateBody(RequestBody):
         if not isinstance(token_ids, list) or not all(type(t) is int and 0 <= t < 2**31 for t in token_ids):
             raise ValueError("allowed_token_ids must be a list of token ids")
         return tuple(sorted(set(token_ids)))
+
+
+class GenerateBody(CommonBody):
+    """Fields of completions and chat completions alike; the last three are extensions."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    """Choices of the answer."""
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    """The answer keeps to this form; ends by itself where the form is complete."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
+    """Alternatives for each token of the prompt; not in a stream."""
+    return_token_ids: bool = False
+    """Add prompt_token_ids and token_ids to the choice."""
+    return_segments: bool = False
+    """Add to the choice its text in segments, [text, whether it was drafted and accepted]."""
+
+    @model_validator(mode="after")
+    def _options_need_stream(self) -> GenerateBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed together with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs must be absent in a stream; its chunks have no place for them")
+        return self
 
     @model_validator(mode="after")
     def _one_form(self) -> GenerateBody:
@@ -199,7 +236,7 @@ class GenerateBody(RequestBody):
         raise NotImplementedError
 
     def sampling(self, *, max_tokens: int) -> SamplingParams:
-        """The engine's parameters; raises RequestError where a value is out of range."""
+        """The engine's parameters, but for the tokens of bad words; raises RequestError where a value is out of range."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         temperature = self.temperature
         if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
@@ -308,3 +345,100 @@ class ChatBody(Conversation, GenerateBody):
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+_LOGPROBS = "message.output_text.logprobs"
+_CHAT_NAMES = {
+    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format", "logprobs": "include",
+}  # fmt: skip
+"""Field of a chat -> what stands for it in a ResponsesBody."""
+
+
+class ResponsesBody(CommonBody):
+    """POST /v1/responses: a chat in other words, whose answer nobody stores."""
+
+    refused_fields: ClassVar[Mapping[str, Known]] = RESPONSES_REFUSED
+    ignored_fields: ClassVar[Mapping[str, Known]] = RESPONSES_IGNORED
+
+    input: InputItems
+    """A text, or messages, calls and their results."""
+    instructions: str | None = None
+    """A message of the system before the others."""
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    text: TextOptions | None = None
+    """`format`: the form that the answer keeps to."""
+    tools: FunctionTools | None = None
+    """Functions that the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    """none: no call; auto (default with tools): as the model wants; required or a named function: nothing but calls."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call an answer; others are dropped."""
+    include: Annotated[
+        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None, Field(max_length=16)
+    ] = None
+    """message.output_text.logprobs: log-probabilities of the text's tokens, without tools; the other has nothing to give."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    """Alternatives to each token, together with its log-probability."""
+    stream_options: PaddingOptions | None = None
+
+    @model_validator(mode="after")
+    def _text_is_scored(self) -> ResponsesBody:
+        if self.wants_logprobs and self.tools and self.tool_choice != "none":
+            raise ValueError("include must not ask for log-probabilities together with tools, whose calls have none")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def as_chat(self) -> ChatBody:
+        """The chat that is answered; raises FieldError under the names of this body."""
+        common = set(CommonBody.model_fields) & self.model_fields_set
+        values = self._dumped(include=common)
+        values["messages"] = messages_of(self.instructions, self.input)
+        if self.max_output_tokens is not None:
+            values["max_tokens"] = self.max_output_tokens
+        form = None if self.text is None else self.text.for_chat()
+        if form is not None:
+            values["response_format"] = form
+        if self.tools:
+            values |= {
+                "tools": [tool.for_chat() for tool in self.tools],
+                "parallel_tool_calls": self.parallel_tool_calls,
+            }
+        if isinstance(self.tool_choice, NamedFunctionTool):
+            values["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        elif self.tool_choice is not None:
+            values["tool_choice"] = self.tool_choice
+        if self.wants_logprobs:
+            values |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        with self.own_names():
+            return parse_values(values, ChatBody)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def own_names() -> Iterator[None]:
+        """Inside, a FieldError about the chat is one about this body."""
+        try:
+            yield
+        except FieldError as e:
+            raise e.renamed(_CHAT_NAMES) from e
+
+    def told(self) -> dict[str, Any]:
+        """What the answer repeats of its request."""
+        usual: dict[str, Any] = {
+            "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "temperature": 1.0,
+            "text": None, "tool_choice": "auto", "tools": [], "top_logprobs": 0, "top_p": 1.0,
+        }  # fmt: skip
+        own = self._dumped(include=set(usual) - {"tools"}, exclude_unset=True)
+        told = {**usual, **{name: value for name, value in own.items() if value is not None}}
+        told["text"] = {"format": {"type": "text"}, **(told["text"] or {})}
+        told["tools"] = self._dumped(include={"tools"})["tools"] or []
+        return told
+
+    def _dumped(self, **how: Any) -> dict[str, Any]:
+        """Fields as they were sent; raises FieldError where they cannot be written."""
+        try:
+            return self.model_dump(mode="json", by_alias=True, **how)
+        except (ValueError, RecursionError) as e:  # JSON is written with fewer levels than it is read with
+            raise FieldError("the body must not be nested so deeply", None) from e

@@ -1,7 +1,7 @@
 """Generation: one HTTP request waits for the engine thread, and lets go when the client is gone.
 
-The engine's events cross into the event loop through one queue an answer. A stream that breaks ends without `[DONE]`:
-HTTP 200 and a clean close do not mean that an answer is complete.
+The engine's events cross into the event loop through one queue an answer. A stream that breaks ends without `[DONE]`, or
+with `response.failed`: HTTP 200 and a clean close do not mean that an answer is complete.
 
 Requests whose grammar has to be compiled first wait in a few threads of their own: a compilation may take seconds, and the
 event loop's threads read metrics, states and files. A
@@ -29,7 +29,7 @@ from paceline.serving.sampling.request import GenerationRequest, RoundEvent
 from paceline.serving.wire.accounts import Clients
 from paceline.serving.wire.choice import Piece
 from paceline.serving.wire.exchange import BODY_GRACE_S, WRITE_S
-from paceline.serving.wire.format import SSE_DONE, Answer, error_body, sse, to_json
+from paceline.serving.wire.format import WireAnswer, to_json
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class Generation:
         self,
         parts: ApiParts,
         requests: Sequence[GenerationRequest],
-        answer: Answer,
+        answer: WireAnswer,
         record: AccessRecord,
         on_finish: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
@@ -290,21 +290,23 @@ class EventStream(StreamingResponse):
 
 
 async def events(generation: Generation, record: AccessRecord) -> AsyncIterator[bytes]:
-    """Server-sent events of one answer: one chunk a round and choice, then [DONE]; after an error event never [DONE]."""
+    """Server-sent events of one answer as they come; one that breaks off ends with the event of its error."""
     answer = generation.answer
     try:
+        if opening := answer.opening():
+            yield opening
         async for piece in generation.pieces():
-            yield sse(answer.chunk(piece))
-        if answer.with_usage:
-            yield sse(answer.usage_chunk())
-        yield SSE_DONE
+            if part := answer.part(piece):
+                yield part
+        if closing := answer.closing():
+            yield closing
     except Cutoff as e:
         record.error = e.code
-        yield sse(error_body(str(e), kind=e.kind, code=e.code))
+        yield answer.failure(str(e), kind=e.kind, code=e.code)
     except Exception as e:
         record.error, generation.is_cut = "internal_error", True
         log.exception("stream of request %s failed", record.request_id)
-        yield sse(error_body(f"the answer broke off: {type(e).__name__}", kind="server_error", code="incomplete"))
+        yield answer.failure(f"the answer broke off: {type(e).__name__}", kind="server_error", code="incomplete")
     finally:
         generation.close()
 

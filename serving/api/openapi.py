@@ -13,13 +13,14 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute
 
 from paceline import __version__
-from paceline.serving.api.bodies import ChatBody, CompletionBody
+from paceline.serving.api.bodies import ChatBody, CompletionBody, ResponsesBody
 from paceline.serving.api.http import json_response
 from paceline.serving.api.prompts import DetokenizeBody, TokenizeChat, TokenizePrompt
 
 BODIES: dict[str, tuple[type[BaseModel], ...]] = {
     "/v1/completions": (CompletionBody,),
     "/v1/chat/completions": (ChatBody,),
+    "/v1/responses": (ResponsesBody,),
     "/tokenize": (TokenizePrompt, TokenizeChat),
     "/v1/tokenize": (TokenizePrompt, TokenizeChat),
     "/detokenize": (DetokenizeBody,),

@@ -13,6 +13,7 @@ from pydantic import Field
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.http import json_response, read_body
 from paceline.serving.api.requests import check_model, check_token_ids
+from paceline.serving.sampling.bans import spellings
 from paceline.serving.sampling.text_stream import TokenText
 from paceline.serving.wire.fields import FieldError, RequestBody, parse_body, parse_json, parse_values
 from paceline.serving.wire.messages import Conversation
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 _LONG_CHARS = 16_384  # worked on in a thread, so that the event loop stays free
 _LONG_TOKENS = 4_096
+_MANY_WORDS = 64  # a call of the tokenizer for each of the two ways to write one
 
 
 class Prompts:
@@ -47,6 +49,10 @@ class Prompts:
             lambda: [self.tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts],
             is_long=num_chars > _LONG_CHARS,
         )
+
+    async def spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that words are written with."""
+        return await in_thread(lambda: spellings(self.tokenizer, words), is_long=len(words) > _MANY_WORDS)
 
     async def render(self, body: Conversation) -> str:
         """The conversation as the chat template writes it.

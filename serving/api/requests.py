@@ -36,6 +36,7 @@ def engine_requests(
     arrived_s: float,
     visit: Visit,
     grammar: GrammarSpec | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> list[GenerationRequest]:
     """One engine request for each choice of each prompt, those of a prompt side by side and equal but for id and seed.
 
@@ -45,6 +46,7 @@ def engine_requests(
         arrived_s: when the HTTP request came, in the engine's clock; the time limit counts from there.
         visit: says whose requests they are.
         grammar: in place of the body's own.
+        bad_words: token sequences of the body's own.
     Raises: FieldError where a header or field cannot be honoured, RequestError where a value is out of range,
         HTTPException 403 where the tenant is not the client's.
     """
@@ -67,8 +69,8 @@ def engine_requests(
     for prompt in prompts:
         token_ids = tuple(_last_tokens(body, prompt, info))
         params = body.sampling(max_tokens=_max_tokens(body, len(token_ids), info))
-        if grammar is not None:
-            params = dataclasses.replace(params, grammar=grammar)
+        if grammar is not None or bad_words:
+            params = dataclasses.replace(params, grammar=grammar or params.grammar, bad_words=bad_words)
         for choice in range(body.num_choices):
             seed = None if params.seed is None else choice_seed(params.seed, choice)
             index = len(found)

@@ -148,6 +148,8 @@ class RunningRequest:
         self.tokens += token_ids
         if self.counts is not None:
             self.counts.add(token_ids)
+        if self.limits is not None:
+            self.limits.add(token_ids)
         if self.grammar is not None:
             self.grammar.keep(len(token_ids))
 

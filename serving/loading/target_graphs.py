@@ -467,7 +467,7 @@ class GraphedTarget:
             min_ps=self._min_ps.tensor.float(), seeds=self._seeds.tensor, repetition=off, presence=off, frequency=off,
             counts=nothing, is_greedy=nothing, is_filtered=nothing, is_penalised=nothing, biases=nothing,
             limits=nothing,
-            grammars=nothing, has_grammars=False, is_all_greedy=False,
+            grammars=nothing, has_grammars=False, reads_paths=False, is_all_greedy=False,
         )  # fmt: skip
         return draw_captured(logits, owners, self._positions[:rows] + 1, batch, has_filters=kind == FILTERED)
 

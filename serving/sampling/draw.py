@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from paceline.errors import RequestError
+from paceline.serving.sampling.bans import bans_of
 from paceline.serving.sampling.grammar_state import GrammarState
 from paceline.serving.sampling.request import SamplingParams
 
@@ -48,7 +49,9 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 class TokenLimits:
-    """The tokens that one request may draw at a position; the engine keeps one per request with `has_limits(params)`."""
+    """The tokens that one request may draw at a position, behind its own tokens; the engine keeps one per request with
+    `has_limits(params)`.
+    """
 
     def __init__(
         self,
@@ -64,17 +67,37 @@ class TokenLimits:
         Raises: RequestError where ids are unknown or no token is left to be drawn.
         """
         always = early = _allowed(params.allowed_token_ids, vocab_size)
+        self.bans = bans_of(params.bad_words, vocab_size)
+        if self.bans.always:
+            always = early = always.clone()
+            always[self.bans.always] = False
         if params.min_tokens:
             early = always.clone()
             early[[t for t in stop_token_ids if 0 <= t < vocab_size]] = False
         if not early.any():
             raise RequestError(
-                "allowed_token_ids must hold a token that does not end the answer where min_tokens is given, got none"
+                "allowed_token_ids must hold a token that does not end the answer where min_tokens is given, and that "
+                "bad_words does not ban, got none"
             )
+        if self.bans.reach:
+            left = early.clone()
+            left[self.bans.completing] = False
+            if not left.any():  # somewhere on its way the answer could have no next token
+                raise RequestError("bad_words must leave a token that is the end of none of them, got none")
+        self._newest: list[int] = []  # of the output, as far back as the bans look
         self.until = prompt_len + params.min_tokens
         """Position of the first output token that may end the answer."""
         self.always = always.to(device)  # (V,) bool
         self.early = early.to(device)  # (V,) bool, before `until`
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """Note emitted output tokens (call for every one of them, the newest anchor included)."""
+        if self.bans.reach:
+            self._newest = [*self._newest, *token_ids][-self.bans.reach :]
+
+    def held_back(self, path: Sequence[int]) -> list[int]:
+        """Tokens that `bad_words` bans behind the output and the uncommitted tokens `path`, besides those of the masks."""
+        return self.bans.behind([*self._newest, *path])
 
 
 @lru_cache(maxsize=4)
@@ -89,8 +112,10 @@ def _allowed(token_ids: tuple[int, ...], vocab_size: int) -> torch.Tensor:
 
 
 def has_limits(params: SamplingParams) -> bool:
-    """Whether the request needs TokenLimits."""
-    return params.min_tokens > 0 or bool(params.allowed_token_ids)
+    """Whether the request needs TokenLimits; in a grammar its state bans words."""
+    return (
+        params.min_tokens > 0 or bool(params.allowed_token_ids) or (bool(params.bad_words) and params.grammar is None)
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,6 +138,8 @@ class SamplingBatch:
     limits: list[TokenLimits | None]  # (B,)
     grammars: list[GrammarState | None]  # (B,) draws follow their state; the caller moves it (`advance`)
     has_grammars: bool
+    reads_paths: bool
+    """Whether some draw depends on the uncommitted tokens above its row: penalties, words that are banned."""
     is_all_greedy: bool
     """Every request greedy without biases, limits, grammars and penalties: one argmax is enough."""
 
@@ -171,6 +198,7 @@ class SamplingBatch:
             limits=limits,
             grammars=grammars,
             has_grammars=has_grammars,
+            reads_paths=any(is_penalised) or any(own is not None and own.bans.reach > 0 for own in limits),
             is_all_greedy=all(is_greedy) and is_plain,
         )
 
@@ -275,16 +303,17 @@ def draw_tokens(
         logits: (N, V) float32; not modified.
         owner: (N,) int64, request index of each row.
         positions: (N,) int64, position of the token drawn.
-        extra_token_ids: (N, E) int64, -1 padded: uncommitted tree tokens above the row (root excluded), for penalties.
+        extra_token_ids: (N, E) int64, -1 between and behind them: uncommitted tree tokens above the row (root excluded) as
+            they follow one another, for penalties and banned words; None = there are none.
         uniforms: (N,) float64, when the caller has computed batch.uniforms(owner, positions) already.
         owner_list: `owner` on the host, where the caller knows it.
-    Returns: (N,) int64.  Syncs: reads owner unless owner_list is given.
+    Returns: (N,) int64.  Syncs: reads owner unless owner_list is given, and extra_token_ids where words are banned.
     """
     if batch.is_all_greedy:
         return argmax_rows(logits)
     owner_list = owner.tolist() if owner_list is None else owner_list
     logits = _bias(logits, owner_list, batch)
-    logits = _limit(logits, owner_list, positions, batch)
+    logits = _limit(logits, owner_list, positions, batch, extra_token_ids)
     if batch.has_grammars:
         logits = _mask(logits, owner_list, batch)
     if any(batch.is_penalised):
@@ -358,8 +387,11 @@ def _bias(logits: torch.Tensor, owner_list: list[int], batch: SamplingBatch) -> 
     return logits.index_put((rows, token_ids), values, accumulate=True)
 
 
-def _limit(logits: torch.Tensor, owner_list: list[int], positions: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Logits with -inf for the tokens that a request's limits do not allow at the row's position."""
+def _limit(
+    logits: torch.Tensor, owner_list: list[int], positions: torch.Tensor, batch: SamplingBatch,
+    extra_token_ids: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """Logits with -inf for the tokens that a request's limits do not allow at the row's position behind its path."""
     found = [(i, limits) for i, b in enumerate(owner_list) if (limits := batch.limits[b]) is not None]
     if not found:
         return logits
@@ -367,6 +399,12 @@ def _limit(logits: torch.Tensor, owner_list: list[int], positions: torch.Tensor,
     is_early = positions[rows] < torch.tensor([limits.until for _, limits in found], device=logits.device)
     early, always = (torch.stack([getattr(limits, name) for _, limits in found]) for name in ("early", "always"))
     is_allowed = torch.where(is_early[:, None], early, always)  # (R, V)
+    if any(limits.bans.reach for _, limits in found):
+        paths = [()] * len(found) if extra_token_ids is None else extra_token_ids[rows].tolist()
+        for line, ((_, limits), path) in enumerate(zip(found, paths, strict=True)):
+            held_back = limits.held_back([t for t in path if t >= 0])
+            if held_back:
+                is_allowed[line, held_back] = False
     return logits.index_put((rows,), logits[rows].masked_fill(~is_allowed, -torch.inf))
 
 

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from paceline.errors import CapacityError, RequestError
+from paceline.serving.sampling.bans import bans_of
 from paceline.serving.sampling.grammar_state import GrammarState
 from paceline.serving.sampling.request import GrammarSpec
 
@@ -84,7 +85,12 @@ class GrammarFactory:
         self._held: WeakValueDictionary[GrammarSpec, CompiledGrammar] = WeakValueDictionary()
 
     def start(
-        self, spec: GrammarSpec, *, stop_token_ids: Collection[int] = (), ignores_eos: bool = False
+        self,
+        spec: GrammarSpec,
+        *,
+        stop_token_ids: Collection[int] = (),
+        ignores_eos: bool = False,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> GrammarState:
         """The state of an answer that has no token yet.
 
@@ -100,6 +106,7 @@ class GrammarFactory:
             eos_token_ids=self._eos_token_ids,
             stop_token_ids=stop_token_ids,
             ignores_eos=ignores_eos,
+            bans=bans_of(bad_words, self._vocab_size) if bad_words else None,
         )
 
     def prepare(self, spec: GrammarSpec) -> CompiledGrammar:

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from paceline.serving.sampling.bans import Bans
+
 
 class Matcher(Protocol):
     """What is used of llguidance.LLMatcher; errors are a state of it, not exceptions."""
@@ -42,8 +44,9 @@ class GrammarState:
         eos_token_ids: Iterable[int],
         stop_token_ids: Iterable[int],
         ignores_eos: bool,
+        bans: Bans | None = None,
     ) -> None:
-        """stop_token_ids: the request's own; those outside the vocabulary are never drawn."""
+        """stop_token_ids: the request's own; those outside the vocabulary are never drawn. bans: None = nothing is banned."""
         self._matcher = matcher
         self._fresh = matcher.deep_copy()  # what a matcher with an error is replaced by: it cannot be taken back
         self._consumed: list[int] = []  # tokens that the matcher has consumed, the uncommitted ones last
@@ -51,7 +54,7 @@ class GrammarState:
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
         self._stop_ids = np.array(sorted(t for t in stop_token_ids if 0 <= t < vocab_size), dtype=np.int64)
         self._end_ids = frozenset((*self._eos_ids.tolist(), *self._stop_ids.tolist()))
-        self._ignores_eos = ignores_eos
+        self._ignores_eos, self._bans = ignores_eos, bans
         self._num_ahead = 0  # tokens that the matcher has consumed and nobody has committed
         self._is_ended = False
         self.error: str | None = None
@@ -75,10 +78,15 @@ class GrammarState:
         mask[self._eos_ids] = False
         if can_end:
             mask[self._stop_ids] = True
+        if self._bans is not None:
+            mask[[*self._bans.always, *self._bans.behind(self._consumed[-self._bans.reach :])]] = False
+        if can_end:
             if not self._ignores_eos or not mask.any():
                 mask[self._eos_ids] = True
         elif not mask.any():
-            self._fail("no token of the vocabulary continues the answer")
+            self._fail(
+                "no token of the vocabulary continues the answer" + (" without a bad word" if self._bans else "")
+            )
             return None
         return mask
 

@@ -12,6 +12,8 @@ from paceline.errors import IllegalTransitionError, RequestError
 
 _INT31 = 2**31
 MAX_STOP_CHARS = 1024
+MAX_BANS = 2048
+"""Banned sequences of a request: two ways to write each of 1024 words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +65,8 @@ class SamplingParams:
     """Output tokens before which no token that ends the answer is drawn."""
     allowed_token_ids: tuple[int, ...] = ()
     """Only these tokens are drawn; () = all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output must not contain; what the prompt begins is not looked at."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -100,6 +104,8 @@ class SamplingParams:
                 "logit_bias values must be in [-100, 100]",
                 self.logit_bias,
             ),
+            (len(self.bad_words) <= MAX_BANS, f"bad_words must have at most {MAX_BANS} sequences", len(self.bad_words)),
+            (all(self.bad_words), "bad_words must be sequences of at least one token", ""),
             (
                 0 <= self.min_tokens <= self.max_tokens or self.min_tokens == 0,
                 f"min_tokens must be in [0, max_tokens = {self.max_tokens}]",

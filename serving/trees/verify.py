@@ -186,7 +186,7 @@ def draw_all(
     if sampling.has_grammars:
         raise ValueError("requests with a grammar must be verified level by level, got a draw at every row")
     owner, extra, uniforms, owner_list = owners(tree), None, None, None
-    if any(sampling.is_penalised):
+    if sampling.reads_paths:
         above = tree.ancestors.clone()
         above[:, 0] = False  # the root is committed, so it is counted already
         packed = tree.cu_nodes[owner][:, None] + torch.arange(above.shape[1], device=owner.device)

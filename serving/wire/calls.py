@@ -46,6 +46,8 @@ class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     """With the first piece."""
     arguments: str = ""
+    at: int = 0
+    """Characters of the piece's content that come before it."""
 
 
 class CallParser:
@@ -103,7 +105,7 @@ class CallParser:
         self._num_seen += 1
         if self._is_parallel or self._num_seen == 1:
             self.num_calls += 1
-            self._deltas.append(CallDelta(index=self._num_seen - 1, name=name, arguments=arguments))
+            self._deltas.append(CallDelta(index=self._num_seen - 1, name=name, arguments=arguments, at=self._at()))
 
     # ---- states: True = go on with what is left ---------------------------------------------------------------
     def _in_text(self) -> bool:
@@ -210,7 +212,10 @@ class CallParser:
     def _pass_on(self, text: str) -> None:
         self._has_arguments = self._has_arguments or bool(text)
         if text and (self._is_parallel or self._num_seen == 1):
-            self._deltas.append(CallDelta(index=self._num_seen - 1, arguments=text))
+            self._deltas.append(CallDelta(index=self._num_seen - 1, arguments=text, at=self._at()))
+
+    def _at(self) -> int:
+        return sum(map(len, self._content))
 
     def _in_tail(self) -> bool:
         form = self._form
@@ -232,8 +237,9 @@ def merged(deltas: list[CallDelta]) -> list[CallDelta]:
     for delta in deltas:
         if out and out[-1].index == delta.index:
             out[-1] = CallDelta(
-                index=delta.index, name=out[-1].name or delta.name, arguments=out[-1].arguments + delta.arguments
-            )
+                index=delta.index, name=out[-1].name or delta.name, arguments=out[-1].arguments + delta.arguments,
+                at=out[-1].at,
+            )  # fmt: skip
         else:
             out.append(delta)
     return out

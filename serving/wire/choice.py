@@ -125,7 +125,8 @@ class Choice:
             text, calls = self._parser.push(text)
             if finish_reason is not None:
                 rest, more = self._parser.finish()
-                text, calls = text + rest, calls + more
+                calls += [msgspec.structs.replace(delta, at=delta.at + len(text)) for delta in more]
+                text += rest
                 finish_reason = "tool_calls" if finish_reason == "stop" and self._parser.num_calls else finish_reason
         return Piece(
             index=self.index,
@@ -237,14 +238,15 @@ class Choice:
             )
         return out
 
-    def _call_id(self, index: int) -> str:
+    def call_id(self, index: int) -> str:
+        """The id of a tool call, made with the first look at it."""
         while len(self._call_ids) <= index:
             self._call_ids.append(f"call_{uuid.uuid4().hex[:24]}")
         return self._call_ids[index]
 
     def _call_body(self, call: CallDelta) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
-        return {"id": self._call_id(call.index), "type": "function", "function": function}
+        return {"id": self.call_id(call.index), "type": "function", "function": function}
 
     def _call_delta(self, call: CallDelta) -> dict[str, Any]:
         if call.name is not None:
@@ -256,12 +258,7 @@ class Choice:
         if num_top is None:
             return None
         if self._style.is_chat:
-            content = [
-                {**self._token(t, r.logprob), "top_logprobs": [self._token(*pair) for pair in r.top[:num_top]]}
-                for t, r, _ in entries
-                if r is not None
-            ]
-            return {"content": content, "refusal": None}
+            return {"content": self.token_scores(entries), "refusal": None}
         top = [
             None if r is None else {self._text(t): lp for t, lp in (*r.top[:num_top], (own, r.logprob))}
             for own, r, _ in entries
@@ -272,6 +269,14 @@ class Choice:
             "top_logprobs": top if num_top else None,
             "text_offset": [at for _, _, at in entries],
         }
+
+    def token_scores(self, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+        """Tokens with their log-probabilities and alternatives, as chat answers write them."""
+        return [
+            {**self._token(t, r.logprob), "top_logprobs": [self._token(*pair) for pair in r.top[: self._style.num_top]]}
+            for t, r, _ in entries
+            if r is not None
+        ]
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._tokens.token_bytes(token_id)

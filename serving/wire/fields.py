@@ -6,7 +6,8 @@ A name that is in none of the three is refused as unknown.
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 
@@ -19,24 +20,10 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, use_attribute_docstrings=True)
 
 
-class RequestBody(StrictModel):
-    """A whole body."""
+Known = tuple[tuple[Any, ...], str]
+"""Of a field that is not honoured: the values that ask for nothing, and the reason."""
 
-    model: str | None = None
-    """As in /v1/models; None = the one that is served."""
-    _ignored: list[str] = PrivateAttr(default_factory=list)
-
-    @property
-    def ignored(self) -> list[str]:
-        """Names of the hints in it that changed nothing, for the header x-paceline-ignored."""
-        return self._ignored
-
-    def leave_aside(self, hints: list[str]) -> None:
-        """Note hints that were taken out of the body."""
-        self._ignored += hints
-
-
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: dict[str, Known] = {
     "suffix": ((None, ""), "infilling is not offered by this model"),
     "functions": ((None, []), "use `tools` of /v1/chat/completions"),
     "function_call": ((None, "none"), "use `tool_choice`"),
@@ -47,15 +34,14 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((None,), "there is no web search"),
     "chat_template": ((None,), "the model's own chat template is used"),
     "documents": ((None, []), "write the documents into the messages"),
-    "bad_words": ((None, []), "words of several tokens cannot be banned; use `logit_bias` with -100 for tokens"),
     "include_stop_str_in_output": ((None, False), "the text ends before the stop string"),
     "cache_salt": ((None,), "a tenant has a prefix cache of its own; use the header x-paceline-tenant"),
     "use_beam_search": ((None, False), "answers are sampled; use `n` for several"),
     "length_penalty": ((None, 1.0), "there is no beam search"),
 }  # fmt: skip
-"""Fields that are known but not offered -> the values that ask for nothing and are let through, and the reason."""
+"""Fields that are known but not offered; values that ask for nothing are let through."""
 
-IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
+IGNORED: dict[str, Known] = {
     "store": ((None, False), "answers are not stored"),
     "user": ((None,), "the caller changes nothing in an answer"),
     "safety_identifier": ((None,), "the caller changes nothing in an answer"),
@@ -70,6 +56,47 @@ IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Hints that no answer depends on: any value is taken and the field named in the header x-paceline-ignored."""
 
+RESPONSES_REFUSED: dict[str, Known] = {
+    "previous_response_id": ((None,), "answers are not stored; send the whole conversation as `input`"),
+    "conversation": ((None,), "conversations are not stored; send the whole conversation as `input`"),
+    "store": ((None, False), "answers are not stored, so none can be fetched or continued by its id"),
+    "background": ((None, False), "answers are not stored; keep the connection, for instance with `stream`"),
+    "prompt": ((None,), "prompts are not stored; send `instructions` and `input`"),
+    "truncation": ((None, "disabled"), "shorten `input`, or say with `truncate_prompt_tokens` how much of it is read"),
+    "context_management": ((None, []), "shorten `input`, or say with `truncate_prompt_tokens` how much of it is read"),
+    "moderation": ((None,), "nothing is moderated here"),
+}
+"""The same of /v1/responses."""
+
+RESPONSES_IGNORED: dict[str, Known] = {
+    **{name: IGNORED[name] for name in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")},
+    "prompt_cache_options": ((None,), "the prefix cache is found by the prompt's tokens alone"),
+    "reasoning": ((None, {}), "the model has no levels; `chat_template_kwargs` of /v1/chat/completions has what its template knows"),
+    "max_tool_calls": ((None,), "no tools are hosted, whose calls it counts"),
+    "image": ((None,), "only text is read"),
+}  # fmt: skip
+"""The same of /v1/responses."""
+
+
+class RequestBody(StrictModel):
+    """A whole body."""
+
+    model: str | None = None
+    """As in /v1/models; None = the one that is served."""
+    refused_fields: ClassVar[Mapping[str, Known]] = REFUSED
+    ignored_fields: ClassVar[Mapping[str, Known]] = IGNORED
+    """Of this route, by name."""
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the hints in it that changed nothing, for the header x-paceline-ignored."""
+        return self._ignored
+
+    def leave_aside(self, hints: list[str]) -> None:
+        """Note hints that were taken out of the body."""
+        self._ignored += hints
+
 
 class FieldError(RequestError):
     """A field of the body is wrong; `param` names it, `code` is OpenAI's for what clients act on."""
@@ -77,6 +104,15 @@ class FieldError(RequestError):
     def __init__(self, message: str, param: str | None, code: str | None = None) -> None:
         super().__init__(message)
         self.param, self.code = param, code
+
+    def renamed(self, names: Mapping[str, str]) -> FieldError:
+        """The same of a route that has other names for some fields: name of the first part of `param` -> its own."""
+        first = (self.param or "").partition(".")[0]
+        own = names.get(first)
+        if own is None:
+            return self
+        head, text = str(self.param), str(self)
+        return FieldError(own + text.removeprefix(head) if text.startswith(head) else text, own, self.code)
 
 
 def parse_body(raw: bytes, kind: type[BaseModel]) -> Any:
@@ -105,11 +141,13 @@ def parse_json(raw: bytes) -> dict[str, Any]:
 def parse_values(values: dict[str, Any], kind: type[BaseModel]) -> Any:
     """The body of the given kind; raises FieldError that names the field and the rule."""
     ignored = []
-    for name in [k for k in values if k not in kind.model_fields and (k in REFUSED or k in IGNORED)]:
-        neutral, reason = REFUSED.get(name) or IGNORED[name]
+    owner = kind if issubclass(kind, RequestBody) else RequestBody
+    refused, others = owner.refused_fields, owner.ignored_fields
+    for name in [k for k in values if k not in kind.model_fields and (k in refused or k in others)]:
+        neutral, reason = refused.get(name) or others[name]
         value = values.pop(name)
         if not any(value == x and type(value) is type(x) for x in neutral):
-            if name in REFUSED:
+            if name in refused:
                 raise FieldError(f"{name} is not supported: {reason}", name)
             ignored.append(name)
     strange = next((k for k in values if k not in kind.model_fields), None)

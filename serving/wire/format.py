@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -31,8 +31,36 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: str |
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class WireAnswer(Protocol):
+    """One growing answer: takes round events, and writes what the client gets."""
+
+    @property
+    def choices(self) -> Sequence[Choice]: ...
+
+    @property
+    def num_completion_tokens(self) -> int: ...
+
+    def take(self, index: int, event: RoundEvent) -> Piece:
+        """Fold one round's event of the choice `index`."""
+
+    def body(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The whole answer at once, from the pieces of all choices."""
+
+    def opening(self) -> bytes:
+        """Server-sent events before the first tokens; b"" = none, as for the others."""
+
+    def part(self, piece: Piece) -> bytes:
+        """Those of a piece."""
+
+    def closing(self) -> bytes:
+        """Those after the last piece."""
+
+    def failure(self, message: str, *, kind: str, code: str) -> bytes:
+        """Those of an answer that broke off; nothing follows."""
+
+
 class Answer:
-    """One growing answer: hands round events to its choices, then builds chunks or a body.
+    """An answer of completions or chat: hands round events to its choices, then builds chunks or a body.
 
     The `paceline` object stands beside the choices when there is one choice, and in each of them when there are several.
     """
@@ -47,7 +75,7 @@ class Answer:
         self.created = int(time.time())
         per_prompt = len(choices) // num_prompts
         self._by_prompt = [choices[i : i + per_prompt] for i in range(0, len(choices), per_prompt)]
-        self.with_usage, self._with_running_usage = with_usage, with_running_usage
+        self._with_usage, self._with_running_usage = with_usage, with_running_usage
 
     @property
     def num_completion_tokens(self) -> int:
@@ -62,7 +90,7 @@ class Answer:
         """One streaming chunk; a choice's last one has the finish reason and the `paceline` object."""
         body = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         body["choices"] = [self.choices[piece.index].chunk(piece)]
-        if self.with_usage:
+        if self._with_usage:
             body["usage"] = self.usage() if self._with_running_usage else None
         if piece.finish_reason is not None and len(self.choices) == 1:
             body["paceline"] = stats_body(piece.stats)
@@ -72,6 +100,22 @@ class Answer:
         """The extra last chunk of stream_options.include_usage."""
         body = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         return {**body, "choices": [], "usage": self.usage(), **self._stats()}
+
+    def opening(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def part(self, piece: Piece) -> bytes:
+        """One chunk."""
+        return sse(self.chunk(piece))
+
+    def closing(self) -> bytes:
+        """The usage, where it is asked for, and the mark without which a stream is incomplete."""
+        return (sse(self.usage_chunk()) if self._with_usage else b"") + SSE_DONE
+
+    def failure(self, message: str, *, kind: str, code: str) -> bytes:
+        """An error event."""
+        return sse(error_body(message, kind=kind, code=code))
 
     def body(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The whole answer at once, from the pieces of all choices."""

@@ -107,7 +107,9 @@ def check_states(engine: Engine) -> None:
         params = request.request.params
         if request.grammar is None or request.status is RequestStatus.WAITING:
             continue
-        fresh = factory().start(params.grammar, stop_token_ids=params.stop_token_ids, ignores_eos=params.ignore_eos)
+        fresh = factory().start(
+            params.grammar, stop_token_ids=params.stop_token_ids, ignores_eos=params.ignore_eos, bad_words=params.bad_words
+        )  # fmt: skip
         output = request.tokens[request.prompt_len :]
         for token_id in output:
             fresh.advance(token_id)

@@ -170,6 +170,44 @@ def test_streams_and_whole_answers_go_on_behind_every_break(place: Place, params
     run(main)
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}])
+def test_responses_and_banned_words_go_on_behind_every_break(place: Place, params: dict) -> None:
+    words = ["a", "b", "ab", "1"]
+
+    async def ask(http: httpx.AsyncClient, **more: Any) -> dict[str, Any]:
+        body = {"input": "hi", "max_output_tokens": 24, "ignore_eos": True, "bad_words": words, **params, **more}
+        response = await http.post("/v1/responses", json=body)
+        assert response.status_code == 200, response.text
+        if not more.get("stream"):
+            return response.json()
+        events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+        assert [e["sequence_number"] for e in events] == list(range(len(events)))
+        last = events[-1]["response"]
+        assert "".join(e.get("delta", "") for e in events) == last["output"][0]["content"][0]["text"]
+        return last
+
+    async def main() -> None:
+        async with place.http(max_resumes=9) as http:
+            want = await ask(http)
+            text = want["output"][0]["content"][0]["text"]
+            assert want["status"] == "incomplete" and text and not any(word in text for word in words)
+            for fail_after in ([1], [2], [4, 3], [0, 1, 2, 3, 4]):
+                for stream in (True, False):
+                    place.way.num_opened, place.way.fail_after = 0, fail_after
+                    got = await ask(http, stream=stream)
+                    assert place.way.num_opened == len(fail_after) + 1
+                    assert (
+                        got["output"][0]["content"] == want["output"][0]["content"] and got["status"] == want["status"]
+                    )
+                    assert got["usage"]["output_tokens"] == 24
+            place.way.num_opened, place.way.fail_after = 0, [2] * 99
+            body = {"input": "hi", "max_output_tokens": 24, "ignore_eos": True, "stream": True}
+            broken = (await http.post("/v1/responses", json=body)).text.split("\n\n")[-2]
+            assert broken.startswith("event: response.failed") and "did not finish" in broken
+
+    run(main)
+
+
 def test_a_silent_engine_is_left_for_another(place: Place) -> None:
     async def main() -> None:
         async with place.http(max_silence_s=0.3) as http:

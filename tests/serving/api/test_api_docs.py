@@ -14,10 +14,18 @@ import pytest
 
 from paceline.serving.api.access_log import AccessRecord
 from paceline.serving.api.app import make_router
-from paceline.serving.api.bodies import ChatBody, CompletionBody, Metadata, StreamOptions
+from paceline.serving.api.bodies import (
+    ChatBody,
+    CommonBody,
+    CompletionBody,
+    GenerateBody,
+    Metadata,
+    ResponsesBody,
+    StreamOptions,
+)
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.prompts import DetokenizeBody, TokenizeChat, TokenizePrompt
-from paceline.serving.wire.fields import IGNORED, REFUSED
+from paceline.serving.wire.fields import IGNORED, REFUSED, RESPONSES_IGNORED, RESPONSES_REFUSED
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_engine
 from tests.helpers.fakes import tiny_target
 
@@ -44,6 +52,9 @@ def test_every_field_is_documented() -> None:
     completions, chat = both | names(section("Completions only")), both | names(section("Chat only"))
     assert completions == set(CompletionBody.model_fields)
     assert chat == set(ChatBody.model_fields)
+    assert names(section("Responses only")) == set(ResponsesBody.model_fields) - set(CommonBody.model_fields)
+    left_out = set(re.findall(r"`(\w+)`", section("Fields of /v1/responses")))
+    assert left_out == set(GenerateBody.model_fields) - set(CommonBody.model_fields)
     for model in (StreamOptions, Metadata):
         hidden = {"include_obfuscation"}  # OpenAI's switch for padding; only its neutral value is known
         assert all(f"`{name}`" in PAGE for name in set(model.model_fields) - hidden)
@@ -53,7 +64,13 @@ def test_every_field_is_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    ("title", "table"), [("Fields that are refused", REFUSED), ("Fields that are ignored", IGNORED)]
+    ("title", "table"),
+    [
+        ("Fields that are refused", REFUSED),
+        ("Fields that are ignored", IGNORED),
+        ("Fields of responses that are refused", RESPONSES_REFUSED),
+        ("Fields of responses that are ignored", RESPONSES_IGNORED),
+    ],
 )
 def test_every_refused_or_ignored_field_is_documented_with_its_reason(title: str, table: dict) -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*) \|$", section(title), flags=re.MULTILINE)
@@ -68,7 +85,7 @@ def test_every_refused_or_ignored_field_is_documented_with_its_reason(title: str
 def test_every_route_is_documented() -> None:
     routes = make_router(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER)).routes
     paths = {path.replace("{name:path}", "{name}") for path in _paths(routes)}
-    assert paths >= {"/v1/completions", "/tokenize", "/v1/detokenize", "/readyz", "/metrics"}
+    assert paths >= {"/v1/completions", "/v1/responses", "/tokenize", "/v1/detokenize", "/readyz", "/metrics"}
     table = section("Routes")
     assert all(f"{path}`" in table for path in paths)
 
@@ -112,4 +129,4 @@ def test_python_examples_run(url: str, capsys: pytest.CaptureFixture[str]) -> No
     code = "\n".join(blocks("python")).replace(DOCUMENTED_URL, url)
     exec(compile(code, "docs/api", "exec"), {})
     lines = capsys.readouterr().out
-    assert len(blocks("python")) == 3 and len(lines.splitlines()) >= 2
+    assert len(blocks("python")) == 4 and len(lines.splitlines()) >= 2

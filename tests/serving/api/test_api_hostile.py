@@ -156,6 +156,29 @@ CHAT = st.fixed_dictionaries(
         **dict.fromkeys(("tool_choice", "metadata", "response_format", "structured_outputs", "guided_json", "store", "n"), JSON),
     },
 )  # fmt: skip
+ITEM = st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"])},
+    optional={
+        "role": st.sampled_from(["user", "assistant"]),
+        **dict.fromkeys(("content", "call_id", "name", "arguments", "output", "id", "status"), JSON),
+    },
+)
+PLAIN = st.fixed_dictionaries(
+    {"role": st.just("user"), "content": st.lists(st.fixed_dictionaries({"type": st.just("input_text"), "text": st.text(max_size=3)}), max_size=2)}
+)  # fmt: skip
+FLAT_TOOL = st.fixed_dictionaries(
+    {"type": st.sampled_from(["function", "web_search"]), "name": st.sampled_from(["f", "g", ""]), "parameters": JSON}
+)
+RESPONSE = st.fixed_dictionaries(
+    {"input": st.lists(ITEM | PLAIN | JSON, max_size=3) | st.text(max_size=4) | JSON},
+    optional={
+        "tools": st.lists(FLAT_TOOL | JSON, max_size=3) | JSON,
+        "text": st.fixed_dictionaries({"format": JSON}) | JSON,
+        **dict.fromkeys(
+            ("instructions", "tool_choice", "include", "metadata", "bad_words", "reasoning", "stream_options"), JSON
+        ),
+    },
+)
 COMPLETION = st.fixed_dictionaries(
     {"prompt": st.lists(st.text(max_size=3) | st.lists(st.integers(-1, 300), max_size=3) | JSON, max_size=4) | JSON},
     optional=dict.fromkeys(
@@ -165,7 +188,11 @@ COMPLETION = st.fixed_dictionaries(
 
 
 @settings(max_examples=50, deadline=None)
-@given(body=st.tuples(st.just("/v1/chat/completions"), CHAT) | st.tuples(st.just("/v1/completions"), COMPLETION))
+@given(
+    body=st.tuples(st.just("/v1/chat/completions"), CHAT)
+    | st.tuples(st.just("/v1/completions"), COMPLETION)
+    | st.tuples(st.just("/v1/responses"), RESPONSE)
+)
 def test_no_nesting_of_values_is_a_fault(body: tuple[str, dict[str, Any]]) -> None:
     path, values = body
 
@@ -204,6 +231,11 @@ def test_half_a_character_in_the_arguments_of_a_call_is_a_400() -> None:
     [
         ("/v1/chat/completions", f"{{{USER}, {TOOLS}}}"),
         ("/v1/chat/completions", f'{{{USER}, {TOOLS}, "tool_choice": "required"}}'),
+        ("/v1/responses", '{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"x": %s}}]}'),
+        (
+            "/v1/responses",
+            '{"input": "a", "text": {"format": {"type": "json_schema", "name": "f", "schema": {"x": %s}}}}',
+        ),
         ("/tokenize", f"{{{USER}, {TOOLS}}}"),
         ("/v1/completions", '{"prompt": "a", "guided_json": {"x": %s}}'),
         ("/v1/completions", '{"prompt": "\\ud83d\\ude00", "guided_json": {"x": %s}}'),

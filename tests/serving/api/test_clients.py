@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 from collections.abc import Iterator
@@ -60,6 +61,80 @@ def test_openai(url: str) -> None:
     hints = {"store": True, "metadata": {"a": "b"}, "user": "u", "reasoning_effort": "low", "prompt_cache_key": "k"}
     assert client.chat.completions.create(model="tiny", messages=ASK, max_tokens=2, **hints).choices
     assert len(client.completions.create(model="tiny", prompt=["a", "b", "c"], max_tokens=2).choices) == 3
+
+
+TRIP = {
+    "type": "function",
+    "name": "Trip",
+    "description": "Book a trip.",
+    "parameters": openai.pydantic_function_tool(Trip)["function"]["parameters"],
+    "strict": True,
+}
+
+
+def test_openai_responses(url: str) -> None:
+    client = openai.OpenAI(base_url=url, api_key="x", max_retries=0)
+    ask = {
+        "model": "tiny",
+        "instructions": "Be kind.",
+        "extra_body": {"seed": 4, "ignore_eos": True, "bad_words": ["the"]},
+    }
+    whole = client.responses.create(**ask, input="hi", max_output_tokens=8)
+    assert whole.status == "incomplete" and whole.usage.output_tokens == 8
+    talk = [{"role": "user", "content": "hi"}, *whole.output, {"role": "user", "content": "go on"}]
+    assert client.responses.create(**ask, input=talk, max_output_tokens=4).usage.output_tokens == 4
+    parts = [*client.responses.create(**ask, input="hi", max_output_tokens=8, stream=True)]
+    assert "".join(e.delta for e in parts if e.type == "response.output_text.delta") == whole.output_text
+    assert parts[-1].type == "response.incomplete" and parts[-1].response.usage.output_tokens == 8
+
+    parsed = client.responses.parse(model="tiny", input="hi", text_format=Trip, max_output_tokens=800)
+    assert isinstance(parsed.output_parsed, Trip) and parsed.status == "completed"
+    with client.responses.stream(model="tiny", input="hi", text_format=Trip, max_output_tokens=800) as stream:
+        kinds = [event.type for event in stream]
+        assert isinstance(stream.get_final_response().output_parsed, Trip)
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+
+    for choice in ("required", {"type": "function", "name": "Trip"}):
+        tools = {"tools": [TRIP], "tool_choice": choice, "parallel_tool_calls": False, "max_output_tokens": 800}
+        called = client.responses.create(model="tiny", input="hi", **tools)
+        (call,) = called.output
+        assert Trip.model_validate_json(call.arguments) and call.name == "Trip"
+        with client.responses.stream(model="tiny", input="hi", **tools) as stream:
+            assert "response.function_call_arguments.delta" in {event.type for event in stream}
+            (final,) = stream.get_final_response().output
+        assert Trip(**final.parsed_arguments) and final.call_id
+        result = {"type": "function_call_output", "call_id": final.call_id, "output": "booked"}
+        back = [{"role": "user", "content": "hi"}, final, result]
+        assert client.responses.create(model="tiny", input=back, tools=[TRIP], max_output_tokens=4).output
+    with pytest.raises(openai.BadRequestError, match="not stored"):
+        client.responses.create(model="tiny", input="hi", previous_response_id=whole.id)
+    with pytest.raises(openai.BadRequestError, match="not stored"):
+        client.responses.create(model="tiny", input="hi", store=True)
+
+
+def test_openai_responses_async(url: str) -> None:
+    async def ask() -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+            body = {"model": "tiny", "input": "hi", "extra_body": {"seed": 4, "ignore_eos": True}}
+            many = await asyncio.gather(*(client.responses.create(**body, max_output_tokens=n) for n in (2, 4, 8)))
+            assert [answer.usage.output_tokens for answer in many] == [2, 4, 8]
+            stream = await client.responses.create(**body, max_output_tokens=8, stream=True)
+            deltas = [e.delta async for e in stream if e.type == "response.output_text.delta"]
+            assert "".join(deltas) == many[-1].output_text
+            parsed = await client.responses.parse(model="tiny", input="hi", text_format=Trip, max_output_tokens=800)
+            assert isinstance(parsed.output_parsed, Trip)
+            async with client.responses.stream(
+                model="tiny",
+                input="hi",
+                tools=[TRIP],
+                tool_choice="required",
+                parallel_tool_calls=False,
+                max_output_tokens=800,
+            ) as events:
+                final = await events.get_final_response()
+            assert Trip(**final.output[0].parsed_arguments)
+
+    asyncio.run(ask())
 
 
 def test_langchain(url: str) -> None:
