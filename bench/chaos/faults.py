@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import random
@@ -233,9 +234,12 @@ def fill(disk: Path) -> Path:
     file = disk / "filler"
     with file.open("ab", buffering=0) as out:
         for size in (65536, 1):
-            with contextlib.suppress(OSError):  # ENOSPC
+            try:
                 while out.write(b"x" * size) == size:
                     pass
+            except OSError as e:
+                if e.errno != errno.ENOSPC:
+                    raise
     return file
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from paceline.bench.chaos.load import leave_streams, wait_for
 from paceline.config import IngressConfig
 from paceline.infra.app import Service
 from tests.helpers.service_load import (
@@ -16,13 +17,11 @@ from tests.helpers.service_load import (
     MAX_TOKENS,
     RESTART_S,
     fresh_state,
-    leave_streams,
     replicas_of,
     running,
     tiny_config,
     under_load,
     wait_busy,
-    wait_for,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
