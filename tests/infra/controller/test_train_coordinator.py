@@ -59,6 +59,14 @@ def test_job_runs_under_a_lease_and_reports(shared_redis, client, keys, launcher
     assert len(launcher.handles) == 1
 
 
+def test_a_damaged_lease_keeps_no_job_from_running(shared_redis, client, keys, launcher, wait_until):
+    client.set(keys.train, b"\x00junk")
+    c = coordinator(client, shared_redis.url, keys, launcher)
+    c.poll(job())
+    assert read_lease(client, keys).job_id == "j1"
+    assert wait_result(c, job(), wait_until).status == "accepted"
+
+
 def test_second_job_waits_for_the_lease(shared_redis, client, keys, launcher):
     c1, c2 = (coordinator(client, shared_redis.url, keys, launcher, owner=o) for o in ("c1", "c2"))
     launcher.seconds = 30.0
