@@ -182,8 +182,11 @@ def redis_wiped(around: Surroundings) -> Blow:
 def redis_wiped_and_controller_killed(around: Surroundings) -> Blow:
     """Delete all that Redis holds while the controller dies: what is left is its snapshot file."""
     _needs_snapshot_file(around)
-    with around.place.stopped(around.place.processes("controller")):
-        around.place.client.flushall()
+    place, sound = around.place, list(around.place.sound)
+    for version in around.rng.sample(sound, around.rng.randrange(len(sound) + 1)):  # generations that the file lacks
+        place.make_live(version)
+    with place.stopped(place.processes("controller")):
+        place.client.flushall()
         return killing("controller")(around)
 
 
@@ -307,6 +310,23 @@ def state_damaged(around: Surroundings) -> Blow:
         place.client.hset(place.keys.state, name, around.rng.randbytes(40))
         blow = killing("controller")(around)
     return Blow(is_back=blow.is_back, note=f"part {name.decode()}")
+
+
+def record_damaged(around: Surroundings) -> Blow:
+    """Put rubbish in place of a record in Redis (what is desired, the controller's claim, the trainer's lease, a report), and swap."""
+    place = around.place
+    records = {
+        "desired": place.keys.desired, "epoch": place.keys.epoch, "lease": place.keys.train,
+        "report": place.keys.replica(sorted(place.replicas())[0]),
+    }  # fmt: skip
+    name = around.rng.choice(sorted(records))
+    place.client.set(records[name], around.rng.randbytes(around.rng.randrange(1, 40)))
+    before = place.snapshot().version
+    version = next(v for v in place.sound if v != before)
+    response = place.order("pin", version=version)
+    if response.status_code != 200:
+        return Blow(problems=[f"pin was answered by {response.status_code}: {response.text[:200]}"], note=name)
+    return Blow(is_back=lambda: place.runs(version), note=name)
 
 
 def snapshot_torn(around: Surroundings) -> Blow:
@@ -458,6 +478,7 @@ def _faults() -> Iterator[Fault]:
         ("manifest-damaged", "the order is refused", manifest_damaged),
         ("traces-damaged", "a training job on them has ended", traces_damaged),
         ("state-damaged", "another controller has its place", state_damaged),
+        ("record-damaged", "a swap that was ordered behind it is on all replicas", record_damaged),
         ("snapshot-torn", "another controller has its place, the file is whole", snapshot_torn),
         ("log-torn", "another controller has its place", log_torn),
         ("drafter-poisoned", "the version before is live again", drafter_poisoned),
