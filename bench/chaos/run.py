@@ -186,7 +186,7 @@ def has_failed(document: dict[str, Any]) -> bool:
 def _settings(options: ChaosOptions) -> dict[str, Any]:
     """What a run must share with the one that it goes on with; --faults may grow."""
     return {
-        "seed": options.seed, "skip": options.skip, "kinds": list(options.kinds), "resume_answers": options.is_resuming_answers,
+        "seed": options.seed, "skip": options.skip, "kinds": list(options.drawn()), "resume_answers": options.is_resuming_answers,
         "model": options.model, "drafter": options.drafter, "max_tokens": options.max_tokens,
     }  # fmt: skip
 
