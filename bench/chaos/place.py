@@ -35,11 +35,17 @@ PROCESSES = {
 }
 """Kind of process -> how its name begins. Redis, which is a child of this process, is known by its id."""
 START_S = 240.0
+"""Longest time that a start may take."""
 REDIS_MB = 64
+"""Soon full."""
 _ASKS = 24
 """Questions after which a replica that did not answer one counts as missing; Serve spreads them."""
+_ASK_S = 15.0
+"""Longest time that is spent on it."""
 _SETTLE_S = 20.0
+"""Longest time that engines and books have until nothing is left over."""
 _SOUND = 2
+"""Versions that draft as well as the first one."""
 
 
 class Place:
@@ -48,7 +54,7 @@ class Place:
     def __init__(self, config: ServiceConfig, *, check: Callable[[], None] | None = None) -> None:
         """check: called while something is waited for; may raise."""
         self._given, self.check = config, check
-        self.http = httpx.Client(timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
+        self.http = httpx.Client(timeout=10, limits=httpx.Limits(max_keepalive_connections=0))
         self.keys = Keys(config.model_name)
         self.paths = StorePaths.of(config)
 
@@ -121,12 +127,13 @@ class Place:
     def replicas(self) -> dict[str, ReplicaState]:
         """Replica id -> its own part of the state, of those that answer within a few questions."""
         seen: dict[str, ReplicaState] = {}
+        deadline = time.monotonic() + _ASK_S
         for _ in range(_ASKS * self.num_replicas):
             with contextlib.suppress(httpx.TransportError):
                 state = self.ask_state()
                 if state is not None and state.replica is not None and state.replica.replica_id:
                     seen[state.replica.replica_id] = state.replica
-            if len(seen) == self.num_replicas:
+            if len(seen) == self.num_replicas or time.monotonic() > deadline:
                 break
         return seen
 

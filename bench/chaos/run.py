@@ -139,7 +139,7 @@ class ChaosOptions:
             policy=PolicyConfig(epoch_s=2.0, min_rows=128, holdback_percent=20, job_time_limit_s=20.0),
             rollout=RolloutConfig(canary_percent=0),
             trace=TraceConfig(flush_interval_s=0.5, shard_rows=256, max_bytes=64 * 2**20),
-            ingress=IngressConfig(max_wait_s=self.patience_s, max_resumes=10),
+            ingress=IngressConfig(num_replicas=2, max_wait_s=self.patience_s, max_resumes=10),
         )  # fmt: skip
 
 
@@ -262,20 +262,20 @@ class FaultRun:
                 note = blow.note
             except CannotStrike as e:
                 status, note = "skipped", str(e)
-            except (PacelineError, httpx.HTTPError) as e:
-                problems.append(f"the fault could not be carried out: {e}")
+            except Exception as e:  # of whatever kind: the faults that follow are to happen all the same
+                problems.append(f"the fault could not be carried out: {type(e).__name__}: {e}")
             struck = time.monotonic()
             try:
                 self._wait_whole(blow.is_back)
-                if status == "ok":
-                    recovery_s = time.monotonic() - struck
+                recovery_s = time.monotonic() - struck if status == "ok" else None
             except PacelineError as e:
                 problems.append(f"not whole again: {e}; {'; '.join(place.ills()) or 'what was struck is not back'}")
         answers = [*load.answers, *blow.answers]
         problems += blow.problems
         for answer in answers:
             problems += answer_problems(answer, self.questions, may_break=self._may_break(answer, struck))
-        problems += place.leftovers()
+        if recovery_s is not None or status == "skipped":
+            problems += place.leftovers()
         if problems:
             status = "failed"
         return Outcome(
@@ -289,12 +289,8 @@ class FaultRun:
     def _warm_up(self, load: Load, around: Surroundings) -> None:
         """Return at some moment when requests are under way."""
         with contextlib.suppress(PacelineError):  # what keeps them from being answered is found afterwards
-            wait_for(
-                lambda: len(load.answers) >= self.options.width,
-                "answers",
-                self.options.patience_s,
-                check=self.place.check,
-            )
+            enough, patience_s = self.options.width, self.options.patience_s
+            wait_for(lambda: len(load.answers) >= enough, "answers", patience_s, check=self.place.check)
         time.sleep(around.rng.uniform(0.0, 0.5))
 
     async def _ask(self, http: httpx.AsyncClient, i: int) -> Answer:
@@ -306,12 +302,8 @@ class FaultRun:
         return answer
 
     def _wait_whole(self, is_back: Callable[[], bool]) -> None:
-        wait_for(
-            lambda: is_back() and not self.place.ills(),
-            "a whole service",
-            self.options.patience_s,
-            check=self.place.check,
-        )
+        place, patience_s = self.place, self.options.patience_s
+        wait_for(lambda: is_back() and not place.ills(), "a whole service", patience_s, check=place.check)
 
     def _may_break(self, answer: Answer, struck: float) -> bool:
         """Whether the process that died may have held the answer."""
