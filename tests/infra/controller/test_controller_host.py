@@ -291,8 +291,8 @@ def test_a_state_older_than_what_replicas_follow_is_written_behind_it(own_redis,
     settle(host)
     (snapshot,) = (tmp_path / "data").glob("controller-*.msgpack")
     old = snapshot.read_bytes()
-    for _ in range(3):
-        host.session.orders.rollback()
+    for version in ("v1", "v2", "v1"):
+        host.session.orders.pin(version)
         settle(host)
     assert (host.session.state.desired.gen, host.session.state.desired.version) == (5, "v1")
     snapshot.write_bytes(old)  # the controller died before it wrote this file again
@@ -331,7 +331,7 @@ def test_a_damaged_record_is_written_anew_and_orders_are_taken(host, client, key
     host.session.orders.pin("v2")
     settle(host)
     assert (read_desired(client, keys).gen, read_desired(client, keys).version) == (before.gen + 1, "v2")
-    assert host.session.state.num_rows == 6 and len(ledger(client, keys, tmp_path / "data")) == 3
+    assert host.session.state.num_rows == 6 and len(ledger(client, keys, tmp_path / "data")) == 2
 
 
 def test_a_controller_starts_though_the_epoch_is_damaged(shared_redis, host, client, keys, tmp_path):
