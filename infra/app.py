@@ -24,7 +24,6 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 
-from paceline.clock import SystemClock
 from paceline.config import VARIABLES, ServiceConfig, override, to_dict, with_environment
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import stop_controller
@@ -39,8 +38,8 @@ from paceline.infra.state.layout import make_home
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis, resolve_redis
 from paceline.infra.web.access import Access
+from paceline.machine import SystemClock, claim_port, free_port
 from paceline.paths import keep_private, resolve_drafter, resolve_model
-from paceline.ports import claim_port, free_port
 from paceline.records import build as build_record
 from paceline.serving.wire.credentials import Tokens
 

@@ -26,8 +26,8 @@ from urllib.parse import quote, unquote
 import torch
 
 from paceline.adapt.data.blob_io import open_store, pack_tensors, unpack_tensors, write_atomic
-from paceline.clock import Clock, SystemClock
 from paceline.errors import TraceError
+from paceline.machine import Clock, SystemClock
 from paceline.serving.sampling.request import RequestTrace
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ import zlib
 from dataclasses import dataclass, field
 
 from paceline.adapt.data.trace_store import TraceStore
-from paceline.clock import Clock, SystemClock
 from paceline.config import TraceConfig
 from paceline.errors import TraceError
+from paceline.machine import Clock, SystemClock
 from paceline.serving.sampling.request import RequestTrace
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ import msgspec
 import torch
 
 from paceline.adapt.data.blob_io import open_store, pack_tensors, unpack_tensors, write_atomic
-from paceline.clock import Clock, SystemClock
 from paceline.contracts import DrafterManifest
 from paceline.errors import DrafterMismatchError, ManifestError
+from paceline.machine import Clock, SystemClock
 
 log = logging.getLogger(__name__)
 _VERSION = re.compile(r"[0-9a-f]{12}")

@@ -29,10 +29,10 @@ from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.bandit.policies.pricing import PricedJob, price_jobs, recall_rate, swap_gain
 from paceline.bandit.policies.table import POLICIES, Choice, View, is_self_funded, make_policy
 from paceline.bandit.policies.view import hold
-from paceline.clock import Clock
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Decision, FeedbackSums, LedgerEntry, TrainResult
 from paceline.errors import ConfigError
+from paceline.machine import Clock
 
 log = logging.getLogger(__name__)
 

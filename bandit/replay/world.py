@@ -12,7 +12,6 @@ from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.decision_log import KIND
 from paceline.bandit.replay.outcomes import FIRST, Outcomes, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Traffic
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import (
     CellSums,
@@ -25,6 +24,7 @@ from paceline.contracts import (
     SizeSums,
     TrainResult,
 )
+from paceline.machine import ManualClock
 
 START = 1000.0
 STORE_ROWS = 60_000

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,10 +62,28 @@ class LosslessChecker:
         chosen = logits.gather(1, torch.tensor(output_token_ids)[:, None])[:, 0]
         return logits.amax(1) - chosen, logits.abs().amax(1)
 
+    @torch.inference_mode()
+    def greedy(self, prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """The target's own greedy tokens behind a prompt, decoded plainly; the end of text does not end them."""
+        return greedy_tokens(self._model, prompt_token_ids, num_tokens)
+
     def check(self, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> LosslessReport:
         """Check (prompt ids, output ids) pairs of greedy requests without penalties."""
         found = [self.gaps(prompt, output) for prompt, output in answers if output]
         return _report([gap / scale for gap, scale in found])
+
+
+@torch.inference_mode()
+def greedy_tokens(model: Any, prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """Greedy tokens of a transformers model behind a prompt, one forward each."""
+    out: list[int] = []
+    cache, ids = None, torch.tensor([list(prompt_token_ids)])
+    while len(out) < num_tokens:
+        found = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache, token = found.past_key_values, int(found.logits[0, -1].argmax())
+        out.append(token)
+        ids = torch.tensor([[token]])
+    return out
 
 
 def _report(shares: Sequence[torch.Tensor]) -> LosslessReport:

@@ -20,7 +20,7 @@ from paceline import SPINS
 from paceline.bench.peers.catalog import Peer, filled
 from paceline.bench.serve.local_service import log_end, stop, wait_until_ready
 from paceline.errors import PacelineError
-from paceline.ports import free_port
+from paceline.machine import free_port
 
 _SWEEPS = 20
 """Times that the processes of a server are looked up: one that still runs may start another meanwhile."""

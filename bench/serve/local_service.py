@@ -21,7 +21,7 @@ from rich.console import Console
 
 from paceline.bench.common.workloads import BUNDLED_BUCKETS
 from paceline.errors import PacelineError
-from paceline.ports import free_port
+from paceline.machine import free_port
 from paceline.records import DataFolder, JsonFile, Setting, record, require
 
 TICK_S = 0.05

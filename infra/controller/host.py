@@ -18,7 +18,6 @@ import msgspec
 import redis
 from redis.exceptions import RedisError
 
-from paceline.clock import Clock
 from paceline.errors import FencedError, PacelineError, StateError
 from paceline.infra.controller.jobs import Launcher
 from paceline.infra.controller.orders import CommandQueue
@@ -28,6 +27,7 @@ from paceline.infra.controller.store import HostConfig
 from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, cannot_store, consumer_client
 from paceline.infra.state.redis_clock import RedisClock
+from paceline.machine import Clock
 
 if TYPE_CHECKING:  # both load torch
     from paceline.adapt.data.trace_store import TraceStore

@@ -21,7 +21,6 @@ import redis
 from redis.exceptions import RedisError, WatchError
 
 from paceline.adapt.versions.lifecycle import DrafterStatus
-from paceline.clock import Clock
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Decision, DesiredState, TrainJob, TrainResult, decode, encode
 from paceline.errors import PacelineError
@@ -29,6 +28,7 @@ from paceline.infra.controller.lives import Lives
 from paceline.infra.controller.store import Books, HostConfig, PendingJob
 from paceline.infra.controller.surroundings import Surroundings
 from paceline.infra.state.redis_clients import Keys, producer_client
+from paceline.machine import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,13 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_lease(client: redis.Redis, keys: Keys) -> Lease | None:
-    """The lease of the job in flight; `client` may be a pipeline that watches."""
+    """The lease of the job in flight, None where there is none or it is damaged; `client` may be a pipeline that watches."""
     data = client.get(keys.train)
-    return None if data is None else decode(data, Lease)  # type: ignore[arg-type]
+    try:
+        return None if data is None else decode(data, Lease)  # type: ignore[arg-type]
+    except msgspec.DecodeError as e:
+        logger.error("the lease of the training job in Redis (%s) is damaged and counts for nothing: %s", keys.train, e)
+        return None
 
 
 class WorkerLease:
@@ -269,10 +273,10 @@ class TrainCoordinator:
         lease = Lease(job_id=job.job_id, token=token, host=socket.gethostname())
         with self._client.pipeline(transaction=True) as pipe:
             pipe.watch(self._keys.train)
-            if pipe.exists(self._keys.train):
+            if read_lease(pipe, self._keys) is not None:
                 return
             pipe.multi()
-            pipe.set(self._keys.train, encode(lease), nx=True, px=int(self._start_s * 1000))  # time to start a process
+            pipe.set(self._keys.train, encode(lease), px=int(self._start_s * 1000))  # time to start a process
             pipe.set(self._keys.train_attempt(job.job_id), token, ex=7 * 24 * 3600)
             pipe.delete(self._keys.train_stop)
             pipe.publish(self._keys.poke, b"train")

@@ -19,6 +19,7 @@ from paceline.infra.controller import rollout
 from paceline.infra.controller.rollout import Outcome, Verdict
 from paceline.infra.controller.store import Books, SwapInFlight
 from paceline.infra.controller.surroundings import Surroundings
+from paceline.infra.state.desired import known_desired
 from paceline.infra.state.manifest_facts import shadow_lengths
 
 logger = logging.getLogger(__name__)
@@ -325,10 +326,30 @@ class Lives:
     # ---- roll-backs ---------------------------------------------------------------------------------------------
     def follow_reports(self, now: float) -> None:
         """Roll a live version back that a replica refused, and book what staging cost."""
+        self._pass_generations(now)
         for report in self._around.reports:
             self._take_refusal(report)
         self._note_refused(now)
         self.book_swap(now)
+
+    def _pass_generations(self, now: float) -> None:
+        """Write the record behind a generation that replicas know and this state does not: they follow none before it.
+
+        So it is where the state is older than what was lost: Redis' data went while the controller was away, and the
+        snapshot file was some seconds old.
+        """
+        desired = self._state.desired
+        newest = max((r.gen for r in self._around.reports), default=0)
+        if desired is None or newest <= desired.gen or self._books.pending.desired is not None:
+            return
+        store = self._books.store
+        stored = known_desired(store.client.get(store.keys.desired))
+        if stored is not None and stored.gen >= newest:
+            return  # the set-up wrote it; the next commit takes it over
+        reason = f"written anew: replicas know generation {newest}, the restored state generation {desired.gen}"
+        self._state.desired = msgspec.structs.replace(desired, gen=newest)
+        self._change(self._state.desired, reason, now, has_canary=True)
+        self._books.note(reason)
 
     def _note_refused(self, now: float) -> None:
         """Say once which versions of classes replicas do not serve; the live one serves there meanwhile."""

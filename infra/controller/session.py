@@ -17,7 +17,6 @@ import redis
 
 from paceline.adapt.versions.lifecycle import VersionLife
 from paceline.bandit.controller.controller import Controller
-from paceline.clock import Clock
 from paceline.config import RolloutConfig
 from paceline.errors import PacelineError, StateError
 from paceline.infra.controller.feedback import READ_COUNT, Feedback
@@ -46,6 +45,7 @@ from paceline.infra.controller.surroundings import Surroundings
 from paceline.infra.controller.traffic import TrafficStats
 from paceline.infra.state.desired import configured_desired
 from paceline.infra.state.log import ErrorCount
+from paceline.machine import Clock
 from paceline.serving.engine.buckets import DEFAULT_BUCKET
 
 if TYPE_CHECKING:  # both load torch

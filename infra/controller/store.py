@@ -16,6 +16,7 @@ than the log): it counts for nothing, and its number is given again.
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -32,18 +33,18 @@ from paceline.adapt.data.blob_io import write_atomic
 from paceline.adapt.versions.lifecycle import Lifecycle
 from paceline.bandit.beliefs.classes import ClassBook
 from paceline.bandit.controller.controller import Controller
-from paceline.clock import Clock
 from paceline.config import PolicyConfig, RolloutConfig, TraceConfig
 from paceline.contracts import ArmSpec, Decision, DesiredState, LedgerEntry, TrainJob, decode, encode
 from paceline.errors import FencedError, StateError
 from paceline.infra.controller.rollout import RolloutState
 from paceline.infra.controller.traffic import GroupTotals, TrafficStats
-from paceline.infra.state.desired import decode_desired, queue_desired, queue_log
+from paceline.infra.state.desired import known_desired, queue_desired, queue_log
 from paceline.infra.state.formats import FORMAT, upgraded
 from paceline.infra.state.layout import DECISIONS, adopt_state, snapshot_name, unnamed_snapshot
 from paceline.infra.state.log import ErrorCount, LogFile, stream_newest_first
 from paceline.infra.state.redis_clients import FEEDBACK_GROUP, OUTAGE_ERRORS, Keys, is_out_of_memory
 from paceline.infra.state.room import Room
+from paceline.machine import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -400,7 +401,7 @@ class ControllerStore:
         if owner != self.owner:
             pipe.unwatch()
             raise FencedError(f"another controller took over (epoch {epoch}, mine is {self.epoch}); this one stops")
-        current = decode_desired(pipe.get(keys.desired))
+        current = known_desired(pipe.get(keys.desired))
         held: Any = pipe.hget(keys.state, "commit")
         known = state.desired
         if commit.desired is not None:
@@ -626,10 +627,9 @@ def _queue_ledger(pipe: redis.client.Pipeline, keys: Keys, entries: list[LedgerE
 
 
 def _parse_epoch(value: bytes | None) -> tuple[int, str | None]:
-    if value is None:
-        return 0, None
-    number, _, owner = value.decode().partition(":")
-    return int(number), owner
+    """(epoch, its owner); (0, None) where there is none or it is damaged, which its owner repairs as a loss of data."""
+    found = re.fullmatch(rb"(\d{1,18}):(\w+)", value or b"")
+    return (0, None) if found is None else (int(found[1]), found[2].decode())
 
 
 def _with_version(history: list[str], desired: DesiredState | None) -> list[str]:

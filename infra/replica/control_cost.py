@@ -21,7 +21,6 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import Bar, new_table, number_text, progress, say_file
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import Group, ReplicaReport, RoundStats, TrainJob, encode
 from paceline.errors import PacelineError
@@ -33,6 +32,7 @@ from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import write_report
 from paceline.infra.state.redis_clients import Keys, consumer_client, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
+from paceline.machine import ManualClock
 from paceline.records import JsonFile, Setting, record
 
 _START = 1_000_000.0

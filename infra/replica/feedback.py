@@ -18,11 +18,11 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from paceline.bandit.beliefs.observation import summed
-from paceline.clock import SystemClock
 from paceline.config import FeedbackConfig
 from paceline.contracts import NO_ROWS, FeedbackBatch, PromptVectors, RoundStats, encode
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, is_out_of_memory, producer_client
 from paceline.infra.state.redis_clock import RedisClock
+from paceline.machine import SystemClock
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from typing import Protocol
 import redis
 from redis.exceptions import RedisError
 
-from paceline.clock import Clock, SystemClock
 from paceline.contracts import DesiredState, ReplicaReport, TrafficClasses
 from paceline.errors import PacelineError
 from paceline.infra.controller.jobs import read_lease
 from paceline.infra.state.desired import read_classes, read_desired, write_report
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, producer_client
+from paceline.machine import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
 

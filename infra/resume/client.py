@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from paceline.clock import Clock, SystemClock
 from paceline.config import IngressConfig
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.infra.resume.stream import EngineFacts, decode_item, encode
+from paceline.machine import Clock, SystemClock
 from paceline.serving.api.generation import EngineInfo
 from paceline.serving.engine.buckets import DEFAULT_BUCKET
 from paceline.serving.sampling.request import GenerationRequest, RequestStats, RoundEvent

@@ -26,11 +26,11 @@ import redis
 from redis.exceptions import RedisError
 from rich.console import Console
 
-from paceline.clock import SystemClock
 from paceline.errors import PacelineError
 from paceline.infra.state.layout import DECISIONS
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
+from paceline.machine import SystemClock
 from paceline.paths import REGISTRY, TRACES, service_home
 from paceline.records import Setting, record, require
 

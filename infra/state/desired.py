@@ -50,6 +50,15 @@ def _decoded(data: object, kind: type[T], name: str, remedy: str) -> T | None:
         raise PacelineError(f"the {name} in Redis is damaged ({e}); {remedy}") from e
 
 
+def known_desired(data: object) -> DesiredState | None:
+    """The record for whoever writes one: None where it is missing or damaged, since another takes its place."""
+    try:
+        return decode_desired(data)
+    except PacelineError as e:
+        logger.error("%s; it is written anew", e)
+        return None
+
+
 def read_classes(client: redis.Redis, keys: Keys) -> TrafficClasses | None:
     """The classes of unnamed traffic, None when none were told yet; raises redis errors, PacelineError on a damaged record."""
     return _decoded(client.get(keys.classes), TrafficClasses, "traffic classes", "the controller writes them anew")
@@ -83,7 +92,7 @@ def commit_desired(
         while time.monotonic() < give_up:
             try:
                 pipe.watch(keys.desired)
-                current = decode_desired(pipe.get(keys.desired))
+                current = known_desired(pipe.get(keys.desired))
                 desired = make(current)
                 if desired is None:
                     assert current is not None, "there is no record to leave as it is"
@@ -132,7 +141,7 @@ def write_report(client: redis.Redis, keys: Keys, report: ReplicaReport, ttl_s: 
 
 
 def read_reports(client: redis.Redis, keys: Keys) -> list[ReplicaReport]:
-    """Reports of the replicas that are alive; forgets the ids of those that are gone."""
+    """Reports of the replicas that are alive, but for damaged ones; forgets the ids of those that are gone."""
     ids = [i.decode() for i in client.zrange(keys.replicas, 0, -1)]  # type: ignore[union-attr,arg-type]
     if not ids:
         return []
@@ -140,4 +149,10 @@ def read_reports(client: redis.Redis, keys: Keys) -> list[ReplicaReport]:
     gone = [i for i, v in zip(ids, values, strict=True) if v is None]  # type: ignore[arg-type]
     if gone:
         client.zrem(keys.replicas, *gone)
-    return [decode(v, ReplicaReport) for v in values if v is not None]  # type: ignore[union-attr,arg-type]
+    found = []
+    for name, value in zip(ids, values, strict=True):  # type: ignore[arg-type]
+        try:
+            found += [] if value is None else [decode(value, ReplicaReport)]
+        except msgspec.DecodeError as e:  # the replica writes another within seconds
+            logger.error("the report of replica %s in Redis is damaged and counts for nothing: %s", name, e)
+    return found

@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.bandit.ledger.totals import fold_entries
-from paceline.clock import Clock, SystemClock
 from paceline.contracts import Decision, FeedbackBatch, LedgerEntry, RoundStats, decode, rows_of
 from paceline.errors import PacelineError
 from paceline.infra.state.layout import DECISIONS
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
+from paceline.machine import Clock, SystemClock
 from paceline.paths import TRACES, open_folder, service_home
 from paceline.records import Setting, record, require
 

@@ -7,7 +7,7 @@ import logging
 import redis
 from redis.exceptions import RedisError
 
-from paceline.clock import SystemClock, steady
+from paceline.machine import SystemClock, steady
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.state.redis_clients import ping, producer_client, redact
-from paceline.ports import free_port
+from paceline.machine import free_port
 
 logger = logging.getLogger(__name__)
 

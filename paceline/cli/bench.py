@@ -40,6 +40,10 @@ COMMANDS = {
         "Measure the speed of a server under closed and open loads.",
         "bench.serve.run:ServeBenchOptions:run_serve_bench",
     ),
+    "chaos": (
+        "Let faults happen to a service under load, and see whether anything is lost.",
+        "bench.chaos.run:ChaosOptions:run_chaos",
+    ),
     "fuzz": (
         "Send a server what nobody should send, and see whether it takes it.",
         "bench.serve.fuzz:FuzzOptions:run_fuzz",

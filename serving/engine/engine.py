@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.clock import Clock, SystemClock
 from paceline.config import EngineConfig
 from paceline.contracts import Histogram
 from paceline.errors import EngineStoppedError, RequestError
+from paceline.machine import Clock, SystemClock
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.budget.roofline import TargetShape
 from paceline.serving.drafters.forward import choose_ranking

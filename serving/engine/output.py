@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
-from paceline.clock import Clock
 from paceline.contracts import RoundStats
+from paceline.machine import Clock
 from paceline.serving.engine.running import DrafterPins, RunningRequest
 from paceline.serving.engine.scheduler import Scheduler
 from paceline.serving.engine.traces import TraceCollector

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
-from paceline.ports import free_port
+from paceline.machine import free_port
 from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel

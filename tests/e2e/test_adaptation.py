@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.bench.chaos.load import wait_for
 from paceline.bench.common.workloads import load_prompts
 from paceline.config import (
     EngineConfig,
@@ -24,7 +25,7 @@ from paceline.config import (
 )
 from paceline.infra.app import Service
 from paceline.infra.service.stores import StorePaths
-from tests.helpers.service_load import HTTP, outer_listeners, running, wait_for
+from tests.helpers.service_load import HTTP, outer_listeners, running
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(560)]
 TOKEN = {"authorization": "Bearer t"}

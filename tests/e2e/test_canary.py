@@ -14,6 +14,8 @@ import torch
 from transformers import AutoTokenizer
 
 from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.bench.chaos.drafters import nudged, shuffled
+from paceline.bench.chaos.load import wait_for
 from paceline.bench.common.lossless import LosslessChecker
 from paceline.bench.common.workloads import bundled_prompts
 from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig, TreeConfig
@@ -21,16 +23,10 @@ from paceline.contracts import is_canary
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.paths import resolve_drafter, resolve_model, service_home
 from paceline.serving.loading.families import read_drafter_files
-from tests.helpers.service_load import HTTP, fresh_state, wait_for
+from tests.helpers.service_load import HTTP, fresh_state
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 PERCENT, NUM_TOKENS, WIDTH, MOST = 10, 24, 4, 200
-
-
-def poison(state: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """The same numbers under other labels: every matrix with its rows shuffled. Finite, of the right shape, worthless."""
-    rng = torch.Generator().manual_seed(seed)
-    return {k: v[torch.randperm(v.shape[0], generator=rng)] if v.dim() == 2 else v for k, v in state.items()}
 
 
 @dataclass(kw_only=True)
@@ -81,8 +77,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
                 parent=first.version, arm="full", bucket="tools",
             ).version  # fmt: skip
 
-        nudged = {k: v * 1.0001 if v.dim() == 2 else v for k, v in state.items()}
-        place = Place(service=service, first=first.version, poisoned=put(poison(state, 1)), retrained=put(nudged))
+        place = Place(
+            service=service, first=first.version, poisoned=put(shuffled(state, 1)), retrained=put(nudged(state, 0))
+        )  # fmt: skip
         place.state()  # the controller comes up after the replicas
         yield place
     finally:

@@ -9,23 +9,21 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from paceline.bench.chaos.load import leave_streams, wait_for
 from paceline.config import IngressConfig
 from paceline.infra.app import Service
 from tests.helpers.service_load import (
     HTTP,
+    MAX_TOKENS,
     RESTART_S,
     fresh_state,
-    leave_streams,
     replicas_of,
     running,
     tiny_config,
     under_load,
     wait_busy,
-    wait_for,
 )
 
-NUM_TOKENS = 400
-"""Long answers: a busy replica is still busy when it is killed."""
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
@@ -83,12 +81,12 @@ def test_a_killed_replica_takes_no_answer_with_it(service: Service) -> None:
         os.kill(before[victim]["pid"], signal.SIGKILL)
         wait_for(lambda: metric(url, "ingress_resumed_total") >= 1, "an answer that goes on elsewhere", every_s=0.01)
 
-    answers = under_load(url, kill, width=8, num_tokens=NUM_TOKENS)  # streams and whole answers
+    answers = under_load(url, kill, width=8, num_tokens=MAX_TOKENS)  # streams and whole answers
     assert {a.is_stream for a in answers} == {False, True}
     for answer in answers:
         answer.check_complete()
         stats = answer.stats[-1]
-        assert stats["num_emitted_tokens"] == NUM_TOKENS
-        assert 1 + stats["num_rounds"] + stats["num_accepted_tokens"] - stats["num_truncated_tokens"] == NUM_TOKENS
+        assert stats["num_emitted_tokens"] == MAX_TOKENS
+        assert 1 + stats["num_rounds"] + stats["num_accepted_tokens"] - stats["num_truncated_tokens"] == MAX_TOKENS
     assert wait_for(lambda: metric(url, "ingress_requests_total") > 0, "metrics")
     assert metric(url, "ingress_given_up_total") == 0

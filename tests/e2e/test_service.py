@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import re
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import openai
 import psutil
 import pytest
@@ -26,15 +24,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray._private import ray_constants
 from typer.testing import CliRunner
 
-from paceline.adapt.data.blob_io import pack_tensors
-from paceline.adapt.versions.registry import DrafterRegistry, shapes_hash
+from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.bench.chaos.drafters import Publisher
+from paceline.bench.chaos.load import leave_streams, long_body, new_client, wait_for
 from paceline.cli.main import app
 from paceline.config import TraceConfig
-from paceline.contracts import DrafterManifest
 from paceline.infra.app import Service
 from paceline.infra.controller.actor import get_controller
 from paceline.infra.service.stores import StorePaths
-from paceline.serving.loading.families import read_drafter_files
 from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.fakes import greedy_continuation
@@ -46,9 +43,6 @@ from tests.helpers.service_load import (
     Answer,
     ask,
     fresh_state,
-    leave_streams,
-    long_body,
-    new_client,
     outer_listeners,
     put_drafter,
     replica_of,
@@ -57,8 +51,6 @@ from tests.helpers.service_load import (
     tiny_config,
     under_load,
     wait_busy,
-    wait_for,
-    write_drafter,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -395,29 +387,14 @@ def test_clients_that_hang_up_free_the_engine(place: Place) -> None:
     ask_in_turn(place.url, 1)[0].check_complete()
 
 
-def write_manifest(place: Place, version: str, sha: str, num_bytes: int, state: dict, config: dict) -> None:
-    """A manifest that `put` would never write, published behind the registry's back."""
-    manifest = DrafterManifest(
-        version=version, sha256=sha, num_bytes=num_bytes, drafter_type="specblock", config=config,
-        shapes_hash=shapes_hash(state), target_version=place.target.version, parent=None, arm="initial", bucket=None,
-        num_train_rows=0, metrics={}, created=0.0,
-    )  # fmt: skip
-    root = home(place) / "registry" / "manifests"
-    (root / f"{version}.json").write_bytes(msgspec.json.encode(manifest))
+def publisher(place: Place) -> Publisher:
+    """Publishes versions made of the first one, by the front door and behind the registry's back."""
+    return Publisher(home(place) / "registry", place.first)
 
 
 def poisoned(place: Place, tmp_path: Path) -> str:
     """Weights with one NaN under a manifest that fits them."""
-    write_drafter(tmp_path, place.target, seed=9)
-    config, state = read_drafter_files(tmp_path)
-    name = next(k for k, v in state.items() if v.is_floating_point() and v.numel() > 4)
-    state[name].view(-1)[3] = float("nan")
-    info = {"drafter_type": "specblock", "config": config, "target_version": place.target.version}
-    data = pack_tensors(state, info)
-    sha = hashlib.sha256(data).hexdigest()
-    (home(place) / "registry" / "blobs" / f"{sha}.safetensors").write_bytes(data)
-    write_manifest(place, sha[:12], sha, len(data), state, config)
-    return sha[:12]
+    return publisher(place).poisoned(9)
 
 
 def of_another_shape(place: Place, tmp_path: Path) -> str:
@@ -425,13 +402,7 @@ def of_another_shape(place: Place, tmp_path: Path) -> str:
 
 
 def with_damaged_weights(place: Place, tmp_path: Path) -> str:
-    version = put_drafter(place.registry, place.target, tmp_path, 11)
-    sha = place.registry.get_manifest(version).sha256
-    blob = home(place) / "registry" / "blobs" / f"{sha}.safetensors"
-    data = bytearray(blob.read_bytes())
-    data[-5] ^= 0x40
-    blob.write_bytes(data)
-    return version
+    return publisher(place).damaged(11)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from paceline.config import EngineConfig
 from paceline.errors import CapacityError, PacelineError
-from paceline.ports import free_port
+from paceline.machine import free_port
 from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts, EngineInfo

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from paceline.clock import ManualClock
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group, RoundStats
+from paceline.machine import ManualClock
 from paceline.serving.drafters.interface import Drafter
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.drafters.text import PromptLookupDrafter

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import redis
 
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import (
     DesiredState,
@@ -35,6 +34,7 @@ from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_first_version, write_report
 from paceline.infra.state.redis_clients import Keys, patient_client
+from paceline.machine import ManualClock
 from tests.helpers.feedback import round_rows
 from tests.helpers.scripted import MemoryStore, Shard
 

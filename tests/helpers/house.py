@@ -16,7 +16,7 @@ MAX_ENTRIES = 12
 
 FLOORS = (
     ("paceline/cli",),
-    ("infra/demo",),
+    ("infra/demo", "bench/chaos"),
     ("infra",),
     ("infra/service",),
     ("infra/web",),

@@ -11,10 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from paceline.clock import ManualClock  # noqa: E402
 from paceline.infra.state.desired import ensure_first_version  # noqa: E402
 from paceline.infra.state.redis_clients import Keys, patient_client  # noqa: E402
 from paceline.infra.state.redis_server import EmbeddedRedis  # noqa: E402
+from paceline.machine import ManualClock  # noqa: E402
 from tests.helpers.hosts import make_host, send, settle  # noqa: E402
 
 NUM_BATCHES = 12

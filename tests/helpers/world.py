@@ -11,9 +11,9 @@ import numpy as np
 from paceline.bandit.beliefs.gain_model import further_share
 from paceline.bandit.beliefs.observation import summed
 from paceline.bandit.controller.controller import Controller, HostContext
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Decision, FeedbackSums, Group, RoundStats, ShadowScore, TrainResult
+from paceline.machine import ManualClock
 
 FIRST = "v0"
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paceline.adapt.data.trace_store import TraceStore
-from paceline.clock import ManualClock
 from paceline.errors import TraceError
+from paceline.machine import ManualClock
 from tests.helpers.drafters import make_trace
 
 

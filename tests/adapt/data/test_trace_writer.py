@@ -156,7 +156,7 @@ def test_store_stays_within_its_byte_limit(tmp_path):
 
 
 def test_old_shards_go_at_the_start_and_while_nothing_is_written(tmp_path):
-    from paceline.clock import ManualClock
+    from paceline.machine import ManualClock
 
     clock = ManualClock(1000.0)
     store = TraceStore(tmp_path, clock=clock)

@@ -13,8 +13,8 @@ from paceline.adapt.gate.gate import Finding
 from paceline.adapt.online import burst as burst_module
 from paceline.adapt.online.burst import SCORED_TOGETHER, Burst
 from paceline.adapt.online.learner import Learner
-from paceline.clock import ManualClock
 from paceline.contracts import ArmSpec
+from paceline.machine import ManualClock
 from paceline.serving.loading.families import build_drafter
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 from tests.helpers.training import EMBED, FEATURES, TARGET, VOCAB, learnable_trace

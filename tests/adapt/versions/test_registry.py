@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paceline.adapt.versions.registry import DrafterRegistry
-from paceline.clock import ManualClock
 from paceline.errors import DrafterMismatchError, ManifestError
+from paceline.machine import ManualClock
 
 FIELDS = {"drafter_type": "specblock", "config": {"num_slots": 4}, "target_version": "t1"}
 

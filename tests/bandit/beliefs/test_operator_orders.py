@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.gain_model import ARM_SHARE, K_MEAN, GainModel, arm_posteriors, regime_starts
 from paceline.bandit.controller.controller import Controller
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
+from paceline.machine import ManualClock
 
 
 def controller() -> Controller:

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.policies.table import POLICIES
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import Decision, TrainResult
 from paceline.errors import ConfigError
+from paceline.machine import ManualClock
 from tests.helpers.world import FIRST, World
 
 

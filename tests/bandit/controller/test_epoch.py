@@ -7,9 +7,9 @@ import pytest
 from paceline.bandit.beliefs.belief import FAST, epoch_weight
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.epoch import bucket_beliefs
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import CellSums, FeedbackSums, RequestSums, SizeSums
+from paceline.machine import ManualClock
 
 EPOCH_S = 10.0
 TOKENS = 40

@@ -19,7 +19,7 @@ from paceline.bench.serve.client import ServerFeatures, StreamClient, StreamRequ
 from paceline.cli.main import app
 from paceline.config import EngineConfig
 from paceline.errors import PacelineError
-from paceline.ports import free_port
+from paceline.machine import free_port
 from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts

@@ -9,12 +9,12 @@ import pytest
 
 from paceline import clock as clock_module
 from paceline.adapt.data.trace_store import TraceStore
-from paceline.clock import ManualClock, SystemClock
 from paceline.config import TraceConfig
 from paceline.contracts import SPAN_S, FeedbackBatch, decode
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.state.redis_clock import RedisClock
 from paceline.infra.web.metrics import controller_metrics
+from paceline.machine import ManualClock, SystemClock
 from tests.helpers.drafters import make_trace
 from tests.helpers.hosts import make_host, send, settle, stored
 from tests.helpers.scripted import row

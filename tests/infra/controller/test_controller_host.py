@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 import redis
 
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
-from paceline.contracts import LedgerEntry, encode
+from paceline.contracts import LedgerEntry, ReplicaReport, encode
 from paceline.errors import ConfigError, FencedError, ManifestError, PacelineError
 from paceline.infra.controller import host as host_module
 from paceline.infra.controller.host import ControllerHost
@@ -15,9 +14,10 @@ from paceline.infra.controller.snapshot import LedgerSums
 from paceline.infra.controller.store import HostConfig
 from paceline.infra.controller.traffic import MAX_BUCKETS
 from paceline.infra.replica.feedback import make_batch
-from paceline.infra.state.desired import ensure_first_version, read_desired
+from paceline.infra.state.desired import ensure_first_version, read_desired, write_report
 from paceline.infra.state.log import LogFile
 from paceline.infra.state.redis_clients import FEEDBACK_GROUP, consumer_client, patient_client
+from paceline.machine import ManualClock
 from tests.helpers.faults import Fault
 from tests.helpers.hosts import ledger, make_host, recent_log, send, settle, stored
 from tests.helpers.scripted import (
@@ -273,6 +273,76 @@ def test_lost_data_is_restored_from_the_snapshot_file(own_redis, keys, tmp_path)
     assert read_desired(client, keys).version == "v2"
     assert second.session.books.store.epoch > host.session.books.store.epoch
     assert len(ledger(client, keys, tmp_path / "data")) == 1
+
+
+def report_of(gen: int, version: str) -> ReplicaReport:
+    return ReplicaReport(
+        replica_id="a", gen=gen, version=version, slots={"A": version}, failed_gen=None, failed_reason="", swap_pause_ms=[], ts=1.0
+    )  # fmt: skip
+
+
+def test_a_state_older_than_what_replicas_follow_is_written_behind_it(own_redis, keys, tmp_path):
+    """They ignore generations before their own: until the restored ones had passed it, no order would reach them."""
+    client = patient_client(own_redis.url)
+    ensure_first_version(client, keys, "v1", 10, 1.0)
+    host = make_host(own_redis.url, keys, tmp_path, snapshot_every_s=0.0)
+    host.connect()
+    host.session.orders.pin("v2")
+    settle(host)
+    (snapshot,) = (tmp_path / "data").glob("controller-*.msgpack")
+    old = snapshot.read_bytes()
+    for version in ("v1", "v2", "v1"):
+        host.session.orders.pin(version)
+        settle(host)
+    assert (host.session.state.desired.gen, host.session.state.desired.version) == (5, "v1")
+    snapshot.write_bytes(old)  # the controller died before it wrote this file again
+    client.flushall()
+    write_report(client, keys, report_of(5, "v1"), ttl_s=60)
+    second = make_host(own_redis.url, keys, tmp_path)
+    second.connect()
+    settle(second)
+    desired = read_desired(client, keys)
+    assert (desired.gen, desired.version) == (6, "v2") and desired == second.session.state.desired
+    assert "replicas know generation 5" in [n.text for n in second.snapshot().notes][-1]
+    settle(second)
+    assert read_desired(client, keys) == desired, "once"
+
+
+def test_a_later_record_of_the_set_up_is_taken_over_though_replicas_knew_it_first(host, client, keys):
+    later = msgspec.structs.replace(read_desired(client, keys), gen=7, version="v2")
+    client.set(keys.desired, encode(later))
+    write_report(client, keys, report_of(7, "v2"), ttl_s=60)
+    send(client, keys, 1)
+    settle(host)
+    assert read_desired(client, keys) == host.session.state.desired == later
+
+
+@pytest.mark.parametrize("junk", [b"\x00junk", b"", b"\xff" * 40])
+@pytest.mark.parametrize("name", ["desired", "epoch"])
+def test_a_damaged_record_is_written_anew_and_orders_are_taken(host, client, keys, tmp_path, name, junk):
+    send(client, keys, 1)
+    settle(host)
+    before = read_desired(client, keys)
+    client.set(getattr(keys, name), junk)
+    send(client, keys, 2)
+    settle(host)
+    assert read_desired(client, keys) == before
+    client.set(getattr(keys, name), junk)
+    host.session.orders.pin("v2")
+    settle(host)
+    assert (read_desired(client, keys).gen, read_desired(client, keys).version) == (before.gen + 1, "v2")
+    assert host.session.state.num_rows == 6 and len(ledger(client, keys, tmp_path / "data")) == 2
+
+
+def test_a_controller_starts_though_the_epoch_is_damaged(shared_redis, host, client, keys, tmp_path):
+    settle(host)
+    client.set(keys.epoch, b"\x00junk")
+    second = make_host(shared_redis.url, keys, tmp_path)
+    second.connect()
+    assert second.session.books.store.epoch > host.session.books.store.epoch
+    with pytest.raises(FencedError):
+        send(client, keys, 1)
+        settle(host)
 
 
 def test_a_data_folder_that_cannot_be_written_is_no_outage(host, client, keys, tmp_path):

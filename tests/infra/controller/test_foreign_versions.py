@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from paceline.adapt.versions.registry import DrafterRegistry
-from paceline.clock import ManualClock
 from paceline.contracts import ReplicaReport
 from paceline.errors import DrafterMismatchError, PacelineError
 from paceline.infra.state.desired import commit_desired, ensure_first_version, read_desired, write_report
+from paceline.machine import ManualClock
 from tests.helpers.hosts import make_host, settle
 from tests.helpers.scripted import ProcessLauncher, decision
 

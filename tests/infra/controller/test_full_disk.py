@@ -1,12 +1,12 @@
 """A full data disk is no outage of Redis: decisions go on, commands are done and said to be, files are made up for."""
 
-import errno
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from paceline.bench.chaos.faults import fill
 from paceline.errors import PacelineError
 from paceline.infra.state.desired import ensure_first_version
 from paceline.infra.state.log import LogFile
@@ -29,21 +29,6 @@ def disk(tmp_path) -> Iterator[Path]:
         pytest.skip("mounting a file system needs root")
     yield folder
     subprocess.run(["umount", folder], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """Take all that is left, to the last byte."""
-    file = disk / "filler"
-    with file.open("ab", buffering=0) as out:
-        for size in (65536, 1):
-            while True:
-                try:
-                    if out.write(b"x" * size) < size:
-                        break
-                except OSError as e:
-                    assert e.errno == errno.ENOSPC
-                    break
-    return file
 
 
 def is_complete(log: Path, client, keys) -> bool:

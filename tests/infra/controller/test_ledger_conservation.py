@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from paceline.bandit.ledger.totals import fold_entries
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import Decision, LedgerEntry, ReplicaReport, TrainJob, TrainResult, decode, encode
 from paceline.errors import FencedError
@@ -22,6 +21,7 @@ from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_first_version, read_desired, write_report
 from paceline.infra.state.export import log_records
 from paceline.infra.state.redis_clients import Keys, patient_client
+from paceline.machine import ManualClock
 from tests.helpers.faults import MODES, Fault, Killed
 from tests.helpers.feedback import round_rows
 from tests.helpers.hosts import ledger, make_host, stored

@@ -4,7 +4,6 @@ import uuid
 
 import pytest
 
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import ASKED_GROUP, encode
 from paceline.infra.controller.feedback import without_asked
@@ -12,6 +11,7 @@ from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_first_version
 from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
+from paceline.machine import ManualClock
 from tests.helpers.feedback import round_rows
 from tests.helpers.hosts import ledger, make_host, settle
 from tests.helpers.scripted import MemoryRegistry, MemoryStore

@@ -7,12 +7,12 @@ import random
 import msgspec
 import pytest
 
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import SPAN_S, encode
 from paceline.infra.controller.store import HostState
 from paceline.infra.controller.traffic import NUM_BINS
 from paceline.infra.replica.feedback import make_batch
+from paceline.machine import ManualClock
 from tests.helpers.feedback import round_rows
 from tests.helpers.hosts import make_host, send, settle, stored
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from paceline.bandit.beliefs.observation import MAX_REQUESTS, Window, close, fold
 from paceline.bandit.controller.controller import Controller
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig, RolloutConfig
 from paceline.contracts import SPAN_S, Group, ReplicaReport, RoundStats, encode, is_canary
 from paceline.infra.controller import rollout
@@ -22,6 +21,7 @@ from paceline.infra.controller.session import restore_controller
 from paceline.infra.controller.traffic import CANARY, TrafficStats
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import write_report
+from paceline.machine import ManualClock
 from tests.helpers.feedback import dicts_of, round_rows, sums_of
 from tests.helpers.hosts import ledger, make_host
 from tests.helpers.scripted import MemoryStore, Shard

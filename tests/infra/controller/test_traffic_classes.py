@@ -6,13 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.clock import ManualClock
 from paceline.contracts import FeedbackBatch, PromptVectors, TrafficClasses, decode, encode
 from paceline.errors import FencedError
 from paceline.infra.controller.traffic import MAX_BUCKETS
 from paceline.infra.replica.feedback import BATCH_PROMPTS, FeedbackPublisher, make_batch
 from paceline.infra.state.desired import read_classes
 from paceline.infra.state.redis_clients import patient_client
+from paceline.machine import ManualClock
 from tests.helpers.hosts import make_host, recent_log, settle, stored
 from tests.helpers.scripted import row
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 import redis
 
-from paceline.clock import SystemClock
 from paceline.contracts import TrainJob, encode
 from paceline.infra.controller.jobs import Lease, TrainCoordinator, WorkerLease, failed, read_lease
 from paceline.infra.controller.store import HostConfig
+from paceline.machine import SystemClock
 from tests.helpers.scripted import ARM, ProcessLauncher
 
 TTL_S = 1.0
@@ -57,6 +57,14 @@ def test_job_runs_under_a_lease_and_reports(shared_redis, client, keys, launcher
     assert (result.status, result.version) == ("accepted", "v2")
     assert read_lease(client, keys) is None
     assert len(launcher.handles) == 1
+
+
+def test_a_damaged_lease_keeps_no_job_from_running(shared_redis, client, keys, launcher, wait_until):
+    client.set(keys.train, b"\x00junk")
+    c = coordinator(client, shared_redis.url, keys, launcher)
+    c.poll(job())
+    assert read_lease(client, keys).job_id == "j1"
+    assert wait_result(c, job(), wait_until).status == "accepted"
 
 
 def test_second_job_waits_for_the_lease(shared_redis, client, keys, launcher):

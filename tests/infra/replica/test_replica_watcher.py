@@ -204,6 +204,16 @@ def test_training_lease_marks_the_rounds(shared_redis, client, keys, seeded):
     assert told.training == [True, False]
 
 
+def test_a_damaged_lease_keeps_no_generation_away(shared_redis, client, keys, seeded):
+    slots = Slots()
+    w = watcher(shared_redis.url, keys, slots)
+    w.reconcile()
+    client.set(keys.train, b"\x00junk")
+    want(client, keys, "v2")
+    w.reconcile()
+    assert slots.live_version == "v2" and not w.is_training
+
+
 def test_outage_keeps_the_drafter_and_the_next_generation_arrives_after_it(tmp_path, keys, wait_until):
     server = EmbeddedRedis(tmp_path)
     server.start()

@@ -54,6 +54,11 @@ def test_damaged_record_says_what_to_do(client, keys):
         read_desired(client, keys)
 
 
+def test_whoever_writes_a_record_replaces_a_damaged_one(client, keys):
+    client.set(keys.desired, b"\x00junk")
+    assert ensure_first_version(client, keys, "v1", 10, 1.0) == read_desired(client, keys)
+
+
 def test_reports_of_dead_replicas_expire(client, keys, wait_until):
     def report(name: str) -> ReplicaReport:
         return ReplicaReport(
@@ -65,6 +70,9 @@ def test_reports_of_dead_replicas_expire(client, keys, wait_until):
     assert [r.replica_id for r in read_reports(client, keys)] == ["a", "b"]
     wait_until(lambda: [r.replica_id for r in read_reports(client, keys)] == ["b"])
     assert client.zrange(keys.replicas, 0, -1) == [b"b"]
+    write_report(client, keys, report("c"), ttl_s=60)
+    client.set(keys.replica("b"), b"\x00junk")
+    assert [r.replica_id for r in read_reports(client, keys)] == ["c"], "a damaged one hides no other"
 
 
 def test_log_file_repeats_the_stream_exactly_once(client, keys, tmp_path):

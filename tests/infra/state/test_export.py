@@ -14,7 +14,6 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.bandit.ledger.totals import LedgerCell, fold_entries
 from paceline.bandit.off_policy.estimate import read_decisions
 from paceline.cli.main import app
-from paceline.clock import ManualClock
 from paceline.contracts import LedgerEntry
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.store import held_entries
@@ -31,6 +30,7 @@ from paceline.infra.state.export import (
 from paceline.infra.state.log import LogFile
 from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
+from paceline.machine import ManualClock
 from tests.helpers.drafters import make_trace
 from tests.helpers.hosts import make_host, send, settle
 from tests.helpers.scripted import decision

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.bandit.controller.controller import Controller
-from paceline.clock import ManualClock
 from paceline.config import PolicyConfig
 from paceline.contracts import Histogram, HttpMeters, ReplicaReport, is_canary
 from paceline.errors import ConfigError
@@ -33,6 +32,7 @@ from paceline.infra.web.metrics import (
     speculation_rows,
 )
 from paceline.infra.web.state_routes import SnapshotCache
+from paceline.machine import ManualClock
 from tests.helpers import metrics_page
 from tests.helpers.scripted import decision, row
 

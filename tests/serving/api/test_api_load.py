@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.clock import ManualClock
+from paceline.machine import ManualClock
 from paceline.serving.api.http import MAX_RETRY_S, WINDOW_S, FinishRate
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from paceline.clock import ManualClock
 from paceline.config import EngineConfig
+from paceline.machine import ManualClock
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread

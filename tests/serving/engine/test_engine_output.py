@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.clock import ManualClock
 from paceline.config import EngineConfig
+from paceline.machine import ManualClock
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from tests.helpers.engines import PROMPT, TREE, VOCAB, Run, Sinks, finish, greedy, make_engine, target

@@ -7,10 +7,10 @@ import functools
 import numpy as np
 import torch
 
-from paceline.clock import ManualClock
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import CapacityError
+from paceline.machine import ManualClock
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams

@@ -1,4 +1,4 @@
-"""Ports: taken ones are refused with the fix; free ones stay out of the range that the kernel gives to connections."""
+"""The machine's ports: taken ones are refused with the fix; free ones stay out of the range that the kernel gives to connections."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from paceline import ports
+from paceline import machine
 from paceline.errors import ConfigError
-from paceline.ports import claim_port, free_port
+from paceline.machine import claim_port, free_port
 
 
 def test_a_taken_port_is_refused_with_the_fix() -> None:
@@ -22,7 +22,7 @@ def test_a_taken_port_is_refused_with_the_fix() -> None:
 
 
 def test_a_free_port_lies_where_no_connection_of_this_computer_gets_one() -> None:
-    lowest = int(ports._KERNEL_RANGE.read_text().split()[0]) if ports._KERNEL_RANGE.is_file() else 49_152
+    lowest = int(machine._KERNEL_RANGE.read_text().split()[0]) if machine._KERNEL_RANGE.is_file() else 49_152
     found = [free_port() for _ in range(50)]
     assert all(20_000 <= port < lowest for port in found) and len(set(found)) > 40
     for port in found:  # as a server would, later
@@ -32,7 +32,7 @@ def test_a_free_port_lies_where_no_connection_of_this_computer_gets_one() -> Non
 
 def test_where_the_kernel_gives_every_port_one_of_its_own_is_taken(tmp_path, monkeypatch) -> None:
     (tmp_path / "range").write_text("1024\t65535\n")
-    monkeypatch.setattr(ports, "_KERNEL_RANGE", tmp_path / "range")
+    monkeypatch.setattr(machine, "_KERNEL_RANGE", tmp_path / "range")
     assert free_port() > 0
 
 

@@ -1,10 +1,12 @@
-"""Ports: free ones for servers that bind them later, from a range that no other program draws its own from."""
+"""Machine: the clocks of this computer, of which logic receives one instead of calling time.time(), and its free ports."""
 
 from __future__ import annotations
 
 import random
 import socket
+import time
 from pathlib import Path
+from typing import Protocol
 
 from paceline.errors import ConfigError
 
@@ -13,6 +15,42 @@ _LOWEST = 20_000
 _NUM_TRIES = 100
 _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """What the kernel gives to outgoing connections and to port 0; 49152 and up (RFC 6335) where there is no such file."""
+
+
+class Clock(Protocol):
+    """Source of time in seconds."""
+
+    def now(self) -> float: ...
+
+
+def steady() -> float:
+    """Seconds that only ever go forward, also while the computer sleeps where the system can tell."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
+
+
+_WALL_S = time.time() - steady()
+
+
+class SystemClock:
+    """Seconds since the epoch: the wall clock's when this process began, carried on without the steps it makes later."""
+
+    def now(self) -> float:
+        return _WALL_S + steady()
+
+
+class ManualClock:
+    """A clock that a test advances by hand."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds
 
 
 def claim_port(host: str, port: int) -> int:

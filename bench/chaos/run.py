@@ -1,0 +1,313 @@
+"""Run: faults that happen one after the other to a service under load, each followed by a look at whether all is well."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated as A
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+
+from paceline.bench.chaos.checks import Questions, answer_problems, plain_questions
+from paceline.bench.chaos.faults import FAULTS, Blow, CannotStrike, Fault, Surroundings
+from paceline.bench.chaos.load import Answer, Load, send, wait_for
+from paceline.bench.chaos.place import Place
+from paceline.bench.chaos.report import print_report, summary, write_html
+from paceline.bench.chaos.schedule import Journal, Outcome, fault_rng, schedule
+from paceline.bench.common.result_file import ResultFile
+from paceline.bench.common.terminal import progress, say_file
+from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
+from paceline.config import EngineConfig, IngressConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig
+from paceline.errors import ConfigError, PacelineError
+from paceline.infra.service.stop_signals import StopSignals
+from paceline.infra.state.log import configure_logging, quiet_libraries
+from paceline.paths import resolve_drafter, resolve_model
+from paceline.records import HtmlFile, JsonFile, Setting, count, record
+
+PROMPTS_PER_BUCKET, MAX_PROMPT_TOKENS = 6, 96
+KV_BYTES = 32 * 2**20
+SERVICE, FAULTS_PANEL = "Service", "Faults"
+GRACE_S = 5.0
+"""Answers of a killed process may break off that were begun up to so long after: until the proxy knows of its death."""
+MODEL_NAME = "chaos"
+
+
+@record()
+class ChaosOptions:
+    """Starts a service on this computer, keeps greedy requests in flight, and lets faults happen to it one after the other: kill -9
+    and SIGSTOP of every kind of process, Redis away, wiped, full or slow, a full disk, damaged weights, traces and state, drafters
+    that are poisoned or worthless, clients that vanish, never read, flood or send rubbish (docs/api/chaos.md has the table).
+
+    After each fault all must be as before, by itself: every process is back, replicas run the desired version, engines hold
+    nothing, the ledger adds up. Every answer must be what the target alone decodes in fp32; those of a killed replica may break
+    off, by an explicit error. With --resume-answers they may not either. The schedule follows from --seed. Exit code 1
+    when something did not hold; the report says after which fault, and the command that repeats it alone.
+
+    Examples: paceline bench chaos. paceline bench chaos --faults 1000 --seed 7 --resume ~/chaos --json chaos.json --html chaos.html.
+    """
+
+    num_faults: A[
+        int, Setting("Faults in all; 1e3 for a night.", flag="faults", ge=1, parser=count, panel=FAULTS_PANEL)
+    ] = 100
+    seed: A[int, Setting("Seed of the schedule and of what each fault draws.", ge=0, panel=FAULTS_PANEL)] = 0
+    kinds: A[
+        tuple[str, ...],
+        Setting("Comma list of faults to draw from, as replica-kill,redis-full; default: all.", panel=FAULTS_PANEL),
+    ] = ()
+    skip: A[
+        int, Setting("Begin behind so many faults of the schedule: to repeat one of them.", ge=0, panel=FAULTS_PANEL)
+    ] = 0
+    patience_s: A[
+        float,
+        Setting("Seconds after a fault by which the service must be whole.", flag="patience", gt=0, panel=FAULTS_PANEL),
+    ] = 120.0
+    resume: A[
+        Path | None,
+        Setting(
+            "Folder of the run: its journal and the service's data. A run that was cut off goes on there.",
+            panel=FAULTS_PANEL,
+        ),
+    ] = None
+    disk: A[
+        Path | None,
+        Setting(
+            "Empty folder on a small file system of its own (a tmpfs of 512 MB) for the service's data, which is then really "
+            "filled; default: processes are forbidden to write files.",
+            is_folder=True,
+            panel=FAULTS_PANEL,
+        ),
+    ] = None
+    is_resuming_answers: A[
+        bool,
+        Setting("Answers must outlive their replica: the service's --resume.", flag="resume-answers", panel=SERVICE),
+    ] = False
+    model: A[str, Setting("'bundled' or DIR of a transformers checkpoint; it is served in fp32.", panel=SERVICE)] = (
+        "bundled"
+    )
+    drafter: A[str, Setting("Drafter with weights: a bundled one or DIR.", panel=SERVICE)] = "bundled"
+    num_replicas: A[int, Setting("Serving replicas.", flag="replicas", ge=1, le=16, panel=SERVICE)] = 2
+    width: A[int, Setting("Requests in flight.", flag="concurrency", ge=1, le=64, panel=SERVICE)] = 6
+    max_tokens: A[int, Setting("Tokens of an answer.", ge=4, le=256, panel=SERVICE)] = 32
+    json: JsonFile = None
+    html: HtmlFile = None
+
+    def __post_init__(self) -> None:
+        for name in self.kinds:
+            if name not in FAULTS:
+                raise ConfigError(f"kinds must be among {', '.join(FAULTS)}, got {name!r}")
+        if resolve_drafter(self.drafter, self.model) is None:
+            raise ConfigError(
+                f"drafter must have weights, which faults can damage, got {self.drafter!r}; try 'bundled'"
+            )
+        if self.drawn() == ():
+            raise ConfigError(f"kinds must name a fault that can happen here ({', '.join(self.kinds)} need --resume-answers)")  # fmt: skip
+
+    def drawn(self) -> tuple[str, ...]:
+        """Names of the faults that may happen."""
+        there = [f.name for f in FAULTS.values() if f.needs != "ingress" or self.is_resuming_answers]
+        return tuple(name for name in there if not self.kinds or name in self.kinds)
+
+    def again(self, number: int) -> str:
+        """The command that has one fault of the schedule by itself."""
+        words = ["--faults", "1", "--skip", f"{number}", "--seed", f"{self.seed}"]
+        if self.kinds:
+            words += ["--kinds", ",".join(self.kinds)]
+        if self.is_resuming_answers:
+            words.append("--resume-answers")
+        for name, value in (("model", self.model), ("drafter", self.drafter)):
+            if value != "bundled":
+                words += [f"--{name}", value]
+        if self.disk is not None:
+            words += ["--disk", str(self.disk)]
+        return f"paceline bench chaos {shlex.join(words)}"
+
+    def service(self, data_dir: Path) -> ServiceConfig:
+        """The service that faults happen to: small queues, short epochs, everything traced."""
+        return ServiceConfig(
+            model=self.model, drafter=self.drafter, model_name=MODEL_NAME, dtype="float32", device="cpu", port=0,
+            data_dir=str(data_dir), num_replicas=self.num_replicas, resume=self.is_resuming_answers,
+            engine=EngineConfig(max_running=8, max_waiting=16, kv_bytes=KV_BYTES, num_threads=1),
+            policy=PolicyConfig(epoch_s=2.0, min_rows=128, holdback_percent=20, job_time_limit_s=20.0),
+            rollout=RolloutConfig(canary_percent=0),
+            trace=TraceConfig(flush_interval_s=0.5, shard_rows=256, max_bytes=64 * 2**20),
+            ingress=IngressConfig(num_replicas=2, max_wait_s=self.patience_s, max_resumes=10),
+        )  # fmt: skip
+
+
+def run_chaos(options: ChaosOptions, console: Console) -> dict[str, Any]:
+    """Let the faults happen, print what came of them, return (and keep on disk) the document.
+
+    Raises: PacelineError when the service cannot be started; KeyboardInterrupt, after which --resume goes on.
+    """
+    configure_logging("CRITICAL")  # what processes say of their deaths is no news here
+    quiet_libraries("CRITICAL")
+    result = ResultFile(options.json, command="bench chaos", options=options)
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        if options.resume is not None:
+            options.resume.mkdir(parents=True, exist_ok=True)
+        folder = options.resume or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-chaos-")))
+        journal = Journal(options.resume, _settings(options))
+        plan = list(enumerate(schedule(options.seed, options.drawn(), options.skip + options.num_faults)))[
+            options.skip :
+        ]
+        done = {outcome.number for outcome in journal.done}
+        if left := [(number, name) for number, name in plan if number not in done]:
+            try:
+                _strike_all(options, left, folder, journal, result, console, signals)
+            except KeyboardInterrupt:
+                how = "the same command goes on" if options.resume else "give --resume FOLDER to be able to go on"
+                console.print(f"stopped after {len(journal.done)} of {options.num_faults} faults; {how}")
+                result.update(**summary(journal.done))
+                raise
+    document = result.close(**summary(journal.done), outcomes=_plain(journal.done))
+    print_report(document, console)
+    if options.html is not None:
+        write_html(options.html, document, journal.done)
+    for kind, path in (("JSON", options.json), ("HTML", options.html)):
+        say_file(console, kind, path)
+    return document
+
+
+def has_failed(document: dict[str, Any]) -> bool:
+    """Whether something did not hold after a fault."""
+    return bool(document["num_failed"])
+
+
+def _settings(options: ChaosOptions) -> dict[str, Any]:
+    """What a run must share with the one that it goes on with; --faults may grow."""
+    return {
+        "seed": options.seed, "skip": options.skip, "kinds": list(options.drawn()), "resume_answers": options.is_resuming_answers,
+        "model": options.model, "drafter": options.drafter, "max_tokens": options.max_tokens,
+    }  # fmt: skip
+
+
+def _plain(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    return [msgspec.to_builtins(o) for o in outcomes]
+
+
+def _strike_all(
+    options: ChaosOptions, plan: list[tuple[int, str]], folder: Path, journal: Journal, result: ResultFile,
+    console: Console, signals: StopSignals,
+) -> None:  # fmt: skip
+    with console.status("decoding the prompts plainly, then starting a service (about a minute)"):
+        questions = bundled_questions(options)
+        place = Place(options.service(options.disk or folder / "data"), check=signals.check)
+        place.start()
+    try:
+        with progress(console, "faults", options.num_faults) as bar:
+            bar.at(len(journal.done), "")
+            for number, name in plan:
+                signals.check()
+                bar.say(f"{number} {name}")
+                run = FaultRun(options, place, questions, number, FAULTS[name])
+                outcome = run.outcome()
+                journal.add(outcome)
+                result.update(**summary(journal.done))
+                failed = sum(o.status == "failed" for o in journal.done)
+                bar.step(info=f"{number} {name}: {outcome.status}; {failed} failed")
+                if outcome.status == "failed":
+                    console.print(f"[red]failed[/red] {number} {name}: {'; '.join(outcome.problems[:3])}", markup=True, soft_wrap=True)  # fmt: skip
+                    if outcome.recovery_s is None:  # the next faults are to find a service that is whole
+                        place.stop()
+                        place.start()
+    finally:
+        with console.status("stopping the service"):
+            place.stop()
+
+
+def bundled_questions(options: ChaosOptions) -> Questions:
+    """Prompts of the bundled traffic classes, cut to a length, and what the target decodes behind each."""
+    from paceline.serving.loading.checkpoint import open_checkpoint
+
+    model = resolve_model(options.model)
+    tokenizer = open_checkpoint(model).tokenizer()
+    texts = [p.text for b in BUNDLED_BUCKETS for p in load_prompts(b, None, PROMPTS_PER_BUCKET, options.seed)]
+    prompts = [tokenizer.encode(text)[:MAX_PROMPT_TOKENS] for text in texts]
+    return plain_questions(model, prompts, options.max_tokens + 16)
+
+
+@dataclass(slots=True)
+class FaultRun:
+    """One fault under load: strike, wait until the service is whole, check."""
+
+    options: ChaosOptions
+    place: Place
+    questions: Questions
+    number: int
+    fault: Fault
+
+    def outcome(self) -> Outcome:
+        """Let it happen, and say what came of it."""
+        options, fault, place = self.options, self.fault, self.place
+        around = Surroundings(
+            place=place, rng=fault_rng(options.seed, self.number), questions=self.questions, disk=options.disk
+        )
+        blow, status, note, problems = Blow(), "ok", "", []
+        recovery_s: float | None = None
+        with Load(place.url, self._ask, width=options.width, timeout_s=options.patience_s) as load:
+            self._warm_up(load, around)
+            began = time.monotonic()
+            try:
+                blow = fault.strike(around)
+                note = blow.note
+            except CannotStrike as e:
+                status, note = "skipped", str(e)
+            except Exception as e:  # of whatever kind: the faults that follow are to happen all the same
+                problems.append(f"the fault could not be carried out: {type(e).__name__}: {e}")
+            struck = time.monotonic()
+            try:
+                self._wait_whole(blow.is_back)
+                recovery_s = time.monotonic() - struck if status == "ok" else None
+            except PacelineError as e:
+                problems.append(f"not whole again: {e}; {'; '.join(place.ills()) or 'what was struck is not back'}")
+        answers = [*load.answers, *blow.answers]
+        problems += blow.problems
+        for answer in answers:
+            problems += answer_problems(answer, self.questions, may_break=self._may_break(answer, struck))
+        if recovery_s is not None or status == "skipped":
+            problems += place.leftovers()
+        if problems:
+            status = "failed"
+        return Outcome(
+            number=self.number, name=fault.name, status=status, held_s=round(struck - began, 3),
+            recovery_s=None if recovery_s is None else round(recovery_s, 3), num_answers=len(answers),
+            num_broken=sum(not a.looks_complete for a in answers), num_refusals=sum(a.num_refusals for a in answers),
+            num_tokens=sum(len(a.token_ids) for a in answers), problems=problems, note=note,
+            command=options.again(self.number),
+        )  # fmt: skip
+
+    def _warm_up(self, load: Load, around: Surroundings) -> None:
+        """Return at some moment when requests are under way."""
+        with contextlib.suppress(PacelineError):  # what keeps them from being answered is found afterwards
+            enough, patience_s = self.options.width, self.options.patience_s
+            wait_for(lambda: len(load.answers) >= enough, "answers", patience_s, check=self.place.check)
+        time.sleep(around.rng.uniform(0.0, 0.5))
+
+    async def _ask(self, http: httpx.AsyncClient, i: int) -> Answer:
+        questions = self.questions
+        at = (self.number * 7 + i) % len(questions.prompts)
+        answer = Answer(question=at, num_wanted=self.options.max_tokens, is_stream=i % 2 == 0)
+        bucket = BUNDLED_BUCKETS[at * len(BUNDLED_BUCKETS) // len(questions.prompts)]
+        await send(http, answer, questions.prompts[at], bucket=bucket)
+        return answer
+
+    def _wait_whole(self, is_back: Callable[[], bool]) -> None:
+        place, patience_s = self.place, self.options.patience_s
+        wait_for(lambda: is_back() and not place.ills(), "a whole service", patience_s, check=place.check)
+
+    def _may_break(self, answer: Answer, struck: float) -> bool:
+        """Whether the process that died may have held the answer."""
+        dies = self.fault.breaks
+        if not dies or (dies == "replica" and self.options.is_resuming_answers):
+            return False
+        return answer.began_s <= struck + GRACE_S

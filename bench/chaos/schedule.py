@@ -1,0 +1,98 @@
+"""Schedule: which fault comes when, drawn from a seed, and the journal by which a run that was cut off goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline.errors import ConfigError
+
+JOURNAL = "journal.jsonl"
+
+
+def schedule(seed: int, names: Sequence[str], count: int) -> list[str]:
+    """Names of so many faults: all of them in a random order, then all in another one, and so on."""
+    found: list[str] = []
+    for turn in range(-(-count // len(names))):
+        found += random.Random(f"{seed}:{turn}").sample(list(names), len(names))
+    return found[:count]
+
+
+def fault_rng(seed: int, number: int) -> random.Random:
+    """What one fault draws from: the same whichever faults came before."""
+    return random.Random(f"{seed}/{number}")
+
+
+class Outcome(msgspec.Struct, kw_only=True, frozen=True):
+    """What one fault came to."""
+
+    number: int
+    """Its place in the schedule, from 0."""
+    name: str
+    status: str
+    """ok | failed | skipped."""
+    held_s: float = 0.0
+    """How long it lasted."""
+    recovery_s: float | None = None
+    """From its end until the service was whole; None: it was not, or there was no fault."""
+    num_answers: int = 0
+    num_broken: int = 0
+    """Answers that ended early by an explicit error."""
+    num_refusals: int = 0
+    """429 answers, after which clients asked again."""
+    num_tokens: int = 0
+    problems: list[str] = []
+    note: str = ""
+    command: str = ""
+    """How to have it again by itself."""
+
+
+class Journal:
+    """One line for each fault that is over, in the folder of a run; without a folder it lives in memory only.
+
+    The first line has the settings that a run must share with the one that it goes on with.
+    """
+
+    def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
+        """Raises: ConfigError when the folder belongs to a run of other settings or cannot be read."""
+        self.done: list[Outcome] = []
+        self._path = None if folder is None else folder / JOURNAL
+        if self._path is None:
+            return
+        if not self._path.is_file():
+            self._append(settings)
+            return
+        data = self._path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):  # the run ended while it wrote a line
+            os.truncate(self._path, len(whole))
+        try:
+            first, *rest = [json.loads(line) for line in whole.splitlines()]
+            self.done = [msgspec.convert(line, Outcome) for line in rest]
+        except (ValueError, msgspec.ValidationError) as e:
+            raise ConfigError(f"resume must be the folder of a run, but {self._path} is damaged: {e}; give another folder") from e  # fmt: skip
+        for name, value in settings.items():
+            if first.get(name) != value:
+                raise ConfigError(
+                    f"resume must be the folder of a run with the same options, but {name.replace('_', '-')} was "
+                    f"{first.get(name)!r} there and is {value!r} now; give that value, or another folder"
+                )
+
+    def add(self, outcome: Outcome) -> None:
+        """Note a fault that is over."""
+        self.done.append(outcome)
+        if self._path is not None:
+            self._append(msgspec.to_builtins(outcome))
+
+    def _append(self, values: dict[str, Any]) -> None:
+        assert self._path is not None
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+            file.flush()
+            os.fsync(file.fileno())

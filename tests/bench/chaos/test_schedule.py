@@ -1,0 +1,94 @@
+"""The schedule of faults follows from its seed, and a run that was cut off goes on behind its last whole line."""
+
+import json
+
+import pytest
+
+from paceline.bench.chaos.faults import FAULTS
+from paceline.bench.chaos.run import ChaosOptions
+from paceline.bench.chaos.schedule import JOURNAL, Journal, Outcome, fault_rng, schedule
+from paceline.errors import ConfigError
+
+NAMES = ("a", "b", "c", "d")
+SETTINGS = {"seed": 1, "resume_answers": False}
+
+
+def outcome(number: int) -> Outcome:
+    return Outcome(number=number, name="a", status="ok", recovery_s=1.5)
+
+
+def test_every_fault_comes_once_before_any_comes_again():
+    drawn = schedule(7, NAMES, 10)
+    assert len(drawn) == 10 and sorted(drawn[:4]) == sorted(drawn[4:8]) == list(NAMES)
+    assert drawn[:4] != drawn[4:8] or drawn[:4] != list(NAMES)
+
+
+def test_the_same_seed_gives_the_same_faults_and_a_longer_run_begins_with_a_shorter_one():
+    assert schedule(7, NAMES, 6) == schedule(7, NAMES, 40)[:6]
+    assert schedule(7, NAMES, 40) != schedule(8, NAMES, 40)
+
+
+def test_what_a_fault_draws_does_not_depend_on_the_faults_before_it():
+    first, again, other = (fault_rng(3, number).random() for number in (5, 5, 6))
+    assert first == again != other
+
+
+def test_a_journal_goes_on_where_it_ended(tmp_path):
+    journal = Journal(tmp_path, SETTINGS)
+    journal.add(outcome(0))
+    journal.add(outcome(1))
+    again = Journal(tmp_path, SETTINGS)
+    assert again.done == [outcome(0), outcome(1)]
+    again.add(outcome(2))
+    assert [o.number for o in Journal(tmp_path, SETTINGS).done] == [0, 1, 2]
+
+
+def test_a_line_that_was_torn_by_the_end_of_a_run_counts_for_nothing(tmp_path):
+    journal = Journal(tmp_path, SETTINGS)
+    journal.add(outcome(0))
+    path = tmp_path / JOURNAL
+    path.write_bytes(path.read_bytes() + b'{"number": 1, "na')
+    again = Journal(tmp_path, SETTINGS)
+    again.add(outcome(1))
+    assert [json.loads(line)["number"] for line in path.read_text().splitlines()[1:]] == [0, 1]
+
+
+def test_a_folder_of_other_options_or_a_damaged_one_is_refused_with_what_to_do(tmp_path):
+    Journal(tmp_path, SETTINGS).add(outcome(0))
+    with pytest.raises(
+        ConfigError, match="resume-answers was False there and is True now; give that value, or another"
+    ):
+        Journal(tmp_path, {**SETTINGS, "resume_answers": True})
+    (tmp_path / JOURNAL).write_text("{}\n{nonsense\n")
+    with pytest.raises(ConfigError, match="is damaged"):
+        Journal(tmp_path, SETTINGS)
+
+
+def test_a_run_without_a_folder_keeps_its_journal_in_memory():
+    journal = Journal(None, SETTINGS)
+    journal.add(outcome(0))
+    assert journal.done == [outcome(0)]
+
+
+def test_an_unknown_fault_or_one_that_cannot_happen_is_refused_with_those_that_can():
+    with pytest.raises(ConfigError, match=r"kinds must be among replica-kill, .*, got 'earthquake'"):
+        ChaosOptions(kinds=("earthquake",))
+    with pytest.raises(ConfigError, match="need --resume-answers"):
+        ChaosOptions(kinds=("ingress-kill",))
+    assert ChaosOptions(kinds=("ingress-kill",), is_resuming_answers=True).drawn() == ("ingress-kill",)
+    assert set(FAULTS) - set(ChaosOptions().drawn()) == {"ingress-kill", "ingress-stop"}
+    with pytest.raises(ConfigError, match="drafter must have weights"):
+        ChaosOptions(drafter="lookup")
+
+
+def test_the_command_that_repeats_a_fault_draws_the_same_one():
+    options = ChaosOptions(seed=5, num_faults=40, kinds=("redis-kill", "log-torn", "replica-kill"))
+    words = options.again(17).split()
+    assert words[:3] == ["paceline", "bench", "chaos"]
+    given = dict(zip(words[3::2], words[4::2], strict=True))
+    again = ChaosOptions(
+        seed=int(given["--seed"]), skip=int(given["--skip"]), num_faults=int(given["--faults"]),
+        kinds=tuple(given["--kinds"].split(",")),
+    )  # fmt: skip
+    plan = schedule(options.seed, options.drawn(), 40)
+    assert schedule(again.seed, again.drawn(), again.skip + 1)[again.skip :] == [plan[17]]
