@@ -77,8 +77,6 @@ class Place:
         except BaseException:
             self.redis.stop()
             raise
-            "ray_print_logs"
-        )  # a paragraph on stdout for each process killed
         try:
             self.client: Any = patient_client(self.redis.url)
             self._wait_whole()
