@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import psutil
-from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
 from paceline.bench.chaos.checks import ledger_problems
 from paceline.bench.chaos.drafters import Publisher, nudged
@@ -78,9 +77,6 @@ class Place:
         except BaseException:
             self.redis.stop()
             raise
-        global_worker_stdstream_dispatcher.remove_handler(
-            "ray_print_logs"
-        )  # a paragraph on stdout for each process killed
         try:
             self.client: Any = patient_client(self.redis.url)
             self._wait_whole()

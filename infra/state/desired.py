@@ -152,7 +152,7 @@ def read_reports(client: redis.Redis, keys: Keys) -> list[ReplicaReport]:
     found = []
     for name, value in zip(ids, values, strict=True):  # type: ignore[arg-type]
         try:
-            found += [] if value is None else [decode(value, ReplicaReport)]
+            found += [] if value is None else [decode(value, ReplicaReport)]  # type: ignore[arg-type]
         except msgspec.DecodeError as e:  # the replica writes another within seconds
             logger.error("the report of replica %s in Redis is damaged and counts for nothing: %s", name, e)
     return found
