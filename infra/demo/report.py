@@ -67,6 +67,15 @@ def _cell_line(row: dict) -> str:
     )
 
 
+def _priced(ledger: dict, price: float) -> str:
+    """What the ledger's net would be if a second of the trainer's core were worth one of serving."""
+    if price in (0.0, 1.0):
+        return ""
+    trainer_s = sum(ledger["by_kind"].get(kind, 0.0) for kind in ("training", "shadow")) / price
+    net_s = ledger["net_s"] - (1.0 - price) * trainer_s
+    return f"\n  the trainer's {trainer_s:.1f} s count {price:g} of it: its core would idle; counted in full the net is {net_s:+.1f} s"
+
+
 def summary_lines(result: dict) -> list[str]:
     """The figures below the table."""
     ledger, swaps, lossless, feedback = (result[k] for k in ("ledger", "swaps", "lossless", "feedback"))
@@ -79,7 +88,7 @@ def summary_lines(result: dict) -> list[str]:
     return [
         f"decisions: {len(result['decisions'])} logged, {len(acted)} acted on{''.join(done)}",
         f"ledger: spent {ledger['spent_s']:.1f} s, saved {ledger['saved_s']:.1f} s{_within(result['saved_interval_s'])}, "
-        f"net {ledger['net_s']:+.1f} s of device time{''.join(cells)}",
+        f"net {ledger['net_s']:+.1f} s of device time{_priced(ledger, result['trainer_price'])}{''.join(cells)}",
         f"swaps: {swaps['count']}, pause p50 {_cell(swaps['pause_ms_p50'])} ms, p99 {_cell(swaps['pause_ms_p99'])} ms, "
         f"requests dropped {swaps['requests_dropped']}",
         f"lossless: {lossless['checked']} greedy tokens checked in fp32, {lossless['near_ties']} near ties within the bf16 "

@@ -55,6 +55,12 @@ class DemoOptions:
         str,
         Setting("shift: known -> unseen -> known -> unseen traffic; steady: known only.", choices=("shift", "steady")),
     ] = "shift"
+    trainer_price: A[
+        float,
+        Setting(
+            "What a second of the trainer's core counts in seconds of serving; 1: as if it could serve.", ge=0, le=100
+        ),
+    ] = 0.25  # it would idle; what serving loses beside it is measured and comes on top
     concurrency: A[int, Setting("Requests in flight.", ge=1, le=64)] = 1
     seed: A[int, Setting("Seed of traffic and sampling.", ge=0)] = 0
     data: DataFolder = None
@@ -83,6 +89,7 @@ def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
             policy=options.policy,
             epoch_s=5.0,
             bank_s=30.0,
+            trainer_price=options.trainer_price,
             hysteresis=1.1,
             interval_s=max(20.0, options.minutes * 60 / 8),
             min_rows=3600,  # some 35 requests: fewer do not make a gain sure
@@ -215,6 +222,7 @@ def _result(
         "target": {"name": state.target or "bundled", "version": state.target_version},
         "drafter": {"name": options.drafter, "first_version": state.first_version, "final_version": state.version},
         "policy": options.policy,
+        "trainer_price": options.trainer_price,
         "scenario": options.scenario,
         "seed": options.seed,
         "hardware": hardware(),

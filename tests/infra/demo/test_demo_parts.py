@@ -61,13 +61,21 @@ def test_net_saving_of_a_phase_charges_what_the_ledger_spent():
 def _result(answers):
     stats = DemoStats(answers=answers)
     return {
-        "target": {"name": "bundled", "version": "t"}, "drafter": {"name": "bundled"}, "policy": "payoff",
+        "target": {"name": "bundled", "version": "t"}, "drafter": {"name": "bundled"}, "policy": "payoff", "trainer_price": 0.25,
         "hardware": {"cpu": "<cpu>", "cores": 2}, "phases": [stats.phase_dict("B", "math", 0.0) | {"started_s": 0.0}],
         "decisions": [{"t_s": 3.0, "action": "train", "bucket": "math", "arm": "full", "reason": "a < b & c", "expected_saving_s": 2.0, "expected_cost_s": 1.0}],
-        "ledger": {"spent_s": 1.0, "saved_s": 2.0, "net_s": 1.0}, "ledger_cells": [], "saved_interval_s": [0.0, 0.0],
+        "ledger": {"spent_s": 1.0, "saved_s": 2.0, "net_s": 1.0, "by_kind": {"training": 0.6, "shadow": 0.2, "staging": 0.2}}, "ledger_cells": [], "saved_interval_s": [0.0, 0.0],
         "swaps": {"count": 1, "pause_ms_p50": 0.1, "pause_ms_p99": 0.1, "requests_dropped": 0, "times_s": [4.0]},
         "lossless": {"checked": 10, "near_ties": 0, "mismatches": 0}, "feedback": {"produced": 5, "delivered": 5, "dropped": 0},
     }  # fmt: skip
+
+
+def test_the_ledger_says_what_it_would_be_with_the_trainers_core_counted_in_full():
+    result = _result([_answer(Group.ADAPTIVE)])
+    (line,) = [s for s in demo_report.summary_lines(result) if s.startswith("ledger")]
+    assert "net +1.0 s" in line and "the trainer's 3.2 s count 0.25 of it" in line and "the net is -1.4 s" in line
+    (line,) = [s for s in demo_report.summary_lines(result | {"trainer_price": 1.0}) if s.startswith("ledger")]
+    assert "trainer" not in line
 
 
 def test_html_report_is_self_contained_and_escapes_reasons(tmp_path):
