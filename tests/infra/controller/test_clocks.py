@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import clock as clock_module
+from paceline import machine
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.config import TraceConfig
 from paceline.contracts import SPAN_S, FeedbackBatch, decode
@@ -63,7 +63,7 @@ def test_the_systems_clock_goes_on_when_the_wall_clock_steps(monkeypatch):
 
 
 def test_every_process_has_the_time_of_redis(client, monkeypatch):
-    monkeypatch.setattr(clock_module, "_WALL_S", clock_module._WALL_S + AHEAD_S)
+    monkeypatch.setattr(machine, "_WALL_S", machine._WALL_S + AHEAD_S)
     clock = RedisClock()
     assert not clock.is_set and clock.now() - time.time() > AHEAD_S - 5.0
     clock.look(client)
@@ -105,7 +105,7 @@ def test_the_same_node_by_its_own_clock_would_delete_everybodys(shared_redis, tm
 
 
 def test_rounds_of_a_node_that_is_ahead_are_told_by_redis_time(shared_redis, client, keys, monkeypatch):
-    monkeypatch.setattr(clock_module, "_WALL_S", clock_module._WALL_S + AHEAD_S)
+    monkeypatch.setattr(machine, "_WALL_S", machine._WALL_S + AHEAD_S)
     pub = FeedbackPublisher(shared_redis.url, keys, replica_id="a", target_version="t", clock=RedisClock())
     pub.record_rounds(row(1, ts=SystemClock().now()))  # as this node's engine does
     assert pub.flush()
@@ -156,7 +156,7 @@ def test_a_controller_with_another_clock_than_the_one_before_folds_once(
 def test_a_controller_goes_by_redis_time_and_says_how_old_its_values_are(
     shared_redis, client, keys, tmp_path, seeded, monkeypatch
 ):
-    monkeypatch.setattr(clock_module, "_WALL_S", clock_module._WALL_S + AHEAD_S)
+    monkeypatch.setattr(machine, "_WALL_S", machine._WALL_S + AHEAD_S)
     host = make_host(shared_redis.url, keys, tmp_path)
     host.connect()
     settle(host)
