@@ -14,14 +14,14 @@ spec.loader.exec_module(native)
 
 
 class BuildNative(build_ext):
-    """Runs the compiler; without one the package is installed all the same and serves through torch."""
+    """Runs the compiler if these sources are not compiled yet; without one the package is installed all the same, for torch."""
 
     def get_ext_filename(self, fullname):
         return str(Path(*fullname.split(".")[:-1], native.NAME))
 
     def build_extension(self, ext):
         try:
-            native.build(Path(self.get_ext_fullpath(ext.name)).parent)
+            native.provide(Path(self.get_ext_fullpath(ext.name)).parent)
         except native.BuildError as e:
             print(f"paceline: native CPU rounds are not built: {e}", file=sys.stderr)
 

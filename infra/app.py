@@ -241,6 +241,10 @@ def start_ray(config: ServiceConfig) -> bool:
     os.environ.setdefault(PROXY_VARIABLE, PROXY_CALLBACK)
     # on a busy computer a proxy takes longer to start than Serve's 5 s, and Serve would kill it for that
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    # ten looks a second at replicas that change once a day, and as many exports of figures that Ray collects every 10 s,
+    # would be a quarter of what an idle service computes
+    os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
+    os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "10000")
     num_ingress_cpus = config.ingress.num_replicas * INGRESS_CPUS if config.resume else 0.0
     with kept_sigterm(), _loopback_allowed():
         ray.init(

@@ -7,6 +7,7 @@ The library has a plain C interface: it depends on neither Python nor torch, so 
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -60,11 +61,36 @@ def find_compiler() -> list[str]:
 
 
 def source_version() -> int:
-    """A number that the sources give: a library that was built from others must not be called."""
-    digest = hashlib.sha256()
+    """A number that the sources and flags give: a library that was built from others must not be called."""
+    digest = hashlib.sha256(repr((FLAGS, VARIANTS)).encode())
     for path in sorted((*HERE.glob("*.cpp"), *HERE.glob("*.h"))):
         digest.update(path.read_bytes())
     return int.from_bytes(digest.digest()[:7], "big")
+
+
+def built_version(library: Path) -> int | None:
+    """The `source_version` that a library was built from; None when it has none or cannot be loaded on this machine."""
+    try:
+        version = ctypes.CDLL(str(library)).source_version
+    except (OSError, AttributeError):
+        return None
+    version.restype = ctypes.c_int64
+    return int(version())
+
+
+def provide(folder: Path) -> Path:
+    """Have the library in `folder`: a copy of the one beside the sources if it is theirs, else compiled. Raises: BuildError."""
+    there = HERE / NAME
+    return _put(there, folder) if built_version(there) == source_version() else build(folder)
+
+
+def _put(library: Path, folder: Path) -> Path:
+    """Copy a library to a folder. Renamed into place: a process that has the old one mapped keeps it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{NAME}.{os.getpid()}"
+    shutil.copyfile(library, temporary)
+    os.replace(temporary, folder / NAME)
+    return folder / NAME
 
 
 def build(folder: Path = HERE) -> Path:
@@ -93,12 +119,7 @@ def build(folder: Path = HERE) -> Path:
         )
         library = Path(room, NAME)
         _run([*compiler, "-shared", *static, *map(str, jobs), "-o", str(library), "-lpthread"])
-        folder.mkdir(parents=True, exist_ok=True)
-        # Renamed into place: a process that has the old one mapped keeps it.
-        temporary = folder / f".{NAME}.{os.getpid()}"
-        shutil.copyfile(library, temporary)
-        os.replace(temporary, folder / NAME)
-    return folder / NAME
+        return _put(library, folder)
 
 
 def _run(command: list[str]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from paceline.kernels.cpu.build import NAME, source_version
+from paceline.kernels.cpu.build import NAME, built_version, source_version
 from paceline.kernels.cpu.memory import pool_zeros
 
 log = logging.getLogger(__name__)
@@ -85,14 +85,11 @@ def load_library() -> ctypes.CDLL | None:
     if not path.is_file():
         log.warning("native CPU rounds are not built, torch computes forwards: %s", _REMEDY)
         return None
+    if built_version(path) != source_version():
+        log.warning("native CPU rounds were built from other sources or elsewhere, torch computes forwards: %s", _REMEDY)
+        return None
     library = ctypes.CDLL(str(path))
     library.available_isas.restype = c_int64
-    version = getattr(library, "source_version", None)
-    if version is not None:
-        version.restype = c_int64
-    if version is None or version() != source_version():
-        log.warning("native CPU rounds were built from other sources, torch computes forwards: %s", _REMEDY)
-        return None
     return library
 
 

@@ -14,7 +14,7 @@ from paceline.serving.loading.target import read_target
 from tests.helpers.service_load import write_drafter, write_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-KINDS = ("replica-kill", "redis-wiped", "disk-full", "record-damaged", "drafter-poisoned", "clients-mute")
+KINDS = ("replica-kill", "redis-wiped", "record-damaged", "clients-mute")
 
 
 def test_faults_of_every_main_kind_take_no_token_and_all_comes_back(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import time
 
 import pytest
@@ -253,3 +254,15 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch, tmp_p
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(build.BuildError, match="failed"):
         build.build(tmp_path)
+
+
+def test_a_library_of_these_sources_is_copied_and_any_other_compiled_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "/bin/false")
+    assert build.provide(tmp_path / "copy").read_bytes() == (build.HERE / build.NAME).read_bytes()
+    for folder, changed in (("of other sources", "round.cpp"), ("of another machine", build.NAME)):
+        sources = tmp_path / folder
+        shutil.copytree(build.HERE, sources)
+        (sources / changed).write_text("something else")
+        with monkeypatch.context() as patch, pytest.raises(build.BuildError, match="failed"):
+            patch.setattr(build, "HERE", sources)
+            build.provide(tmp_path / "out")
