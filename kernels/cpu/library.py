@@ -86,7 +86,9 @@ def load_library() -> ctypes.CDLL | None:
         log.warning("native CPU rounds are not built, torch computes forwards: %s", _REMEDY)
         return None
     if built_version(path) != source_version():
-        log.warning("native CPU rounds were built from other sources or elsewhere, torch computes forwards: %s", _REMEDY)
+        log.warning(
+            "native CPU rounds were built from other sources or elsewhere, torch computes forwards: %s", _REMEDY
+        )
         return None
     library = ctypes.CDLL(str(path))
     library.available_isas.restype = c_int64
