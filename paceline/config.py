@@ -96,7 +96,7 @@ class EngineConfig:
     max_classes: A[int, Setting(ge=0, le=64)] = 16
     """Classes that requests without a bucket are sorted into by their prompts (docs/operate.md); 0 = none: all of them share
     `default`."""
-    max_class_versions: A[int, Setting(ge=0, le=24)] = 2
+    max_class_versions: A[int, Setting(ge=0, le=24)] = 4
     """Drafter versions of single classes that a replica holds beside the live one, its successor and the first; each takes
     its weights, and its part of every row of kv_bytes. Classes beyond that are served by the live version."""
     num_threads: A[
@@ -197,10 +197,10 @@ class PolicyConfig:
     """Period of the `interval` policy."""
     bank_s: A[float, Setting(ge=0)] = 40.0
     """Starting balance; the policy spends only what the bank covers."""
+    bank_income: A[float, Setting(ge=0, le=1)] = 0.01
+    """Share of the serving time that takes the place of bank_s once it is more: what trying may cost in the long run."""
     hysteresis: A[float, Setting(ge=0)] = 1.25
     """Expected saving must exceed expected cost by this factor."""
-    min_dwell_s: A[float, Setting(ge=0)] = 5.0
-    """Shortest time between two swaps of a bucket."""
     min_rows: A[int, Setting(ge=1)] = 768
     """Fresh supervised rows a bucket needs before a job."""
     horizon_s: A[float, Setting(gt=0)] = 240.0

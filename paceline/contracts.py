@@ -276,7 +276,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Feedback rows: produced, delivered, dropped."""
     ts: float
     swap_gen: int | None = None
-    """Generation that last changed the live version here; None = not told, `gen` stands for it."""
+    """Generation that last changed here which version serves whom; None = not told, `gen` stands for it."""
     canary_version: str = ""
     """Version that serves this replica's canary requests."""
     failures: dict[str, str] = {}
@@ -381,7 +381,7 @@ class ArmSpec(msgspec.Struct, frozen=True, kw_only=True):
     """'calibration' | 'head' | 'full'."""
     num_rows: int
     """Fresh supervised rows that a burst reads at most (the newest of the bucket)."""
-    rehearsal_share: float = 0.33
+    rehearsal_share: float = 0.125
     """Rehearsal requests from other buckets, as a share of all steps."""
     learning_rate: float = 5e-4
     """Of every step behind the warm-up."""
@@ -421,8 +421,7 @@ class ShadowScore(msgspec.Struct, frozen=True, kw_only=True):
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a burst.
 
-    accepted: a version, surely better. rejected: its learner surely gains too little, or spoils other buckets, and begins
-    again. learning: not sure yet, the learner goes on in the next burst. stopped: ended before it scored a request.
+    accepted: a version, surely better. rejected: its learner surely gains too little, and begins again. learning: not sure yet, the learner goes on in the next burst. stopped: ended before it scored a request.
     """
 
     job_id: str
@@ -436,8 +435,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     """The learner's snapshot, on requests before it learned them."""
     incumbent: ShadowScore | None = None
     first: ShadowScore | None = None
-    others: ShadowScore | None = None
-    """The snapshot on rehearsal requests of other buckets, before it learned them."""
+    elsewhere: dict[str, list[ShadowScore]] = {}
+    """Other bucket -> scores of [the snapshot, the incumbent] on rehearsal requests of it, before the learner learned them."""
     num_rows: int | None = None
     """Fresh rows that the burst learned; None: all that were ordered."""
     num_rows_before: int = 0

@@ -54,8 +54,6 @@ GRACE_REQUESTS = 32
 """Requests that a learner reads before it can be found to gain too little: gains grow from nothing."""
 RECENT_REQUESTS = 32
 """Newest requests whose mean is the gain: the learner was another one long before."""
-OTHERS_MARGIN = 0.05
-"""Relative loss of tokens per round on other classes that a version may bring."""
 MAX_SCORE = 3.0
 """Log ratios are cut here (a factor of 20)."""
 
@@ -66,11 +64,9 @@ class Finding(Enum):
     OPEN = "open"
     """Not sure yet: the next request may tell."""
     BETTER = "better"
-    """Its gain is surely above what a swap costs, and it does not surely spoil other classes."""
+    """Its gain is surely above what a swap costs."""
     SHORT = "short"
     """It surely gains less than a swap costs."""
-    SPOILS = "spoils"
-    """It surely loses more than OTHERS_MARGIN on other classes."""
 
 
 def _nothing() -> list[float]:
@@ -121,18 +117,14 @@ class Evidence(msgspec.Struct):
 
     num_requests: int = 0
     """Of the learner's class."""
-    num_others: int = 0
-    """Of other classes."""
     more: list[float] = msgspec.field(default_factory=_nothing)
     """Log e-process by tilt against 'gains no more than a swap costs'."""
     less: list[float] = msgspec.field(default_factory=_nothing)
     """Log e-process by tilt against 'gains at least what a swap costs', from GRACE_REQUESTS on."""
-    spoils: list[float] = msgspec.field(default_factory=_nothing)
-    """Log e-process by tilt against 'keeps its tokens per round on other classes but for OTHERS_MARGIN'."""
     own: list[tuple[RequestScore, RequestScore]] = []
     """Newest RECENT_REQUESTS of the class: scores of learner and incumbent."""
-    others: list[tuple[RequestScore, RequestScore]] = []
-    """The same of other classes."""
+    elsewhere: dict[str, list[tuple[RequestScore, RequestScore]]] = {}
+    """Other class -> the same of it."""
 
     def add(self, learner: RequestScore, incumbent: RequestScore, *, min_gain: float) -> None:
         """Enter a request of the class. min_gain: relative rise of tokens per round that a swap costs, > -1."""
@@ -143,12 +135,11 @@ class Evidence(msgspec.Struct):
         self.num_requests += 1
         self.own = _newest(self.own, learner, incumbent, self.num_requests)
 
-    def add_other(self, learner: RequestScore, incumbent: RequestScore) -> None:
-        """Enter a request of another class."""
-        score = _log_ratio(learner, incumbent) - math.log1p(-OTHERS_MARGIN)
-        self.spoils = _grown(self.spoils, score, -1.0, self.num_others)
-        self.num_others += 1
-        self.others = _newest(self.others, learner, incumbent, self.num_others)
+    def add_other(self, bucket: str, learner: RequestScore, incumbent: RequestScore) -> None:
+        """Enter a request of another class: it says what a version is worth there, not whether it is made."""
+        pairs = self.elsewhere.get(bucket, [])
+        number = int(pairs[-1][0].request_id) + 1 if pairs else 1
+        self.elsewhere[bucket] = _newest(pairs, learner, incumbent, number)
 
     def finding(self, min_gain: float) -> Finding:
         """What is sure now. BETTER also asks for a mean gain of the newest requests above min_gain."""
@@ -156,21 +147,24 @@ class Evidence(msgspec.Struct):
             return Finding.OPEN
         if log_mixture(self.less) > LOG_SURE:
             return Finding.SHORT
-        if log_mixture(self.spoils) > LOG_SURE:
-            return Finding.SPOILS
         learner, incumbent = (pooled_acceptance_length(side) for side in zip(*self.own, strict=True))
         is_now = learner > incumbent * (1.0 + min_gain)
         return Finding.BETTER if is_now and log_mixture(self.more) > LOG_SURE else Finding.OPEN
 
-    def scores(
-        self, version: str, incumbent: str, rng: np.random.Generator, *, is_other: bool = False
-    ) -> tuple[ShadowScore, ShadowScore] | None:
-        """(learner's, incumbent's) scores over the newest requests of its class, or of the others; None without any."""
-        pairs = self.others if is_other else self.own
-        if not pairs:
-            return None
-        new, old = (list(side) for side in zip(*pairs, strict=True))
-        return score_version(version, new, old, rng), score_version(incumbent, old, old, rng)
+    def scores(self, version: str, incumbent: str, rng: np.random.Generator) -> list[ShadowScore]:
+        """[learner's, incumbent's] scores over the newest requests of its class. Raises: ConfigError without any."""
+        return _scored(self.own, version, incumbent, rng)
+
+    def scores_elsewhere(self, version: str, incumbent: str, rng: np.random.Generator) -> dict[str, list[ShadowScore]]:
+        """Other class -> the same over its newest requests."""
+        return {b: _scored(pairs, version, incumbent, rng) for b, pairs in sorted(self.elsewhere.items())}
+
+
+def _scored(
+    pairs: Sequence[tuple[RequestScore, RequestScore]], version: str, incumbent: str, rng: np.random.Generator
+) -> list[ShadowScore]:
+    new, old = [learner for learner, _ in pairs], [before for _, before in pairs]
+    return [score_version(version, new, old, rng), score_version(incumbent, old, old, rng)]
 
 
 def _newest(

@@ -67,7 +67,7 @@ class Burst:
         """Read until the text ends, the evidence is sure or a stop is asked for; yields the requests read, step by step.
 
         Args:
-            fresh: requests of the class that the learner has not read, in order. rehearsal: of other classes; they come
+            fresh: requests of the class that the learner has not read, in order; the first few of all are learned unscored. rehearsal: of other classes; they come
             round again when they are used up, but only their first reading is scored.
         Raises: DrafterMismatchError when the learner diverges.
         """
@@ -76,9 +76,10 @@ class Burst:
         try:
             for start in range(0, len(fresh), SCORED_TOGETHER):
                 chunk = fresh[start : start + SCORED_TOGETHER]
-                share = self._learner.arm.rehearsal_share
+                share = self._learner.arm.rehearsal_share if self._learner.num_rows > 0 else 0.0
                 between = [next(others, None) if is_rehearsed(start + i, share) else None for i in range(len(chunk))]
-                self._score(chunk, [t for t in between if t is not None])
+                if self._learner.num_rows > 0:  # else it is its base still: the two scores would be the same
+                    self._score(chunk, [t for t in between if t is not None])
                 for i, (trace, other) in enumerate(zip(chunk, between, strict=True)):
                     self._learn(trace)
                     if other is not None:
@@ -117,12 +118,14 @@ class Burst:
                 self.evidence.add(new[i], old[i], min_gain=self._min_gain)
                 self.scored.append((trace, old[i]))
             else:
-                self.evidence.add_other(new[i], old[i])
+                self.evidence.add_other(trace.bucket, new[i], old[i])
 
     def _learn(self, trace: RequestTrace, *, is_rehearsal: bool = False) -> None:
         began, before = self._clock(), self._learner.num_rows
         if self._should_stop():
             raise ShadowStoppedError
+        if not self._learner.has_read(trace):
+            self._learner.mark_read([trace])
         self._learner.learn(trace, is_rehearsal=is_rehearsal)
         self.train_s += self._clock() - began
         self.num_learned += not is_rehearsal

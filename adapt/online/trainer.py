@@ -214,7 +214,7 @@ def _run(
         if learners is not None:
             learners.drop(key)
         raise
-    if not burst.scored:
+    if not burst.scored and (watch.reason or not burst.num_learned):
         raise ShadowStoppedError
     finding = learner.evidence.finding(job.min_gain)
     state = {name: t.detach().cpu().clone() for name, t in learner.snapshot().items()}
@@ -222,13 +222,13 @@ def _run(
     fields: dict = {"drafter_type": base.drafter_type, "config": base.config, "target_version": target.version}
     version = registry.version_of(state, **fields)
     rng = np.random.default_rng(job.seed)
-    scores = learner.evidence.scores(version, job.base_version, rng)
-    others = learner.evidence.scores(version, job.base_version, rng, is_other=True)
-    assert scores is not None
-    reason = _words(finding, burst, learner, scores, others, watch)
-    is_accepted = finding is Finding.BETTER and version != job.base_version
+    scores = learner.evidence.scores(version, job.base_version, rng) if learner.evidence.num_requests else None
+    elsewhere = learner.evidence.scores_elsewhere(version, job.base_version, rng)
+    reason = _words(finding, burst, learner, scores, watch)
+    is_accepted = scores is not None and finding is Finding.BETTER and version != job.base_version
     num_rows_before, first = learner.num_rows - burst.num_rows, None
     if is_accepted:
+        assert scores is not None, "what surely gains was scored"
         first = _first_score(job, registry, target, burst, shadow, rng, watch)
         registry.put(
             state,
@@ -241,7 +241,7 @@ def _run(
         )
     if learners is not None and is_accepted:
         _hand_on(learners, key._replace(base_version=version), learner)
-    elif learners is not None and finding in (Finding.SHORT, Finding.SPOILS):
+    elif learners is not None and finding is Finding.SHORT:
         _begin_again(learners, key, learner, new_learner)
     status = "accepted" if is_accepted else "learning" if finding is Finding.OPEN else "rejected"
     log.info("training %s job=%s version=%s %s", status, job.job_id, version, reason)
@@ -252,10 +252,10 @@ def _run(
         reason=reason,
         train_s=watch.elapsed() - burst.shadow_s,
         shadow_s=burst.shadow_s,
-        candidate=scores[0],
-        incumbent=scores[1],
+        candidate=None if scores is None else scores[0],
+        incumbent=None if scores is None else scores[1],
         first=first,
-        others=None if others is None else others[0],
+        elsewhere=elsewhere,
         num_rows=burst.num_rows,
         num_rows_before=num_rows_before,
     )
@@ -299,24 +299,23 @@ def _words(
     finding: Finding,
     burst: Burst,
     learner: Learner,
-    scores: tuple[ShadowScore, ShadowScore],
-    others: tuple[ShadowScore, ShadowScore] | None,
+    scores: list[ShadowScore] | None,
     watch: _Watch,
 ) -> str:
-    new, old = scores
     end = watch.reason or ("no unread text is left" if finding is Finding.OPEN else "")
     meaning = {
         Finding.OPEN: f"not sure yet, the learner keeps its state ({end})",
         Finding.BETTER: "surely better",
         Finding.SHORT: "surely gains less than a swap costs",
-        Finding.SPOILS: "surely spoils other classes",
     }[finding]
-    elsewhere = "" if others is None else f", {others[0].gain_mean:+.3f} on {others[0].num_requests} of other classes"
+    read = f"{burst.num_learned} requests, {burst.num_rows} rows in this burst, {learner.num_rows} rows in all"
+    if scores is None:
+        return f"{meaning}; {read}, and none was scored yet"
+    new, old = scores
     return (
         f"{meaning}: acceptance_length {old.acceptance_length:.3f} -> {new.acceptance_length:.3f}, paired gain "
         f"{new.gain_mean:+.3f}, lower bound {new.gain_lower:+.3f} on the newest {new.num_requests} requests before they "
-        f"were learned{elsewhere}; {burst.num_learned} requests, {burst.num_rows} rows in this burst, {learner.num_rows} "
-        f"rows in all"
+        f"were learned; {read}"
     )
 
 
@@ -386,7 +385,7 @@ def load_version(
     return _drafter(registry.get_manifest(version), state, target, chain=chain)
 
 
-def _metrics(scores: tuple[ShadowScore, ShadowScore], learner: Learner, watch: _Watch) -> dict:
+def _metrics(scores: list[ShadowScore], learner: Learner, watch: _Watch) -> dict:
     new, old = scores
     return {
         "acceptance_length": new.acceptance_length,

@@ -28,7 +28,7 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     """Interference of one epoch."""
 
     seconds: float
-    """Device seconds above what the same rounds take without training; >= 0."""
+    """Device seconds above what the same rounds take without training; below 0 by chance, so that the sum has no bias."""
     relative: float
     """The same over the expected device seconds; signed."""
     num_rounds: int
@@ -63,6 +63,4 @@ class Interference(msgspec.Struct):
         if rounds < MIN_ROWS or expected <= 0:
             return None
         relative = extra / expected
-        return Slowdown(
-            seconds=max(total * relative / max(1.0 + relative, 1e-3), 0.0), relative=relative, num_rounds=rounds
-        )
+        return Slowdown(seconds=total * relative / max(1.0 + relative, 1e-3), relative=relative, num_rounds=rounds)

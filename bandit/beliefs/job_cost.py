@@ -8,11 +8,14 @@ from paceline.contracts import ArmSpec
 
 TRAIN_PRIOR = {"calibration": (0.4, 0.1), "head": (0.6, 0.8), "full": (1.2, 1.5)}
 """Parameter set -> (fixed seconds, seconds per 1,000 rows) on one CPU thread."""
-SHADOW_PRIOR_S = 2.0
+SHADOW_PRIOR = (0.2, 0.45)
+"""The same of scoring, whatever is trained: every request is scored before it is learned."""
 STAGING_PRIOR_S = 0.1
 """Per replica."""
 SLOWDOWN_PRIOR = 0.05
 """Relative slow-down of rounds while a job runs."""
+SLOWDOWN_ROUNDS, MAX_SLOWDOWN_WEIGHT, MAX_SLOWDOWN = 1500.0, 0.25, 3.0
+"""Rounds that the slow-down remembers, weight of one epoch at most, and the largest that is believed of one."""
 PRIOR_WEIGHT = 1.0
 """Jobs that the prior counts for."""
 DISCOUNT = 0.8
@@ -36,6 +39,12 @@ class Scale(msgspec.Struct):
 def prior_training_s(arm: ArmSpec) -> float:
     """Training time of an arm by the prior table, seconds; rehearsal rows come on top of arm.num_rows."""
     fixed, per_1k = TRAIN_PRIOR.get(arm.parameters, TRAIN_PRIOR["full"])
+    return fixed + per_1k * arm.num_rows / max(1.0 - arm.rehearsal_share, 0.1) / 1000.0
+
+
+def prior_shadow_s(arm: ArmSpec) -> float:
+    """Scoring time of an arm by the prior, seconds; its rehearsal rows are scored, too."""
+    fixed, per_1k = SHADOW_PRIOR
     return fixed + per_1k * arm.num_rows / max(1.0 - arm.rehearsal_share, 0.1) / 1000.0
 
 
@@ -69,7 +78,7 @@ class CostModel(msgspec.Struct):
     def predict(self, arm: ArmSpec, *, busy: float, num_replicas: int, price: float = 1.0) -> JobCost:
         """Cost of one job; busy = device-seconds that serving uses per second, price as in PolicyConfig.trainer_price."""
         training = prior_training_s(arm) * self._scale(arm)
-        shadow = SHADOW_PRIOR_S * self.shadow.value()
+        shadow = prior_shadow_s(arm) * self.shadow.value()
         return JobCost(
             training_s=training,
             shadow_s=shadow,
@@ -90,7 +99,7 @@ class CostModel(msgspec.Struct):
         """Learn from a finished job that was not cut short; seconds measured."""
         self._measured(arm, train_s / prior_training_s(arm))
         if shadow_s > 0:
-            self.shadow.update(shadow_s / SHADOW_PRIOR_S)
+            self.shadow.update(shadow_s / prior_shadow_s(arm))
 
     def update_staging(self, seconds: float, num_replicas: int) -> None:
         """Learn from a version that was made live on every replica; seconds of all of them together."""
@@ -113,6 +122,7 @@ class CostModel(msgspec.Struct):
         self.by_arm.setdefault(arm.name, Scale(PRIOR_WEIGHT, PRIOR_WEIGHT * start)).update(ratio)
         self.all_jobs.update(ratio)
 
-    def observe_slowdown(self, relative: float, weight: float) -> None:
-        """Blend in a measured relative slow-down; weight in [0, 1]."""
-        self.slowdown += weight * (min(max(relative, 0.0), 3.0) - self.slowdown)
+    def observe_slowdown(self, relative: float, num_rounds: int) -> None:
+        """Blend in a measured relative slow-down; one below 0 is noise of the measurement, as others above 0 are."""
+        weight = min(num_rounds / SLOWDOWN_ROUNDS, MAX_SLOWDOWN_WEIGHT)
+        self.slowdown += weight * (min(max(relative, -MAX_SLOWDOWN), MAX_SLOWDOWN) - self.slowdown)

@@ -23,7 +23,7 @@ class HostContext(msgspec.Struct, frozen=True, kw_only=True):
     """What the host knows and the feedback does not say; read at every tick."""
 
     live_version: str
-    """Version that new adaptive requests are pinned to ('' = none)."""
+    """Version that new adaptive requests are pinned to whose class has none of its own ('' = none)."""
     first_version: str
     """Version of the hold-back group."""
     rows: dict[str, int]
@@ -31,7 +31,7 @@ class HostContext(msgspec.Struct, frozen=True, kw_only=True):
     rows_written: dict[str, int] = {}
     """Bucket -> rows ever written; tells fresh rows apart after the store evicted old ones. Falls back to `rows`."""
     versions: list[str] = []
-    """Versions that could be made live; live and first always count. Empty = every version that was ever live."""
+    """Versions that a class could be given; live and first always count. Empty = every version that ever served."""
     job_running: bool = False
     """A training job is in flight (also one that this controller did not order)."""
     num_replicas: int = 1
@@ -42,7 +42,13 @@ class HostContext(msgspec.Struct, frozen=True, kw_only=True):
     frozen: list[str] = []
     """Buckets on which no training may be ordered now (a canary of theirs was rolled back)."""
     class_versions: dict[str, str] = {}
-    """Bucket -> version of its own, by an operator's order: what is decided for the others leaves it alone."""
+    """Bucket -> version of its own."""
+    assigned: list[str] = []
+    """Of these, buckets whose version an operator chose: nothing is decided for them."""
+
+    def version_of(self, bucket: str) -> str:
+        """Version that new adaptive requests of a bucket are pinned to."""
+        return self.class_versions.get(bucket, self.live_version)
 
 
 class _Open(msgspec.Struct):

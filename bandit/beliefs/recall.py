@@ -14,9 +14,6 @@ from paceline.contracts import TrainResult
 HALF_LIFE_S = 300.0
 """Of realised acceptance while a version serves; what is not served is not forgotten."""
 MIN_ROUNDS = 12
-PREDICTED_SE = 0.10
-"""Relative standard error of a guess derived from the parent version."""
-
 MANIFEST_REQUESTS = 8
 """Weight, in requests, of a replay score that only a manifest tells: its text may have changed since."""
 
@@ -27,15 +24,14 @@ class Score(msgspec.Struct):
     realised: RatioSums = msgspec.field(default_factory=RatioSums)
     shadow: float | None = None
     shadow_requests: int = 0
-    predicted: float | None = None
 
 
 class ScoreTable(msgspec.Struct):
     """bucket -> version -> Score: full information on existing versions, no exploration needed.
 
-    Sources, best first: rounds really served, replay on held-out rows (calibrated by versions that have both), and for
-    buckets that a job did not train on a guess from its base version. The first version is served to the hold-back
-    group all the time, so that the floor is always measured.
+    Sources, best first: rounds really served, and replay on rows that were not learned (calibrated by versions that have
+    both), which a job gives for its own bucket and for those that it rehearses. The first version is served to the
+    hold-back group all the time, so that the floor is always measured.
     """
 
     scores: dict[str, dict[str, Score]] = {}
@@ -61,18 +57,14 @@ class ScoreTable(msgspec.Struct):
         if self._score(bucket, version).shadow is None:
             self.set_shadow(bucket, version, length, num_requests)
 
-    def add_job(self, bucket: str, result: TrainResult, base_version: str, forgetting: float) -> None:
-        """Store a job's replay scores, and guesses for the other buckets: the base's length less `forgetting` of it."""
-        scored = (result.incumbent, result.first, result.candidate if result.status == "accepted" else None)
-        for shadow in scored:
-            if shadow is not None and shadow.acceptance_length > 0:
-                self.set_shadow(bucket, shadow.version, shadow.acceptance_length, shadow.num_requests)
-        if result.version is None or result.status != "accepted":
-            return
-        for other in [b for b in self.scores if b != bucket]:
-            base = self.estimate(other, base_version)
-            if base is not None:
-                self._score(other, result.version).predicted = base[0] * (1.0 - forgetting)
+    def add_job(self, bucket: str, result: TrainResult) -> None:
+        """Store a job's replay scores, on its own bucket and on others; those of a snapshot that is no version are left out."""
+        own = [s for s in (result.incumbent, result.first, result.candidate) if s is not None]
+        refused = result.candidate.version if result.candidate is not None and result.status != "accepted" else None
+        for where, shadows in [(bucket, own), *result.elsewhere.items()]:
+            for shadow in shadows:
+                if shadow.acceptance_length > 0 and shadow.version != refused:
+                    self.set_shadow(where, shadow.version, shadow.acceptance_length, shadow.num_requests)
 
     def _calibration(self, bucket: str) -> float:
         """Realised over replayed acceptance length in a bucket, pooled over the versions that have both."""
@@ -96,8 +88,6 @@ class ScoreTable(msgspec.Struct):
         if score.shadow is not None:
             value = score.shadow * self._calibration(bucket)
             found.append((value, value * max(0.3 / math.sqrt(max(score.shadow_requests, 1)), 0.03)))
-        if not found and score.predicted is not None:
-            found.append((score.predicted, score.predicted * PREDICTED_SE))
         if not found:
             return None
         precision = sum(1.0 / se**2 for _, se in found)
@@ -108,19 +98,21 @@ class ScoreTable(msgspec.Struct):
         found = [known[0] for v in versions if (known := self.estimate(bucket, v)) is not None]
         return max(found, default=0.0)
 
-    def best_length(self) -> float:
-        """Highest acceptance length known of any version on any bucket, 0 without data."""
+    def best_length(self, first_version: str) -> float:
+        """Highest acceptance length known of any trained version on any bucket, 0 without data.
+
+        What the first drafter reaches on text that it was made for says nothing of what training reaches on other text.
+        """
         best = 0.0
         for bucket, versions in self.scores.items():
             for version, score in versions.items():
-                if score.realised.x >= MIN_ROUNDS:
+                if score.realised.x >= MIN_ROUNDS and version != first_version:
                     found = self.estimate(bucket, version)
                     best = max(best, found[0] - found[1] if found else 0.0)
         return best
 
     def reset_bucket(self, bucket: str) -> None:
-        """The bucket's text changed: keep a trace of the old scores, drop replays and guesses."""
+        """The bucket's text changed: keep a trace of the old scores, drop replays."""
         for score in self.scores.get(bucket, {}).values():
             score.realised.discount(0.02)
-            score.shadow = score.predicted = None
-            score.shadow_requests = 0
+            score.shadow, score.shadow_requests = None, 0

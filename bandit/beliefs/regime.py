@@ -174,11 +174,11 @@ class MixRegime(msgspec.Struct):
         after = sum(max(left - wait_s, 0.0) for left in longer)
         return (PRIOR_REGIMES * prior + after) / (PRIOR_REGIMES + len(longer))
 
-    def returning_s(self, bucket: str, now: float, prior_s: float, lag_s: float) -> float:
+    def returning_s(self, bucket: str, now: float, prior_s: float) -> float:
         """Expected seconds, at its present share of the tokens, for which a bucket will be served in later regimes.
 
-        Share of past time that was its own, carried forward for as long as was observed, less `lag_s` at every visit,
-        until it is noticed and its version brought back; see `_return_of_new` for a bucket that this regime brought.
+        Share of past time that was its own, carried forward for as long as was observed: it keeps its version, so that
+        every visit counts in full. See `_return_of_new` for a bucket that this regime brought.
         """
         presence = self.past.get(bucket)
         share = self.mean.get(bucket, 0.0)
@@ -187,22 +187,18 @@ class MixRegime(msgspec.Struct):
         observed = self.start - self.origin
         window = min(max(now - self.origin, WINDOW_FACTOR * prior_s), RETURN_FACTOR * prior_s)
         if presence is None or presence.num_regimes == 0:
-            return self._return_of_new(bucket, window, lag_s)
-        visit = presence.seconds / presence.num_regimes
-        caught = max(1.0 - lag_s / visit, 0.0) if visit > 0 else 0.0
+            return self._return_of_new(bucket, window)
         trust = presence.num_regimes / (presence.num_regimes + PRIOR_GONE)
-        return trust * caught * window * (presence.seconds / observed) / max(share, PRESENT_SHARE)
+        return trust * window * (presence.seconds / observed) / max(share, PRESENT_SHARE)
 
-    def _return_of_new(self, bucket: str, window: float, lag_s: float) -> float:
+    def _return_of_new(self, bucket: str, window: float) -> float:
         """The same for a bucket that this regime brought: as likely as those before it came back, an equal share of time."""
         known = [p for name, p in self.past.items() if p.num_regimes > 0 and name != bucket]
         if not known or self.mean.get(bucket, 0.0) < PRESENT_SHARE:
             return 0.0
         back = sum(p.num_regimes > 1 for p in known)
         chance = (NEW_RETURNS[0] + back) / (sum(NEW_RETURNS) + len(known))
-        visit = sum(p.seconds for p in known) / sum(p.num_regimes for p in known)
-        caught = max(1.0 - lag_s / visit, 0.0) if visit > 0 else 0.0
-        return chance * caught * window / (len(known) + 1) / max(self.mean[bucket], PRESENT_SHARE)
+        return chance * window / (len(known) + 1) / max(self.mean[bucket], PRESENT_SHARE)
 
 
 def _distance(a: dict[str, float], b: dict[str, float]) -> float:

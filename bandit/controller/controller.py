@@ -1,4 +1,4 @@
-"""Controller: decides once an epoch whether to hold, train a drafter or bring an older version back; keeps the ledger."""
+"""Controller: decides once an epoch whether to hold, train a drafter or give a bucket another version; keeps the ledger."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paceline.bandit.controller.state import (
 from paceline.bandit.controller.view import PolicyView, policy_view
 from paceline.bandit.ledger.ledger import Bank, contradictions
 from paceline.bandit.ledger.totals import LedgerTotals
-from paceline.bandit.policies.pricing import PricedJob, price_jobs, recall_rate, swap_gain
+from paceline.bandit.policies.pricing import PricedJob, price_jobs, recall_rates, swap_gain
 from paceline.bandit.policies.table import POLICIES, Choice, View, is_self_funded, make_policy
 from paceline.bandit.policies.view import hold
 from paceline.config import PolicyConfig
@@ -46,7 +46,7 @@ class Controller:
 
     The host calls `observe` for every feedback batch, `tick` about once a second, `job_finished` once per train decision,
     `staged` when replicas run a published version, and persists `state()` together with what `drain()` returns in one
-    transaction. One version serves every bucket, so prices are those of the load-weighted mix of active buckets.
+    transaction. Every bucket has its own version: what is decided for one changes nothing for the others.
     """
 
     def __init__(
@@ -79,13 +79,11 @@ class Controller:
 
         train: start a job with `arm_of(decision)` on decision.bucket from decision.context["base_version"];
         decision.context["time_limit_s"] bounds its training (money for scoring and staging is set aside).
-        recall / rollback: commit decision.version as the live version and report its cost with `staged`.
+        recall / rollback: give decision.version to decision.bucket and report its cost with `staged`.
         """
         state = self._state
-        if state.context is not None and state.context.live_version != context.live_version:
-            state.last_swap = max(state.last_swap, now)
         state.context = context
-        for version in (context.first_version, context.live_version):
+        for version in (context.first_version, context.live_version, *context.class_versions.values()):
             if version and version not in state.lived:
                 state.lived.append(version)
         if state.epoch_start is None:
@@ -93,7 +91,7 @@ class Controller:
         if now - state.epoch_start < self._config.epoch_s:
             return []
         seconds, is_training = now - state.epoch_start, state.job is not None
-        alarms = close_epoch(state, now, context)
+        alarms = close_epoch(state, now, context, self._config.bank_income)
         learn_history(state, context)
         for name in alarms:
             log.info("drift alarm bucket=%s epoch=%d", name, state.epoch)
@@ -129,28 +127,28 @@ class Controller:
             decision = self._order(choice, choice.job, view, now, context, facts)
         elif choice.recall is not None:
             recall = choice.recall
-            maker = state.actions.get(state.owner.get(context.live_version, 0))
+            left = context.version_of(recall.bucket)
+            maker = state.actions.get(state.owner_of(recall.bucket, left) or 0)
             is_regression = (
                 maker is not None
                 and maker.action == "train"
                 and state.regime is not None
-                and state.last_swap >= state.regime.start
+                and maker.ts >= state.regime.start
             )
             decision = self._decision(
                 "rollback" if is_regression else "recall",
                 now,
-                {**facts, "gain_se": recall.gain_se, "left_version": context.live_version},
+                {**facts, "gain_se": recall.gain_se, "left_version": left},
                 choice,
                 version=recall.version,
                 expected_gain=recall.gain,
                 expected_saving_s=recall.saving_s,
                 expected_cost_s=recall.cost_s,
             )
-            state.owner[recall.version] = decision.decision_id
-            state.last_swap = now
+            state.owners.setdefault(recall.bucket, {})[recall.version] = decision.decision_id
         else:
             facts["code"] = choice.code
-            decision = self._decision("hold", now, facts, choice, version=context.live_version or None)
+            decision = self._decision("hold", now, facts, choice, version=context.version_of(choice.bucket) or None)
         state.remember(decision)
         log.info("decision id=%d action=%s reason=%s", decision.decision_id, decision.action, decision.reason)
         return [decision]
@@ -186,7 +184,7 @@ class Controller:
             {
                 **facts,
                 "arm": msgspec.to_builtins(job.arm),
-                "base_version": context.live_version,
+                "base_version": context.version_of(job.bucket),
                 "time_limit_s": limit,
                 "min_gain": min_gain,
                 "headroom": job.headroom,
@@ -204,7 +202,7 @@ class Controller:
             decision_id=decision.decision_id,
             bucket=job.bucket,
             arm=job.arm,
-            base_version=context.live_version,
+            base_version=context.version_of(job.bucket),
             headroom=job.headroom,
             share=job.share,
             new=job.new,
@@ -252,7 +250,7 @@ class Controller:
         return outcome
 
     def staged(self, decision_id: int, seconds: float, now: float, tag: str = "swap") -> Decision | None:
-        """Book what making a decision's version live cost (device-seconds over all replicas); idempotent by `tag`.
+        """Book what staging a decision's version cost (device-seconds over all replicas); idempotent by `tag`.
 
         None when the decision is unknown or too old to be kept.
         """
@@ -268,40 +266,43 @@ class Controller:
     def canary_ended(self, decision_id: int, outcome: str) -> Decision | None:
         """Write into a decision how the canary of its version ended: 'promoted' | 'rolled_back' | 'retired'.
 
-        A version that was not promoted gained nothing and is no longer that decision's live version; None when the
+        A version that was not promoted gained nothing and is no longer what that decision gave its bucket; None when the
         decision is unknown or too old to be kept.
         """
         state, decision = self._state, self._state.actions.get(decision_id)
         if decision is None:
             return None
         if outcome != "promoted":
-            if decision.version is not None and state.owner.get(decision.version) == decision_id:
-                del state.owner[decision.version]
+            given = state.owners.get(decision.bucket, {})
+            if decision.version is not None and given.get(decision.version) == decision_id:
+                del given[decision.version]
             decision = msgspec.structs.replace(decision, realised_gain=0.0, outcome=outcome)
             state.remember(decision)
         return decision
 
-    def manual(self, action: str, version: str, now: float, reason: str) -> Decision:
-        """Log an operator's 'pin' or 'rollback'; the host commits decision.version.
+    def manual(self, action: str, version: str, now: float, reason: str, left: Iterable[str] = ()) -> Decision:
+        """Log an operator's 'pin' or 'rollback'; the host commits decision.version for all buckets but those assigned.
 
-        A pin stops every decision but hold until `unpin` or a rollback to another version; a rollback bars the version it
-        leaves from being recalled.
+        A pin stops every decision but hold until `unpin` or a rollback to another version; a rollback bars the versions
+        that it leaves from being recalled.
+
+        Args:
+            left: versions that served and no longer do.
         Raises ValueError for another action.
         """
         state = self._state
         if action not in ("pin", "rollback"):
             raise ValueError(f"action must be 'pin' or 'rollback', got {action!r}")
-        left = state.context.live_version if state.context is not None else ""
-        decision = self._decision(action, now, {"left_version": left}, version=version, reason=reason)
+        out = sorted({*left} - {version, ""})
+        decision = self._decision(action, now, {"left_version": ", ".join(out)}, version=version, reason=reason)
         if action == "pin":
             state.pinned = version
         else:
             if state.pinned != version:
                 state.pinned = None  # what was pinned no longer serves
-            if left and left != version:
-                state.barred = sorted({*state.barred, left} - {version})
-        state.owner[version] = decision.decision_id
-        state.last_swap, state.last_hold = now, ""
+            state.barred = sorted({*state.barred, *out} - {version})
+        state.owners.setdefault("", {})[version] = decision.decision_id
+        state.last_hold = ""
         state.remember(decision)
         return decision
 
@@ -350,6 +351,7 @@ class Controller:
         state = self._state
         return Bank(
             start_s=self._config.bank_s if state.bank_start_s is None else state.bank_start_s,
+            income_s=state.income_s,
             saved_s=state.ledger.totals.saved_s(),
             saved_error_s=state.savings.standard_error_s(),
             spent_s=state.ledger.totals.spent_s(),
@@ -433,13 +435,12 @@ def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, c
         (arm,),
         gains=state.gains,
         costs=state.costs,
-        best_length=state.table.best_length(),
+        best_length=state.table.best_length(context.first_version),
         horizon_s=view.horizon_s,
         min_rows=1,
         num_replicas=context.num_replicas,
         trainer_price=view.config.trainer_price,
-        forgotten=state.forgotten,
-        recall_rate=recall_rate(view.beliefs, view.recalls),
+        recall_rates=recall_rates(view.beliefs, view.recalls),
     )
     job = max((j for j in jobs if j.bucket == bucket), key=lambda j: j.arm.num_rows)
     reason = (

@@ -70,6 +70,8 @@ class LoggedJob(msgspec.Struct, frozen=True, kw_only=True):
     gain: float | None
     """Gain in acceptance length by replay."""
     gain_se: float
+    elsewhere: dict[str, list[ShadowScore]] = {}
+    """As in TrainResult."""
 
 
 class ServiceLog(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,9 +186,11 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
     jobs = _jobs(sorted(decisions.values(), key=lambda d: d.ts), results)
     shadow: dict[str, dict[str, float]] = {}
     for done in results:
-        for score in (done.result.incumbent, done.result.first, done.result.candidate):
-            if score is not None and score.acceptance_length > 0:
-                shadow.setdefault(done.bucket, {})[score.version] = score.acceptance_length
+        own = [s for s in (done.result.incumbent, done.result.first, done.result.candidate) if s is not None]
+        for bucket, scores in [(done.bucket, own), *done.result.elsewhere.items()]:
+            for score in scores:
+                if score.acceptance_length > 0:
+                    shadow.setdefault(bucket, {})[score.version] = score.acceptance_length
     return ServiceLog(
         digest=hashlib.sha256(data).hexdigest()[:12],
         epochs=epochs,
@@ -233,6 +237,7 @@ def _jobs(decisions: list[Decision], results: list[_Finished]) -> list[LoggedJob
                 length_before=incumbent.acceptance_length if incumbent is not None else None,
                 gain=candidate.gain_mean if candidate is not None else None,
                 gain_se=_error(candidate),
+                elsewhere=result.elsewhere,
             )
         )
     return sorted(out, key=lambda j: j.ts)

@@ -16,12 +16,13 @@ from paceline.config import PolicyConfig
 from paceline.contracts import Group
 
 
-def close_epoch(state: ControllerState, now: float, context: HostContext) -> list[str]:
-    """Fold the open windows into meters, regimes, scores and the ledger; returns the buckets that raised a drift alarm."""
+def close_epoch(state: ControllerState, now: float, context: HostContext, bank_income: float) -> list[str]:
+    """Fold the open windows into meters, regimes, scores, ledger and bank; returns the buckets that raised a drift alarm."""
     start = state.epoch_start if state.epoch_start is not None else now
     windows, state.windows = state.windows, {}
     state.epoch += 1
     state.latest = {name: close(name, windows[name], start, now) for name in sorted(windows)}
+    state.income_s += bank_income * sum(s.device_s for seen in state.latest.values() for s in seen.stats)
     num_requests = sum(s.time_per_token.n for seen in state.latest.values() for s in seen.stats)
     weight = epoch_weight(num_requests, now - start)
     total_load = sum(seen.load(Group.ADAPTIVE) for seen in state.latest.values())
@@ -55,7 +56,6 @@ def close_epoch(state: ControllerState, now: float, context: HostContext) -> lis
             continue  # replays of a text that is gone
         for version, length in by_version.items():
             state.table.fill_shadow(name, version, length)
-    state.forgotten.observe(state.table)
     _book_interference(state, start, now)
     state.rows_written = written
     state.epoch_start = now
@@ -71,7 +71,6 @@ def _forget_bucket(state: ControllerState, name: str, start: float) -> None:
     state.buckets[name].reset(start, state.rows_written.get(name, 0))
     state.table.reset_bucket(name)
     state.gains.reset_bucket(name)
-    state.forgotten.reset_bucket(name)
     state.savings.reset_bucket(name)
     state.required_rows.pop(name, None)
     state.learners.pop(name, None)
@@ -81,7 +80,7 @@ def _forget_bucket(state: ControllerState, name: str, start: float) -> None:
 
 def _book_savings(state: ControllerState, name: str, seen: BucketObservation, now: float, first_version: str) -> None:
     for booking in state.savings.close(seen, first_version):
-        owner = state.owner.get(booking.version)
+        owner = state.owner_of(name, booking.version)
         version, detail = booking.version, f"e{state.epoch}:{name}:{booking.version}"
         arm, error_s = state.made_by.get(version), booking.standard_error_s
         state.book("saving", detail, booking.seconds, now, owner, name, version, arm, error_s)
@@ -91,11 +90,11 @@ def _book_interference(state: ControllerState, start: float, now: float) -> None
     slowdown = state.interference.close()
     if slowdown is None:
         return
-    state.costs.observe_slowdown(slowdown.relative, min(slowdown.num_rounds / 400.0, 0.5))
+    state.costs.observe_slowdown(slowdown.relative, slowdown.num_rounds)
     is_ours = state.job is not None or state.last_job_ended >= start
     owner = state.last_job_id if is_ours else None
     decision = state.actions.get(owner) if owner is not None else None
-    if slowdown.seconds > 0:
+    if slowdown.seconds != 0:
         bucket, arm = (decision.bucket, decision.arm) if decision is not None else ("", None)
         state.book("interference", f"e{state.epoch}", slowdown.seconds, now, owner, bucket, None, arm)
 
@@ -120,12 +119,12 @@ def learner_of(state: ControllerState, bucket: str, version: str) -> tuple[int, 
 
 
 def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostContext) -> dict[str, BucketBelief]:
-    """Beliefs of every bucket whose version has a known acceptance length; one with a version of its own is not active."""
+    """Beliefs of every bucket whose version has a known acceptance length; one that an operator assigned is not active."""
     total = sum(meter.load for meter in state.meters.values())
     found = {}
     for name in sorted(state.meters):
         meter = state.meters[name]
-        version = context.class_versions.get(name, context.live_version)
+        version = context.version_of(name)
         length = state.table.estimate(name, version)
         token_s, round_s = meter.time_per_token_s(), meter.round_s()
         if length is None or token_s is None or round_s is None:
@@ -146,7 +145,7 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
             learner_rows=learner[0],
             learner_parameters=learner[1],
             required_rows=max(state.required_rows.get(name, 0), config.min_rows),
-            is_active=0 < meter.load >= ACTIVE_SHARE * total and name not in context.class_versions,
+            is_active=0 < meter.load >= ACTIVE_SHARE * total and name not in context.assigned,
             batches=state.round_costs.batches(name),
         )
     return found
@@ -172,7 +171,8 @@ def learn_history(state: ControllerState, context: HostContext) -> int:
     are left out (they taught directly), and so are buckets whose text changed since.
     """
     drifted, taught = drifted_buckets(state), set(state.history)
-    best = max([PRIOR_BEST_LENGTH, *(x for scores in context.shadow.values() for x in scores.values())])
+    trained = (x for scores in context.shadow.values() for v, x in scores.items() if v != context.first_version)
+    best = max([PRIOR_BEST_LENGTH, *trained])
     added = 0
     for bucket in sorted(context.shadow):
         if bucket in drifted:

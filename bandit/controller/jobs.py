@@ -38,14 +38,12 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
         state.costs.update_cut_short(job.arm, result.train_s)
     elif is_measured:
         state.costs.update(job.arm, result.train_s, result.shadow_s)
-    if is_measured and not is_text_gone:
+    if is_measured and not is_text_gone and (result.candidate is not None or result.status != "learning"):
         gain, error = measured_gain(job, result)
         counted = result.num_rows is not None
         share = learned_share(result.num_rows_before + done.num_rows) if counted else job.share * fraction**POWER
         state.gains.update(job.bucket, job.arm, job.headroom, share, gain, error, job.new)
-        state.table.add_job(job.bucket, result, job.base_version, state.forgotten.loss(done))
-        if result.status == "accepted" and result.version is not None:
-            state.forgotten.expect(job.bucket, result.version, job.base_version, done, state.table)
+        state.table.add_job(job.bucket, result)
     state.memory.ema.job_ended(result.status, state.rows_written)
     if is_measured:
         _note_learner(state, job, result, is_text_gone=is_text_gone)
@@ -130,8 +128,7 @@ def finish_job(
     learn(state, job, result)
     publish, reason = _publish(state, config, job, result)
     if publish is not None:
-        state.owner[publish] = decision_id
-        state.last_swap = now
+        state.owners.setdefault(job.bucket, {})[publish] = decision_id
     decision = msgspec.structs.replace(
         state.actions[decision_id],
         version=result.version,
@@ -159,27 +156,27 @@ def _realised_gain(state: ControllerState, config: PolicyConfig, job: JobRecord,
 def _publish(
     state: ControllerState, config: PolicyConfig, job: JobRecord, result: TrainResult
 ) -> tuple[str | None, str]:
-    """Version to make live: accepted by the gate and, for policies that mind what they lose elsewhere, better on the mix
-    that is served now; for every policy when the gate compared it with a version that is no longer live."""
+    """Version for the job's bucket: accepted by the gate and, for policies that mind what they spend, no worse at the prices
+    of now; for every policy when the gate compared it with a version that the bucket no longer has."""
     if result.status != "accepted" or result.version is None:
         return None, f"The job on {job.bucket} was {result.status}: {result.reason}"
     if state.pinned is not None:
         return None, f"Version {result.version} was accepted, but {state.pinned} is pinned."
     context = state.context
-    if context is not None and (is_self_funded(state.policy) or job.base_version != context.live_version):
+    if context is not None and (is_self_funded(state.policy) or job.base_version != context.version_of(job.bucket)):
         beliefs = bucket_beliefs(state, config, context)
         priced = price_recalls(
-            beliefs,
+            {b: beliefs[b] for b in (job.bucket,) if b in beliefs},
             [result.version],
-            context.live_version,
+            context.version_of,
             table=state.table,
             horizon_s=config.horizon_s,
             staging_s=0.0,
         )
         if priced and priced[0].gain < 0:  # 0: decoding stays plain under both, until the better one is tried
             reason = (
-                f"Version {result.version} was accepted on {job.bucket}, but serves the present mix "
-                f"{-100 * priced[0].gain:.1f}% dearer; it waits for a recall."
+                f"Version {result.version} was accepted, but would serve {job.bucket} {-100 * priced[0].gain:.1f}% dearer "
+                "than the version that it has now."
             )
             return None, reason
     return result.version, f"Version {result.version} was accepted on {job.bucket}: {result.reason}"

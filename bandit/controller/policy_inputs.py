@@ -7,7 +7,8 @@ from paceline.bandit.beliefs.ratio import RatioSums
 from paceline.bandit.beliefs.regime import MixRegime
 from paceline.bandit.controller.epoch import bucket_beliefs
 from paceline.bandit.controller.state import ControllerState
-from paceline.bandit.policies.pricing import price_jobs, price_recalls, recall_rate, staleness_rates, version_losses
+from paceline.bandit.policies.memory import HedgeWeights
+from paceline.bandit.policies.pricing import price_jobs, price_recalls, recall_rates, staleness_rates, version_losses
 from paceline.bandit.policies.view import View
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Group
@@ -26,13 +27,12 @@ def build_view(
     beliefs = bucket_beliefs(state, config, context)
     regime = state.regime if state.regime is not None else MixRegime(now)
     horizon = regime.horizon_s(now, config.horizon_s)
-    lag = config.epoch_s + config.min_dwell_s  # until a return is noticed and its version is back
     known = context.versions or state.lived
     versions = [v for v in {*known, context.first_version} if v not in state.barred]
     recalls = price_recalls(
         beliefs,
         versions,
-        context.live_version,
+        context.version_of,
         table=state.table,
         horizon_s=horizon,
         staging_s=state.costs.staging_s(context.num_replicas),
@@ -49,15 +49,14 @@ def build_view(
                 arms,
                 gains=state.gains,
                 costs=state.costs,
-                best_length=state.table.best_length(),
+                best_length=state.table.best_length(context.first_version),
                 horizon_s=horizon,
                 min_rows=config.min_rows,
                 num_replicas=context.num_replicas,
                 trainer_price=config.trainer_price,
                 left_s=lambda wait: regime.horizon_s(now, config.horizon_s, wait),
-                returning_s=lambda bucket: regime.returning_s(bucket, now, config.horizon_s, lag),
-                forgotten=state.forgotten,
-                recall_rate=recall_rate(beliefs, recalls),
+                returning_s=lambda bucket: regime.returning_s(bucket, now, config.horizon_s),
+                recall_rates=recall_rates(beliefs, recalls),
                 known_length=lambda bucket: state.table.best_of(bucket, versions),
             )
             if job.bucket not in context.frozen
@@ -65,10 +64,9 @@ def build_view(
         recalls=tuple(recalls),
         balance_s=balance_s,
         horizon_s=horizon,
-        since_swap_s=now - state.last_swap,
         since_job_s=now - state.last_job_started,
         is_job_running=context.job_running or state.job is not None,
-        live_version=context.live_version,
+        versions={bucket: context.version_of(bucket) for bucket in beliefs},
         memory=state.memory,
         gains=state.gains,
         cost_margin=state.costs.margin(),
@@ -100,15 +98,19 @@ def remember_epoch(
         view.beliefs,
         arms,
         gains=state.gains,
-        best_length=state.table.best_length(),
+        best_length=state.table.best_length(state.context.first_version if state.context is not None else ""),
         min_rows=config.min_rows,
     )
     own = state.job.bucket if state.job is not None else None
     memory.add_staleness({b: r for b, r in rates.items() if not (is_training and b == own)}, seconds)
-    versions = sorted({view.live_version, *(r.version for r in view.recalls)} - {""})
-    memory.hedge.keep(versions)
-    losses = version_losses(view.beliefs, versions, table=state.table)
-    memory.hedge.update(losses, rate=config.hedge_rate, share=config.hedge_share)
+    for name, belief in view.beliefs.items():
+        if not belief.is_active:
+            continue  # no round is lost on it, so its weights stay
+        versions = sorted({view.versions[name], *(r.version for r in view.recalls if r.bucket == name)} - {""})
+        hedge = memory.hedges.setdefault(name, HedgeWeights())
+        hedge.keep(versions)
+        losses = version_losses(belief, versions, table=state.table)
+        hedge.update(losses, rate=config.hedge_rate, share=config.hedge_share)
 
 
 def adapted_length(state: ControllerState) -> float | None:

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.belief import BucketMeter
-from paceline.bandit.beliefs.forgetting import ForgettingModel
 from paceline.bandit.beliefs.gain_model import GainModel
 from paceline.bandit.beliefs.interference import Interference
 from paceline.bandit.beliefs.job_cost import CostModel, JobCost
@@ -32,10 +31,10 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     decision: Decision
     """The train decision with realised_gain, realised_cost_s and outcome filled in (same decision_id: overwrite it).
 
-    outcome is the job's status, or 'kept' for an accepted version that is not made live now.
+    outcome is the job's status, or 'kept' for an accepted version that serves nothing now.
     """
     publish: str | None
-    """Version to make live now; None: keep the live one."""
+    """Version to give to the decision's bucket now; None: it keeps the one that it has."""
     reason: str
 
 
@@ -88,7 +87,6 @@ class ControllerState(msgspec.Struct):
     rows_written: dict[str, int] = {}
     table: ScoreTable = msgspec.field(default_factory=ScoreTable)
     gains: GainModel = msgspec.field(default_factory=GainModel)
-    forgotten: ForgettingModel = msgspec.field(default_factory=ForgettingModel)
     costs: CostModel = msgspec.field(default_factory=CostModel)
     round_costs: RoundCosts = msgspec.field(default_factory=RoundCosts)
     memory: PolicyMemory = msgspec.field(default_factory=PolicyMemory)
@@ -102,9 +100,8 @@ class ControllerState(msgspec.Struct):
     last_job_id: int | None = None
     last_job_started: float = float("-inf")
     last_job_ended: float = float("-inf")
-    last_swap: float = float("-inf")
-    owner: dict[str, int] = {}
-    """Version -> decision that last made it live."""
+    owners: dict[str, dict[str, int]] = {}
+    """Bucket -> version -> decision that last gave it to the bucket; '' = to all."""
     made_by: dict[str, str] = {}
     """Version -> arm of the job that made it."""
     learned: dict[str, dict[str, int]] = {}
@@ -114,11 +111,13 @@ class ControllerState(msgspec.Struct):
     learners: dict[str, tuple[str, int, str]] = {}
     """Bucket -> (version that its learner began at, rows learned since, what of the drafter learns)."""
     lived: list[str] = []
-    """Versions that were live or came out of an accepted job."""
+    """Versions that served or came out of an accepted job."""
     barred: list[str] = []
     pinned: str | None = None
     bank_start_s: float | None = None
     """Starting balance that an operator set; None = the configured one."""
+    income_s: float = 0.0
+    """What the bank got of the time that was served."""
 
     actions: dict[int, Decision] = {}
     outcomes: dict[int, JobOutcome] = {}
@@ -164,6 +163,11 @@ class ControllerState(msgspec.Struct):
             total = (getattr(decision, name) or 0.0) + seconds
             self.remember(msgspec.structs.replace(decision, **{name: total}))
         return True
+
+    def owner_of(self, bucket: str, version: str) -> int | None:
+        """The decision that last gave a version to a bucket, None when none did."""
+        own, whole = (self.owners.get(b, {}).get(version) for b in (bucket, ""))
+        return max((o for o in (own, whole) if o is not None), default=None)
 
     def reserved_s(self) -> float:
         """What the job in flight is still expected to cost, beyond what is booked for it already."""

@@ -80,13 +80,16 @@ def contradictions(
 
 
 class Bank(msgspec.Struct, frozen=True, kw_only=True):
-    """Balance = starting balance + measured savings less one standard error - spent - reserved; all device-seconds.
+    """Balance = credit + measured savings less one standard error - spent - reserved; device-seconds.
 
-    Spending only out of the balance bounds the loss by `start_s` (bandits with knapsacks, Badanidiyuru et al. 2013,
-    arXiv 1305.2545): whatever was saved was measured, so the worst case is the starting balance.
+    The credit is the starting balance, or the income so far where that has become more. Spending only out of the balance
+    bounds the loss by it (bandits with knapsacks, Badanidiyuru et al. 2013, arXiv 1305.2545): whatever was saved was
+    measured, so that is the worst case.
     """
 
     start_s: float
+    income_s: float = 0.0
+    """Share of the time that was served so far."""
     saved_s: float
     saved_error_s: float
     spent_s: float
@@ -94,9 +97,13 @@ class Bank(msgspec.Struct, frozen=True, kw_only=True):
     """Held for the job in flight."""
 
     @property
+    def credit_s(self) -> float:
+        return max(self.start_s, self.income_s)
+
+    @property
     def balance_s(self) -> float:
-        credit = self.saved_s - self.saved_error_s if self.saved_s > 0 else self.saved_s
-        return self.start_s + max(credit, min(self.saved_s, 0.0)) - self.spent_s - self.reserved_s
+        saved = self.saved_s - self.saved_error_s if self.saved_s > 0 else self.saved_s
+        return self.credit_s + max(saved, min(self.saved_s, 0.0)) - self.spent_s - self.reserved_s
 
     def time_limit_s(self, job_time_limit_s: float, rate: float, after_s: float) -> float:
         """Longest run of a job that the balance covers.

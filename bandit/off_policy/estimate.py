@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from scipy import stats
 
+from paceline.bandit.policies.view import recall_key
 from paceline.contracts import Decision
 from paceline.errors import SupportError
 
@@ -80,14 +81,16 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decision_key(decision: Decision) -> str:
-    """Name of a logged decision's action: 'hold', 'train:ARM:BUCKET:ROWS', 'recall:VERSION'.
+    """Name of a logged decision's action: 'hold', 'train:ARM:BUCKET:ROWS', 'recall:BUCKET:VERSION'.
 
     As in context["probabilities"]. A rollback by the policy is a recall to it; the pin of an operator is 'pin:VERSION'.
     """
     action = decision.action
     if action == "train":
         return f"train:{decision.arm}:{decision.bucket}:{decision.context['arm']['num_rows']}"
-    return "hold" if action == "hold" else f"{'recall' if action == 'rollback' else action}:{decision.version}"
+    if action in ("recall", "rollback"):
+        return recall_key(decision.bucket, decision.version or "")
+    return "hold" if action == "hold" else f"{action}:{decision.version}"
 
 
 def is_operators(decision: Decision) -> bool:

@@ -75,7 +75,7 @@ class ForcedController(Controller):
             )  # fmt: skip
         if logged.action in ("recall", "rollback", "pin"):
             version = self.names.get(logged.version or "")
-            if version is None or version == view.live_version:
+            if version is None or version == view.versions.get(logged.bucket):
                 self.num_missed += 1
                 return None
             recall = PricedRecall(
@@ -98,7 +98,6 @@ class ForcedController(Controller):
 
     def job_finished(self, result: TrainResult, *, decision_id: int, now: float) -> JobOutcome:
         """Books the job; its version goes live when that of the logged job did, whatever the asked policy thinks of it."""
-        state, before = self._state, self._state.last_swap
         outcome = super().job_finished(result, decision_id=decision_id, now=now)
         logged = self.again.get(decision_id)
         if self.step >= self.until or logged is None or logged.outcome is None or result.version is None:
@@ -106,11 +105,12 @@ class ForcedController(Controller):
         publish = result.version if logged.outcome in ("accepted", "promoted") else None
         if publish == outcome.publish:
             return outcome
+        state = self._state
+        given = state.owners.setdefault(outcome.decision.bucket, {})
         if publish is None:
-            state.owner.pop(result.version, None)
+            given.pop(result.version, None)
         else:
-            state.owner[publish] = decision_id
-        state.last_swap = before if publish is None else now
+            given[publish] = decision_id
         state.outcomes[decision_id] = msgspec.structs.replace(outcome, publish=publish)
         return state.outcomes[decision_id]
 
@@ -208,10 +208,12 @@ class ForcedWorld(World):
 
     def _served_s(self, line: FeedbackLine) -> float:
         """Device-seconds of an epoch's tokens by the versions that the log says: swaps fall within epochs, and groups vary."""
-        names, per_token = self._names(), {}
-        for version in {c.version for c in line.cells}:
-            per_token[version] = self.traffic.token_s(self.outcomes.lengths(names.get(version, self.live)))
-        return sum(c.num_tokens * float(per_token[c.version][self.traffic.labels.index(c.bucket)]) for c in line.cells if c.num_tokens > 0)  # fmt: skip
+        names, seconds = self._names(), 0.0
+        for c in line.cells:
+            if c.num_tokens > 0:
+                lengths = self.outcomes.lengths(names.get(c.version, self.version_of(c.bucket)))
+                seconds += c.num_tokens * float(self.traffic.token_s(lengths)[self.traffic.labels.index(c.bucket)])
+        return seconds
 
     def follow(self) -> RunResult:
         """Do all that the log did; the result is what the replay makes of it."""

@@ -15,6 +15,7 @@ from paceline.bandit.ledger.totals import fold_entries
 from paceline.bandit.off_policy.estimate import decision_key, is_operators
 from paceline.bandit.off_policy.forced import ForcedWorld, epochs_by_step, logged_orders
 from paceline.bandit.off_policy.sequence import Branch, Net, Trajectory, estimate
+from paceline.bandit.policies.view import recall_key
 from paceline.bandit.replay.logged import MATCH_ROWS, LoggedService, logged_outcomes, logged_settings
 from paceline.bandit.replay.simulate import policy_config
 from paceline.contracts import Decision
@@ -159,7 +160,8 @@ def translate(asked: Mapping[str, float], logged: list[str], names: Mapping[str,
     for key, p in asked.items():
         kind, _, rest = key.partition(":")
         if kind == "recall":
-            key = f"recall:{names.get(rest, rest)}"
+            bucket, _, version = rest.rpartition(":")
+            key = recall_key(bucket, names.get(version, version))
         elif kind == "train":
             same = [a for a in logged if a.rpartition(":")[0] == key.rpartition(":")[0]]
             close = [a for a in same if abs(_rows(a) - _rows(key)) <= MATCH_ROWS * _rows(a)]

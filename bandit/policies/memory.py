@@ -96,7 +96,8 @@ class PolicyMemory(msgspec.Struct):
     ema: DualEma = msgspec.field(default_factory=DualEma)
     staleness_s: dict[str, float] = {}
     """Bucket -> device-seconds lost since its last job against the drafter that training would have given."""
-    hedge: HedgeWeights = msgspec.field(default_factory=HedgeWeights)
+    hedges: dict[str, HedgeWeights] = {}
+    """Bucket -> weights of the versions there are."""
 
     def add_staleness(self, rates: Mapping[str, float], seconds: float) -> None:
         """Accrue `rates` (device-seconds per second, by bucket) over an epoch."""

@@ -1,10 +1,9 @@
-"""Pay-off policy, the default: acts when a job or an older version pays for itself within what the bank covers."""
+"""Pay-off policy, the default: acts when a job or another version pays for itself within what the bank covers."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from paceline.bandit.policies.pricing import PricedJob, PricedRecall
@@ -14,7 +13,6 @@ from paceline.bandit.policies.view import (
     fullest,
     hold,
     job_key,
-    main_bucket,
     not_now,
     recall,
     too_few_rows,
@@ -26,18 +24,18 @@ EXPLORE = 0.05
 NEAR_TIE = 0.05
 """Jobs whose net value is within this share of the best are near ties."""
 RECALL_GAIN = 0.03
-"""Relative fall of the mix's time below which a recall is not worth the noise."""
+"""Relative fall of the bucket's time below which a recall is not worth the noise."""
 FLOOR_GAIN = 0.01
 """The same for the first version: it is the floor, and what serves worse than it must not stay."""
-RECALL_Z = 1.0
-"""Standard errors by which a recall must win."""
+RECALL_Z, FLOOR_Z = 2.0, 1.0
+"""Standard errors by which a recall must win, and one of the first version: several versions are compared by a few scores."""
 
 
 class PayoffPolicy:
     """Acts when the expected saving over the regime's remaining life exceeds the cost by the hysteresis factor.
 
-    V = remaining life x load x (time per token now - after) - training - shadow - interference - staging (adaptation.md,
-    8); exploration is the small job and shadow scoring, not noise on V. A recall costs almost nothing and goes first.
+    V = remaining life x load x (time per token now - after) - training - shadow - interference - staging, by bucket;
+    exploration is the small job and shadow scoring, not noise on V. A recall costs almost nothing and goes first.
     One job at a time: among funded jobs that pay, the one whose net value is highest after what the best paying job of
     another bucket loses by waiting for it.
     """
@@ -62,12 +60,8 @@ class PayoffPolicy:
             return self._unfunded(view, paying)
         job, chances = pick(funded, rng)
         probabilities: dict[str, float] = {}
-        for other, chance in chances:  # a near tie that would end within the dwell is a hold
-            key = job_key(other) if self._late(view, other) is None else "hold"
-            probabilities[key] = probabilities.get(key, 0.0) + chance
-        late = self._late(view, job)
-        if late is not None:
-            return msgspec.structs.replace(late, probabilities=probabilities)
+        for other, chance in chances:
+            probabilities[job_key(other)] = probabilities.get(job_key(other), 0.0) + chance
         return self._train(view, job, probabilities)
 
     def _unpaid(self, view: View, jobs: list[PricedJob]) -> Choice:
@@ -94,14 +88,6 @@ class PayoffPolicy:
             **_about(best),
         )
 
-    def _late(self, view: View, job: PricedJob) -> Choice | None:
-        seconds = job.cost.training_s + job.cost.shadow_s
-        if view.since_swap_s + seconds >= view.config.min_dwell_s:
-            return None
-        template = "The live version is {since:.0f} s old; with a job of {job:.1f} s it would not stay the {dwell:.0f} s it must."
-        dwell = view.config.min_dwell_s
-        return hold(view, "dwell", template, at=job.bucket, since=view.since_swap_s, job=seconds, dwell=dwell)
-
     def _train(self, view: View, job: PricedJob, probabilities: dict[str, float]) -> Choice:
         belief = view.beliefs[job.bucket]
         return train(
@@ -120,16 +106,17 @@ class PayoffPolicy:
 
     def _recall(self, view: View) -> Choice | None:
         worth = [r for r in view.recalls if self._is_worth(view, r)]
-        if not worth or not main_bucket(view) or view.since_swap_s < view.config.min_dwell_s:
+        if not worth:
             return None
-        best = max(worth, key=lambda r: (r.saving_s - r.cost_s, r.version))
+        best = max(worth, key=lambda r: (r.saving_s - r.cost_s, r.bucket, r.version))
         return recall(
             best,
-            "Version {version} serves the mix {gain:.0%} cheaper than the live one ({bucket}: acceptance length "
-            "{after:.2f} against {before:.2f}), saving {saving:.1f} s for {cost:.1f} s without training.",
+            "Version {version} serves {bucket} {gain:.0%} cheaper than {now} (acceptance length {after:.2f} against "
+            "{before:.2f}), saving {saving:.1f} s for {cost:.1f} s without training.",
             version=best.version,
-            gain=best.gain,
             bucket=best.bucket,
+            gain=best.gain,
+            now=view.versions.get(best.bucket) or "the one it has",
             after=best.length_after,
             before=best.length_now,
             saving=best.saving_s,
@@ -138,8 +125,8 @@ class PayoffPolicy:
 
     def _is_worth(self, view: View, priced: PricedRecall) -> bool:
         """A sure gain that pays for the swap; going back to the floor needs less of it and no funds: it stops a loss."""
-        least = FLOOR_GAIN if priced.is_floor else RECALL_GAIN
-        is_sure = priced.gain > max(least, RECALL_Z * priced.gain_se)
+        least, z = (FLOOR_GAIN, FLOOR_Z) if priced.is_floor else (RECALL_GAIN, RECALL_Z)
+        is_sure = priced.gain > max(least, z * priced.gain_se)
         is_paid = priced.saving_s > view.config.hysteresis * priced.cost_s
         return is_sure and is_paid and (priced.is_floor or priced.cost_s <= view.balance_s)
 

@@ -1,4 +1,4 @@
-"""Pricing: what a training job, or the return of an older version, is worth in device-seconds."""
+"""Pricing: what a training job, or another of the versions there are, is worth to a bucket in device-seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from paceline.bandit.beliefs.arms import row_counts, sized
 from paceline.bandit.beliefs.belief import BucketBelief
-from paceline.bandit.beliefs.forgetting import ForgettingModel
 from paceline.bandit.beliefs.gain_model import GainModel, learned_share, newness
 from paceline.bandit.beliefs.job_cost import CostModel, JobCost
 from paceline.bandit.beliefs.recall import ScoreTable
@@ -41,18 +40,16 @@ class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
     """Expected relative fall of the bucket's device time per token."""
     length_after: float
     saving_s: float
-    """Of the whole mix: the bucket's saving less what other active buckets lose by forgetting and what a recall would save."""
+    """Of the bucket, less what a recall would save without the job."""
     cost: JobCost
     left_s: float = 0.0
-    """Seconds of this regime for which the new version is expected to serve."""
+    """Seconds of this regime for which the new version is expected to serve the bucket."""
     return_s: float = 0.0
     """Seconds of later regimes, at today's load, for which the bucket is expected to be served."""
     known_gain: float = 0.0
-    """`gain` of the best existing version on the bucket: what its return will bring without this job."""
-    forgotten_s: float = 0.0
-    """Expected loss of the other active buckets, part of saving_s."""
+    """`gain` of the best existing version on the bucket: what is to be had without this job."""
     recall_s: float = 0.0
-    """What the best recall would save without this job, part of saving_s."""
+    """What the bucket's best recall would save without this job, part of saving_s."""
     rate: float = 0.0
     """Device-seconds saved per second once the new version serves."""
 
@@ -62,18 +59,17 @@ class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PricedRecall(msgspec.Struct, frozen=True, kw_only=True):
-    """Bringing an existing version back for all buckets."""
+    """Giving a bucket another of the versions there are."""
 
+    bucket: str
     version: str
     gain: float
-    """Relative fall of the mix's device time, load-weighted."""
+    """Relative fall of the bucket's device time per token."""
     gain_se: float
     saving_s: float
     cost_s: float
     length_now: float
     length_after: float
-    """Acceptance length in the bucket that counts most."""
-    bucket: str
     is_floor: bool = False
     """This is the first version, which the savings are measured against."""
 
@@ -98,20 +94,18 @@ def price_jobs(
     left_s: Callable[[float], float] | None = None,
     returning_s: Callable[[str], float] | None = None,
     known_length: Callable[[str], float] | None = None,
-    forgotten: ForgettingModel | None = None,
-    recall_rate: float = 0.0,
+    recall_rates: Mapping[str, float] | None = None,
 ) -> list[PricedJob]:
     """Every arm and row count on every active bucket with enough fresh rows; the order is deterministic.
 
     left_s: seconds until the new version could serve -> expected seconds of the regime after that; default: what is left
     of horizon_s. returning_s: bucket -> seconds, at today's load, that it is expected to be served in later regimes.
     known_length: bucket -> acceptance length of the best existing version, which would be recalled then.
-    forgotten: what a job costs the other buckets; None = the prior. recall_rate: device-seconds per second that the best
-    recall saves on the present mix, which a job must beat.
+    recall_rates: bucket -> device-seconds per second that its best recall saves, which a job must beat.
     """
     priced = []
     busy = sum(b.busy for b in beliefs.values() if b.is_active)
-    arms, losses = tuple(arms), forgotten or ForgettingModel()
+    arms = tuple(arms)
     for name in sorted(beliefs):
         belief = beliefs[name]
         if not belief.is_active or belief.fresh_rows < min_rows:
@@ -120,6 +114,7 @@ def price_jobs(
         returns = returning_s(name) if returning_s is not None else 0.0
         best_known = max(known_length(name), belief.length) if known_length is not None else belief.length
         known = belief.relative_gain(belief.length, best_known)
+        recall_rate = recall_rates.get(name, 0.0) if recall_rates is not None else 0.0
         for template in arms:
             if belief.learner_parameters not in ("", template.parameters):
                 continue  # what the class's learner knows would be lost
@@ -131,9 +126,7 @@ def price_jobs(
                 gain, later = _expected_gains(belief, mean, sd, known)
                 wait = cost.training_s + cost.shadow_s
                 left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)
-                lost = _forgotten(beliefs, name, losses.loss(arm))
-                # others lose only until this regime ends: then a recall brings back what serves them best
-                saving = belief.busy * (left * gain + returns * later) - left * (lost + recall_rate)
+                saving = belief.busy * (left * gain + returns * later) - left * recall_rate
                 priced.append(
                     PricedJob(
                         bucket=name,
@@ -148,9 +141,8 @@ def price_jobs(
                         left_s=left,
                         return_s=returns,
                         known_gain=known,
-                        forgotten_s=left * lost,
                         recall_s=left * recall_rate,
-                        rate=belief.busy * gain - lost - recall_rate,
+                        rate=belief.busy * gain - recall_rate,
                     )
                 )
     return priced
@@ -211,93 +203,64 @@ def staleness_rates(
     return rates
 
 
-def _forgotten(beliefs: Mapping[str, BucketBelief], trained: str, lost: float) -> float:
-    """Device-seconds per second that other active buckets lose when their acceptance length falls by `lost` of it."""
-    return sum(
-        -b.busy * b.relative_gain(b.length, b.length * (1.0 - lost))
-        for name, b in beliefs.items()
-        if name != trained and b.is_active
-    )
-
-
 def price_recalls(
     beliefs: Mapping[str, BucketBelief],
     versions: Iterable[str],
-    live_version: str,
+    version_of: Callable[[str], str],
     *,
     table: ScoreTable,
     horizon_s: float,
     staging_s: float,
     first_version: str = "",
 ) -> list[PricedRecall]:
-    """Every known version against the live one on the load-weighted mix of active buckets.
+    """Every known version on every active bucket, against the one that the bucket has; the order is deterministic.
 
-    A version whose score is unknown in a bucket that carries more than a tenth of the time is left out.
+    version_of: bucket -> the version that it has.
     """
-    active = {name: b for name, b in beliefs.items() if b.is_active}
-    busy = sum(b.busy for b in active.values())
-    if busy <= 0:
-        return []
-    main = max(sorted(active), key=lambda name: active[name].busy)
     priced = []
-    for version in sorted(set(versions) - {live_version, ""}):
-        gain = variance = unknown = 0.0
-        length_after = active[main].length
-        for name, belief in active.items():
-            weight = belief.busy / busy
+    for name, belief in sorted(beliefs.items()):
+        if not belief.is_active:
+            continue
+        for version in sorted(set(versions) - {version_of(name), ""}):
             found = table.estimate(name, version)
             if found is None:
-                unknown += weight
                 continue
             length, se = found
-            gain += weight * belief.relative_gain(belief.length, length)
-            # d ln(time) = d ln(length): relative errors of both lengths add in quadrature
-            variance += (weight * math.hypot(se / length, belief.length_se / belief.length)) ** 2
-            if name == main:
-                length_after = length
-        if unknown > 0.1:
-            continue
-        priced.append(
-            PricedRecall(
-                version=version,
-                gain=gain,
-                gain_se=math.sqrt(variance),
-                saving_s=horizon_s * busy * gain,
-                cost_s=staging_s,
-                length_now=active[main].length,
-                length_after=length_after,
-                bucket=main,
-                is_floor=version == first_version,
+            gain = belief.relative_gain(belief.length, length)
+            priced.append(
+                PricedRecall(
+                    bucket=name,
+                    version=version,
+                    gain=gain,
+                    # d ln(time) = d ln(length): relative errors of both lengths add in quadrature
+                    gain_se=math.hypot(se / length, belief.length_se / belief.length),
+                    saving_s=horizon_s * belief.busy * gain,
+                    cost_s=staging_s,
+                    length_now=belief.length,
+                    length_after=length,
+                    is_floor=version == first_version,
+                )
             )
-        )
     return priced
 
 
-def recall_rate(beliefs: Mapping[str, BucketBelief], recalls: Iterable[PricedRecall]) -> float:
-    """Device-seconds per second that the best recall saves on the present mix, less one standard error; 0 without any."""
-    busy = sum(b.busy for b in beliefs.values() if b.is_active)
-    return busy * max([0.0, *(r.gain - r.gain_se for r in recalls)])
+def recall_rates(beliefs: Mapping[str, BucketBelief], recalls: Iterable[PricedRecall]) -> dict[str, float]:
+    """Bucket -> device-seconds per second that its best recall saves, less one standard error; only those above 0."""
+    rates: dict[str, float] = {}
+    for r in recalls:
+        rate = beliefs[r.bucket].busy * (r.gain - r.gain_se)
+        if rate > rates.get(r.bucket, 0.0):
+            rates[r.bucket] = rate
+    return rates
 
 
-def version_losses(
-    beliefs: Mapping[str, BucketBelief], versions: Iterable[str], *, table: ScoreTable
-) -> dict[str, float]:
-    """Version -> its device time on the present mix over that of a drafter that accepts nothing, in [0, 1].
+def version_losses(belief: BucketBelief, versions: Iterable[str], *, table: ScoreTable) -> dict[str, float]:
+    """Version -> its device time per token on a bucket over that of a drafter that accepts nothing, in [0, 1].
 
-    A version whose score is unknown in a bucket that carries more than a tenth of the time is left out.
+    A version whose score on the bucket is unknown is left out.
     """
-    active = {name: b for name, b in beliefs.items() if b.is_active and b.load > 0}
-    worst = {name: b.load * b.token_s(1.0) for name, b in active.items()}
-    if sum(worst.values()) <= 0:
+    worst = belief.token_s(1.0)
+    found = {v: table.estimate(belief.bucket, v) for v in sorted(set(versions) - {""})}
+    if worst <= 0:
         return {}
-    losses = {}
-    for version in sorted(set(versions) - {""}):
-        spent = scale = 0.0
-        for name, belief in active.items():
-            found = table.estimate(name, version)
-            if found is not None:
-                spent += belief.load * belief.token_s(found[0])
-                scale += worst[name]
-        if scale >= 0.9 * sum(worst.values()):
-            losses[version] = min(max(spent / scale, 0.0), 1.0)
-    return losses
+    return {v: min(max(belief.token_s(f[0]) / worst, 0.0), 1.0) for v, f in found.items() if f is not None}

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from paceline.bandit.policies.payoff import PayoffPolicy
+from paceline.bandit.policies.pricing import PricedRecall
 from paceline.bandit.policies.thompson import ThompsonPolicy
 from paceline.bandit.policies.view import (
     Choice,
@@ -102,45 +103,45 @@ class DualEmaPolicy:
 
 
 ODDS = 2.0
-"""The heaviest version takes over when it weighs this much more than the live one."""
+"""The heaviest version takes a bucket over when it weighs this much more than the one that it has."""
 
 
 class HedgePolicy:
-    """Never trains; makes the heaviest version live, lazily.
+    """Never trains; gives every bucket its heaviest version, lazily.
 
-    Every epoch each version's loss is its believed device time per token on the present mix over that of a drafter that
-    accepts nothing; shadow scores and served rounds give it without exploring. The bound of policy_memory.HedgeWeights is
+    Every epoch each version's loss is its believed device time per token on the bucket over that of a drafter that accepts
+    nothing; shadow scores and served rounds give it without exploring. The bound of policy_memory.HedgeWeights is
     on the weighted mean of losses; serving the leader instead avoids swaps, which cost.
     """
 
     def choose(self, view: View, rng: np.random.Generator) -> Choice:
-        weights, live = view.memory.hedge.weights, view.live_version
-        priced = {r.version: r for r in view.recalls}
-        own = weights.get(live, 0.0)
-        rivals = [v for v in sorted(weights) if v in priced]
+        rivals = [(self._odds(view, r), r) for r in view.recalls if r.version in self._weights(view, r.bucket)]
         if not rivals:
-            template = "{num} other versions have a known score on the present mix."
+            template = "{num} versions that a bucket does not have are known on it."
             return hold(view, "no_version", template, num=0)
-        best = max(rivals, key=lambda v: (weights[v], v))
-        if weights[best] < ODDS * own:
-            template = (
-                "Version {best} has weight {weight:.3f}, less than {odds:.1f} times the {own:.3f} of the live one."
-            )
-            return hold(view, "weights", template, best=best, weight=weights[best], odds=ODDS, own=own)
+        odds, best = max(rivals, key=lambda o: (o[0], o[1].bucket, o[1].version))
+        weights = self._weights(view, best.bucket)
+        numbers = {
+            "best": best.version, "bucket": best.bucket, "weight": weights[best.version], "odds": ODDS,
+            "own": weights.get(view.versions[best.bucket], 0.0),
+        }  # fmt: skip
+        if odds < ODDS:
+            template = "On {bucket} version {best} has weight {weight:.3f}, less than {odds:.1f} times the {own:.3f} of the one that it has."  # fmt: skip
+            return hold(view, "weights", template, at=best.bucket, **numbers)
         held = not_now(view)
         if held is not None:
             return held
-        if view.since_swap_s < view.config.min_dwell_s:
-            template = "The live version is {since:.0f} s old, and it stays for {dwell:.0f} s."
-            return hold(view, "dwell", template, since=view.since_swap_s, dwell=view.config.min_dwell_s)
-        return recall(
-            priced[best],
-            "Version {best} has weight {weight:.3f}, at least {odds:.1f} times the {own:.3f} of the live one.",
-            best=best,
-            weight=weights[best],
-            odds=ODDS,
-            own=own,
-        )
+        template = "On {bucket} version {best} has weight {weight:.3f}, at least {odds:.1f} times the {own:.3f} of the one that it has."  # fmt: skip
+        return recall(best, template, **numbers)
+
+    def _weights(self, view: View, bucket: str) -> dict[str, float]:
+        hedge = view.memory.hedges.get(bucket)
+        return hedge.weights if hedge is not None else {}
+
+    def _odds(self, view: View, rival: PricedRecall) -> float:
+        """Weight of a version over that of the one that its bucket has."""
+        weights = self._weights(view, rival.bucket)
+        return weights[rival.version] / max(weights.get(view.versions[rival.bucket], 0.0), 1e-12)
 
 
 class NeverPolicy:

@@ -80,6 +80,6 @@ def propensities(view: View, jobs: list[PricedJob], rng: np.random.Generator) ->
         belief = view.beliefs[job.bucket]
         gain = passed_gains(belief, closed[:, i] * job.headroom * job.share)
         later = np.maximum(gain - job.known_gain, 0.0)
-        saving = belief.busy * (job.left_s * gain + job.return_s * later) - job.forgotten_s - job.recall_s
+        saving = belief.busy * (job.left_s * gain + job.return_s * later) - job.recall_s
         worth[:, 1 + i] = saving - view.config.hysteresis * job.cost.total_s
     return np.bincount(np.argmax(worth, axis=1), minlength=1 + len(jobs)) / num

@@ -25,10 +25,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     recalls: tuple[PricedRecall, ...]
     balance_s: float
     horizon_s: float
-    since_swap_s: float
     since_job_s: float
     is_job_running: bool
-    live_version: str = ""
+    versions: dict[str, str] = {}
+    """Bucket of a belief -> the version that it has."""
     memory: PolicyMemory = msgspec.field(default_factory=PolicyMemory)
     cost_margin: float = 1.0
     """Factor by which jobs may turn out dearer than priced; one that hits its limit for that is lost."""
@@ -38,6 +38,11 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
 def job_key(job: PricedJob) -> str:
     """Name of a training job among the actions of one view."""
     return f"train:{job.arm.name}:{job.bucket}:{job.arm.num_rows}"
+
+
+def recall_key(bucket: str, version: str) -> str:
+    """Name of giving a bucket a version among the actions of one view."""
+    return f"recall:{bucket}:{version}"
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,10 +66,10 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Name of the action in `probabilities`: 'hold', 'train:ARM:BUCKET:ROWS' or 'recall:VERSION'."""
+        """Name of the action in `probabilities`: 'hold', 'train:ARM:BUCKET:ROWS' or 'recall:BUCKET:VERSION'."""
         if self.job is not None:
             return job_key(self.job)
-        return f"recall:{self.recall.version}" if self.recall is not None else "hold"
+        return recall_key(self.recall.bucket, self.recall.version) if self.recall is not None else "hold"
 
     @property
     def propensity(self) -> float:
@@ -107,7 +112,7 @@ def train(job: PricedJob, template: str, *, probabilities: dict[str, float] | No
 
 
 def recall(priced: PricedRecall, template: str, **values: Any) -> Choice:
-    """Bring a version back, because of `template` filled with `values`."""
+    """Give a bucket a version that exists, because of `template` filled with `values`."""
     reason, numbers = say(template, **values)
     return Choice(action="recall", bucket=priced.bucket, code="recall", reason=reason, numbers=numbers, recall=priced)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.bandit.beliefs.job_cost import SHADOW_PRIOR_S, TRAIN_PRIOR
+from paceline.bandit.beliefs.job_cost import TRAIN_PRIOR
 from paceline.contracts import ArmSpec
 
 
@@ -39,6 +39,10 @@ class FormulaCurves:
         return np.asarray(self.arm_share.get(arm.parameters, 1.0) * curve)
 
 
+SCORING_S = 2.0
+"""Seconds of scoring that a job of a formula world takes."""
+
+
 @dataclass(frozen=True)
 class TableCurves:
     """Straight lines between points; flat after the last one. An arm without points brings nothing."""
@@ -56,7 +60,7 @@ class PriorCosts:
     """The prior table of bandit/beliefs/job_cost.py times a factor."""
 
     train_factor: float = 1.0
-    scoring_s: float = SHADOW_PRIOR_S
+    scoring_s: float = SCORING_S
 
     def seconds(self, arm: ArmSpec, rows: np.ndarray | float, factor: float) -> tuple[np.ndarray, float]:
         fixed, per_1k = TRAIN_PRIOR.get(arm.parameters, TRAIN_PRIOR["full"])

@@ -1,9 +1,9 @@
 """Hindsight plan: what a plan that knows the future saves when it is really carried out.
 
-The plan of the bound (bandit/replay/oracle.py) is carried out as a service would: one job at a time, one live version,
-forgetting, staging, a refusal where the gate would refuse; versions are brought back by dynamic programming over the
-traffic that follows. Local search then drops, moves, resizes and rebases jobs while that pays. What it finds can be
-reached, so the best possible plan lies between it and the bound.
+The plan of the bound (bandit/replay/oracle.py) is carried out as a service would: one job at a time, staging, a refusal
+where the gate would refuse; each domain's version is chosen by dynamic programming over the traffic that follows. Local
+search then drops, moves, resizes and rebases jobs while that pays. What it finds can be reached, so the best possible plan
+lies between it and the bound.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from paceline.contracts import ArmSpec
 
 MAX_ROUNDS = 40
 """Improvements after which the search stops."""
-LOOK_AHEAD_S = 300.0
-"""Traffic over which the version to train from is chosen when it is chosen by the mix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +32,8 @@ class PlannedJob:
     domain: int
     arm: int
     rows: float
-    by_mix: bool = False
-    """Trained from the version that serves the coming mix best; else from the one that serves its own domain best."""
+    from_first: bool = False
+    """Trained from the first drafter; else from the version that serves its domain best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,6 @@ class Executor:
         self.first_s = traffic.tokens @ traffic.token_s(self.first)  # (T,)
         self.written = traffic.rows()
         self.staging_s = outcomes.staging_s * traffic.num_replicas
-        self.ahead = max(int(LOOK_AHEAD_S / traffic.step_s), 1)
 
     def run(self, plan: list[PlannedJob]) -> Outcome:
         """Train by plan, serve as well as the versions there are allow."""
@@ -105,11 +102,10 @@ class Executor:
         return self._serve(np.stack(lengths), np.array(ready), train_s, shadow_s, busy, events)
 
     def _base(self, lengths: list[np.ndarray], ready: list[int], job: PlannedJob, k: int) -> np.ndarray:
+        if job.from_first:
+            return self.first
         known = [v for v, at in zip(lengths, ready, strict=True) if at <= k + 1]
-        if not job.by_mix:
-            return max(known, key=lambda v: float(v[job.domain]))
-        coming = self.traffic.tokens[k + 1 : k + 1 + self.ahead].sum(axis=0)
-        return min(known, key=lambda v: float(coming @ self.traffic.token_s(v)))
+        return max(known, key=lambda v: float(v[job.domain]))
 
     def _serve(
         self,
@@ -120,13 +116,30 @@ class Executor:
         busy: np.ndarray,
         events: list[dict],
     ) -> Outcome:
-        """The cheapest sequence of live versions, (V, D) lengths, each from its step in `ready` on."""
-        steps, num = self.traffic.num_steps, len(lengths)
-        live_s = self.traffic.tokens @ self.traffic.token_s(lengths).T  # (T, V)
-        cost = ((1.0 - self.share) * self.first_s[:, None] + self.share * live_s) * (1.0 + self.slowdown * busy)[
-            :, None
-        ]
-        cost = np.where(np.arange(steps)[:, None] >= ready[None, :], cost, np.inf)
+        """The cheapest sequence of versions for every domain; lengths: (V, D), each from its step in `ready` on."""
+        steps, tokens = self.traffic.num_steps, self.traffic.tokens
+        slow = 1.0 + self.slowdown * busy  # (T,)
+        is_ready = np.arange(steps)[:, None] >= ready[None, :]  # (T, V)
+        token_s = self.traffic.token_s(lengths)  # (V, D)
+        served_s, num_swaps = (1.0 - self.share) * self.first_s * slow, np.zeros(steps)
+        for d in np.flatnonzero(tokens.sum(axis=0)).tolist():
+            own_s = self.share * (tokens[:, d] * slow)[:, None] * token_s[None, :, d]
+            path = self._path(np.where(is_ready, own_s, np.inf))
+            served_s += own_s[np.arange(steps), path]
+            num_swaps += np.concatenate([[path[0] != 0], path[1:] != path[:-1]])
+        flow = self.first_s - served_s - train_s - shadow_s - self.staging_s * num_swaps
+        spent = {
+            "training": float(train_s.sum()),
+            "shadow": float(shadow_s.sum()),
+            "interference": float((served_s - served_s / slow).sum()),
+            "staging": float(self.staging_s * num_swaps.sum()),
+        }
+        num = int(num_swaps.sum())
+        return Outcome(float(flow.sum()), flow, spent, events, len(lengths) - 1, num)
+
+    def _path(self, cost: np.ndarray) -> np.ndarray:
+        """(T,) the version of every step at the least cost, (T, V) seconds, swaps included; it begins with version 0."""
+        steps, num = cost.shape
         value = np.full(num, np.inf)
         value[0] = 0.0
         came = np.zeros((steps, num), dtype=np.int32)
@@ -141,17 +154,7 @@ class Executor:
         for k in range(steps - 1, -1, -1):
             path[k] = at
             at = int(came[k, at])
-        swaps = np.concatenate([[path[0] != 0], path[1:] != path[:-1]])
-        served = cost[np.arange(steps), path]
-        plain = served / (1.0 + self.slowdown * busy)
-        flow = self.first_s - served - train_s - shadow_s - self.staging_s * swaps
-        spent = {
-            "training": float(train_s.sum()),
-            "shadow": float(shadow_s.sum()),
-            "interference": float((served - plain).sum()),
-            "staging": float(self.staging_s * swaps.sum()),
-        }
-        return Outcome(float(flow.sum()), flow, spent, events, num - 1, int(swaps.sum()))
+        return path
 
 
 def neighbours(plan: list[PlannedJob], arms: tuple[ArmSpec, ...]) -> list[list[PlannedJob]]:
@@ -159,7 +162,7 @@ def neighbours(plan: list[PlannedJob], arms: tuple[ArmSpec, ...]) -> list[list[P
     out = []
     for i, job in enumerate(plan):
         rest = plan[:i] + plan[i + 1 :]
-        changed = [replace(job, by_mix=not job.by_mix)]
+        changed = [replace(job, from_first=not job.from_first)]
         changed += [replace(job, step=max(job.step + move, 0)) for move in (-3, -1, 1, 3, 8)]
         changed += [
             replace(job, rows=float(min(max(job.rows * f, 64.0), arms[job.arm].num_rows)))

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.gain_model import learned_share
-from paceline.bandit.beliefs.job_cost import SHADOW_PRIOR_S, SLOWDOWN_PRIOR, STAGING_PRIOR_S, prior_training_s
+from paceline.bandit.beliefs.job_cost import SLOWDOWN_PRIOR, STAGING_PRIOR_S, prior_training_s
 from paceline.bandit.controller.decision_log import FeedbackCell, FeedbackLine, LoggedJob, ServiceLog
 from paceline.bandit.ledger.totals import fold_entries
-from paceline.bandit.replay.curves import PriorCosts, off_diagonal
+from paceline.bandit.replay.curves import SCORING_S, PriorCosts, off_diagonal
 from paceline.bandit.replay.gain_fit import GainFit, arm_share, fit_gains, gap
 from paceline.bandit.replay.outcomes import FIRST, Learned, SimulatedOutcomes, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Scenario, Traffic
@@ -89,7 +89,12 @@ class LoggedOutcomes(SimulatedOutcomes):
                 new[d] = self._lengths[order.base][d] * scored[job.version] / base
         self._lengths[version] = new
         self.names[version] = job.version
-        return msgspec.structs.replace(truth, version=version)
+        ours = {job.version: version, job.base_version: order.base}
+        elsewhere = {
+            bucket: [msgspec.structs.replace(s, version=ours.get(s.version, s.version)) for s in scores]
+            for bucket, scores in job.elsewhere.items()
+        }
+        return msgspec.structs.replace(truth, version=version, elsewhere=elsewhere)
 
     def redraw(self, rng: np.random.Generator) -> None:
         """Forget the results of logged jobs, and draw anew what the gain model leaves open."""
@@ -196,7 +201,8 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
         num_replicas=num_replicas, rows_share=rows_share, rows_before=rows_before,
     )  # fmt: skip
     scenario = Scenario(name=f"{name}-{log.digest}", family="your log", duration_s=steps * step_s, step_s=step_s, regime_s=max(steps * step_s, step_s))  # fmt: skip
-    best = max([*lengths.values(), *(v for scores in log.shadow.values() for v in scores.values())])
+    scored = {(b, v): x for b, scores in log.shadow.items() for v, x in scores.items()}
+    best = max([0.0, *(x for (_, v), x in (scored | lengths).items() if v != first_version)])
     return LoggedService(
         log=log, scenario=scenario, traffic=traffic, first=first, fit=fit_gains(log.jobs, best),
         slowdown=min((device_s - calm_s) / during_s, 3.0) if during_s > 0 else SLOWDOWN_PRIOR,
@@ -229,7 +235,8 @@ def logged_outcomes(service: LoggedService, seed: int) -> LoggedOutcomes:
     """Results of jobs on a prepared log; the seed draws what the gain model leaves open."""
     log, steps = service.log, service.traffic.num_steps
     rng = np.random.default_rng([seed, 11])
-    best = max([float(service.first.max()), *(v for scores in log.shadow.values() for v in scores.values())])
+    first = log.epochs[0].first_version
+    best = max([0.0, *(x for scores in log.shadow.values() for v, x in scores.items() if v != first)])
     ended = [j.status for j in log.jobs if j.status != "stopped"]
     ratios = [j.train_s / prior_training_s(j.arm) for j in log.jobs if j.train_s > 0 and j.status != "stopped"]
     shadows = [j.shadow_s for j in log.jobs if j.shadow_s > 0]
@@ -239,7 +246,7 @@ def logged_outcomes(service: LoggedService, seed: int) -> LoggedOutcomes:
         curves=FittedCurves(service.fit, service.traffic.labels),
         costs=PriorCosts(
             train_factor=float(np.mean(ratios)) if ratios else 1.0,
-            scoring_s=float(np.mean(shadows)) if shadows else SHADOW_PRIOR_S,
+            scoring_s=float(np.mean(shadows)) if shadows else SCORING_S,
         ),
         forgetting=off_diagonal(len(service.first), FORGETTING),
         transfer=off_diagonal(len(service.first), 0.0),

@@ -1,9 +1,8 @@
 """Oracle bound: the most that a policy which knows the future could have saved.
 
-Dynamic programming with the world's true outcomes, domain by domain. Relaxations make it a bound from above: training on
-one domain costs the others nothing (no forgetting, recalls are free and instant), jobs on different domains may overlap,
-jobs that go wrong are avoided, a job's rows are rounded up and its cost down, and resulting lengths are rounded up to the
-grid. Where training on one domain helps others, each of these may order that job for itself, at an equal share of its
+Dynamic programming with the world's true outcomes, domain by domain: each has a version of its own. Relaxations make it a
+bound from above: versions change free and at once, jobs on different domains may overlap, jobs that go wrong are avoided, a
+job's rows are rounded up and its cost down, and resulting lengths are rounded up to the grid. Where training on one domain helps others, each of these may order that job for itself, at an equal share of its
 cost. Hold-back traffic stays on the first drafter, as for every policy.
 """
 
@@ -78,13 +77,15 @@ def _domain(
     rows_of = traffic.rows()[:, [i for i, _ in sources]]  # (T, S) after step k
     written = rows_of.max(axis=1)
     slow = np.concatenate([[0.0], np.cumsum(least_s)])
-    value = np.zeros((steps + 1, levels.size))
+    value = np.zeros((steps + 1, levels.size))  # what steps k, k + 1, ... bring
+    decided = np.zeros((steps, levels.size))  # the same behind the decision at the end of step k
     choice = np.full((steps, levels.size), -1, dtype=np.int32)
     options = _options(arms)
     targets: dict[int, np.ndarray] = {}
     at_all = np.arange(levels.size)
     for k in range(int(np.flatnonzero(tokens)[-1]), -1, -1):
-        value[k] = tokens[k] * saved + value[k + 1]
+        decided[k] = value[k + 1]
+        value[k] = tokens[k] * saved + decided[k]
         if written[k] < ROW_GRID[0] or outcomes.is_bad(k) or k == steps - 1:
             continue
         # decided at the end of step k: training runs during the steps after it
@@ -97,7 +98,7 @@ def _domain(
             closed.append(np.max(reached, axis=0))
             which.append(np.arange(first_option, first_option + fits))
         job_s, picked = np.concatenate(seconds), np.concatenate(which)
-        end = np.minimum(now + np.ceil(job_s / traffic.step_s).astype(int), steps)
+        end = np.minimum(now + np.maximum(np.ceil(job_s / traffic.step_s).astype(int), 1), steps)
         full = np.minimum(now + (job_s / traffic.step_s).astype(int), steps)
         cost = cost_share * (
             config.trainer_price * job_s + outcomes.staging_s * traffic.num_replicas + slow[full] - slow[now]
@@ -105,13 +106,15 @@ def _domain(
         reached = levels + (high - levels) * np.concatenate(closed)[:, None]  # (O, J)
         after = np.ceil((reached - low) / max(high - low, 1e-12) * (levels.size - 1) - 1e-9).astype(int)
         after = np.minimum(after, levels.size - 1)
-        worth = (ahead[end] - ahead[now])[:, None] * saved + value[end[:, None], after] - cost[:, None]
+        # whatever follows may be decided as soon as the job ends, which is the end of step end - 1
+        worth = (ahead[end] - ahead[now])[:, None] * saved + decided[end[:, None] - 1, after] - cost[:, None]
         top = worth.argmax(axis=0)
         gain = worth[top, at_all]
         is_better = gain > value[now]
         choice[k] = np.where(is_better, picked[top], -1)
         targets[k] = after[top, at_all]
-        value[k] = tokens[k] * saved + np.maximum(gain, value[now])
+        decided[k] = np.maximum(gain, value[now])
+        value[k] = tokens[k] * saved + decided[k]
     return _walk(traffic, outcomes, d, tokens, saved, slow, choice, targets, options, cost_share, config.trainer_price)
 
 
@@ -154,16 +157,18 @@ def _walk(
     flow, spent, jobs = np.zeros(steps), 0.0, []
     known = [(arm, float(r)) for arm, rows, _, _ in options for r in rows]
     k = level = 0
+    flow[0] += tokens[0] * saved[0]
     while k < steps:
-        flow[k] += tokens[k] * saved[level]
         picked = int(choice[k, level])
         if picked < 0:
             k += 1
+            if k < steps:
+                flow[k] += tokens[k] * saved[level]
             continue
         arm, rows = known[picked]
         train_s, shadow_s = outcomes.job_seconds(arm, rows, k)
         seconds, now = float(train_s) + shadow_s, k + 1
-        end = min(now + int(np.ceil(seconds / traffic.step_s)), steps)
+        end = min(now + max(int(np.ceil(seconds / traffic.step_s)), 1), steps)
         full = min(now + int(seconds / traffic.step_s), steps)
         cost = cost_share * (
             price * seconds + outcomes.staging_s * traffic.num_replicas + float(slow[full] - slow[now])
@@ -172,5 +177,5 @@ def _walk(
         spent += cost
         flow[now:end] += tokens[now:end] * saved[level]
         jobs.append({"t": now * traffic.step_s, "action": "train", "bucket": traffic.labels[d], "what": arm.name, "reason": f"{rows:.0f} rows or more, known to pay", "domain": d, "rows": rows})  # fmt: skip
-        level, k = int(targets[k][level]), end
+        level, k = int(targets[k][level]), end - 1
     return flow, spent, jobs

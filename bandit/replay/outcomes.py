@@ -12,7 +12,7 @@ from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.job_cost import SLOWDOWN_PRIOR, STAGING_PRIOR_S
 from paceline.bandit.replay.curves import Costs, Curves, FormulaCurves, PriorCosts, off_diagonal
 from paceline.bandit.replay.scenario import Scenario, labels
-from paceline.contracts import ArmSpec
+from paceline.contracts import ArmSpec, ShadowScore
 
 FIRST = "v0"
 GATE_NOISE = 0.03
@@ -57,6 +57,8 @@ class TrainTruth(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int | None = None
     """As in TrainResult."""
     num_rows_before: int = 0
+    elsewhere: dict[str, list[ShadowScore]] | None = None
+    """As in TrainResult; None = nobody measured it, and the world draws it."""
     reason: str
 
 

@@ -34,6 +34,10 @@ MAX_UNITS = {Group.ADAPTIVE: 16, Group.STATIC: 4}
 LENGTH_SD, TIME_SD = 0.12, 0.05
 """Relative spread of a request's acceptance length and of its time per round."""
 KINDS = ("training", "shadow", "interference", "staging")
+REHEARSED = 8
+"""Requests of each other bucket that a job's replay scores."""
+SCORE_SD = 0.3
+"""Relative spread of a request's score, as ScoreTable assumes it."""
 
 
 class RunResult(msgspec.Struct, kw_only=True):
@@ -110,7 +114,9 @@ class World:
         self.clock = ManualClock(START)
         self.controller = Controller(config, outcomes.arms, clock=self.clock, rng=np.random.default_rng(config.seed))
         self._noise = np.random.default_rng([seed, 7919])
-        self.live, self.versions = FIRST, [FIRST]
+        self.default, self.versions = FIRST, [FIRST]
+        self.own: dict[str, str] = {}
+        """Bucket -> version of its own; the others have the default."""
         self.written = traffic.rows_at_start()
         self.job: tuple[Decision, TrainTruth, float, int] | None = None  # with its end and domain
         self.spent = dict.fromkeys(KINDS, 0.0)
@@ -199,7 +205,11 @@ class World:
         if decision.action == "train":
             self._start(decision, k, now)
         elif decision.version is not None:
-            self._swap(decision.version, decision.decision_id)
+            self._swap(decision.bucket, decision.version, decision.decision_id)
+
+    def version_of(self, bucket: str) -> str:
+        """The version that a bucket has."""
+        return self.own.get(bucket, self.default)
 
     def _start(self, decision: Decision, k: int, now: float) -> None:
         arm, labels = self.controller.arm_of(decision), self.traffic.labels
@@ -253,6 +263,7 @@ class World:
             first=score(FIRST, first) if has_scores else None,
             num_rows=truth.num_rows,
             num_rows_before=truth.num_rows_before,
+            elsewhere=self._elsewhere(decision.bucket, base, truth),
         )
         if truth.version is not None:
             self.versions.append(truth.version)
@@ -260,10 +271,34 @@ class World:
         outcome = self.controller.job_finished(result, decision_id=decision.decision_id, now=self.clock.now())
         self._note(truth.status, decision.bucket, truth.version or arm.name, truth.reason)
         if outcome.publish is not None:
-            self._swap(outcome.publish, decision.decision_id)
+            self._swap(decision.bucket, outcome.publish, decision.decision_id)
 
-    def _swap(self, version: str, decision_id: int) -> None:
-        self.live = version
+    def _elsewhere(self, bucket: str, base: str, truth: TrainTruth) -> dict[str, list[ShadowScore]]:
+        """What the replay of rehearsed requests says of a new version and its base on the buckets served before."""
+        found: dict[str, list[ShadowScore]] = {}
+        if truth.elsewhere is not None or truth.version is None:
+            return truth.elsewhere or found
+        for d, label in enumerate(self.traffic.labels):
+            if label == bucket or self.written[d] <= 0:
+                continue
+            luck = 1.0 + SCORE_SD / REHEARSED**0.5 * float(self._noise.standard_normal())  # the same requests for both
+            found[label] = [
+                ShadowScore(
+                    version=v, acceptance_length=max(1.0 + (float(self.outcomes.lengths(v)[d]) - 1.0) * luck, 1.0),
+                    num_requests=REHEARSED, num_tokens=800, gain_mean=0.0, gain_lower=0.0,
+                )
+                for v in (truth.version, base)
+            ]  # fmt: skip
+        return found
+
+    def _swap(self, bucket: str, version: str, decision_id: int) -> None:
+        """Give a version to a bucket, or to all: '', as an operator may."""
+        if not bucket:
+            self.default, self.own = version, {}
+        elif version == self.default:
+            self.own.pop(bucket, None)
+        else:
+            self.own[bucket] = version
         self.num_swaps += 1
         seconds = self.outcomes.staging_s * self.traffic.num_replicas
         self.spent["staging"] += seconds
@@ -275,7 +310,7 @@ class World:
             if rows > 0:
                 written[label] = written.get(label, 0) + int(rows)
         return HostContext(
-            live_version=self.live,
+            live_version=self.default,
             first_version=FIRST,
             rows={b: min(n, STORE_ROWS) for b, n in written.items()},
             rows_written=written,
@@ -283,6 +318,7 @@ class World:
             job_running=self.job is not None,
             num_replicas=self.traffic.num_replicas,
             learned_rows=self.outcomes.learned,
+            class_versions=dict(self.own),
         )
 
     def _serve(self, k: int) -> FeedbackSums:
@@ -291,7 +327,9 @@ class World:
         self.written += tokens * traffic.rows_share
         holdback = self.config.holdback_percent / 100.0
         slow = self.slowdown * float(self._busy[k])
-        live, first = self.outcomes.lengths(self.live), self.outcomes.lengths(FIRST)
+        first = self.outcomes.lengths(FIRST)
+        versions = [self.version_of(label) for label in traffic.labels]
+        live = np.array([self.outcomes.lengths(v)[d] for d, v in enumerate(versions)])
         live_s = traffic.token_s(live)
         cost = float(tokens @ (holdback * self._first_s + (1 - holdback) * live_s))
         self.never_s += float(tokens @ self._first_s)
@@ -300,7 +338,7 @@ class World:
         cells: list[CellSums] = []
         for d in np.flatnonzero(tokens).tolist():
             for group, version, share, lengths in (
-                (Group.ADAPTIVE, self.live, 1 - holdback, live),
+                (Group.ADAPTIVE, versions[d], 1 - holdback, live),
                 (Group.STATIC, FIRST, holdback, first),
             ):
                 cells += self._cell(k, d, group, version, float(tokens[d]) * share, float(lengths[d]), slow)

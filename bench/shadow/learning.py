@@ -58,7 +58,11 @@ class LearnerOptions:
 
     buckets: A[tuple[str, ...], Setting("Classes to learn, as the prompts' files name them.")] = ("math",)
     known: A[str, Setting("Class that the drafter knows: rehearsed, and judged for what is forgotten.")] = "tools"
-    rates: A[tuple[float, ...], Setting("Learning rates of the learner.")] = (2e-3,)
+    rates: A[tuple[float, ...], Setting("Learning rates of the learner.")] = (1e-3,)
+    rehearsal: A[
+        tuple[float, ...],
+        Setting("Shares of the learner's steps that go over the known class; every rate runs with each."),
+    ] = (0.125,)
     parameters: A[str, Setting("What learns: full, head or calibration.")] = "full"
     num_prompts: A[int, Setting("Requests of a class that are learned.", ge=16)] = 96
     num_judged: A[int, Setting("Newest requests of a class that judge and are not learned.", ge=8)] = 32
@@ -171,11 +175,13 @@ def _job(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[str, 
     return time.process_time() - began, state
 
 
-def _learner(rate: float, marks: list[tuple[float, float]]) -> Arm:
+def _learner(rate: float, share: float, marks: list[tuple[float, float]]) -> Arm:
     def run(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[str, torch.Tensor]]:
         began = time.process_time()
         options = bench.options
-        arm = ArmSpec(name="", parameters=options.parameters, num_rows=count_rows(text), learning_rate=rate)
+        arm = ArmSpec(
+            name="", parameters=options.parameters, num_rows=count_rows(text), learning_rate=rate, rehearsal_share=share
+        )  # fmt: skip
         learner = Learner(bench.model(), bench.tables, arm, seed=options.seed)
         burst = Burst(
             learner, bench.drafter(bench.state), bench.drafter(bench.state), **ShadowConfig().tree, min_gain=0.0,
@@ -223,11 +229,12 @@ def _compare(options: LearnerOptions, store: TraceStore) -> list[dict[str, Any]]
     for bucket in options.buckets:
         traces = _traces(target, store, bucket, found[bucket], options)
         text, judged = traces[: -options.num_judged], traces[-options.num_judged :]
-        marks: dict[str, list[tuple[float, float]]] = {f"learner {rate:g}": [] for rate in options.rates}
-        arms: dict[str, Arm] = {
-            "job": _job,
-            **{n: _learner(r, marks[n]) for n, r in zip(marks, options.rates, strict=True)},
-        }
+        marks: dict[str, list[tuple[float, float]]] = {}
+        arms: dict[str, Arm] = {"job": _job}
+        for rate, share in itertools.product(options.rates, options.rehearsal):
+            name = f"learner {rate:g}, rehearsal {share:g}"
+            marks[name] = []
+            arms[name] = _learner(rate, share, marks[name])
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         weights: dict[str, dict[str, torch.Tensor]] = {}
         for _ in range(options.repeats):

@@ -368,10 +368,10 @@ class Jobs:
         self._coordinator.forget()
         books.log("job", {**msgspec.to_builtins(result), "bucket": pending.job.bucket, "arm": pending.job.arm.name})
         self._lives.note_result(pending.job, result, now)
-        self._finish(pending.decision_id, result, now, pending.job)
+        self._finish(pending.decision_id, result, now)
         logger.info("training ended job=%s status=%s reason=%s", result.job_id, result.status, result.reason)
 
-    def _finish(self, decision_id: int, result: TrainResult, now: float, job: TrainJob | None = None) -> None:
+    def _finish(self, decision_id: int, result: TrainResult, now: float) -> None:
         try:
             outcome = self._books.policy.job_finished(result, decision_id=decision_id, now=now)
         except Exception as e:
@@ -379,8 +379,8 @@ class Jobs:
             return
         version = result.version
         if outcome.publish is not None and not self._around.is_foreign(outcome.publish):
-            bucket, arm = (job.bucket, job.arm.name) if job is not None else ("", "")
-            self._lives.publish(outcome.publish, outcome.reason, now, decision_id, bucket=bucket, arm=arm)
+            bucket, arm = outcome.decision.bucket, outcome.decision.arm or ""
+            self._lives.publish(outcome.publish, outcome.reason, now, decision_id, bucket, arm=arm)
         elif version is not None and self._books.state.lifecycle.status(version) == DrafterStatus.SHADOWED:
             self._lives.move(version, DrafterStatus.RETIRED, outcome.reason, now)
 
@@ -417,15 +417,14 @@ def order_job(
     others = sorted({s.bucket for s in shards} - {decision.bucket})
     share = 2 * int(arm.num_rows * arm.rehearsal_share / max(1, len(others))) + 1
     rehearsal = [s for b in others for s in newest([x for x in shards if x.bucket == b], share)]
-    text = "\n".join(
-        (str(decision.decision_id), desired.version, decision.bucket, arm.name, str(arm.num_rows), own[-1].shard_id)
-    )
+    base = desired.version_of(decision.bucket)
+    text = "\n".join((str(decision.decision_id), base, decision.bucket, arm.name, str(arm.num_rows), own[-1].shard_id))
     limit_s = float(decision.context.get("time_limit_s") or policy.job_time_limit_s)
     return TrainJob(
         job_id=hashlib.sha256(text.encode()).hexdigest()[:16],
         bucket=decision.bucket,
         arm=arm,
-        base_version=desired.version,
+        base_version=base,
         first_version=desired.first_version,
         shard_ids=[s.shard_id for s in own],
         rehearsal_shard_ids=[s.shard_id for s in rehearsal],

@@ -7,6 +7,7 @@ moment the process is killed at. Weights are deleted only after the commit that 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -104,6 +105,7 @@ class Lives:
             return
         if canary is not None and not canary.is_wanted(desired):
             self._close_canary(Verdict(outcome=Outcome.RETIRED, reason="another desired record was written"), now)
+        self._state.assigned = [b for b in self._state.assigned if b in desired.class_versions]
         serving = {desired.version, *desired.class_versions.values()}
         if self._state.lifecycle.with_status(_S.LIVE) != serving:
             self._make_live(serving, desired.reason or "desired", now)
@@ -118,12 +120,14 @@ class Lives:
         self._books.pending.desired = msgspec.structs.replace(base, gen=0, reason=reason, ts=now, **fields)
 
     def want(
-        self, version: str, reason: str, now: float, decision_id: int, *, left: DrafterStatus = _S.RETIRED, force: bool = False
+        self, version: str, reason: str, now: float, decision_id: int, *, kept: Collection[str] | None = None,
+        left: DrafterStatus = _S.RETIRED, force: bool = False,
     ) -> None:  # fmt: skip
-        """Make a version live for all classes without one of their own; a canary in flight ends with it.
+        """Let a version serve all classes without one of their own; a canary in flight ends with it.
 
         Args:
-            left: what becomes of the version that was live.
+            kept: classes that keep a version of their own; None = all that have one.
+            left: what becomes of the versions that no longer serve.
             force: admit the version again even if it came to an end (an operator's or a rollback's word).
         """
         canary = self._state.rollout.canary
@@ -132,9 +136,12 @@ class Lives:
             self._close_canary(Verdict(outcome=outcome, reason=f"superseded: {reason}"), now, left=left)
         self.book_swap(now, is_superseded=True)
         base = self._books.desired or DesiredState(gen=0, version=version, first_version=version, holdback_percent=0)
-        self._make_live({version, *base.class_versions.values()}, reason, now, left=left, force=force)
+        own = {b: v for b, v in base.class_versions.items() if kept is None or b in kept}
+        self._make_live({version, *own.values()}, reason, now, left=left, force=force)
         self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
-        self._change(base, reason, now, version=version, holdback_percent=self._holdback_percent)
+        self._change(
+            base, reason, now, version=version, class_versions=own, holdback_percent=self._holdback_percent
+        )  # fmt: skip
 
     def assign(self, bucket: str, version: str, reason: str, now: float, decision_id: int) -> None:
         """Give a class a version of its own, as soon as replicas have it; a canary of the class ends with it.
@@ -153,14 +160,17 @@ class Lives:
         self._reassign(base, {**base.class_versions, bucket: version}, bucket, reason, now)
         self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
 
-    def unassign(self, bucket: str, reason: str, now: float) -> None:
+    def unassign(self, bucket: str, reason: str, now: float, decision_id: int = 0) -> None:
         """Let the live version serve a class again. Raises: DrafterMismatchError when it has none of its own."""
         base = self._books.desired
         if base is None or bucket not in base.class_versions:
             known = ", ".join(sorted(base.class_versions)) if base is not None else ""
             raise DrafterMismatchError(f"class must have a version of its own ({known or 'none has'}), got {bucket!r}")
+        self._state.assigned = [b for b in self._state.assigned if b != bucket]
         others = {b: v for b, v in base.class_versions.items() if b != bucket}
         self._reassign(base, others, bucket, reason, now)
+        if decision_id:
+            self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
 
     def _reassign(self, base: DesiredState, versions: dict[str, str], bucket: str, reason: str, now: float) -> None:
         canary = self._state.rollout.canary
@@ -172,26 +182,26 @@ class Lives:
         has_canary = self._state.rollout.canary is not None
         self._change(base, reason, now, has_canary=has_canary, class_versions=versions)
 
-    def publish(
-        self, version: str, reason: str, now: float, decision_id: int, *, bucket: str = "", arm: str = ""
-    ) -> None:
-        """Give a version to the requests: by a canary, or at once where there is none or the version was live before.
-
-        bucket: what it was made for; a class that has a version of its own is the only one that gets this one.
-        """
+    def publish(self, version: str, reason: str, now: float, decision_id: int, bucket: str, *, arm: str = "") -> None:
+        """Give a version to a class: by a canary, or at once where there is none or the version served before."""
         lives, base = self._state.lifecycle, self._books.desired
+        if base is None or version == base.version_of(bucket):
+            return
         if version in lives.barred():
             self._books.log("note", {"text": f"{version} is not served: it came to an end before"})
             return
         life = lives.versions.get(version)
         was_live = life is not None and life.was_live
-        scope = bucket if base is not None and bucket in base.class_versions else ""
-        if base is not None and self.config.canary_percent and not was_live and version != base.version:
-            self._start_canary(base, version, reason, now, decision_id, bucket=bucket, arm=arm, scope=scope)
-        elif not scope:
-            self.want(version, reason, now, decision_id)
-        elif base is not None and version != base.version_of(scope):
-            self.assign(scope, version, reason, now, decision_id)
+        try:
+            if version == base.version:
+                self.unassign(bucket, reason, now, decision_id)
+            elif self.config.canary_percent and not was_live:
+                _check_room(base, bucket)
+                self._start_canary(base, version, reason, now, decision_id, bucket=bucket, arm=arm, scope=bucket)
+            else:
+                self.assign(bucket, version, reason, now, decision_id)
+        except DrafterMismatchError as e:
+            self._books.note(f"{version} is not given to class {bucket}: {e}")
 
     def _start_canary(
         self, base: DesiredState, version: str, reason: str, now: float, decision_id: int, *, bucket: str, arm: str,
@@ -250,6 +260,8 @@ class Lives:
             self._close_canary(verdict, now)
             if canary.scope:
                 self.assign(canary.scope, canary.version, reason, now, canary.decision_id)
+                if canary.decision_id == 0:  # ordered by an operator
+                    self._state.assigned = sorted({*self._state.assigned, canary.scope})
                 return
             if canary.decision_id == 0:  # ordered by an operator: it takes the place of a version pinned before
                 self._policy.unpin()
@@ -374,7 +386,7 @@ class Lives:
             # a later rollback must not lead back to it
             state.history = [v for v in state.history if v != desired.version]
             reason = f"replica {report.replica_id} refused {desired.version}: {report.failed_reason}"
-            self.manual("rollback", back, reason, left=_S.ROLLED_BACK)
+            self.manual("rollback", back, reason, left=_S.ROLLED_BACK, is_whole=False)
 
     def version_before(self, desired: DesiredState) -> str | None:
         """The version of this target that was live last before the desired one and has not come to an end."""
@@ -382,28 +394,42 @@ class Lives:
         out = {desired.version, *state.lifecycle.barred(), *state.evicted}
         return next((v for v in reversed(state.history) if v not in out and not self._around.is_foreign(v)), None)
 
-    def manual(self, action: str, version: str, reason: str, *, left: DrafterStatus = _S.RETIRED) -> None:
-        """Make a version live by 'pin' or 'rollback', whatever the policy thinks."""
-        now = self._books.clock.now()
-        made = self._policy.manual(action, version, now, reason)
-        self.want(version, reason, now, made.decision_id, left=left, force=True)
+    def manual(
+        self, action: str, version: str, reason: str, *, left: DrafterStatus = _S.RETIRED, is_whole: bool = True
+    ) -> None:
+        """Let a version serve by 'pin' or 'rollback', whatever the policy thinks.
+
+        is_whole: also the classes that the policy gave other versions; else only those that have none of their own.
+        """
+        now, desired = self._books.clock.now(), self._books.desired
+        own = desired.class_versions if desired is not None else {}
+        kept = self._state.assigned if is_whole else list(own)
+        gone = {v for b, v in own.items() if b not in kept} - {v for b, v in own.items() if b in kept}
+        if desired is not None and desired.version not in {own[b] for b in kept if b in own}:
+            gone.add(desired.version)
+        made = self._policy.manual(action, version, now, reason, sorted(gone))
+        self.want(version, reason, now, made.decision_id, kept=kept, left=left, force=True)
         logger.warning("drafter %s version=%s reason=%s", action, version, reason)
 
     def rollback(self, version: str | None = None) -> str:
-        """Make the version before the live one (or the named one) live again by an operator's order; returns it.
+        """Let an older version serve by an operator's order; returns it.
 
+        Without a name: the live version for all classes that the policy gave others, and where there are none the version
+        that was the default before.
         Raises: PacelineError when there is none, ManifestError, DrafterMismatchError.
         """
         desired = self._state.desired
         if desired is None:
             raise PacelineError("there is no live drafter to roll back from")
-        back = version or self.version_before(desired)
+        given = sorted({v for b, v in desired.class_versions.items() if b not in self._state.assigned})
+        back = version or (desired.version if given else self.version_before(desired))
         if back is None:
             raise PacelineError(
                 f"{desired.version} is the only version that was ever live; pin one of `paceline versions`"
             )
         self._around.servable_manifest(back)
-        self.manual("rollback", back, f"rolled back from {desired.version} to {back} by the operator")
+        left = ", ".join(given) if given else desired.version
+        self.manual("rollback", back, f"rolled back from {left} to {back} by the operator")
         return back
 
 

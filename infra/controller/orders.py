@@ -126,6 +126,7 @@ class Orders:
             learned_rows=around.learned_rows,
             shadow=around.shadow,
             class_versions=desired.class_versions,
+            assigned=[b for b in state.assigned if b in desired.class_versions],
         )
 
     def _act(self, decision: Decision, now: float) -> None:
@@ -134,7 +135,7 @@ class Orders:
         elif decision.version is not None and decision.action in ("recall", "rollback", "pin"):
             if self._around.is_foreign(decision.version):
                 return
-            self._lives.publish(decision.version, decision.reason, now, decision.decision_id, bucket=decision.bucket)
+            self._lives.publish(decision.version, decision.reason, now, decision.decision_id, decision.bucket)
 
     # ---- operators ----------------------------------------------------------------------------------------------
     def pause(self, is_paused: bool = True) -> None:
@@ -165,7 +166,7 @@ class Orders:
         return decision.decision_id
 
     def pin(self, version: str) -> None:
-        """Make a version live and keep it until `unpin`.
+        """Let a version serve every class but those assigned, and keep it until `unpin`.
 
         Raises: ManifestError when it is not in the registry, DrafterMismatchError when it is for another target.
         """
@@ -193,6 +194,7 @@ class Orders:
         self._around.servable_manifest(version)
         reason = f"{version} assigned to class {bucket} by the operator"
         self._lives.assign(bucket, version, reason, self._books.clock.now(), 0)
+        self._state.assigned = sorted({*self._state.assigned, bucket})
         self._books.note(reason)
 
     def unassign(self, bucket: str) -> None:
@@ -202,5 +204,5 @@ class Orders:
         self._books.note(reason)
 
     def rollback(self, version: str | None = None) -> str:
-        """Make the version before the live one (or the named one) live again; see Lives.rollback."""
+        """Take back what the policy gave to classes, or go back to an older version; see Lives.rollback."""
         return self._lives.rollback(version)

@@ -133,6 +133,8 @@ class HostState(msgspec.Struct, kw_only=True):
     """'replica:boot' -> (highest seq folded, time)."""
     pending: PendingJob | None = None
     desired: DesiredState | None = None
+    assigned: list[str] = []
+    """Classes whose version an operator chose; the versions of the others are the policy's."""
     history: list[str] = []
     """Versions that were live, oldest first, without repeats in a row."""
     num_rows: int = 0

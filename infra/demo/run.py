@@ -74,6 +74,16 @@ class DemoOptions:
     """Where stores and logs go; None: a temporary folder that is removed at the end."""
 
 
+def _residual_s(options: DemoOptions) -> float:
+    """Mean time from a random moment to the end of its phase: the sum of squared lengths over twice their sum."""
+    return options.minutes * 60 * sum(p.share**2 for p in _phases(options)) / 2
+
+
+def _phases(options: DemoOptions) -> tuple[Phase, ...]:
+    known = options.known
+    return shifting_scenario(known, options.shifted) if options.scenario == "shift" else steady_scenario(known)
+
+
 def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
     """The service's configuration: one torch thread for serving and one for training, short decision epochs."""
     return ServiceConfig(
@@ -90,11 +100,9 @@ def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
             epoch_s=5.0,
             bank_s=30.0,
             trainer_price=options.trainer_price,
-            hysteresis=1.1,
             interval_s=max(20.0, options.minutes * 60 / 8),
             min_rows=3600,  # some 35 requests: fewer do not make a gain sure
-            min_dwell_s=8.0,
-            horizon_s=options.minutes * 60 / 3,
+            horizon_s=_residual_s(options),
             holdback_percent=25,
             trusts_groups=True,  # the demo's client draws them
             seed=options.seed,
@@ -122,8 +130,7 @@ class _Schedule:
     """The phases and what is sent in each, by the time since the demo began. Thread-safe."""
 
     def __init__(self, options: DemoOptions) -> None:
-        known, shifted = options.known, options.shifted
-        self.phases = shifting_scenario(known, shifted) if options.scenario == "shift" else steady_scenario(known)
+        self.phases = _phases(options)
         self.total_s = options.minutes * 60
         self.ends = list(itertools.accumulate(p.share * self.total_s for p in self.phases))
         self.began, self.began_epoch = time.monotonic(), time.time()
@@ -220,7 +227,11 @@ def _result(
     plain = msgspec.to_builtins
     return {
         "target": {"name": state.target or "bundled", "version": state.target_version},
-        "drafter": {"name": options.drafter, "first_version": state.first_version, "final_version": state.version},
+        "drafter": {
+            "name": options.drafter,
+            "first_version": state.first_version,
+            "class_versions": state.class_versions,
+        },
         "policy": options.policy,
         "trainer_price": options.trainer_price,
         "scenario": options.scenario,

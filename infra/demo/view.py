@@ -55,9 +55,11 @@ def render(
 
 
 def _head(phase: str, bucket: str, state: Snapshot) -> Text:
+    serving = dict.fromkeys(state.class_versions.get(b, state.version) or "-" for b in bucket.split("+"))
+    drafters = ", ".join(serving)
     return Text.assemble(
         ("phase ", "dim"), (phase, "bold"), ("  traffic ", "dim"), (bucket, "bold"),
-        ("  live drafter ", "dim"), (state.version or "-", "bold cyan"), ("  generation ", "dim"), str(state.gen or "-"),
+        ("  drafter ", "dim"), (drafters, "bold cyan"), ("  generation ", "dim"), str(state.gen or "-"),
         ("  trainer ", "dim"), ("busy", "yellow") if state.job is not None else ("idle", "green"),
     )  # fmt: skip
 

@@ -59,7 +59,7 @@ function showAnswers() {
     a.job ? el("p", { class: "busy" }, `${a.job.text}, for ${ago(a.job.since, now).replace(" ago", "")}.`) : null,
     a.note ? el("p", { class: "busy" }, a.note) : null,
     a.shares?.length ? shareBar(a.shares) : null,
-    a.shares?.length ? el("p", { class: "hint" }, a.shares.map((s) => `${s.role} ${s.percent.toFixed(0)}%`).join(" · ")) : null)));
+    a.shares?.length ? el("p", { class: "hint" }, a.shares.map((s) => `${s.label} ${s.percent.toFixed(0)}%`).join(" · ")) : null)));
 }
 
 function showLatency(t) {

@@ -4,7 +4,7 @@ import { byId, color, el, number, options, show, table, whole } from "./dom.js";
 import { date, draw, mark, plain } from "./plot.js";
 
 const GROUPS = ["adaptive", "static", "plain"];
-const NAMES = { adaptive: "adaptive (live version)", static: "hold-back (first drafter)", plain: "plain (no drafter)", canary: "canary (version on trial)" };
+const NAMES = { adaptive: "adaptive (its class's version)", static: "hold-back (first drafter)", plain: "plain (no drafter)", canary: "canary (version on trial)" };
 const DASH = { adaptive: "solid", static: "dash", plain: "dot", canary: "dashdot" };
 const BIN_S = 5;
 const POOL = 6;

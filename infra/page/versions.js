@@ -48,14 +48,14 @@ function versionTable(versions) {
 }
 
 export function shareBar(shares) {
-  const bar = el("div", { class: "sharebar", role: "img", "aria-label": shares.map((s) => `${s.role} ${s.percent}%`).join(", ") });
+  const bar = el("div", { class: "sharebar", role: "img", "aria-label": shares.map((s) => `${s.label} ${s.percent.toFixed(0)}%`).join(", ") });
   for (const s of shares) { const part = el("span", { class: `share-${s.role}` }); part.style.flexGrow = s.percent; bar.append(part); }
   return bar;
 }
 
 export function showRollout(part) {
   const r = part.rollout ?? {};
-  show(byId("shares"), shareBar(part.shares), ...part.shares.map((s) => el("p", {}, `${s.percent.toFixed(0)}% ${s.role}: ${short(s.version)}`)), el("p", {}, part.text));
+  show(byId("shares"), shareBar(part.shares), ...part.shares.map((s) => el("p", {}, `${s.percent.toFixed(0)}% ${s.label}: ${short(s.version)}`)), el("p", {}, part.text));
   const odds = (name) => (r.log_evidence ? `${number(Math.exp(r.log_evidence[name]), 1)} : 1 of ${number(Math.exp(r.thresholds[name]), 0)} : 1 needed` : null);
   facts(byId("rollout"), [
     ["evidence that it is slower", odds("slower")], ["evidence that it is fast enough", odds("fast_enough")], ["requests followed now", r.log_evidence ? whole(r.num_open) : null],

@@ -128,7 +128,7 @@ class ReplicaWatcher:
         self._tried: set[str] = set()
         self._has_loaded = False  # in the latest pass, so that others may wait yet
         self.swap_gen = 0
-        """Generation that last changed the live version here."""
+        """Generation that last changed here which version serves whom."""
         self.failed_gen: int | None = None
         self.failed_reason = ""
         self.staging_s = 0.0
@@ -193,7 +193,13 @@ class ReplicaWatcher:
         self._has_loaded = False
         if has_changed := routes != self._routes:
             self._routes, self._refused, self._tried = dict(routes), (refused := {}), set()
+            started = time.perf_counter()
             drafters.route(self._routes)
+            self._pauses_ms.append(
+                1e3 * (time.perf_counter() - started)
+            )  # the engine waits for the lock at most so long
+            self.num_swaps += 1
+            self.swap_gen = self.desired.gen if self.desired is not None else self.gen
         self._tried.update(drafters.served().values())
         failures, num_refused = drafters.failures(), len(refused)
         for version in drafters.missing() if routes else ():

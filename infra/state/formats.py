@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from paceline.contracts import DesiredState
 from paceline.errors import StateError
 
-FORMAT = 1
+FORMAT = 2
 """What this release writes."""
 
 Fields = dict[str, msgspec.Raw]
@@ -23,7 +24,14 @@ def _from_unnumbered(fields: Fields) -> Fields:
     return fields
 
 
-MIGRATIONS: tuple[Callable[[Fields], Fields], ...] = (_from_unnumbered,)
+def _versions_were_assigned(fields: Fields) -> Fields:
+    """Only operators gave classes versions of their own."""
+    desired = msgspec.msgpack.decode(fields["desired"], type=DesiredState | None) if "desired" in fields else None
+    assigned = [] if desired is None else sorted(desired.class_versions)
+    return fields | {"assigned": msgspec.Raw(msgspec.msgpack.encode(assigned))}
+
+
+MIGRATIONS: tuple[Callable[[Fields], Fields], ...] = (_from_unnumbered, _versions_were_assigned)
 """The step from each number to the next."""
 assert len(MIGRATIONS) == FORMAT
 

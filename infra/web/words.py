@@ -66,10 +66,12 @@ def _is_it_paying(state: Snapshot) -> dict[str, Any]:
 
 
 def decision_title(d: Decision) -> str:
-    """'Train head on math', 'Hold', 'Recall 3f2a...'."""
+    """'Train head on math', 'Hold', 'Recall 3f2a... for math'."""
     if d.action == "train":
         return f"Train {d.arm} on {d.bucket}"
-    return "Hold" if d.action == "hold" else f"{d.action.capitalize()} {short(d.version)}"
+    if d.action == "hold":
+        return "Hold"
+    return f"{d.action.capitalize()} {short(d.version)}{f' for {d.bucket}' if d.bucket else ''}"
 
 
 def _last_decision(state: Snapshot) -> dict[str, Any]:
@@ -119,14 +121,28 @@ def _trial_end(trial: TrialEnd) -> str:
 
 
 def shares(state: Snapshot) -> list[dict[str, Any]]:
-    """[{role, version, percent}] of requests that name no group: live, canary, hold-back; percentages sum to 100."""
+    """[{role, version, percent, label}] of requests that name no group, by the latest traffic; percentages sum to 100.
+
+    Roles: live (classes without a version of their own), class (`label` names it), canary, hold-back.
+    """
     held, canary = float(state.holdback_percent), state.canary
-    tried = (100.0 - held) * canary.share_percent / 100.0 if canary and not canary.scope else 0.0
-    rows = [{"role": "live", "version": state.version, "percent": 100.0 - held - tried}]
-    if canary and tried > 0:
-        rows.append({"role": "canary", "version": canary.version, "percent": tried})
+    tokens = {name: sum(sums.tokens for sums in traffic.recent.values()) for name, traffic in state.buckets.items()}
+    part = {name: (100.0 - held) * n / (sum(tokens.values()) or 1) for name, n in tokens.items()}
+    own = {name: part[name] for name in sorted(state.class_versions) if part.get(name)}
+    live, tried = 100.0 - held - sum(own.values()), 0.0
+    if canary is not None:
+        whole = own.get(canary.scope, part.get(canary.scope, 0.0)) if canary.scope else live
+        tried = whole * canary.share_percent / 100.0
+        if canary.scope in own:
+            own[canary.scope] -= tried
+        else:
+            live -= tried
+    rows = [{"role": "live", "version": state.version, "percent": live, "label": "live"}]
+    rows += [{"role": "class", "version": state.class_versions[b], "percent": p, "label": b} for b, p in own.items()]
+    if canary is not None and tried > 0:
+        rows.append({"role": "canary", "version": canary.version, "percent": tried, "label": "canary"})
     if held:
-        rows.append({"role": "hold-back", "version": state.first_version, "percent": held})
+        rows.append({"role": "hold-back", "version": state.first_version, "percent": held, "label": "hold-back"})
     return rows
 
 
@@ -155,7 +171,18 @@ def _who_serves(state: Snapshot) -> dict[str, Any]:
         text = "Requests are decoded plainly: no drafter is loaded."
         return {**out, "verdict": "No drafter", "text": text, "shares": []}
     rows = shares(state)
-    out["verdict"], text = _first_serves(state, rows) if state.version == state.first_version else _adapted_serves(state, rows)  # fmt: skip
+    own = sorted(state.class_versions)
+    if own:
+        out["verdict"] = (
+            f"{own[0] if len(own) == 1 else f'{len(own)} classes'}: {'its' if len(own) == 1 else 'their'} own drafter"
+        )
+        text = f"{short(state.version)} {_serves(state)} every class without a version of its own."
+        if (tried := _share_of(rows, "canary")) is not None:
+            text += f" {short(tried['version'])} is on trial with {tried['percent']:.0f}% of requests."
+    elif state.version == state.first_version:
+        out["verdict"], text = _first_serves(state, rows)
+    else:
+        out["verdict"], text = _adapted_serves(state, rows)
     if state.bandit is not None and state.bandit.pinned:
         text += f" {short(state.bandit.pinned)} is pinned by an operator."
     if state.class_versions:

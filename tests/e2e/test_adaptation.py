@@ -78,7 +78,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         trainer_resources=TrainerResources(niceness=0),  # other tests keep the cores busy
         trace=TraceConfig(shard_rows=256, flush_interval_s=1.0),
         rollout=RolloutConfig(canary_percent=50, min_requests=4, max_requests=20, max_s=60.0, quiet_s=1.0),
-        policy=PolicyConfig(policy="always", epoch_s=3.0, min_rows=800, min_dwell_s=1.0, holdback_percent=10),
+        policy=PolicyConfig(policy="always", epoch_s=3.0, min_rows=800, holdback_percent=10),
     )
     with running(config) as service:
         yield service
@@ -94,20 +94,20 @@ def test_a_shift_is_learned_gated_and_swapped_in(service: Service) -> None:
     def state() -> dict[str, Any]:
         return HTTP.get(f"{url}/paceline/state", headers=TOKEN, timeout=30).json()
 
-    def adapted() -> dict[str, Any] | None:
+    def adapted() -> str | None:
         now = state()
-        return now if now.get("has_controller") and now["replica"]["version"] != now["first_version"] else None
+        return now["replica"]["class_versions"].get(BUCKET) if now.get("has_controller") else None
 
     first = wait_for(lambda: (s := state()).get("has_controller") and s["gen"] > 0 and s, "the controller")["version"]
     traffic = Traffic(url)
     traffic.start()
     try:
-        after = wait_for(adapted, "an accepted drafter in the replica", PATIENCE_S, every_s=0.5)
+        version = wait_for(adapted, "an accepted drafter for the class in the replica", PATIENCE_S, every_s=0.5)
     finally:
         traffic.is_over = True
         traffic.join(120)
     assert traffic.failures == [] and not traffic.is_alive()
-    version = after["replica"]["version"]
+    assert state()["replica"]["version"] == first, "the other classes keep theirs"
     trained = [d for d in state()["decisions"] if d["action"] == "train" and d["version"] == version]
     assert [d["outcome"] for d in trained] == ["accepted"] and trained[0]["bucket"] == BUCKET
 

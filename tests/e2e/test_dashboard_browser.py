@@ -87,9 +87,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             admin_token=ADMIN,
             engine=EngineConfig(num_threads=1, max_running=8),
             trace=TraceConfig(shard_rows=256, flush_interval_s=1.0),
-            policy=PolicyConfig(
-                epoch_s=5.0, min_rows=800, holdback_percent=25, min_dwell_s=5.0, horizon_s=150.0, trusts_groups=True
-            ),
+            policy=PolicyConfig(epoch_s=5.0, min_rows=800, holdback_percent=25, horizon_s=150.0, trusts_groups=True),
             rollout=RolloutConfig(canary_percent=20, max_requests=24, max_s=40.0),
         )
         service = run_service(config)

@@ -153,10 +153,12 @@ class Scene:
         for i in range(6):
             group = ("static", "plain")[i] if i < 2 else "adaptive"
             request_id = f"{bucket[:9]}-{self.seq}-{i}"
-            is_tried = bool(desired.canary_version) and is_canary(
-                request_id, desired.canary_version, desired.canary_percent
+            is_tried = (
+                desired.canary_version != ""
+                and desired.canary_bucket in ("", bucket)
+                and is_canary(request_id, desired.canary_version, desired.canary_percent)
             )
-            version = desired.canary_version if is_tried else desired.version
+            version = desired.canary_version if is_tried else desired.version_of(bucket)
             is_better = is_math and group == "adaptive" and version != FIRST
             length = {"plain": 0.0}.get(group, 1.9 if is_better else 0.8 if is_math else 1.6)
             name = "" if group == "plain" else FIRST if group == "static" else version
@@ -178,11 +180,12 @@ class Scene:
         self.client.xadd(self.keys.feedback, {"v": encode(batch)})
 
     def report(self, desired: DesiredState) -> None:
+        held = {FIRST, desired.canary_version, *desired.class_versions.values()} - {""}
         write_report(
             self.client, self.keys,
             ReplicaReport(
                 replica_id="r1", gen=desired.gen, version=desired.version, canary_version=desired.canary_version,
-                slots={"A": FIRST, "B": desired.canary_version or desired.version}, failed_gen=None, failed_reason="",
+                slots=dict(zip("ABCD", sorted(held), strict=False)), class_versions=desired.class_versions, failed_gen=None, failed_reason="",
                 swap_pause_ms=[0.21], staging_s=0.03, counters={"produced": 100, "delivered": 99, "dropped": 1}, ts=self.clock.now(),
             ),
         )  # fmt: skip
@@ -224,7 +227,7 @@ def make_scene(redis_url: str, keys: Keys, **policy: Any) -> Scene:
     registry, store = Registry(), MemoryStore(shards=[])
     registry.add(FIRST, parent=None, arm="initial", bucket=None, created=clock.now())
     launcher = Launcher(registry, clock)
-    settings = {"policy": "payoff", "epoch_s": 10.0, "min_rows": 500, "holdback_percent": 20, "horizon_s": 300.0, "min_dwell_s": 5.0}  # fmt: skip
+    settings = {"policy": "payoff", "epoch_s": 10.0, "min_rows": 500, "holdback_percent": 20, "horizon_s": 300.0}  # fmt: skip
     host = ControllerHost(
         HostConfig(redis_url=redis_url, model=keys.model, policy=PolicyConfig(**{**settings, **policy}), context_every_s=0.0, commit_every_s=0.0, target_version="t"),
         store=store, registry=registry, launcher=launcher, clock=clock,

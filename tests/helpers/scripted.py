@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -122,8 +123,8 @@ class ScriptedController:
     def canary_ended(self, decision_id: int, outcome: str) -> None:
         self.canaries.append((decision_id, outcome))
 
-    def manual(self, action: str, version: str, now: float, reason: str) -> Decision:
-        d = decision(self.s.next_id, action, version=version, reason=reason)
+    def manual(self, action: str, version: str, now: float, reason: str, left: Iterable[str] = ()) -> Decision:
+        d = decision(self.s.next_id, action, version=version, reason=reason, context={"left": list(left)})
         self.s.next_id += 1
         self.decisions.append(d)
         return d

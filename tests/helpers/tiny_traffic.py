@@ -1,4 +1,6 @@
-"""Tiny traffic: cells small enough to search every sequence of jobs and recalls."""
+"""Tiny traffic: cells small enough to search every sequence of jobs and versions."""
+
+import itertools
 
 import numpy as np
 
@@ -23,20 +25,21 @@ def tiny(seed: int, num_domains: int, forgetting: float, train_cost: float = 3.0
 
 
 def exhaustive(traffic: Traffic, outcomes: SimulatedOutcomes, slowdown: float) -> float:
-    """Best net over every sequence of holds, jobs on either domain from any version, and recalls."""
+    """Best net over every sequence of versions of either domain, and of holds and jobs on one of them from its version or
+    the first."""
     first = outcomes.first
     base_s = traffic.token_s(first)
     written = np.cumsum(traffic.tokens, axis=0)
-    keep = 0.9
+    keep, domains = 0.9, range(len(first))
 
     def serve(k: int, lengths: np.ndarray, busy: float) -> float:
         per_token = 0.1 * base_s + keep * traffic.token_s(lengths)
         cost = float(traffic.tokens[k] @ per_token)
         return float(traffic.tokens[k] @ base_s) - cost - slowdown * busy * cost
 
-    def best(k: int, versions: tuple, live: int, job) -> float:
-        """Net from step k on; job = (steps left, share of each, new lengths)."""
-        if k == STEPS:
+    def best(k: int, versions: tuple, own: tuple, job) -> float:
+        """Net from step k on; own = the version of each domain, job = (seconds left, lengths of its version)."""
+        if traffic.tokens[k:].sum() == 0:
             return 0.0
         busy, rest, new = 0.0, job, None
         if job is not None:
@@ -44,23 +47,21 @@ def exhaustive(traffic: Traffic, outcomes: SimulatedOutcomes, slowdown: float) -
             busy = min(left / STEP_S, 1.0)
             rest = (left - STEP_S, lengths) if left > STEP_S else None
             new = lengths if rest is None else None
-        now = serve(k, np.array(versions[live]), busy)
-        if new is not None:
-            versions, live, now = (*versions, new), len(versions), now - outcomes.staging_s
-        options = [best(k + 1, versions, live, rest)]
-        options += [best(k + 1, versions, v, rest) - outcomes.staging_s for v in range(len(versions)) if v != live]
-        if rest is None:
-            for d in range(len(first)):
-                if written[k, d] < 64 or outcomes.is_bad(k):
+        now = serve(k, np.array([versions[v][d] for d, v in enumerate(own)]), busy)
+        known = versions if new is None else (*versions, new)
+        options = []
+        for chosen in itertools.product(range(len(known)), repeat=len(first)):
+            staging_s = outcomes.staging_s * sum(a != b for a, b in zip(chosen, own, strict=True))
+            options.append(best(k + 1, known, chosen, rest) - staging_s)
+            for d in domains:
+                if rest is not None or written[k, d] < 64 or outcomes.is_bad(k):
                     continue
-                base = np.array(versions[live])
                 closed = float(outcomes.closed(d, ARM, 64.0, k))
-                after = 1.0 + (base - 1.0) * (1.0 - outcomes.forgetting[d] * closed)
-                after += outcomes.transfer[d] * closed * np.maximum(outcomes.ceiling - after, 0.0)
-                after[d] = base[d] + max(outcomes.ceiling[d] - base[d], 0.0) * closed
                 train_s, shadow_s = outcomes.job_seconds(ARM, 64.0, k)
                 seconds = float(train_s) + shadow_s
-                options.append(best(k + 1, versions, live, (seconds, tuple(after))) - seconds)
+                for v in {chosen[d], 0}:
+                    after = outcomes.trained(d, np.array(known[v]), closed)
+                    options.append(best(k + 1, known, chosen, (seconds, tuple(after))) - seconds - staging_s)
         return now + max(options)
 
-    return best(0, (tuple(first),), 0, None)
+    return best(0, (tuple(first),), (0,) * len(first), None)

@@ -67,10 +67,9 @@ def make_view(**changes: Any) -> View:
         recalls=(),
         balance_s=20.0,
         horizon_s=120.0,
-        since_swap_s=1000.0,
         since_job_s=1000.0,
         is_job_running=False,
-        live_version="v1",
+        versions={"c": "v1"},
     )
     return msgspec.structs.replace(view, **changes)
 

@@ -32,6 +32,7 @@ class World:
     batch_size: int = 4
     slowdown: float = 0.04
     forget: float = 0.05
+    """Share of the acceptance length that a new version has less on other buckets."""
     train_s: Callable[[ArmSpec], float] = lambda arm: 1.2 + 1.5 * arm.num_rows / 670.0
     arm_power: dict[str, float] = dataclasses.field(
         default_factory=lambda: {"calibration": 0.1, "head": 0.62, "full": 1.0}
@@ -49,15 +50,19 @@ class World:
         self.controller = Controller(self.config, clock=self.clock, rng=np.random.default_rng(self.config.seed))
         self.true = {FIRST: dict(self.lengths)}
         self.rows: dict[str, int] = {}
-        self.live, self.versions = FIRST, [FIRST]
+        self.live, self.own, self.versions = FIRST, dict[str, str](), [FIRST]
         self.job: tuple[Decision, float, float] | None = None
         self.decisions: list[Decision] = []
-        self.swaps: list[tuple[float, str]] = []
+        self.swaps: list[tuple[float, str, str]] = []
+        """Time, bucket, version."""
         self.tokens: dict[str, int] = {}
 
     @property
     def t(self) -> float:
         return self.clock.now() - 1000.0
+
+    def version_of(self, bucket: str) -> str:
+        return self.own.get(bucket, self.live)
 
     def traffic(self) -> FeedbackSums:
         """The rounds of one step."""
@@ -75,7 +80,7 @@ class World:
             draw = np.random.default_rng(zlib.crc32(f"{self.seed}{request}".encode()))
             bucket = str(draw.choice(names, p=shares / shares.sum()))
             is_static = draw.random() < self.static_share
-            version = FIRST if is_static else self.live
+            version = FIRST if is_static else self.version_of(bucket)
             length = max(self.true[version][bucket] * (1.0 + 0.12 * draw.standard_normal()), 1.02)
             accepted = self.rng.binomial(6, min((length - 1.0) / 6.0, 1.0), size=num_rounds)
             is_drafted = np.ones(num_rounds, dtype=bool)
@@ -117,6 +122,7 @@ class World:
             versions=list(self.versions),
             job_running=self.job is not None,
             learned_rows=self.learned,
+            class_versions=dict(self.own),
         )
 
     def train(self, decision: Decision) -> TrainResult:
@@ -135,6 +141,8 @@ class World:
                 for b, length in self.true[base].items()
             }
             self.versions.append(version)
+
+        served = [b for b in self.rows if b != bucket]
 
         def score(name: str, length: float) -> ShadowScore:
             return ShadowScore(
@@ -156,6 +164,7 @@ class World:
             candidate=score(version or "refused", self.true[base][bucket] + seen),
             incumbent=score(base, self.true[base][bucket]),
             first=score(FIRST, self.true[FIRST][bucket]),
+            elsewhere={b: [score(v, self.true[v][b]) for v in (version, base)] for b in served} if version else {},
         )
 
     def step(self) -> list[Decision]:
@@ -169,20 +178,20 @@ class World:
             self.job = None
             outcome = self.controller.job_finished(self.train(decision), decision_id=decision.decision_id, now=now)
             if outcome.publish is not None:
-                self._swap(outcome.publish, decision.decision_id)
+                self._swap(decision.bucket, outcome.publish, decision.decision_id)
         decisions = self.controller.tick(now, self.context())
         for decision in decisions:
             if decision.action == "train":
                 seconds = self.train_s(self.controller.arm_of(decision)) + 1.5
                 self.job = (decision, now + min(seconds, float(decision.context["time_limit_s"]) + 1.5), now)
             elif decision.version is not None and decision.action in ("recall", "rollback"):
-                self._swap(decision.version, decision.decision_id)
+                self._swap(decision.bucket, decision.version, decision.decision_id)
         self.decisions += decisions
         return decisions
 
-    def _swap(self, version: str, decision_id: int) -> None:
-        self.live = version
-        self.swaps.append((self.t, version))
+    def _swap(self, bucket: str, version: str, decision_id: int) -> None:
+        self.own[bucket] = version
+        self.swaps.append((self.t, bucket, version))
         self.controller.staged(decision_id, 0.1, self.clock.now())
 
     def run(self, seconds: float) -> None:

@@ -35,7 +35,9 @@ def read(evidence, gains, *, min_gain=0.0, others=(), spread=0.15, seed=1):
         found.append(evidence.finding(min_gain))
     for gain in others:
         old = RequestScore("r", 120, 60)
-        evidence.add_other(old._replace(num_unseen_tokens=120 * float(np.expm1(gain + 0.1 * r.standard_normal()))), old)
+        evidence.add_other(
+            "other", old._replace(num_unseen_tokens=120 * float(np.expm1(gain + 0.1 * r.standard_normal()))), old
+        )
     return found
 
 
@@ -78,20 +80,23 @@ def test_a_gain_that_is_gone_again_is_not_found_better():
     assert read(evidence, [-0.05] * RECENT_REQUESTS)[-1] is not Finding.BETTER
 
 
-def test_a_learner_that_spoils_other_classes_is_found_whatever_it_gains():
+def test_what_a_learner_does_to_other_classes_is_told_and_decides_nothing():
     evidence = Evidence()
-    read(evidence, [0.3] * 30, others=[-0.3] * 20)
-    assert evidence.finding(0.0) is Finding.SPOILS
-    kept = Evidence()
-    read(kept, [0.3] * 30, others=[-0.01] * 20)
-    assert kept.finding(0.0) is Finding.BETTER
-    assert kept.scores("new", "old", rng(), is_other=True)[0].num_requests == 20
+    found = read(evidence, [0.3] * 30, others=[-0.3] * 20)
+    assert found[-1] is Finding.BETTER and evidence.finding(0.0) is Finding.BETTER
+    (new, old) = evidence.scores_elsewhere("new", "old", rng())["other"]
+    assert (new.version, old.version, new.num_requests) == ("new", "old", 20)
+    assert new.acceptance_length < 0.8 * old.acceptance_length and new.gain_mean < 0
+    read(evidence, [], others=[0.0] * 100)
+    assert evidence.scores_elsewhere("new", "old", rng())["other"][0].num_requests == RECENT_REQUESTS
 
 
 def test_too_few_requests_say_nothing_whatever_the_gain():
     evidence = Evidence()
     assert set(read(evidence, [2.0] * (MIN_REQUESTS - 1))) == {Finding.OPEN}
-    assert Evidence().scores("new", "old", rng()) is None
+    with pytest.raises(ConfigError, match="at least one request"):
+        Evidence().scores("new", "old", rng())
+    assert Evidence().scores_elsewhere("new", "old", rng()) == {}
 
 
 def test_evidence_goes_on_where_it_was_stored_and_keeps_no_request_id():

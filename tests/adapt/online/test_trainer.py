@@ -9,6 +9,7 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.adapt.gate.gate import LOG_NOTHING
 from paceline.adapt.online import trainer
+from paceline.adapt.online.burst import SCORED_TOGETHER
 from paceline.adapt.online.learner_store import LearnerKey, LearnerStore
 from paceline.adapt.online.trainer import ShadowConfig, run_training_job
 from paceline.adapt.versions.registry import DrafterRegistry
@@ -24,7 +25,7 @@ CONFIG = SpecBlockConfig(
 )  # fmt: skip
 
 
-ARM = ArmSpec(name="full", parameters="full", num_rows=8000, learning_rate=2e-3)
+ARM = ArmSpec(name="full", parameters="full", num_rows=8000, learning_rate=2e-3, rehearsal_share=0.25)
 
 
 def base_state(seed=0):
@@ -91,7 +92,9 @@ def test_a_learner_that_is_surely_better_becomes_a_version(place, learners):
     assert manifest.metrics["acceptance_length"] == result.candidate.acceptance_length
     assert result.candidate.gain_mean > 0 and result.candidate.version == result.version
     assert result.incumbent.version == result.first.version == job.base_version
-    assert result.others.num_requests > 0 and "surely better" in result.reason
+    (elsewhere,) = result.elsewhere.values()
+    assert [s.version for s in elsewhere] == [result.version, job.base_version]
+    assert elsewhere[0].num_requests > 0 and "surely better" in result.reason
     assert result.train_s > 0 and result.shadow_s > 0 and beats and done[-1][0] < done[-1][1] == 180
     registry.load_state(result.version, target_version=TARGET.version)
 
@@ -114,12 +117,14 @@ def test_the_learner_goes_on_from_its_version_without_reading_anything_twice(pla
 def test_a_new_learner_knows_what_the_version_that_it_begins_at_has_read(place, learners):
     store, _, job = place
     made = run(place, learners=learners)
-    num_rehearsed = made.others.num_requests
+    num_rehearsed = sum(new.num_requests for new, _ in made.elsewhere.values())
+    store.write_shard([learnable_trace(f"c-{i}", bucket="code") for i in range(16)], "code")
     other = [s.shard_id for s in store.list_shards("code")]
     job = changed(job, base_version=made.version, bucket="code", shard_ids=other, rehearsal_shard_ids=[])
     result = run(place, job, learners=learners)
     assert num_rehearsed >= 4 and result.status == "learning"
-    assert result.candidate.num_requests == 8 - num_rehearsed, "what was rehearsed is not new"
+    assert result.num_rows == 40 * (24 - num_rehearsed), "what was rehearsed is not new"
+    assert result.candidate.num_requests == 24 - num_rehearsed - SCORED_TOGETHER
     assert "has not read" in run(place, job, learners=learners).reason
 
 
@@ -150,7 +155,7 @@ def test_a_burst_that_is_killed_loses_no_more_than_it_had_not_saved(place, learn
     with pytest.raises(Killed):
         run(place, job, learners=learners, progress=kill)
     record = learners.load(key_of(job))[1]
-    assert record["evidence"]["num_requests"] == 16 and record["num_rows"] == 16 * 40
+    assert record["evidence"]["num_requests"] == 16 - SCORED_TOGETHER and record["num_rows"] == 16 * 40
     monkeypatch.undo()
     again = run(place, job, learners=learners)
     assert again.num_rows_before == 16 * 40 and again.num_rows > 0
@@ -179,6 +184,16 @@ def test_a_gate_for_chains_scores_chains_and_knows_how_far_a_drafter_drafts(plac
     assert chain.candidate.acceptance_length <= 3, "two draft tokens and the bonus token"
     far = run(place, shadow=ShadowConfig(chain=20))
     assert far.status == "failed" and "chain must be at most" in far.reason
+
+
+def test_a_burst_of_a_few_requests_is_learned_and_says_nothing_yet(place, learners):
+    store, _, job = place
+    few = store.write_shard([learnable_trace(f"few{i}") for i in range(5)], "math")
+    result = run(place, changed(job, shard_ids=[few]), learners=learners)
+    assert (result.status, result.num_rows, result.candidate) == ("learning", 200, None)
+    assert "none was scored yet" in result.reason
+    more = run(place, changed(job, job_id="j2"), learners=learners)
+    assert more.num_rows_before == 200 and more.candidate is not None
 
 
 def test_repeating_an_order_without_a_state_gives_the_same_version(place):

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from paceline.bandit.beliefs.arms import default_arms, sized
@@ -30,8 +31,26 @@ def test_interference_scales_with_the_device_time_that_serving_uses():
     model = CostModel()
     idle, full = (model.predict(FULL, busy=b, num_replicas=1).interference_s for b in (0.0, 1.0))
     assert idle == 0 and full > 0
-    model.observe_slowdown(0.5, 1.0)
+    for _ in range(12):
+        model.observe_slowdown(0.5, 1000)
     assert model.predict(FULL, busy=1.0, num_replicas=1).interference_s > 5 * full
+
+
+def test_noise_around_no_slow_down_is_none_in_the_mean():
+    model, rng = CostModel(), np.random.default_rng(0)
+    found = []
+    for _ in range(400):
+        model.observe_slowdown(float(0.2 * rng.standard_normal()), 400)
+        found.append(model.slowdown)
+    assert np.mean(found[50:]) == pytest.approx(0.0, abs=0.02)
+
+
+def test_scoring_costs_by_the_row():
+    model = CostModel()
+    model.update(sized(FULL, 4000), 10.0, 8.0)
+    model.update(sized(FULL, 4000), 10.0, 8.0)
+    small, large = (model.predict(sized(FULL, n), busy=0.0, num_replicas=1).shadow_s for n in (2000, 8000))
+    assert large > 3 * small
 
 
 def test_the_price_of_the_trainer_holds_for_its_seconds_alone():

@@ -2,8 +2,7 @@ import itertools
 
 import pytest
 
-from paceline.bandit.beliefs.arms import default_arms, row_counts, sized
-from paceline.bandit.beliefs.forgetting import forgetting
+from paceline.bandit.beliefs.arms import default_arms, row_counts
 from paceline.bandit.beliefs.gain_model import GainModel, further_share, learned_share, newness
 
 CALIBRATION, HEAD, FULL = default_arms()
@@ -75,15 +74,6 @@ def test_discounting_brings_old_evidence_back_to_the_prior():
     for _ in range(120):
         model.update("z", CALIBRATION, 0.001, 0.001, 0.0, 1.0)  # says nothing, only ages
     assert low < 0.8 * prior < model.predict("a", FULL, 0.8, 0.5)[0]
-
-
-def test_rehearsal_rows_forget_less_and_calibration_forgets_nothing():
-    bare = sized(FULL, 16_000)
-    assert forgetting(CALIBRATION) == 0
-    assert forgetting(FULL) < forgetting(
-        type(FULL)(name="bare", parameters="full", num_rows=16_384, rehearsal_share=0.0)
-    )
-    assert forgetting(sized(bare, 1000)) < forgetting(bare)
 
 
 def test_row_counts_rise_and_respect_minimum_and_arm():

@@ -1,10 +1,11 @@
+import msgspec
 import pytest
 
 from paceline.bandit.beliefs.belief import BucketBelief
 from paceline.bandit.beliefs.observation import BucketObservation, VersionStats
 from paceline.bandit.beliefs.ratio import RatioSums
 from paceline.bandit.beliefs.recall import ScoreTable
-from paceline.bandit.policies.pricing import price_recalls
+from paceline.bandit.policies.pricing import price_recalls, recall_rates
 from paceline.contracts import ShadowScore, TrainResult
 
 
@@ -73,43 +74,56 @@ def _table() -> ScoreTable:
     return table
 
 
-def test_the_best_version_depends_on_the_mix_that_is_served():
-    table = _table()
-    back = {"a": _belief("a", 100, 2.1), "c": _belief("c", 0, 2.0)}
-    (priced,) = price_recalls(back, ["v0", "v1"], "v1", table=table, horizon_s=100, staging_s=0.1)
-    assert priced.version == "v0" and priced.gain == pytest.approx(1 - 2.1 / 2.6, abs=0.01)
-    mostly_c = {"a": _belief("a", 20, 2.1), "c": _belief("c", 200, 2.0)}
-    (priced,) = price_recalls(mostly_c, ["v0"], "v1", table=table, horizon_s=100, staging_s=0.1)
-    assert priced.gain < 0
+VERSIONS = {"a": "v1", "c": "v0"}.__getitem__
 
 
-def test_a_version_unknown_where_the_load_is_is_not_priced():
-    beliefs = {"new": _belief("new", 100, 1.5), "a": _belief("a", 5, 2.6)}
-    assert price_recalls(beliefs, ["v1"], "v0", table=_table(), horizon_s=100, staging_s=0.1) == []
+def test_every_bucket_is_priced_for_itself():
+    beliefs = {"a": _belief("a", 100, 2.1), "c": _belief("c", 20, 1.4)}
+    found = price_recalls(beliefs, ["v0", "v1"], VERSIONS, table=_table(), horizon_s=100, staging_s=0.1)
+    assert [(r.bucket, r.version) for r in found] == [("a", "v0"), ("c", "v1")], "none gets what it has"
+    assert found[0].gain == pytest.approx(1 - 2.1 / 2.6, abs=0.01)
+    assert found[1].gain == pytest.approx(1 - 1.4 / 2.0, abs=0.01)
+    quiet = {"a": _belief("a", 0, 2.1), "c": _belief("c", 20, 1.4)}
+    assert [r.bucket for r in price_recalls(quiet, ["v0", "v1"], VERSIONS, table=_table(), horizon_s=100, staging_s=0.1)] == ["c"]  # fmt: skip
+
+
+def test_a_version_is_not_priced_where_it_is_unknown():
+    beliefs = {"new": _belief("new", 100, 1.5)}
+    assert price_recalls(beliefs, ["v1"], lambda _: "v0", table=_table(), horizon_s=100, staging_s=0.1) == []
+
+
+def test_the_best_recall_of_a_bucket_is_what_a_job_on_it_must_beat():
+    beliefs = {"a": _belief("a", 100, 2.1), "c": _belief("c", 20, 1.4)}
+    found = price_recalls(beliefs, ["v0", "v1"], VERSIONS, table=_table(), horizon_s=100, staging_s=0.1)
+    rates = recall_rates(beliefs, found)
+    assert rates == {r.bucket: pytest.approx(beliefs[r.bucket].busy * (r.gain - r.gain_se)) for r in found}
+    assert recall_rates(beliefs, [msgspec.structs.replace(found[0], gain=-0.1)]) == {}
 
 
 def test_replay_scores_are_put_on_the_scale_of_serving():
     table = ScoreTable()
     table.observe(_seen("c", "v0", 1.2))
-    table.add_job("c", _result(), "v0", 0.05)
+    table.add_job("c", _result())
     assert table.estimate("c", "v1")[0] == pytest.approx(1.8 * 1.2 / 1.5, rel=0.02)
 
 
-def test_a_new_version_is_guessed_from_its_base_on_other_buckets():
+def test_a_new_version_is_known_where_its_job_rehearsed_and_nowhere_else():
     table = ScoreTable()
-    table.observe(_seen("a", "v0", 2.6))
-    table.observe(_seen("c", "v0", 1.5))
-    table.add_job("c", _result(), "v0", 0.10)
-    length, se = table.estimate("a", "v1")
-    assert length == pytest.approx(2.34, rel=0.01) and se > 0.05 * length
-    table.observe(_seen("a", "v1", 2.2))
-    assert table.estimate("a", "v1")[0] == pytest.approx(2.2, rel=0.01)
+    for bucket, length in (("a", 2.6), ("b", 2.0), ("c", 1.5)):
+        table.observe(_seen(bucket, "v0", length))
+    result = msgspec.structs.replace(_result(), elsewhere={"a": [_score("v1", 2.7), _score("v0", 3.0)]})
+    table.add_job("c", result)
+    assert table.estimate("a", "v1")[0] == pytest.approx(2.7 * 2.6 / 3.0, rel=0.01), "on the scale of serving"
+    assert table.estimate("b", "v1") is None
+    refused = ScoreTable()
+    refused.add_job("c", msgspec.structs.replace(result, status="rejected", version=None))
+    assert refused.estimate("a", "v1") is None and refused.estimate("a", "v0") is not None
 
 
 def test_a_refused_candidate_never_enters_the_table():
     table = ScoreTable()
     table.observe(_seen("c", "v0", 1.5))
-    table.add_job("c", _result("rejected"), "v0", 0.05)
+    table.add_job("c", _result("rejected"))
     assert table.estimate("c", "v1") is None
 
 

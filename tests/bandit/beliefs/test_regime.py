@@ -93,24 +93,22 @@ def test_a_wait_costs_what_of_the_regime_it_takes():
 def test_a_bucket_that_keeps_coming_back_is_expected_again_and_a_new_one_is_not():
     regime, now = _cycled([("a", 300), ("c", 300), ("a", 300), ("c", 300), ("a", 100)])
     assert len(regime.lengths) == 4
-    returning = regime.returning_s("a", now, 120.0, 20.0)
+    returning = regime.returning_s("a", now, 120.0)
     assert 200 < returning < 700  # about half of the time for as long as was watched, less doubt and lags
-    assert regime.returning_s("new", now, 120.0, 20.0) == 0.0
-    assert regime.returning_s("a", now, 120.0, 280.0) < 0.3 * returning  # most of a visit would be over
+    assert regime.returning_s("new", now, 120.0) == 0.0
 
 
 def test_a_new_bucket_is_expected_again_as_far_as_those_before_it_came_back():
     steady, now = _cycled([("a", 300), ("c", 300), ("a", 300), ("c", 300), ("new", 100)])
     fresh, _ = _cycled([("a", 300), ("b", 300), ("c", 300), ("d", 300), ("new", 100)])
-    often, seldom = (r.returning_s("new", now, 120.0, 20.0) for r in (steady, fresh))
+    often, seldom = (r.returning_s("new", now, 120.0) for r in (steady, fresh))
     assert often > 2 * seldom > 0
-    assert steady.returning_s("new", now, 120.0, 290.0) < 0.1 * often  # a visit would be over when it is noticed
 
 
 def test_the_first_regime_promises_no_return_and_a_changed_text_is_new():
     regime, now = _cycled([("a", 300)])
-    assert regime.returning_s("a", now, 120.0, 20.0) == 0.0
+    assert regime.returning_s("a", now, 120.0) == 0.0
     regime, now = _cycled([("a", 300), ("c", 300), ("a", 300), ("b", 300), ("a", 100)])
-    known = regime.returning_s("a", now, 120.0, 20.0)
+    known = regime.returning_s("a", now, 120.0)
     regime.forget("a")
-    assert 0 < regime.returning_s("a", now, 120.0, 20.0) < 0.7 * known
+    assert 0 < regime.returning_s("a", now, 120.0) < 0.7 * known

@@ -78,7 +78,7 @@ def test_every_decision_survives_the_wire_with_its_context():
 
 
 def _ordered(w: World) -> Decision:
-    for _ in range(200):
+    for _ in range(400):
         for d in w.step():
             if d.action == "train":
                 w.job = None
@@ -143,7 +143,7 @@ def test_memories_are_kept_whichever_policy_decides_so_that_a_switch_starts_warm
     w.run(60)
     memory = w.controller._state.memory
     assert memory.ema.num_epochs > 5 and memory.ema.is_collecting
-    assert memory.staleness_s["c"] > 0 and set(memory.hedge.weights) == {FIRST}
+    assert memory.staleness_s["c"] > 0 and set(memory.hedges["c"].weights) == {FIRST}
 
 
 def test_a_job_order_names_arm_rows_base_and_an_affordable_time():
@@ -170,18 +170,17 @@ def test_a_pin_stops_every_action_until_it_is_lifted():
 def test_a_rollback_to_another_version_ends_the_pin():
     w = world()
     w.controller.manual("pin", "v9", w.clock.now(), "Operator pinned v9.")
-    w.controller.manual("rollback", FIRST, w.clock.now(), "Replica a refused v9.")
+    w.controller.manual("rollback", FIRST, w.clock.now(), "Replica a refused v9.", ["v9"])
     w.run(120)
     assert w.of("train") != []
 
 
 def test_an_operators_rollback_is_not_undone_by_a_recall():
     w = world()
-    while w.live == FIRST:
+    while w.version_of("c") == FIRST:
         w.step()
-    bad = w.live
-    w.controller.manual("rollback", FIRST, w.clock.now(), "Operator rolled back.")
-    w.live = FIRST
+    bad = w.own.pop("c")
+    w.controller.manual("rollback", FIRST, w.clock.now(), "Operator rolled back.", [bad])
     w.run(60)
     assert all(d.version != bad for d in w.of("recall"))
     with pytest.raises(ValueError, match="'pin' or 'rollback'"):

@@ -137,11 +137,11 @@ def test_the_weight_of_an_epoch_grows_with_its_requests_and_length_up_to_a_limit
     assert (1 - epoch_weight(5, 1.0)) ** 2 == pytest.approx(1 - epoch_weight(10, 2.0))
 
 
-def test_a_class_with_a_version_of_its_own_is_no_part_of_what_is_decided_for_the_others():
+def test_a_belief_is_about_the_version_that_its_bucket_has_and_one_that_an_operator_assigned_is_not_active():
     service = _Service()
     service.epoch(a=20, b=20)
     state = service.controller._state
     assert all(b.is_active for b in bucket_beliefs(state, PolicyConfig(), service.context).values())
-    own = msgspec.structs.replace(service.context, class_versions={"a": "v0", "b": "v9"})
+    own = msgspec.structs.replace(service.context, class_versions={"a": "v0", "b": "v9"}, assigned=["a"])
     beliefs = bucket_beliefs(state, PolicyConfig(), own)
     assert list(beliefs) == ["a"] and not beliefs["a"].is_active, "nothing is known of v9 on b"

@@ -70,3 +70,9 @@ def test_the_time_limit_leaves_money_for_what_follows_the_training():
     assert bank.time_limit_s(5.0, 1.1, 2.0) == 5.0
     assert bank.time_limit_s(120.0, 0.0, 2.0) == 120.0  # a trainer that costs nothing
     assert bank.time_limit_s(120.0, 1.1, 20.0) == 0.0
+
+
+@given(start=st.floats(0, 100), income=st.floats(0, 100), spent=st.floats(0, 300))
+def test_the_credit_is_the_starting_balance_until_the_income_is_more(start, income, spent):
+    bank = Bank(start_s=start, income_s=income, saved_s=0.0, saved_error_s=0.0, spent_s=spent)
+    assert bank.balance_s == pytest.approx(max(start, income) - spent)

@@ -22,7 +22,7 @@ class Stored:
     """What survives a crash; `commit` replaces all of it at once, acknowledgements come later."""
 
     state: bytes = b""
-    live: str = "v0"
+    own: dict[str, str] = dataclasses.field(default_factory=dict)
     job: tuple[Decision, float] | None = None
     ledger: dict[str, LedgerEntry] = dataclasses.field(default_factory=dict)
     decisions: dict[int, Decision] = dataclasses.field(default_factory=dict)
@@ -52,7 +52,7 @@ class Service:
             w.controller = Controller.restore(self.stored.state, w.config, clock=w.clock)
         else:  # it died before its first commit
             w.controller = Controller(w.config, clock=w.clock, rng=np.random.default_rng(w.config.seed))
-        w.live = self.stored.live
+        w.own = dict(self.stored.own)
         w.job = None if self.stored.job is None else (*self.stored.job, 0.0)
 
     def step(self, fault: str, order: str) -> None:
@@ -80,7 +80,10 @@ class Service:
         """One pass up to its commit; nothing but the controller in memory changes."""
         w, now = self.world, self.world.clock.now()
         commit = dataclasses.replace(
-            self.stored, ledger=dict(self.stored.ledger), decisions=dict(self.stored.decisions)
+            self.stored,
+            ledger=dict(self.stored.ledger),
+            decisions=dict(self.stored.decisions),
+            own=dict(self.stored.own),
         )
         for seq, batch in self.stream:  # the host gives each batch once
             if seq > commit.folded:
@@ -93,18 +96,19 @@ class Service:
             result = self.results[decision.decision_id]
             outcome = w.controller.job_finished(result, decision_id=decision.decision_id, now=now)
             if outcome.publish is not None:
-                self._swap(commit, outcome.publish, decision.decision_id, now)
+                self._swap(commit, {decision.bucket: outcome.publish}, decision.decision_id, now)
         if order == "pin":
             made = w.controller.manual("pin", "v0", now, "Operator.")
-            self._swap(commit, "v0", made.decision_id, now)
+            commit.own = {}
+            self._swap(commit, {}, made.decision_id, now)
         elif order == "unpin":
             w.controller.unpin()
-        w.live, w.job = commit.live, None if commit.job is None else (*commit.job, 0.0)
+        w.own, w.job = dict(commit.own), None if commit.job is None else (*commit.job, 0.0)
         for decision in w.controller.tick(now, w.context()):
             if decision.action == "train":
                 commit.job = (decision, now + 1.5 * STEP_S)
             elif decision.version is not None and decision.action in ("recall", "rollback"):
-                self._swap(commit, decision.version, decision.decision_id, now)
+                self._swap(commit, {decision.bucket: decision.version}, decision.decision_id, now)
         decisions, entries = w.controller.drain()
         commit.decisions.update({d.decision_id: d for d in decisions})
         for entry in entries:
@@ -113,8 +117,8 @@ class Service:
         commit.state = w.controller.state()
         return commit
 
-    def _swap(self, commit: Stored, version: str, decision_id: int, now: float) -> None:
-        commit.live, commit.num_swaps = version, commit.num_swaps + 1
+    def _swap(self, commit: Stored, given: dict[str, str], decision_id: int, now: float) -> None:
+        commit.own, commit.num_swaps = {**commit.own, **given}, commit.num_swaps + 1
         self.world.controller.staged(decision_id, SWAP_S, now)
 
 

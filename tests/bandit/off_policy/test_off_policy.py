@@ -204,8 +204,8 @@ def test_exported_lines_become_decisions_without_orders_and_unfinished_jobs():
         b"\n",
     ]
     found = read_decisions(lines)
-    assert [(d.action, d.reward_s) for d in found] == [("train:head:a:900", 3.0), ("recall:v1", -0.5), ("hold", 0.0)]
+    assert [(d.action, d.reward_s) for d in found] == [("train:head:a:900", 3.0), ("recall:a:v1", -0.5), ("hold", 0.0)]
     assert found[0].context == {"epoch": 4, "arm": {"num_rows": 900}, "bucket": "a", "policy": "payoff", "ts": 1.0}
     with pytest.raises(ValueError, match="line 2 is not a decision"):
         read_decisions([_row(), b'{"action": "train"}'])
-    assert decision_key(msgspec.json.decode(_row(action="recall", version="v7"), type=Decision)) == "recall:v7"
+    assert decision_key(msgspec.json.decode(_row(action="recall", version="v7"), type=Decision)) == "recall:a:v7"

@@ -51,20 +51,14 @@ def test_payoff_waits_for_more_rows_after_a_refused_job():
     assert choose("payoff", beliefs={"c": make_belief(required=4000)}).code == "rows"
 
 
-def test_payoff_recalls_before_it_trains_when_the_gain_is_sure_and_the_dwell_over():
+def test_payoff_recalls_before_it_trains_when_the_gain_is_sure():
     assert choose("payoff", recalls=(make_recall(),)).action == "recall"
     for changes in (
         {"recalls": (make_recall(gain=0.02),)},
         {"recalls": (make_recall(se=0.3),)},
         {"recalls": (make_recall(saving=0.05),)},
-        {"recalls": (make_recall(),), "since_swap_s": 3.0},
     ):
         assert choose("payoff", **changes).action != "recall"
-
-
-def test_a_job_that_would_end_within_the_dwell_waits():
-    assert choose("payoff", since_swap_s=1.0, jobs=(make_job(cost=3.0),)).code == "dwell"
-    assert choose("payoff", since_swap_s=1.0, jobs=(make_job(cost=9.0),)).action == "train"
 
 
 def test_near_ties_are_explored_at_the_logged_propensity():
@@ -76,23 +70,12 @@ def test_near_ties_are_explored_at_the_logged_propensity():
     assert {(p.job.arm.name, round(p.propensity, 3)) for p in picks} == {("head", 0.95), ("full", 0.05)}
 
 
-def test_a_near_tie_that_would_end_within_the_dwell_is_a_hold_of_its_own_probability():
-    policy, rng = make_policy("payoff"), np.random.default_rng(0)
-    slow, quick = make_job(FULL, 28.0, 9.0), make_job(HEAD, 21.9, 3.0)
-    view = make_view(jobs=(slow, quick), since_swap_s=1.0)  # 5 s must pass: only the slow job ends late enough
-    picks = [policy.choose(view, rng) for _ in range(2000)]
-    assert np.mean([p.action == "hold" for p in picks]) == pytest.approx(0.05, abs=0.02)
-    expected = {"train:full:c:2000": pytest.approx(0.95), "hold": pytest.approx(0.05)}
-    assert all(p.probabilities == expected for p in picks)
-    assert {(p.action, round(p.propensity, 3)) for p in picks} == {("train", 0.95), ("hold", 0.05)}
-
-
 @pytest.mark.parametrize("name", list(POLICIES))
-@given(seed=st.integers(0, 50), savings=st.lists(st.floats(-5, 60), min_size=1, max_size=4), since=st.floats(0, 20))
-def test_probabilities_sum_to_one_and_hold_the_action_taken(name, seed, savings, since):
+@given(seed=st.integers(0, 50), savings=st.lists(st.floats(-5, 60), min_size=1, max_size=4))
+def test_probabilities_sum_to_one_and_hold_the_action_taken(name, seed, savings):
     arms = (HEAD, FULL)
     jobs = tuple(make_job(arms[i % 2], saving=s, cost=4.0 + i) for i, s in enumerate(savings))
-    choice = choose(name, seed=seed, jobs=jobs, recalls=(make_recall(gain=0.05),), since_swap_s=since)
+    choice = choose(name, seed=seed, jobs=jobs, recalls=(make_recall(gain=0.05),))
     assert sum(choice.probabilities.values()) == pytest.approx(1.0) and min(choice.probabilities.values()) > 0
     assert choice.propensity == choice.probabilities[choice.key]
     if name not in ("payoff", "thompson"):
@@ -137,15 +120,11 @@ def test_going_back_to_the_floor_needs_no_funds_and_less_proof():
     cost=st.floats(0.5, 200),
     balance=st.floats(-50, 300),
     hysteresis=st.floats(1.0, 3.0),
-    since=st.floats(0, 100),
 )
-def test_payoff_trains_only_what_pays_by_the_hysteresis_and_is_funded(saving, cost, balance, hysteresis, since):
+def test_payoff_trains_only_what_pays_by_the_hysteresis_and_is_funded(saving, cost, balance, hysteresis):
     config = PolicyConfig(hysteresis=hysteresis)
-    choice = choose(
-        "payoff", jobs=(make_job(saving=saving, cost=cost),), balance_s=balance, config=config, since_swap_s=since
-    )
-    pays, late = saving > hysteresis * cost and cost <= balance, since + cost < config.min_dwell_s
-    assert (choice.action == "train") == (pays and not late)
+    choice = choose("payoff", jobs=(make_job(saving=saving, cost=cost),), balance_s=balance, config=config)
+    assert (choice.action == "train") == (saving > hysteresis * cost and cost <= balance)
 
 
 @pytest.mark.parametrize(

@@ -85,20 +85,19 @@ def test_weights_stay_a_distribution_and_none_dies(row, rounds):
 
 
 def _hedge(weights: dict[str, float], **changes):
-    memory = PolicyMemory(hedge=HedgeWeights(weights=weights))
+    memory = PolicyMemory(hedges={"c": HedgeWeights(weights=weights)})
     return choose("hedge", memory=memory, recalls=(make_recall(),), **changes)
 
 
-def test_the_leader_takes_over_only_by_clear_odds_and_after_the_dwell():
+def test_the_leader_takes_over_only_by_clear_odds():
     assert _hedge({"v0": 0.7, "v1": 0.3}).action == "recall"
     assert _hedge({"v0": 0.6, "v1": 0.4}).code == "weights"
-    assert _hedge({"v0": 0.7, "v1": 0.3}, since_swap_s=3.0).code == "dwell"
     assert _hedge({"v0": 0.7, "v1": 0.3}, is_job_running=True).code == "job_running"
     assert _hedge({"v1": 1.0}).code == "no_version"
     assert choose("hedge", jobs=()).action == "hold"
 
 
-def test_in_a_service_it_brings_back_the_version_that_serves_the_domain_and_never_trains():
+def test_in_a_service_it_gives_every_bucket_the_version_that_serves_it_best_and_never_trains():
     config = PolicyConfig(policy="hedge", epoch_s=5.0)
     w = World(
         config=config, mix=lambda t: {"c": 1.0} if int(t / 100) % 2 == 0 else {"a": 1.0},
@@ -107,11 +106,10 @@ def test_in_a_service_it_brings_back_the_version_that_serves_the_domain_and_neve
     w.true["v1"], w.live = {"a": 2.0, "c": 2.1}, "v1"
     w.versions.append("v1")
     w.run(95)
-    assert w.live == "v1"
+    assert w.version_of("c") == "v1"
     w.run(100)
-    assert w.live == FIRST
-    w.run(100)
-    assert w.live == "v1"
-    w.run(100)
-    assert w.live == FIRST
-    assert {d.action for d in w.decisions} <= {"hold", "recall", "rollback"} and len(w.swaps) <= 5
+    assert w.version_of("a") == FIRST
+    w.run(200)
+    assert (w.version_of("a"), w.version_of("c")) == (FIRST, "v1")
+    assert {d.action for d in w.decisions} <= {"hold", "recall", "rollback"}
+    assert [swap[1:] for swap in w.swaps] == [("a", FIRST)], "what returns has its version already"

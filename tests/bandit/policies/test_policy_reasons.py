@@ -47,7 +47,11 @@ def views(draw):
                 for a in arms
             ]
     recalls = [
-        make_recall(draw(st.floats(-1, 1)), draw(st.floats(0, 0.3)), draw(SECONDS), version=v, is_floor=v == "v0")
+        make_recall(
+            draw(st.floats(-1, 1)), draw(st.floats(0, 0.3)), draw(SECONDS), version=v, bucket=b, is_floor=v == "v0"
+        )
+        for b in buckets
+        if beliefs[b].is_active
         for v in draw(st.lists(st.sampled_from(["v0", "v2", "v3"]), unique=True))
     ]
     memory = PolicyMemory(
@@ -56,12 +60,12 @@ def views(draw):
             collected={b: draw(st.integers(0, 5000)) for b in buckets},
         ),
         staleness_s={b: draw(st.floats(0, 99)) for b in buckets},
-        hedge=HedgeWeights(weights={v: draw(st.floats(0.01, 1)) for v in ["v0", "v1", "v2"]}),
+        hedges={b: HedgeWeights(weights={v: draw(st.floats(0.01, 1)) for v in ["v0", "v1", "v2"]}) for b in buckets[:2]},
     )  # fmt: skip
     return make_view(
         beliefs=beliefs, jobs=tuple(jobs), recalls=tuple(recalls), memory=memory, balance_s=draw(SECONDS),
-        horizon_s=draw(st.floats(0, 900)), since_swap_s=draw(st.floats(0, 60)), since_job_s=draw(st.floats(0, 300)),
-        is_job_running=draw(st.booleans()), config=PolicyConfig(thompson_draws=64),
+        horizon_s=draw(st.floats(0, 900)), since_job_s=draw(st.floats(0, 300)),
+        is_job_running=draw(st.booleans()), config=PolicyConfig(thompson_draws=64), versions=dict.fromkeys(buckets, "v1"),
     )  # fmt: skip
 
 

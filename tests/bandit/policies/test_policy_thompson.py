@@ -96,5 +96,5 @@ def test_in_a_service_it_never_overdraws_the_bank():
     for _ in range(400):
         w.step()
         bank = w.controller.bank()
-        assert bank.spent_s - max(bank.saved_s, 0.0) <= w.config.bank_s + 1.0
+        assert bank.spent_s - max(bank.saved_s, 0.0) <= w.controller.bank().credit_s + 1.0
     assert w.of("train") and all(0 < d.propensity <= 1 for d in w.decisions)

@@ -263,12 +263,28 @@ def test_weights_of_a_class_stay_in_the_pool_until_it_is_given_back(shared_redis
     assert registry.without_weights == {"v2", "v3", "v4"}
 
 
-def test_the_policy_is_told_which_classes_are_not_its_own(host):
+def test_the_policy_is_told_which_classes_are_not_its_own_also_after_a_restart(shared_redis, host, keys, tmp_path):
     host.session.orders.assign("math", "v2")
     contexts = []
     host.session.controller.tick = lambda now, context: contexts.append(context) or []
     settle(host)
     assert contexts[-1].class_versions == {"math": "v2"} and contexts[-1].live_version == "v1"
+    assert contexts[-1].assigned == ["math"]
+    host.session.books.flush(always=True)
+    second = make_host(shared_redis.url, keys, tmp_path)
+    second.connect()
+    assert second.session.state.assigned == ["math"]
+
+
+def test_classes_of_a_state_that_does_not_say_who_gave_them_their_versions_are_the_operators(shared_redis, host, client, keys, tmp_path):  # fmt: skip
+    host.session.orders.assign("math", "v2")
+    settle(host)
+    host.session.books.flush(always=True)
+    client.hdel(keys.state, "assigned")
+    client.hset(keys.state, "format", msgspec.msgpack.encode(1))
+    second = make_host(shared_redis.url, keys, tmp_path)
+    second.connect()
+    assert second.session.state.assigned == ["math"] and second.session.state.format == 2
 
 
 @pytest.mark.parametrize("is_told_twice", [False, True])

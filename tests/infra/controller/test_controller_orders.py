@@ -25,7 +25,9 @@ def test_accepted_training_makes_a_new_generation(host, client, keys, wait_until
 
     wait_until(done, timeout_s=60.0)
     desired = read_desired(client, keys)
-    assert (desired.gen, desired.version, desired.first_version) == (2, "v2", "v1")
+    assert (desired.gen, desired.version, desired.class_versions) == (2, "v1", {"math": "v2"}), (
+        "its class has it, no other"
+    )
     assert host.snapshot().decisions[0].outcome == "accepted"
     assert len(host.launcher.handles) == 1
     kinds = [e["kind"] for e in recent_log(client, keys)]
@@ -58,11 +60,40 @@ def test_decision_without_shards_ends_as_failed(host):
     assert "no trace shards" in host.session.controller.outcomes[0].reason
 
 
-def test_recall_publishes_an_older_version(host, client, keys):
+def test_recall_gives_the_class_a_version_and_takes_it_back(host, client, keys):
     host.session.controller.queue.append(decision(1, "recall", version="v3", reason="scores better"))
     settle(host)
     desired = read_desired(client, keys)
-    assert (desired.gen, desired.version, desired.reason) == (2, "v3", "scores better")
+    assert (desired.gen, desired.class_versions, desired.reason) == (2, {"math": "v3"}, "scores better")
+    host.session.controller.queue.append(decision(2, "recall", version="v1", reason="the first is better"))
+    settle(host)
+    desired = read_desired(client, keys)
+    assert (desired.gen, desired.version, desired.class_versions) == (3, "v1", {})
+
+
+def test_operators_take_along_what_the_policy_gave_to_classes_and_leave_what_they_assigned(host, client, keys):
+    def given() -> tuple[str, dict[str, str]]:
+        settle(host)
+        desired = read_desired(client, keys)
+        return desired.version, desired.class_versions
+
+    orders = host.session.orders
+    orders.assign("code", "v2")
+    settle(host)
+    host.session.controller.queue.append(decision(1, "recall", version="v3"))
+    assert given() == ("v1", {"code": "v2", "math": "v3"})
+    assert orders.rollback() == "v1"
+    assert given() == ("v1", {"code": "v2"}) and host.session.controller.decisions == []
+    host.session.controller.queue.append(decision(5, "recall", version="v3"))
+    assert given() == ("v1", {"code": "v2", "math": "v3"})
+    orders.pin("v2")
+    assert given() == ("v2", {"code": "v2"}), "a pin is for every class but those assigned"
+    contexts = []
+    host.session.controller.tick = lambda now, context: contexts.append(context) or []
+    settle(host)
+    assert contexts[-1].assigned == ["code"] and contexts[-1].class_versions == {"code": "v2"}
+    orders.unassign("code")
+    assert given() == ("v2", {}) and contexts[-1].assigned == []
 
 
 def test_operator_pins_rolls_back_and_is_refused_with_a_reason(host, client, keys):
@@ -164,4 +195,4 @@ def test_paused_controller_folds_but_does_not_decide(host, client, keys):
     assert (host.session.state.num_rows, read_desired(client, keys).gen) == (3, 1)
     host.session.orders.pause(False)
     settle(host)
-    assert read_desired(client, keys).version == "v3"
+    assert read_desired(client, keys).class_versions == {"math": "v3"}

@@ -49,18 +49,24 @@ def test_accepted_training_goes_through_a_canary_to_live(host, client, keys, rep
     settle(host)
     desired = read_desired(client, keys)
     assert (desired.version, desired.canary_version, desired.canary_percent, desired.gen) == ("v1", "v2", 50, 2)
+    assert desired.canary_bucket == "math"
     snapshot = host.snapshot()
     assert snapshot.canary.version == "v2" and snapshot.history == ["v1"]
     assert snapshot.lifecycle["v2"].state == "canary" and snapshot.lifecycle["v2"].bucket == "math"
     run_canary(host, replicas(v2=420.0), wait_until)
     desired = read_desired(client, keys)
-    assert (desired.version, desired.canary_version, desired.canary_percent, desired.gen) == ("v2", "", 0, 3)
+    assert (desired.class_versions, desired.canary_version, desired.canary_percent, desired.gen) == (
+        {"math": "v2"},
+        "",
+        0,
+        3,
+    )
     assert "canary promoted: not slower than v1" in desired.reason
     assert ways(host, "v2") == [S.TRAINING, S.TRAINED, S.SHADOWED, S.CANARY, S.LIVE]
-    assert ways(host, "v1") == [S.LIVE, S.RETIRED]
+    assert ways(host, "v1") == [S.LIVE], "it serves the other classes on"
     assert host.session.controller.canaries == [(1, "promoted")]
     logged = [e for e in recent_log(client, keys) if e["kind"] == "lifecycle"]
-    assert len(logged) == 7 and all("reason" in e for e in logged)
+    assert len(logged) == 6 and all("reason" in e for e in logged)
     assert client.hlen(keys.decisions) == 1
 
 
@@ -256,10 +262,10 @@ def test_a_version_that_was_live_before_is_recalled_at_once_and_a_new_one_is_tri
     settle(host)
     host.session.controller.queue.append(decision(5, "recall", version="v1"))
     settle(host)
-    assert (read_desired(client, keys).version, read_desired(client, keys).canary_version) == ("v1", "")
+    assert (read_desired(client, keys).version_of("math"), read_desired(client, keys).canary_version) == ("v1", "")
     host.session.controller.queue.append(decision(6, "recall", version="v3"))
     settle(host)
-    assert (read_desired(client, keys).version, read_desired(client, keys).canary_version) == ("v1", "v3")
+    assert (read_desired(client, keys).version_of("math"), read_desired(client, keys).canary_version) == ("v1", "v3")
 
 
 def test_a_refused_live_version_is_rolled_back_and_only_an_operator_brings_it_again(host, client, keys):

@@ -101,7 +101,7 @@ class Service:
         rows = []
         for i in range(120):
             group = "static" if i % 3 == 0 else "adaptive"
-            version = "v1" if group == "static" else live.version
+            version = "v1" if group == "static" else live.version_of("math")
             busy = self.seq % 2 == 0
             ms = (10.0 if version == "v1" else 8.0) + busy + 0.3 * rng.standard_normal()
             request = f"q{self.seq}-{i % 12}"

@@ -102,12 +102,13 @@ def check(client, keys, num_rows: int, folder: Path) -> Counter:
                 assert DrafterStatus(e["after"]) in NEXT_STATUS[DrafterStatus(e["before"])]
             at[e["version"]] = e["after"]
     lives = state.lifecycle
-    assert lives.with_status(DrafterStatus.LIVE) == {state.desired.version}
+    serving = {state.desired.version, *state.desired.class_versions.values()}
+    assert lives.with_status(DrafterStatus.LIVE) == serving
     canary = state.rollout.canary
     assert lives.with_status(DrafterStatus.CANARY) == ({canary.version} if canary is not None else set())
     desired = read_desired(client, keys)
     assert desired == state.desired and desired.canary_version == (canary.version if canary is not None else "")
-    assert not is_poisoned(desired.version) and not is_unloadable(desired.version)
+    assert not any(is_poisoned(v) or is_unloadable(v) for v in serving)
     for version in lives.versions:
         ends = {t.after for t in lives.versions[version].transitions}
         if is_poisoned(version) or is_unloadable(version):

@@ -10,7 +10,16 @@ from msgspec.structs import replace
 
 from paceline.bandit.ledger.totals import fold_entries
 from paceline.contracts import Decision, LedgerEntry, ReplicaReport
-from paceline.infra.controller.snapshot import CanaryRollout, IdleRollout, LedgerSums, Snapshot, TrialEnd, VersionInfo
+from paceline.infra.controller.snapshot import (
+    BucketTraffic,
+    CanaryRollout,
+    GroupSums,
+    IdleRollout,
+    LedgerSums,
+    Snapshot,
+    TrialEnd,
+    VersionInfo,
+)
 from paceline.infra.web.decision import compare, decision_page, words
 from paceline.infra.web.export import as_csv
 from paceline.infra.web.sections import breakdown, over_time, sections
@@ -105,6 +114,25 @@ def test_shares_sum_to_all_requests(held, percent, has_canary):
     assert bool(tried) == (has_canary and percent > 0 and held < 100)
 
 
+TRAFFIC = st.dictionaries(st.sampled_from(["math", "code", "tools"]), st.integers(0, 1000))
+
+
+@given(held=st.integers(0, 100), tokens=TRAFFIC, own=st.sets(st.sampled_from(["math", "code", "gone"])), scope=st.sampled_from(["", "math", "code"]))  # fmt: skip
+def test_classes_with_versions_of_their_own_share_by_their_latest_traffic(held, tokens, own, scope):
+    rest = {"rounds": 1, "acceptance_length": None, "acceptance_rate": None, "tokens_per_s": None}
+    buckets = {b: BucketTraffic(recent={"adaptive": GroupSums(tokens=n, **rest)}) for b, n in tokens.items()}
+    rollout = CanaryRollout(version="v9", share_percent=10, scope=scope)
+    values = {"class_versions": {b: f"v-{b}" for b in own}, "buckets": buckets, "rollout": rollout}
+    rows = shares(state(holdback_percent=held, **values))
+    assert sum(r["percent"] for r in rows) == pytest.approx(100.0) and min(r["percent"] for r in rows) >= -1e-9
+    whole, total = (100.0 - held) / 100.0, sum(tokens.values())
+    by_class = {r["label"]: r["percent"] for r in rows if r["role"] == "class"}
+    for bucket in own:
+        tried = 0.9 if bucket == scope else 1.0
+        expected = 100.0 * whole * tokens.get(bucket, 0) / total * tried if total else 0.0
+        assert by_class.get(bucket, 0.0) == pytest.approx(expected)
+
+
 def test_canary_is_told_with_its_evidence_and_its_end():
     trial = CanaryRollout(version="v3", incumbent="v2", share_percent=10, ratio=1.12, num_requests=60, num_canary_requests=8)  # fmt: skip
     text = rollout_words(state(rollout=trial))
@@ -184,6 +212,9 @@ def test_who_serves_names_the_classes_with_their_own_version_and_where_it_does_n
     own = {"class_versions": {"math": "v5", "~class-2": "v1"}}
     found = answers(state(gen=3, replicas=[replica("a", 3, "v2"), refused], **own))[2]
     assert "Classes with a version of their own: math by v5, ~class-2 by v1." in found["text"]
+    assert (
+        answers(state(gen=3, replicas=[replica("a", 3, "v2")], **own))[2]["verdict"] == "2 classes: their own drafter"
+    )
     assert found["text"].endswith("Replica b does not serve v5: weights must be finite.")
     trial = CanaryRollout(version="v3", share_percent=10, scope="math")
     assert "v3" not in answers(state(gen=3, rollout=trial))[2]["text"], "its share is one of a class, not of all"
