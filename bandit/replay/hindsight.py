@@ -121,12 +121,11 @@ class Executor:
         slow = 1.0 + self.slowdown * busy  # (T,)
         is_ready = np.arange(steps)[:, None] >= ready[None, :]  # (T, V)
         token_s = self.traffic.token_s(lengths)  # (V, D)
-        served_s, num_swaps = (1.0 - self.share) * self.first_s * slow, np.zeros(steps)
-        for d in np.flatnonzero(tokens.sum(axis=0)).tolist():
-            own_s = self.share * (tokens[:, d] * slow)[:, None] * token_s[None, :, d]
-            path = self._path(np.where(is_ready, own_s, np.inf))
-            served_s += own_s[np.arange(steps), path]
-            num_swaps += np.concatenate([[path[0] != 0], path[1:] != path[:-1]])
+        own_s = self.share * (tokens * slow[:, None])[:, :, None] * token_s.T[None]  # (T, D, V)
+        path = self._paths(np.where(is_ready[:, None, :], own_s, np.inf))
+        served_s = (1.0 - self.share) * self.first_s * slow
+        served_s += np.take_along_axis(own_s, path[:, :, None], axis=2).sum(axis=(1, 2))
+        num_swaps = np.concatenate([path[:1] != 0, path[1:] != path[:-1]]).sum(axis=1)
         flow = self.first_s - served_s - train_s - shadow_s - self.staging_s * num_swaps
         spent = {
             "training": float(train_s.sum()),
@@ -137,23 +136,24 @@ class Executor:
         num = int(num_swaps.sum())
         return Outcome(float(flow.sum()), flow, spent, events, len(lengths) - 1, num)
 
-    def _path(self, cost: np.ndarray) -> np.ndarray:
-        """(T,) the version of every step at the least cost, (T, V) seconds, swaps included; it begins with version 0."""
-        steps, num = cost.shape
-        value = np.full(num, np.inf)
-        value[0] = 0.0
-        came = np.zeros((steps, num), dtype=np.int32)
-        stay = np.arange(num)
+    def _paths(self, cost: np.ndarray) -> np.ndarray:
+        """(T, D) the version of every step at the least cost, (T, D, V) seconds, swaps included; it begins with version 0."""
+        steps, domains, num = cost.shape
+        value = np.full((domains, num), np.inf)
+        value[:, 0] = 0.0
+        came = np.zeros((steps, domains, num), dtype=np.int32)
+        every, stay = np.arange(domains), np.arange(num)
         for k in range(steps):
-            best = int(value.argmin())
-            is_swap = value[best] + self.staging_s < value
-            came[k] = np.where(is_swap, best, stay)
-            value = np.where(is_swap, value[best] + self.staging_s, value) + cost[k]
-        path = np.zeros(steps, dtype=np.int32)
-        at = int(value.argmin())
+            best = value.argmin(axis=1)
+            swapped = value[every, best] + self.staging_s
+            is_swap = swapped[:, None] < value
+            came[k] = np.where(is_swap, best[:, None], stay)
+            value = np.where(is_swap, swapped[:, None], value) + cost[k]
+        path = np.zeros((steps, domains), dtype=np.int32)
+        at = value.argmin(axis=1)
         for k in range(steps - 1, -1, -1):
             path[k] = at
-            at = int(came[k, at])
+            at = came[k, every, at]
         return path
 
 

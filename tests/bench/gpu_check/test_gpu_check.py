@@ -109,7 +109,7 @@ def test_a_bare_machine_is_told_what_to_carry(tmp_path, monkeypatch):
     site = write_bare_site(tmp_path / "bare")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(site), os.environ.get("PYTHONPATH", ""))))
     stages = tuple(s for s in STAGES if s.name in ("machine", "engine"))
-    rows, _ = check(tmp_path / "out", stages, is_dry=True)
+    rows, _ = check(tmp_path / "out", stages, budget_s=300.0, is_dry=True)
     imports = {row["module"]: row["error"] for row in rows["machine"]["data"]["imports"]}
     needed = {imports[name] for name in CHAIN if imports[name]}
     assert needed == {f"needs {name}: carry its wheel (--wheels DIR)" for name in NEEDED}
