@@ -71,6 +71,8 @@ class CostModel(msgspec.Struct):
     by_arm: dict[str, Scale] = {}
     shadow: Scale = msgspec.field(default_factory=Scale)
     staging: Scale = msgspec.field(default_factory=Scale)
+    duration: Scale = msgspec.field(default_factory=Scale)
+    """Of seconds from a job's order to its end over its device-seconds: a niced worker waits, and its start takes time."""
     slowdown: float = SLOWDOWN_PRIOR
     num_measured: int = 0
     """Jobs that ran to their end, or at least up to their limit."""
@@ -82,7 +84,7 @@ class CostModel(msgspec.Struct):
         return JobCost(
             training_s=training,
             shadow_s=shadow,
-            interference_s=max(self.slowdown, 0.0) * busy * (training + shadow),
+            interference_s=max(self.slowdown, 0.0) * busy * (training + shadow) * self.duration.value(),
             staging_s=self.staging_s(num_replicas),
             price=price,
         )
@@ -100,6 +102,11 @@ class CostModel(msgspec.Struct):
         self._measured(arm, train_s / prior_training_s(arm))
         if shadow_s > 0:
             self.shadow.update(shadow_s / prior_shadow_s(arm))
+
+    def update_duration(self, seconds: float, device_s: float) -> None:
+        """Learn from a job that took `seconds` from its order to its end; serving is slowed down for as long."""
+        if device_s > 0:
+            self.duration.update(max(seconds / device_s, 1.0))
 
     def update_staging(self, seconds: float, num_replicas: int) -> None:
         """Learn from a version that was made live on every replica; seconds of all of them together."""

@@ -125,6 +125,7 @@ def finish_job(
                 result.version,
                 job.arm.name,
             )
+    state.costs.update_duration(now - job.started, result.train_s + result.shadow_s)
     learn(state, job, result)
     publish, reason = _publish(state, config, job, result)
     if publish is not None:

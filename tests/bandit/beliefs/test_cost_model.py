@@ -45,6 +45,18 @@ def test_noise_around_no_slow_down_is_none_in_the_mean():
     assert np.mean(found[50:]) == pytest.approx(0.0, abs=0.02)
 
 
+def test_a_job_that_waits_for_the_processor_slows_serving_down_for_longer():
+    model = CostModel()
+    before = model.predict(FULL, busy=1.0, num_replicas=1)
+    for _ in range(8):
+        model.update_duration(60.0, 20.0)
+    after = model.predict(FULL, busy=1.0, num_replicas=1)
+    assert after.interference_s == pytest.approx(3.0 * before.interference_s, rel=0.1)
+    assert (after.training_s, after.shadow_s) == (before.training_s, before.shadow_s)
+    model.update_duration(1.0, 0.0)  # it ended before it used any
+    assert model.predict(FULL, busy=1.0, num_replicas=1) == after
+
+
 def test_scoring_costs_by_the_row():
     model = CostModel()
     model.update(sized(FULL, 4000), 10.0, 8.0)
