@@ -67,8 +67,9 @@ class Burst:
         """Read until the text ends, the evidence is sure or a stop is asked for; yields the requests read, step by step.
 
         Args:
-            fresh: requests of the class that the learner has not read, in order; the first few of all are learned unscored. rehearsal: of other classes; they come
-            round again when they are used up, but only their first reading is scored.
+            fresh: requests of the class that the learner has not read, in order; its first few ever are learned unscored.
+            rehearsal: of other classes; they come round again when they are used up, but only their first reading is
+                scored.
         Raises: DrafterMismatchError when the learner diverges.
         """
         others = _endless(rehearsal)

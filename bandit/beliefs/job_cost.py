@@ -38,13 +38,16 @@ class Scale(msgspec.Struct):
 
 def prior_training_s(arm: ArmSpec) -> float:
     """Training time of an arm by the prior table, seconds; rehearsal rows come on top of arm.num_rows."""
-    fixed, per_1k = TRAIN_PRIOR.get(arm.parameters, TRAIN_PRIOR["full"])
-    return fixed + per_1k * arm.num_rows / max(1.0 - arm.rehearsal_share, 0.1) / 1000.0
+    return _prior_s(TRAIN_PRIOR.get(arm.parameters, TRAIN_PRIOR["full"]), arm)
 
 
 def prior_shadow_s(arm: ArmSpec) -> float:
     """Scoring time of an arm by the prior, seconds; its rehearsal rows are scored, too."""
-    fixed, per_1k = SHADOW_PRIOR
+    return _prior_s(SHADOW_PRIOR, arm)
+
+
+def _prior_s(prior: tuple[float, float], arm: ArmSpec) -> float:
+    fixed, per_1k = prior
     return fixed + per_1k * arm.num_rows / max(1.0 - arm.rehearsal_share, 0.1) / 1000.0
 
 

@@ -14,6 +14,8 @@ from paceline.contracts import TrainResult
 HALF_LIFE_S = 300.0
 """Of realised acceptance while a version serves; what is not served is not forgotten."""
 MIN_ROUNDS = 12
+SCORE_SD = 0.3
+"""Relative spread of a request's replay score."""
 MANIFEST_REQUESTS = 8
 """Weight, in requests, of a replay score that only a manifest tells: its text may have changed since."""
 
@@ -87,7 +89,7 @@ class ScoreTable(msgspec.Struct):
             found.append((length, max(score.realised.standard_error(), 0.01 * length)))
         if score.shadow is not None:
             value = score.shadow * self._calibration(bucket)
-            found.append((value, value * max(0.3 / math.sqrt(max(score.shadow_requests, 1)), 0.03)))
+            found.append((value, value * max(SCORE_SD / math.sqrt(max(score.shadow_requests, 1)), 0.03)))
         if not found:
             return None
         precision = sum(1.0 / se**2 for _, se in found)

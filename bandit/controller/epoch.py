@@ -8,7 +8,7 @@ import math
 from paceline.bandit.beliefs.belief import ACTIVE_SHARE, STEADY, BucketBelief, BucketMeter, epoch_weight
 from paceline.bandit.beliefs.gain_model import further_share
 from paceline.bandit.beliefs.observation import BucketObservation, HostContext, close
-from paceline.bandit.beliefs.recall import MANIFEST_REQUESTS
+from paceline.bandit.beliefs.recall import MANIFEST_REQUESTS, SCORE_SD
 from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
 from paceline.bandit.controller.state import ControllerState
 from paceline.bandit.policies.pricing import MAX_HEADROOM, PRIOR_BEST_LENGTH
@@ -160,7 +160,7 @@ def _rows(state: ControllerState, context: HostContext, name: str) -> tuple[int,
     return usable, min(usable, max(written - state.rows_at_job.get(name, 0), 0))
 
 
-PAIR_ERROR = 0.3 * math.sqrt(2.0 / MANIFEST_REQUESTS)
+PAIR_ERROR = SCORE_SD * math.sqrt(2.0 / MANIFEST_REQUESTS)
 """Relative standard error of the difference of two replay scores that were not taken on the same rows."""
 
 

@@ -10,6 +10,9 @@ import numpy as np
 from paceline.bandit.beliefs.job_cost import TRAIN_PRIOR
 from paceline.contracts import ArmSpec
 
+SCORING_S = 2.0
+"""Seconds of scoring that a job of a formula world takes."""
+
 
 class Curves(Protocol):
     """What rows bring, before luck."""
@@ -37,10 +40,6 @@ class FormulaCurves:
     def closed(self, domain: int, arm: ArmSpec, rows: np.ndarray | float) -> np.ndarray:
         curve = 1.0 - np.exp(-((np.maximum(rows, 0.0) / self.tau[domain]) ** self.power[domain]))
         return np.asarray(self.arm_share.get(arm.parameters, 1.0) * curve)
-
-
-SCORING_S = 2.0
-"""Seconds of scoring that a job of a formula world takes."""
 
 
 @dataclass(frozen=True)

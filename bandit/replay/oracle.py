@@ -2,8 +2,8 @@
 
 Dynamic programming with the world's true outcomes, domain by domain: each has a version of its own. Relaxations make it a
 bound from above: versions change free and at once, jobs on different domains may overlap, jobs that go wrong are avoided, a
-job's rows are rounded up and its cost down, and resulting lengths are rounded up to the grid. Where training on one domain helps others, each of these may order that job for itself, at an equal share of its
-cost. Hold-back traffic stays on the first drafter, as for every policy.
+job's rows are rounded up and its cost down, and resulting lengths are rounded up to the grid. Where training on one domain
+helps others, each of these may order that job for itself, at an equal share of its cost. Hold-back traffic stays on the first drafter, as for every policy.
 """
 
 from __future__ import annotations

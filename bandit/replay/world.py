@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from paceline.bandit.beliefs.recall import SCORE_SD
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.decision_log import KIND
 from paceline.bandit.replay.outcomes import FIRST, Outcomes, TrainOrder, TrainTruth
@@ -36,8 +37,6 @@ LENGTH_SD, TIME_SD = 0.12, 0.05
 KINDS = ("training", "shadow", "interference", "staging")
 REHEARSED = 8
 """Requests of each other bucket that a job's replay scores."""
-SCORE_SD = 0.3
-"""Relative spread of a request's score, as ScoreTable assumes it."""
 
 
 class RunResult(msgspec.Struct, kw_only=True):

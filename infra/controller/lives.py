@@ -146,6 +146,7 @@ class Lives:
     def assign(self, bucket: str, version: str, reason: str, now: float, decision_id: int) -> None:
         """Give a class a version of its own, as soon as replicas have it; a canary of the class ends with it.
 
+        decision_id: the policy's decision; 0 = an operator's order, which the policy leaves alone.
         Raises: DrafterMismatchError when nothing is live, when the version is on trial for others or serves the class, or
         when too many classes have one.
         """
@@ -157,8 +158,9 @@ class Lives:
         _check_room(base, bucket)
         if canary is not None and canary.version == version and canary.scope != bucket:
             raise DrafterMismatchError(f"drafter {version} is on trial; wait for its verdict, or pin or roll back")
-        self._reassign(base, {**base.class_versions, bucket: version}, bucket, reason, now)
-        self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
+        if decision_id == 0:
+            self._state.assigned = sorted({*self._state.assigned, bucket})
+        self._reassign(base, {**base.class_versions, bucket: version}, bucket, reason, now, decision_id)
 
     def unassign(self, bucket: str, reason: str, now: float, decision_id: int = 0) -> None:
         """Let the live version serve a class again. Raises: DrafterMismatchError when it has none of its own."""
@@ -168,11 +170,11 @@ class Lives:
             raise DrafterMismatchError(f"class must have a version of its own ({known or 'none has'}), got {bucket!r}")
         self._state.assigned = [b for b in self._state.assigned if b != bucket]
         others = {b: v for b, v in base.class_versions.items() if b != bucket}
-        self._reassign(base, others, bucket, reason, now)
-        if decision_id:
-            self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
+        self._reassign(base, others, bucket, reason, now, decision_id)
 
-    def _reassign(self, base: DesiredState, versions: dict[str, str], bucket: str, reason: str, now: float) -> None:
+    def _reassign(
+        self, base: DesiredState, versions: dict[str, str], bucket: str, reason: str, now: float, decision_id: int
+    ) -> None:
         canary = self._state.rollout.canary
         if canary is not None and canary.scope == bucket:
             outcome = Outcome.PROMOTED if canary.version == versions.get(bucket) else Outcome.RETIRED
@@ -180,6 +182,7 @@ class Lives:
         self.book_swap(now, is_superseded=True)
         self._make_live({base.version, *versions.values()}, reason, now)
         has_canary = self._state.rollout.canary is not None
+        self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
         self._change(base, reason, now, has_canary=has_canary, class_versions=versions)
 
     def publish(self, version: str, reason: str, now: float, decision_id: int, bucket: str, *, arm: str = "") -> None:
@@ -260,8 +263,6 @@ class Lives:
             self._close_canary(verdict, now)
             if canary.scope:
                 self.assign(canary.scope, canary.version, reason, now, canary.decision_id)
-                if canary.decision_id == 0:  # ordered by an operator
-                    self._state.assigned = sorted({*self._state.assigned, canary.scope})
                 return
             if canary.decision_id == 0:  # ordered by an operator: it takes the place of a version pinned before
                 self._policy.unpin()
@@ -404,10 +405,9 @@ class Lives:
         now, desired = self._books.clock.now(), self._books.desired
         own = desired.class_versions if desired is not None else {}
         kept = self._state.assigned if is_whole else list(own)
-        gone = {v for b, v in own.items() if b not in kept} - {v for b, v in own.items() if b in kept}
-        if desired is not None and desired.version not in {own[b] for b in kept if b in own}:
-            gone.add(desired.version)
-        made = self._policy.manual(action, version, now, reason, sorted(gone))
+        served = set() if desired is None else {desired.version, *own.values()}
+        gone = served - {v for b, v in own.items() if b in kept}
+        made = self._policy.manual(action, version, now, reason, gone)
         self.want(version, reason, now, made.decision_id, kept=kept, left=left, force=True)
         logger.warning("drafter %s version=%s reason=%s", action, version, reason)
 

@@ -126,7 +126,7 @@ class Orders:
             learned_rows=around.learned_rows,
             shadow=around.shadow,
             class_versions=desired.class_versions,
-            assigned=[b for b in state.assigned if b in desired.class_versions],
+            assigned=state.assigned,
         )
 
     def _act(self, decision: Decision, now: float) -> None:
@@ -194,7 +194,6 @@ class Orders:
         self._around.servable_manifest(version)
         reason = f"{version} assigned to class {bucket} by the operator"
         self._lives.assign(bucket, version, reason, self._books.clock.now(), 0)
-        self._state.assigned = sorted({*self._state.assigned, bucket})
         self._books.note(reason)
 
     def unassign(self, bucket: str) -> None:

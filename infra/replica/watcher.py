@@ -195,9 +195,8 @@ class ReplicaWatcher:
             self._routes, self._refused, self._tried = dict(routes), (refused := {}), set()
             started = time.perf_counter()
             drafters.route(self._routes)
-            self._pauses_ms.append(
-                1e3 * (time.perf_counter() - started)
-            )  # the engine waits for the lock at most so long
+            # the engine waits for the lock at most so long
+            self._pauses_ms.append(1e3 * (time.perf_counter() - started))
             self.num_swaps += 1
             self.swap_gen = self.desired.gen if self.desired is not None else self.gen
         self._tried.update(drafters.served().values())
