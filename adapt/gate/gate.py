@@ -50,8 +50,9 @@ LOG_NOTHING = -1e9
 """Log evidence of a process that has not begun."""
 MIN_REQUESTS = 4
 """Scored requests below which nothing is said."""
-GRACE_REQUESTS = 32
-"""Requests that a learner reads before it can be found to gain too little: gains grow from nothing."""
+GRACE_REQUESTS = 16
+"""Scored requests before a learner can be found to gain too little, behind those that it learned unscored: gains grow from
+nothing."""
 RECENT_REQUESTS = 32
 """Newest requests whose mean is the gain: the learner was another one long before."""
 MAX_SCORE = 3.0

@@ -12,7 +12,7 @@ import torch
 
 from paceline.adapt.gate.gate import Evidence, Finding, RequestScore
 from paceline.adapt.gate.shadow import ShadowStoppedError, fixed_rounds, replay_rounds, request_scores
-from paceline.adapt.online.learner import Learner, is_rehearsed
+from paceline.adapt.online.learner import AVERAGED_STEPS, Learner, is_rehearsed
 from paceline.serving.drafters.family import TrainedDrafter
 from paceline.serving.sampling.request import RequestTrace
 
@@ -67,7 +67,8 @@ class Burst:
         """Read until the text ends, the evidence is sure or a stop is asked for; yields the requests read, step by step.
 
         Args:
-            fresh: requests of the class that the learner has not read, in order; its first few ever are learned unscored.
+            fresh: requests of the class that the learner has not read, in order; those of its first AVERAGED_STEPS
+                steps since its base are learned unscored: its mean holds the base's weights still.
             rehearsal: of other classes; they come round again when they are used up, but only their first reading is
                 scored.
         Raises: DrafterMismatchError when the learner diverges.
@@ -77,9 +78,10 @@ class Burst:
         try:
             for start in range(0, len(fresh), SCORED_TOGETHER):
                 chunk = fresh[start : start + SCORED_TOGETHER]
-                share = self._learner.arm.rehearsal_share if self._learner.num_rows > 0 else 0.0
+                is_scored = self._learner.num_steps >= AVERAGED_STEPS
+                share = self._learner.arm.rehearsal_share if is_scored else 0.0
                 between = [next(others, None) if is_rehearsed(start + i, share) else None for i in range(len(chunk))]
-                if self._learner.num_rows > 0:  # else it is its base still: the two scores would be the same
+                if is_scored:
                     self._score(chunk, [t for t in between if t is not None])
                 for i, (trace, other) in enumerate(zip(chunk, between, strict=True)):
                     self._learn(trace)

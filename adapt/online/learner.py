@@ -74,7 +74,7 @@ class Learner:
             max_rows=MAX_TRACE_ROWS,
             trains_backbone=trains_backbone,
         )
-        self._seed = seed
+        self._seed, self._base_step = seed, 0
         self._trained = {name: model.get_parameter(name) for name in names}
         self._mean = {name: p.detach().clone() for name, p in self._trained.items()}
         self.evidence = Evidence()
@@ -88,7 +88,13 @@ class Learner:
     @property
     def num_steps(self) -> int:
         """Optimizer steps since the base."""
-        return self._run.step
+        return self._run.step - self._base_step
+
+    def rebase(self) -> None:
+        """Go on from the snapshot, which has become the base: what it has read stays read, its evidence is spent."""
+        self.evidence = Evidence()
+        self.num_rows = self.num_rehearsed_rows = 0
+        self._base_step = self._run.step
 
     def mark_read(self, traces: Iterable[RequestTrace]) -> None:
         """These requests have been scored: they are never scored again, learned or not."""
@@ -135,6 +141,7 @@ class Learner:
         record = {
             "seed": self._seed,
             "step": self._run.step,
+            "base_step": self._base_step,
             "num_rows": self.num_rows,
             "num_rehearsed_rows": self.num_rehearsed_rows,
             "nll": self.nll,
@@ -166,6 +173,7 @@ class Learner:
                     found["state"].setdefault(int(i), {})[field] = value
             self._run.optimizer.load_state_dict(found)
             self._run.step, self._seed = int(record["step"]), int(record["seed"])
+            self._base_step = int(record.get("base_step", 0))
             self.num_rows, self.num_rehearsed_rows = int(record["num_rows"]), int(record["num_rehearsed_rows"])
             self.nll, self.evidence = float(record["nll"]), evidence
             self.seen = dict.fromkeys(tensors["seen"].tolist())

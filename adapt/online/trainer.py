@@ -21,9 +21,9 @@ import torch
 
 from paceline.adapt.data.learning_text import LearningText, ShardReader, load_learning_text
 from paceline.adapt.families.target_handle import TargetTables, load_target_handle
-from paceline.adapt.gate.gate import RECENT_REQUESTS, Evidence, Finding, score_version
+from paceline.adapt.gate.gate import Finding, score_version
 from paceline.adapt.gate.shadow import ShadowStoppedError, shadow_scores
-from paceline.adapt.online.burst import Burst
+from paceline.adapt.online.burst import SCORED_TOGETHER, Burst
 from paceline.adapt.online.learner import Learner
 from paceline.adapt.online.learner_store import LearnerKey, LearnerStore
 from paceline.adapt.versions.registry import DrafterRegistry, check_finite
@@ -281,10 +281,9 @@ def _read(job: TrainJob, store: ShardReader, target_version: str, learner: Learn
 
 
 def _hand_on(learners: LearnerStore, key: LearnerKey, learner: Learner) -> None:
-    """Let the learner go on from its snapshot, which is the next base: what it has read stays read, its evidence is spent."""
+    """Let the learner go on from its snapshot, the next base."""
     learners.note_learned(key.base_version, torch.tensor(list(learner.seen), dtype=torch.int64))
-    learner.evidence = Evidence()
-    learner.num_rows = learner.num_rehearsed_rows = 0
+    learner.rebase()
     learners.save(key, *learner.state())
 
 
@@ -328,8 +327,11 @@ def _first_score(
     rng: np.random.Generator,
     watch: _Watch,
 ) -> ShadowScore | None:
-    """Score of the first drafter on the newest requests of this burst; None when it is gone or the time is up."""
-    recent = burst.scored[-RECENT_REQUESTS:]
+    """Score of the first drafter on the newest requests of this burst; None when it is gone or the time is up.
+
+    Where it is not the base it takes a replay of its own, of one look's requests: the hold-back measures it while it serves.
+    """
+    recent = burst.scored[-SCORED_TOGETHER:]
     base_scores = [score for _, score in recent]
     if job.first_version == job.base_version:
         return score_version(job.first_version, base_scores, base_scores, rng)

@@ -12,7 +12,7 @@ from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.gate.gate import Finding
 from paceline.adapt.online import burst as burst_module
 from paceline.adapt.online.burst import SCORED_TOGETHER, Burst
-from paceline.adapt.online.learner import Learner
+from paceline.adapt.online.learner import AVERAGED_STEPS, Learner
 from paceline.contracts import ArmSpec
 from paceline.machine import ManualClock
 from paceline.serving.loading.families import build_drafter
@@ -86,7 +86,7 @@ def test_every_request_is_read_once_and_never_scored_after_it_was_learned(stops,
     read = [name for what, name in learner.events if what == "read"]
     assert len(read) == len(set(read)) and {t.request_id for t in OWN} <= set(read)
     num_unscored = len(read) - learner.evidence.num_requests - num_elsewhere(learner)
-    assert 1 <= num_unscored <= SCORED_TOGETHER, "those before it had learned anything"
+    assert AVERAGED_STEPS <= num_unscored < AVERAGED_STEPS + SCORED_TOGETHER, "whole chunks, begun while its mean was young"
     for name in {name for _, name in learner.events}:
         assert learner.events.index(("read", name)) < min(
             [i for i, e in enumerate(learner.events) if e == ("learned", name)], default=math.inf
@@ -104,7 +104,7 @@ def test_two_bursts_are_one_long_burst_cut_at_a_chunk():
     list(make_burst(second, min_gain=5.0).run(unread(second), []))
     a, b = whole.snapshot(), second.snapshot()
     assert all(torch.equal(a[k], b[k]) for k in a)
-    assert second.evidence.num_requests == whole.evidence.num_requests == len(OWN) - SCORED_TOGETHER
+    assert second.evidence.num_requests == whole.evidence.num_requests == len(OWN) - AVERAGED_STEPS
 
 
 def test_a_stop_keeps_what_was_learned_before_it():
@@ -145,6 +145,6 @@ def test_rehearsal_comes_round_again_but_is_scored_once():
     learner = Told([])
     list(make_burst(learner, min_gain=5.0).run(OWN, OTHERS))
     learned = [name for what, name in learner.events if what == "learned" and name.startswith("c")]
-    rehearsed = (len(OWN) - SCORED_TOGETHER) / 2  # the first are the learner's first at all
+    rehearsed = (len(OWN) - AVERAGED_STEPS) / 2  # none between the first, which are not scored
     assert len(learned) == pytest.approx(rehearsed, abs=1) and set(learned) == {t.request_id for t in OTHERS}
     assert num_elsewhere(learner) == len(OTHERS)
