@@ -155,8 +155,11 @@ class TraceConfig:
 
 @record("rollout.")
 class RolloutConfig:
-    """How a new drafter version reaches all requests: its canary, what ends it, which old versions are kept."""
+    """How a new drafter version reaches all requests: its guard or canary, what ends it, which old versions are kept."""
 
+    guard: bool = True
+    """A version that a burst's replay found surely better serves its class at once, compared with the hold-back's requests
+    and taken back if it is slower; false, or without a hold-back: it begins as a canary."""
     canary_percent: A[int, Setting(ge=0, le=90)] = 10
     """Share of adaptive requests, by hash of the request id, that a new version serves until it is judged; 0 = all at once."""
     margin: A[float, Setting(gt=0, lt=1)] = 0.05

@@ -17,7 +17,7 @@ from paceline.adapt.versions.pool import best_versions, choose_evictions
 from paceline.contracts import DesiredState, FeedbackBatch, ReplicaReport, TrainJob, TrainResult
 from paceline.errors import DrafterMismatchError, PacelineError
 from paceline.infra.controller import rollout
-from paceline.infra.controller.rollout import Outcome, Verdict
+from paceline.infra.controller.rollout import Canary, Outcome, Verdict
 from paceline.infra.controller.store import Books, SwapInFlight
 from paceline.infra.controller.surroundings import Surroundings
 from paceline.infra.state.desired import known_desired
@@ -39,8 +39,8 @@ class Lives:
     def __init__(self, books: Books, around: Surroundings) -> None:
         self._books, self._around, self._state, self._policy = books, around, books.state, books.policy
         self.config, self._holdback_percent = books.config.rollout, books.config.policy.holdback_percent
-        self._taken: tuple[int, int, str] | None = None
-        """The look at the replicas that the canary in flight was judged by: a look, generation and version."""
+        self._taken: dict[str, tuple[int, int]] = {}
+        """Version on trial or under guard -> the look at the replicas that it was judged by last: a look, generation."""
         self._refused: set[tuple[str, str]] = set()
         """(replica, version of a class) whose refusal was noted."""
 
@@ -105,6 +105,8 @@ class Lives:
             return
         if canary is not None and not canary.is_wanted(desired):
             self._close_canary(Verdict(outcome=Outcome.RETIRED, reason="another desired record was written"), now)
+        for guard in [g for g in self._state.rollout.guards.values() if not g.is_wanted(desired)]:
+            del self._state.rollout.guards[guard.scope]
         self._state.assigned = [b for b in self._state.assigned if b in desired.class_versions]
         serving = {desired.version, *desired.class_versions.values()}
         if self._state.lifecycle.with_status(_S.LIVE) != serving:
@@ -173,20 +175,21 @@ class Lives:
         self._reassign(base, others, bucket, reason, now, decision_id)
 
     def _reassign(
-        self, base: DesiredState, versions: dict[str, str], bucket: str, reason: str, now: float, decision_id: int
-    ) -> None:
+        self, base: DesiredState, versions: dict[str, str], bucket: str, reason: str, now: float, decision_id: int,
+        *, left: DrafterStatus = _S.RETIRED,
+    ) -> None:  # fmt: skip
         canary = self._state.rollout.canary
         if canary is not None and canary.scope == bucket:
             outcome = Outcome.PROMOTED if canary.version == versions.get(bucket) else Outcome.RETIRED
             self._close_canary(Verdict(outcome=outcome, reason=f"superseded: {reason}"), now)
         self.book_swap(now, is_superseded=True)
-        self._make_live({base.version, *versions.values()}, reason, now)
+        self._make_live({base.version, *versions.values()}, reason, now, left=left)
         has_canary = self._state.rollout.canary is not None
         self._state.swap = SwapInFlight(decision_id=decision_id, since=now)
         self._change(base, reason, now, has_canary=has_canary, class_versions=versions)
 
     def publish(self, version: str, reason: str, now: float, decision_id: int, bucket: str, *, arm: str = "") -> None:
-        """Give a version to a class: by a canary, or at once where there is none or the version served before."""
+        """Give a version to a class: at once where it served before, else under a guard or by a canary, if there are any."""
         lives, base = self._state.lifecycle, self._books.desired
         if base is None or version == base.version_of(bucket):
             return
@@ -198,6 +201,13 @@ class Lives:
         try:
             if version == base.version:
                 self.unassign(bucket, reason, now, decision_id)
+            elif self.config.guard and self._holdback_percent and not was_live:
+                before = base.class_versions.get(bucket, "")
+                self.assign(bucket, version, reason, now, decision_id)
+                self._state.rollout.guard(
+                    version, before, self.config, incumbent=base.first_version, holdback_percent=self._holdback_percent,
+                    now=now, decision_id=decision_id, bucket=bucket, arm=arm,
+                )  # fmt: skip
             elif self.config.canary_percent and not was_live:
                 _check_room(base, bucket)
                 self._start_canary(base, version, reason, now, decision_id, bucket=bucket, arm=arm, scope=bucket)
@@ -227,37 +237,50 @@ class Lives:
             canary_percent=config.canary_percent, canary_bucket=scope, holdback_percent=self._holdback_percent,
         )  # fmt: skip
 
-    # ---- the canary ---------------------------------------------------------------------------------------------
+    # ---- the canary and the guards ---------------------------------------------------------------------------------------------
     def observe(self, batch: FeedbackBatch) -> None:
-        """Fold a batch into the traffic statistics and, from a replica that runs it, into the canary's trial."""
+        """Fold a batch into the traffic statistics, the guards and, from a replica that runs it, the canary's trial."""
         state = self._state
         canary = state.rollout.canary
         serving = set() if state.desired is None else {state.desired.version, *state.desired.class_versions.values()}
         percent, scope = (canary.percent, canary.scope) if canary is not None else (0, "")
         state.traffic.observe(batch, state.rollout.tried_version(serving), percent, scope)
+        now, guards = self._books.clock.now(), state.rollout.guards
         if canary is not None and self._around.canaries.get(batch.replica_id) == canary.version:
-            rollout.fold(canary, batch, self._books.clock.now())
+            rollout.fold(canary, batch.cells, now)
+        for bucket in {cell.bucket for cell in batch.cells} & guards.keys():
+            rollout.fold(guards[bucket], batch.cells, now)
 
-    def judge_canary(self, now: float, *, is_read_up: bool) -> None:
-        """Judge the canary in flight by what replicas report and requests show.
+    def judge_trials(self, now: float, *, is_read_up: bool) -> None:
+        """Judge the canary in flight and the guards by what replicas report and requests show.
 
         Args:
             is_read_up: the feedback stream was read to its end; otherwise rows of requests that look quiet may still wait.
         """
         self.reconcile(now)
-        canary, desired, config = self._state.rollout.canary, self._state.desired, self.config
-        if canary is None or desired is None or self._books.pending.desired is not None:
+        canary, desired = self._state.rollout.canary, self._state.desired
+        if desired is None or self._books.pending.desired is not None:
             return
-        verdict, look = None, (self._around.num_looks, desired.gen, canary.version)
-        if look != self._taken:
-            self._taken = look
-            verdict = rollout.take_reports(canary, self._around.reports, desired)
-        if is_read_up:
-            rollout.close_quiet(canary, config, now)
-        verdict = verdict or rollout.judge(canary, config, now)
-        if verdict is None or (verdict.outcome == Outcome.PROMOTED and self._state.is_paused):
-            return
-        logger.warning("canary %s version=%s reason=%s", verdict.outcome.value, canary.version, verdict.reason)
+        taken, self._taken = self._taken, {}
+        for trial in [*([] if canary is None else [canary]), *self._state.rollout.guards.values()]:
+            look = self._taken[trial.version] = (self._around.num_looks, desired.gen)
+            verdict = None
+            if taken.get(trial.version) != look:
+                verdict = rollout.take_reports(trial, self._around.reports, desired)
+            if is_read_up:
+                rollout.close_quiet(trial, self.config, now)
+            verdict = verdict or rollout.judge(trial, self.config, now)
+            if verdict is None or (verdict.outcome == Outcome.PROMOTED and self._state.is_paused):
+                continue
+            what = "guard" if trial.is_guard else "canary"
+            logger.warning("%s %s version=%s reason=%s", what, verdict.outcome.value, trial.version, verdict.reason)
+            if trial.is_guard:
+                self._end_guard(trial, verdict, now)
+            else:
+                self._end_canary(trial, verdict, now)
+
+    def _end_canary(self, canary: Canary, verdict: Verdict, now: float) -> None:
+        """Let it serve, or call it off."""
         if verdict.outcome == Outcome.PROMOTED:
             reason = f"canary promoted: {verdict.reason}"
             self._close_canary(verdict, now)
@@ -270,8 +293,24 @@ class Lives:
             return
         self.book_swap(now, is_superseded=True)
         self._close_canary(verdict, now)
-        text = f"canary {canary.version} {verdict.outcome.value.replace('_', ' ')}: {verdict.reason}"
-        self._change(desired, text, now)
+        base = self._books.desired
+        assert base is not None, "a canary is tried beside a live version"
+        self._change(base, f"canary {canary.version} {_plain(verdict)}", now)
+
+    def _end_guard(self, guard: Canary, verdict: Verdict, now: float) -> None:
+        """Leave the class its version, or give it back the one before."""
+        state, base = self._state, self._books.desired
+        assert base is not None and guard.before is not None, "a guard's version serves a class"
+        state.rollout.end(guard, verdict, self.config, now)
+        self._tell_end(guard, verdict)
+        text = f"guard of {guard.version} on {guard.scope} {_plain(verdict)}"
+        self._books.log("note", {"text": text})
+        if verdict.outcome == Outcome.PROMOTED:
+            return
+        others = {b: v for b, v in base.class_versions.items() if b != guard.scope}
+        if guard.before and guard.before not in {*state.lifecycle.barred(), *state.evicted}:
+            others[guard.scope] = guard.before
+        self._reassign(base, others, guard.scope, text, now, guard.decision_id, left=_status_after(verdict))
 
     def _close_canary(self, verdict: Verdict, now: float, *, left: DrafterStatus = _S.RETIRED) -> None:
         """End the trial in state, life cycle and policy; the caller writes the desired record.
@@ -279,18 +318,22 @@ class Lives:
         Args:
             left: what becomes of the version that was live when the trial is promoted.
         """
-        canary = self._state.rollout.end(verdict, self.config, now)
+        canary = self._state.rollout.canary
+        assert canary is not None, "no version is on trial"
+        self._state.rollout.end(canary, verdict, self.config, now)
         if verdict.outcome == Outcome.PROMOTED:
             others = set(self._books.desired.class_versions.values()) if self._books.desired is not None else set()
             keeps = self._state.lifecycle.with_status(_S.LIVE) if canary.scope else others
             self._make_live({canary.version, *keeps}, verdict.reason, now, left=left, force=False)
         else:
-            to = _S.ROLLED_BACK if verdict.outcome == Outcome.ROLLED_BACK else _S.RETIRED
-            self.move(canary.version, to, verdict.reason, now)
+            self.move(canary.version, _status_after(verdict), verdict.reason, now)
+        self._tell_end(canary, verdict)
+
+    def _tell_end(self, trial: Canary, verdict: Verdict) -> None:
         try:
-            self._policy.canary_ended(canary.decision_id, verdict.outcome.value)
+            self._policy.canary_ended(trial.decision_id, verdict.outcome.value)
         except Exception as e:
-            self._books.errors.note("the policy could not take the end of a canary", e)
+            self._books.errors.note("the policy could not take the end of a trial", e)
 
     def order_canary(self, version: str, bucket: str = "") -> None:
         """Start a canary of a version of the registry by an operator's order, on one class or on what the live version
@@ -490,6 +533,15 @@ class WeightPool:
             self._evicted_at = state.commit
             text = f"weights of {', '.join(gone)} given up: the pool may hold {self._max_bytes} bytes"
             self._books.log("note", {"text": text})
+
+
+def _plain(verdict: Verdict) -> str:
+    return f"{verdict.outcome.value.replace('_', ' ')}: {verdict.reason}"
+
+
+def _status_after(verdict: Verdict) -> DrafterStatus:
+    """Of a version that was not promoted."""
+    return _S.ROLLED_BACK if verdict.outcome == Outcome.ROLLED_BACK else _S.RETIRED
 
 
 def _check_room(base: DesiredState, bucket: str) -> None:

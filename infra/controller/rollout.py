@@ -1,4 +1,4 @@
-"""Rollout: a canary from its start to its end: the requests that count, its promotion, retirement or roll-back.
+"""Rollout: a canary or a guard from its start to its end: the requests that count, its promotion, retirement or roll-back.
 
 Pure: no I/O, time comes from arguments. Everything lies in `RolloutState`, which the controller commits with the rest of
 its state, so that a controller killed anywhere in between goes on with the same canary.
@@ -18,19 +18,24 @@ The end, in this order:
    both minima and its estimated speed is not below 1 - margin; otherwise it is retired, which bars nothing. One that has
    drafted too little stays on trial until max_s, however many requests it has.
 A rollback bars the version and freezes training on its bucket for freeze_s.
+
+A guard is the same test of a version that serves all of its class already, because a burst's replay found it surely better:
+its requests are compared with those of the hold-back, which keep the first drafter. Every class may have one. What would
+retire or roll back a canary takes the class's version back; a promotion ends the guard. A guard has no time limit (its class
+may be away), and without a verdict the version stays unless its estimated speed is below 1 - margin.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 import msgspec
 
 from paceline.bandit.canary import WEIGHTS, CanaryTest, batch_class
 from paceline.config import RolloutConfig
-from paceline.contracts import CellSums, DesiredState, FeedbackSums, Group, ReplicaReport, is_canary
+from paceline.contracts import CellSums, DesiredState, Group, ReplicaReport, is_canary
 
 MAX_OPEN = 4096
 """Requests in flight that are followed; more are left out, whatever served them."""
@@ -88,6 +93,8 @@ class Canary(msgspec.Struct, kw_only=True):
     scope: str = ""
     """Class whose requests it is tried on; '' = those that the live version serves."""
     arm: str = ""
+    before: str | None = None
+    """Of a guard: the version that the class had, '' = none of its own. None: a canary."""
     test: CanaryTest
     open: dict[str, OpenRequest] = {}
     errors_before: dict[str, tuple[int, int]] = {}
@@ -98,20 +105,28 @@ class Canary(msgspec.Struct, kw_only=True):
     num_excluded: int = 0
     """Adaptive requests that another version served than their hash says."""
 
+    @property
+    def is_guard(self) -> bool:
+        return self.before is not None
+
     def is_wanted(self, desired: DesiredState) -> bool:
-        """Whether a desired record asks for this trial."""
+        """Whether a desired record asks for this trial, or gives a guard's class its version."""
+        if self.is_guard:
+            return desired.class_versions.get(self.scope) == self.version
         asked = (desired.canary_version, desired.canary_bucket, desired.version_of(desired.canary_bucket))
         return asked == (self.version, self.scope, self.incumbent)
 
 
 class RolloutState(msgspec.Struct, kw_only=True):
-    """The canary in flight, what is frozen, and how the latest canary ended."""
+    """The canary in flight, the guards, what is frozen, and how the latest of them ended."""
 
     canary: Canary | None = None
+    guards: dict[str, Canary] = {}
+    """Class -> guard of its version."""
     frozen: dict[str, float] = {}
     """Bucket -> no training before this time."""
     last: dict[str, str | float | int] = {}
-    """Version, outcome, reason, time and requests of the latest canary that ended."""
+    """Version, outcome, reason, time and requests of the latest one that ended."""
 
     def begin(
         self, version: str, incumbent: str, config: RolloutConfig, *, now: float, decision_id: int, bucket: str, arm: str,
@@ -132,11 +147,28 @@ class RolloutState(msgspec.Struct, kw_only=True):
         )
         return self.canary
 
-    def end(self, verdict: Verdict, config: RolloutConfig, now: float) -> Canary:
-        """Close the trial; a rollback freezes its bucket. Returns the canary that was."""
-        canary = self.canary
-        assert canary is not None, "no canary is on trial"
-        self.canary = None
+    def guard(
+        self, version: str, before: str, config: RolloutConfig, *, incumbent: str, holdback_percent: int, now: float,
+        decision_id: int, bucket: str, arm: str,
+    ) -> None:  # fmt: skip
+        """Watch a version that serves all requests of a class but the hold-back.
+
+        Args:
+            before: version that the class had of its own, '' = none.
+            incumbent: the hold-back's version.
+        """
+        percent = 100 - holdback_percent
+        self.guards[bucket] = Canary(
+            version=version, incumbent=incumbent, percent=percent, since=now, decision_id=decision_id, bucket=bucket,
+            scope=bucket, arm=arm, before=before, test=CanaryTest(share=percent / 100, margin=config.margin),
+        )  # fmt: skip
+
+    def end(self, canary: Canary, verdict: Verdict, config: RolloutConfig, now: float) -> None:
+        """Close a trial or a guard; a rollback freezes its bucket."""
+        if canary.is_guard:
+            del self.guards[canary.scope]
+        else:
+            self.canary = None
         if verdict.outcome == Outcome.ROLLED_BACK and canary.bucket and config.freeze_s > 0:
             live = {b: t for b, t in self.frozen.items() if t > now}
             self.frozen = dict(list({**live, canary.bucket: now + config.freeze_s}.items())[-_MAX_FROZEN:])
@@ -147,7 +179,6 @@ class RolloutState(msgspec.Struct, kw_only=True):
             "ts": now,
             "num_requests": sum(canary.test.num_requests),
         }
-        return canary
 
     def tried_version(self, serving: set[str]) -> str:
         """The version on trial, or the one whose trial failed last: requests that it still serves are not adaptive ones.
@@ -163,9 +194,10 @@ class RolloutState(msgspec.Struct, kw_only=True):
         return sorted(b for b, until in self.frozen.items() if until > now)
 
 
-def fold(canary: Canary, batch: FeedbackSums, now: float) -> None:
+def fold(canary: Canary, sums_of_cells: Iterable[CellSums], now: float) -> None:
     """Add a replica's sums; the caller leaves out replicas that do not run the canary's generation."""
-    cells = [cell for cell in batch.cells if cell.group == Group.ADAPTIVE and canary.scope in ("", cell.bucket)]
+    groups = (Group.ADAPTIVE, Group.STATIC) if canary.is_guard else (Group.ADAPTIVE,)
+    cells = [cell for cell in sums_of_cells if cell.group in groups and canary.scope in ("", cell.bucket)]
     for cell in cells:
         for request_id, sums in cell.requests.items():
             if sums.first_ts is not None and sums.first_ts >= canary.since:  # not admitted before the trial
@@ -185,7 +217,10 @@ def fold(canary: Canary, batch: FeedbackSums, now: float) -> None:
 
 def _open(canary: Canary, request_id: str, cell: CellSums, *, is_greedy: bool, now: float) -> None:
     """Follow a request that begins, where the version that serves it is the one that the hash of its id says."""
-    arm = is_canary(request_id, canary.version, canary.percent)
+    if canary.is_guard:
+        arm = cell.group == Group.ADAPTIVE
+    else:
+        arm = is_canary(request_id, canary.version, canary.percent)
     if cell.version != (canary.version if arm else canary.incumbent):
         canary.num_excluded += 1
     elif len(canary.open) < MAX_OPEN:
@@ -223,18 +258,20 @@ def refuses_canary(report: ReplicaReport, desired: DesiredState) -> bool:
 def take_reports(canary: Canary, reports: Sequence[ReplicaReport], desired: DesiredState) -> Verdict | None:
     """Look at what replicas say about the canary: failures end it at once, failed requests are counted."""
     for r in reports:
-        if r.canary_version == canary.version and canary.version in r.failures:
+        if (canary.is_guard or r.canary_version == canary.version) and canary.version in r.failures:
             reason = f"replica {r.replica_id} switched it off: {r.failures[canary.version]}"
             return Verdict(outcome=Outcome.ROLLED_BACK, reason=reason)
-        if refuses_canary(r, desired):
-            return Verdict(outcome=Outcome.ROLLED_BACK, reason=f"replica {r.replica_id} refused it: {r.failed_reason}")
+        refused = r.refused.get(canary.version, "") if canary.is_guard else r.failed_reason
+        if refused if canary.is_guard else refuses_canary(r, desired):
+            return Verdict(outcome=Outcome.ROLLED_BACK, reason=f"replica {r.replica_id} refused it: {refused}")
         if r.gen >= desired.gen or r.replica_id in canary.errors_before:
             now = (r.errors.get(canary.incumbent, 0), r.errors.get(canary.version, 0))
             canary.errors_before.setdefault(r.replica_id, now)
             canary.errors_now[r.replica_id] = now
     before, after = canary.errors_before, canary.errors_now
     new = {i: [b - a for a, b in zip(before[i], after[i], strict=True)] for i in after}
-    canary.test.errors = [sum(n[0] for n in new.values()), sum(n[1] for n in new.values())]
+    if not canary.is_guard:  # the hold-back's version serves other classes, too
+        canary.test.errors = [sum(n[0] for n in new.values()), sum(n[1] for n in new.values())]
     broken = sorted(i for i, n in new.items() if n[1] > 0)
     if len(broken) >= 2:
         reason = f"requests on it ended in errors on {len(broken)} replicas ({', '.join(broken)})"
@@ -266,12 +303,14 @@ def judge(canary: Canary, config: RolloutConfig, now: float) -> Verdict | None:
         evidence = _odds(test.evidence_fast_enough())
         reason = f"not slower than {canary.incumbent} by {config.margin:.0%} or more: {numbers}, evidence {evidence}"
         return Verdict(outcome=Outcome.PROMOTED, reason=reason)
-    if now - canary.since < config.max_s and not (own >= config.max_requests and has_drafted):
+    is_full = own >= config.max_requests and (has_drafted or canary.is_guard)
+    if not is_full and (canary.is_guard or now - canary.since < config.max_s):
         return None
     ended = f"no verdict after {own} canary requests and {now - canary.since:.0f} s"
     if not has_drafted:
         ended += f": it drafted in {drafted} rounds, and a promotion needs {config.min_drafted_rounds}"
-    if may_promote and ratio is not None and ratio >= 1 - config.margin:
+    is_kept = ratio is None or ratio >= 1 - config.margin
+    if is_kept and (canary.is_guard or (may_promote and ratio is not None)):
         return Verdict(outcome=Outcome.PROMOTED, reason=f"{ended}; the gate's word stands: {numbers}")
     return Verdict(outcome=Outcome.RETIRED, reason=f"{ended}; {numbers}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,12 +23,13 @@ from paceline.infra.controller.feedback import READ_COUNT, Feedback
 from paceline.infra.controller.jobs import Jobs, Launcher, TrainCoordinator
 from paceline.infra.controller.lives import Lives, WeightPool
 from paceline.infra.controller.orders import Orders
-from paceline.infra.controller.rollout import RolloutState
+from paceline.infra.controller.rollout import Canary, RolloutState
 from paceline.infra.controller.snapshot import (
     BucketTraffic,
     CanaryRollout,
     Evidence,
     FeedbackCounts,
+    Guard,
     IdleRollout,
     LedgerSums,
     Note,
@@ -193,7 +194,7 @@ class Session:
         if now >= self._context_due:
             self._context_due = now + self.config.context_every_s
             self._refresh()
-        self.lives.judge_canary(now, is_read_up=num_entries < READ_COUNT)
+        self.lives.judge_trials(now, is_read_up=num_entries < READ_COUNT)
         self.jobs.poll(now)
         self.orders.tick(now)
         self.books.take_drained()
@@ -202,10 +203,9 @@ class Session:
 
 
 NUM_DECISIONS = 500
-_OF_CANARY = (
-    "version", "incumbent", "since", "bucket", "scope", "arm", "decision_id", "num_drafted_rounds", "num_excluded",
-)  # fmt: skip
-"""What a snapshot shows of a trial as the trial has it."""
+_OF_TRIAL = ("version", "incumbent", "since", "bucket", "scope", "arm", "decision_id", "num_drafted_rounds")
+"""What a snapshot shows of a trial or guard as that has it."""
+T = TypeVar("T", CanaryRollout, Guard)
 
 
 def snapshot_view(session: Session) -> Snapshot:
@@ -278,31 +278,45 @@ def bucket_traffic(stats: TrafficStats, now: float) -> dict[str, BucketTraffic]:
 
 
 def rollout_view(state: RolloutState, config: RolloutConfig, now: float) -> IdleRollout | CanaryRollout:
-    """The trial's numbers, what is frozen, how the last trial ended."""
+    """The numbers of trial and guards, what is frozen, how the last of them ended."""
     canary, last = state.canary, msgspec.convert(state.last, TrialEnd)
     frozen = {bucket: until for bucket, until in state.frozen.items() if until > now}
-    common: dict[str, Any] = {"frozen_until": frozen, "last": last, "alpha": config.alpha, "margin": config.margin}
+    guards = [_trial(g, Guard, config) for _, g in sorted(state.guards.items())]
+    common: dict[str, Any] = {
+        "frozen_until": frozen, "last": last, "alpha": config.alpha, "margin": config.margin, "guards": guards
+    }  # fmt: skip
     if canary is None:
         return IdleRollout(**common, reason=last.reason)
-    test = canary.test
-    incumbent, own = test.num_requests
-    return CanaryRollout(
+    return _trial(
+        canary,
+        CanaryRollout,
+        config,
         **common,
-        **{name: getattr(canary, name) for name in _OF_CANARY},
-        share_percent=canary.percent,
-        num_requests=incumbent + own,
-        num_canary_requests=own,
-        min_drafted_rounds=config.min_drafted_rounds,
+        num_excluded=canary.num_excluded,
         num_open=len(canary.open),
-        num_errors=list(test.errors),
-        ratio=test.ratio(),
-        log_evidence=Evidence(slower=test.evidence_worse(), fast_enough=test.evidence_fast_enough()),
-        evidence_against=test.evidence_against(),
+        num_errors=list(canary.test.errors),
+        evidence_against=canary.test.evidence_against(),
         thresholds=Evidence(slower=math.log(1 / config.alpha), fast_enough=math.log(1 / config.alpha_promote)),
         strata={
             name: Stratum(num_incumbent=s.requests[0], num_canary=s.requests[1], ratio=s.ratio())
-            for name, s in test.strata.items()
+            for name, s in canary.test.strata.items()
         },
+    )
+
+
+def _trial(trial: Canary, kind: type[T], config: RolloutConfig, **more: Any) -> T:
+    """What a snapshot shows of a trial and of a guard alike."""
+    test = trial.test
+    incumbent, own = test.num_requests
+    return kind(
+        **{name: getattr(trial, name) for name in _OF_TRIAL},
+        share_percent=trial.percent,
+        num_requests=incumbent + own,
+        num_canary_requests=own,
+        min_drafted_rounds=config.min_drafted_rounds,
+        ratio=test.ratio(),
+        log_evidence=Evidence(slower=test.evidence_worse(), fast_enough=test.evidence_fast_enough()),
+        **more,
     )
 
 

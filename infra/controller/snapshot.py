@@ -113,7 +113,7 @@ class Swaps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a canary ended; nothing but defaults: none ended yet."""
+    """How a canary or a guard ended; nothing but defaults: none ended yet."""
 
     version: str = ""
     outcome: str = ""
@@ -137,11 +137,40 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     fast_enough: float
 
 
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A version under test: its share, its requests and the evidence so far; see infra/controller/rollout.py."""
+
+    version: str
+    incumbent: str = ""
+    share_percent: int
+    """Of the requests that are compared."""
+    since: float = 0.0
+    bucket: str = ""
+    scope: str = ""
+    """Class that it is tried on or serves; '' = those that the live version serves."""
+    arm: str = ""
+    decision_id: int = 0
+    num_requests: int = 0
+    """Finished ones of both sides."""
+    num_canary_requests: int = 0
+    """Of the version."""
+    num_drafted_rounds: int = 0
+    min_drafted_rounds: int = 0
+    ratio: float | None = None
+    """Tokens per second over the incumbent's."""
+    log_evidence: Evidence = Evidence(slower=0.0, fast_enough=0.0)
+
+
+class Guard(Trial, frozen=True, kw_only=True):
+    """A version serves its class, and the hold-back is compared with it."""
+
+
 class IdleRollout(msgspec.Struct, frozen=True, kw_only=True, tag_field="status", tag="idle"):
     """No version is on trial."""
 
     frozen_until: dict[str, float]
     """Bucket -> no training before this time."""
+    guards: list[Guard] = []
     last: TrialEnd
     alpha: float
     margin: float
@@ -154,35 +183,19 @@ class IdleRollout(msgspec.Struct, frozen=True, kw_only=True, tag_field="status",
     reason: str = ""
 
 
-class CanaryRollout(msgspec.Struct, frozen=True, kw_only=True, tag_field="status", tag="canary"):
-    """A version is on trial: its share, its requests and the evidence so far; see infra/controller/rollout.py."""
+class CanaryRollout(Trial, frozen=True, kw_only=True, tag_field="status", tag="canary"):
+    """A version is on trial with a share of the adaptive requests."""
 
     frozen_until: dict[str, float] = {}
+    guards: list[Guard] = []
     last: TrialEnd = TrialEnd()
     alpha: float = 0.0
     margin: float = 0.0
-    version: str
-    incumbent: str = ""
-    share_percent: int
-    """Of adaptive requests."""
-    since: float = 0.0
-    bucket: str = ""
-    scope: str = ""
-    """Class that it is tried on; '' = those that the live version serves."""
-    arm: str = ""
-    decision_id: int = 0
-    num_requests: int = 0
-    """Finished ones of both sides."""
-    num_canary_requests: int = 0
-    num_drafted_rounds: int = 0
-    min_drafted_rounds: int = 0
     num_open: int = 0
     num_excluded: int = 0
+    """Adaptive requests that another version served than their hash says."""
     num_errors: list[int] = []
     """Incumbent's, canary's."""
-    ratio: float | None = None
-    """Tokens per second over the incumbent's."""
-    log_evidence: Evidence = Evidence(slower=0.0, fast_enough=0.0)
     evidence_against: dict[str, float] = {}
     thresholds: Evidence = Evidence(slower=0.0, fast_enough=0.0)
     strata: dict[str, Stratum] = {}

@@ -101,16 +101,14 @@ def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
             bank_s=30.0,
             trainer_price=options.trainer_price,
             interval_s=max(20.0, options.minutes * 60 / 8),
-            min_rows=3600,  # some 35 requests: fewer do not make a gain sure
+            min_rows=2400,  # some 24 requests: the learner learns 16 before any is scored
             horizon_s=_residual_s(options),
             holdback_percent=25,
             trusts_groups=True,  # the demo's client draws them
             seed=options.seed,
         ),
-        # half the requests and half a minute at most: a demo of minutes must see the verdict
-        rollout=RolloutConfig(
-            canary_percent=50, min_requests=4, max_requests=30, max_s=30.0, freeze_s=60.0, quiet_s=1.0
-        ),
+        # a demo of minutes must see the verdict
+        rollout=RolloutConfig(min_requests=4, max_requests=30, freeze_s=60.0, quiet_s=1.0),
     )
 
 

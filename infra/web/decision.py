@@ -20,9 +20,9 @@ _MEANING = {
 
 _ENDED = {
     None: "The training job has not ended yet.",
-    "accepted": "The job made version {made}; the gate accepted it, and it goes live unless its canary fails.",
-    "rolled_back": "The job made version {made}; the gate accepted it, but its canary was rolled back.",
-    "retired": "The job made version {made}; the gate accepted it, but its canary ended without a promotion.",
+    "accepted": "The job made version {made}; the gate accepted it, and it serves unless its guard or canary fails.",
+    "rolled_back": "The job made version {made}; the gate accepted it, but it was rolled back.",
+    "retired": "The job made version {made}; the gate accepted it, but its trial ended without a promotion.",
     "kept": "The job made version {made}; the gate accepted it, but it was not made live then.",
     "rejected": "The gate refused what the job made: no request ever saw it.",
     "learning": "The learner is not surely better yet; the next burst goes on from here.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.contracts import Decision, ReplicaReport
-from paceline.infra.controller.snapshot import Snapshot, TrialEnd
+from paceline.infra.controller.snapshot import Snapshot, Trial, TrialEnd
 
 ACTED = ("train", "recall", "rollback", "pin")
 """Actions of decisions other than hold."""
@@ -147,22 +147,36 @@ def shares(state: Snapshot) -> list[dict[str, Any]]:
 
 
 def rollout_words(state: Snapshot) -> str:
-    """How the canary stands, or how the last one ended."""
-    canary = state.canary
+    """How canary and guards stand, or how the last of them ended."""
+    canary, rollout = state.canary, state.rollout
+    if rollout is None:
+        return "No version is on trial, and none was yet."
+    guards = [
+        f"{short(g.version)} serves {g.scope} under guard: {_speed(g)} against the hold-back's {short(g.incumbent)} on "
+        f"{g.num_canary_requests} requests against {g.num_requests - g.num_canary_requests}."
+        for g in rollout.guards
+    ]
     if canary is None:
-        if state.rollout is None or not state.rollout.last.version:
-            return "No version is on trial, and none was yet."
-        return f"No version is on trial. {_trial_end(state.rollout.last)}"
-    ratio, own = canary.ratio, canary.num_canary_requests
-    speed = f"{100 * (ratio - 1):+.1f}% tokens per second" if ratio is not None else "no comparable requests yet"
+        ended = _trial_end(rollout.last) if rollout.last.version else ""
+        idle = f"No version is on trial{', and none was yet' if not ended and not guards else ''}."
+        return " ".join([*guards, idle, ended]).rstrip()
     text = (
         f"{short(canary.version)} is on trial against {short(canary.incumbent)} with {canary.share_percent}% of "
-        f"adaptive requests{f' of {canary.scope}' if canary.scope else ''}: {speed} on {own} requests against {canary.num_requests - own}."
+        f"adaptive requests{f' of {canary.scope}' if canary.scope else ''}: {_speed(canary)} on "
+        f"{canary.num_canary_requests} requests against {canary.num_requests - canary.num_canary_requests}."
     )
     drafted, needed = canary.num_drafted_rounds, canary.min_drafted_rounds
     if drafted < needed:
         text += f" It drafted in {drafted} rounds so far, and is not promoted before {needed}."
-    return text
+    return " ".join([*guards, text])
+
+
+def _speed(trial: Trial) -> str:
+    return (
+        f"{100 * (trial.ratio - 1):+.1f}% tokens per second"
+        if trial.ratio is not None
+        else "no comparable requests yet"
+    )
 
 
 def _who_serves(state: Snapshot) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         engine=EngineConfig(num_threads=1, tree=TreeConfig(max_draft_tokens=8, policy="fixed")),
         trainer_resources=TrainerResources(niceness=0),  # other tests keep the cores busy
         trace=TraceConfig(shard_rows=256, flush_interval_s=1.0),
-        rollout=RolloutConfig(canary_percent=50, min_requests=4, max_requests=20, max_s=60.0, quiet_s=1.0),
+        rollout=RolloutConfig(min_requests=4, max_requests=20, max_s=60.0, quiet_s=1.0),
         policy=PolicyConfig(policy="always", epoch_s=3.0, min_rows=800, holdback_percent=10),
     )
     with running(config) as service:

@@ -32,17 +32,18 @@ class FakeReplicas:
         speed: version -> tokens per second.
         refuses: versions that cannot be loaded.
         spread: standard deviation of a request's log speed.
+        holdback: share of the requests that the first version serves as the hold-back.
     """
 
     def __init__(
         self, url: str, keys: Keys, *, names: tuple[str, ...] = ("a", "b"), speed: Callable[[str], float],
-        refuses: Callable[[str], bool] = lambda version: False, spread: float = 0.05,
+        refuses: Callable[[str], bool] = lambda version: False, spread: float = 0.05, holdback: float = 0.0,
     ) -> None:  # fmt: skip
         self._client, self._keys, self._names = patient_client(url), keys, names
         self._speed, self._refuses = speed, refuses
         self._seq = dict.fromkeys(names, 0)
         self._next = 0
-        self._rng, self._spread = random.Random(0), spread
+        self._rng, self._spread, self._holdback = random.Random(0), spread, holdback
         self.num_rows = 0
         self.num_rounds: dict[str, int] = {}
         """Rounds by the version that served them."""
@@ -74,10 +75,13 @@ class FakeReplicas:
                 scopes = ("math",) if "math" in desired.class_versions else ("", "math")
                 if canary and desired.canary_bucket in scopes and not self._refuses(canary):
                     version = canary if is_canary(request, canary, desired.canary_percent) else version
+                group = "adaptive"
+                if self._holdback and self._rng.random() < self._holdback:
+                    version, group = desired.first_version, "static"
                 ms = 3e3 / self._speed(version) * math.exp(self._rng.gauss(0.0, self._spread))
                 self.num_rounds[version] = self.num_rounds.get(version, 0) + ROUNDS
                 rows += [
-                    (request, "math", "adaptive", version, True, i, 4, 2, 3, 1, 1.0, 6.0, ms, False, now)
+                    (request, "math", group, version, True, i, 4, 2, 3, 1, 1.0, 6.0, ms, False, now)
                     for i in range(1, ROUNDS + 1)
                 ]
             self._seq[name] += 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.bandit.beliefs.observation import summed
-from paceline.contracts import FeedbackSums, RoundStats
+from paceline.contracts import FeedbackBatch, FeedbackSums, RoundStats
+from paceline.infra.replica.feedback import make_batch
 
 DEFAULTS: dict[str, Any] = {
     "request_id": "q",
@@ -40,3 +41,17 @@ def round_rows(rows: list[tuple]) -> RoundStats:
 def dicts_of(rows: RoundStats) -> list[dict[str, Any]]:
     """One dict a row."""
     return [{name: getattr(rows, name)[i] for name in rows.__struct_fields__} for i in range(rows.num_rows)]
+
+
+def trial_row(
+    request_id: str, version: str, index: int = 1, *, ms: float = 10.0, group: str = "adaptive", ts: float = 1.0,
+    drafts: int = 4, draft_ms: float = 1.0, tokens: int = 3,
+) -> tuple:  # fmt: skip
+    accepted = min(drafts, 2)
+    return (
+        request_id, "math", group, version, True, index, drafts, accepted, tokens, 1, draft_ms, 6.0, ms, False, ts
+    )  # fmt: skip
+
+
+def trial_batch(*rows: tuple) -> FeedbackBatch:
+    return make_batch([round_rows(list(rows))], replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)

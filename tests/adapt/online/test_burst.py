@@ -86,7 +86,9 @@ def test_every_request_is_read_once_and_never_scored_after_it_was_learned(stops,
     read = [name for what, name in learner.events if what == "read"]
     assert len(read) == len(set(read)) and {t.request_id for t in OWN} <= set(read)
     num_unscored = len(read) - learner.evidence.num_requests - num_elsewhere(learner)
-    assert AVERAGED_STEPS <= num_unscored < AVERAGED_STEPS + SCORED_TOGETHER, "whole chunks, begun while its mean was young"
+    assert AVERAGED_STEPS <= num_unscored < AVERAGED_STEPS + SCORED_TOGETHER, (
+        "whole chunks, begun while its mean was young"
+    )
     for name in {name for _, name in learner.events}:
         assert learner.events.index(("read", name)) < min(
             [i for i, e in enumerate(learner.events) if e == ("learned", name)], default=math.inf

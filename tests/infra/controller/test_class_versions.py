@@ -16,7 +16,7 @@ from tests.helpers.fake_replicas import FakeReplicas, loading
 from tests.helpers.hosts import recent_log, run_canary, settle, stored
 from tests.helpers.scripted import MemoryRegistry, decision
 
-ROLLOUT = RolloutConfig(canary_percent=50, quiet_s=0.02, freeze_s=500.0, max_requests=100)
+ROLLOUT = RolloutConfig(guard=False, canary_percent=50, quiet_s=0.02, freeze_s=500.0, max_requests=100)
 make_host = functools.partial(hosts.make_host, rollout=ROLLOUT)
 
 

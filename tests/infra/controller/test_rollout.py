@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from paceline.config import RolloutConfig
-from paceline.contracts import DesiredState, FeedbackBatch, ReplicaReport, is_canary
+from paceline.contracts import DesiredState, ReplicaReport, is_canary
 from paceline.errors import ConfigError
 from paceline.infra.controller.rollout import (
     Canary,
@@ -21,9 +21,9 @@ from paceline.infra.controller.rollout import (
 )
 from paceline.infra.controller.session import rollout_view
 from paceline.infra.controller.snapshot import CanaryRollout, IdleRollout
-from paceline.infra.replica.feedback import make_batch
 from paceline.records import build
-from tests.helpers.feedback import round_rows
+from tests.helpers.feedback import trial_batch as batch
+from tests.helpers.feedback import trial_row as row
 
 CONFIG = RolloutConfig(canary_percent=50, quiet_s=1.0, max_requests=60, max_s=500.0, freeze_s=100.0)
 SPEED = {"v1": 300.0, "v2": 300.0}
@@ -36,20 +36,6 @@ def begin(config: RolloutConfig = CONFIG, *, now: float = 0.0, bucket: str = "ma
     state = RolloutState()
     state.begin("v2", "v1", config, now=now, decision_id=7, bucket=bucket, arm="full")
     return state
-
-
-def row(
-    request_id: str, version: str, index: int = 1, *, ms: float = 10.0, group: str = "adaptive", ts: float = 1.0,
-    drafts: int = 4, draft_ms: float = 1.0, tokens: int = 3,
-) -> tuple:  # fmt: skip
-    accepted = min(drafts, 2)
-    return (
-        request_id, "math", group, version, True, index, drafts, accepted, tokens, 1, draft_ms, 6.0, ms, False, ts
-    )  # fmt: skip
-
-
-def batch(*rows: tuple) -> FeedbackBatch:
-    return make_batch([round_rows(list(rows))], replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
 
 
 def version_of(canary: Canary, request_id: str) -> str:
@@ -77,7 +63,11 @@ def serve(
         num_tokens = (tokens or {}).get(version, 3)
         ms = num_tokens / speed[version] * 1e3 * math.exp(rng.gauss(0.0, 0.2))
         spent = {"drafts": 0 if version in (*plain, *fruitless) else 4, "draft_ms": 0.0 if version in plain else 1.0}
-        fold(canary, batch(*(row(name, version, i, ms=ms, ts=now, tokens=num_tokens, **spent) for i in (1, 2, 3))), now)
+        fold(
+            canary,
+            batch(*(row(name, version, i, ms=ms, ts=now, tokens=num_tokens, **spent) for i in (1, 2, 3))).cells,
+            now,
+        )
         close_quiet(canary, config, now)
         verdict = judge(canary, config, now)
         if verdict is not None:
@@ -94,13 +84,13 @@ def report(replica: str = "a", gen: int = 2, version: str = "v1", **fields) -> R
 def test_a_request_enters_once_when_it_has_been_quiet():
     canary = begin().canary
     own, other = ids(canary, "v2", 1)[0], ids(canary, "v1", 1)[0]
-    fold(canary, batch(row(own, "v2", 1), row(other, "v1", 1), row(own, "v2", 2)), now=1.0)
-    fold(canary, batch(row(own, "", 3)), now=1.5)  # its drafter failed meanwhile: it still counts, at plain speed
+    fold(canary, batch(row(own, "v2", 1), row(other, "v1", 1), row(own, "v2", 2)).cells, now=1.0)
+    fold(canary, batch(row(own, "", 3)).cells, now=1.5)  # its drafter failed meanwhile: it still counts, at plain speed
     assert close_quiet(canary, CONFIG, now=2.0) == 1  # the other one
     assert canary.test.num_requests == (1, 0)
     assert close_quiet(canary, CONFIG, now=2.5) == 1
     assert canary.test.num_requests == (1, 1)
-    fold(canary, batch(row(own, "v2", 4)), now=3.0)  # a late row of a request that was counted
+    fold(canary, batch(row(own, "v2", 4)).cells, now=3.0)  # a late row of a request that was counted
     assert not canary.open
     (stratum,) = canary.test.strata
     assert stratum == "math | batch 1 | greedy"
@@ -110,11 +100,12 @@ def test_a_request_enters_once_when_it_has_been_quiet():
 def test_requests_that_were_not_drawn_for_the_trial_do_not_count():
     canary = begin(now=10.0).canary
     own, other, third = *ids(canary, "v2", 2), ids(canary, "v1", 1)[0]
-    fold(canary, batch(row(own, "v2", 1, ts=9.0)), now=11.0)  # began before the trial
-    fold(canary, batch(row(other, "v2", 5, ts=12.0)), now=12.0)  # its beginning was not seen
-    fold(canary, batch(row(own, "v1", 1, ts=12.0)), now=12.0)  # the replica served it by another version than drawn
+    fold(canary, batch(row(own, "v2", 1, ts=9.0)).cells, now=11.0)  # began before the trial
+    fold(canary, batch(row(other, "v2", 5, ts=12.0)).cells, now=12.0)  # its beginning was not seen
+    served_otherwise = batch(row(own, "v1", 1, ts=12.0))  # by another version than drawn
+    fold(canary, served_otherwise.cells, now=12.0)
     for group in ("static", "plain"):
-        fold(canary, batch(row(third, "v1", 1, group=group, ts=12.0)), now=12.0)
+        fold(canary, batch(row(third, "v1", 1, group=group, ts=12.0)).cells, now=12.0)
     assert not canary.open and canary.num_excluded == 1
 
 
@@ -124,7 +115,8 @@ def test_a_slow_canary_is_rolled_back_and_its_bucket_frozen():
     verdict, num_requests = serve(state, {"v1": 300.0, "v2": 150.0})
     assert verdict.outcome == Outcome.ROLLED_BACK and num_requests < 60
     assert "is slower than v1" in verdict.reason and "% tokens per second" in verdict.reason
-    canary = state.end(verdict, CONFIG, now=50.0)
+    canary = state.canary
+    state.end(canary, verdict, CONFIG, now=50.0)
     assert (canary.version, state.canary, state.last["outcome"]) == ("v2", None, "rolled_back")
     assert state.frozen_buckets(149.0) == ["math"] and state.frozen_buckets(151.0) == []
 
@@ -133,7 +125,7 @@ def test_a_fast_canary_is_promoted_and_nothing_is_frozen():
     state = begin()
     verdict, num_requests = serve(state, {"v1": 300.0, "v2": 400.0})
     assert verdict.outcome == Outcome.PROMOTED and num_requests < 150
-    state.end(verdict, CONFIG, now=50.0)
+    state.end(state.canary, verdict, CONFIG, now=50.0)
     assert state.frozen == {}
 
 
@@ -147,7 +139,7 @@ def test_an_undecided_canary_ends_at_its_size_by_its_estimate(ratio, outcome):
     verdict, _ = serve(state, {"v1": 300.0, "v2": 300.0 * ratio}, config=config, seed=3)
     assert verdict.outcome == outcome and "no verdict after" in verdict.reason
     assert sum(state.canary.test.num_requests) >= 60
-    state.end(verdict, config, now=50.0)
+    state.end(state.canary, verdict, config, now=50.0)
     assert state.frozen == {}
 
 
@@ -166,7 +158,7 @@ def test_a_canary_that_never_drafted_is_not_promoted_and_ends_at_its_time_withou
     assert state.canary.test.num_requests[1] > CONFIG.max_requests and num_requests >= 5000, "its time was not used"
     assert verdict.outcome == Outcome.RETIRED
     assert "it drafted in 0 rounds, and a promotion needs 16" in verdict.reason
-    state.end(verdict, CONFIG, now=500.0)
+    state.end(state.canary, verdict, CONFIG, now=500.0)
     assert state.frozen == {} and state.last["reason"] == verdict.reason
 
 
@@ -217,7 +209,7 @@ def test_the_evidence_of_plain_requests_ends_with_the_first_request_that_is_draf
     take_reports(state.canary, [report()], DESIRED)
     take_reports(state.canary, [report(errors={"v1": 1})], DESIRED)
     own = ids(state.canary, "v2", 1)[0]
-    fold(state.canary, batch(row(own, "v2", ms=20.0, ts=7.0)), now=7.0)
+    fold(state.canary, batch(row(own, "v2", ms=20.0, ts=7.0)).cells, now=7.0)
     close_quiet(state.canary, CONFIG, now=20.0)
     assert state.canary.num_drafted_rounds == 1 and state.canary.test.num_requests == (0, 0)
     assert state.canary.test.evidence_against() | {"errors": 0.0} == dict.fromkeys(
@@ -290,7 +282,7 @@ def test_a_restart_between_any_two_passes_changes_nothing():
         name = f"r{k}"
         version = version_of(a, name)
         for canary in (a, b):
-            fold(canary, batch(row(name, version, 1, ms=10.0 + k % 7)), now=0.5 * k)
+            fold(canary, batch(row(name, version, 1, ms=10.0 + k % 7)).cells, now=0.5 * k)
             close_quiet(canary, CONFIG, now=0.5 * k)
         other = msgspec.msgpack.decode(msgspec.msgpack.encode(other), type=RolloutState)
         b = other.canary
@@ -309,7 +301,7 @@ def test_the_view_tells_both_sides_of_the_evidence():
     assert isinstance(view, CanaryRollout)
     assert (view.version, view.incumbent, view.share_percent) == ("v2", "v1", 50)
     assert view.num_requests == sum(s.num_incumbent + s.num_canary for s in view.strata.values())
-    state.end(Verdict(outcome=Outcome.ROLLED_BACK, reason="slow"), CONFIG, now=5.0)
+    state.end(state.canary, Verdict(outcome=Outcome.ROLLED_BACK, reason="slow"), CONFIG, now=5.0)
     idle = rollout_view(state, CONFIG, now=6.0)
     assert isinstance(idle, IdleRollout) and idle.reason == "slow"
     assert idle.frozen_until == {"math": 105.0} and idle.last.outcome == "rolled_back"

@@ -88,7 +88,7 @@ def test_a_poisoned_drafter_goes_within_200_requests_at_a_tenth_and_no_token_cha
         serve(1000 + sent, WIDTH)
         sent += WIDTH
         batch = make_batch(sink.take(), replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
-        fold(canary, batch, now)
+        fold(canary, batch.cells, now)
         now += 1.0
         close_quiet(canary, CONFIG, now)
         verdict = judge(canary, CONFIG, now)

@@ -34,13 +34,13 @@ GOLDEN = {
     "ledger": "spent_s saved_s net_s by_kind",
     "ledger_cells": CELL,
     "ledger_entries": ENTRY,
-    "buckets.math": "adaptive static plain canary recent",
+    "buckets.math": "adaptive static plain recent",
     "buckets.math.adaptive": SUMS,
     "buckets.math.recent.static": SUMS,
     "job": "job_id bucket arm since decision_id",
     "swaps": "count pause_ms times",
     "rollout": (
-        "status frozen_until last alpha margin version incumbent share_percent since num_requests strata reason"
+        "status frozen_until guards last alpha margin version incumbent share_percent since num_requests strata reason"
     ),
     "rollout.last": "version outcome reason ts num_requests",
     "lifecycle.*": "state since bucket arm was_live transitions",
@@ -68,7 +68,7 @@ GOLDEN = {
     ),
 }
 """Place in the document of a service that has adapted -> its keys."""
-CANARY = "status frozen_until last alpha margin version incumbent share_percent since bucket scope arm decision_id num_requests num_canary_requests num_drafted_rounds min_drafted_rounds num_open num_excluded num_errors ratio log_evidence evidence_against thresholds strata reason"  # fmt: skip
+CANARY = "status frozen_until guards last alpha margin version incumbent share_percent since bucket scope arm decision_id num_requests num_canary_requests num_drafted_rounds min_drafted_rounds num_open num_excluded num_errors ratio log_evidence evidence_against thresholds strata reason"  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,7 @@ def test_the_evidence_of_a_canary_is_that_of_rows(seed, flush):
             CANARY_VERSION, LIVE, config, now=START + 2.0, decision_id=1, bucket="math", arm="full"
         )
         for piece in pieces:
-            rollout.fold(canary, batch_of(piece if isinstance(piece, list) else [piece]), START + 20.0)
+            rollout.fold(canary, batch_of(piece if isinstance(piece, list) else [piece]).cells, START + 20.0)
         open_before = {name: plain(r) for name, r in sorted(canary.open.items())}
         rollout.close_quiet(canary, config, START + 20.0 + config.quiet_s)
         assert open_before and not canary.open
