@@ -263,7 +263,8 @@ class ReplicaWatcher:
     def _swap(self, desired: DesiredState) -> bool:
         if not self._retry_stage:
             self.staging_s = 0.0
-        self._retry_stage, started, num_swaps = False, time.perf_counter(), self.num_swaps
+        self._retry_stage, started = False, time.perf_counter()
+        before, num_swaps = (self.version, self.canary_version), self.num_swaps
         try:
             if (
                 self.canary_version not in ("", desired.canary_version, desired.version)
@@ -294,10 +295,11 @@ class ReplicaWatcher:
             desired.canary_version or "none",
             self.staging_s,
         )
-        self._note_swap(
-            time.perf_counter() - started, version=desired.version, canary_version=desired.canary_version or None,
-            generation=desired.gen, pause_ms=self._pauses_ms[-1] if self.num_swaps > num_swaps else None,
-        )  # fmt: skip
+        if (self.version, self.canary_version) != before:
+            self._note_swap(
+                time.perf_counter() - started, version=self.version, canary_version=self.canary_version or None,
+                generation=desired.gen, pause_ms=self._pauses_ms[-1] if self.num_swaps > num_swaps else None,
+            )  # fmt: skip
         self.gen = desired.gen
         self.failed_gen, self.failed_reason = None, ""
         return True

@@ -221,7 +221,7 @@ def test_nothing_of_opentelemetry_is_imported_without_the_option():
     code = (
         "import sys, json, paceline.cli.main, paceline.config;"
         "a = [m for m in sys.modules if m.startswith('opentelemetry')];"
-        "import paceline.infra.app, paceline.infra.service.parts, paceline.infra.service.ingress;"
+        "import paceline.infra.app, paceline.infra.service.ingress;"
         "b = [m for m in sys.modules if 'otlp' in m or m.startswith('paceline.infra.replica.span')];"
         "print(json.dumps([a, b]))"
     )
