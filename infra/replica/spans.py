@@ -1,24 +1,25 @@
 """Spans: what OpenTelemetry is told of requests and of the control plane's deeds; never text of a prompt or an answer.
 
 A request has a span of its HTTP exchange, and below it one for each engine request with the phases queue, prefill and
-decode. Those are made once the engine request is over, in a thread of their own, from times that the engine noted. Names
+decode. A thread of their own writes them once they are over; those of the engine are made of times that it noted. Names
 follow OpenTelemetry's conventions and, where those have none, vLLM's; what only Paceline has begins with `paceline.`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from paceline.infra.replica.span_export import SpanExport
+from paceline.infra.replica.span_export import SpanCounts, SpanExport
 from paceline.infra.replica.span_target import SpanTarget
 from paceline.machine import Clock, SystemClock
 from paceline.serving.api.access_log import AccessRecord
@@ -38,9 +39,9 @@ _OF_RECORD = {
     "acceptance_length": "paceline.acceptance_length", "error": "error.type", "disconnected": "paceline.disconnected",
 }  # fmt: skip
 """Field of the access log's line -> attribute; the tenant's name is not among them."""
-_MAX_ENDED = 4096
-"""Requests that have ended and wait for their spans: 8 s of 500 a second."""
-_NUM_SPANS = 4
+_MAX_WAITING = 4096
+"""HTTP and engine requests that have ended and wait for their spans: 4 s of 500 requests a second."""
+_NUM_ENGINE_SPANS = 4
 """Of an engine request, with those of its phases."""
 _CLOSE_S = 1.0
 
@@ -49,11 +50,44 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+class SpanWriter:
+    """A thread that writes spans which are over, so that neither event loop nor engine does; its queue is bounded."""
+
+    def __init__(self, counts: SpanCounts) -> None:
+        """counts: where spans count as dropped that find no room or cannot be written."""
+        self._counts = counts
+        self._waiting: queue.Queue[tuple[Callable[[], None], int] | None] = queue.Queue(_MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+        self._thread.start()
+
+    def put(self, write: Callable[[], None], num_spans: int) -> None:
+        """Have `write` make so many spans soon. From any thread; never blocks."""
+        try:
+            self._waiting.put_nowait((write, num_spans))
+        except queue.Full:
+            self._counts.drop(num_spans)
+
+    def close(self) -> None:
+        """Write what waits, for a second at most."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            write, num_spans = item
+            try:
+                write()
+            except Exception:  # the next ones must still be written
+                self._counts.drop(num_spans)
+                logger.exception("spans could not be written")
+
+
 class _HttpSpan:
     """An HTTP request's span that is under way."""
 
-    def __init__(self, span: Span, model: str, start_ns: int) -> None:
-        self._span, self._model, self._start_ns = span, model, start_ns
+    def __init__(self, span: Span, model: str, start_ns: int, writer: SpanWriter) -> None:
+        self._span, self._model, self._start_ns, self._writer = span, model, start_ns, writer
         self.traceparent = ""
         if span.is_recording():
             carrier: dict[str, str] = {}
@@ -61,10 +95,13 @@ class _HttpSpan:
             self.traceparent = carrier["traceparent"]
 
     def end(self, record: AccessRecord) -> None:
-        span = self._span
-        if not span.is_recording():
-            return
-        fields = record.fields()
+        """The response has ended; the record does not change any more."""
+        if self._span.is_recording():
+            end_ns = self._start_ns + int((record.timer() - record.start_s) * 1e9)
+            self._writer.put(lambda: self._write(record, end_ns), 1)
+
+    def _write(self, record: AccessRecord, end_ns: int) -> None:
+        span, fields = self._span, record.fields()
         span.set_attributes(_known({name: fields.get(field) for field, name in _OF_RECORD.items()}))
         span.set_attribute("gen_ai.response.model", self._model)
         if "finish_reason" in fields:
@@ -73,16 +110,17 @@ class _HttpSpan:
             span.set_attribute("gen_ai.latency.time_to_first_token", fields["ttft_ms"] / 1e3)
         if record.code >= 500 or (record.error is not None and record.code < 400):  # the latter: the stream broke off
             span.set_status(Status(StatusCode.ERROR))
-        span.end(self._start_ns + int((record.timer() - record.start_s) * 1e9))
+        span.end(end_ns)
 
 
 class HttpRequestSpans:
     """Spans of HTTP requests, each the child of the caller's span where that sends a `traceparent`. One event loop only."""
 
-    def __init__(self, export: SpanExport, model: str) -> None:
-        self._export, self._model = export, model
+    def __init__(self, export: SpanExport, model: str, writer: SpanWriter) -> None:
+        self._export, self._model, self._writer = export, model, writer
 
     def begin(self, record: AccessRecord, headers: Sequence[tuple[bytes, bytes]]) -> _HttpSpan:
+        """The span of a request that has just come."""
         carrier = {k.decode(): v.decode("latin-1") for k, v in headers if k in _CONTEXT_HEADERS}
         start_ns = time.time_ns()
         span = self._export.tracer.start_span(
@@ -91,41 +129,19 @@ class HttpRequestSpans:
             kind=SpanKind.SERVER,
             start_time=start_ns,
         )
-        return _HttpSpan(span, self._model, start_ns)
+        return _HttpSpan(span, self._model, start_ns, self._writer)
 
 
 class EngineSpans:
-    """Spans of engine requests, made in a thread of their own."""
+    """Spans of engine requests."""
 
-    def __init__(self, export: SpanExport, model: str, *, clock: Clock | None = None) -> None:
+    def __init__(self, export: SpanExport, model: str, writer: SpanWriter, *, clock: Clock | None = None) -> None:
         """clock: the engine's."""
-        self._export, self._model, self._clock = export, model, clock or SystemClock()
-        self._ended: queue.Queue[EndedRequest | None] = queue.Queue(_MAX_ENDED)
-        self._thread = threading.Thread(target=self._run, name="engine-spans", daemon=True)
-        self._thread.start()
+        self._export, self._model, self._writer, self._clock = export, model, writer, clock or SystemClock()
 
     def record_end(self, ended: EndedRequest) -> None:
-        """Keep an ended request until its spans are made; one that finds no room is counted as dropped."""
-        try:
-            self._ended.put_nowait(ended)
-        except queue.Full:
-            self._export.counts.drop(_NUM_SPANS)
-
-    def close(self) -> None:
-        """Make the spans that wait, within a second."""
-        try:
-            self._ended.put(None, timeout=_CLOSE_S)
-        except queue.Full:
-            return
-        self._thread.join(_CLOSE_S)
-
-    def _run(self) -> None:
-        while (ended := self._ended.get()) is not None:
-            try:
-                self.make(ended)
-            except Exception:  # the next request's spans must still be made
-                self._export.counts.drop(_NUM_SPANS)
-                logger.exception("spans of request %s could not be made", ended.request.request_id)
+        """Have the spans of an ended request made; never blocks."""
+        self._writer.put(lambda: self.make(ended), _NUM_ENGINE_SPANS)
 
     def make(self, ended: EndedRequest) -> None:
         """The spans of one ended request."""
@@ -221,8 +237,9 @@ class ProcessSpans:
     def __init__(self, target: SpanTarget, process_id: str) -> None:
         """Raises: ConfigError."""
         self._export = export = SpanExport(target.endpoint, ratio=target.ratio, process_id=process_id)
-        self.http = HttpRequestSpans(export, target.model)
-        self.engine = EngineSpans(export, target.model)
+        self._writer = writer = SpanWriter(export.counts)
+        self.http = HttpRequestSpans(export, target.model, writer)
+        self.engine = EngineSpans(export, target.model, writer)
         self.deeds = DeedSpans(export, target.model)
 
     def counters(self) -> dict[str, int]:
@@ -230,6 +247,6 @@ class ProcessSpans:
         return self._export.counts.values()
 
     def close(self) -> None:
-        """Make and send what waits, for a few seconds at most."""
-        self.engine.close()
+        """Write and send what waits, for a few seconds at most."""
+        self._writer.close()
         self._export.close()
