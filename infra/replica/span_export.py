@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from paceline import __version__
 from paceline.config import max_queued_spans, otlp_protocol
+from paceline.infra.state.redis_clients import redact
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class _CountedExporter(SpanExporter):
     """OpenTelemetry's exporter with counts, and one line in the log when the collector goes and when it comes back."""
 
     def __init__(self, endpoint: str, counts: SpanCounts) -> None:
-        self._endpoint, self._counts, self._is_up = endpoint, counts, True
+        self._endpoint, self._counts, self._is_up = redact(endpoint), counts, True
         self._words, self._logs = _LastWords(), logging.getLogger(_EXPORTER_LOGS)
         self._logs.propagate = False
         self._logs.addHandler(self._words)

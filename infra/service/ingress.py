@@ -227,8 +227,7 @@ def render_ingress_metrics(ingresses: Mapping[str, ReplicaNumbers]) -> bytes:
     """Prometheus' text format, of ingress id -> numbers."""
 
     def read(numbers: ReplicaNumbers) -> Iterator[tuple[MetricSpec, Value]]:
-        found = ((spec, numbers.counters.get(name)) for name, spec in INGRESS_METRICS)
-        yield from ((spec, value) for spec, value in found if value is not None)
+        yield from ((spec, numbers.counters.get(name, 0)) for name, spec in INGRESS_METRICS)
         yield from http_values(numbers)
 
     return render_processes(ingresses, read)
