@@ -27,6 +27,7 @@ from rich.console import Console
 from paceline.config import VARIABLES, ServiceConfig, override, to_dict, with_environment
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import stop_controller
+from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas, replica_values
 from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
 from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
@@ -77,6 +78,7 @@ def build(args: Mapping[str, Any]) -> Application:
             " and ".join(shown), " and ".join(VARIABLES[name] for name in shown),
         )  # fmt: skip
     config = with_environment(given)
+    SpanTarget.of(config)
     return _bind(config, deployment_limits(config))
 
 
@@ -113,6 +115,7 @@ def run_service(config: ServiceConfig) -> Service:
     resolve_drafter(config.drafter, config.model)
     config = with_environment(config)
     Tokens.of(config)  # files that cannot be used are refused before anything starts
+    SpanTarget.of(config)  # and so is an exporter that is not installed
     http_options(config)
     config = replace(config, port=claim_port(config.host, config.port))
     found = preflight(config)

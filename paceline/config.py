@@ -353,6 +353,7 @@ VARIABLES = {
     "api_token": "PACELINE_API_TOKEN",
     "admin_token": "PACELINE_ADMIN_TOKEN",
     "token_file": "PACELINE_TOKEN_FILE",
+    "otlp_traces_endpoint": "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
 }
 """Environment variable of a setting of ServiceConfig; with _FILE behind its name: of a file that holds the value."""
 
@@ -420,6 +421,21 @@ class ServiceConfig:
     tls_key: A[str | None, Setting("PEM file with the certificate's private key.", panel="Access")] = None
     access_log: bool = True
     """One JSON line a request in data_dir/access-<replica>.log: labels, token counts, times; never its text."""
+    otlp_traces_endpoint: A[
+        str | None,
+        Setting(
+            "Send OpenTelemetry traces of requests and decisions to this collector by OTLP, as http://127.0.0.1:4318; needs "
+            "the extra 'otel' (docs/api/tracing.md).",
+            env=VARIABLES["otlp_traces_endpoint"], panel="Traces",
+        ),
+    ] = None  # fmt: skip
+    otlp_traces_ratio: A[
+        float | None,
+        Setting(
+            "Share of the requests that are traced, unless a caller's traceparent says it; default: OTEL_TRACES_SAMPLER's, or 1.",
+            panel="Traces", ge=0, le=1,
+        ),
+    ] = None  # fmt: skip
     resume: A[
         bool,
         Setting(
@@ -447,6 +463,9 @@ class ServiceConfig:
             require(token is None or is_token(token), f"{name} {TOKEN_RULE}, or be null", "something else")
         has_both = (self.tls_cert is None) == (self.tls_key is None)
         require(has_both, "tls_cert must be given together with tls_key", self.tls_cert or self.tls_key)
+        url = self.otlp_traces_endpoint
+        is_url = url is None or re.fullmatch(r"https?://[^/\s]+(/\S*)?", url) is not None
+        require(is_url, "otlp_traces_endpoint must be a URL such as http://127.0.0.1:4318", url)
         for name in (self.model_name, *self.served_model_names):
             require(is_model_name(name), f"model_name and served_model_names {MODEL_RULE}", name)
         is_on_cpu = self.dtype != "int8" or (self.device != "cuda" and self.engine.tensor_parallel == 1)
@@ -473,6 +492,25 @@ def _from_outside(variable: str) -> str | None:
         return Path(path).read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(f"{variable}_FILE must name a readable text file, got {path!r}: {e}") from e
+
+
+OTLP_PROTOCOLS = ("http/protobuf", "grpc")
+
+
+def otlp_protocol() -> str:
+    """How spans go to the collector, one of OTLP_PROTOCOLS, by OpenTelemetry's own variables. Raises: ConfigError."""
+    name = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+    protocol = os.environ.get(name) or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or OTLP_PROTOCOLS[0]
+    require(protocol in OTLP_PROTOCOLS, f"{name} must be one of {', '.join(OTLP_PROTOCOLS)}", protocol)
+    return protocol
+
+
+def max_queued_spans() -> int:
+    """Spans of one process that wait for the collector, at most; more are dropped. Raises: ConfigError."""
+    name = "OTEL_BSP_MAX_QUEUE_SIZE"
+    text = os.environ.get(name) or "2048"  # OpenTelemetry's default
+    require(text.isdecimal() and int(text) > 0, f"{name} must be a whole number > 0", text)
+    return int(text)
 
 
 def load_config(path: str | Path) -> ServiceConfig:

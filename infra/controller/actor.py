@@ -29,7 +29,7 @@ from paceline.infra.controller.host import ControllerHost
 from paceline.infra.controller.jobs import JobHandle, WorkerLease, failed
 from paceline.infra.controller.orders import COMMANDS
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
-from paceline.infra.controller.store import HostConfig
+from paceline.infra.controller.store import HostConfig, SpanSource
 from paceline.paths import keep_private
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ class ControllerSpec:
     """Serve application whose controller this is; it ends with it. '' = none, it stays until it is stopped."""
     release: str = field(default="", compare=False)
     """Code that asks for it; see `code_digest`. A later deployment of other code replaces the controller."""
+    spans: SpanSource | None = None
+    """Where OpenTelemetry's spans go; None = none are made."""
 
 
 class RayJob:
@@ -128,6 +130,7 @@ def build_host(spec: ControllerSpec) -> ControllerHost:
         store=TraceStore(spec.trace_root),
         registry=DrafterRegistry(spec.registry_root),
         launcher=RayLauncher(spec),
+        spans=None if spec.spans is None else spec.spans.open(actor_name(spec.host.model)),
     )
 
 

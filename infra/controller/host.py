@@ -23,7 +23,7 @@ from paceline.infra.controller.jobs import Launcher
 from paceline.infra.controller.orders import CommandQueue
 from paceline.infra.controller.session import MakeController, Session, restore_controller, snapshot_view
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
-from paceline.infra.controller.store import HostConfig
+from paceline.infra.controller.store import HostConfig, ProcessDeeds
 from paceline.infra.state.log import ErrorCount
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, cannot_store, consumer_client
 from paceline.infra.state.redis_clock import RedisClock
@@ -54,20 +54,23 @@ class ControllerHost:
         clock: Clock | None = None,
         make_controller: MakeController | None = None,
         make_client: Callable[[str], redis.Redis] = consumer_client,
+        spans: ProcessDeeds | None = None,
     ) -> None:
         """No I/O happens here; `connect` does it, and `start` calls it with backoff in a thread.
 
         Args:
             make_controller: stored state (b"" = none) -> Controller; None = the bandit's.
             make_client: Redis URL -> client for blocking reads.
+            spans: is told of decisions and jobs, and closed by `stop`.
             clock: None = Redis' own, so that a controller on another node goes on with the same time.
         """
         self.config, self.shards, self.registry, self.launcher = config, store, registry, launcher
         self.is_fenced = False
         self._errors, self._clock = ErrorCount(), clock or RedisClock()
-        self._make_client = make_client
+        self._make_client, self._spans = make_client, spans
         self._make_session = partial(
             Session, config, shards=store, registry=registry, launcher=launcher, errors=self._errors, clock=self._clock,
+            deeds=None if spans is None else spans.deeds,
             make_controller=make_controller or (lambda stored: restore_controller(config, stored, self._clock)),
         )  # fmt: skip
         self._client: redis.Redis | None = None
@@ -164,6 +167,11 @@ class ControllerHost:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
+        self._close_session(timeout_s)
+        if self._spans is not None:
+            self._spans.close()
+
+    def _close_session(self, timeout_s: float) -> None:
         session = self._session
         if session is None or self._client is None:
             return

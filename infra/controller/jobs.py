@@ -367,6 +367,13 @@ class Jobs:
         books.pending.delete += self._coordinator.leftovers(pending.job.job_id)
         self._coordinator.forget()
         books.log("job", {**msgspec.to_builtins(result), "bucket": pending.job.bucket, "arm": pending.job.arm.name})
+        books.record_deed(
+            "training", now - pending.since, decision_id=pending.decision_id, job_id=result.job_id,
+            bucket=pending.job.bucket, arm=pending.job.arm.name, base_version=pending.job.base_version,
+            status=result.status, drafter_version=result.version, num_rows=result.num_rows, train_s=result.train_s,
+            shadow_s=result.shadow_s,
+            reason=None if result.status == "failed" else result.reason,  # of a crash it is whatever a library said
+        )  # fmt: skip
         self._lives.note_result(pending.job, result, now)
         self._finish(pending.decision_id, result, now)
         logger.info("training ended job=%s status=%s reason=%s", result.job_id, result.status, result.reason)

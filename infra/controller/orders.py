@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -97,6 +98,7 @@ class Orders:
         desired = self._state.desired
         if self._state.is_paused or desired is None or self._is_foreign_live(desired):
             return
+        started = time.perf_counter()
         try:
             decisions = self._policy.tick(now, self._context(desired, now))
         except Exception as e:  # serving and feedback go on without decisions
@@ -107,6 +109,16 @@ class Orders:
             self._books.log("feedback", msgspec.to_builtins(closed))
         for decision in decisions:
             self._act(decision, now)
+            if decision.action != "hold":
+                self._note(decision, time.perf_counter() - started)
+
+    def _note(self, decision: Decision, seconds: float) -> None:
+        d = decision
+        self._books.record_deed(
+            "decision", seconds, decision_id=d.decision_id, action=d.action, bucket=d.bucket, arm=d.arm, policy=d.policy,
+            drafter_version=d.version, expected_gain=d.expected_gain, expected_saving_s=d.expected_saving_s,
+            expected_cost_s=d.expected_cost_s, propensity=d.propensity, reason=d.reason,
+        )  # fmt: skip
 
     def _is_foreign_live(self, desired: DesiredState) -> bool:
         """Whether the service was given another target and its first drafter is not live yet."""

@@ -41,7 +41,7 @@ from paceline.infra.controller.snapshot import (
     VersionInfo,
     VersionStage,
 )
-from paceline.infra.controller.store import Books, ControllerStore, HostConfig, HostState
+from paceline.infra.controller.store import Books, ControllerStore, Deeds, HostConfig, HostState
 from paceline.infra.controller.surroundings import Surroundings
 from paceline.infra.controller.traffic import TrafficStats
 from paceline.infra.state.desired import configured_desired
@@ -92,6 +92,7 @@ class Session:
         make_controller: MakeController,
         errors: ErrorCount,
         clock: Clock,
+        deeds: Deeds | None = None,
     ) -> None:
         """Take over (epoch), restore everything, put the configuration into force.
 
@@ -111,7 +112,7 @@ class Session:
             state.config_policy = state.policy = config.policy.policy
         self.controller.set_policy(state.policy)
         coordinator = TrainCoordinator(config, client, launcher, clock=clock, owner=store.owner)
-        self.books = books = Books(config, store, state, self.controller, errors=errors, clock=clock)
+        self.books = books = Books(config, store, state, self.controller, errors=errors, clock=clock, deeds=deeds)
         self.surroundings = around = Surroundings(books, shards, registry)
         self.pool = WeightPool(books, around)
         self.lives = Lives(books, around)

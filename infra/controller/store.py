@@ -19,10 +19,10 @@ import logging
 import re
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import fsspec
 import msgspec
@@ -93,6 +93,29 @@ class HostConfig:
     """Period of looking at stores and replica reports."""
     snapshot_every_s: float = 30.0
     """Period of writing the snapshot file."""
+
+
+class Deeds(Protocol):
+    """Takes note of what took long, for OpenTelemetry."""
+
+    def record_deed(self, name: str, seconds: float, attributes: Mapping[str, Any]) -> None:
+        """It is over now; attributes that are None are left out. Must not block."""
+
+
+class ProcessDeeds(Protocol):
+    """Deeds of one process."""
+
+    @property
+    def deeds(self) -> Deeds: ...
+
+    def close(self) -> None:
+        """Send what waits, for some seconds at most."""
+
+
+class SpanSource(Protocol):
+    """What a process opens its deeds by; picklable, equal where it does the same."""
+
+    def open(self, process_id: str) -> ProcessDeeds: ...
 
 
 class PendingJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -541,9 +564,10 @@ class Books:
         *,
         errors: ErrorCount,
         clock: Clock,
+        deeds: Deeds | None = None,
     ) -> None:
         self.config, self.store, self.state, self.policy, self.pending = config, store, state, policy, Commit()
-        self.errors, self.clock = errors, clock
+        self.errors, self.clock, self._deeds = errors, clock, deeds
         self._commit_due = self._file_due = 0.0
         self._file_commit = -1
         self.folder_error = ""
@@ -562,6 +586,11 @@ class Books:
         """Put a line into the decision log and among the latest notes that dashboards show."""
         self.log("note", {"text": text})
         self.state.notes = [*self.state.notes, (self.clock.now(), text)][-MAX_NOTES:]
+
+    def record_deed(self, name: str, seconds: float, **attributes: Any) -> None:
+        """Tell OpenTelemetry of what took so long and is over now, where somebody listens."""
+        if self._deeds is not None:
+            self._deeds.record_deed(name, seconds, attributes)
 
     def take_drained(self) -> None:
         """Take over what the policy decided and booked since the last time."""

@@ -35,7 +35,7 @@ class ReplicaNumbers(msgspec.Struct, kw_only=True):
     """'engine' | 'ingress'."""
     model: str = ""
     counters: dict[str, Any] = {}
-    """Of an engine: {"engine": Engine.stats(), "feedback": ..., "traces": ..., "training": bool, "speculation": rows of
+    """Of an engine: {"engine": Engine.stats(), "feedback": ..., "traces": ..., "spans": ..., "training": bool, "speculation": rows of
     metrics.speculation_rows}, all but the first optional. Of an ingress: attributes of ResumeCounters."""
     swap_pause_ms: float | None = None
     """Of the latest swap."""

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 import redis
 from redis.exceptions import RedisError
@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 from paceline.contracts import DesiredState, ReplicaReport, TrafficClasses
 from paceline.errors import PacelineError
 from paceline.infra.controller.jobs import read_lease
+from paceline.infra.controller.store import Deeds
 from paceline.infra.state.desired import read_classes, read_desired, write_report
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, producer_client
 from paceline.machine import Clock, SystemClock
@@ -102,13 +103,14 @@ class ReplicaWatcher:
         replica_id: str,
         followers: Followers | None = None,
         feedback: Counted | None = None,
+        deeds: Deeds | None = None,
         poll_s: float = 2.0,
         report_s: float = 1.0,
         clock: Clock | None = None,
     ) -> None:
         self._client = producer_client(redis_url, timeout_s=1.0)
         self._keys, self._replica_id = keys, replica_id
-        self._drafters, self._followers, self._feedback = drafters, followers, feedback
+        self._drafters, self._followers, self._feedback, self._deeds = drafters, followers, feedback, deeds
         self._poll_s, self._report_s = poll_s, report_s
         self._clock = clock or SystemClock()
         self._breaker = Breaker()
@@ -209,7 +211,9 @@ class ReplicaWatcher:
             started = time.perf_counter()
             try:
                 if drafters.load(version):
-                    self.staging_s += time.perf_counter() - started
+                    seconds = time.perf_counter() - started
+                    self._note_swap(seconds, version=version, buckets=[b for b, v in routes.items() if v == version])
+                    self.staging_s += seconds
                     self._has_loaded = True  # the next one soon, after a report
                     self._tried.add(version)
                     return True
@@ -259,7 +263,8 @@ class ReplicaWatcher:
     def _swap(self, desired: DesiredState) -> bool:
         if not self._retry_stage:
             self.staging_s = 0.0
-        self._retry_stage = False
+        self._retry_stage, started = False, time.perf_counter()
+        before, num_swaps = (self.version, self.canary_version), self.num_swaps
         try:
             if (
                 self.canary_version not in ("", desired.canary_version, desired.version)
@@ -290,9 +295,18 @@ class ReplicaWatcher:
             desired.canary_version or "none",
             self.staging_s,
         )
+        if (self.version, self.canary_version) != before:
+            self._note_swap(
+                time.perf_counter() - started, version=self.version, canary_version=self.canary_version or None,
+                generation=desired.gen, pause_ms=self._pauses_ms[-1] if self.num_swaps > num_swaps else None,
+            )  # fmt: skip
         self.gen = desired.gen
         self.failed_gen, self.failed_reason = None, ""
         return True
+
+    def _note_swap(self, seconds: float, *, version: str, **attributes: Any) -> None:
+        if self._deeds is not None:
+            self._deeds.record_deed("swap", seconds, {"drafter_version": version, **attributes})
 
     def _staged(self, version: str) -> bool:
         """Stage a version; False when no slot is idle yet (the next pass tries again)."""

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -23,6 +23,7 @@ from paceline.config import ServiceConfig
 from paceline.contracts import HttpMeters
 from paceline.errors import CapacityError, EngineStoppedError
 from paceline.infra.replica.exchange import INGRESS, NumbersExchange, ReplicaNumbers
+from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.resume.client import MAX_SILENCE_S, ResumingClient
 from paceline.infra.resume.relay import answer_http, relay_router
 from paceline.infra.resume.stream import EngineFacts, decode_facts, encode, stream_events
@@ -37,6 +38,9 @@ from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.wire.accounts import Clients
 from paceline.serving.wire.credentials import Tokens
+
+if TYPE_CHECKING:
+    from paceline.infra.replica.spans import ProcessSpans
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +126,8 @@ class ResumeIngress:
             file=home / f"ingress-{replica_id}.log",
             access_file=home / f"access-{replica_id}.log" if self._config.access_log else None,
         )
+        target = SpanTarget.of(self._config)
+        self._spans = None if target is None else target.open(replica_id)
         self._engines = engines
         streams = engines.options(stream=True)
         self._generate, self._http = streams.generate, streams.http
@@ -133,7 +139,12 @@ class ResumeIngress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         open_http, process_id = lambda raw: HandleStream(self._http, raw), self._replica_id
-        return build_api(ingress_parts(self._config, self._client, open_http, process_id))
+        return build_api(ingress_parts(self._config, self._client, open_http, process_id, self._spans))
+
+    async def __del__(self) -> None:
+        spans: ProcessSpans | None = getattr(self, "_spans", None)
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
     async def _probe(self) -> None:
         while True:
@@ -151,17 +162,21 @@ class ResumeIngress:
             return None
 
 
-def ingress_parts(config: ServiceConfig, client: ResumingClient, open_http: Any, process_id: str) -> ApiParts:
+def ingress_parts(
+    config: ServiceConfig, client: ResumingClient, open_http: Any, process_id: str, spans: ProcessSpans | None = None
+) -> ApiParts:
     """What the routes of an ingress are put together from; raises ConfigError without a readable tokenizer."""
     from paceline.serving.loading.checkpoint import open_checkpoint
 
     meters = HttpMeters()
-    exchange = NumbersExchange(
-        config.redis_url, Keys(config.model_name), process_id,
-        lambda: ReplicaNumbers(
-            kind=INGRESS, model=config.model_name, counters=dataclasses.asdict(client.counters), http=meters
-        ),
-    ).start()  # fmt: skip
+
+    def numbers() -> ReplicaNumbers:
+        counters = dataclasses.asdict(client.counters)
+        if spans is not None:
+            counters |= {f"spans_{what}": n for what, n in spans.counters().items()}
+        return ReplicaNumbers(kind=INGRESS, model=config.model_name, counters=counters, http=meters)
+
+    exchange = NumbersExchange(config.redis_url, Keys(config.model_name), process_id, numbers).start()
     return ApiParts(
         client=client,
         admitted=client.admitted,
@@ -175,6 +190,7 @@ def ingress_parts(config: ServiceConfig, client: ResumingClient, open_http: Any,
         sends_request_id=False,  # Serve's middleware does it
         has_access_log=config.access_log,
         meters=meters,
+        spans=None if spans is None else spans.http,
         open_routers=(relay_router(open_http, lambda: render_ingress_metrics(exchange.gather(INGRESS))),),
     )
 
@@ -201,8 +217,10 @@ INGRESS_METRICS: tuple[tuple[str, MetricSpec], ...] = (
     ("num_broken", replica_spec("ingress_broken", "counter", "1", "Answers whose replica was lost while it wrote them")),
     ("num_resumed", replica_spec("ingress_resumed", "counter", "1", "Answers that another replica took over")),
     ("num_given_up", replica_spec("ingress_given_up", "counter", "1", "Requests that failed because no replica finished them")),
+    ("spans_exported", replica_spec("ingress_spans_exported", "counter", "1", "Spans that the collector took")),
+    ("spans_dropped", replica_spec("ingress_spans_dropped", "counter", "1", "Spans lost, as above")),
 )  # fmt: skip
-"""Attribute of ResumeCounters -> metric."""
+"""Attribute of ResumeCounters, or `spans_` and a name of SpanCounts.values -> metric."""
 
 
 def render_ingress_metrics(ingresses: Mapping[str, ReplicaNumbers]) -> bytes:

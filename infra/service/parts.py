@@ -21,6 +21,7 @@ from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.capture_progress import capture_progress
 from paceline.infra.replica.exchange import ENGINE, INGRESS, NumbersExchange, ReplicaNumbers
 from paceline.infra.replica.feedback import FeedbackPublisher
+from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.replica.watcher import ReplicaWatcher
 from paceline.infra.service.deployment import DEPLOYED_AT, ReplicaParts
 from paceline.infra.service.stores import StorePaths, is_adaptive
@@ -186,6 +187,7 @@ def controller_spec(
         trainer_threads=config.trainer_threads,
         trainer_resources=config.trainer_resources,
         gate_chain=config.gate_chain,
+        spans=SpanTarget.of(config),
         deployed_at=deployed_at,
         application=own_application(),
         release=code_digest(),
@@ -203,6 +205,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         file=paths.home / f"replica-{replica_id}.log",
         access_file=paths.home / f"access-{replica_id}.log" if config.access_log else None,
     )
+    span_target = SpanTarget.of(config)
     limit_threads(config.engine.num_threads)
     registry = DrafterRegistry(paths.registry)
     needs_taps = is_adaptive(config)
@@ -220,9 +223,10 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             traces = TraceWriter(TraceStore(paths.traces, clock=clock), config.trace, clock=clock)
     elif needs_taps:
         log.warning("no redis_url: this replica serves its first drafter for ever (no feedback, no swaps)")
+    spans = None if span_target is None else span_target.open(replica_id)
     engine = Engine(
-        target, slots, config.engine, feedback=feedback, traces=traces, prompts=feedback, trace_topk=config.trace.topk,
-        num_sharing=config.num_replicas,
+        target, slots, config.engine, feedback=feedback, traces=traces, prompts=feedback,
+        ends=None if spans is None else spans.engine, trace_topk=config.trace.topk, num_sharing=config.num_replicas,
     )  # fmt: skip
     thread = EngineThread(engine)
     with capture_progress() as progress:
@@ -245,11 +249,14 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
                 followers=serving,
                 feedback=feedback,
                 clock=clock,
+                deeds=None if spans is None else spans.deeds,
             ).start()
             spec = controller_spec(config, target.version, first_version=slots.first_version, deployed_at=deployed_at)
             supervisor = ControllerSupervisor(spec)
             supervisor.start()
             closers = [supervisor.stop, watcher.stop, *closers]
+    if spans is not None:
+        closers.append(spans.close)
     if ranks is not None:
         closers.append(ranks.close)
 
@@ -262,6 +269,8 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             out["feedback"] = feedback.counters()
         if traces is not None:
             out["traces"] = traces.counters()
+        if spans is not None:
+            out["spans"] = spans.counters()
         return out
 
     meters = HttpMeters()
@@ -298,6 +307,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             has_access_log=config.access_log,
             clients=Clients.of(config, tokens, num_sharing=config.num_replicas),
             meters=meters,
+            spans=None if spans is None else spans.http,
             holdback_percent=lambda: serving.holdback_percent,
             trusts_groups=config.policy.trusts_groups,
             opt_out_tenants=frozenset(config.trace.opt_out_tenants),

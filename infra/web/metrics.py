@@ -184,6 +184,10 @@ TRACE_METRICS: _Counters = (
     ("traces_written", replica_spec("traces_written", "counter", "1", "Feature traces written to the trace store")),
     ("traces_dropped", replica_spec("traces_dropped", "counter", "1", "Feature traces lost to a full queue or a failing store")),
 )  # fmt: skip
+SPAN_METRICS: _Counters = (
+    ("exported", replica_spec("spans_exported", "counter", "1", "OpenTelemetry's spans that the collector took")),
+    ("dropped", replica_spec("spans_dropped", "counter", "1", "Spans lost to a full queue, or to a collector that is away or refuses")),
+)  # fmt: skip
 LOG_METRICS: _Counters = (
     ("lines_dropped", replica_spec("log_lines_dropped", "counter", "lines", "Lines of log files lost to a full queue or a disk that refused them")),
 )  # fmt: skip
@@ -231,7 +235,11 @@ BROKEN = replica_spec(
 HTTP_METRICS: tuple[MetricSpec, ...] = (FIRST_TOKEN, PER_TOKEN, WHOLE, RESPONSES, BROKEN)
 """Of the process that speaks HTTP: the replica, or the ingress with `resume: true`."""
 REPLICA_METRICS: tuple[MetricSpec, ...] = (
-    *(spec for table in (ENGINE_METRICS, FEEDBACK_METRICS, TRACE_METRICS, LOG_METRICS) for _, spec in table),
+    *(
+        spec
+        for table in (ENGINE_METRICS, FEEDBACK_METRICS, TRACE_METRICS, SPAN_METRICS, LOG_METRICS)
+        for _, spec in table
+    ),
     TRAINING,
     SWAP_PAUSE,
     SPECULATION,
@@ -239,7 +247,7 @@ REPLICA_METRICS: tuple[MetricSpec, ...] = (
     QUEUE_TIME,
     *HTTP_METRICS,
 )
-"""Everything that one replica exposes about itself; feedback and traces only where it has them."""
+"""Everything that one replica exposes about itself; feedback, traces and spans only where it has them."""
 _TOLD_FROM_THE_START = [
     (r, c) for r in ("/v1/completions", "/v1/chat/completions", "/v1/responses") for c in ("200", "429", "500", "503")
 ]
@@ -253,6 +261,7 @@ def _replica_values(numbers: ReplicaNumbers) -> _Values:
         ("engine", ENGINE_METRICS),
         ("feedback", FEEDBACK_METRICS),
         ("traces", TRACE_METRICS),
+        ("spans", SPAN_METRICS),
         ("logs", LOG_METRICS),
     )
     for name, table in tables:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 
@@ -53,6 +53,8 @@ class AccessRecord:
     """Code of the error that the client was told."""
     is_disconnected: bool = False
     """The client hung up before the answer was complete."""
+    traceparent: str = ""
+    """W3C trace context of its span, for those of its engine requests; '' = it has none."""
 
     _times: AnswerTimes | None = None
     _latest_s: dict[str, float] = field(default_factory=dict)
@@ -112,14 +114,31 @@ class AccessRecord:
         return {k: v for k, v in values.items() if v is not None}
 
 
+class HttpSpan(Protocol):
+    """The span of an HTTP request that is under way; '' as its traceparent: it is not sampled."""
+
+    traceparent: str
+
+    def end(self, record: AccessRecord) -> None:
+        """The response has ended; must not block."""
+
+
+class HttpSpans(Protocol):
+    """Makes a span of each request; must not block."""
+
+    def begin(self, record: AccessRecord, headers: Sequence[tuple[bytes, bytes]]) -> HttpSpan: ...
+
+
 class AccessLog:
-    """ASGI middleware: counts each request to the routes that clients use; a line on the logger `paceline.access`."""
+    """ASGI middleware: counts each request to the routes that clients use; a line on the logger `paceline.access`; a span."""
 
     def __init__(
-        self, app: Any, timer: Callable[[], float] = time.perf_counter, *, meters: HttpMeters, is_written: bool = True
-    ) -> None:
-        """is_written: False: nothing is logged."""
+        self, app: Any, timer: Callable[[], float] = time.perf_counter, *, meters: HttpMeters, is_written: bool = True,
+        spans: HttpSpans | None = None,
+    ) -> None:  # fmt: skip
+        """is_written: False: nothing is logged. spans: None: none are made."""
         self._app, self._timer, self._meters, self._is_written = app, timer, meters, is_written
+        self._spans = spans
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or not scope["path"].endswith(_ROUTES):
@@ -128,6 +147,8 @@ class AccessLog:
         route = next(r for r in reversed(_ROUTES) if scope["path"].endswith(r))  # the path itself is the client's text
         record = AccessRecord(scope["method"], route, self._timer(), self._timer, self._meters)
         scope.setdefault("state", {})["access"] = record
+        span = None if self._spans is None else self._spans.begin(record, scope["headers"])
+        record.traceparent = "" if span is None else span.traceparent
 
         async def watched(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -139,6 +160,8 @@ class AccessLog:
         finally:
             record.error = record.error or scope["state"].get(CUT)
             record.close()
+            if span is not None:
+                span.end(record)
             if self._is_written:
                 log.info("request", extra={"fields": record.fields()})
 

@@ -268,7 +268,7 @@ def build_api(parts: ApiParts) -> FastAPI:
     on_error = error_handler(parts)
     for kind in (RequestError, CapacityError, EngineStoppedError, Cutoff, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
-    app.add_middleware(AccessLog, meters=parts.meters, is_written=parts.has_access_log)
+    app.add_middleware(AccessLog, meters=parts.meters, is_written=parts.has_access_log, spans=parts.spans)
     # the outermost: it has the server's own `send`
     app.add_middleware(Exchange, body_grace_s=parts.body_grace_s, write_s=parts.write_s)
     return app

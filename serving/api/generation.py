@@ -24,7 +24,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
 from paceline.contracts import Group, HttpMeters
-from paceline.serving.api.access_log import AccessRecord
+from paceline.serving.api.access_log import AccessRecord, HttpSpans
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent
 from paceline.serving.wire.accounts import Clients
 from paceline.serving.wire.choice import Piece
@@ -123,6 +123,8 @@ class ApiParts:
     """Write one line a request to the logger `paceline.access`."""
     meters: HttpMeters = field(default_factory=HttpMeters)
     """Where requests are counted and timed."""
+    spans: HttpSpans | None = None
+    """What makes OpenTelemetry's span of each request; None = nothing does."""
     extra_routers: Sequence[APIRouter] = ()
     """Further locked routes."""
     open_routers: Sequence[APIRouter] = ()

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from paceline.contracts import Group
 from paceline.names import LABEL_RULE, REQUEST_ID_RULE, is_label, is_request_id
+from paceline.serving.api.access_log import access_record
 from paceline.serving.api.bodies import MAX_SCORES, MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerateBody
 from paceline.serving.api.generation import ApiParts, EngineInfo, default_group
 from paceline.serving.engine.buckets import OTHER_BUCKET
@@ -87,6 +88,7 @@ def engine_requests(
                     priority=body.priority or 0,
                     deadline_s=None if timeout_s is None else arrived_s + timeout_s,
                     prompt_logprobs=num_scored,
+                    traceparent=access_record(request).traceparent,
                 )
             )
     if num_scored is not None and sum(len(r.prompt_token_ids) for r in found) * (num_scored + 1) > MAX_SCORES:

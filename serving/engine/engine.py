@@ -28,7 +28,7 @@ from paceline.serving.engine.buckets import BucketNames
 from paceline.serving.engine.classes import PromptClasses, PromptSink
 from paceline.serving.engine.decode import DecodeRunner
 from paceline.serving.engine.inbox import Call, EngineInbox
-from paceline.serving.engine.output import FeedbackSink, RoundOutput
+from paceline.serving.engine.output import EndSink, FeedbackSink, RoundOutput
 from paceline.serving.engine.prefill import PrefillRunner
 from paceline.serving.engine.running import DrafterPins, RunningRequest, StopStringChecker
 from paceline.serving.engine.scheduler import Deadlines, Scheduler
@@ -102,6 +102,7 @@ class Engine:
         feedback: FeedbackSink | None = None,
         traces: TraceSink | None = None,
         prompts: PromptSink | None = None,
+        ends: EndSink | None = None,
         trace_topk: int = 8,
         policy: TreePolicy | None = None,
         rng: np.random.Generator | None = None,
@@ -114,6 +115,7 @@ class Engine:
 
         Args:
             prompts: takes the vectors of prompts whose request names no bucket.
+            ends: is told of every request with a traceparent when it ends.
             policy: tree policy; one for `config.tree` when None.
             rng: source of the seeds of requests without one.
             timer: monotonic seconds, for durations (`clock` is for time stamps).
@@ -168,6 +170,7 @@ class Engine:
             self._pins,
             clock=self._clock,
             feedback=feedback,
+            ends=ends,
             on_end=self._note_end,
         )
         if traces is not None and self.kv.features is not None:
@@ -317,7 +320,8 @@ class Engine:
             scheduler.note_drafted()
         for request in admitted:
             if not request.was_preempted:
-                self.queue_times.observe(self._clock.now() - request.submitted_s)
+                request.admitted_s = self._clock.now()
+                self.queue_times.observe(request.admitted_s - request.submitted_s)
             if self._pins.pin(request) and self.output.traces is not None:
                 self.output.traces.start(request)
             self._pins.adopt_shared_rows(request)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,7 +20,13 @@ from paceline.serving.engine.running import DrafterPins, RunningRequest
 from paceline.serving.engine.scheduler import Scheduler
 from paceline.serving.engine.traces import TraceCollector
 from paceline.serving.sampling.draw import token_logprobs
-from paceline.serving.sampling.request import RequestStatus, RoundEvent, TokenLogprob
+from paceline.serving.sampling.request import (
+    GenerationRequest,
+    RequestStats,
+    RequestStatus,
+    RoundEvent,
+    TokenLogprob,
+)
 
 
 class FeedbackSink(Protocol):
@@ -27,6 +34,27 @@ class FeedbackSink(Protocol):
 
     def record_rounds(self, rows: RoundStats) -> None:
         """Keep a round's rows, one per request; drops and counts when full."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedRequest:
+    """A request that is over; times are seconds of the engine's clock, None = it did not come so far."""
+
+    request: GenerationRequest
+    stats: RequestStats
+    finish_reason: str
+    submitted_s: float
+    admitted_s: float | None
+    first_token_s: float | None
+    ended_s: float
+    was_preempted: bool
+
+
+class EndSink(Protocol):
+    """Takes requests that have ended, those with a traceparent."""
+
+    def record_end(self, ended: EndedRequest) -> None:
+        """Keep it; drops and counts when full."""
 
 
 logger = logging.getLogger(__name__)
@@ -42,6 +70,7 @@ class RoundOutput:
         *,
         clock: Clock,
         feedback: FeedbackSink | None,
+        ends: EndSink | None,
         on_end: Callable[[str], None],
     ) -> None:
         """on_end: told the id of every request that has ended, before its owner is."""
@@ -50,6 +79,7 @@ class RoundOutput:
         self.clock = clock
         self.feedback = feedback
         self.traces: TraceCollector | None = None
+        self._ends = ends
         self._on_end = on_end
         self.by_id: dict[str, RunningRequest] = {}
         self.is_training = False
@@ -92,8 +122,11 @@ class RoundOutput:
                 self.end_early(request, "error", error, is_drafters=False)
             return
         self.num_tokens += len(token_ids)
+        now_s = self.clock.now()
+        if token_ids and request.first_token_s is None:
+            request.first_token_s = now_s
         event = request.event(
-            self.clock.now(),
+            now_s,
             tuple(token_ids),
             num_accepted_tokens=num_accepted_tokens,
             logprobs=logprobs,
@@ -106,7 +139,7 @@ class RoundOutput:
             if request.trace is not None:
                 assert self.traces is not None
                 self.traces.finish(request, finish_reason)
-            self._end(request, RequestStatus.FINISHED)
+            self._end(request, RequestStatus.FINISHED, event, now_s)
         self._call(request, event)
 
     def end_early(
@@ -121,16 +154,27 @@ class RoundOutput:
         if reason == "error" and is_drafters and request.version:
             self.num_errors[request.version] = self.num_errors.get(request.version, 0) + 1
         is_own_fault = reason == "error" and not is_drafters
-        event = request.event(self.clock.now(), finish_reason=reason, error=error, is_own_fault=is_own_fault)
-        self._end(request, RequestStatus.ABORTED)
+        now_s = self.clock.now()
+        event = request.event(now_s, finish_reason=reason, error=error, is_own_fault=is_own_fault)
+        self._end(request, RequestStatus.ABORTED, event, now_s)
         self._call(request, event)
 
-    def _end(self, request: RunningRequest, status: RequestStatus) -> None:
+    def _end(self, request: RunningRequest, status: RequestStatus, event: RoundEvent, now_s: float) -> None:
         self._pins.unpin(request)
         self._scheduler.remove(request, status)
         request.trace = None
         del self.by_id[request.request_id]
         self._on_end(request.request_id)
+        if self._ends is not None and request.request.traceparent:
+            ended = EndedRequest(
+                request=request.request, stats=event.stats, finish_reason=event.finish_reason or "",
+                submitted_s=request.submitted_s, admitted_s=request.admitted_s, first_token_s=request.first_token_s,
+                ended_s=now_s, was_preempted=request.was_preempted,
+            )  # fmt: skip
+            try:
+                self._ends.record_end(ended)
+            except Exception:
+                self.note_broken_sink("recording the end of a request")
 
     def _call(self, request: RunningRequest, event: RoundEvent) -> None:
         try:

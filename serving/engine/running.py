@@ -72,6 +72,10 @@ class RunningRequest:
     grammar: GrammarState | None = None
     """Where the answer stands in its grammar; always that of the committed output tokens between rounds."""
 
+    admitted_s: float | None = None
+    """First admission, in the engine's clock as submitted_s."""
+    first_token_s: float | None = None
+    """When its first tokens were emitted here."""
     status: RequestStatus = RequestStatus.WAITING
     is_pinned: bool = False
     slot: str | None = None

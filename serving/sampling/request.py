@@ -154,6 +154,8 @@ class GenerationRequest:
     resumed_token_ids: tuple[int, ...] = ()
     """Output tokens that a replica which then died has emitted: the answer goes on behind them, and max_tokens, penalties,
     stop strings and draws count them as its own. They are not emitted again."""
+    traceparent: str = ""
+    """W3C trace context of the HTTP request's span, for OpenTelemetry; '' = it has none."""
 
     @property
     def counted_group(self) -> str:

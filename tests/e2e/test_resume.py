@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from paceline.bench.chaos.load import leave_streams, wait_for
 from paceline.config import IngressConfig
 from paceline.infra.app import Service
+from tests.helpers.collector import Collector
 from tests.helpers.service_load import (
     HTTP,
     MAX_TOKENS,
@@ -28,10 +30,21 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def collector() -> Iterator[Collector]:
+    with Collector() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Service]:
     root = tmp_path_factory.mktemp("resume")
-    with running(tiny_config(root, "resume", resume=True, ingress=IngressConfig(max_wait_s=RESTART_S))) as service:
-        yield service
+    config = tiny_config(
+        root, "resume", resume=True, ingress=IngressConfig(max_wait_s=RESTART_S), otlp_traces_endpoint=collector.url
+    )
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        with running(config) as service:
+            yield service
 
 
 def metric(url: str, name: str) -> float:
@@ -60,6 +73,29 @@ def test_the_ingress_passes_on_what_engines_answer(service: Service) -> None:
     assert bad.status_code == 400 and bad.json()["error"]["param"] == "prompt"
 
 
+def test_a_trace_goes_on_from_the_caller_through_the_ingress_into_the_replica(
+    service: Service, collector: Collector
+) -> None:
+    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    answer = HTTP.post(
+        f"{service.url}/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0},
+        headers={"traceparent": f"00-{trace}-{parent}-01"},
+    ).json()  # fmt: skip
+    http, engine, *phases = collector.trace(trace, 5)
+    assert [http.name, engine.name] == ["POST /v1/completions", "llm_request"]
+    assert (http.parent_id, engine.parent_id) == (parent, http.span_id)
+    assert [(s.name, s.parent_id) for s in phases] == [(n, engine.span_id) for n in ("queue", "prefill", "decode")]
+    assert http.resource["service.instance.id"] != engine.resource["service.instance.id"]
+    assert engine.resource["service.instance.id"] in replicas_of(service.url)
+    tokens = answer["usage"]["completion_tokens"]
+    assert http.attributes["gen_ai.usage.completion_tokens"] == tokens
+    assert engine.attributes["gen_ai.usage.completion_tokens"] == tokens
+    assert engine.attributes["paceline.num_rounds"] == answer["paceline"]["num_rounds"]
+    wait_for(lambda: metric(service.url, "ingress_spans_exported_total") >= 1, "counted spans of the ingress")
+    wait_for(lambda: metric(service.url, "spans_exported_total") >= 4, "counted spans of the replicas")
+    assert metric(service.url, "ingress_spans_dropped_total") == metric(service.url, "spans_dropped_total") == 0
+
+
 def test_clients_that_hang_up_free_the_engines(service: Service) -> None:
     def totals() -> tuple[int, int]:
         engines = [r["engine"] for r in replicas_of(service.url).values()]
@@ -71,7 +107,7 @@ def test_clients_that_hang_up_free_the_engines(service: Service) -> None:
     assert totals()[0] > before
 
 
-def test_a_killed_replica_takes_no_answer_with_it(service: Service) -> None:
+def test_a_killed_replica_takes_no_answer_with_it(service: Service, collector: Collector) -> None:
     url = service.url
     before = replicas_of(url)
     victim = next(iter(before))
@@ -90,3 +126,9 @@ def test_a_killed_replica_takes_no_answer_with_it(service: Service) -> None:
         assert 1 + stats["num_rounds"] + stats["num_accepted_tokens"] - stats["num_truncated_tokens"] == MAX_TOKENS
     assert wait_for(lambda: metric(url, "ingress_requests_total") > 0, "metrics")
     assert metric(url, "ingress_given_up_total") == 0
+    resumed = collector.wait(lambda spans: [s for s in spans if s.attributes.get("paceline.num_resumed_tokens")])
+    for span in resumed:  # the answer's one trace goes on where the other replica takes over
+        own = functools.partial(lambda parent, spans: [s for s in spans if s.span_id == parent], span.parent_id)
+        (http,) = collector.wait(own)
+        assert (http.name, http.trace_id) == ("POST /v1/completions", span.trace_id)
+        assert span.attributes["gen_ai.usage.completion_tokens"] == MAX_TOKENS

@@ -127,15 +127,21 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     root = tmp_path_factory.mktemp("faults")
-    config = tiny_config(root, "faults", trace=TraceConfig(share=0.1, flush_interval_s=0.5))
+    config = tiny_config(
+        root, "faults", trace=TraceConfig(share=0.1, flush_interval_s=0.5),
+        otlp_traces_endpoint="http://127.0.0.1:1",  # a collector that is never there, whatever else fails
+    )  # fmt: skip
     target = read_target(config.model)
     registry = DrafterRegistry(StorePaths.of(config).registry)
     others = [put_drafter(registry, target, root / f"d{seed}", seed) for seed in (7, 8)]
-    with running(config) as service:
-        place = Place(service=service, registry=registry, target=target, first="", others=others)
-        place.first = place.state()["first_version"]
-        place.wait_version(place.first)
-        yield place
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        variables.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
+        with running(config) as service:
+            place = Place(service=service, registry=registry, target=target, first="", others=others)
+            place.first = place.state()["first_version"]
+            place.wait_version(place.first)
+            yield place
 
 
 def home(place: Place) -> Path:
@@ -269,6 +275,18 @@ def test_metrics_and_health(place: Place) -> None:
         r"\npaceline_redis_up\{[^}]*\} 1.0", text
     )
     assert HTTP.get(f"{place.url}/healthz").json()["status"] == "ok"
+
+
+def test_spans_that_no_collector_takes_are_counted(place: Place) -> None:
+    body = {"prompt": "to be traced", "max_tokens": 4, "ignore_eos": True}
+    assert HTTP.post(f"{place.url}/v1/completions", json=body).status_code == 200
+
+    def dropped() -> bool:
+        text = HTTP.get(f"{place.url}/metrics").text
+        counts = re.findall(r"\npaceline_spans_(exported|dropped)_total\{[^}]*\} (\S+)", text)
+        return {what for what, n in counts if float(n) > 0} == {"dropped"}
+
+    assert wait_for(dropped, "dropped spans")
 
 
 def test_any_scrape_counts_the_requests_of_all_replicas_and_counts_never_fall(place: Place) -> None:

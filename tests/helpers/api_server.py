@@ -154,6 +154,7 @@ def serve_engine(target: TargetModel, config: EngineConfig | None = None, **part
         DrafterSlots(RepeatDrafter(), "repeat-1"),
         config or EngineConfig(max_running=8, kv_bytes=4 * 2**20),
         rng=np.random.default_rng(0),
+        ends=parts.pop("ends", None),
     )
     thread = EngineThread(engine)
     thread.start(is_warmed_up=True)

@@ -24,7 +24,7 @@ from tests.helpers.scripted import MemoryRegistry, MemoryStore, ProcessLauncher,
 def make_host(
     url: str, keys: Keys, tmp_path: Path, *, launcher: Any = None, data_dir: Path | bool = True, make: Any = ScriptedController,
     store: Any = None, registry: Any = None, rollout: RolloutConfig | None = None, clock: Any = None,
-    make_client: Callable[[str], redis.Redis] = consumer_client, **config: Any,
+    make_client: Callable[[str], redis.Redis] = consumer_client, spans: Any = None, **config: Any,
 ) -> ControllerHost:  # fmt: skip
     """A host that is not connected and commits in every pass; without `rollout` versions go live at once.
 
@@ -38,6 +38,7 @@ def make_host(
         ),
         store=store or MemoryStore(), registry=registry or MemoryRegistry(), clock=clock,
         launcher=launcher or ProcessLauncher(url, str(tmp_path / "journal")), make_controller=make, make_client=make_client,
+        spans=spans,
     )  # fmt: skip
 
 

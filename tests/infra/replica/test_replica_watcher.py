@@ -8,10 +8,12 @@ import pytest
 from paceline.contracts import DesiredState, TrafficClasses, encode
 from paceline.errors import DrafterMismatchError
 from paceline.infra.controller.jobs import Lease
+from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.replica.watcher import ReplicaWatcher
 from paceline.infra.state.desired import commit_desired, ensure_first_version, read_reports
 from paceline.infra.state.redis_clients import patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
+from tests.helpers.collector import Collector
 
 
 @dataclass
@@ -123,6 +125,23 @@ def test_new_generation_is_staged_published_and_reported(shared_redis, client, k
     report = read_reports(client, keys)[0]
     assert (slots.live_version, report.gen, report.version, report.swap_pause_ms) == ("v2", 2, "v2", [0.25])
     assert told.desired == [2]
+
+
+def test_swaps_of_the_live_version_and_of_classes_are_traces(shared_redis, client, keys, seeded):
+    with Collector() as collector:
+        spans = SpanTarget(endpoint=collector.url, model="tiny").open("a")
+        w = watcher(shared_redis.url, keys, Slots(), deeds=spans.deeds)
+        want(client, keys, "v2")
+        w.reconcile()
+        commit_desired(client, keys, lambda d: msgspec.structs.replace(d, gen=d.gen + 1, class_versions={"math": "v3"}))
+        w.reconcile()
+        w.reconcile()
+        spans.close()
+    swaps = {
+        s.attributes["paceline.drafter_version"]: s.attributes for s in collector.spans if s.name == "paceline.swap"
+    }
+    assert swaps["v2"]["paceline.pause_ms"] == 0.25
+    assert swaps["v3"]["paceline.buckets"] == ["math"]
 
 
 def test_refused_version_leaves_the_live_one_and_is_not_tried_again(shared_redis, client, keys, seeded):

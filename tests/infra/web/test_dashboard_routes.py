@@ -175,10 +175,12 @@ def test_tokens_that_a_header_cannot_carry_are_refused(token: str) -> None:
 
 def test_tokens_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, variable in VARIABLES.items():
-        monkeypatch.setenv(variable, f"{name}-of-env")
+        monkeypatch.setenv(variable, f"{'http://' if name == 'otlp_traces_endpoint' else ''}{name}-of-env")
     config = with_environment(ServiceConfig())
     assert (config.api_token, config.admin_token) == ("api_token-of-env", "admin_token-of-env")
-    assert config.token_file == "token_file-of-env"
+    assert (config.token_file, config.otlp_traces_endpoint) == (
+        "token_file-of-env", "http://otlp_traces_endpoint-of-env",
+    )  # fmt: skip
     given = with_environment(ServiceConfig(admin_token="given", redis_url="redis://given"))
     assert (given.admin_token, given.redis_url) == ("given", "redis://given")
     access = Access.of(given, Tokens.of(ServiceConfig(admin_token="given")))

@@ -166,6 +166,7 @@ def test_scrape_holds_the_replica_and_the_controller():
         "engine": {"num_rounds": 7, "forward": "native-avx2"},
         "feedback": {"redis_up": True},
         "traces": {},
+        "spans": {"exported": 5, "dropped": 1},
         "logs": {"lines_dropped": 3},
         "training": True,
     }
@@ -175,6 +176,7 @@ def test_scrape_holds_the_replica_and_the_controller():
     for spec in REPLICA_METRICS:
         suffix = {"counter": "_total", "gauge": "", "histogram": "_bucket"}[spec.kind]
         assert re.search(rf"\n{spec.name}{suffix}[ {{]", text), spec.name
+    assert 'paceline_spans_dropped_total{model="m",replica="r1"} 1.0' in text
     assert 'paceline_rounds_total{model="m",replica="r1"} 7.0' in text and "paceline_desired_generation 4.0" in text
     families = list(text_string_to_metric_families(text))
     assert len({f.name for f in families}) == len(families), "one family, one place"
