@@ -22,7 +22,8 @@ A rollback bars the version and freezes training on its bucket for freeze_s.
 A guard is the same test of a version that serves all of its class already, because a burst's replay found it surely better:
 its requests are compared with those of the hold-back, which keep the first drafter. Every class may have one. What would
 retire or roll back a canary takes the class's version back; a promotion ends the guard. A guard has no time limit (its class
-may be away), and without a verdict the version stays unless its estimated speed is below 1 - margin.
+may be away), and without a verdict at max_requests the version stays: an estimate from some requests is less than the
+evidence that made it.
 """
 
 from __future__ import annotations
@@ -309,8 +310,8 @@ def judge(canary: Canary, config: RolloutConfig, now: float) -> Verdict | None:
     ended = f"no verdict after {own} canary requests and {now - canary.since:.0f} s"
     if not has_drafted:
         ended += f": it drafted in {drafted} rounds, and a promotion needs {config.min_drafted_rounds}"
-    is_kept = ratio is None or ratio >= 1 - config.margin
-    if is_kept and (canary.is_guard or (may_promote and ratio is not None)):
+    is_promoted = may_promote and ratio is not None and ratio >= 1 - config.margin
+    if is_promoted or canary.is_guard:
         return Verdict(outcome=Outcome.PROMOTED, reason=f"{ended}; the gate's word stands: {numbers}")
     return Verdict(outcome=Outcome.RETIRED, reason=f"{ended}; {numbers}")
 

@@ -107,8 +107,7 @@ def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
             trusts_groups=True,  # the demo's client draws them
             seed=options.seed,
         ),
-        # a demo of minutes must see the verdict
-        rollout=RolloutConfig(min_requests=4, max_requests=30, freeze_s=60.0, quiet_s=1.0),
+        rollout=RolloutConfig(min_requests=4, freeze_s=60.0, quiet_s=1.0),
     )
 
 
