@@ -169,6 +169,8 @@ class PromptVectors(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_dims: int
     vectors: bytes
     """(prompts, num_dims) float32, little-endian."""
+    tenants: list[str] = []
+    """Who sent each of the prompts, '' = nobody; empty = nobody sent any."""
 
 
 class TrafficClasses(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,6 +204,8 @@ class FeedbackBatch(FeedbackSums, frozen=True, kw_only=True):
     """The RoundStats behind the sums where they are kept for exports (feedback.keep_rows), else nil; see `rows_of`."""
     prompts: PromptVectors | None = None
     """Of some of the prompts without a bucket that began since the batch before."""
+    tenants: dict[str, str] = {}
+    """Bucket of these cells -> the tenant that its name counts for; those of nobody are left out."""
 
 
 def rows_of(batch: FeedbackBatch) -> RoundStats | None:

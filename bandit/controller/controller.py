@@ -12,7 +12,7 @@ import numpy as np
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.observation import HostContext, fold
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
-from paceline.bandit.controller.epoch import close_epoch, learn_history
+from paceline.bandit.controller.epoch import close_epoch, drop_bucket, learn_history
 from paceline.bandit.controller.jobs import finish_job
 from paceline.bandit.controller.policy_inputs import build_view, remember_epoch
 from paceline.bandit.controller.state import (
@@ -73,6 +73,10 @@ class Controller:
         fold(self._state.windows, feedback)
         self._state.round_costs.fold(feedback)
         self._state.interference.fold(feedback)
+
+    def forget_bucket(self, name: str) -> None:
+        """A bucket is told apart no longer: its place went to another one."""
+        drop_bucket(self._state, name)
 
     def tick(self, now: float, context: HostContext) -> list[Decision]:
         """New decisions; [] between epoch ends. At most one of them is not 'hold'.

@@ -162,7 +162,7 @@ class Session:
 
     def _sort_classes(self, now: float) -> None:
         book, before = self.state.classes, self.state.classes.published
-        if book.tidy(self.config.max_classes, now) and book.published.names != before.names:
+        if book.tidy(self.config.max_classes, now, self.books.kept_classes()) and book.published.names != before.names:
             self.books.log("classes", {"rev": book.published.rev, "names": book.published.names})
             logger.info("traffic classes changed rev=%d number=%d", book.published.rev, len(book.published.names))
         for bucket in book.take_ended():  # its number may have gone to another kind of prompts

@@ -554,6 +554,18 @@ class Books:
         """The desired record as it will be after the next commit, its generation apart."""
         return self.pending.desired or self.state.desired
 
+    def kept_classes(self) -> set[str]:
+        """Classes that give way to no others: with a version of their own, or one on trial, or a job under way."""
+        state, kept = self.state, set(self.state.assigned)
+        for desired in (state.desired, self.pending.desired):
+            if desired is not None:
+                kept |= {*desired.class_versions, desired.canary_bucket}
+        if state.pending is not None:
+            kept.add(state.pending.job.bucket)
+        if state.rollout.canary is not None:
+            kept |= {state.rollout.canary.scope, state.rollout.canary.bucket}
+        return kept - {""}
+
     def log(self, kind: str, values: dict) -> None:
         """Put a line into the decision log."""
         self.pending.log.append((kind, values))

@@ -70,6 +70,7 @@ class ScriptedController:
         self.outcomes: list[TrainResult] = []
         self.canaries: list[tuple[int, str]] = []
         self.contexts: list[HostContext] = []
+        self.forgotten: list[str] = []
 
     def book(self, entry: LedgerEntry) -> None:
         self.ledger.append(entry)
@@ -86,6 +87,9 @@ class ScriptedController:
                 kind="saving", bucket="math", version=None, seconds=float(batch.num_rows),
             )
         )  # fmt: skip
+
+    def forget_bucket(self, name: str) -> None:
+        self.forgotten.append(name)
 
     def tick(self, now: float, context) -> list[Decision]:
         self.contexts.append(context)
