@@ -156,9 +156,19 @@ class Session:
         except (OSError, PacelineError) as e:
             self.books.errors.note("limits of the version pool could not be enforced", e)
         self.lives.follow_reports(self.books.clock.now())
+        self._mend_classes()
         self._sort_classes(self.books.clock.now())
         self.feedback.look_at_lag()
         self.books.store.room.keep()
+
+    def _mend_classes(self) -> None:
+        """Have the record of the classes written again where Redis does not hold it as it was written."""
+        store, pending = self.books.store, self.books.pending
+        if not pending.mends_classes and not store.has_classes():
+            pending.mends_classes = True
+            self.books.note(
+                f"the traffic classes in Redis were damaged or gone: written again; what was there is {store.keys.classes}:damaged:{store.epoch}"
+            )
 
     def _sort_classes(self, now: float) -> None:
         book, before = self.state.classes, self.state.classes.published

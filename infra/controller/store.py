@@ -34,11 +34,11 @@ from paceline.adapt.versions.lifecycle import Lifecycle
 from paceline.bandit.beliefs.classes import ClassBook
 from paceline.bandit.controller.controller import Controller
 from paceline.config import PolicyConfig, RolloutConfig, TraceConfig
-from paceline.contracts import ArmSpec, Decision, DesiredState, LedgerEntry, TrainJob, decode, encode
-from paceline.errors import FencedError, StateError
+from paceline.contracts import ArmSpec, Decision, DesiredState, LedgerEntry, TrafficClasses, TrainJob, decode, encode
+from paceline.errors import FencedError, PacelineError, StateError
 from paceline.infra.controller.rollout import RolloutState
 from paceline.infra.controller.traffic import GroupTotals, TrafficStats
-from paceline.infra.state.desired import known_desired, queue_desired, queue_log
+from paceline.infra.state.desired import known_desired, queue_desired, queue_log, read_classes
 from paceline.infra.state.formats import FORMAT, upgraded
 from paceline.infra.state.layout import DECISIONS, adopt_state, snapshot_name, unnamed_snapshot
 from paceline.infra.state.log import ErrorCount, LogFile, stream_newest_first
@@ -172,12 +172,14 @@ class Commit:
     desired: DesiredState | None = None
     """New record; its generation is set in the transaction."""
     delete: list[str] = field(default_factory=list)
+    mends_classes: bool = False
+    """What Redis tells replicas of the classes is not what was written: it is kept aside and written again."""
     is_uncertain: bool = False
     """A reply was lost: it may have happened."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.ack_ids or self.decisions or self.ledger or self.log or self.desired or self.delete)
+        return not (self.ack_ids or self.decisions or self.ledger or self.log or self.desired or self.delete or self.mends_classes)
 
 
 class _SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,6 +223,7 @@ class ControllerStore:
         self.num_state_bytes = 0
         """Bytes of state written so far."""
         self._parts = self._next_parts = _Parts()
+        self._told = TrafficClasses()
         self.decisions: dict[int, Decision] = {}
         self.ledger: deque[LedgerEntry] = deque(maxlen=MAX_LEDGER)
         """The latest entries, oldest first."""
@@ -298,7 +301,7 @@ class ControllerStore:
             self._parts = _Parts(bins=frozenset(number for number, _ in state.traffic.bins))
         else:
             self.begin_ledger(state)
-        self._num_filed = state.num_booked
+        self._num_filed, self._told = state.num_booked, state.classes.published
         lines = self._log_lines(is_known=bool(state.commit) and not found.is_of_file)
         self.ledger = deque(list(held_entries(lines, state.num_booked))[::-1], maxlen=MAX_LEDGER)
         return state
@@ -404,6 +407,7 @@ class ControllerStore:
             pipe.unwatch()
             raise FencedError(f"another controller took over (epoch {epoch}, mine is {self.epoch}); this one stops")
         current = known_desired(pipe.get(keys.desired))
+        is_aside = commit.mends_classes and bool(pipe.exists(keys.classes))
         held: Any = pipe.hget(keys.state, "commit")
         known = state.desired
         if commit.desired is not None:
@@ -437,7 +441,9 @@ class ControllerStore:
         _queue_ledger(pipe, keys, commit.ledger, state.num_booked)
         for kind, values in commit.log:
             queue_log(pipe, keys, kind, values)
-        if "classes" in changed and written.classes.published.rev:
+        if is_aside:  # for whoever wants to look into it; nothing reads it again
+            pipe.rename(keys.classes, f"{keys.classes}:damaged:{self.epoch}")
+        if ("classes" in changed or commit.mends_classes) and written.classes.published.rev:
             pipe.set(keys.classes, encode(written.classes.published))
         if commit.desired is not None:
             queue_desired(pipe, keys, commit.desired)
@@ -452,6 +458,19 @@ class ControllerStore:
         self.num_state_bytes += sum(map(len, changed.values()))
         state.commit, state.epoch = written.commit, written.epoch
         state.desired, state.history = written.desired, written.history
+        self._told = written.classes.published
+
+    def has_classes(self) -> bool:
+        """Whether Redis tells replicas the classes as the last commit has them. Raises redis errors."""
+        try:
+            told = read_classes(self.client, self.keys)
+        except PacelineError:
+            return False
+        except ResponseError as e:  # not a string
+            if "WRONGTYPE" not in str(e):
+                raise
+            return False
+        return told == self._told or (told is None and self._told.rev == 0)
 
     def _written(self, number: int) -> HostState | None:
         """The stored state if commit `number` happened although its reply was lost."""

@@ -111,6 +111,31 @@ def test_classes_are_written_again_after_redis_has_lost_its_data(own_redis, keys
     assert told(client, keys) == before
 
 
+@pytest.mark.parametrize("damage", ["cut", "list", "other", "gone"])
+def test_a_damaged_record_of_the_classes_is_kept_aside_and_written_again_at_once(shared_redis, client, keys, tmp_path, damage):  # fmt: skip
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+    tell(client, keys, 1, vectors(0, 20))
+    settle(host)
+    before, bad = told(client, keys), client.get(keys.classes)[:-7]
+    client.delete(keys.classes)
+    if damage == "cut":
+        client.set(keys.classes, bad)
+    elif damage == "list":
+        client.rpush(keys.classes, b"x")
+    elif damage == "other":
+        client.set(keys.classes, encode(msgspec.structs.replace(before, radii=[9.0])))
+    settle(host, 1)
+    assert told(client, keys) == before
+    aside = f"{keys.classes}:damaged:{host.session.state.epoch}"
+    assert bool(client.exists(aside)) == (damage != "gone")
+    if damage == "cut":
+        assert client.get(aside) == bad
+    notes = [text for _, text in host.session.state.notes if "traffic classes in Redis" in text]
+    settle(host)
+    assert len(notes) == 1 == sum("traffic classes in Redis" in text for _, text in host.session.state.notes)
+
+
 def test_a_service_without_classes_learns_and_publishes_none(shared_redis, client, keys, tmp_path):
     host = make_host(shared_redis.url, keys, tmp_path, max_classes=0)
     host.connect()
