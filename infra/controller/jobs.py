@@ -349,7 +349,7 @@ class Jobs:
         try:
             shards = self._around.own_shards()
         except (OSError, PacelineError) as e:  # the policy holds the job for ordered: it must come to an end
-            self._books.errors.note("the trace store cannot be read for a job", e)
+            self._books.note_storage("the trace store cannot be read for a job", e)
             return None
         return order_job(
             decision, self._books.policy.arm_of(decision), shards, desired=desired, policy=self._books.config.policy

@@ -15,10 +15,11 @@ import msgspec
 import numpy as np
 import redis
 
+from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.versions.lifecycle import VersionLife
 from paceline.bandit.controller.controller import Controller
 from paceline.config import RolloutConfig
-from paceline.errors import PacelineError, StateError
+from paceline.errors import PacelineError, StateError, StorageHangsError
 from paceline.infra.controller.feedback import READ_COUNT, Feedback
 from paceline.infra.controller.jobs import Jobs, Launcher, TrainCoordinator
 from paceline.infra.controller.lives import Lives, WeightPool
@@ -89,15 +90,18 @@ class Session:
         registry: DrafterRegistry,
         launcher: Launcher,
         make_controller: MakeController,
+        calls: StorageCalls,
         errors: ErrorCount,
         clock: Clock,
     ) -> None:
         """Take over (epoch), restore everything, put the configuration into force.
 
+        Args:
+            calls: of `shards`, `registry` and the data folder; they outlive a session, as a call that hangs does.
         Raises: redis errors; StateError, before anything was written, when what is stored cannot be used.
         """
         self.config, self._context_due = config, 0.0
-        store = ControllerStore(client, config)
+        store = ControllerStore(client, config, calls)
         make_policy(make_controller, store.find().state)
         store.acquire_epoch()
         self.state = state = store.load()
@@ -111,7 +115,7 @@ class Session:
         self.controller.set_policy(state.policy)
         coordinator = TrainCoordinator(config, client, launcher, clock=clock, owner=store.owner)
         self.books = books = Books(config, store, state, self.controller, errors=errors, clock=clock)
-        self.surroundings = around = Surroundings(books, shards, registry)
+        self.surroundings = around = Surroundings(books, calls.guard(shards), calls.guard(registry))
         self.pool = WeightPool(books, around)
         self.lives = Lives(books, around)
         self.feedback = Feedback(books, self.lives)
@@ -154,7 +158,7 @@ class Session:
         try:
             self.pool.tend()
         except (OSError, PacelineError) as e:
-            self.books.errors.note("limits of the version pool could not be enforced", e)
+            self.books.note_storage("limits of the version pool could not be enforced", e)
         self.lives.follow_reports(self.books.clock.now())
         self._mend_classes()
         self._sort_classes(self.books.clock.now())
@@ -189,8 +193,8 @@ class Session:
         self.books.flush()
         try:
             self.books.store.save_file(self.state)
-        except OSError as e:  # what was committed is committed
-            self.books.errors.note("the snapshot file cannot be written", e)
+        except (OSError, StorageHangsError) as e:  # what was committed is committed
+            self.books.note_storage("the snapshot file cannot be written", e)
 
     def step(self, block_ms: int = 250) -> int:
         """One pass: feedback, surroundings, canary, job, decisions, commit. Returns the entries read.

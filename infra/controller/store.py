@@ -30,12 +30,13 @@ import redis
 from redis.exceptions import ResponseError, WatchError
 
 from paceline.adapt.data.blob_io import write_atomic
+from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.versions.lifecycle import Lifecycle
 from paceline.bandit.beliefs.classes import ClassBook
 from paceline.bandit.controller.controller import Controller
 from paceline.config import PolicyConfig, RolloutConfig, TraceConfig
 from paceline.contracts import ArmSpec, Decision, DesiredState, LedgerEntry, TrafficClasses, TrainJob, decode, encode
-from paceline.errors import FencedError, PacelineError, StateError
+from paceline.errors import FencedError, PacelineError, StateError, StorageHangsError
 from paceline.infra.controller.rollout import RolloutState
 from paceline.infra.controller.traffic import GroupTotals, TrafficStats
 from paceline.infra.state.desired import known_desired, queue_desired, queue_log, read_classes
@@ -93,6 +94,9 @@ class HostConfig:
     """Period of looking at stores and replica reports."""
     snapshot_every_s: float = 30.0
     """Period of writing the snapshot file."""
+    storage_patience_s: float = 5.0
+    """Longest wait for a call of trace store, registry or data folder: then it hangs, and the controller goes on without.
+    That is once a hang: epochs are much longer."""
 
 
 class PendingJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +183,15 @@ class Commit:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.ack_ids or self.decisions or self.ledger or self.log or self.desired or self.delete or self.mends_classes)
+        return not (
+            self.ack_ids
+            or self.decisions
+            or self.ledger
+            or self.log
+            or self.desired
+            or self.delete
+            or self.mends_classes
+        )
 
 
 class _SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,13 +221,14 @@ class _Found:
 class ControllerStore:
     """Redis, snapshot file and log file of one controller. Owner = one start of the controller."""
 
-    def __init__(self, client: redis.Redis, config: HostConfig) -> None:
-        self.client, self.keys = client, Keys(config.model)
+    def __init__(self, client: redis.Redis, config: HostConfig, calls: StorageCalls) -> None:
+        """calls: of the data folder."""
+        self.client, self.keys, self.calls = client, Keys(config.model), calls
         self.room = Room(client, self.keys)
         self._config = config
         self._folder = folder = None if config.data_dir is None else Path(config.data_dir).expanduser()
         self._path = None if folder is None else folder / snapshot_name(config.target_version)
-        self._log_file = None if folder is None else LogFile(folder / DECISIONS)
+        self._log_file = None if folder is None else LogFile(folder / DECISIONS, calls.run)
         self._num_filed = 0
         """Ledger entries that the log file has; the others are written back when Redis loses its data."""
         self.owner = uuid.uuid4().hex
@@ -314,11 +327,11 @@ class ControllerStore:
         if self._log_file is not None and self._folder is not None:
             try:
                 if is_known:
-                    adopt_state(self._folder, self._config.target_version)
+                    self.calls.run(adopt_state, self._folder, self._config.target_version)
                 self._log_file.sync(self.client, self.keys)
                 return self._log_file.newest_first()
-            except OSError as e:  # a full disk must not keep the controller from deciding
-                logger.error("the log file %s cannot be written: %s", self._log_file.path, e)
+            except (OSError, StorageHangsError) as e:  # must not keep the controller from deciding
+                logger.error("the log file %s cannot be read or written: %s", self._log_file.path, e)
         return stream_newest_first(self.client, self.keys)
 
     def _in_file(self) -> _Found | None:
@@ -326,18 +339,20 @@ class ControllerStore:
         if self._path is None:
             return None
         try:
-            raw = msgspec.msgpack.decode(self._path.read_bytes(), type=_RawSnapshot)
+            raw = msgspec.msgpack.decode(self.calls.run(self._path.read_bytes), type=_RawSnapshot)
             fields = upgraded({name: bytes(data) for name, data in raw.state.items()}, f"snapshot file {self._path}")
             state = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=HostState)
             decisions = msgspec.msgpack.decode(raw.decisions, type=list[Decision])
         except FileNotFoundError:
             assert self._folder is not None
-            if (unnamed := unnamed_snapshot(self._folder)) is not None:
+            if (unnamed := self.calls.run(unnamed_snapshot, self._folder)) is not None:
                 raise StateError(
                     f"{unnamed} is the state of an older release, which does not say whose it is: move it to {self._path} if "
                     "it is this service's, else away"
                 ) from None
             return None
+        except StorageHangsError as e:
+            raise StateError(f"Redis has no state, and whether {self._path} has one cannot be told yet: {e}") from e
         except (OSError, msgspec.DecodeError, ValueError) as e:
             raise StateError(
                 f"snapshot file {self._path} cannot be read: {e}; restore a backup, or move the file away to begin with an "
@@ -355,7 +370,7 @@ class ControllerStore:
         """Write the snapshot file atomically: it carries the service over a loss of Redis' data."""
         if self._path is not None:
             snapshot = _SnapshotFile(state=state, decisions=list(self.decisions.values()))
-            write_atomic(fsspec.filesystem("file"), str(self._path), encode(snapshot))
+            self.calls.run(write_atomic, fsspec.filesystem("file"), str(self._path), encode(snapshot))
 
     def copy_log(self, state: HostState) -> None:
         """Append to the log file what the log stream has more."""
@@ -594,6 +609,11 @@ class Books:
         self.log("note", {"text": text})
         self.state.notes = [*self.state.notes, (self.clock.now(), text)][-MAX_NOTES:]
 
+    def note_storage(self, text: str, error: Exception) -> None:
+        """Count what a store could not do; call it inside the `except`. A store that hangs is told once, by its calls."""
+        if not isinstance(error, StorageHangsError):
+            self.errors.note(text, error)
+
     def take_drained(self) -> None:
         """Take over what the policy decided and booked since the last time."""
         decisions, entries = self.policy.drain()
@@ -635,10 +655,13 @@ class Books:
                 self._file_due, self._file_commit = now + self.config.snapshot_every_s, self.state.commit
                 self.store.save_file(self.state)
             self.folder_error = ""
-        except OSError as e:  # what was committed is committed; files are made up for with the next commit that can
-            if str(e) != self.folder_error:
-                self.errors.note(f"the data folder {self.config.data_dir} cannot be written", e)
-            self.folder_error = str(e)
+        except (OSError, StorageHangsError) as e:  # what was committed is committed; files are made up for later
+            if isinstance(e, StorageHangsError):
+                self.folder_error = ""  # `calls` says so
+            else:
+                if str(e) != self.folder_error:
+                    self.errors.note(f"the data folder {self.config.data_dir} cannot be written", e)
+                self.folder_error = str(e)
             self._file_due = now  # the snapshot that failed is due again
 
 
