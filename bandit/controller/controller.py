@@ -267,10 +267,11 @@ class Controller:
             self._state.costs.update_staging(seconds, 1 if context is None else context.num_replicas)
         return self._state.actions[decision_id]
 
-    def canary_ended(self, decision_id: int, outcome: str) -> Decision | None:
-        """Write into a decision how the canary of its version ended: 'promoted' | 'rolled_back' | 'retired'.
+    def order_ended(self, decision_id: int, outcome: str) -> Decision | None:
+        """Write into a decision what became of its version: its canary was 'promoted', 'rolled_back' or 'retired', or the host
+        'refused' to give it to the class.
 
-        A version that was not promoted gained nothing and is no longer what that decision gave its bucket; None when the
+        A version that does not serve gained nothing and is no longer what that decision gave its bucket; None when the
         decision is unknown or too old to be kept.
         """
         state, decision = self._state, self._state.actions.get(decision_id)

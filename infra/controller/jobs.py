@@ -378,8 +378,11 @@ class Jobs:
             self._books.errors.note("the policy could not take a training result", e)
             return
         version = result.version
-        if outcome.publish is not None and not self._around.is_foreign(outcome.publish):
+        if outcome.publish is not None:
             bucket, arm = outcome.decision.bucket, outcome.decision.arm or ""
+            if self._around.is_foreign(outcome.publish):
+                self._lives.refuse(outcome.publish, "it is for another target", now, decision_id, bucket)
+                return
             self._lives.publish(outcome.publish, outcome.reason, now, decision_id, bucket, arm=arm)
         elif version is not None and self._books.state.lifecycle.status(version) == DrafterStatus.SHADOWED:
             self._lives.move(version, DrafterStatus.RETIRED, outcome.reason, now)

@@ -191,7 +191,7 @@ class Lives:
         if base is None or version == base.version_of(bucket):
             return
         if version in lives.barred():
-            self._books.log("note", {"text": f"{version} is not served: it came to an end before"})
+            self.refuse(version, "it came to an end before", now, decision_id, bucket)
             return
         life = lives.versions.get(version)
         was_live = life is not None and life.was_live
@@ -204,7 +204,27 @@ class Lives:
             else:
                 self.assign(bucket, version, reason, now, decision_id)
         except DrafterMismatchError as e:
-            self._books.note(f"{version} is not given to class {bucket}: {e}")
+            self.refuse(version, str(e), now, decision_id, bucket)
+
+    def refuse(self, version: str, why: str, now: float, decision_id: int, bucket: str) -> None:
+        """Tell the policy that a version was not given to the class that its decision gave it to; it may be another time."""
+        self._books.note(f"{version} is not given to class {bucket}: {why}")
+        if self._state.lifecycle.status(version) == _S.SHADOWED:
+            self.move(version, _S.RETIRED, f"not given to class {bucket}: {why}", now)
+        self._tell_end(decision_id, "refused")
+
+    def _tell_end(self, decision_id: int, outcome: str) -> None:
+        try:
+            self._policy.order_ended(decision_id, outcome)
+        except Exception as e:
+            self._books.errors.note("the policy could not take the end of an order", e)
+
+    def full_classes(self) -> list[str]:
+        """Classes with traffic that have no version of their own and can get none: too many others have one."""
+        desired = self._books.desired
+        if desired is None or len(desired.class_versions) < MAX_ASSIGNED:
+            return []
+        return sorted(bucket for bucket in self._state.traffic.totals if bucket not in desired.class_versions)
 
     def _start_canary(
         self, base: DesiredState, version: str, reason: str, now: float, decision_id: int, *, bucket: str, arm: str,
@@ -257,6 +277,11 @@ class Lives:
         verdict = verdict or rollout.judge(canary, config, now)
         if verdict is None or (verdict.outcome == Outcome.PROMOTED and self._state.is_paused):
             return
+        if verdict.outcome == Outcome.PROMOTED and canary.scope:
+            try:
+                _check_room(desired, canary.scope)
+            except DrafterMismatchError as e:  # others were given versions meanwhile
+                verdict = Verdict(outcome=Outcome.RETIRED, reason=f"{verdict.reason}, but {e}")
         logger.warning("canary %s version=%s reason=%s", verdict.outcome.value, canary.version, verdict.reason)
         if verdict.outcome == Outcome.PROMOTED:
             reason = f"canary promoted: {verdict.reason}"
@@ -287,10 +312,7 @@ class Lives:
         else:
             to = _S.ROLLED_BACK if verdict.outcome == Outcome.ROLLED_BACK else _S.RETIRED
             self.move(canary.version, to, verdict.reason, now)
-        try:
-            self._policy.canary_ended(canary.decision_id, verdict.outcome.value)
-        except Exception as e:
-            self._books.errors.note("the policy could not take the end of a canary", e)
+        self._tell_end(canary.decision_id, verdict.outcome.value)
 
     def order_canary(self, version: str, bucket: str = "") -> None:
         """Start a canary of a version of the registry by an operator's order, on one class or on what the live version

@@ -124,7 +124,7 @@ class ScriptedController:
             LedgerEntry(entry_id=f"{decision_id}:staging:{tag}", ts=now, kind="staging", bucket="math", version=None, seconds=seconds)
         )  # fmt: skip
 
-    def canary_ended(self, decision_id: int, outcome: str) -> None:
+    def order_ended(self, decision_id: int, outcome: str) -> None:
         self.canaries.append((decision_id, outcome))
 
     def manual(self, action: str, version: str, now: float, reason: str, left: Iterable[str] = ()) -> Decision:
