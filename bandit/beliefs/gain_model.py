@@ -166,8 +166,9 @@ class GainModel(msgspec.Struct):
         """Keep nothing of a bucket; what the others' jobs taught of everything else stays (its marginal)."""
         if (name := f"bucket:{bucket}") in self.names:
             i = self.names.index(name)
-            for column in (self.names, self.mean, self.prior_sd, self.cov, *self.cov):
-                del column[i]
+            del self.names[i], self.mean[i], self.prior_sd[i], self.cov[i]
+            for row in self.cov:
+                del row[i]
 
 
 Z90 = 1.645
