@@ -90,7 +90,7 @@ class StorageCalls:
             future, call = self._waiting.get()
             try:
                 future.set_result(call())
-            except Exception as e:  # belongs to whoever waits
+            except BaseException as e:  # belongs to whoever waits; this thread is for all calls
                 logger.debug("a storage call failed: %s", e)
                 future.set_exception(e)
 

@@ -1,6 +1,7 @@
 """A store that hangs holds one thread and nobody else, and what hung is neither lost nor made twice."""
 
 import os
+import sys
 import time
 
 import pytest
@@ -61,4 +62,7 @@ def test_errors_are_the_callers_also_a_timeout_of_the_store_itself(tmp_path):
         calls.run(too_slow)
     with pytest.raises(FileNotFoundError):
         calls.guard(tmp_path / "none").read_bytes()
+    with pytest.raises(SystemExit):
+        calls.run(sys.exit, 3)
+    assert calls.run(len, "abc") == 3, "the thread is for all calls, whatever one of them raises"
     assert calls.num_hangs == 0 and calls.guard(tmp_path).name == tmp_path.name
