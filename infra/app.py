@@ -78,6 +78,12 @@ def build(args: Mapping[str, Any]) -> Application:
             " and ".join(shown), " and ".join(VARIABLES[name] for name in shown),
         )  # fmt: skip
     config = with_environment(given)
+    if config.num_replicas == 1:
+        log.warning(
+            "num_replicas is 1: a redeployment stops the replica before the new one starts, and until that has loaded clients "
+            "get 503 with Retry-After. Without a gap: 2 replicas or more, or max_surge_percent 100 for the deployment `engine` "
+            "where the devices of another replica are free"
+        )
     SpanTarget.of(config)
     return _bind(config, deployment_limits(config))
 

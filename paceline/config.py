@@ -91,8 +91,8 @@ class EngineConfig:
     max_context_tokens: A[int | None, Setting(ge=2)] = None
     """Prompt and output tokens of one request; None: the target's own limit, or what kv_bytes holds if that is less."""
     max_buckets: A[int, Setting(ge=1)] = 64
-    """Traffic classes (buckets) that one replica tells apart, `default` included; requests with a later name are served
-    alike and counted under `other`."""
+    """Traffic classes (buckets) that one replica tells apart, `default` included. Where all are taken every tenant gets an
+    even part; requests with any other name are served alike and counted under `other`."""
     max_classes: A[int, Setting(ge=0, le=64)] = 16
     """Classes that requests without a bucket are sorted into by their prompts (docs/operate.md); 0 = none: all of them share
     `default`."""
@@ -294,8 +294,8 @@ class ClientLimits:
     """HTTP requests at once, from their first byte to the end of the answer; each replica counts its own."""
     max_body_bytes: A[int, Setting(ge=1, le=MAX_BODY_BYTES)] = MAX_BODY_BYTES
     buckets: tuple[str, ...] | None = None
-    """Traffic classes that it may name; requests under another name count as `other`. None = any, within a quarter of
-    engine.max_buckets."""
+    """Traffic classes that it may name; requests under another name count as `other`. None = any, as far as
+    engine.max_buckets has room for an even part."""
 
     def __post_init__(self) -> None:
         for name in self.buckets or ():

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from itertools import chain
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -16,6 +16,10 @@ T = TypeVar("T")
 SPAN_S = 5.0
 """Feedback is summed over spans of so many seconds, so that the traffic of each can be told."""
 NO_ROWS = msgspec.Raw(b"\xc0")
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+"""What an engine can have measured, seconds or tokens: a sum with a NaN or an infinity in it would spoil all that it is added to,
+and one that cannot be stored again would end every commit. Feedback beyond these bounds is not read."""
 CLASS_PREFIX = "~"
 """First character of the buckets that requests without a name are sorted into; no client's name begins with it."""
 
@@ -79,36 +83,36 @@ class RoundStats(msgspec.Struct, frozen=True, kw_only=True):
 class SizeSums(msgspec.Struct, array_like=True, gc=False):
     """Rounds of one cell at one batch size."""
 
-    num_rounds: int = 0
+    num_rounds: Count = 0
     """Rounds, with or without a draft."""
-    drafted_rounds: int = 0
-    drafted_s: float = 0.0
+    drafted_rounds: Count = 0
+    drafted_s: Amount = 0.0
     """Device seconds of the drafted rounds."""
-    plain_s: float = 0.0
+    plain_s: Amount = 0.0
     """Device seconds of the rounds without a draft."""
-    num_tokens: float = 0
+    num_tokens: Amount = 0
     """Emitted tokens."""
-    plain_tokens: int = 0
+    plain_tokens: Count = 0
     """Those of the rounds without a draft."""
 
 
 class RequestSums(msgspec.Struct, array_like=True, gc=False):
     """Rounds of one request in one cell. May pool several requests where only sums over requests are asked for."""
 
-    seconds: float = 0.0
+    seconds: Amount = 0.0
     """Device seconds."""
-    num_tokens: int | float = 0
+    num_tokens: Count | Amount = 0
     """Emitted tokens; whole numbers take less room where they stay such."""
-    drafted_rounds: int | float = 0
-    kept: int | float = 0
+    drafted_rounds: Count | Amount = 0
+    kept: Count | Amount = 0
     """Accepted + bonus tokens of the drafted rounds."""
-    num_rounds: int = 0
-    num_run: int = 0
+    num_rounds: Count = 0
+    num_run: Count = 0
     """Rounds in which its drafter ran, also where none of its nodes was worth verifying."""
-    batch_sum: int = 0
+    batch_sum: Count = 0
     """Sum of the batch sizes of its rounds."""
     is_greedy: bool = False
-    first_ts: float | None = None
+    first_ts: Amount | None = None
     """End of its first round, seconds since the epoch; None = its first round is not among these."""
 
 
@@ -119,13 +123,13 @@ class CellSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     group: str
     version: str
     """'' for rounds decoded without a drafter."""
-    span: int = 0
+    span: Count = 0
     """The rounds ended in [span, span + 1) x SPAN_S seconds since the epoch."""
-    sizes: dict[int, SizeSums]
+    sizes: dict[Count, SizeSums]
     """Batch size -> its rounds."""
     requests: dict[str, RequestSums]
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    num_draft_tokens: Count = 0
+    num_accepted_tokens: Count = 0
     """Bonus tokens excluded."""
 
     @property
@@ -140,11 +144,11 @@ class CellSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class RoundMean(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Mean device seconds of like rounds, for the comparison of rounds with and without a training job."""
 
-    batch_size: int
+    batch_size: Count
     is_drafted: bool
     is_training: bool
-    num_rounds: int
-    mean_s: float
+    num_rounds: Count
+    mean_s: Amount
     """Per request of the round."""
 
 
@@ -153,7 +157,7 @@ class FeedbackSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     cells: list[CellSums]
     rounds: list[RoundMean] = []
-    num_dropped: int = 0
+    num_dropped: Count = 0
     """Rows dropped by the producer since its batch before; a row is a request in a round."""
 
     @property
@@ -169,6 +173,8 @@ class PromptVectors(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_dims: int
     vectors: bytes
     """(prompts, num_dims) float32, little-endian."""
+    tenants: list[str] = []
+    """Who sent each of the prompts, '' = nobody; empty = nobody sent any."""
 
 
 class TrafficClasses(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,13 +201,15 @@ class FeedbackBatch(FeedbackSums, frozen=True, kw_only=True):
     replica_id: str
     boot_epoch: int
     """Start time of the replica's process in ns."""
-    seq: int
+    seq: Count
     """1, 2, 3, ... within (replica_id, boot_epoch)."""
     target_version: str
     rows: msgspec.Raw = NO_ROWS
     """The RoundStats behind the sums where they are kept for exports (feedback.keep_rows), else nil; see `rows_of`."""
     prompts: PromptVectors | None = None
     """Of some of the prompts without a bucket that began since the batch before."""
+    tenants: dict[str, str] = {}
+    """Bucket of these cells -> the tenant that its name counts for; those of nobody are left out."""
 
 
 def rows_of(batch: FeedbackBatch) -> RoundStats | None:

@@ -37,6 +37,10 @@ class StateError(PacelineError):
     """Stored state cannot be used: of a newer format, unreadable, or of another service. It is left as it is."""
 
 
+class StorageHangsError(PacelineError):
+    """A folder or object store does not answer; what needs it is done when it does."""
+
+
 class EngineStoppedError(PacelineError):
     """The engine is shutting down or has failed; the request was not completed."""
 

@@ -1,8 +1,9 @@
-"""Names: which ones models, buckets, tenants, participants, requests and tokens may have, checked here and nowhere else."""
+"""Names: which ones models, buckets, tenants, participants, requests and tokens may have, and who gives up a place for one."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from paceline.contracts import CLASS_PREFIX
 
@@ -47,3 +48,14 @@ def is_model_name(name: str) -> bool:
 def is_speaker(name: str) -> bool:
     """Whether a message may carry this name of who speaks (OpenAI's rule for `name`): no marker of a chat template fits."""
     return _SPEAKER.fullmatch(name) is not None
+
+
+def donors(held: Mapping[str, float], tenant: str) -> list[str]:
+    """Tenants that owe another one a place where all are taken: they hold more than one more. Who holds most comes first.
+
+    So every tenant can have an even part of the places, however many the others had taken while they were free (max-min
+    fairness): were none two ahead of a tenant below its part, there would be more places than there are. Parts of places,
+    which are estimates, must differ by one and a half, so that a place does not go back and forth.
+    """
+    due = held.get(tenant, 0.0) + 1.5
+    return sorted((t for t in held if held[t] >= due), key=lambda t: (-held[t], t))

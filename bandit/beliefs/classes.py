@@ -4,6 +4,9 @@ The vectors are kept as clumps: sums of like ones, at most MAX_CLUMPS of them, s
 prompt. A new vector joins the clump that it is nearest to in Ward's sense, or those two clumps join whose union loses least.
 Now and then the clumps are sorted into classes, which have numbers that stay: a class whose clumps fall into two groups is
 split, two that lie in one another are joined, and the bounds of both differ, so that classes do not come and go.
+A class counts for the tenants whose prompts it holds, by their shares. Free places are anybody's; where all are taken, a tenant
+gets one from whoever has at least two more: the class that was seen least recently. A class that is kept (it has a drafter
+version of its own, or a job or a trial) gives way to no other tenant.
 Nothing but order and values of the vectors counts: no randomness, and time only for what is idle.
 
 Shape legend: M clumps, K classes, d numbers of a vector.
@@ -12,11 +15,13 @@ Shape legend: M clumps, K classes, d numbers of a vector.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
 
 from paceline.contracts import TrafficClasses, class_name
+from paceline.names import donors
 
 MAX_CLUMPS = 96
 """Six a class at the default limit: enough to see that a class has two parts."""
@@ -46,6 +51,8 @@ MOVED = 0.1
 """Distance, in spreads of the class, by which a published centre may be off."""
 MAX_RATE = 100
 """Vectors that are taken in a second, at most; a fleet's others are like them, and cost the controller 0.25 ms each."""
+MAX_TENANTS = 8
+"""Tenants that a clump tells apart, those with most vectors; the others count as nobody."""
 SPACE_IDLE_S = 60.0
 """Vectors of another target or layers replace what is known once none of the old kind came for so long."""
 
@@ -62,6 +69,8 @@ class ClassBook(msgspec.Struct, kw_only=True):
     """Sum of the squared distances of a clump's vectors from its mean."""
     labels: list[int] = []
     """Class of each clump; 0 = none."""
+    tenants: list[dict[str, float]] = []
+    """Of each clump: tenant -> its part of the clump's weight; the rest is nobody's."""
     seen: dict[int, float] = {}
     """Class -> time of its latest vector."""
     shares: dict[int, float] = {}
@@ -80,18 +89,21 @@ class ClassBook(msgspec.Struct, kw_only=True):
     published: TrafficClasses = TrafficClasses()
     """What replicas are told."""
 
-    def observe(self, space: str, vectors: bytes, num_dims: int, now: float) -> None:
+    def observe(self, space: str, vectors: bytes, num_dims: int, now: float, tenants: Sequence[str] = ()) -> None:
         """Take the vectors of some prompts; those of a space that replaces no old one yet, or broken ones, are left out.
 
         Args:
             vectors: (n, num_dims) float32, little-endian.
+            tenants: who sent each of them, '' = nobody; any other number of them = nobody sent any.
         """
         if num_dims < 1 or len(vectors) % (4 * num_dims):
             return
         new = np.frombuffer(vectors, dtype="<f4").reshape(-1, num_dims).astype(np.float64)
+        whose = list(tenants) if len(tenants) == len(new) else [""] * len(new)
         second, count = self.second if self.second[0] == int(now) else (int(now), 0)
         new = new[: MAX_RATE - count]
-        new = new[np.isfinite(new).all(1) & (np.abs(new).max(1, initial=0) < 1e3)]
+        is_whole = np.isfinite(new).all(1) & (np.abs(new).max(1, initial=0) < 1e3)
+        new, whose = new[is_whole], [whose[i] for i in np.flatnonzero(is_whole)]
         if not len(new):
             return
         if space != self.space:
@@ -106,16 +118,19 @@ class ClassBook(msgspec.Struct, kw_only=True):
         fade = math.exp(-max(now - self.faded, 0.0) / SHARE_S)
         self.shares, self.faded = {k: v * fade for k, v in self.shares.items()}, now
         reach = {_number(name): r for name, r in zip(self.published.names, self.published.radii, strict=True)}
-        for vector in new:
-            label = clumps.add(vector, reach)
+        for vector, tenant in zip(new, whose, strict=True):
+            label = clumps.add(vector, reach, tenant)
             self.seen[label] = now
             self.shares[label] = self.shares.get(label, 0.0) + 1.0
         self.num_vectors += len(new)
         self.is_untidy = True
         clumps.store(self)
 
-    def tidy(self, max_classes: int, now: float) -> bool:
-        """Sort the clumps into at most so many classes; whether what replicas are told has changed."""
+    def tidy(self, max_classes: int, now: float, kept: Collection[str] = ()) -> bool:
+        """Sort the clumps into at most so many classes; whether what replicas are told has changed.
+
+        kept: buckets of classes that give way to no other tenant.
+        """
         if not self.is_untidy and len(self.published.names) <= max_classes:
             return False
         self.is_untidy = False
@@ -126,8 +141,9 @@ class ClassBook(msgspec.Struct, kw_only=True):
         for label in sorted(set(labels.tolist()) - {0}, key=lambda k: -self.shares.get(k, 0.0))[max_classes:]:
             self._free(clumps, label)
         clumps.adopt()
-        self._join(clumps)
-        self._split(clumps, max_classes, now)
+        is_kept = {k for k in set(labels.tolist()) if k and class_name(k) in kept}
+        self._join(clumps, is_kept)
+        self._split(clumps, max_classes, now, is_kept)
         clumps.store(self)
         return self._publish(clumps)
 
@@ -146,7 +162,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
 
     def _begin(self, space: str) -> None:
         self.space, self.means = space, b""
-        self.weights, self.spreads, self.labels = [], [], []
+        self.weights, self.spreads, self.labels, self.tenants = [], [], [], []
         gone = sorted(_number(n) for n in self.published.names)
         self.freed, self.ended = [*self.freed, *gone], [*self.ended, *gone]
         self.seen, self.shares = {}, {}
@@ -158,8 +174,11 @@ class ClassBook(msgspec.Struct, kw_only=True):
         self.shares[0] = self.shares.get(0, 0.0) + self.shares.pop(label, 0.0)
         self.seen.pop(label, None)
 
-    def _join(self, clumps: _Clumps) -> None:
-        """Join classes that lie in one another, the nearest first; the lower number stays."""
+    def _join(self, clumps: _Clumps, is_kept: Collection[int]) -> None:
+        """Join classes that lie in one another, the nearest first; the kept number stays, else the lower one.
+
+        Two kept ones of different tenants stay apart.
+        """
         while True:
             groups = clumps.groups()
             least = JOIN_GAIN * clumps.unit()
@@ -167,18 +186,20 @@ class ClassBook(msgspec.Struct, kw_only=True):
                 (min(_apart(groups[a], groups[b]) / JOIN, _gain(groups[a], groups[b]) / least), a, b)
                 for a in groups
                 for b in groups
-                if a < b
+                if a < b and not (a in is_kept and b in is_kept and clumps.main_tenant(a) != clumps.main_tenant(b))
             ]
             if not pairs or min(pairs)[0] >= 1:
                 return
             _, kept, gone = min(pairs)
+            if gone in is_kept and kept not in is_kept:
+                kept, gone = gone, kept
             clumps.labels[clumps.labels == gone] = kept
             self.freed.append(gone)
             self.ended.append(gone)
             self.shares[kept] = self.shares.get(kept, 0.0) + self.shares.pop(gone, 0.0)
             self.seen[kept] = max(self.seen.get(kept, 0.0), self.seen.pop(gone, 0.0))
 
-    def _split(self, clumps: _Clumps, max_classes: int, now: float) -> None:
+    def _split(self, clumps: _Clumps, max_classes: int, now: float, is_kept: Collection[int]) -> None:
         """Make classes of clumps without one, and of the smaller part of classes that fall into two."""
         todo = [0, *clumps.groups()]
         while todo:
@@ -191,31 +212,51 @@ class ClassBook(msgspec.Struct, kw_only=True):
             else:
                 parts = clumps.halves(rows)[1:]
             for part in sorted(parts, key=lambda p: -clumps.weights[p].sum()):
-                new = self._new_number(clumps, max_classes, now)
-                if new is None:
-                    return
+                new = self._new_number(clumps, max_classes, now, _most_of(clumps.shares(part)), is_kept)
+                if new is None:  # those of another tenant may get one yet
+                    continue
                 clumps.labels[part] = new
                 self.seen[new], self.shares[new] = now, float(clumps.weights[part].sum())
                 if label:  # both may fall into two again
                     todo += [label, new]
                     self.shares[label] = max(self.shares.get(label, 0.0) - self.shares[new], 0.0)
 
-    def _new_number(self, clumps: _Clumps, max_classes: int, now: float) -> int | None:
-        """A number for a new class: an unused one, else that of the class that was idle longest; None where all are busy."""
+    def _new_number(
+        self, clumps: _Clumps, max_classes: int, now: float, tenant: str, is_kept: Collection[int]
+    ) -> int | None:
+        """A number for a tenant's new class: an unused one, else that of a class that gives way; None where none does."""
         used = set(clumps.labels.tolist()) - {0}
         if len(used) >= max_classes:
-            idle = min(used, key=lambda k: (self.seen.get(k, 0.0), k), default=0)
-            if not idle or now - self.seen.get(idle, 0.0) < IDLE_S:
+            old = self._giving_way(clumps, used, now, tenant, is_kept)
+            if old is None:
                 return None
-            clumps.forget(clumps.labels == idle)
-            self._free(clumps, idle)
-            used.discard(idle)
+            clumps.forget(clumps.labels == old)
+            self._free(clumps, old)
+            used.discard(old)
         fresh = next((k for k in range(1, max_classes + 1) if k not in used and k not in self.freed), None)
         if fresh is not None:
             return fresh
         fresh = next(k for k in self.freed if k not in used and k <= max_classes)
         self.freed = [k for k in self.freed if k != fresh]
         return fresh
+
+    def _giving_way(
+        self, clumps: _Clumps, used: set[int], now: float, tenant: str, is_kept: Collection[int]
+    ) -> int | None:
+        """The class that was idle longest, if that is long, else the least recent one of a tenant with two more."""
+        mains = {k: clumps.main_tenant(k) for k in used}
+        free = sorted((self.seen.get(k, 0.0), k) for k in used if k not in is_kept or mains[k] == tenant)
+        if free and now - free[0][0] >= IDLE_S:
+            return free[0][1]
+        held: dict[str, float] = {}
+        for k in used:
+            for name, share in clumps.shares(np.flatnonzero(clumps.labels == k)).items():
+                held[name] = held.get(name, 0.0) + share
+        for donor in donors(held, tenant):
+            own = [k for _, k in free if mains[k] == donor]
+            if own:
+                return own[0]
+        return None
 
     def _publish(self, clumps: _Clumps) -> bool:
         groups = clumps.groups()
@@ -247,9 +288,12 @@ class _Group(msgspec.Struct, frozen=True):
 class _Clumps:
     """The clumps of a book as arrays, for a while."""
 
-    def __init__(self, means: np.ndarray, weights: np.ndarray, spreads: np.ndarray, labels: np.ndarray) -> None:
-        """means (M, d) float64; weights, spreads (M,) float64; labels (M,) int64."""
+    def __init__(
+        self, means: np.ndarray, weights: np.ndarray, spreads: np.ndarray, labels: np.ndarray, tenants: list[dict[str, float]]
+    ) -> None:  # fmt: skip
+        """means (M, d) float64; weights, spreads (M,) float64; labels (M,) int64; tenants: M of tenant -> its weight."""
         self.means, self.weights, self.spreads, self.labels = means, weights, spreads, labels
+        self.tenants = tenants
         self._bound: float | None = None  # least cost of joining two clumps, while the clumps are the same
 
     @staticmethod
@@ -261,30 +305,36 @@ class _Clumps:
         if not num_dims or len(book.means) != 4 * count * num_dims:
             return None
         means = np.frombuffer(book.means, dtype="<f4").reshape(count, num_dims).astype(np.float64)
-        return _Clumps(means, np.array(book.weights, float), np.array(book.spreads, float), np.array(book.labels, int))
+        tenants = [dict(t) for t in book.tenants] if len(book.tenants) == count else [{} for _ in range(count)]
+        return _Clumps(
+            means, np.array(book.weights, float), np.array(book.spreads, float), np.array(book.labels, int), tenants
+        )
 
     def store(self, book: ClassBook) -> None:
         book.means = self.means.astype("<f4").tobytes()
         book.weights, book.spreads = self.weights.tolist(), self.spreads.tolist()
         book.labels = self.labels.tolist()
+        book.tenants = [{name: round(w, 3) for name, w in t.items()} for t in self.tenants]
 
-    def add(self, vector: np.ndarray, reach: dict[int, float]) -> int:
+    def add(self, vector: np.ndarray, reach: dict[int, float], tenant: str) -> int:
         """Take one vector; returns the class of the clump that it joined.
 
         reach: class -> how far from a clump of it a vector may lie that joins it.
         """
+        own = {tenant: 1.0} if tenant else {}
         if len(self.labels):
             squares = ((self.means - vector) ** 2).sum(1)
             limits = np.array([reach.get(k, np.inf) ** 2 for k in self.labels.tolist()])
             costs = np.where(squares <= limits, squares * self.weights / (self.weights + 1), np.inf)
             best = int(costs.argmin())
             if costs[best] < np.inf and (costs[best] <= 1e-12 or (self.is_full and costs[best] <= self._least())):
-                self._merge_into(best, vector, 1.0, 0.0)
+                self._merge_into(best, vector, 1.0, 0.0, own)
                 return int(self.labels[best])
         if self.is_full and not self._make_room():
             return 0
         self.means = np.concatenate([self.means, vector[None]])
         self.weights, self.spreads = np.append(self.weights, 1.0), np.append(self.spreads, 0.0)
+        self.tenants = [*self.tenants, own]
         self.labels, self._bound = np.append(self.labels, self._label_near(vector, reach)), None
         return int(self.labels[-1])
 
@@ -320,11 +370,11 @@ class _Clumps:
                 return False
             self.drop(np.arange(len(self.labels)) == lone[self.weights[lone].argmin()])
             return True
-        self._merge_into(a, self.means[b], self.weights[b], self.spreads[b])
+        self._merge_into(a, self.means[b], self.weights[b], self.spreads[b], self.tenants[b])
         self.drop(np.arange(len(self.labels)) == b)
         return True
 
-    def _merge_into(self, at: int, mean: np.ndarray, weight: float, spread: float) -> None:
+    def _merge_into(self, at: int, mean: np.ndarray, weight: float, spread: float, tenants: dict[str, float]) -> None:
         total = self.weights[at] + weight
         apart = float(((self.means[at] - mean) ** 2).sum())
         self.spreads[at] += spread + self.weights[at] * weight / total * apart
@@ -332,12 +382,30 @@ class _Clumps:
         kept = min(total, CLUMP_WEIGHT)
         self.spreads[at] *= kept / total
         self.weights[at] = kept
+        mine = self.tenants[at]
+        sums = {name: (mine.get(name, 0.0) + tenants.get(name, 0.0)) * kept / total for name in {**mine, **tenants}}
+        self.tenants[at] = {name: sums[name] for name in sorted(sums, key=lambda n: -sums[n])[:MAX_TENANTS]}
+
+    def shares(self, rows: np.ndarray) -> dict[str, float]:
+        """Tenant -> its share of some clumps' weight; '' = nobody. rows: (n,) of their places."""
+        total = float(self.weights[rows].sum())
+        found: dict[str, float] = {}
+        for row in rows:
+            for name, weight in self.tenants[row].items():
+                found[name] = found.get(name, 0.0) + weight / total
+        return {**found, "": max(1.0 - sum(found.values()), 0.0)}
+
+    def main_tenant(self, label: int) -> str:
+        """Who has most of a class."""
+        return _most_of(self.shares(np.flatnonzero(self.labels == label)))
 
     def forget(self, is_old: np.ndarray) -> None:
         """Let clumps weigh as much as one vector together; is_old: (M,) bool."""
         share = 1.0 / max(float(self.weights[is_old].sum()), 1.0)
         self.weights[is_old] *= share
         self.spreads[is_old] *= share
+        for row in np.flatnonzero(is_old):
+            self.tenants[row] = {name: weight * share for name, weight in self.tenants[row].items()}
         self._bound = None
 
     def drop(self, is_gone: np.ndarray) -> None:
@@ -345,6 +413,7 @@ class _Clumps:
         kept = ~is_gone
         self.means, self.weights = self.means[kept], self.weights[kept]
         self.spreads, self.labels, self._bound = self.spreads[kept], self.labels[kept], None
+        self.tenants = [self.tenants[row] for row in np.flatnonzero(kept)]
 
     def group(self, rows: np.ndarray) -> _Group:
         """Clumps taken together; rows: (n,) of their places."""
@@ -437,6 +506,11 @@ class _Clumps:
             return []
         halves = self.halves(rows)
         return halves if len(halves) == 1 else [part for half in halves for part in self.parts(half)]
+
+
+def _most_of(shares: dict[str, float]) -> str:
+    """The tenant with the largest share."""
+    return max(sorted(shares), key=shares.__getitem__)
 
 
 def _between(a: _Group, b: _Group) -> float:

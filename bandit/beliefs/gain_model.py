@@ -162,6 +162,14 @@ class GainModel(msgspec.Struct):
             self.cov[i][j] = self.cov[j][i] = 0.0
         self.cov[i][i] = self.prior_sd[i] ** 2
 
+    def drop_bucket(self, bucket: str) -> None:
+        """Keep nothing of a bucket; what the others' jobs taught of everything else stays (its marginal)."""
+        if (name := f"bucket:{bucket}") in self.names:
+            i = self.names.index(name)
+            del self.names[i], self.mean[i], self.prior_sd[i], self.cov[i]
+            for row in self.cov:
+                del row[i]
+
 
 Z90 = 1.645
 """Half-width of a central 90% interval of a normal distribution, in standard deviations."""

@@ -44,7 +44,7 @@ class HostContext(msgspec.Struct, frozen=True, kw_only=True):
     class_versions: dict[str, str] = {}
     """Bucket -> version of its own."""
     assigned: list[str] = []
-    """Of these, buckets whose version an operator chose: nothing is decided for them."""
+    """Buckets that nothing is decided for: an operator chose their version, or there is room for none of their own."""
 
     def version_of(self, bucket: str) -> str:
         """Version that new adaptive requests of a bucket are pinned to."""

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.observation import HostContext, fold
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
-from paceline.bandit.controller.epoch import close_epoch, learn_history
+from paceline.bandit.controller.epoch import close_epoch, drop_bucket, learn_history
 from paceline.bandit.controller.jobs import finish_job
 from paceline.bandit.controller.policy_inputs import build_view, remember_epoch
 from paceline.bandit.controller.state import (
@@ -73,6 +73,10 @@ class Controller:
         fold(self._state.windows, feedback)
         self._state.round_costs.fold(feedback)
         self._state.interference.fold(feedback)
+
+    def forget_bucket(self, name: str) -> None:
+        """A bucket is told apart no longer: its place went to another one."""
+        drop_bucket(self._state, name)
 
     def tick(self, now: float, context: HostContext) -> list[Decision]:
         """New decisions; [] between epoch ends. At most one of them is not 'hold'.
@@ -263,10 +267,11 @@ class Controller:
             self._state.costs.update_staging(seconds, 1 if context is None else context.num_replicas)
         return self._state.actions[decision_id]
 
-    def canary_ended(self, decision_id: int, outcome: str) -> Decision | None:
-        """Write into a decision how the canary of its version ended: 'promoted' | 'rolled_back' | 'retired'.
+    def order_ended(self, decision_id: int, outcome: str) -> Decision | None:
+        """Write into a decision what became of its version: its canary was 'promoted', 'rolled_back' or 'retired', or the host
+        'refused' to give it to the class.
 
-        A version that was not promoted gained nothing and is no longer what that decision gave its bucket; None when the
+        A version that does not serve gained nothing and is no longer what that decision gave its bucket; None when the
         decision is unknown or too old to be kept.
         """
         state, decision = self._state, self._state.actions.get(decision_id)

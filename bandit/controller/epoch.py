@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 from paceline.bandit.beliefs.belief import ACTIVE_SHARE, STEADY, BucketBelief, BucketMeter, epoch_weight
 from paceline.bandit.beliefs.gain_model import further_share
@@ -64,6 +65,21 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
 
 def _has_drifted(state: ControllerState, seen: BucketObservation, start: float) -> bool:
     return state.buckets.setdefault(seen.bucket, BucketRegime(start)).update(seen.lengths())
+
+
+def drop_bucket(state: ControllerState, name: str) -> None:
+    """Keep nothing of a bucket that is told apart no longer; what was booked stays booked."""
+    by_bucket: tuple[dict[str, Any], ...] = (
+        state.windows, state.meters, state.latest, state.buckets, state.rows_written, state.table.scores, state.round_costs.sums,
+        state.memory.staleness_s, state.memory.hedges, state.savings.static, state.savings.adaptive, state.owners,
+        state.rows_at_job, state.required_rows, state.learners,
+    )  # fmt: skip
+    for kept in by_bucket:
+        kept.pop(name, None)
+    state.gains.drop_bucket(name)
+    if state.regime is not None:
+        state.regime.mean.pop(name, None)
+        state.regime.forget(name)
 
 
 def _forget_bucket(state: ControllerState, name: str, start: float) -> None:

@@ -75,7 +75,7 @@ class _Learner:
         self.book, self._max_classes, self._told = ClassBook(), max_classes, list[tuple[str, np.ndarray]]()
         self._now = 0.0
 
-    def record_prompt(self, space: str, vector: np.ndarray) -> None:
+    def record_prompt(self, space: str, vector: np.ndarray, tenant: str) -> None:
         self._told.append((space, vector.copy()))
 
     def teach(self, engine: Engine) -> None:

@@ -147,10 +147,13 @@ class Feedback:
         state.num_rows += batch.num_rows
         state.num_dropped += batch.num_dropped
         if batch.prompts is not None and self._books.config.max_classes:
-            state.classes.observe(
-                batch.prompts.space, batch.prompts.vectors, batch.prompts.num_dims, self._books.clock.now()
-            )
-        batch = state.traffic.bounded(batch)
+            prompts = batch.prompts
+            now = self._books.clock.now()
+            state.classes.observe(prompts.space, prompts.vectors, prompts.num_dims, now, prompts.tenants)
+        batch, gone = state.traffic.bounded(batch, self._books.kept_classes())
+        for bucket in gone:
+            self._books.policy.forget_bucket(bucket)
+            state.rows_written.pop(bucket, None)
         self._lives.observe(batch)
         try:
             self._books.policy.observe(without_asked(batch))

@@ -18,6 +18,7 @@ import msgspec
 import redis
 from redis.exceptions import RedisError
 
+from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.errors import FencedError, PacelineError, StateError
 from paceline.infra.controller.jobs import Launcher
 from paceline.infra.controller.orders import CommandQueue
@@ -68,9 +69,10 @@ class ControllerHost:
         self.is_fenced = False
         self._errors, self._clock = ErrorCount(), clock or RedisClock()
         self._make_client, self._spans = make_client, spans
+        self._calls = StorageCalls(f"the data folder {config.data_dir or ''}".strip(), config.storage_patience_s)
         self._make_session = partial(
             Session, config, shards=store, registry=registry, launcher=launcher, errors=self._errors, clock=self._clock,
-            deeds=None if spans is None else spans.deeds,
+            calls=self._calls, deeds=None if spans is None else spans.deeds,
             make_controller=make_controller or (lambda stored: restore_controller(config, stored, self._clock)),
         )  # fmt: skip
         self._client: redis.Redis | None = None
@@ -212,6 +214,9 @@ class ControllerHost:
             is_redis_full=self._is_full,
             read_only=self._refusal,
             is_fenced=self.is_fenced,
+            folder_error=self._calls.error or latest.folder_error,
+            folder_hung_s=self._calls.hung_s,
+            folder_hangs=self._calls.num_hangs,
             errors=ControllerErrors(count=self._errors.num, last=self._errors.last),
         )
 

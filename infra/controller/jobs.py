@@ -349,7 +349,7 @@ class Jobs:
         try:
             shards = self._around.own_shards()
         except (OSError, PacelineError) as e:  # the policy holds the job for ordered: it must come to an end
-            self._books.errors.note("the trace store cannot be read for a job", e)
+            self._books.note_storage("the trace store cannot be read for a job", e)
             return None
         return order_job(
             decision, self._books.policy.arm_of(decision), shards, desired=desired, policy=self._books.config.policy
@@ -385,8 +385,11 @@ class Jobs:
             self._books.errors.note("the policy could not take a training result", e)
             return
         version = result.version
-        if outcome.publish is not None and not self._around.is_foreign(outcome.publish):
+        if outcome.publish is not None:
             bucket, arm = outcome.decision.bucket, outcome.decision.arm or ""
+            if self._around.is_foreign(outcome.publish):
+                self._lives.refuse(outcome.publish, "it is for another target", now, decision_id, bucket)
+                return
             self._lives.publish(outcome.publish, outcome.reason, now, decision_id, bucket, arm=arm)
         elif version is not None and self._books.state.lifecycle.status(version) == DrafterStatus.SHADOWED:
             self._lives.move(version, DrafterStatus.RETIRED, outcome.reason, now)

@@ -194,7 +194,7 @@ class Lives:
         if base is None or version == base.version_of(bucket):
             return
         if version in lives.barred():
-            self._books.log("note", {"text": f"{version} is not served: it came to an end before"})
+            self.refuse(version, "it came to an end before", now, decision_id, bucket)
             return
         life = lives.versions.get(version)
         was_live = life is not None and life.was_live
@@ -214,7 +214,27 @@ class Lives:
             else:
                 self.assign(bucket, version, reason, now, decision_id)
         except DrafterMismatchError as e:
-            self._books.note(f"{version} is not given to class {bucket}: {e}")
+            self.refuse(version, str(e), now, decision_id, bucket)
+
+    def refuse(self, version: str, why: str, now: float, decision_id: int, bucket: str) -> None:
+        """Tell the policy that a version was not given to the class that its decision gave it to; it may be another time."""
+        self._books.note(f"{version} is not given to class {bucket}: {why}")
+        if self._state.lifecycle.status(version) == _S.SHADOWED:
+            self.move(version, _S.RETIRED, f"not given to class {bucket}: {why}", now)
+        self._tell_end(decision_id, "refused")
+
+    def _tell_end(self, decision_id: int, outcome: str) -> None:
+        try:
+            self._policy.order_ended(decision_id, outcome)
+        except Exception as e:
+            self._books.errors.note("the policy could not take the end of an order", e)
+
+    def full_classes(self) -> list[str]:
+        """Classes with traffic that have no version of their own and can get none: too many others have one."""
+        desired = self._books.desired
+        if desired is None or len(desired.class_versions) < MAX_ASSIGNED:
+            return []
+        return sorted(bucket for bucket in self._state.traffic.totals if bucket not in desired.class_versions)
 
     def _start_canary(
         self, base: DesiredState, version: str, reason: str, now: float, decision_id: int, *, bucket: str, arm: str,
@@ -272,6 +292,11 @@ class Lives:
             verdict = verdict or rollout.judge(trial, self.config, now)
             if verdict is None or (verdict.outcome == Outcome.PROMOTED and self._state.is_paused):
                 continue
+            if verdict.outcome == Outcome.PROMOTED and trial.scope:
+                try:
+                    _check_room(desired, trial.scope)
+                except DrafterMismatchError as e:  # others were given versions meanwhile
+                    verdict = Verdict(outcome=Outcome.RETIRED, reason=f"{verdict.reason}, but {e}")
             what = "guard" if trial.is_guard else "canary"
             logger.warning("%s %s version=%s reason=%s", what, verdict.outcome.value, trial.version, verdict.reason)
             if trial.is_guard:
@@ -302,7 +327,7 @@ class Lives:
         state, base = self._state, self._books.desired
         assert base is not None and guard.before is not None, "a guard's version serves a class"
         state.rollout.end(guard, verdict, self.config, now)
-        self._tell_end(guard, verdict)
+        self._tell_end(guard.decision_id, verdict.outcome.value)
         text = f"guard of {guard.version} on {guard.scope} {_plain(verdict)}"
         self._books.log("note", {"text": text})
         if verdict.outcome == Outcome.PROMOTED:
@@ -327,13 +352,7 @@ class Lives:
             self._make_live({canary.version, *keeps}, verdict.reason, now, left=left, force=False)
         else:
             self.move(canary.version, _status_after(verdict), verdict.reason, now)
-        self._tell_end(canary, verdict)
-
-    def _tell_end(self, trial: Canary, verdict: Verdict) -> None:
-        try:
-            self._policy.canary_ended(trial.decision_id, verdict.outcome.value)
-        except Exception as e:
-            self._books.errors.note("the policy could not take the end of a trial", e)
+        self._tell_end(canary.decision_id, verdict.outcome.value)
 
     def order_canary(self, version: str, bucket: str = "") -> None:
         """Start a canary of a version of the registry by an operator's order, on one class or on what the live version

@@ -138,7 +138,7 @@ class Orders:
             learned_rows=around.learned_rows,
             shadow=around.shadow,
             class_versions=desired.class_versions,
-            assigned=state.assigned,
+            assigned=[*state.assigned, *self._lives.full_classes()],
         )
 
     def _act(self, decision: Decision, now: float) -> None:
@@ -146,6 +146,8 @@ class Orders:
             self._jobs.order(decision, now)
         elif decision.version is not None and decision.action in ("recall", "rollback", "pin"):
             if self._around.is_foreign(decision.version):
+                why = "it is for another target"
+                self._lives.refuse(decision.version, why, now, decision.decision_id, decision.bucket)
                 return
             self._lives.publish(decision.version, decision.reason, now, decision.decision_id, decision.bucket)
 

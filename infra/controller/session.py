@@ -15,10 +15,11 @@ import msgspec
 import numpy as np
 import redis
 
+from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.versions.lifecycle import VersionLife
 from paceline.bandit.controller.controller import Controller
 from paceline.config import RolloutConfig
-from paceline.errors import PacelineError, StateError
+from paceline.errors import PacelineError, StateError, StorageHangsError
 from paceline.infra.controller.feedback import READ_COUNT, Feedback
 from paceline.infra.controller.jobs import Jobs, Launcher, TrainCoordinator
 from paceline.infra.controller.lives import Lives, WeightPool
@@ -90,16 +91,19 @@ class Session:
         registry: DrafterRegistry,
         launcher: Launcher,
         make_controller: MakeController,
+        calls: StorageCalls,
         errors: ErrorCount,
         clock: Clock,
         deeds: Deeds | None = None,
     ) -> None:
         """Take over (epoch), restore everything, put the configuration into force.
 
+        Args:
+            calls: of `shards`, `registry` and the data folder; they outlive a session, as a call that hangs does.
         Raises: redis errors; StateError, before anything was written, when what is stored cannot be used.
         """
         self.config, self._context_due = config, 0.0
-        store = ControllerStore(client, config)
+        store = ControllerStore(client, config, calls)
         make_policy(make_controller, store.find().state)
         store.acquire_epoch()
         self.state = state = store.load()
@@ -113,7 +117,7 @@ class Session:
         self.controller.set_policy(state.policy)
         coordinator = TrainCoordinator(config, client, launcher, clock=clock, owner=store.owner)
         self.books = books = Books(config, store, state, self.controller, errors=errors, clock=clock, deeds=deeds)
-        self.surroundings = around = Surroundings(books, shards, registry)
+        self.surroundings = around = Surroundings(books, calls.guard(shards), calls.guard(registry))
         self.pool = WeightPool(books, around)
         self.lives = Lives(books, around)
         self.feedback = Feedback(books, self.lives)
@@ -156,15 +160,25 @@ class Session:
         try:
             self.pool.tend()
         except (OSError, PacelineError) as e:
-            self.books.errors.note("limits of the version pool could not be enforced", e)
+            self.books.note_storage("limits of the version pool could not be enforced", e)
         self.lives.follow_reports(self.books.clock.now())
+        self._mend_classes()
         self._sort_classes(self.books.clock.now())
         self.feedback.look_at_lag()
         self.books.store.room.keep()
 
+    def _mend_classes(self) -> None:
+        """Have the record of the classes written again where Redis does not hold it as it was written."""
+        store, pending = self.books.store, self.books.pending
+        if not pending.mends_classes and not store.has_classes():
+            pending.mends_classes = True
+            self.books.note(
+                f"the traffic classes in Redis were damaged or gone: written again; what was there is {store.keys.classes}:damaged:{store.epoch}"
+            )
+
     def _sort_classes(self, now: float) -> None:
         book, before = self.state.classes, self.state.classes.published
-        if book.tidy(self.config.max_classes, now) and book.published.names != before.names:
+        if book.tidy(self.config.max_classes, now, self.books.kept_classes()) and book.published.names != before.names:
             self.books.log("classes", {"rev": book.published.rev, "names": book.published.names})
             logger.info("traffic classes changed rev=%d number=%d", book.published.rev, len(book.published.names))
         for bucket in book.take_ended():  # its number may have gone to another kind of prompts
@@ -181,8 +195,8 @@ class Session:
         self.books.flush()
         try:
             self.books.store.save_file(self.state)
-        except OSError as e:  # what was committed is committed
-            self.books.errors.note("the snapshot file cannot be written", e)
+        except (OSError, StorageHangsError) as e:  # what was committed is committed
+            self.books.note_storage("the snapshot file cannot be written", e)
 
     def step(self, block_ms: int = 250) -> int:
         """One pass: feedback, surroundings, canary, job, decisions, commit. Returns the entries read.

@@ -332,7 +332,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     is_redis_full: bool = False
     """Redis has no memory for the controller's commits, which has nothing left to free, or no disk for its own files."""
     folder_error: str = ""
-    """Why the data folder cannot be written; what the controller decides lies in Redis meanwhile. '' = it can."""
+    """Why the data folder cannot be written or does not answer; what the controller decides lies in Redis meanwhile. '' = it
+    can."""
+    folder_hung_s: float = 0.0
+    """For how long a call of the data folder has not been answered, seconds; 0 = it answers."""
+    folder_hangs: int = 0
+    """Calls of the data folder that were not answered in time, since the controller's start."""
     read_only: str = ""
     """Why the stored state cannot be used, so that nothing is decided or written; '' = it is used."""
     is_fenced: bool = False

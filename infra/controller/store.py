@@ -30,15 +30,16 @@ import redis
 from redis.exceptions import ResponseError, WatchError
 
 from paceline.adapt.data.blob_io import write_atomic
+from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.versions.lifecycle import Lifecycle
 from paceline.bandit.beliefs.classes import ClassBook
 from paceline.bandit.controller.controller import Controller
 from paceline.config import PolicyConfig, RolloutConfig, TraceConfig
-from paceline.contracts import ArmSpec, Decision, DesiredState, LedgerEntry, TrainJob, decode, encode
-from paceline.errors import FencedError, StateError
+from paceline.contracts import ArmSpec, Decision, DesiredState, LedgerEntry, TrafficClasses, TrainJob, decode, encode
+from paceline.errors import FencedError, PacelineError, StateError, StorageHangsError
 from paceline.infra.controller.rollout import RolloutState
 from paceline.infra.controller.traffic import GroupTotals, TrafficStats
-from paceline.infra.state.desired import known_desired, queue_desired, queue_log
+from paceline.infra.state.desired import known_desired, queue_desired, queue_log, read_classes
 from paceline.infra.state.formats import FORMAT, upgraded
 from paceline.infra.state.layout import DECISIONS, adopt_state, snapshot_name, unnamed_snapshot
 from paceline.infra.state.log import ErrorCount, LogFile, stream_newest_first
@@ -93,6 +94,9 @@ class HostConfig:
     """Period of looking at stores and replica reports."""
     snapshot_every_s: float = 30.0
     """Period of writing the snapshot file."""
+    storage_patience_s: float = 5.0
+    """Longest wait for a call of trace store, registry or data folder: then it hangs, and the controller goes on without.
+    That is once a hang: epochs are much longer."""
 
 
 class Deeds(Protocol):
@@ -195,12 +199,22 @@ class Commit:
     desired: DesiredState | None = None
     """New record; its generation is set in the transaction."""
     delete: list[str] = field(default_factory=list)
+    mends_classes: bool = False
+    """What Redis tells replicas of the classes is not what was written: it is kept aside and written again."""
     is_uncertain: bool = False
     """A reply was lost: it may have happened."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.ack_ids or self.decisions or self.ledger or self.log or self.desired or self.delete)
+        return not (
+            self.ack_ids
+            or self.decisions
+            or self.ledger
+            or self.log
+            or self.desired
+            or self.delete
+            or self.mends_classes
+        )
 
 
 class _SnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,13 +244,14 @@ class _Found:
 class ControllerStore:
     """Redis, snapshot file and log file of one controller. Owner = one start of the controller."""
 
-    def __init__(self, client: redis.Redis, config: HostConfig) -> None:
-        self.client, self.keys = client, Keys(config.model)
+    def __init__(self, client: redis.Redis, config: HostConfig, calls: StorageCalls) -> None:
+        """calls: of the data folder."""
+        self.client, self.keys, self.calls = client, Keys(config.model), calls
         self.room = Room(client, self.keys)
         self._config = config
         self._folder = folder = None if config.data_dir is None else Path(config.data_dir).expanduser()
         self._path = None if folder is None else folder / snapshot_name(config.target_version)
-        self._log_file = None if folder is None else LogFile(folder / DECISIONS)
+        self._log_file = None if folder is None else LogFile(folder / DECISIONS, calls.run)
         self._num_filed = 0
         """Ledger entries that the log file has; the others are written back when Redis loses its data."""
         self.owner = uuid.uuid4().hex
@@ -244,6 +259,7 @@ class ControllerStore:
         self.num_state_bytes = 0
         """Bytes of state written so far."""
         self._parts = self._next_parts = _Parts()
+        self._told = TrafficClasses()
         self.decisions: dict[int, Decision] = {}
         self.ledger: deque[LedgerEntry] = deque(maxlen=MAX_LEDGER)
         """The latest entries, oldest first."""
@@ -321,7 +337,7 @@ class ControllerStore:
             self._parts = _Parts(bins=frozenset(number for number, _ in state.traffic.bins))
         else:
             self.begin_ledger(state)
-        self._num_filed = state.num_booked
+        self._num_filed, self._told = state.num_booked, state.classes.published
         lines = self._log_lines(is_known=bool(state.commit) and not found.is_of_file)
         self.ledger = deque(list(held_entries(lines, state.num_booked))[::-1], maxlen=MAX_LEDGER)
         return state
@@ -334,11 +350,11 @@ class ControllerStore:
         if self._log_file is not None and self._folder is not None:
             try:
                 if is_known:
-                    adopt_state(self._folder, self._config.target_version)
+                    self.calls.run(adopt_state, self._folder, self._config.target_version)
                 self._log_file.sync(self.client, self.keys)
                 return self._log_file.newest_first()
-            except OSError as e:  # a full disk must not keep the controller from deciding
-                logger.error("the log file %s cannot be written: %s", self._log_file.path, e)
+            except (OSError, StorageHangsError) as e:  # must not keep the controller from deciding
+                logger.error("the log file %s cannot be read or written: %s", self._log_file.path, e)
         return stream_newest_first(self.client, self.keys)
 
     def _in_file(self) -> _Found | None:
@@ -346,18 +362,20 @@ class ControllerStore:
         if self._path is None:
             return None
         try:
-            raw = msgspec.msgpack.decode(self._path.read_bytes(), type=_RawSnapshot)
+            raw = msgspec.msgpack.decode(self.calls.run(self._path.read_bytes), type=_RawSnapshot)
             fields = upgraded({name: bytes(data) for name, data in raw.state.items()}, f"snapshot file {self._path}")
             state = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=HostState)
             decisions = msgspec.msgpack.decode(raw.decisions, type=list[Decision])
         except FileNotFoundError:
             assert self._folder is not None
-            if (unnamed := unnamed_snapshot(self._folder)) is not None:
+            if (unnamed := self.calls.run(unnamed_snapshot, self._folder)) is not None:
                 raise StateError(
                     f"{unnamed} is the state of an older release, which does not say whose it is: move it to {self._path} if "
                     "it is this service's, else away"
                 ) from None
             return None
+        except StorageHangsError as e:
+            raise StateError(f"Redis has no state, and whether {self._path} has one cannot be told yet: {e}") from e
         except (OSError, msgspec.DecodeError, ValueError) as e:
             raise StateError(
                 f"snapshot file {self._path} cannot be read: {e}; restore a backup, or move the file away to begin with an "
@@ -375,7 +393,7 @@ class ControllerStore:
         """Write the snapshot file atomically: it carries the service over a loss of Redis' data."""
         if self._path is not None:
             snapshot = _SnapshotFile(state=state, decisions=list(self.decisions.values()))
-            write_atomic(fsspec.filesystem("file"), str(self._path), encode(snapshot))
+            self.calls.run(write_atomic, fsspec.filesystem("file"), str(self._path), encode(snapshot))
 
     def copy_log(self, state: HostState) -> None:
         """Append to the log file what the log stream has more."""
@@ -427,6 +445,7 @@ class ControllerStore:
             pipe.unwatch()
             raise FencedError(f"another controller took over (epoch {epoch}, mine is {self.epoch}); this one stops")
         current = known_desired(pipe.get(keys.desired))
+        is_aside = commit.mends_classes and bool(pipe.exists(keys.classes))
         held: Any = pipe.hget(keys.state, "commit")
         known = state.desired
         if commit.desired is not None:
@@ -460,7 +479,9 @@ class ControllerStore:
         _queue_ledger(pipe, keys, commit.ledger, state.num_booked)
         for kind, values in commit.log:
             queue_log(pipe, keys, kind, values)
-        if "classes" in changed and written.classes.published.rev:
+        if is_aside:  # for whoever wants to look into it; nothing reads it again
+            pipe.rename(keys.classes, f"{keys.classes}:damaged:{self.epoch}")
+        if ("classes" in changed or commit.mends_classes) and written.classes.published.rev:
             pipe.set(keys.classes, encode(written.classes.published))
         if commit.desired is not None:
             queue_desired(pipe, keys, commit.desired)
@@ -475,6 +496,19 @@ class ControllerStore:
         self.num_state_bytes += sum(map(len, changed.values()))
         state.commit, state.epoch = written.commit, written.epoch
         state.desired, state.history = written.desired, written.history
+        self._told = written.classes.published
+
+    def has_classes(self) -> bool:
+        """Whether Redis tells replicas the classes as the last commit has them. Raises redis errors."""
+        try:
+            told = read_classes(self.client, self.keys)
+        except PacelineError:
+            return False
+        except ResponseError as e:  # not a string
+            if "WRONGTYPE" not in str(e):
+                raise
+            return False
+        return told == self._told or (told is None and self._told.rev == 0)
 
     def _written(self, number: int) -> HostState | None:
         """The stored state if commit `number` happened although its reply was lost."""
@@ -578,6 +612,18 @@ class Books:
         """The desired record as it will be after the next commit, its generation apart."""
         return self.pending.desired or self.state.desired
 
+    def kept_classes(self) -> set[str]:
+        """Classes that give way to no others: with a version of their own, or one on trial, or a job under way."""
+        state, kept = self.state, set(self.state.assigned)
+        for desired in (state.desired, self.pending.desired):
+            if desired is not None:
+                kept |= {*desired.class_versions, desired.canary_bucket}
+        if state.pending is not None:
+            kept.add(state.pending.job.bucket)
+        if state.rollout.canary is not None:
+            kept |= {state.rollout.canary.scope, state.rollout.canary.bucket}
+        return kept - {""}
+
     def log(self, kind: str, values: dict) -> None:
         """Put a line into the decision log."""
         self.pending.log.append((kind, values))
@@ -591,6 +637,11 @@ class Books:
         """Tell OpenTelemetry of what took so long and is over now, where somebody listens."""
         if self._deeds is not None:
             self._deeds.record_deed(name, seconds, attributes)
+
+    def note_storage(self, text: str, error: Exception) -> None:
+        """Count what a store could not do; call it inside the `except`. A store that hangs is told once, by its calls."""
+        if not isinstance(error, StorageHangsError):
+            self.errors.note(text, error)
 
     def take_drained(self) -> None:
         """Take over what the policy decided and booked since the last time."""
@@ -633,10 +684,13 @@ class Books:
                 self._file_due, self._file_commit = now + self.config.snapshot_every_s, self.state.commit
                 self.store.save_file(self.state)
             self.folder_error = ""
-        except OSError as e:  # what was committed is committed; files are made up for with the next commit that can
-            if str(e) != self.folder_error:
-                self.errors.note(f"the data folder {self.config.data_dir} cannot be written", e)
-            self.folder_error = str(e)
+        except (OSError, StorageHangsError) as e:  # what was committed is committed; files are made up for later
+            if isinstance(e, StorageHangsError):
+                self.folder_error = ""  # `calls` says so
+            else:
+                if str(e) != self.folder_error:
+                    self.errors.note(f"the data folder {self.config.data_dir} cannot be written", e)
+                self.folder_error = str(e)
             self._file_due = now  # the snapshot that failed is due again
 
 

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from paceline.contracts import DrafterManifest, ReplicaReport
-from paceline.errors import DrafterMismatchError, ManifestError, PacelineError
+from paceline.errors import DrafterMismatchError, ManifestError, PacelineError, StorageHangsError
 from paceline.infra.controller.store import Books
 from paceline.infra.state.desired import read_reports
 from paceline.infra.state.manifest_facts import learned_rows, shadow_lengths
@@ -49,7 +49,7 @@ class Surroundings:
         try:
             self._look_at_stores()
         except (OSError, PacelineError) as e:
-            self._books.errors.note("trace store or registry cannot be read", e)
+            self._books.note_storage("trace store or registry cannot be read", e)
         self.reports = read_reports(self._books.store.client, self._books.store.keys)
         self.canaries = {report.replica_id: report.canary_version for report in self.reports}
         self.num_looks += 1
@@ -64,7 +64,7 @@ class Surroundings:
             try:
                 self._shards.enforce_limits(self._trace.max_bytes, self._trace.max_age_s, now)
             except (OSError, PacelineError) as e:
-                self._books.errors.note("limits of the trace store could not be enforced", e)
+                self._books.note_storage("limits of the trace store could not be enforced", e)
 
     def own_shards(self) -> list[ShardInfo]:
         """Shards of this target, oldest first, as they are now. Raises OSError, PacelineError."""
@@ -113,7 +113,14 @@ class Surroundings:
         Raises: ManifestError when it is not in the registry or its weights are gone, DrafterMismatchError when it is for
         another target.
         """
-        manifest = self.registry.get_manifest(version, target_version=self._target or None)
-        if version in self._state.evicted or not self.registry.has_weights(version):
+        try:
+            manifest = self.registry.get_manifest(version, target_version=self._target or None)
+            has_weights = self.registry.has_weights(version)
+        except StorageHangsError:  # replicas may have it loaded: a roll-back must not wait for the folder
+            known = next((m for m in self.versions if m.version == version), None)
+            if known is None:
+                raise
+            manifest, has_weights = known, True
+        if version in self._state.evicted or not has_weights:
             raise ManifestError(f"the weights of drafter {version} were deleted from the pool; publish it again")
         return manifest

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TypeVar
 
 import msgspec
 
-from paceline.contracts import CLASS_PREFIX, SPAN_S, CellSums, FeedbackSums, Group, is_canary
+from paceline.contracts import CLASS_PREFIX, SPAN_S, CellSums, FeedbackBatch, FeedbackSums, Group, is_canary
 from paceline.infra.controller.snapshot import GroupSums, TrafficBin
-from paceline.serving.engine.buckets import OTHER_BUCKET
+from paceline.serving.engine.buckets import OTHER_BUCKET, BucketNames
 
 S = TypeVar("S", bound=FeedbackSums)
 
 MAX_BUCKETS = 128
-"""Names that the service tells apart over all replicas and their lives; a replica has a limit of its own."""
+"""Names that the service tells apart over all replicas and their lives, `default` included; a replica has a limit of its
+own."""
 NUM_BINS = 240
 RECENT_S = 30.0
 CANARY = "canary"
@@ -54,26 +56,42 @@ class TrafficStats(msgspec.Struct, kw_only=True):
     """bucket -> group -> sums since the beginning."""
     bins: list[tuple[int, dict[str, dict[str, GroupTotals]]]] = []
     """(bin number of SPAN_S seconds, bucket -> group -> sums), oldest first."""
+    names: BucketNames = msgspec.field(default_factory=lambda: BucketNames(MAX_BUCKETS))
+    """Clients' buckets that are told apart, and whose they are."""
     touched: set[int] = set()
     """Numbers of the bins that were added to since the last commit."""
 
-    def bounded(self, batch: S) -> S:
-        """The batch with its buckets limited to MAX_BUCKETS names; rows of a later name count under OTHER_BUCKET.
+    def bounded(self, batch: S, kept: Collection[str] = ()) -> tuple[S, list[str]]:
+        """The batch with its buckets limited to MAX_BUCKETS names, and the names that gave way to its own.
 
-        Replicas keep the names that they see first, and forget them when they restart: their union has no limit. Classes
-        of unnamed traffic are bounded by the controller's own numbers.
+        Rows of a name without a place count under OTHER_BUCKET. Replicas forget their names when they restart, so their
+        union has no limit; here as there every tenant has an even part. Classes of unnamed traffic are bounded by the
+        controller's own numbers. What a name that gave way had counts under OTHER_BUCKET from now on.
+
+        Args:
+            kept: names that give way to nobody: they have a drafter version of their own, or a job or trial runs for them.
         """
-        new = {
-            cell.bucket: None for cell in batch.cells if cell.bucket not in self.totals and not _is_free(cell.bucket)
+        names = self.names
+        if not names.owners and self.totals:  # of a release that did not tell whose they are
+            for bucket in self.totals:
+                names.resolve(None if _is_free(bucket) else bucket)
+        tenants = batch.tenants if isinstance(batch, FeedbackBatch) else {}
+        before = list(names.owners)
+        found = {
+            bucket: bucket if _is_free(bucket) else names.resolve(bucket, tenants.get(bucket, ""), kept)
+            for bucket in dict.fromkeys(cell.bucket for cell in batch.cells)
         }
-        room = MAX_BUCKETS - sum(not _is_free(bucket) for bucket in self.totals)
-        late = set(list(new)[room:])
-        if not late:
-            return batch
+        gone = [name for name in before if name not in names.owners]
+        for name in gone:
+            for group, sums in self.totals.pop(name, {}).items():
+                _cell(self.totals, OTHER_BUCKET, group).add(sums)
+        if all(bucket == to for bucket, to in found.items()):
+            return batch, gone
         cells = [
-            msgspec.structs.replace(cell, bucket=OTHER_BUCKET) if cell.bucket in late else cell for cell in batch.cells
+            cell if found[cell.bucket] == cell.bucket else msgspec.structs.replace(cell, bucket=found[cell.bucket])
+            for cell in batch.cells
         ]
-        return msgspec.structs.replace(batch, cells=cells)
+        return msgspec.structs.replace(batch, cells=cells), gone
 
     def observe(
         self, batch: FeedbackSums, tried_version: str = "", tried_percent: int = 0, tried_bucket: str = ""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -40,11 +40,17 @@ _MAX_UNACKED = 8
 
 def make_batch(
     parts: Sequence[RoundStats], *, replica_id: str, boot_epoch: int, seq: int, target_version: str, num_dropped: int,
-    keep_rows: bool = False, prompts: PromptVectors | None = None,
+    keep_rows: bool = False, prompts: PromptVectors | None = None, tenant_of: Callable[[str], str] | None = None,
 ) -> FeedbackBatch:  # fmt: skip
-    """The sums of these rounds as one batch; keep_rows: with their rows, which the controller does not read."""
+    """The sums of these rounds as one batch.
+
+    Args:
+        keep_rows: with their rows, which the controller does not read.
+        tenant_of: bucket -> tenant that it counts for; None = nobody's.
+    """
     rows = RoundStats(**RoundStats.columns_of(parts))
     sums = summed(rows)
+    tenants = {} if tenant_of is None else {cell.bucket: tenant_of(cell.bucket) for cell in sums.cells}
     return FeedbackBatch(
         replica_id=replica_id,
         boot_epoch=boot_epoch,
@@ -55,6 +61,7 @@ def make_batch(
         rounds=sums.rounds,
         rows=msgspec.Raw(encode(rows)) if keep_rows else NO_ROWS,
         prompts=prompts,
+        tenants={bucket: tenant for bucket, tenant in tenants.items() if tenant},
     )
 
 
@@ -84,8 +91,11 @@ class FeedbackPublisher:
         self._config = config or FeedbackConfig()
         self._boot_epoch = time.time_ns() if boot_epoch is None else boot_epoch
         self._ring: deque[RoundStats] = deque()
-        self._prompts: deque[bytes] = deque(maxlen=BATCH_PROMPTS)  # vectors; the oldest give way
+        self._prompts: deque[tuple[str, bytes]] = deque()  # (tenant, vector), at most BATCH_PROMPTS
+        self._prompts_lock = threading.Lock()  # held for microseconds
         self._space = ""  # theirs
+        self.tenant_of: Callable[[str], str] | None = None
+        """Bucket -> tenant that it counts for; set by who has the engine, before `start`."""
         self._unacked: deque[tuple[int, int, bytes]] = deque()  # (seq, rows, encoded batch)
         self._seq = 0
         self._breaker = Breaker()
@@ -132,23 +142,37 @@ class FeedbackPublisher:
         self._ring.append(rows)
         self.num_produced += rows.num_rows
 
-    def record_prompt(self, space: str, vector: np.ndarray) -> None:
-        """Keep the vector (d,) float32 of a prompt for the next batch; never blocks. Of many the newest are sent."""
+    def record_prompt(self, space: str, vector: np.ndarray, tenant: str = "") -> None:
+        """Keep the vector (d,) float32 of a tenant's prompt for the next batch; never blocks.
+
+        Of many the newest are sent, and of several tenants evenly many: the oldest of whoever has most gives way.
+        """
         self._space = space
-        self._prompts.append(vector.astype("<f4").tobytes())
         self.num_prompts += 1
+        with self._prompts_lock:
+            if len(self._prompts) >= BATCH_PROMPTS:
+                counts = Counter([t for t, _ in self._prompts] + [tenant])
+                most = max(counts.values())
+                if counts[tenant] < most:
+                    del self._prompts[next(i for i, (t, _) in enumerate(self._prompts) if counts[t] == most)]
+                elif (own := next((i for i, (t, _) in enumerate(self._prompts) if t == tenant), None)) is not None:
+                    del self._prompts[own]
+                else:  # everybody has one
+                    self._prompts.popleft()
+            self._prompts.append((tenant, vector.astype("<f4").tobytes()))
 
     def _take_prompts(self) -> PromptVectors | None:
-        vectors: list[bytes] = []
-        while self._prompts and len(vectors) < BATCH_PROMPTS:
-            try:
-                vectors.append(self._prompts.popleft())
-            except IndexError:  # the engine thread replaced the last one in between
-                break
-        if not vectors:
+        with self._prompts_lock:
+            taken = list(self._prompts)
+            self._prompts.clear()
+        if not taken:
             return None
-        self.num_prompts_sent += len(vectors)
-        return PromptVectors(space=self._space, num_dims=len(vectors[0]) // 4, vectors=b"".join(vectors))
+        self.num_prompts_sent += len(taken)
+        vectors, tenants = [vector for _, vector in taken], [tenant for tenant, _ in taken]
+        return PromptVectors(
+            space=self._space, num_dims=len(vectors[0]) // 4, vectors=b"".join(vectors),
+            tenants=tenants if any(tenants) else [],
+        )  # fmt: skip
 
     def start(self) -> FeedbackPublisher:
         """Start the flusher thread."""
@@ -223,7 +247,7 @@ class FeedbackPublisher:
             batch = make_batch(
                 self._by_redis_time(parts), replica_id=self._replica_id, boot_epoch=self._boot_epoch, seq=self._seq,
                 target_version=self._target_version, num_dropped=dropped - self._num_unreported,
-                keep_rows=self._config.keep_rows, prompts=self._take_prompts(),
+                keep_rows=self._config.keep_rows, prompts=self._take_prompts(), tenant_of=self.tenant_of,
             )  # fmt: skip
             self._num_unreported = dropped
             self._unacked.append((self._seq, num_rows, encode(batch)))

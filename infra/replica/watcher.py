@@ -18,7 +18,7 @@ import redis
 from redis.exceptions import RedisError
 
 from paceline.contracts import DesiredState, ReplicaReport, TrafficClasses
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, StorageHangsError
 from paceline.infra.controller.jobs import read_lease
 from paceline.infra.controller.store import Deeds
 from paceline.infra.state.desired import read_classes, read_desired, write_report
@@ -217,6 +217,9 @@ class ReplicaWatcher:
                     self._has_loaded = True  # the next one soon, after a report
                     self._tried.add(version)
                     return True
+            except StorageHangsError as e:
+                logger.warning("drafter %s is loaded when the registry answers: %s", version, e)
+                break  # the others lie there too
             except (PacelineError, OSError, ValueError, RuntimeError) as e:
                 refused[version] = str(e)
                 logger.error("drafter of a class refused version=%s reason=%s", version, e)
@@ -309,9 +312,14 @@ class ReplicaWatcher:
             self._deeds.record_deed("swap", seconds, {"drafter_version": version, **attributes})
 
     def _staged(self, version: str) -> bool:
-        """Stage a version; False when no slot is idle yet (the next pass tries again)."""
+        """Stage a version; False when no slot is idle yet, or the registry hangs (the next pass tries again)."""
         started = time.perf_counter()
-        if version and not self._drafters.stage(version):
+        try:
+            is_staged = not version or self._drafters.stage(version)
+        except StorageHangsError as e:  # no fault of the version
+            logger.warning("drafter %s is staged when the registry answers: %s", version, e)
+            is_staged = False
+        if not is_staged:
             self._retry_stage = True
             return False
         self.staging_s += time.perf_counter() - started

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
+from paceline.infra.service.presence import Presence
 from paceline.names import REQUEST_ID_RULE, is_request_id
 from paceline.serving.wire.exchange import (
     BODY_GRACE_S,
@@ -32,6 +33,9 @@ PROXY_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 PROXY_CALLBACK = "paceline.infra.service.front.middlewares"
 HELD_BYTES = 64 * 1024
 """Part of a body that waits in the proxy: most bodies are whole by then, and a thousand connections hold 64 MiB."""
+GAP_RETRY_S = 5
+"""When clients may try again while no replica runs: short against the start of a target, long against a refusal."""
+_OF_SERVE = "/-/"
 _STEERING = (
     b"x-request-timeout-seconds",
     b"x-request-disconnect-disabled",
@@ -44,8 +48,17 @@ _STEERING = (
 class Front:
     """ASGI middleware of Serve's proxy, the outermost one."""
 
-    def __init__(self, app: Any, *, body_grace_s: float = BODY_GRACE_S, write_s: float = WRITE_S) -> None:
+    def __init__(
+        self,
+        app: Any,
+        *,
+        presence: Presence | None = None,
+        body_grace_s: float = BODY_GRACE_S,
+        write_s: float = WRITE_S,
+    ) -> None:
+        """presence: says that no replica takes requests, which are refused then; None = they always wait for one."""
         self._app, self._body_grace_s, self._write_s = app, body_grace_s, write_s
+        self._presence = presence or Presence()
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] != "http":
@@ -53,6 +66,10 @@ class Front:
             return
         try:
             scope["headers"] = checked_headers(scope["headers"])
+            if self._presence.is_gone and not scope["path"].startswith(_OF_SERVE):
+                raise HTTPException(
+                    503, "no replica runs now, one starts; try again", {"Retry-After": str(GAP_RETRY_S)}
+                )
             held = await self._held(scope, receive)
         except HTTPException as e:
             await _refuse(send, e)
@@ -98,12 +115,17 @@ def checked_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
 
 
 async def _refuse(send: AsgiSend, error: HTTPException) -> None:
-    fault = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}
+    is_ours = error.status_code >= 500
+    fault = {
+        "message": error.detail, "type": "server_error" if is_ours else "invalid_request_error", "param": None,
+        "code": "no_replica" if is_ours else None,
+    }  # fmt: skip
     body = json.dumps({"error": fault}).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
+        *((k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()),
     ]
     await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -111,4 +133,4 @@ async def _refuse(send: AsgiSend, error: HTTPException) -> None:
 
 def middlewares() -> list[Middleware]:
     """What Serve's proxy wraps its application in."""
-    return [Middleware(Front)]
+    return [Middleware(Front, presence=Presence().start())]

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import ServiceConfig
 from paceline.contracts import DesiredState, HttpMeters, TrafficClasses
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, StorageHangsError
 from paceline.infra.controller.actor import ControllerSpec, code_digest, ensure_controller, own_application
 from paceline.infra.controller.snapshot import state_json
 from paceline.infra.controller.store import HostConfig
@@ -54,6 +55,9 @@ from paceline.serving.wire.credentials import Tokens
 log = logging.getLogger(__name__)
 
 CONTROLLER_CHECK_S = 10.0
+STORAGE_PATIENCE_S = 20.0
+"""Longest wait of a replica for the data folder: drafters of 1 GB come in less from a file server that is well, and what takes
+longer is waited for by its own thread and used then."""
 
 
 def drafter_taps(config: ServiceConfig) -> tuple[int, ...] | None:
@@ -136,9 +140,13 @@ class ServedDrafters:
         return dict(self.engine.output.num_errors)
 
 
-def make_slots(config: ServiceConfig, target: TargetHandles, registry: DrafterRegistry) -> DrafterSlots:
+def make_slots(
+    config: ServiceConfig, target: TargetHandles, registry: DrafterRegistry, calls: StorageCalls | None = None
+) -> DrafterSlots:
     """Drafter slots with the first drafter live; its weights are put into the registry under their content id.
 
+    Args:
+        calls: of the registry: where that hangs, the weights are put there when it answers. None = it is waited for.
     Raises: ConfigError, DrafterMismatchError when the drafter does not exist or does not fit the target.
     """
     folder = resolve_drafter(config.drafter, config.model, version=target.version)
@@ -150,11 +158,16 @@ def make_slots(config: ServiceConfig, target: TargetHandles, registry: DrafterRe
         return build_drafter(settings, state, target)
 
     live = build()  # refuses before anything is registered
-    manifest = registry.put(
-        state, drafter_type=settings["drafter_type"], config=settings, target_version=target.version
-    )
+    about = {"drafter_type": settings["drafter_type"], "config": settings, "target_version": target.version}
+    version = registry.version_of(state, **about)
+    try:
+        (registry if calls is None else calls.guard(registry)).put(state, **about)
+    except StorageHangsError as e:
+        assert calls is not None
+        log.error("%s: this replica begins with the drafter of %s, version=%s", e, folder, version)
+        calls.later(registry.put, state, **about)
     return DrafterSlots(
-        live, manifest.version, first=build(), first_version=manifest.version, spawn=build,
+        live, version, first=build(), first_version=version, spawn=build,
         num_class_slots=config.engine.max_class_versions,
     )  # fmt: skip
 
@@ -200,7 +213,11 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     deployed_at = float(values.get(DEPLOYED_AT, 0.0))
     paths = StorePaths.of(config)
     keep_private()
-    prepare_home(paths.home)
+    storage = StorageCalls(f"the data folder {paths.home}", STORAGE_PATIENCE_S)
+    try:
+        storage.run(prepare_home, paths.home)
+    except StorageHangsError as e:
+        log.error("%s; the replica starts without it", e)
     configure_logging(
         file=paths.home / f"replica-{replica_id}.log",
         access_file=paths.home / f"access-{replica_id}.log" if config.access_log else None,
@@ -210,7 +227,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     registry = DrafterRegistry(paths.registry)
     needs_taps = is_adaptive(config)
     target, ranks = load_target(config, tap_layers=drafter_taps(config))
-    slots = make_slots(config, target, registry)
+    slots = make_slots(config, target, registry, storage)
     keys = Keys(config.model_name)
     feedback = traces = None
     clock = RedisClock()
@@ -236,11 +253,12 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     watcher: ReplicaWatcher | None = None
     closers: list[Callable[[], None]] = [] if traces is None else [traces.close]
     if feedback is not None:
+        feedback.tenant_of = engine.tenant_of
         feedback.start()
         closers.append(feedback.close)
         if needs_taps:
             assert config.redis_url is not None, "feedback is sent to it"
-            drafters = ServedDrafters(slots, registry, engine, target.version)
+            drafters = ServedDrafters(slots, storage.guard(registry), engine, target.version)
             watcher = ReplicaWatcher(
                 config.redis_url,
                 keys,

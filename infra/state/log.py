@@ -12,7 +12,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,11 +201,16 @@ def quiet_libraries(level: str) -> None:
         logging.getLogger(name).setLevel(level)
 
 
+def _at_once(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(*args)
+
+
 class LogFile:
     """JSON-lines copy of the log stream: a projection by stream id, so no entry is lost or doubled by a crash."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, run: Callable[..., Any] = _at_once) -> None:
+        """run: makes the calls of the file, `run(fn, *args)`; see adapt/data/storage_calls.py."""
+        self.path, self._run = path, run
         self._last_id: str | None = None
 
     def last_id(self) -> str:
@@ -218,18 +223,25 @@ class LogFile:
         """Append the entries that the file does not hold yet; returns how many."""
         total = 0
         while True:
-            entries = client.xrange(keys.log, min=f"({self.last_id()}" if self.last_id() != "0" else "-", count=count)
+            last = self._run(self.last_id)
+            entries = client.xrange(keys.log, min=f"({last}" if last != "0" else "-", count=count)
             if not entries:
                 return total
-            self._append([(i.decode(), f) for i, f in entries])
+            self._run(self._append, [(i.decode(), f) for i, f in entries])
             total += len(entries)
 
     def newest_first(self) -> Iterator[dict[str, Any]]:
         """The lines of the file, the latest first; those that are damaged are left out."""
+        return self._parsed(self._run(self._lines))
+
+    def _lines(self) -> list[bytes]:
         try:
-            lines = self.path.read_bytes().splitlines()
+            return self.path.read_bytes().splitlines()
         except FileNotFoundError:
-            return
+            return []
+
+    @staticmethod
+    def _parsed(lines: list[bytes]) -> Iterator[dict[str, Any]]:
         while lines:
             try:
                 yield json.loads(lines.pop())
@@ -255,7 +267,7 @@ class LogFile:
         if len(complete) < len(data):
             with self.path.open("r+b") as f:
                 f.truncate(len(complete))
-        return next((str(line["log_id"]) for line in self.newest_first() if "log_id" in line), "0")
+        return next((str(line["log_id"]) for line in self._parsed(self._lines()) if "log_id" in line), "0")
 
 
 def stream_newest_first(client: Any, keys: Keys, *, count: int = 500) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ import string
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,6 +278,10 @@ class DrafterSlots:
             self._asked = {v: tick for v, tick in self._asked.items() if v in wanted}
             self._unmet = Counter({v: n for v, n in self._unmet.items() if v in wanted})
             self._reroute()
+
+    def routed(self) -> Collection[str]:
+        """Classes that are to have a version of their own, resident or not."""
+        return self._routes.keys()
 
     def missing(self) -> list[str]:
         """Versions of classes that are not resident, those first that most requests have asked for in vain."""

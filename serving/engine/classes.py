@@ -34,8 +34,8 @@ _EPS = 1e-6
 class PromptSink(Protocol):
     """Takes the vectors of prompts."""
 
-    def record_prompt(self, space: str, vector: np.ndarray) -> None:
-        """Keep a vector (d,) float32; drops and counts when full. `space`: see PromptVectors."""
+    def record_prompt(self, space: str, vector: np.ndarray, tenant: str) -> None:
+        """Keep a vector (d,) float32 of a tenant's prompt; drops when full. `space`, `tenant`: see PromptVectors."""
 
 
 class _Table(NamedTuple):
@@ -145,7 +145,7 @@ class PromptClasses:
                     self.num_unclassed += 1
             if self._sink is not None and request.request.is_traced:
                 try:
-                    self._sink.record_prompt(self.space, vector)
+                    self._sink.record_prompt(self.space, vector, request.request.tenant)
                 except Exception:
                     self._note_error("recording the vector of a prompt")
         return told

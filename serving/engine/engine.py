@@ -208,6 +208,10 @@ class Engine:
         self._known_versions = set(slots.versions().values())
 
     # ---- any thread ---------------------------------------------------------------------------------------------
+    def tenant_of(self, bucket: str) -> str:
+        """The tenant that a bucket's name counts for; '' = nobody."""
+        return self._buckets.owner(bucket)
+
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         """Queue a request; `on_event` is called from the engine thread once per round, last with a finish_reason.
 
@@ -451,7 +455,8 @@ class Engine:
 
     def _take(self, arrived: list[RunningRequest], aborts: set[str], calls: list[Call]) -> list[Call]:
         for request in arrived:
-            request.bucket = self._buckets.resolve(request.request.bucket, request.request.tenant)
+            asked = request.request
+            request.bucket = self._buckets.resolve(asked.bucket, asked.tenant, self.slots.routed())
             request.awaits_class = self.classes is not None and request.request.bucket is None
             self.output.by_id[request.request_id] = request
             self.scheduler.add(request)

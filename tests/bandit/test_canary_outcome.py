@@ -35,14 +35,16 @@ def ordered(w: World) -> Decision:
     raise AssertionError("no job was ordered")
 
 
-@pytest.mark.parametrize(("outcome", "is_kept"), [("promoted", True), ("rolled_back", False), ("retired", False)])
+@pytest.mark.parametrize(
+    ("outcome", "is_kept"), [("promoted", True), ("rolled_back", False), ("retired", False), ("refused", False)]
+)
 def test_only_a_promoted_version_keeps_its_gain(outcome, is_kept):
     w = world()
     d = ordered(w)
     made = w.controller.job_finished(w.train(d), decision_id=d.decision_id, now=w.clock.now())
     assert made.publish is not None and made.decision.realised_gain != 0.0
     entries = w.controller.drain()[1]
-    after = w.controller.canary_ended(d.decision_id, outcome)
+    after = w.controller.order_ended(d.decision_id, outcome)
     assert after is not None and w.controller.check(entries) == []
     if is_kept:
         assert after.outcome == "accepted" and after.realised_gain == made.decision.realised_gain
@@ -55,7 +57,7 @@ def test_only_a_promoted_version_keeps_its_gain(outcome, is_kept):
 def test_the_end_of_an_unknown_canary_changes_nothing():
     w = world()
     before = w.controller.state()
-    assert w.controller.canary_ended(99, "rolled_back") is None
+    assert w.controller.order_ended(99, "rolled_back") is None
     assert w.controller.state() == before
 
 

@@ -70,6 +70,7 @@ class ScriptedController:
         self.outcomes: list[TrainResult] = []
         self.canaries: list[tuple[int, str]] = []
         self.contexts: list[HostContext] = []
+        self.forgotten: list[str] = []
 
     def book(self, entry: LedgerEntry) -> None:
         self.ledger.append(entry)
@@ -86,6 +87,9 @@ class ScriptedController:
                 kind="saving", bucket="math", version=None, seconds=float(batch.num_rows),
             )
         )  # fmt: skip
+
+    def forget_bucket(self, name: str) -> None:
+        self.forgotten.append(name)
 
     def tick(self, now: float, context) -> list[Decision]:
         self.contexts.append(context)
@@ -120,7 +124,7 @@ class ScriptedController:
             LedgerEntry(entry_id=f"{decision_id}:staging:{tag}", ts=now, kind="staging", bucket="math", version=None, seconds=seconds)
         )  # fmt: skip
 
-    def canary_ended(self, decision_id: int, outcome: str) -> None:
+    def order_ended(self, decision_id: int, outcome: str) -> None:
         self.canaries.append((decision_id, outcome))
 
     def manual(self, action: str, version: str, now: float, reason: str, left: Iterable[str] = ()) -> Decision:

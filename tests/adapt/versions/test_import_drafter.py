@@ -1,11 +1,13 @@
 """A released drafter is imported by the command, read from its folder by the bench and the service, and stays lossless."""
 
 import json
+import time
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.adapt.versions.import_drafter import import_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
@@ -20,6 +22,8 @@ from paceline.serving.loading.families import load_drafter
 from paceline.serving.loading.target import read_target
 from paceline.serving.sampling.request import SamplingParams
 from tests.helpers import released
+from tests.helpers.api_server import wait_until
+from tests.helpers.hanging import Hanging
 from tests.helpers.released import HIDDEN, write
 
 OTHER_TAPS = (0, 4, 9)
@@ -88,6 +92,20 @@ def test_the_service_taps_and_registers_what_a_released_drafter_reads(tmp_path, 
     assert manifest.config["tap_layers"] == list(OTHER_TAPS)
     handle = load_target_handle(target_dir, tap_layers=manifest.config["tap_layers"])
     assert handle.feature_size == 3 * HIDDEN and handle.tap_layers == OTHER_TAPS
+
+
+def test_a_replica_starts_with_its_first_drafter_while_the_registry_hangs_and_registers_it_later(tmp_path, target_dir, dflash_dir):  # fmt: skip
+    config = ServiceConfig(drafter=str(dflash_dir), model=str(target_dir))
+    target = read_target(target_dir, tap_layers=drafter_taps(config))
+    version = make_slots(config, target, DrafterRegistry(tmp_path / "other")).live_version
+    registry, calls = DrafterRegistry(tmp_path / "registry"), StorageCalls("the registry", 0.2)
+    folder = Hanging(tmp_path / "registry" / "manifests" / f"{version}.json")
+    began = time.monotonic()
+    slots = make_slots(config, target, registry, calls)
+    assert (slots.live_version, slots.first_version) == (version, version)
+    assert time.monotonic() - began < 5.0 and calls.hung_s > 0
+    folder.release()
+    wait_until(lambda: [m.version for m in registry.list()] == [version] and registry.has_weights(version))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "specblock"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 import msgspec
 import numpy as np
@@ -31,14 +32,15 @@ def prompts(centre: np.ndarray, num: int, seed: int, spread: float = SPREAD) -> 
 
 
 def learn(
-    book: ClassBook, vectors: np.ndarray, *, at: float = 0.0, max_classes: int = 16, every: int = 20
-) -> ClassBook:
-    """Show the book vectors one after the other, ten a second."""
+    book: ClassBook, vectors: np.ndarray, *, at: float = 0.0, max_classes: int = 16, every: int = 20, tenant: str = "",
+    kept: Collection[str] = (),
+) -> ClassBook:  # fmt: skip
+    """Show the book vectors of a tenant one after the other, ten a second."""
     for i, vector in enumerate(vectors):
-        book.observe("s", vector.tobytes(), DIMS, at + i / 10)
+        book.observe("s", vector.tobytes(), DIMS, at + i / 10, [tenant])
         if i % every == every - 1:
-            book.tidy(max_classes, at + i / 10)
-    book.tidy(max_classes, at + len(vectors) / 10)
+            book.tidy(max_classes, at + i / 10, kept)
+    book.tidy(max_classes, at + len(vectors) / 10, kept)
     return book
 
 
@@ -230,3 +232,46 @@ def test_a_class_whose_number_is_beyond_a_lowered_limit_gives_way_once_it_is_idl
     assert book.tidy(1, 200.0) and book.published.names == ["~class-2"]
     learn(book, prompts(places[low], 60, 30), at=200.0 + 2 * IDLE_S, max_classes=1)
     assert majority(book.published, prompts(places[low], 40, 31))[0] == "~class-1"
+
+
+def held(book: ClassBook) -> Counter[str]:
+    """Tenant -> classes, one of several tenants by its shares."""
+    weights = Counter[int]()
+    for label, weight in zip(book.labels, book.weights, strict=True):
+        weights[label] += weight
+    found = Counter[str]()
+    for label, tenants in zip(book.labels, book.tenants, strict=True):
+        for name, weight in tenants.items():
+            found[name] += weight / weights[label] if label else 0.0
+    return found
+
+
+def test_a_tenant_that_has_every_class_gives_others_their_even_part_and_takes_none_back():
+    places = centres(16, seed=9) * 3
+    flood = [prompts(c, 60, i, 0.05) for i, c in enumerate(places[:10])]
+    book = learn(ClassBook(), mixed(flood, 0), max_classes=6, tenant="acme")
+    assert held(book)["acme"] == pytest.approx(6, abs=0.01), "free places are anybody's"
+    mine = [prompts(c, 60, 50 + i, 0.05) for i, c in enumerate(places[10:])]
+    learn(book, mixed(mine, 1), at=200.0, max_classes=6, tenant="bolt")
+    assert held(book)["acme"] - held(book)["bolt"] < 1.5 and len(book.take_ended()) == 2
+    named = {name for name, share in (majority(book.published, k) for k in mine) if name and share > 0.8}
+    assert len(named) == 3, "one of them lies within a class of the other's"
+    for turn in range(3):
+        learn(book, mixed(flood, 2 + turn), at=400.0 + 100 * turn, max_classes=6, tenant="acme")
+    assert not named & set(book.take_ended()), "whoever is within its part gives nothing up"
+
+
+def test_a_kept_class_gives_way_to_no_other_tenant_however_idle_and_however_many_its_owner_has():
+    places = centres(6, seed=9) * 3
+    kinds = np.concatenate([prompts(c, 60, i, 0.05) for i, c in enumerate(places[:3])])
+    book = learn(ClassBook(), kinds, max_classes=3, tenant="acme")
+    trained = majority(book.published, prompts(places[0], 40, 9, 0.05))[0]
+    assert trained and len(book.published.names) == 3
+    others = mixed([prompts(c, 60, 20 + i, 0.05) for i, c in enumerate(places[3:])], 1)
+    learn(book, others, at=2 * IDLE_S, max_classes=3, tenant="bolt", kept={trained})
+    assert trained not in book.take_ended()
+    assert majority(book.published, prompts(places[0], 40, 9, 0.05))[0] == trained
+    assert held(book)["bolt"] == pytest.approx(2, abs=0.01), "the idle ones that nothing was trained for went"
+    bridge = np.linspace(places[0], places[3], 60).astype("<f4")  # prompts between the two
+    learn(book, bridge, at=2 * IDLE_S + 100, max_classes=3, tenant="bolt", kept={trained})
+    assert trained not in book.take_ended()

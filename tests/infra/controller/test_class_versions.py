@@ -297,3 +297,53 @@ def test_the_version_of_a_class_that_ends_is_not_passed_on_with_its_number(host,
     settle(host)
     assert read_desired(client, keys).class_versions == {"~class-2": "v3"} and host.session.state.classes.ended == []
     assert host.snapshot().notes[-1].text.startswith("class ~class-1 has ended") and status(host, "v2") == S.RETIRED
+
+
+def test_a_version_that_no_class_has_room_for_is_no_order_that_was_carried_out(host, client, keys, monkeypatch):
+    monkeypatch.setattr(lives, "MAX_ASSIGNED", 1)
+    orders, policy, state = host.session.orders, host.session.controller, host.session.state
+    orders.assign("code", "v3")
+    hosts.send(client, keys, 1)
+    settle(host)
+    trained = decision(7, "recall", version="v2", bucket="math")
+    state.lifecycle.admit("v2", S.TRAINING, reason="ordered", ts=1.0)
+    for step in (S.TRAINED, S.SHADOWED):
+        state.lifecycle.move("v2", step, reason="done", ts=1.0)
+    policy.queue = [trained]
+    settle(host)
+    assert policy.canaries == [(7, "refused")] and status(host, "v2") == S.RETIRED
+    assert read_desired(client, keys).class_versions == {"code": "v3"}
+    assert any("v2 is not given to class math" in n["text"] for n in recent_log(client, keys) if n["kind"] == "note")
+    assert policy.contexts[-1].assigned == ["code", "math"], "nothing is decided for a class that can be given nothing"
+    orders.unassign("code")
+    settle(host)
+    assert policy.contexts[-1].assigned == [] and "v2" in policy.contexts[-1].versions
+    policy.queue = [decision(8, "recall", version="v2", bucket="math")]
+    settle(host)
+    assert state.rollout.canary.version == "v2" and status(host, "v2") == S.CANARY, "ordered again once there is room"
+
+
+def test_a_version_on_trial_for_others_is_refused_and_the_policy_hears_of_it(host, client, keys):
+    policy = host.session.controller
+    host.session.orders.canary("v2")
+    settle(host)
+    host.session.state.lifecycle.versions["v2"] = msgspec.structs.replace(
+        host.session.state.lifecycle.versions["v2"], was_live=True
+    )
+    policy.queue = [decision(5, "recall", version="v2", bucket="math")]
+    settle(host)
+    assert policy.canaries == [(5, "refused")] and status(host, "v2") == S.CANARY, "its trial goes on"
+
+
+def test_a_canary_whose_place_was_given_away_meanwhile_is_retired_not_believed(
+    shared_redis, host, client, keys, wait_until, monkeypatch
+):
+    host.session.orders.canary("v2", "math")
+    settle(host)
+    monkeypatch.setattr(lives, "MAX_ASSIGNED", 1)
+    host.session.orders.assign("code", "v3")
+    settle(host)
+    assert host.session.state.rollout.canary.version == "v2"
+    run_canary(host, fleet_of(shared_redis, keys, v2=600.0), wait_until)
+    assert status(host, "v2") == S.RETIRED and host.session.controller.canaries[-1] == (0, "retired")
+    assert read_desired(client, keys).class_versions == {"code": "v3"} and host.snapshot().errors.count == 0

@@ -22,7 +22,7 @@ GOLDEN = {
     "": (
         "ts age_s model target_version epoch commit gen version first_version holdback_percent class_versions history versions policy "
         "is_paused notes decisions ledger ledger_cells saved_interval_s ledger_entries buckets rows class_shares job swaps "
-        "rollout lifecycle evicted replicas feedback bandit redis_up is_redis_full folder_error read_only is_fenced errors replica latency target "
+        "rollout lifecycle evicted replicas feedback bandit redis_up is_redis_full folder_error folder_hung_s folder_hangs read_only is_fenced errors replica latency target "
         "has_controller"
     ),
     "versions": (

@@ -120,7 +120,7 @@ def test_traffic_of_sums_is_that_of_rows(seed, flush, percent):
                     sums[i] += value
     stats = TrafficStats()
     for i in range(0, len(parts), flush):
-        stats.observe(stats.bounded(batch_of(parts[i : i + flush])), CANARY_VERSION, percent)
+        stats.observe(stats.bounded(batch_of(parts[i : i + flush]))[0], CANARY_VERSION, percent)
     found = {}
     for where, cells in [("all", stats.totals), *stats.bins]:
         for bucket, groups in cells.items():

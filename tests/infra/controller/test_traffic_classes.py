@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
 
+from paceline.config import PolicyConfig
 from paceline.contracts import FeedbackBatch, PromptVectors, TrafficClasses, decode, encode
 from paceline.errors import FencedError
 from paceline.infra.controller.traffic import MAX_BUCKETS
 from paceline.infra.replica.feedback import BATCH_PROMPTS, FeedbackPublisher, make_batch
-from paceline.infra.state.desired import read_classes
+from paceline.infra.state.desired import ensure_first_version, read_classes
 from paceline.infra.state.redis_clients import patient_client
 from paceline.machine import ManualClock
 from tests.helpers.hosts import make_host, recent_log, settle, stored
@@ -108,6 +111,31 @@ def test_classes_are_written_again_after_redis_has_lost_its_data(own_redis, keys
     assert told(client, keys) == before
 
 
+@pytest.mark.parametrize("damage", ["cut", "list", "other", "gone"])
+def test_a_damaged_record_of_the_classes_is_kept_aside_and_written_again_at_once(shared_redis, client, keys, tmp_path, damage):  # fmt: skip
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+    tell(client, keys, 1, vectors(0, 20))
+    settle(host)
+    before, bad = told(client, keys), client.get(keys.classes)[:-7]
+    client.delete(keys.classes)
+    if damage == "cut":
+        client.set(keys.classes, bad)
+    elif damage == "list":
+        client.rpush(keys.classes, b"x")
+    elif damage == "other":
+        client.set(keys.classes, encode(msgspec.structs.replace(before, radii=[9.0])))
+    settle(host, 1)
+    assert told(client, keys) == before
+    aside = f"{keys.classes}:damaged:{host.session.state.epoch}"
+    assert bool(client.exists(aside)) == (damage != "gone")
+    if damage == "cut":
+        assert client.get(aside) == bad
+    notes = [text for _, text in host.session.state.notes if "traffic classes in Redis" in text]
+    settle(host)
+    assert len(notes) == 1 == sum("traffic classes in Redis" in text for _, text in host.session.state.notes)
+
+
 def test_a_service_without_classes_learns_and_publishes_none(shared_redis, client, keys, tmp_path):
     host = make_host(shared_redis.url, keys, tmp_path, max_classes=0)
     host.connect()
@@ -136,7 +164,49 @@ def test_a_flood_of_names_takes_no_place_from_classes(host, client, keys):
         client.xadd(keys.feedback, {"v": encode(batch)})
     settle(host)
     totals = host.session.state.traffic.totals
-    assert len(totals) == MAX_BUCKETS + 2 and {"~class-3", "other"} <= set(totals)
+    assert len(totals) == MAX_BUCKETS + 1 and {"~class-3", "other"} <= set(totals)
+
+
+def test_names_of_one_tenant_leave_others_their_part_and_what_has_a_version_its_place(host, client, keys):
+    def tell(seq: int, tenant: str, names: list[str]) -> None:
+        batch = make_batch(
+            [row(i, bucket=name) for i, name in enumerate(names)], replica_id=tenant, boot_epoch=1, seq=seq,
+            target_version="t", num_dropped=0, tenant_of=lambda name: tenant,
+        )  # fmt: skip
+        client.xadd(keys.feedback, {"v": encode(batch)})
+        settle(host)
+
+    state = host.session.state
+    tell(1, "acme", ["trained"])
+    host.session.orders.assign("trained", "v2")
+    settle(host)
+    tell(2, "acme", [f"junk-{i}" for i in range(200)])
+    assert state.traffic.names.counts == {"acme": MAX_BUCKETS - 1}, "what is free is anybody's"
+    tell(1, "bolt", [f"bolt-{i}" for i in range(100)])
+    tell(3, "acme", [f"more-{i}" for i in range(200)])
+    totals = state.traffic.totals
+    own = [name for name in totals if name.startswith("bolt")]
+    assert len(own) == MAX_BUCKETS // 2 - 1 and "trained" in totals and len(totals) <= MAX_BUCKETS
+    assert "junk-0" not in totals and set(host.session.controller.forgotten) >= {"junk-0"}
+    assert sum(s.rounds for groups in totals.values() for s in groups.values()) == state.num_rows, "nothing is lost"
+    again = make_host(host.config.redis_url, keys, Path("unused"), data_dir=False)
+    again.connect()
+    assert again.session.state.traffic.names.counts == state.traffic.names.counts
+
+
+def test_a_flooding_tenants_prompts_leave_room_for_others_in_a_batch(shared_redis, client, keys):
+    pub = FeedbackPublisher(shared_redis.url, keys, replica_id="a", target_version="t")
+    pub.record_prompt("s", vectors(0, 1)[0], "bolt")
+    for vector in vectors(1, 100):
+        pub.record_prompt("s", vector, "acme")
+    pub.record_prompt("s", vectors(0, 2)[1], "bolt")
+    pub.record_rounds(row(0))
+    pub.tenant_of = {"math": "bolt"}.get
+    assert pub.flush()
+    (batch,) = batches(client, keys)
+    assert sorted(batch.prompts.tenants) == ["acme"] * (BATCH_PROMPTS - 2) + ["bolt"] * 2
+    assert batch.tenants == {"math": "bolt"}
+    pub.close()
 
 
 def test_the_publisher_sends_the_newest_vectors_with_its_rows(shared_redis, client, keys):
@@ -159,4 +229,22 @@ def test_the_publisher_sends_the_newest_vectors_with_its_rows(shared_redis, clie
 def test_a_batch_of_an_older_replica_has_no_vectors():
     batch = make_batch([row(0)], replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
     fields = msgspec.msgpack.decode(encode(batch))
-    assert decode(msgspec.msgpack.encode(fields[:-1]), FeedbackBatch).prompts is None
+    assert decode(msgspec.msgpack.encode(fields[:-2]), FeedbackBatch).prompts is None
+
+
+def test_the_policy_keeps_nothing_of_a_name_that_gave_way(shared_redis, client, keys, tmp_path):
+    ensure_first_version(client, keys, "v1", 30, 1.0)
+    clock = ManualClock(1000.0)
+    host = make_host(shared_redis.url, keys, tmp_path, make=None, policy=PolicyConfig(epoch_s=1.0), clock=clock)
+    host.connect()
+    for seq, name in enumerate(["leaving", "leaving", "staying", "staying"], 1):
+        rows = [row(i, bucket=name, ts=clock.now()) for i in range(20)]
+        batch = make_batch(rows, replica_id="a", boot_epoch=1, seq=seq, target_version="t", num_dropped=0)
+        client.xadd(keys.feedback, {"v": encode(batch)})
+        clock.advance(2.0)
+        settle(host)
+    assert b"leaving" in host.session.controller.state()
+    host.session.controller.forget_bucket("leaving")
+    host.session.controller.drain()
+    left = host.session.controller.state()
+    assert b"leaving" not in left and b"staying" in left

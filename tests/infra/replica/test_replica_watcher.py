@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.contracts import DesiredState, TrafficClasses, encode
 from paceline.errors import DrafterMismatchError
 from paceline.infra.controller.jobs import Lease
@@ -14,6 +15,7 @@ from paceline.infra.state.desired import commit_desired, ensure_first_version, r
 from paceline.infra.state.redis_clients import patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
 from tests.helpers.collector import Collector
+from tests.helpers.hanging import Hanging
 
 
 @dataclass
@@ -156,6 +158,44 @@ def test_refused_version_leaves_the_live_one_and_is_not_tried_again(shared_redis
     want(client, keys, "v3")
     w.reconcile()
     assert (slots.live_version, w.failed_gen) == ("v3", None)
+
+
+def test_a_registry_that_hangs_blames_no_version_and_blocks_no_other_order(shared_redis, client, keys, seeded, tmp_path, wait_until):  # fmt: skip
+    folder, calls = Hanging(tmp_path / "weights"), StorageCalls("the registry", 0.1)
+
+    @dataclass
+    class Reading(Slots):
+        """Slots whose versions v2 and v3 are read from the registry."""
+
+        def stage(self, version: str) -> bool:
+            if version in ("v2", "v3"):
+                calls.run((tmp_path / "weights").read_bytes)
+            return super().stage(version)
+
+        def load(self, version: str) -> bool:
+            calls.run((tmp_path / "weights").read_bytes)
+            return super().load(version)
+
+    slots = Reading()
+    w = watcher(shared_redis.url, keys, slots)
+    w.reconcile()
+    commit_desired(
+        client, keys,
+        lambda d: msgspec.structs.replace(d, gen=d.gen + 1, version="v2", class_versions={"math": "v3"}),
+    )  # fmt: skip
+    for _ in range(3):
+        assert w.reconcile()
+        report = read_reports(client, keys)[0]
+        assert (report.version, report.gen, report.failed_gen, report.refused) == ("v1", 1, None, {})
+    want(client, keys, "v4")
+    w.reconcile()
+    assert (slots.live_version, read_reports(client, keys)[0].gen) == ("v4", 3), "a roll-back to what is loaded goes on"
+    want(client, keys, "v2")
+    w.reconcile()
+    folder.release()
+    (tmp_path / "weights").write_bytes(b"")
+    wait_until(lambda: w.reconcile() and slots.live_version == "v2" and slots.loaded == ["v3"])
+    assert read_reports(client, keys)[0].gen == 4
 
 
 def test_third_version_waits_for_an_idle_slot_and_the_newest_wins(shared_redis, client, keys, seeded):

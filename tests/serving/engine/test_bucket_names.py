@@ -5,24 +5,36 @@ import random
 from paceline.serving.engine.buckets import DEFAULT_BUCKET, OTHER_BUCKET, BucketNames
 
 
-def test_junk_of_one_tenant_fills_its_share_and_no_more():
+def test_junk_of_one_tenant_fills_what_is_free_and_gives_everybody_else_an_even_part():
     names = BucketNames(64)
     assert names.resolve("finance", "bolt") == "finance"
     found = {names.resolve(f"junk-{i}", "acme") for i in range(1000)}
-    assert len(found - {OTHER_BUCKET}) == 16 and OTHER_BUCKET in found
+    assert len(found - {OTHER_BUCKET}) == 62 and names.num_capped == 1000 - 62, "what is free is anybody's"
     assert names.resolve("finance", "bolt") == "finance"
     for tenant in ("bolt", "core", "dune"):
-        for i in range(5):
+        for i in range(15):
             assert names.resolve(f"{tenant}-{i}", tenant) == f"{tenant}-{i}"
-    assert names.num_capped == 1000 - 16
+            names.resolve(f"more-{tenant}-{i}", "acme")
+    assert [names.counts[t] for t in ("acme", "bolt", "core", "dune")] == [17, 16, 15, 15]
+    assert names.resolve("finance", "bolt") == "finance", "nobody within its part gives way"
 
 
-def test_nobodys_names_may_fill_all_and_give_way_to_tenants_newest_first():
+def test_nobodys_names_may_fill_all_and_give_way_to_tenants_the_least_recent_first():
     names = BucketNames(10)
     assert [names.resolve(f"n{i}") for i in range(12)] == [f"n{i}" for i in range(9)] + [OTHER_BUCKET] * 3
+    assert names.resolve("n0") == "n0"
     assert names.resolve("finance", "bolt") == "finance" and names.resolve("n0") == "n0"
-    assert names.resolve("n8") == OTHER_BUCKET, "its place is gone"
+    assert names.resolve("n1") == OTHER_BUCKET, "its place is gone"
     assert len(names) == 10 and names.resolve(None) == DEFAULT_BUCKET
+
+
+def test_names_with_a_version_of_their_own_give_way_to_nobody_and_need_no_place():
+    names, kept = BucketNames(5), {"n0", "n1", "trained"}
+    for i in range(4):
+        assert names.resolve(f"n{i}", "acme") == f"n{i}"
+    assert [names.resolve(f"b{i}", "bolt", kept) for i in range(3)] == ["b0", "b1", OTHER_BUCKET]
+    assert [names.resolve(f"n{i}", "acme", kept) for i in range(4)] == ["n0", "n1", OTHER_BUCKET, OTHER_BUCKET]
+    assert names.resolve("trained", "acme", kept) == "trained" and len(names) == 5
 
 
 def test_every_tenant_gets_one_place_before_anybody_keeps_two_more():
@@ -34,10 +46,10 @@ def test_every_tenant_gets_one_place_before_anybody_keeps_two_more():
     for _ in range(20):
         for tenant, name in sent:
             names.resolve(name, tenant)
-            now = set(names._owners)
+            now = set(names.owners)
             num_changes += bool(before - now)
             before = now
-    counts = [names._counts.get(t, 0) for t in tenants]
+    counts = [names.counts.get(t, 0) for t in tenants]
     assert min(counts) >= 1 and max(counts) - min(counts) <= 1 and len(names) == 33
     assert num_changes <= 33**2 / 2, "places change hands only so often: every name costs memory for good"
 
@@ -48,5 +60,4 @@ def test_a_tenant_that_comes_back_to_its_names_finds_them():
     for k in range(40):
         for i in range(20):
             names.resolve(f"x{k}-{i}", f"tenant-{k}")
-    kept = [n for n in mine if names.resolve(n, "me") == n]
-    assert kept[:1] == mine[:1], "the oldest stay"
+        assert names.resolve(mine[0], "me") == mine[0], "what is in use stays"

@@ -28,7 +28,7 @@ class PromptSinks(Sinks):
         super().__init__()
         self.vectors: list[np.ndarray] = []
 
-    def record_prompt(self, space, vector):
+    def record_prompt(self, space, vector, tenant):
         self.vectors.append(vector.copy())
 
 
@@ -145,7 +145,9 @@ def test_pages_balance_and_tokens_stay_while_assignments_change_under_load():
         pass
     assert engine.classes is not None
     vectors: list[np.ndarray] = []
-    engine.classes._sink = type("Sink", (), {"record_prompt": lambda self, space, v: vectors.append(v.copy())})()
+    engine.classes._sink = type(
+        "Sink", (), {"record_prompt": lambda self, space, v, tenant: vectors.append(v.copy())}
+    )()
     for i in (0, 1):
         Run(engine, f"tell{i}", texts[i], max_tokens=1)
         while engine.step():

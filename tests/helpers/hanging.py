@@ -1,0 +1,28 @@
+"""Hanging files: what a file server that is gone makes of a folder, with pipes that nobody reads or writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+class Hanging:
+    """Files that hang until `release`; what was there before is put back."""
+
+    def __init__(self, *paths: Path) -> None:
+        self.paths = paths
+        for path in paths:
+            if path.exists():
+                path.rename(path.with_suffix(".aside"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.mkfifo(path)
+
+    def release(self) -> None:
+        ends = [os.open(path, os.O_RDWR) for path in self.paths]  # who waits for either end goes on
+        for path in self.paths:
+            path.unlink()
+            with contextlib.suppress(FileNotFoundError):
+                path.with_suffix(".aside").rename(path)
+        for end in ends:
+            os.close(end)

@@ -1,0 +1,95 @@
+"""The gap of a redeployment with one replica and no room for a second: clients are told at once, nobody waits or gets a 500."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+from paceline.infra.app import build
+from paceline.infra.service.deployment import DeploymentLimits, bind_engine
+from paceline.infra.service.front import GAP_RETRY_S, PROXY_CALLBACK, PROXY_VARIABLE
+from paceline.machine import free_port
+
+START_S = 4.0
+
+
+class Starting:
+    """Stands for an engine that takes its time to start."""
+
+    def __init__(self, factory: str, config: dict[str, Any]) -> None:
+        time.sleep(START_S)
+        self.number = config["number"]
+
+    async def __call__(self, request: Any) -> int:
+        return self.number
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    assert not ray.is_initialized()
+    port = free_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PROXY_VARIABLE, PROXY_CALLBACK)
+        ray.init(
+            address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20
+        )
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def deploy(number: int) -> None:
+    limits = DeploymentLimits(num_cpus=1.0, graceful_shutdown_timeout_s=5.0)
+    serve.run(bind_engine(Starting, "none", {"number": number}, limits), name="gap", route_prefix="/")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_clients_are_told_to_come_back_while_the_only_replica_is_replaced(url):
+    deploy(1)
+    found: list[tuple[float, int, float, str]] = []  # sent at, status, seconds, body
+
+    def ask() -> None:
+        began = time.monotonic()
+        answer = httpx.get(f"{url}/", timeout=60.0)
+        found.append((began, answer.status_code, time.monotonic() - began, answer.text))
+        if answer.status_code == 503:
+            assert answer.headers["retry-after"] == str(GAP_RETRY_S)
+            assert answer.json()["error"]["code"] == "no_replica"
+
+    with ThreadPoolExecutor(30) as pool:
+        second = pool.submit(deploy, 2)
+        asked = []
+        while not second.done():
+            asked.append(pool.submit(ask))
+            time.sleep(0.2)
+        second.result()
+        for future in asked:
+            future.result()
+    assert httpx.get(f"{url}/").text == "2" and httpx.get(f"{url}/-/routes").status_code == 200
+    assert {code for _, code, _, _ in found} == {200, 503}, "neither a 500 nor a 429"
+    refused = [(at, seconds) for at, code, seconds, _ in found if code == 503]
+    assert len(refused) >= 8 and max(seconds for _, seconds in refused) < 2.0
+    first = min(at for at, _ in refused)
+    waited = [at for at, code, seconds, _ in found if code == 200 and seconds > 2.0]
+    assert all(at < first + 0.5 for at in waited), "only what came before the gap was known waits for the new replica"
+
+
+def test_a_deployment_of_one_replica_is_told_of_the_gap_before_it_comes(tmp_path, caplog):
+    args = {"data_dir": str(tmp_path), "drafter": "lookup"}
+    with caplog.at_level(logging.WARNING, logger="paceline"):
+        build({**args, "num_replicas": 2})
+        assert "503" not in caplog.text
+        build(args)
+    assert "num_replicas is 1: a redeployment stops the replica before the new one starts" in caplog.text
