@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import ssl
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 
-from paceline.config import VARIABLES, ServiceConfig, override, to_dict, with_environment
+from paceline.config import VARIABLES, ServiceConfig, most_replicas, override, to_dict, with_environment
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import stop_controller
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas, replica_values
@@ -50,6 +51,12 @@ FACTORY = "paceline.infra.service.parts:replica_parts"
 OBJECT_STORE_BYTES = 150 * 2**20
 LOCAL_GRACE_S = 30.0
 """Drain of a service on one computer; a cluster's Serve configuration sets its own."""
+STREAM_GRACE_S = 900.0
+"""At least the longest stream: drain of a replica that goes while the service stays."""
+_CLOSING_S = 30.0
+"""For what a replica does behind its drain: last feedback, last traces."""
+METRICS_INTERVAL_S = 5.0
+"""Seconds between two counts of requests that Serve's autoscaling is sent, at most; Serve's own are 10 s."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,14 +99,44 @@ def _bind(config: ServiceConfig, limits: DeploymentLimits) -> Application:
     return bind_replicas(FACTORY, values, limits)
 
 
-def deployment_limits(config: ServiceConfig, *, grace_s: float = 900.0) -> DeploymentLimits:
+def deployment_limits(config: ServiceConfig, *, grace_s: float = STREAM_GRACE_S) -> DeploymentLimits:
     """What Serve is told for a configuration; the engine's own queue answers 429 before Serve's does."""
     return DeploymentLimits(
         num_replicas=config.num_replicas,
+        max_replicas=most_replicas(config),
+        autoscaling=serve_autoscaling(config),
         max_ongoing_requests=config.engine.max_running + config.engine.max_waiting + 48,
         graceful_shutdown_timeout_s=grace_s,
         num_gpus=float(config.engine.tensor_parallel) if config.device == "cuda" else 0.0,
     )
+
+
+def serve_autoscaling(config: ServiceConfig) -> dict[str, Any] | None:
+    """Serve's `autoscaling_config`, None where the number of replicas is fixed.
+
+    Serve counts the requests that its proxies (with `resume` the ingresses) have sent to replicas and those that wait there;
+    what waits in an engine's queue is among the former.
+    """
+    wanted = config.autoscaling
+    if most_replicas(config) == config.num_replicas:
+        return None
+    return {
+        "min_replicas": config.num_replicas,
+        "max_replicas": most_replicas(config),
+        "target_ongoing_requests": wanted.target_ongoing_requests or float(config.engine.max_running),
+        "look_back_period_s": wanted.look_back_period_s,
+        "metrics_interval_s": min(METRICS_INTERVAL_S, wanted.look_back_period_s / 4),
+        "upscale_delay_s": wanted.upscale_delay_s,
+        "downscale_delay_s": wanted.downscale_delay_s,
+    }
+
+
+def local_grace_s(config: ServiceConfig) -> float:
+    """Longest drain of a replica of a service on one computer.
+
+    One that is drained while the others go on must not cut answers off, unless another replica takes them over.
+    """
+    return LOCAL_GRACE_S if config.resume or serve_autoscaling(config) is None else STREAM_GRACE_S
 
 
 def run_service(config: ServiceConfig) -> Service:
@@ -132,7 +169,7 @@ def run_service(config: ServiceConfig) -> Service:
         if APP_NAME in _running_apps():
             raise ConfigError("a Paceline service already runs in this Ray cluster; stop it first")
         serve.start(proxy_location="HeadOnly", http_options=http_options(config))
-        app = _bind(config, deployment_limits(config, grace_s=LOCAL_GRACE_S))
+        app = _bind(config, deployment_limits(config, grace_s=local_grace_s(config)))
         if is_adaptive(config):
             _write_first_version(config, found.first_version)
         owns_app = True
@@ -145,7 +182,7 @@ def run_service(config: ServiceConfig) -> Service:
         raise PacelineError(f"the service did not start: {reason or e}") from e
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"{'http' if config.tls_cert is None else 'https'}://{host}:{config.port}"
-    log.info("service ready url=%s replicas=%d", url, config.num_replicas)
+    log.info("service ready url=%s replicas=%d to %d", url, config.num_replicas, most_replicas(config))
     return Service(url=url, config=config, handle=handle, redis=redis, owns_ray=owns_ray)
 
 
@@ -165,13 +202,13 @@ def http_options(config: ServiceConfig) -> dict[str, Any]:
 
 
 def with_threads(config: ServiceConfig) -> ServiceConfig:
-    """The CPU's cores over the replicas as the engine's threads where nobody chose: Ray gives an actor one."""
+    """The CPU's cores over the most replicas as the engine's threads where nobody chose: Ray gives an actor one."""
     if config.device != "cpu" or config.engine.num_threads is not None or "OMP_NUM_THREADS" in os.environ:
         return config
     cores = psutil.cpu_count(logical=False) or 1
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     num_cores = math.floor(min(cores, mine, granted_cpus()))
-    return override(config, {"engine.num_threads": max(1, num_cores // config.num_replicas)})
+    return override(config, {"engine.num_threads": max(1, num_cores // most_replicas(config))})
 
 
 def granted_cpus(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
@@ -254,7 +291,7 @@ def start_ray(config: ServiceConfig) -> bool:
             # logical CPUs: replicas book one each, a training task what it was given, everything else next to nothing
             num_cpus=max(
                 os.cpu_count() or 1,
-                config.num_replicas * 2 + math.ceil(config.trainer_resources.num_cpus + 2 * num_ingress_cpus),
+                most_replicas(config) * 2 + math.ceil(config.trainer_resources.num_cpus + 2 * num_ingress_cpus),
             ),
             resources=dict(config.trainer_resources.resources) or None,
             include_dashboard=False,
@@ -306,7 +343,7 @@ def _loopback_allowed() -> Iterator[None]:
 
 def check_gpus(config: ServiceConfig, num_gpus: int) -> None:
     """Raise ConfigError when replicas and a training task together ask for more GPUs than this computer has."""
-    serving = config.num_replicas * config.engine.tensor_parallel if config.device == "cuda" else 0
+    serving = most_replicas(config) * config.engine.tensor_parallel if config.device == "cuda" else 0
     wanted = config.trainer_resources.num_gpus
     if wanted > 0 and serving + wanted > num_gpus:
         raise ConfigError(
@@ -338,7 +375,7 @@ def _stop(config: ServiceConfig, redis: EmbeddedRedis | None, owns_ray: bool, *,
     """Stop Redis and, as far as this process started them, the application with its controller, Serve and Ray."""
     if ray.is_initialized():
         for name, step in (
-            ("application", lambda: serve.delete(APP_NAME) if owns_app else None),
+            ("application", lambda: _delete(APP_NAME) if owns_app else None),
             ("controller", lambda: stop_controller(config.model_name) if owns_app else None),
             ("Serve", serve.shutdown if owns_ray else lambda: None),
             ("Ray", ray.shutdown if owns_ray else lambda: None),
@@ -349,6 +386,17 @@ def _stop(config: ServiceConfig, redis: EmbeddedRedis | None, owns_ray: bool, *,
                 log.exception("stopping the %s failed", name)
     if redis is not None:
         redis.stop()
+
+
+def _delete(name: str) -> None:
+    """Delete an application; running requests get LOCAL_GRACE_S to end, whatever a replica's own drain may take."""
+    serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + LOCAL_GRACE_S + _CLOSING_S
+    while name in _running_apps():
+        if time.monotonic() > deadline:
+            log.warning("application %s still drains; requests that run are left to Serve", name)
+            return
+        time.sleep(0.2)
 
 
 def dashboard_words(url: str, access: Access) -> str:

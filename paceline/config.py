@@ -102,7 +102,7 @@ class EngineConfig:
     num_threads: A[
         int | None,
         Setting(
-            "CPU threads of a replica; default: OMP_NUM_THREADS, or the computer's cores over the replicas.",
+            "CPU threads of a replica; default: OMP_NUM_THREADS, or the computer's cores over the most replicas.",
             flag="threads", ge=1,
         ),
     ] = None  # fmt: skip
@@ -265,6 +265,30 @@ class TrainerResources:
             require(quantity > 0, f"{section}.{name} must be > 0", quantity)
 
 
+@record("autoscaling.")
+class AutoscalingConfig:
+    """Replicas that come and go with the requests, from `num_replicas` to `max_replicas`: Ray Serve's own autoscaling, by its
+    names (docs/api/scaling.md)."""
+
+    max_replicas: A[
+        int | None,
+        Setting(
+            "Most serving replicas: others than --replicas start while requests wait for a place in a round, and drain once "
+            "the rest can hold all (docs/api/scaling.md). Default: as many as --replicas, always.",
+            flag="max-replicas", ge=1, le=1024,
+        ),
+    ] = None  # fmt: skip
+    target_ongoing_requests: A[float | None, Setting(gt=0)] = None
+    """Requests, running and waiting, that there is one replica for; None = engine.max_running: a replica is full before
+    another one starts."""
+    look_back_period_s: A[float, Setting(gt=0)] = 20.0
+    """Requests count by their mean over so long."""
+    upscale_delay_s: A[float, Setting(ge=0)] = 10.0
+    """More replicas must be wanted for so long before one starts: a burst that ends before its weights are loaded needs none."""
+    downscale_delay_s: A[float, Setting(ge=0)] = 600.0
+    """Fewer must be wanted for so long before one drains: several times what starting it again would take."""
+
+
 @record("ingress.")
 class IngressConfig:
     """The processes in front of the engines with `resume: true`: HTTP and tokenizer, no model."""
@@ -378,7 +402,10 @@ class ServiceConfig:
     ] = ()  # fmt: skip
     dtype: A[str, Setting("auto | float32 | bfloat16 | float16 | int8 (CPU only).", choices=DTYPES)] = "auto"
     device: A[str, Setting("auto | cpu | cuda.", choices=DEVICES)] = "auto"
-    num_replicas: A[int, Setting("Serving replicas.", flag="replicas", ge=1, le=1024)] = 1
+    num_replicas: A[
+        int, Setting("Serving replicas; with --max-replicas: the least.", flag="replicas", ge=1, le=1024)
+    ] = 1  # fmt: skip
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
     data_dir: A[str, Setting("Folder of trace store, drafter registry, Redis data and logs.")] = DATA_DIR
     redis_url: A[
         str | None, Setting("Use this Redis instead of an embedded one.", env=VARIABLES["redis_url"])
@@ -442,6 +469,12 @@ class ServiceConfig:
         for name in ("api_token", "admin_token"):
             token = getattr(self, name)
             require(token is None or is_token(token), f"{name} {TOKEN_RULE}, or be null", "something else")
+        most, engine = self.autoscaling.max_replicas, self.engine
+        rule = f"autoscaling.max_replicas (--max-replicas) must be at least num_replicas (--replicas), which is {self.num_replicas}"
+        require(most is None or most >= self.num_replicas, rule, most)
+        target, held = self.autoscaling.target_ongoing_requests, engine.max_running + engine.max_waiting
+        rule = f"autoscaling.target_ongoing_requests must be at most engine.max_running + engine.max_waiting, {held}: a replica refuses more"
+        require(target is None or target <= held, rule, target)
         has_both = (self.tls_cert is None) == (self.tls_key is None)
         require(has_both, "tls_cert must be given together with tls_key", self.tls_cert or self.tls_key)
         for name in (self.model_name, *self.served_model_names):
@@ -451,6 +484,11 @@ class ServiceConfig:
         mix = self.engine.tree.mix
         rule = f"engine.tree.mix must be none with drafter none (it drafts at another one's side; for {mix} alone give drafter {mix})"
         require(self.drafter != "none" or mix == "none", rule, mix)
+
+
+def most_replicas(config: ServiceConfig) -> int:
+    """Replicas that there are at most."""
+    return config.autoscaling.max_replicas or config.num_replicas
 
 
 def with_environment(config: ServiceConfig) -> ServiceConfig:

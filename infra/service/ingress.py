@@ -166,7 +166,7 @@ def ingress_parts(config: ServiceConfig, client: ResumingClient, open_http: Any,
         client=client,
         admitted=client.admitted,
         tokenizer=open_checkpoint(resolve_model(config.model)).tokenizer(),
-        clients=Clients.of(config, Tokens.of(config).start(), num_sharing=config.ingress.num_replicas),
+        clients=Clients.of(config, Tokens.of(config).start(), num_sharing=lambda: config.ingress.num_replicas),
         holdback_percent=client.holdback_percent,
         trusts_groups=config.policy.trusts_groups,
         opt_out_tenants=frozenset(config.trace.opt_out_tenants),
@@ -191,7 +191,7 @@ def bind_resuming(
     return deployment(
         serve.ingress()(ResumeIngress), "ingress", limits, num_replicas=config.ingress.num_replicas,
         # a proxy may send one ingress everything that all engines hold
-        max_ongoing_requests=limits.max_ongoing_requests * limits.num_replicas + 64,
+        max_ongoing_requests=limits.max_ongoing_requests * limits.max_replicas + 64,
         max_surge_percent=100, ray_actor_options={"num_cpus": INGRESS_CPUS, "num_gpus": 0},
     ).bind(engine, ingress_values)  # fmt: skip
 

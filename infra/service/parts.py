@@ -12,7 +12,7 @@ from typing import Any
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.adapt.versions.registry import DrafterRegistry
-from paceline.config import ServiceConfig
+from paceline.config import ServiceConfig, most_replicas
 from paceline.contracts import DesiredState, HttpMeters, TrafficClasses
 from paceline.errors import PacelineError
 from paceline.infra.controller.actor import ControllerSpec, code_digest, ensure_controller, own_application
@@ -222,7 +222,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         log.warning("no redis_url: this replica serves its first drafter for ever (no feedback, no swaps)")
     engine = Engine(
         target, slots, config.engine, feedback=feedback, traces=traces, prompts=feedback, trace_topk=config.trace.topk,
-        num_sharing=config.num_replicas,
+        num_sharing=most_replicas(config),
     )  # fmt: skip
     thread = EngineThread(engine)
     with capture_progress() as progress:
@@ -296,7 +296,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             client=LocalEngineClient(engine, thread, model_name=config.model_name, aliases=config.served_model_names),
             tokenizer=target.tokenizer,
             has_access_log=config.access_log,
-            clients=Clients.of(config, tokens, num_sharing=config.num_replicas),
+            clients=Clients.of(config, tokens, num_sharing=lambda: exchange.num_processes or config.num_replicas),
             meters=meters,
             holdback_percent=lambda: serving.holdback_percent,
             trusts_groups=config.policy.trusts_groups,
