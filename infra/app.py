@@ -22,12 +22,14 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray._raylet import Config as RaySettings  # type: ignore[attr-defined]
 from ray.serve import Application
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 
-from paceline.config import VARIABLES, ServiceConfig, most_replicas, override, to_dict, with_environment
+from paceline.config import DEFAULT_PORT, VARIABLES, ServiceConfig, most_replicas, override, to_dict, with_environment
 from paceline.errors import ConfigError, PacelineError
-from paceline.infra.controller.actor import stop_controller
+from paceline.infra.controller.actor import NAMESPACE, stop_controller
+from paceline.infra.service.claim import application_name, check_claim
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas, replica_values
 from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
 from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
@@ -46,7 +48,6 @@ from paceline.serving.wire.credentials import Tokens
 
 log = logging.getLogger(__name__)
 
-APP_NAME = "paceline"
 FACTORY = "paceline.infra.service.parts:replica_parts"
 OBJECT_STORE_BYTES = 150 * 2**20
 LOCAL_GRACE_S = 30.0
@@ -142,8 +143,9 @@ def local_grace_s(config: ServiceConfig) -> float:
 def run_service(config: ServiceConfig) -> Service:
     """Start everything that `config` asks for on this computer and return when requests can be sent.
 
-    Starts Ray (unless RAY_ADDRESS names a cluster or this process is connected), an embedded Redis (unless redis_url is
-    set), Serve's proxy and the replicas, which start the controller when the drafter can be trained. Port 0 takes a free one.
+    Starts Ray (unless ray_address or RAY_ADDRESS names a cluster or this process is connected), an embedded Redis (unless
+    redis_url is set), Serve's proxy (unless one runs in that cluster) and the replicas, which start the controller when the
+    drafter can be trained. Port 0 takes a free one.
     Raises: ConfigError for settings, PacelineError when something does not come up; what was started is stopped again.
     """
     resolve_model(config.model)
@@ -151,13 +153,19 @@ def run_service(config: ServiceConfig) -> Service:
     config = with_environment(config)
     Tokens.of(config)  # files that cannot be used are refused before anything starts
     http_options(config)
-    config = replace(config, port=claim_port(config.host, config.port))
-    found = preflight(config)
-    config = replace(config, device=found.device)
-    make_home(StorePaths.of(config).home)
+    name = application_name(config)
     redis: EmbeddedRedis | None = None
-    owns_ray = owns_app = False
+    owns_ray = owns_app = has_proxy = False
     try:
+        if _cluster_address(config) or ray.is_initialized():
+            start_ray(config)
+            config, has_proxy = with_running_proxy(config)
+            check_neighbours(config)
+        if not has_proxy:
+            config = replace(config, port=claim_port(config.host, config.port))
+        found = preflight(config)
+        config = replace(config, device=found.device)
+        make_home(StorePaths.of(config).home)
         if is_adaptive(config) or config.redis_url is not None:
             url, redis = resolve_redis(config)
             config = replace(config, redis_url=url)
@@ -166,22 +174,21 @@ def run_service(config: ServiceConfig) -> Service:
         if owns_ray:
             config = with_threads(config)
             check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
-        if APP_NAME in _running_apps():
-            raise ConfigError("a Paceline service already runs in this Ray cluster; stop it first")
-        serve.start(proxy_location="HeadOnly", http_options=http_options(config))
+        if not has_proxy:
+            serve.start(proxy_location="HeadOnly", http_options=http_options(config))
         app = _bind(config, deployment_limits(config, grace_s=local_grace_s(config)))
         if is_adaptive(config):
             _write_first_version(config, found.first_version)
         owns_app = True
-        handle = serve.run(app, name=APP_NAME, route_prefix="/")
+        handle = serve.run(app, name=name, route_prefix=config.route_prefix)
     except BaseException as e:
-        reason = _refusal() if owns_app else ""
+        reason = _refusal(name) if owns_app else ""
         _stop(config, redis, owns_ray, owns_app=owns_app)
         if isinstance(e, PacelineError) or not isinstance(e, Exception):
             raise
         raise PacelineError(f"the service did not start: {reason or e}") from e
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    url = f"{'http' if config.tls_cert is None else 'https'}://{host}:{config.port}"
+    url = f"{'http' if config.tls_cert is None else 'https'}://{host}:{config.port}{config.route_prefix.rstrip('/')}"
     log.info("service ready url=%s replicas=%d to %d", url, config.num_replicas, most_replicas(config))
     return Service(url=url, config=config, handle=handle, redis=redis, owns_ray=owns_ray)
 
@@ -257,19 +264,24 @@ def _write_first_version(config: ServiceConfig, version: str) -> None:
 
 
 def start_ray(config: ServiceConfig) -> bool:
-    """Connect to the cluster of RAY_ADDRESS or start Ray here; True when it was started here.
+    """Connect to the cluster of ray_address or RAY_ADDRESS, or start Ray here; True when it was started here.
 
     Whoever reaches Ray's ports with its token runs code as the service's user: a Ray of our own listens on loopback only
     and wants a token (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, else a new one that only this user's processes know).
-    Raises: PacelineError when Ray does not keep to loopback.
+    Raises: PacelineError when there is no such cluster, or when Ray does not keep to loopback.
     """
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        with kept_sigterm():
-            ray.init(address=address, namespace=APP_NAME, log_to_driver=False)
+    if address := _cluster_address(config):
+        try:
+            with kept_sigterm():
+                ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError) as e:
+            raise PacelineError(
+                f"ray_address must name a Ray cluster that runs (make one by `ray start --head`) and whose token this process "
+                f"has, or be left out, got {address!r}: {e}"
+            ) from e
         return False
     _want_token()
     # Ray's workers run at nice 15: whatever else the computer does would come before an answer that somebody waits for,
@@ -287,7 +299,7 @@ def start_ray(config: ServiceConfig) -> bool:
         ray.init(
             address="local",
             _node_ip_address="127.0.0.1",
-            namespace=APP_NAME,
+            namespace=NAMESPACE,
             # logical CPUs: replicas book one each, a training task what it was given, everything else next to nothing
             num_cpus=max(
                 os.cpu_count() or 1,
@@ -305,7 +317,7 @@ def start_ray(config: ServiceConfig) -> bool:
         ray.shutdown()
         raise PacelineError(
             f"Ray {ray.__version__} listens on {address} instead of loopback and was stopped; install the release that "
-            "Paceline asks for, or start a closed-off Ray yourself and name it by RAY_ADDRESS"
+            "Paceline asks for, or start a closed-off Ray yourself and name it by --ray-address"
         )
     return True
 
@@ -352,6 +364,53 @@ def check_gpus(config: ServiceConfig, num_gpus: int) -> None:
         )
 
 
+def _cluster_address(config: ServiceConfig) -> str | None:
+    return config.ray_address or os.environ.get("RAY_ADDRESS") or None
+
+
+def with_running_proxy(config: ServiceConfig) -> tuple[ServiceConfig, bool]:
+    """`config` with host, port and TLS of the Serve proxies that run in the cluster; whether there are any.
+
+    Raises: ConfigError when another port or TLS is asked for: all applications of a cluster share them.
+    """
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return config, False
+    found = client.http_config
+    if config.port not in (0, DEFAULT_PORT, found.port):
+        raise ConfigError(
+            f"port must be left out or be {found.port}: Serve's proxies of this Ray cluster listen there, got {config.port}"
+        )
+    if config.tls_cert is not None and http_options(config).get("ssl_certfile") != found.ssl_certfile:
+        raise ConfigError(
+            f"tls_cert must be left out or be {found.ssl_certfile}: Serve's proxies of this Ray cluster run already, and all "
+            f"its applications share them, got {config.tls_cert}"
+        )
+    tls = {"tls_cert": found.ssl_certfile, "tls_key": found.ssl_keyfile}
+    return replace(config, host=found.host or config.host, port=found.port, **tls), True
+
+
+def check_neighbours(config: ServiceConfig) -> None:
+    """Raise ConfigError when another application of the cluster has the service's name or its routes."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return
+    own = application_name(config)
+    applications = client.get_serve_details()["applications"]
+    if own in applications:
+        raise ConfigError(
+            f"model_name (--model-name) must be another one than {config.model_name!r}, under which a service runs in this Ray "
+            "cluster; give this one another, and a --route-prefix of its own, or stop the other one"
+        )
+    check_claim(config, own)
+    for name, found in applications.items():
+        if found["route_prefix"] == config.route_prefix:
+            raise ConfigError(
+                f"route_prefix (--route-prefix) must be another one than {config.route_prefix!r}, which application {name!r} "
+                f"of this Ray cluster has; '/{own}', for instance"
+            )
+
+
 def _running_apps() -> set[str]:
     try:
         return set(serve.status().applications)
@@ -360,10 +419,10 @@ def _running_apps() -> set[str]:
         return set()
 
 
-def _refusal() -> str:
+def _refusal(name: str) -> str:
     """The sentence with which a replica refused to start; Serve itself only says that none came up."""
     try:
-        deployments = serve.status().applications[APP_NAME].deployments.values()
+        deployments = serve.status().applications[name].deployments.values()
     except Exception as e:  # whatever it was that failed, this is no further help
         log.debug("no Serve status: %s", e)
         return ""
@@ -375,7 +434,7 @@ def _stop(config: ServiceConfig, redis: EmbeddedRedis | None, owns_ray: bool, *,
     """Stop Redis and, as far as this process started them, the application with its controller, Serve and Ray."""
     if ray.is_initialized():
         for name, step in (
-            ("application", lambda: _delete(APP_NAME) if owns_app else None),
+            ("application", lambda: _delete(application_name(config)) if owns_app else None),
             ("controller", lambda: stop_controller(config.model_name) if owns_app else None),
             ("Serve", serve.shutdown if owns_ray else lambda: None),
             ("Ray", ray.shutdown if owns_ray else lambda: None),

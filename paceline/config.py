@@ -18,7 +18,7 @@ from typing import Annotated as A
 from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
-from paceline.names import LABEL_RULE, MODEL_RULE, TOKEN_RULE, is_label, is_model_name, is_token
+from paceline.names import LABEL_RULE, MODEL_RULE, ROUTE_RULE, TOKEN_RULE, is_label, is_model_name, is_route, is_token
 from paceline.paths import DATA_DIR, TEXT_DRAFTERS, default_drafter, default_mix
 from paceline.records import DEVICES, DRAFTERS, DTYPES, MODELS, Setting, build, record, require
 
@@ -369,6 +369,7 @@ class TokenFile:
             require(is_label(name), f"tenants {LABEL_RULE}", name)
 
 
+DEFAULT_PORT = 8000
 VARIABLES = {
     "redis_url": "PACELINE_REDIS_URL",
     "api_token": "PACELINE_API_TOKEN",
@@ -391,8 +392,13 @@ class ServiceConfig:
             panel="Drafting",
         ),
     ] = "bundled"
-    model_name: str = "paceline"
-    """Name in /v1/models."""
+    model_name: A[
+        str,
+        Setting(
+            "Name of the service: in /v1/models, of its Serve application, of its state in data_dir and Redis. Each of several "
+            "in one Ray cluster has another one.",
+        ),
+    ] = "paceline"  # fmt: skip
     served_model_names: A[
         tuple[str, ...],
         Setting(
@@ -439,7 +445,23 @@ class ServiceConfig:
         ),
     ] = False  # fmt: skip
     host: A[str, Setting("Address to listen on.", panel="Access")] = "127.0.0.1"
-    port: A[int, Setting("Port to listen on; 0: any free one.", panel="Access", ge=0, le=65535)] = 8000
+    port: A[int, Setting("Port to listen on; 0: any free one.", panel="Access", ge=0, le=65535)] = DEFAULT_PORT
+    route_prefix: A[
+        str,
+        Setting(
+            "Path below which all routes are, as /name; several services of one Ray cluster share a port. In a Serve "
+            "configuration (infra/service.yaml) the application's own route_prefix counts.",
+            panel="Access",
+        ),
+    ] = "/"  # fmt: skip
+    ray_address: A[
+        str | None,
+        Setting(
+            "Join this Ray cluster, where other services may run; auto: the one that `ray start` made here "
+            "(docs/api/scaling.md). Default: a Ray of its own, which ends with it.",
+            env="RAY_ADDRESS",
+        ),
+    ] = None  # fmt: skip
     tls_cert: A[str | None, Setting("PEM file with the certificate and its chain: HTTPS.", panel="Access")] = None
     tls_key: A[str | None, Setting("PEM file with the certificate's private key.", panel="Access")] = None
     access_log: bool = True
@@ -479,6 +501,7 @@ class ServiceConfig:
         require(has_both, "tls_cert must be given together with tls_key", self.tls_cert or self.tls_key)
         for name in (self.model_name, *self.served_model_names):
             require(is_model_name(name), f"model_name and served_model_names {MODEL_RULE}", name)
+        require(is_route(self.route_prefix), f"route_prefix {ROUTE_RULE}", self.route_prefix)
         is_on_cpu = self.dtype != "int8" or (self.device != "cuda" and self.engine.tensor_parallel == 1)
         require(is_on_cpu, "dtype must not be int8 with device cuda or engine.tensor_parallel > 1", self.dtype)
         mix = self.engine.tree.mix

@@ -26,6 +26,7 @@ from paceline.infra.replica.exchange import INGRESS, NumbersExchange, ReplicaNum
 from paceline.infra.resume.client import MAX_SILENCE_S, ResumingClient
 from paceline.infra.resume.relay import answer_http, relay_router
 from paceline.infra.resume.stream import EngineFacts, decode_facts, encode, stream_events
+from paceline.infra.service.claim import claim, own_application
 from paceline.infra.service.deployment import DeploymentLimits, RunningReplica, bind_engine, close_grpc_port, deployment
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.log import configure_logging
@@ -116,6 +117,7 @@ class ResumeIngress:
         close_grpc_port()
         keep_private()
         self._config = build(ServiceConfig, values)
+        claim(self._config, own_application())
         self._replica_id = replica_id = serve.get_replica_context().replica_id.unique_id
         home = StorePaths.of(self._config).home
         configure_logging(

@@ -15,13 +15,14 @@ from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import ServiceConfig, most_replicas
 from paceline.contracts import DesiredState, HttpMeters, TrafficClasses
 from paceline.errors import PacelineError
-from paceline.infra.controller.actor import ControllerSpec, code_digest, ensure_controller, own_application
+from paceline.infra.controller.actor import ControllerSpec, code_digest, ensure_controller
 from paceline.infra.controller.snapshot import state_json
 from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.capture_progress import capture_progress
 from paceline.infra.replica.exchange import ENGINE, INGRESS, NumbersExchange, ReplicaNumbers
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.replica.watcher import ReplicaWatcher
+from paceline.infra.service.claim import claim, own_application
 from paceline.infra.service.deployment import DEPLOYED_AT, ReplicaParts
 from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.layout import prepare_home
@@ -196,6 +197,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     """Build one replica from `deployment.replica_values`; its engine thread runs when this returns."""
     config = build(ServiceConfig, {k: v for k, v in values.items() if k != DEPLOYED_AT})
     deployed_at = float(values.get(DEPLOYED_AT, 0.0))
+    claim(config, own_application())  # before anything of the service's state is touched
     paths = StorePaths.of(config)
     keep_private()
     prepare_home(paths.home)

@@ -52,7 +52,7 @@ CONTROLLER = """
 ## Of the controller
 
 Every replica appends the same values, from a snapshot at most three seconds old; they are absent while the controller is
-away (a scrape waits at most 0.8 s for it). Take them from one replica, or with `max`. `group` is `adaptive` (the live
+away (a scrape waits at most 0.8 s for it). All have the label `model`. Take them from one replica, or with `max by (model)`. `group` is `adaptive` (the live
 version), `canary` (adaptive requests that the version on trial serves), `static` (hold-back), `plain` (no drafter) or `asked` (chosen by the client).
 """
 

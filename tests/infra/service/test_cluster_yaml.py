@@ -25,6 +25,8 @@ from paceline.errors import ConfigError
 from paceline.infra.app import build
 from paceline.infra.controller.actor import RayLauncher, build_host
 from paceline.infra.service.parts import controller_spec
+from paceline.infra.service.stores import StorePaths
+from paceline.infra.state.redis_clients import Keys
 from paceline.records import build as build_record
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -143,6 +145,23 @@ def test_a_replica_is_full_before_serve_starts_another_one() -> None:
 def test_without_a_larger_number_the_number_is_fixed() -> None:
     assert number_of_engines(num_replicas=2) == (2, None)
     assert number_of_engines(num_replicas=2, autoscaling={"max_replicas": 2}) == (2, None)
+
+
+def test_the_documented_file_of_two_applications_is_one_that_serve_and_the_services_take() -> None:
+    text = (ROOT / "docs" / "api" / "scaling.md").read_text(encoding="utf-8")
+    values = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    ServeDeploySchema.model_validate(values)
+    assert unknown_keys(values, ServeDeploySchema) == []
+    first, second = (build_record(ServiceConfig, app["args"]) for app in values["applications"])
+    assert first.model_name != second.model_name and first.data_dir == second.data_dir
+    assert Keys(first.model_name).base != Keys(second.model_name).base
+    assert StorePaths.of(first).home != StorePaths.of(second).home
+    for app in values["applications"]:
+        assert app["name"] == app["args"]["model_name"] == app["route_prefix"].strip("/")
+        build(app["args"])
+    values["applications"][1]["route_prefix"] = "/small"
+    with pytest.raises(ValueError, match="route_prefix is unique"):
+        ServeDeploySchema.model_validate(values)
 
 
 def test_serve_config_names_the_deployment_that_is_built() -> None:

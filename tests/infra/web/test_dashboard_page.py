@@ -27,6 +27,10 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(900)]
 CHARTS = ("timeline", "expected", "ledger", "ledger-by", "lineage", "posterior", "swaps")
 
 
+PREFIX = "/below/it"
+"""Route prefix of the service; without one the dashboard runs in tests/e2e/test_dashboard_browser.py."""
+
+
 @dataclass
 class Place:
     scene: Scene
@@ -34,15 +38,23 @@ class Place:
     browser: Any
 
 
+def below(prefix: str, app: Any) -> Any:
+    """The application as Serve's proxy calls it below a route prefix."""
+
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "root_path": prefix} if scope["type"] == "http" else scope, receive, send)
+
+    return call
+
+
 @contextlib.contextmanager
 def serve(scene: Scene, access: Access) -> Iterator[str]:
     feed = DashboardFeed(scene.state, scene.traffic)
     router = dashboard_router(scene, access, feed)
     try:
-        with serve_app(
-            build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(router,)))
-        ) as url:
-            yield url
+        app = build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(router,)))
+        with serve_app(below(PREFIX, app)) as url:
+            yield f"{url}{PREFIX}"
     finally:
         feed.close()
 
