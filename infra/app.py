@@ -7,6 +7,7 @@ import math
 import os
 import re
 import secrets
+import socket
 import ssl
 import time
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,7 @@ LOCAL_GRACE_S = 30.0
 """Drain of a service on one computer; a cluster's Serve configuration sets its own."""
 STREAM_GRACE_S = 900.0
 """At least the longest stream: drain of a replica that goes while the service stays."""
+_REACH_S = 5.0
 _CLOSING_S = 30.0
 """For what a replica does behind its drain: last feedback, last traces."""
 METRICS_INTERVAL_S = 5.0
@@ -275,12 +277,13 @@ def start_ray(config: ServiceConfig) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address := _cluster_address(config):
         try:
+            _reach(address)
             with kept_sigterm():
                 ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
-        except (ConnectionError, RuntimeError, ValueError) as e:
+        except (OSError, RuntimeError, ValueError) as e:
             raise PacelineError(
-                f"ray_address must name a Ray cluster that runs (make one by `ray start --head`) and whose token this process "
-                f"has, or be left out, got {address!r}: {e}"
+                f"ray_address (--ray-address, RAY_ADDRESS) must name a Ray cluster that runs and whose token this process has, "
+                f"got {address!r}: {e}; start one by `ray start --head`, or leave it out for a Ray of the service's own"
             ) from e
         return False
     _want_token()
@@ -366,6 +369,13 @@ def check_gpus(config: ServiceConfig, num_gpus: int) -> None:
 
 def _cluster_address(config: ServiceConfig) -> str | None:
     return config.ray_address or os.environ.get("RAY_ADDRESS") or None
+
+
+def _reach(address: str) -> None:
+    """Raise OSError when nobody answers at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" not in address and host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
 
 
 def with_running_proxy(config: ServiceConfig) -> tuple[ServiceConfig, bool]:

@@ -44,6 +44,14 @@ CLASSES = ("code", "chat")
 NUM_TOKENS = 96
 
 
+def check_whole(answers: Sequence[Any]) -> None:
+    """There are answers, and each has all its tokens by one version; that they are the right ones is test_service.py's."""
+    assert answers
+    for a in answers:
+        assert a.looks_complete and len(a.token_ids) == a.num_wanted, (a.status, a.error, len(a.token_ids))
+        assert a.num_late == 0 and len({s["drafter_version"] for s in a.stats}) == 1
+
+
 def replica_states(app: str) -> dict[str, int]:
     """State -> number of engine replicas, by Serve."""
     found = serve.status().applications[app].deployments["engine"].replica_states
@@ -54,7 +62,7 @@ def test_replicas_come_with_requests_and_drain_without_a_failed_one(tmp_path: Pa
     config = tiny_config(
         tmp_path, "paceline", num_replicas=1,
         engine=EngineConfig(max_running=2, max_waiting=16, kv_bytes=8 * 2**20, num_threads=1),
-        autoscaling=AutoscalingConfig(max_replicas=2, look_back_period_s=2.0, upscale_delay_s=0.5, downscale_delay_s=1.0),
+        autoscaling=AutoscalingConfig(max_replicas=2, look_back_period_s=1.0, upscale_delay_s=0.0, downscale_delay_s=0.5),
     )  # fmt: skip
     target, registry = read_target(config.model), DrafterRegistry(StorePaths.of(config).registry)
     code, chat, later = (put_drafter(registry, target, tmp_path / f"d{seed}", seed) for seed in (7, 8, 9))
@@ -66,6 +74,9 @@ def test_replicas_come_with_requests_and_drain_without_a_failed_one(tmp_path: Pa
 
         def reports() -> list[dict[str, Any]]:
             return fresh_state(url)["replicas"]
+
+        def both() -> list[dict[str, Any]] | None:
+            return found if len(found := reports()) == 2 else None
 
         async def ask_one(client: httpx.AsyncClient, i: int) -> Answer:
             return await ask(client, i % NUM_PROMPTS, stream=i % 3 > 0, num_tokens=NUM_TOKENS, bucket=CLASSES[i % 2])
@@ -86,9 +97,8 @@ def test_replicas_come_with_requests_and_drain_without_a_failed_one(tmp_path: Pa
                 return found.get("replica_id", first) != first
 
             wait_for(is_second, "a second replica", RESTART_S, every_s=0.02)
+            assert [r["class_versions"] for r in wait_for(both, "reports of both replicas")] == [wanted, wanted]
         with Load(url, ask_one, width=1) as quiet:
-            wait_for(lambda: len(reports()) == 2, "reports of both replicas")
-            assert all(r["class_versions"] == wanted for r in reports())
             wait_for(lambda: "STOPPING" in replica_states("paceline"), "a replica that drains", RESTART_S, every_s=0.02)
             post("pin", version=later)
             wait_for(lambda: replica_states("paceline") == {"RUNNING": 1}, "its end", RESTART_S)
@@ -100,8 +110,7 @@ def test_replicas_come_with_requests_and_drain_without_a_failed_one(tmp_path: Pa
             wait_for(is_published, "the version that was published meanwhile")
 
         answers: list[Answer] = [*busy.answers, *quiet.answers]  # type: ignore[list-item]
-        for answer in answers:
-            answer.check_complete()
+        check_whole(answers)
         assert {a.version for a in answers if a in busy.answers} == {code, chat}, (
             "every replica, from its first request"
         )
@@ -123,9 +132,7 @@ async def ask_two(client: httpx.AsyncClient, i: int) -> Answer:
 def check_own(service: Service, answers: Sequence[Any]) -> None:
     """Every answer is whole, and routes, controller, log and figures of a service tell of them and of nothing else."""
     name, url = service.config.model_name, service.url
-    assert answers
-    for answer in answers:
-        answer.check_complete()
+    check_whole(answers)
     num_rounds = sum(a.stats[-1]["num_rounds"] for a in answers)
     wait_for(lambda: fresh_state(url)["feedback"]["delivered"] >= num_rounds, f"the feedback of {name}")
     assert fresh_state(url)["feedback"]["delivered"] == num_rounds
@@ -201,8 +208,7 @@ def test_two_services_of_one_cluster_know_nothing_of_each_other(
                 assert HTTP.get(f"{a.url}/v1/models").status_code == 404
                 num_before = len(going_on.answers)
                 wait_for(lambda: len(going_on.answers) > num_before + 4, "answers of the one that goes on")
-            for answer in going_on.answers:
-                answer.check_complete()  # type: ignore[attr-defined]
+            check_whole(going_on.answers)
             assert fresh_state(b.url)["has_controller"]
             check_claim(config, "c")  # the name is free again
             stop_service(b)

@@ -19,7 +19,7 @@ from paceline.infra.web.feed import DashboardFeed
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.wire.credentials import Tokens
-from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app
+from tests.helpers.api_server import TOKENIZER, ScriptedEngine, below, serve_app
 from tests.helpers.browser_page import Watch, open_browser, watched_page
 from tests.helpers.dashboard_host import FIRST, HOSTILE, Scene, make_scene
 
@@ -36,15 +36,6 @@ class Place:
     scene: Scene
     url: str
     browser: Any
-
-
-def below(prefix: str, app: Any) -> Any:
-    """The application as Serve's proxy calls it below a route prefix."""
-
-    async def call(scope: Any, receive: Any, send: Any) -> None:
-        await app({**scope, "root_path": prefix} if scope["type"] == "http" else scope, receive, send)
-
-    return call
 
 
 @contextlib.contextmanager
@@ -73,6 +64,12 @@ def load(watch: Watch, url: str) -> None:
     for name in CHARTS:
         watch.wait("(id) => !!document.getElementById(id).data", name)
     watch.wait("document.querySelectorAll('#buckets .chart .main-svg').length > 0")
+
+
+def test_the_page_is_reached_with_a_slash_at_its_end_too(place: Place) -> None:
+    with watched_page(place.browser) as watch:
+        watch.page.goto(f"{place.url}/dashboard/")
+        watch.wait("(url) => location.href === url", f"{place.url}/dashboard")
 
 
 def test_hostile_names_are_shown_as_text_and_nothing_of_them_runs(place: Place) -> None:
