@@ -393,8 +393,8 @@ def with_running_proxy(config: ServiceConfig) -> tuple[ServiceConfig, bool]:
         )
     if config.tls_cert is not None and http_options(config).get("ssl_certfile") != found.ssl_certfile:
         raise ConfigError(
-            f"tls_cert must be left out or be {found.ssl_certfile}: Serve's proxies of this Ray cluster run already, and all "
-            f"its applications share them, got {config.tls_cert}"
+            f"tls_cert must be {found.ssl_certfile or 'left out'}: Serve's proxies of this Ray cluster run "
+            f"{'with that' if found.ssl_certfile else 'without TLS'}, and all its applications share them, got {config.tls_cert}"
         )
     tls = {"tls_cert": found.ssl_certfile, "tls_key": found.ssl_keyfile}
     return replace(config, host=found.host or config.host, port=found.port, **tls), True

@@ -33,6 +33,7 @@ from tests.helpers.service_load import (
     Answer,
     ask,
     fresh_state,
+    make_certificate,
     put_drafter,
     replica_of,
     running,
@@ -170,10 +171,12 @@ def test_two_services_of_one_cluster_know_nothing_of_each_other(
         target = read_target(config.model)
         with running(config) as a:
             other = replace(config, model_name="b", route_prefix="/b")
+            cert, key = map(str, make_certificate(tmp_path))
             for refused, rule in (
                 (replace(other, model_name="a"), r"--model-name\) must be another one than 'a'"),
                 (replace(other, route_prefix="/a"), r"--route-prefix\) must be another one than '/a'.* '/b', for instance"),
                 (replace(other, port=a.config.port + 1), f"must be left out or be {a.config.port}"),
+                (replace(other, tls_cert=cert, tls_key=key), "tls_cert must be left out: Serve's proxies .* run without TLS"),
             ):  # fmt: skip
                 with pytest.raises(ConfigError, match=rule):
                     run_service(refused)
