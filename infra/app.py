@@ -7,7 +7,9 @@ import math
 import os
 import re
 import secrets
+import socket
 import ssl
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,13 +23,15 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray._raylet import Config as RaySettings  # type: ignore[attr-defined]
 from ray.serve import Application
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 
-from paceline.config import VARIABLES, ServiceConfig, override, to_dict, with_environment
+from paceline.config import DEFAULT_PORT, VARIABLES, ServiceConfig, most_replicas, override, to_dict, with_environment
 from paceline.errors import ConfigError, PacelineError
-from paceline.infra.controller.actor import stop_controller
+from paceline.infra.controller.actor import NAMESPACE, stop_controller
 from paceline.infra.replica.span_target import SpanTarget
+from paceline.infra.service.claim import application_name, check_claim
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas, replica_values
 from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
 from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
@@ -46,11 +50,17 @@ from paceline.serving.wire.credentials import Tokens
 
 log = logging.getLogger(__name__)
 
-APP_NAME = "paceline"
 FACTORY = "paceline.infra.service.parts:replica_parts"
 OBJECT_STORE_BYTES = 150 * 2**20
 LOCAL_GRACE_S = 30.0
 """Drain of a service on one computer; a cluster's Serve configuration sets its own."""
+STREAM_GRACE_S = 900.0
+"""At least the longest stream: drain of a replica that goes while the service stays."""
+_REACH_S = 5.0
+_CLOSING_S = 30.0
+"""For what a replica does behind its drain: last feedback, last traces."""
+METRICS_INTERVAL_S = 5.0
+"""Seconds between two counts of requests that Serve's autoscaling is sent, at most; Serve's own are 10 s."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,21 +110,52 @@ def _bind(config: ServiceConfig, limits: DeploymentLimits) -> Application:
     return bind_replicas(FACTORY, values, limits)
 
 
-def deployment_limits(config: ServiceConfig, *, grace_s: float = 900.0) -> DeploymentLimits:
+def deployment_limits(config: ServiceConfig, *, grace_s: float = STREAM_GRACE_S) -> DeploymentLimits:
     """What Serve is told for a configuration; the engine's own queue answers 429 before Serve's does."""
     return DeploymentLimits(
         num_replicas=config.num_replicas,
+        max_replicas=most_replicas(config),
+        autoscaling=serve_autoscaling(config),
         max_ongoing_requests=config.engine.max_running + config.engine.max_waiting + 48,
         graceful_shutdown_timeout_s=grace_s,
         num_gpus=float(config.engine.tensor_parallel) if config.device == "cuda" else 0.0,
     )
 
 
+def serve_autoscaling(config: ServiceConfig) -> dict[str, Any] | None:
+    """Serve's `autoscaling_config`, None where the number of replicas is fixed.
+
+    Serve counts the requests that its proxies (with `resume` the ingresses) have sent to replicas and those that wait there;
+    what waits in an engine's queue is among the former.
+    """
+    wanted = config.autoscaling
+    if most_replicas(config) == config.num_replicas:
+        return None
+    return {
+        "min_replicas": config.num_replicas,
+        "max_replicas": most_replicas(config),
+        "target_ongoing_requests": wanted.target_ongoing_requests or float(config.engine.max_running),
+        "look_back_period_s": wanted.look_back_period_s,
+        "metrics_interval_s": min(METRICS_INTERVAL_S, wanted.look_back_period_s / 4),
+        "upscale_delay_s": wanted.upscale_delay_s,
+        "downscale_delay_s": wanted.downscale_delay_s,
+    }
+
+
+def local_grace_s(config: ServiceConfig) -> float:
+    """Longest drain of a replica of a service on one computer.
+
+    One that is drained while the others go on must not cut answers off, unless another replica takes them over.
+    """
+    return LOCAL_GRACE_S if config.resume or serve_autoscaling(config) is None else STREAM_GRACE_S
+
+
 def run_service(config: ServiceConfig) -> Service:
     """Start everything that `config` asks for on this computer and return when requests can be sent.
 
-    Starts Ray (unless RAY_ADDRESS names a cluster or this process is connected), an embedded Redis (unless redis_url is
-    set), Serve's proxy and the replicas, which start the controller when the drafter can be trained. Port 0 takes a free one.
+    Starts Ray (unless ray_address or RAY_ADDRESS names a cluster or this process is connected), an embedded Redis (unless
+    redis_url is set), Serve's proxy (unless one runs in that cluster) and the replicas, which start the controller when the
+    drafter can be trained. Port 0 takes a free one.
     Raises: ConfigError for settings, PacelineError when something does not come up; what was started is stopped again.
     """
     resolve_model(config.model)
@@ -123,13 +164,19 @@ def run_service(config: ServiceConfig) -> Service:
     Tokens.of(config)  # files that cannot be used are refused before anything starts
     SpanTarget.of(config)  # and so is an exporter that is not installed
     http_options(config)
-    config = replace(config, port=claim_port(config.host, config.port))
-    found = preflight(config)
-    config = replace(config, device=found.device)
-    make_home(StorePaths.of(config).home)
+    name = application_name(config)
     redis: EmbeddedRedis | None = None
-    owns_ray = owns_app = False
+    owns_ray = owns_app = has_proxy = False
     try:
+        if _cluster_address(config) or ray.is_initialized():
+            start_ray(config)
+            config, has_proxy = with_running_proxy(config)
+            check_neighbours(config)
+        if not has_proxy:
+            config = replace(config, port=claim_port(config.host, config.port))
+        found = preflight(config)
+        config = replace(config, device=found.device)
+        make_home(StorePaths.of(config).home)
         if is_adaptive(config) or config.redis_url is not None:
             url, redis = resolve_redis(config)
             config = replace(config, redis_url=url)
@@ -138,23 +185,22 @@ def run_service(config: ServiceConfig) -> Service:
         if owns_ray:
             config = with_threads(config)
             check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
-        if APP_NAME in _running_apps():
-            raise ConfigError("a Paceline service already runs in this Ray cluster; stop it first")
-        serve.start(proxy_location="HeadOnly", http_options=http_options(config))
-        app = _bind(config, deployment_limits(config, grace_s=LOCAL_GRACE_S))
+        if not has_proxy:
+            serve.start(proxy_location="HeadOnly", http_options=http_options(config))
+        app = _bind(config, deployment_limits(config, grace_s=local_grace_s(config)))
         if is_adaptive(config):
             _write_first_version(config, found.first_version)
         owns_app = True
-        handle = serve.run(app, name=APP_NAME, route_prefix="/")
+        handle = serve.run(app, name=name, route_prefix=config.route_prefix)
     except BaseException as e:
-        reason = _refusal() if owns_app else ""
+        reason = _refusal(name) if owns_app else ""
         _stop(config, redis, owns_ray, owns_app=owns_app)
         if isinstance(e, PacelineError) or not isinstance(e, Exception):
             raise
         raise PacelineError(f"the service did not start: {reason or e}") from e
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    url = f"{'http' if config.tls_cert is None else 'https'}://{host}:{config.port}"
-    log.info("service ready url=%s replicas=%d", url, config.num_replicas)
+    url = f"{'http' if config.tls_cert is None else 'https'}://{host}:{config.port}{config.route_prefix.rstrip('/')}"
+    log.info("service ready url=%s replicas=%d to %d", url, config.num_replicas, most_replicas(config))
     return Service(url=url, config=config, handle=handle, redis=redis, owns_ray=owns_ray)
 
 
@@ -174,13 +220,13 @@ def http_options(config: ServiceConfig) -> dict[str, Any]:
 
 
 def with_threads(config: ServiceConfig) -> ServiceConfig:
-    """The CPU's cores over the replicas as the engine's threads where nobody chose: Ray gives an actor one."""
+    """The CPU's cores over the most replicas as the engine's threads where nobody chose: Ray gives an actor one."""
     if config.device != "cpu" or config.engine.num_threads is not None or "OMP_NUM_THREADS" in os.environ:
         return config
     cores = psutil.cpu_count(logical=False) or 1
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     num_cores = math.floor(min(cores, mine, granted_cpus()))
-    return override(config, {"engine.num_threads": max(1, num_cores // config.num_replicas)})
+    return override(config, {"engine.num_threads": max(1, num_cores // most_replicas(config))})
 
 
 def granted_cpus(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
@@ -229,19 +275,25 @@ def _write_first_version(config: ServiceConfig, version: str) -> None:
 
 
 def start_ray(config: ServiceConfig) -> bool:
-    """Connect to the cluster of RAY_ADDRESS or start Ray here; True when it was started here.
+    """Connect to the cluster of ray_address or RAY_ADDRESS, or start Ray here; True when it was started here.
 
     Whoever reaches Ray's ports with its token runs code as the service's user: a Ray of our own listens on loopback only
     and wants a token (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, else a new one that only this user's processes know).
-    Raises: PacelineError when Ray does not keep to loopback.
+    Raises: PacelineError when there is no such cluster, or when Ray does not keep to loopback.
     """
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        with kept_sigterm():
-            ray.init(address=address, namespace=APP_NAME, log_to_driver=False)
+    if address := _cluster_address(config):
+        try:
+            _reach(address)
+            with kept_sigterm():
+                ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+        except (OSError, RuntimeError, ValueError) as e:
+            raise PacelineError(
+                f"ray_address (--ray-address, RAY_ADDRESS) must name a Ray cluster that runs and whose token this process has, "
+                f"got {address!r}: {e}; start one by `ray start --head`, or leave it out for a Ray of the service's own"
+            ) from e
         return False
     _want_token()
     # Ray's workers run at nice 15: whatever else the computer does would come before an answer that somebody waits for,
@@ -259,11 +311,11 @@ def start_ray(config: ServiceConfig) -> bool:
         ray.init(
             address="local",
             _node_ip_address="127.0.0.1",
-            namespace=APP_NAME,
+            namespace=NAMESPACE,
             # logical CPUs: replicas book one each, a training task what it was given, everything else next to nothing
             num_cpus=max(
                 os.cpu_count() or 1,
-                config.num_replicas * 2 + math.ceil(config.trainer_resources.num_cpus + 2 * num_ingress_cpus),
+                most_replicas(config) * 2 + math.ceil(config.trainer_resources.num_cpus + 2 * num_ingress_cpus),
             ),
             resources=dict(config.trainer_resources.resources) or None,
             include_dashboard=False,
@@ -277,7 +329,7 @@ def start_ray(config: ServiceConfig) -> bool:
         ray.shutdown()
         raise PacelineError(
             f"Ray {ray.__version__} listens on {address} instead of loopback and was stopped; install the release that "
-            "Paceline asks for, or start a closed-off Ray yourself and name it by RAY_ADDRESS"
+            "Paceline asks for, or start a closed-off Ray yourself and name it by --ray-address"
         )
     return True
 
@@ -315,13 +367,67 @@ def _loopback_allowed() -> Iterator[None]:
 
 def check_gpus(config: ServiceConfig, num_gpus: int) -> None:
     """Raise ConfigError when replicas and a training task together ask for more GPUs than this computer has."""
-    serving = config.num_replicas * config.engine.tensor_parallel if config.device == "cuda" else 0
+    serving = most_replicas(config) * config.engine.tensor_parallel if config.device == "cuda" else 0
     wanted = config.trainer_resources.num_gpus
     if wanted > 0 and serving + wanted > num_gpus:
         raise ConfigError(
             f"trainer_resources.num_gpus must leave the replicas their {serving} GPUs (this computer has {num_gpus}), "
             f"got {wanted:g}; use 0 to train on the CPU"
         )
+
+
+def _cluster_address(config: ServiceConfig) -> str | None:
+    return config.ray_address or os.environ.get("RAY_ADDRESS") or None
+
+
+def _reach(address: str) -> None:
+    """Raise OSError when nobody answers at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" not in address and host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+
+
+def with_running_proxy(config: ServiceConfig) -> tuple[ServiceConfig, bool]:
+    """`config` with host, port and TLS of the Serve proxies that run in the cluster; whether there are any.
+
+    Raises: ConfigError when another port or TLS is asked for: all applications of a cluster share them.
+    """
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return config, False
+    found = client.http_config
+    if config.port not in (0, DEFAULT_PORT, found.port):
+        raise ConfigError(
+            f"port must be left out or be {found.port}: Serve's proxies of this Ray cluster listen there, got {config.port}"
+        )
+    if config.tls_cert is not None and http_options(config).get("ssl_certfile") != found.ssl_certfile:
+        raise ConfigError(
+            f"tls_cert must be {found.ssl_certfile or 'left out'}: Serve's proxies of this Ray cluster run "
+            f"{'with that' if found.ssl_certfile else 'without TLS'}, and all its applications share them, got {config.tls_cert}"
+        )
+    tls = {"tls_cert": found.ssl_certfile, "tls_key": found.ssl_keyfile}
+    return replace(config, host=found.host or config.host, port=found.port, **tls), True
+
+
+def check_neighbours(config: ServiceConfig) -> None:
+    """Raise ConfigError when another application of the cluster has the service's name or its routes."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return
+    own = application_name(config)
+    applications = client.get_serve_details()["applications"]
+    if own in applications:
+        raise ConfigError(
+            f"model_name (--model-name) must be another one than {config.model_name!r}, under which a service runs in this Ray "
+            "cluster; give this one another, and a --route-prefix of its own, or stop the other one"
+        )
+    check_claim(config, own)
+    for name, found in applications.items():
+        if found["route_prefix"] == config.route_prefix:
+            raise ConfigError(
+                f"route_prefix (--route-prefix) must be another one than {config.route_prefix!r}, which application {name!r} "
+                f"of this Ray cluster has; '/{own}', for instance"
+            )
 
 
 def _running_apps() -> set[str]:
@@ -332,10 +438,10 @@ def _running_apps() -> set[str]:
         return set()
 
 
-def _refusal() -> str:
+def _refusal(name: str) -> str:
     """The sentence with which a replica refused to start; Serve itself only says that none came up."""
     try:
-        deployments = serve.status().applications[APP_NAME].deployments.values()
+        deployments = serve.status().applications[name].deployments.values()
     except Exception as e:  # whatever it was that failed, this is no further help
         log.debug("no Serve status: %s", e)
         return ""
@@ -347,7 +453,7 @@ def _stop(config: ServiceConfig, redis: EmbeddedRedis | None, owns_ray: bool, *,
     """Stop Redis and, as far as this process started them, the application with its controller, Serve and Ray."""
     if ray.is_initialized():
         for name, step in (
-            ("application", lambda: serve.delete(APP_NAME) if owns_app else None),
+            ("application", lambda: _delete(application_name(config)) if owns_app else None),
             ("controller", lambda: stop_controller(config.model_name) if owns_app else None),
             ("Serve", serve.shutdown if owns_ray else lambda: None),
             ("Ray", ray.shutdown if owns_ray else lambda: None),
@@ -358,6 +464,17 @@ def _stop(config: ServiceConfig, redis: EmbeddedRedis | None, owns_ray: bool, *,
                 log.exception("stopping the %s failed", name)
     if redis is not None:
         redis.stop()
+
+
+def _delete(name: str) -> None:
+    """Delete an application; running requests get LOCAL_GRACE_S to end, whatever a replica's own drain may take."""
+    serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + LOCAL_GRACE_S + _CLOSING_S
+    while name in _running_apps():
+        if time.monotonic() > deadline:
+            log.warning("application %s still drains; requests that run are left to Serve", name)
+            return
+        time.sleep(0.2)
 
 
 def dashboard_words(url: str, access: Access) -> str:

@@ -18,7 +18,7 @@ from typing import Annotated as A
 from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
-from paceline.names import LABEL_RULE, MODEL_RULE, TOKEN_RULE, is_label, is_model_name, is_token
+from paceline.names import LABEL_RULE, MODEL_RULE, ROUTE_RULE, TOKEN_RULE, is_label, is_model_name, is_route, is_token
 from paceline.paths import DATA_DIR, TEXT_DRAFTERS, default_drafter, default_mix
 from paceline.records import DEVICES, DRAFTERS, DTYPES, MODELS, Setting, build, record, require
 
@@ -102,7 +102,7 @@ class EngineConfig:
     num_threads: A[
         int | None,
         Setting(
-            "CPU threads of a replica; default: OMP_NUM_THREADS, or the computer's cores over the replicas.",
+            "CPU threads of a replica; default: OMP_NUM_THREADS, or the computer's cores over the most replicas.",
             flag="threads", ge=1,
         ),
     ] = None  # fmt: skip
@@ -268,6 +268,30 @@ class TrainerResources:
             require(quantity > 0, f"{section}.{name} must be > 0", quantity)
 
 
+@record("autoscaling.")
+class AutoscalingConfig:
+    """Replicas that come and go with the requests, from `num_replicas` to `max_replicas`: Ray Serve's own autoscaling, by its
+    names (docs/api/scaling.md)."""
+
+    max_replicas: A[
+        int | None,
+        Setting(
+            "Most serving replicas: others than --replicas start while requests wait for a place in a round, and drain once "
+            "the rest can hold all (docs/api/scaling.md). Default: as many as --replicas, always.",
+            flag="max-replicas", ge=1, le=1024,
+        ),
+    ] = None  # fmt: skip
+    target_ongoing_requests: A[float | None, Setting(gt=0)] = None
+    """Requests, running and waiting, that there is one replica for; None = engine.max_running: a replica is full before
+    another one starts."""
+    look_back_period_s: A[float, Setting(gt=0)] = 20.0
+    """Requests count by their mean over so long."""
+    upscale_delay_s: A[float, Setting(ge=0)] = 10.0
+    """More replicas must be wanted for so long before one starts: a burst that ends before its weights are loaded needs none."""
+    downscale_delay_s: A[float, Setting(ge=0)] = 600.0
+    """Fewer must be wanted for so long before one drains: several times what starting it again would take."""
+
+
 @record("ingress.")
 class IngressConfig:
     """The processes in front of the engines with `resume: true`: HTTP and tokenizer, no model."""
@@ -348,6 +372,7 @@ class TokenFile:
             require(is_label(name), f"tenants {LABEL_RULE}", name)
 
 
+DEFAULT_PORT = 8000
 VARIABLES = {
     "redis_url": "PACELINE_REDIS_URL",
     "api_token": "PACELINE_API_TOKEN",
@@ -371,8 +396,13 @@ class ServiceConfig:
             panel="Drafting",
         ),
     ] = "bundled"
-    model_name: str = "paceline"
-    """Name in /v1/models."""
+    model_name: A[
+        str,
+        Setting(
+            "Name of the service: in /v1/models, of its Serve application, of its state in data_dir and Redis. Each of several "
+            "in one Ray cluster has another one.",
+        ),
+    ] = "paceline"  # fmt: skip
     served_model_names: A[
         tuple[str, ...],
         Setting(
@@ -382,7 +412,10 @@ class ServiceConfig:
     ] = ()  # fmt: skip
     dtype: A[str, Setting("auto | float32 | bfloat16 | float16 | int8 (CPU only).", choices=DTYPES)] = "auto"
     device: A[str, Setting("auto | cpu | cuda.", choices=DEVICES)] = "auto"
-    num_replicas: A[int, Setting("Serving replicas.", flag="replicas", ge=1, le=1024)] = 1
+    num_replicas: A[
+        int, Setting("Serving replicas; with --max-replicas: the least.", flag="replicas", ge=1, le=1024)
+    ] = 1  # fmt: skip
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
     data_dir: A[str, Setting("Folder of trace store, drafter registry, Redis data and logs.")] = DATA_DIR
     redis_url: A[
         str | None, Setting("Use this Redis instead of an embedded one.", env=VARIABLES["redis_url"])
@@ -416,7 +449,23 @@ class ServiceConfig:
         ),
     ] = False  # fmt: skip
     host: A[str, Setting("Address to listen on.", panel="Access")] = "127.0.0.1"
-    port: A[int, Setting("Port to listen on; 0: any free one.", panel="Access", ge=0, le=65535)] = 8000
+    port: A[int, Setting("Port to listen on; 0: any free one.", panel="Access", ge=0, le=65535)] = DEFAULT_PORT
+    route_prefix: A[
+        str,
+        Setting(
+            "Path below which all routes are, as /name; several services of one Ray cluster share a port. In a Serve "
+            "configuration (infra/service.yaml) the application's own route_prefix counts.",
+            panel="Access",
+        ),
+    ] = "/"  # fmt: skip
+    ray_address: A[
+        str | None,
+        Setting(
+            "Join this Ray cluster, where other services may run; auto: the one that `ray start` made here "
+            "(docs/api/scaling.md). Default: a Ray of its own, which ends with it.",
+            env="RAY_ADDRESS",
+        ),
+    ] = None  # fmt: skip
     tls_cert: A[str | None, Setting("PEM file with the certificate and its chain: HTTPS.", panel="Access")] = None
     tls_key: A[str | None, Setting("PEM file with the certificate's private key.", panel="Access")] = None
     access_log: bool = True
@@ -461,6 +510,12 @@ class ServiceConfig:
         for name in ("api_token", "admin_token"):
             token = getattr(self, name)
             require(token is None or is_token(token), f"{name} {TOKEN_RULE}, or be null", "something else")
+        most, engine = self.autoscaling.max_replicas, self.engine
+        rule = f"autoscaling.max_replicas (--max-replicas) must be at least num_replicas (--replicas), which is {self.num_replicas}"
+        require(most is None or most >= self.num_replicas, rule, most)
+        target, held = self.autoscaling.target_ongoing_requests, engine.max_running + engine.max_waiting
+        rule = f"autoscaling.target_ongoing_requests must be at most engine.max_running + engine.max_waiting, {held}: a replica refuses more"
+        require(target is None or target <= held, rule, target)
         has_both = (self.tls_cert is None) == (self.tls_key is None)
         require(has_both, "tls_cert must be given together with tls_key", self.tls_cert or self.tls_key)
         url = self.otlp_traces_endpoint
@@ -468,11 +523,17 @@ class ServiceConfig:
         require(is_url, "otlp_traces_endpoint must be a URL such as http://127.0.0.1:4318", url)
         for name in (self.model_name, *self.served_model_names):
             require(is_model_name(name), f"model_name and served_model_names {MODEL_RULE}", name)
+        require(is_route(self.route_prefix), f"route_prefix {ROUTE_RULE}", self.route_prefix)
         is_on_cpu = self.dtype != "int8" or (self.device != "cuda" and self.engine.tensor_parallel == 1)
         require(is_on_cpu, "dtype must not be int8 with device cuda or engine.tensor_parallel > 1", self.dtype)
         mix = self.engine.tree.mix
         rule = f"engine.tree.mix must be none with drafter none (it drafts at another one's side; for {mix} alone give drafter {mix})"
         require(self.drafter != "none" or mix == "none", rule, mix)
+
+
+def most_replicas(config: ServiceConfig) -> int:
+    """Replicas that there are at most."""
+    return config.autoscaling.max_replicas or config.num_replicas
 
 
 def with_environment(config: ServiceConfig) -> ServiceConfig:

@@ -9,12 +9,14 @@ from paceline.contracts import CLASS_PREFIX
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
+_ROUTE = re.compile(r"/|(/[A-Za-z0-9][A-Za-z0-9._~-]*){1,8}")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SPEAKER = re.compile(r"[^\s<|\\/>\x00-\x1f\x7f]{1,64}")
 
 LABEL_RULE = "must be 1 to 64 letters, digits, '.', '_' or '-', not beginning with a sign"
 CLASS_RULE = f"must be the name of a bucket or of one of the service's own classes ({CLASS_PREFIX}class-3)"
 MODEL_RULE = "must be 1 to 128 letters, digits, '.', '_', '-', '/', ':', '@' or '+', not beginning with a sign"
+ROUTE_RULE = "must be '/' or like '/name', without a '/' at its end, of letters, digits, '.', '_', '~' and '-'"
 REQUEST_ID_RULE = "must be 1 to 128 printable ASCII characters without spaces"
 TOKEN_RULE = "must be ASCII, without spaces around it"
 SPEAKER_RULE = "must be 1 to 64 characters without spaces, '<', '>', '|', '/' and '\\'"
@@ -43,6 +45,11 @@ def is_class(name: str) -> bool:
 def is_model_name(name: str) -> bool:
     """Whether a service may serve a model under this name."""
     return _MODEL.fullmatch(name) is not None
+
+
+def is_route(prefix: str) -> bool:
+    """Whether a service may have its routes below this path."""
+    return _ROUTE.fullmatch(prefix) is not None
 
 
 def is_speaker(name: str) -> bool:

@@ -141,6 +141,18 @@ def test_the_list_of_commands_loads_neither_torch_nor_ray():
     assert done.stdout.strip() == "set()"
 
 
+def test_fewer_replicas_at_most_than_at_least_are_refused_before_torch_is_loaded():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom paceline.cli.main import app\n"
+        "print(CliRunner().invoke(app, ['serve', '--replicas', '3', '--max-replicas', '2']).exception)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said, is_loaded = done.stdout.strip().splitlines()
+    assert "(--max-replicas) must be at least num_replicas (--replicas), which is 3, got 2" in said
+    assert is_loaded == "False"
+
+
 def test_serve_hands_what_was_typed_to_the_service(monkeypatch):
     found = []
     monkeypatch.setattr(serve_command, "serve_forever", lambda config, console: found.append(config))

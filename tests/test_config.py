@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 
 import pytest
 
@@ -38,10 +39,20 @@ from paceline.records import build
         ({"trainer_resources": {"resources": {"GPU": 1}}}, "use num_cpus and num_gpus"),
         ({"trainer_resources": {"num_gpus": 2}}, "trainer_resources.num_gpus must be in"),
         ({"dtype": "int4"}, "dtype"),
+        ({"autoscaling": {"max_replicas": 0}}, "autoscaling.max_replicas must be in"),
+        ({"autoscaling": {"downscale_delay_s": -1}}, "autoscaling.downscale_delay_s must be >= 0"),
+        (
+            {"num_replicas": 3, "autoscaling": {"max_replicas": 2}},
+            "(--max-replicas) must be at least num_replicas (--replicas), which is 3, got 2",
+        ),
+        (
+            {"engine": {"max_running": 4, "max_waiting": 4}, "autoscaling": {"target_ongoing_requests": 9}},
+            "must be at most engine.max_running + engine.max_waiting, 8",
+        ),
     ],
 )
 def test_wrong_setting_is_refused_by_name(values, message):
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         build(ServiceConfig, values)
 
 

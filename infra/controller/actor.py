@@ -20,7 +20,6 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import RayServeException
 
 from paceline.config import TrainerResources
 from paceline.contracts import TrainJob, TrainResult
@@ -144,14 +143,6 @@ def code_digest() -> str:
             for path in sorted(Path(folder).rglob("*.py")):
                 digest.update(f"{name}/{path.relative_to(folder)}".encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def own_application() -> str:
-    """Name of the Serve application that this process is a replica of; '' outside one."""
-    try:
-        return serve.get_replica_context().app_name
-    except RayServeException:
-        return ""
 
 
 class ControllerActor:

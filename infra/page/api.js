@@ -1,6 +1,8 @@
 // Service client: talks to the service with the token in a header (never a cookie), and one stream of updates.
 
-const KEY = "paceline-token";
+/** Path of the dashboard: a service may be below a prefix. */
+export const ROOT = new URL("..", import.meta.url).pathname.replace(/\/$/, "");
+const KEY = `paceline-token ${ROOT}`;
 export const token = {
   get: () => sessionStorage.getItem(KEY) || "",
   set: (value) => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
@@ -10,13 +12,13 @@ export const headers = (more = {}) => (token.get() ? { ...more, authorization: `
 
 /** GET JSON; throws an Error with `status` and the service's own message. */
 export async function getJson(path) {
-  return checked(await fetch(`/dashboard/api/${path}`, { headers: headers(), cache: "no-store" }));
+  return checked(await fetch(`${ROOT}/api/${path}`, { headers: headers(), cache: "no-store" }));
 }
 
 /** POST a command; throws as getJson does. */
 export async function command(name, body = {}) {
   const sent = { method: "POST", headers: headers({ "content-type": "application/json" }), body: JSON.stringify(body) };
-  return checked(await fetch(`/dashboard/api/commands/${name}`, sent));
+  return checked(await fetch(`${ROOT}/api/commands/${name}`, sent));
 }
 
 async function checked(response) {
@@ -29,7 +31,7 @@ async function checked(response) {
 
 /** Save an export; fetched with the token, so that it needs no open address. */
 export async function download(name) {
-  const response = await fetch(`/dashboard/api/export/${name}`, { headers: headers() });
+  const response = await fetch(`${ROOT}/api/export/${name}`, { headers: headers() });
   if (!response.ok) await checked(response);
   const link = document.createElement("a");
   link.href = URL.createObjectURL(await response.blob());
@@ -64,7 +66,7 @@ export class Feed {
   async once() {
     this.abort = new AbortController();
     const have = Object.entries(this.digests).map(([k, v]) => `${k}:${v}`).join(",");
-    const response = await fetch(`/dashboard/api/events?have=${have}&since=${this.since}`, { headers: headers(), signal: this.abort.signal, cache: "no-store" });
+    const response = await fetch(`${ROOT}/api/events?have=${have}&since=${this.since}`, { headers: headers(), signal: this.abort.signal, cache: "no-store" });
     if (!response.ok) await checked(response);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let isRenewed = false;

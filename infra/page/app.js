@@ -1,6 +1,6 @@
 // Dashboard: takes updates, keeps the parts, redraws what changed.
 
-import { Feed, download, token } from "./api.js";
+import { Feed, ROOT, download, token } from "./api.js";
 import { Controls } from "./controls.js";
 import { drawDecisions, drawLedger, drawPosterior, showNotes } from "./decisions.js";
 import { ago, byId, clock, el, facts, number, show, themeSwitch, whole } from "./dom.js";
@@ -53,8 +53,8 @@ async function one(name) {
 
 function showAnswers() {
   show(byId("answers"), ...parts.answers.map((a) => el("article", { class: "panel answer", "data-tone": a.tone, id: `answer-${a.id}` },
-    el("h2", {}, a.question), el("p", { class: "verdict" }, a.verdict), el("p", {}, a.text, a.ts ? ` (${ago(a.ts, now)}) ` : "", a.decision_id ? el("a", { href: `/dashboard/decisions/${a.decision_id}`, "data-key": "last" }, "Details") : null),
-    a.before ? el("p", {}, `${a.before.text} `, el("a", { href: `/dashboard/decisions/${a.before.decision_id}`, "data-key": "before" }, "Details")) : null,
+    el("h2", {}, a.question), el("p", { class: "verdict" }, a.verdict), el("p", {}, a.text, a.ts ? ` (${ago(a.ts, now)}) ` : "", a.decision_id ? el("a", { href: `${ROOT}/decisions/${a.decision_id}`, "data-key": "last" }, "Details") : null),
+    a.before ? el("p", {}, `${a.before.text} `, el("a", { href: `${ROOT}/decisions/${a.before.decision_id}`, "data-key": "before" }, "Details")) : null,
     a.trial ? el("p", {}, `${a.trial.text} (${ago(a.trial.ts, now)})`) : null,
     a.job ? el("p", { class: "busy" }, `${a.job.text}, for ${ago(a.job.since, now).replace(" ago", "")}.`) : null,
     a.note ? el("p", { class: "busy" }, a.note) : null,

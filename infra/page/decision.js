@@ -1,6 +1,6 @@
 // Page of one decision: words first, then every number.
 
-import { getJson } from "./api.js";
+import { ROOT, getJson } from "./api.js";
 import { applyTheme, byId, clock, el, facts, number, short, show, table, whole } from "./dom.js";
 
 applyTheme();
@@ -9,7 +9,7 @@ const id = location.pathname.split("/").filter(Boolean).at(-1);
 function step(name, target) {
   const a = byId(name);
   a.hidden = target === null;
-  if (target !== null) a.href = `/dashboard/decisions/${target}`;
+  if (target !== null) a.href = `${ROOT}/decisions/${target}`;
 }
 
 function say(value) {

@@ -1,5 +1,6 @@
 // Decisions with their reasons and what they brought, the ledger that they are booked in, and what is believed of every arm.
 
+import { ROOT } from "./api.js";
 import { byId, clock, color, el, number, options, short, show, signed, table } from "./dom.js";
 import { date, draw, mark, plain, wrap } from "./plot.js";
 
@@ -10,7 +11,7 @@ const expectedNet = (d) => (d.expected_saving_s ?? 0) - (d.expected_cost_s ?? 0)
 /** Realised net, null while nothing is known. */
 const realisedNet = (d) => (d.realised_saving_s === null && !d.realised_cost_s ? null : (d.realised_saving_s ?? 0) - (d.realised_cost_s ?? 0));
 const priced = (d) => d.action === "train" || d.action === "recall";
-export const link = (d, text) => el("a", { href: `/dashboard/decisions/${d.decision_id}`, "data-key": `decision-${d.decision_id}` }, text);
+export const link = (d, text) => el("a", { href: `${ROOT}/decisions/${d.decision_id}`, "data-key": `decision-${d.decision_id}` }, text);
 
 export async function drawDecisions(part, regimes) {
   const rows = part.rows;

@@ -1,15 +1,16 @@
 // Charts: Plotly from this origin, colours from the style sheet, every label escaped.
 
+import { ROOT } from "./api.js";
 import { color } from "./dom.js";
 
 let loading = null;
 
 /** Load plotly.min.js once; the page shows its words before that. */
 export function loadPlotly() {
-  loading ??= fetch("/dashboard/static/plotly.json").then((r) => r.json()).then((facts) => new Promise((resolve, reject) => {
+  loading ??= fetch(`${ROOT}/static/plotly.json`).then((r) => r.json()).then((facts) => new Promise((resolve, reject) => {
     for (const id of facts.style_ids) document.head.append(Object.assign(document.createElement("meta"), { id })); // no inline styles for maps
     const script = document.createElement("script");
-    script.src = `/dashboard/static/plotly.min.js?v=${facts.version}`;
+    script.src = `${ROOT}/static/plotly.min.js?v=${facts.version}`;
     script.onload = () => resolve(window.Plotly);
     script.onerror = () => reject(new Error("plotly.min.js could not be loaded"));
     document.head.append(script);

@@ -62,6 +62,8 @@ class NumbersExchange:
         self._breaker = Breaker()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self.num_processes: int | None = None
+        """Processes of the service, of whatever kind, that wrote lately, this one included; None = not known yet."""
 
     def start(self) -> NumbersExchange:
         if self._client is not None:
@@ -77,6 +79,7 @@ class NumbersExchange:
         if self._client is not None:
             try:
                 self._client.delete(self._keys.numbers_of(self._process_id))
+                self._client.zrem(self._keys.numbers, self._process_id)
             except (RedisError, OSError) as e:
                 logger.debug("numbers stay in Redis until they expire: %s", e)
             self._client.close()
@@ -114,8 +117,10 @@ class NumbersExchange:
         assert self._client is not None
         pipe = self._client.pipeline(transaction=False)
         pipe.set(self._keys.numbers_of(self._process_id), encode(own), ex=REPORT_TTL_S)
-        pipe.zadd(self._keys.numbers, {self._process_id: time.time()})
-        pipe.execute()
+        now = time.time()
+        pipe.zadd(self._keys.numbers, {self._process_id: now})
+        pipe.zcount(self._keys.numbers, now - REPORT_TTL_S, "+inf")
+        self.num_processes = int(pipe.execute()[-1])
         self._breaker.succeeded()
 
     def _read_all(self) -> dict[str, ReplicaNumbers]:

@@ -146,10 +146,16 @@ class ReplicaWatcher:
         return self._breaker.is_up is not False
 
     def start(self, first_read_s: float = 5.0) -> ReplicaWatcher:
-        """Reconcile once (waiting at most first_read_s for Redis), then keep watching in a thread."""
+        """Reconcile (waiting at most first_read_s for Redis), then keep watching in a thread.
+
+        When it returns, the versions of all classes that there is room for are loaded, so that a replica which joins others
+        serves every class from its first request on as they do.
+        """
         deadline = time.monotonic() + first_read_s
-        while not self.reconcile() and time.monotonic() < deadline and not self._stop.is_set():
+        while not (is_read := self.reconcile()) and time.monotonic() < deadline and not self._stop.is_set():
             time.sleep(0.1)
+        while is_read and self._has_loaded and not self._stop.is_set():  # one a pass
+            is_read = self.reconcile()
         self._thread = threading.Thread(target=self._run, name="replica-watcher", daemon=True)
         self._thread.start()
         return self

@@ -40,6 +40,8 @@ class HttpRequest(msgspec.Struct, array_like=True, frozen=True):
     headers: tuple[tuple[bytes, bytes], ...]
     client: tuple[str, int] | None
     body: bytes
+    root_path: str = ""
+    """Part of `path` that the service's routes are below."""
 
 
 class HttpPart(msgspec.Struct, array_like=True, frozen=True):
@@ -60,7 +62,8 @@ async def answer_http(app: Any, raw: bytes) -> AsyncGenerator[bytes, None]:
     request = _decode_request(raw)
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": request.method,
-        "path": request.path, "raw_path": request.path.encode(), "query_string": request.query, "root_path": "",
+        "path": request.path, "raw_path": request.path.encode(), "query_string": request.query,
+        "root_path": request.root_path,
         "headers": list(request.headers), "client": request.client, "server": None, "state": {},
     }  # fmt: skip
     parts: asyncio.Queue[HttpPart | None] = asyncio.Queue(MAX_PARTS)
@@ -123,7 +126,7 @@ async def _relay(request: Request, open_stream: Callable[[bytes], ItemStream]) -
     raw = _encode(
         HttpRequest(
             request.method, request.scope["path"], request.scope.get("query_string", b""), tuple(request.scope["headers"]),
-            None if client is None else (client.host, client.port), body,
+            None if client is None else (client.host, client.port), body, request.scope.get("root_path", ""),
         )
     )  # fmt: skip
     for left in reversed(range(1 if request.method == "POST" else NUM_TRIES)):  # a command is not carried out twice

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,10 @@ class DeploymentLimits:
     """What Ray Serve is told about the replicas."""
 
     num_replicas: int = 1
+    """With `autoscaling` the least."""
+    max_replicas: int = 1
+    autoscaling: Mapping[str, Any] | None = None
+    """Serve's `autoscaling_config`; None = always `num_replicas`."""
     max_ongoing_requests: int = 320
     """Above what the engine takes by itself, so that health and state routes still get through."""
     max_queued_requests: int = 64
@@ -143,14 +147,17 @@ class EngineReplica:
 
 
 def bind_replicas(factory: str, config: dict[str, Any], limits: DeploymentLimits) -> Application:
-    """The Serve application of `limits.num_replicas` replicas built by `factory(config, replica_id)`."""
+    """The Serve application of replicas built by `factory(config, replica_id)`."""
     return bind_engine(serve.ingress()(EngineReplica), factory, config, limits)
 
 
 def bind_engine(kind: type, factory: str, config: dict[str, Any], limits: DeploymentLimits) -> Application:
     """The deployment `engine` of a class that is made like EngineReplica."""
+    number: dict[str, Any] = {"num_replicas": limits.num_replicas}
+    if limits.autoscaling is not None:
+        number = {"autoscaling_config": dict(limits.autoscaling)}
     return deployment(
-        kind, "engine", limits, num_replicas=limits.num_replicas, max_ongoing_requests=limits.max_ongoing_requests,
+        kind, "engine", limits, **number, max_ongoing_requests=limits.max_ongoing_requests,
         health_check_period_s=2, health_check_timeout_s=10,
         max_surge_percent=0,  # a replacement needs its own devices: with none free a rolling restart would never end
         # no runtime_env: it would cost a fresh worker process at every start

@@ -27,6 +27,7 @@ from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.resume.client import MAX_SILENCE_S, ResumingClient
 from paceline.infra.resume.relay import answer_http, relay_router
 from paceline.infra.resume.stream import EngineFacts, decode_facts, encode, stream_events
+from paceline.infra.service.claim import claim, own_application
 from paceline.infra.service.deployment import DeploymentLimits, RunningReplica, bind_engine, close_grpc_port, deployment
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.log import configure_logging
@@ -120,6 +121,7 @@ class ResumeIngress:
         close_grpc_port()
         keep_private()
         self._config = build(ServiceConfig, values)
+        claim(self._config, own_application())
         self._replica_id = replica_id = serve.get_replica_context().replica_id.unique_id
         home = StorePaths.of(self._config).home
         configure_logging(
@@ -181,7 +183,7 @@ def ingress_parts(
         client=client,
         admitted=client.admitted,
         tokenizer=open_checkpoint(resolve_model(config.model)).tokenizer(),
-        clients=Clients.of(config, Tokens.of(config).start(), num_sharing=config.ingress.num_replicas),
+        clients=Clients.of(config, Tokens.of(config).start(), num_sharing=lambda: config.ingress.num_replicas),
         holdback_percent=client.holdback_percent,
         trusts_groups=config.policy.trusts_groups,
         opt_out_tenants=frozenset(config.trace.opt_out_tenants),
@@ -207,7 +209,7 @@ def bind_resuming(
     return deployment(
         serve.ingress()(ResumeIngress), "ingress", limits, num_replicas=config.ingress.num_replicas,
         # a proxy may send one ingress everything that all engines hold
-        max_ongoing_requests=limits.max_ongoing_requests * limits.num_replicas + 64,
+        max_ongoing_requests=limits.max_ongoing_requests * limits.max_replicas + 64,
         max_surge_percent=100, ray_actor_options={"num_cpus": INGRESS_CPUS, "num_gpus": 0},
     ).bind(engine, ingress_values)  # fmt: skip
 

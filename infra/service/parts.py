@@ -13,10 +13,10 @@ from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.adapt.versions.registry import DrafterRegistry
-from paceline.config import ServiceConfig
+from paceline.config import ServiceConfig, most_replicas
 from paceline.contracts import DesiredState, HttpMeters, TrafficClasses
 from paceline.errors import PacelineError, StorageHangsError
-from paceline.infra.controller.actor import ControllerSpec, code_digest, ensure_controller, own_application
+from paceline.infra.controller.actor import ControllerSpec, code_digest, ensure_controller
 from paceline.infra.controller.snapshot import state_json
 from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.capture_progress import capture_progress
@@ -24,6 +24,7 @@ from paceline.infra.replica.exchange import ENGINE, INGRESS, NumbersExchange, Re
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.replica.watcher import ReplicaWatcher
+from paceline.infra.service.claim import claim, own_application
 from paceline.infra.service.deployment import DEPLOYED_AT, ReplicaParts
 from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.layout import prepare_home
@@ -211,6 +212,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     """Build one replica from `deployment.replica_values`; its engine thread runs when this returns."""
     config = build(ServiceConfig, {k: v for k, v in values.items() if k != DEPLOYED_AT})
     deployed_at = float(values.get(DEPLOYED_AT, 0.0))
+    claim(config, own_application())  # before anything of the service's state is touched
     paths = StorePaths.of(config)
     keep_private()
     storage = StorageCalls(f"the data folder {paths.home}", STORAGE_PATIENCE_S)
@@ -243,7 +245,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     spans = None if span_target is None else span_target.open(replica_id)
     engine = Engine(
         target, slots, config.engine, feedback=feedback, traces=traces, prompts=feedback,
-        ends=None if spans is None else spans.engine, trace_topk=config.trace.topk, num_sharing=config.num_replicas,
+        ends=None if spans is None else spans.engine, trace_topk=config.trace.topk, num_sharing=most_replicas(config),
     )  # fmt: skip
     thread = EngineThread(engine)
     with capture_progress() as progress:
@@ -323,7 +325,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             client=LocalEngineClient(engine, thread, model_name=config.model_name, aliases=config.served_model_names),
             tokenizer=target.tokenizer,
             has_access_log=config.access_log,
-            clients=Clients.of(config, tokens, num_sharing=config.num_replicas),
+            clients=Clients.of(config, tokens, num_sharing=lambda: exchange.num_processes or config.num_replicas),
             meters=meters,
             spans=None if spans is None else spans.http,
             holdback_percent=lambda: serving.holdback_percent,

@@ -175,7 +175,7 @@ class EmbeddedRedis:
                     os.close(fd)
                     raise ConfigError(
                         f"data_dir must not be in use by another Paceline, got {self.dir.parent}; "
-                        "stop the other one or choose another data_dir"
+                        "stop the other one, choose another data_dir, or give both one Redis (redis_url)"
                     ) from e
                 time.sleep(0.05)
         self._lock_fd = fd

@@ -109,6 +109,10 @@ class DashboardRoutes:
     async def page(self, request: Request) -> Response:
         return await _send_file(self.files["index.html"], request)
 
+    async def without_slash(self) -> Response:
+        """The page's files are beside it: relative, since a service may be below a prefix."""
+        return Response(status_code=307, headers={**HEADERS, "Location": "../dashboard"})
+
     async def decision_shell(self, decision_id: str, request: Request) -> Response:
         return await _send_file(self.files["decision.html"], request)
 
@@ -175,7 +179,7 @@ def dashboard_router(view: ServiceView, access: Access, feed: DashboardFeed) -> 
     router = APIRouter(prefix="/dashboard")
     get: dict[str, Callable[..., Any]] = {
         "": routes.page,
-        "/": routes.page,
+        "/": routes.without_slash,
         "/decisions/{decision_id}": routes.decision_shell,
         "/static/{name}": routes.static,
         "/api/session": routes.session,

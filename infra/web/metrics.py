@@ -40,11 +40,18 @@ def metric_spec(name: str, kind: str, unit: str, text: str, *labels: str) -> Met
 
 PROCESS_LABELS = ("model", "replica")
 """Of every metric that a process of the service counts by itself: the name that it serves under, and its own."""
+CONTROLLER_LABELS = ("model",)
+"""Of every metric of a controller: the name of its service."""
 
 
 def replica_spec(name: str, kind: str, unit: str, text: str, *labels: str) -> MetricSpec:
     """A row of what processes count by themselves."""
     return metric_spec(name, kind, unit, text, *PROCESS_LABELS, *labels)
+
+
+def controller_spec(name: str, kind: str, unit: str, text: str, *labels: str) -> MetricSpec:
+    """A row of what the controller knows."""
+    return metric_spec(name, kind, unit, text, *CONTROLLER_LABELS, *labels)
 
 
 Value = float | None | msgspec.UnsetType | Mapping[tuple[str, ...], float | Histogram]
@@ -69,43 +76,43 @@ def _recent(field: str) -> Callable[[Snapshot], Value]:
 
 
 _TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], Value]], ...] = (
-    (metric_spec("controller_redis_up", "gauge", "1", "1 while the controller reaches Redis"), lambda s: s.redis_up),
-    (metric_spec("controller_redis_full", "gauge", "1", "1 while Redis has no memory, or no disk for its own files, for what the controller has to store"), lambda s: s.is_redis_full),
-    (metric_spec("controller_read_only", "gauge", "1", "1 while the stored state cannot be used: nothing is decided or written"), lambda s: bool(s.read_only)),
-    (metric_spec("controller_folder_failed", "gauge", "1", "1 while the controller cannot write the data folder"), lambda s: bool(s.folder_error) and not s.folder_hung_s),
-    (metric_spec("controller_folder_hung_seconds", "gauge", "s", "For how long the data folder has not answered the controller; 0 = it answers"), lambda s: s.folder_hung_s),
-    (metric_spec("controller_folder_hangs", "counter", "1", "Calls of the data folder that it did not answer within 5 s"), lambda s: s.folder_hangs),
-    (metric_spec("controller_fenced", "gauge", "1", "1 when a newer controller took over from this one"), lambda s: s.is_fenced),
-    (metric_spec("controller_epoch", "gauge", "1", "Starts of controllers of this service"), lambda s: s.epoch),
-    (metric_spec("controller_errors", "counter", "1", "Passes or policy calls that failed"), lambda s: s.errors.count),
-    (metric_spec("controller_snapshot_age_seconds", "gauge", "s", "Age of the controller's values on this page; it grows while the controller hangs"), lambda s: s.age_s),
-    (metric_spec("controller_paused", "gauge", "1", "1 while an operator has paused decisions"), lambda s: s.is_paused),
-    (metric_spec("controller_pinned", "gauge", "1", "1 while an operator has pinned a version"), lambda s: None if s.bandit is None else s.bandit.pinned is not None),
-    (metric_spec("desired_generation", "gauge", "1", "Generation of the desired state"), lambda s: s.gen),
-    (metric_spec("replicas_alive", "gauge", "1", "Replicas with a fresh report"), lambda s: len(s.replicas)),
-    (metric_spec("replicas_converged", "gauge", "1", "Replicas that run the desired generation"), lambda s: sum(r.gen == s.gen for r in s.replicas)),
-    (metric_spec("training_jobs_running", "gauge", "1", "Training jobs in flight"), lambda s: s.job is not None),
-    (metric_spec("decisions", "counter", "1", "Decisions kept in the log, by action", "action"), lambda s: {(action,): n for action, n in Counter(d.action for d in s.decisions).items()}),
-    (metric_spec("ledger_seconds", "gauge", "s", "Device-seconds spent or saved, by kind", "kind"), lambda s: {(kind,): seconds for kind, seconds in s.ledger.by_kind.items()}),
-    (metric_spec("ledger_net_seconds", "gauge", "s", "Device-seconds saved minus spent"), lambda s: s.ledger.net_s),
-    (metric_spec("ledger_net_bound_seconds", "gauge", "s", "95% interval of the net; bound is lower or upper", "bound"), lambda s: dict(zip((("lower",), ("upper",)), net_interval(s)[1:], strict=True))),
-    (metric_spec("bank_seconds", "gauge", "s", "Device-seconds that the policy may still spend"), lambda s: None if s.bandit is None else s.bandit.bank_s),
-    (metric_spec("canary_active", "gauge", "1", "1 while a version is on trial"), lambda s: s.canary is not None),
-    (metric_spec("canary_percent", "gauge", "%", "Share of adaptive requests that the version on trial serves"), lambda s: 0 if s.canary is None else s.canary.share_percent),
-    (metric_spec("canary_requests", "gauge", "1", "Finished requests of the trial, by version: incumbent or canary", "role"), _canary_requests),
-    (metric_spec("canary_speed_ratio", "gauge", "1", "Tokens per second of the version on trial over the incumbent's"), lambda s: None if s.canary is None else s.canary.ratio),
-    (metric_spec("regime_age_seconds", "gauge", "s", "Time since the traffic mix last changed"), lambda s: None if s.bandit is None else s.bandit.regime_age_s),
-    (metric_spec("drift_alarms", "counter", "1", "Alarms that a bucket's text changed", "bucket"), lambda s: {} if s.bandit is None else {(bucket,): n for bucket, n in s.bandit.drift_alarms.items()}),
-    (metric_spec("class_share", "gauge", "1", "Share of the latest requests without a bucket that belong to this class; default has those of none", "bucket"), lambda s: {(bucket,): share for bucket, share in s.class_shares.items()}),
-    (metric_spec("stream_lag_entries", "gauge", "1", "Feedback entries not read yet"), lambda s: s.feedback.lag),
-    (metric_spec("feedback_rows_folded", "counter", "1", "Rows folded into the controller's state"), lambda s: s.feedback.delivered),
-    (metric_spec("feedback_rows_lost", "counter", "1", "Rows that producers dropped"), lambda s: s.feedback.dropped),
-    (metric_spec("feedback_duplicates", "counter", "1", "Batches delivered twice and folded once"), lambda s: s.feedback.duplicates),
-    (metric_spec("feedback_missing_batches", "counter", "1", "Batches that never arrived (gaps in their numbers)"), lambda s: s.feedback.missing_batches),
-    (metric_spec("feedback_lost_entries", "counter", "1", "Entries trimmed before they were read, or unreadable"), lambda s: s.feedback.lost_entries),
-    (metric_spec("tokens", "counter", "1", "Emitted tokens", "bucket", "group"), lambda s: {(bucket, g): sums.tokens for bucket, t in s.buckets.items() for g, sums in t.groups().items()}),
-    (metric_spec("acceptance_length", "gauge", "tokens", "Tokens per round of the latest 30 s, bonus included", "bucket", "group"), _recent("acceptance_length")),
-    (metric_spec("tokens_per_second", "gauge", "1/s", "Tokens per device-second of the latest 30 s", "bucket", "group"), _recent("tokens_per_s")),
+    (controller_spec("controller_redis_up", "gauge", "1", "1 while the controller reaches Redis"), lambda s: s.redis_up),
+    (controller_spec("controller_redis_full", "gauge", "1", "1 while Redis has no memory, or no disk for its own files, for what the controller has to store"), lambda s: s.is_redis_full),
+    (controller_spec("controller_read_only", "gauge", "1", "1 while the stored state cannot be used: nothing is decided or written"), lambda s: bool(s.read_only)),
+    (controller_spec("controller_folder_failed", "gauge", "1", "1 while the controller cannot write the data folder"), lambda s: bool(s.folder_error) and not s.folder_hung_s),
+    (controller_spec("controller_folder_hung_seconds", "gauge", "s", "For how long the data folder has not answered the controller; 0 = it answers"), lambda s: s.folder_hung_s),
+    (controller_spec("controller_folder_hangs", "counter", "1", "Calls of the data folder that it did not answer within 5 s"), lambda s: s.folder_hangs),
+    (controller_spec("controller_fenced", "gauge", "1", "1 when a newer controller took over from this one"), lambda s: s.is_fenced),
+    (controller_spec("controller_epoch", "gauge", "1", "Starts of controllers of this service"), lambda s: s.epoch),
+    (controller_spec("controller_errors", "counter", "1", "Passes or policy calls that failed"), lambda s: s.errors.count),
+    (controller_spec("controller_snapshot_age_seconds", "gauge", "s", "Age of the controller's values on this page; it grows while the controller hangs"), lambda s: s.age_s),
+    (controller_spec("controller_paused", "gauge", "1", "1 while an operator has paused decisions"), lambda s: s.is_paused),
+    (controller_spec("controller_pinned", "gauge", "1", "1 while an operator has pinned a version"), lambda s: None if s.bandit is None else s.bandit.pinned is not None),
+    (controller_spec("desired_generation", "gauge", "1", "Generation of the desired state"), lambda s: s.gen),
+    (controller_spec("replicas_alive", "gauge", "1", "Replicas with a fresh report"), lambda s: len(s.replicas)),
+    (controller_spec("replicas_converged", "gauge", "1", "Replicas that run the desired generation"), lambda s: sum(r.gen == s.gen for r in s.replicas)),
+    (controller_spec("training_jobs_running", "gauge", "1", "Training jobs in flight"), lambda s: s.job is not None),
+    (controller_spec("decisions", "counter", "1", "Decisions kept in the log, by action", "action"), lambda s: {(action,): n for action, n in Counter(d.action for d in s.decisions).items()}),
+    (controller_spec("ledger_seconds", "gauge", "s", "Device-seconds spent or saved, by kind", "kind"), lambda s: {(kind,): seconds for kind, seconds in s.ledger.by_kind.items()}),
+    (controller_spec("ledger_net_seconds", "gauge", "s", "Device-seconds saved minus spent"), lambda s: s.ledger.net_s),
+    (controller_spec("ledger_net_bound_seconds", "gauge", "s", "95% interval of the net; bound is lower or upper", "bound"), lambda s: dict(zip((("lower",), ("upper",)), net_interval(s)[1:], strict=True))),
+    (controller_spec("bank_seconds", "gauge", "s", "Device-seconds that the policy may still spend"), lambda s: None if s.bandit is None else s.bandit.bank_s),
+    (controller_spec("canary_active", "gauge", "1", "1 while a version is on trial"), lambda s: s.canary is not None),
+    (controller_spec("canary_percent", "gauge", "%", "Share of adaptive requests that the version on trial serves"), lambda s: 0 if s.canary is None else s.canary.share_percent),
+    (controller_spec("canary_requests", "gauge", "1", "Finished requests of the trial, by version: incumbent or canary", "role"), _canary_requests),
+    (controller_spec("canary_speed_ratio", "gauge", "1", "Tokens per second of the version on trial over the incumbent's"), lambda s: None if s.canary is None else s.canary.ratio),
+    (controller_spec("regime_age_seconds", "gauge", "s", "Time since the traffic mix last changed"), lambda s: None if s.bandit is None else s.bandit.regime_age_s),
+    (controller_spec("drift_alarms", "counter", "1", "Alarms that a bucket's text changed", "bucket"), lambda s: {} if s.bandit is None else {(bucket,): n for bucket, n in s.bandit.drift_alarms.items()}),
+    (controller_spec("class_share", "gauge", "1", "Share of the latest requests without a bucket that belong to this class; default has those of none", "bucket"), lambda s: {(bucket,): share for bucket, share in s.class_shares.items()}),
+    (controller_spec("stream_lag_entries", "gauge", "1", "Feedback entries not read yet"), lambda s: s.feedback.lag),
+    (controller_spec("feedback_rows_folded", "counter", "1", "Rows folded into the controller's state"), lambda s: s.feedback.delivered),
+    (controller_spec("feedback_rows_lost", "counter", "1", "Rows that producers dropped"), lambda s: s.feedback.dropped),
+    (controller_spec("feedback_duplicates", "counter", "1", "Batches delivered twice and folded once"), lambda s: s.feedback.duplicates),
+    (controller_spec("feedback_missing_batches", "counter", "1", "Batches that never arrived (gaps in their numbers)"), lambda s: s.feedback.missing_batches),
+    (controller_spec("feedback_lost_entries", "counter", "1", "Entries trimmed before they were read, or unreadable"), lambda s: s.feedback.lost_entries),
+    (controller_spec("tokens", "counter", "1", "Emitted tokens", "bucket", "group"), lambda s: {(bucket, g): sums.tokens for bucket, t in s.buckets.items() for g, sums in t.groups().items()}),
+    (controller_spec("acceptance_length", "gauge", "tokens", "Tokens per round of the latest 30 s, bonus included", "bucket", "group"), _recent("acceptance_length")),
+    (controller_spec("tokens_per_second", "gauge", "1/s", "Tokens per device-second of the latest 30 s", "bucket", "group"), _recent("tokens_per_s")),
 )  # fmt: skip
 """Metric -> where the snapshot has it."""
 CONTROLLER_METRICS = tuple(spec for spec, _ in _TABLE)
@@ -137,12 +144,19 @@ def render(values: Iterable[tuple[MetricSpec, Value]]) -> bytes:
     return generate_latest(SimpleNamespace(collect=lambda: families))  # type: ignore[arg-type]
 
 
-def controller_metrics(snapshot: Snapshot) -> bytes:
-    """The text for one snapshot of the controller."""
+def controller_metrics(snapshot: Snapshot, model: str) -> bytes:
+    """The text for one snapshot of the controller of a service; model: the service's name."""
     is_restored = snapshot.ts is not None
     return render(
-        (spec, read(snapshot) if is_restored or spec.name in _BEFORE_RESTORE else None) for spec, read in _TABLE
+        (spec, _of_model(model, read(snapshot)) if is_restored or spec.name in _BEFORE_RESTORE else None)
+        for spec, read in _TABLE
     )
+
+
+def _of_model(model: str, value: Value) -> Value:
+    if value is None or value is msgspec.UNSET:
+        return None
+    return {(model, *labels): v for labels, v in (value.items() if isinstance(value, Mapping) else [((), value)])}  # type: ignore[misc]
 
 
 _Counters = tuple[tuple[str, MetricSpec], ...]
@@ -339,10 +353,10 @@ def render_metrics(replicas: Mapping[str, ReplicaNumbers], controller: Snapshot 
     """Body and content type.
 
     Args:
-        replicas: replica id -> its numbers.
+        replicas: replica id -> its numbers, of one service.
         controller: the controller's snapshot, whose metrics are appended; None = it is away.
     """
     body = render_processes(replicas)
     if controller is not None:
-        body += controller_metrics(controller)
+        body += controller_metrics(controller, next((numbers.model for numbers in replicas.values()), ""))
     return body, CONTENT_TYPE_LATEST

@@ -54,6 +54,12 @@ class Allowance:
         """Take `amount`, on credit if need be."""
         self._level -= amount
 
+    def change(self, per_minute: float) -> None:
+        """Fill at another rate from now on; what is there stays, as far as there is room for it."""
+        self.wait_s(0.0)
+        self._rate, self._capacity = per_minute / 60.0, max(per_minute, 1.0)
+        self._level = min(self._level, self._capacity)
+
 
 class Account:
     """One tenant at one replica. One event loop only."""
@@ -69,6 +75,19 @@ class Account:
         self.limits = limits
         each = limits.requests_per_minute, limits.tokens_per_minute
         self._requests, self._tokens = (None if n is None else Allowance(n * self._share, self._timer) for n in each)
+
+    def take_part(self, share: float) -> None:
+        """Go by another part of the rates from now on."""
+        if share == self._share:
+            return
+        self._share = share
+        limits = self.limits
+        for n, allowance in (
+            (limits.requests_per_minute, self._requests),
+            (limits.tokens_per_minute, self._tokens),
+        ):
+            if n is not None and allowance is not None:
+                allowance.change(n * share)
 
     def begin(self, *, is_counted: bool) -> None:
         """A request comes; is_counted: against the rate. Raises: LimitExceeded."""
@@ -130,12 +149,12 @@ class Clients:
 
     def __init__(
         self, tokens: Tokens | None = None, *, host: str | None = None, limits: ClientLimits | None = None,
-        share: float = 1.0, timer: Callable[[], float] = time.monotonic,
+        share: Callable[[], float] = lambda: 1.0, timer: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Args:
         host: address that the service listens on; a loopback one is kept from names that others point at it.
         limits: of tenants for which the tokens' file has none.
-        share: this replica's part of the rates.
+        share: this replica's part of the rates, now.
         """
         self.tokens = tokens if tokens is not None else Tokens()
         self._is_loopback = host is not None and is_loopback(host)
@@ -143,9 +162,9 @@ class Clients:
         self._accounts: OrderedDict[str, Account] = OrderedDict()
 
     @classmethod
-    def of(cls, config: ServiceConfig, tokens: Tokens, *, num_sharing: int) -> Clients:
+    def of(cls, config: ServiceConfig, tokens: Tokens, *, num_sharing: Callable[[], int]) -> Clients:
         """The clients of one of `num_sharing` processes that answer requests."""
-        return cls(tokens, host=config.host, limits=config.limits, share=1.0 / num_sharing)
+        return cls(tokens, host=config.host, limits=config.limits, share=lambda: 1.0 / num_sharing())
 
     def enter(self, request: Request) -> Visit:
         """Begin a request; `Visit.close` must follow. Raises: HTTPException 401 or 403, LimitExceeded."""
@@ -181,9 +200,10 @@ class Clients:
         limits = self.tokens.limits.get(tenant or "", self._limits)
         found = self._accounts.get(key)
         if found is None:
-            found = self._accounts[key] = Account(limits, self._share, self._timer)
+            found = self._accounts[key] = Account(limits, self._share(), self._timer)
         elif found.limits != limits:
             found.install(limits)
+        found.take_part(self._share())
         self._accounts.move_to_end(key)
         if len(self._accounts) > MAX_ACCOUNTS:
             self._forget()

@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ import pytest
 from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.paths import keep_private
+from tests.helpers.service_load import make_certificate
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -25,15 +25,6 @@ tokens:
   - {token: b, tenant: bolt}
   - {token: ops, role: admin, name: alice}
 """
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """(certificate, key) of localhost by openssl."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run([*words, *names], check=True, capture_output=True)
-    return cert, key
 
 
 @pytest.fixture(scope="module")

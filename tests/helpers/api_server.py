@@ -131,8 +131,17 @@ class ScriptedEngine:
                 return
 
 
+def below(prefix: str, app: FastAPI) -> Any:
+    """The application as Serve's proxy calls it below a route prefix; '' = none."""
+
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "root_path": prefix} if scope["type"] == "http" else scope, receive, send)
+
+    return call
+
+
 @contextlib.contextmanager
-def serve_app(app: FastAPI) -> Iterator[str]:
+def serve_app(app: Any) -> Iterator[str]:
     """Serve `app` with uvicorn on a free loopback port; gives the base URL."""
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))

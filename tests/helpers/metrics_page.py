@@ -8,9 +8,9 @@ from paceline.infra.web.metrics import CONTROLLER_METRICS, PROCESS_LABELS, REPLI
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
 HEAD = """# Metrics
 
-`GET /metrics`, in Prometheus' text format. Labels never hold request ids, users or drafter
-versions: a series of each would grow without end. The drafter version of an answer is in its `paceline` object; versions,
-decisions and ledger entries are in `GET /paceline/state`. A Grafana dashboard and Prometheus alert rules for these metrics are
+`GET /metrics`, Labels never hold request ids, users or drafter
+versions: a series of each would grow without end. Versions, decisions and
+ledger are in `GET /paceline/state`. A Grafana dashboard and Prometheus alert rules for these metrics are
 in `infra/grafana/`; the service's own page is [the dashboard](operate.md#the-dashboard).
 
 ## Who may scrape
@@ -21,8 +21,6 @@ in `infra/grafana/`; the service's own page is [the dashboard](operate.md#the-da
 | `--api-token` | the API token or the admin token |
 | on another address, no API token | the admin token; without one `/metrics` is closed (403) |
 | `--metrics-public` (`metrics_public: true`) | anybody, without a token |
-
-Set an API token for Prometheus rather than giving it the admin token: the admin token also changes the service.
 
 ```
 scrape_configs:
@@ -52,7 +50,7 @@ CONTROLLER = """
 ## Of the controller
 
 Every replica appends the same values, from a snapshot at most three seconds old; they are absent while the controller is
-away (a scrape waits at most 0.8 s for it). Take them from one replica, or with `max`. `group` is `adaptive` (the live
+away (a scrape waits at most 0.8 s for it). All have the label `model`. Use `max by (model)`. `group` is `adaptive` (the live
 version), `canary` (adaptive requests that the version on trial serves), `static` (hold-back), `plain` (no drafter) or `asked` (chosen by the client).
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,15 @@ def running(config: ServiceConfig) -> Iterator[Service]:
         yield service
     finally:
         stop_service(service)
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """(certificate, key) of localhost by openssl."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*words, *names], check=True, capture_output=True)
+    return cert, key
 
 
 def outer_listeners() -> tuple[set[str], list[tuple[str, int, str]]]:

@@ -163,4 +163,4 @@ def test_a_controller_goes_by_redis_time_and_says_how_old_its_values_are(
     snapshot = host.snapshot()
     assert snapshot.ts is not None and abs(snapshot.ts - time.time()) < 5.0
     assert snapshot.age_s is not None and 0.0 <= snapshot.age_s < 5.0
-    assert "paceline_controller_snapshot_age_seconds" in controller_metrics(snapshot).decode()
+    assert "paceline_controller_snapshot_age_seconds" in controller_metrics(snapshot, "m").decode()

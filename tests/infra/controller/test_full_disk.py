@@ -56,8 +56,11 @@ def test_decisions_and_commands_go_on_while_the_disk_is_full(
         assert "No space left" in snapshot.folder_error and "data folder" in snapshot.errors.last
         assert snapshot.errors.count <= errors.count + 1, "said once, not with every commit"
         assert snapshot.redis_up and not snapshot.is_redis_full and not snapshot.read_only
-        text = controller_metrics(snapshot).decode()
-        assert "paceline_controller_folder_failed 1.0" in text and "paceline_controller_redis_up 1.0" in text
+        text = controller_metrics(snapshot, "m").decode()
+        assert (
+            'paceline_controller_folder_failed{model="m"} 1.0' in text
+            and 'paceline_controller_redis_up{model="m"} 1.0' in text
+        )
         filler.unlink()
         send(client, keys, 12)
         wait_until(lambda: not host.snapshot(wait_s=1.0).folder_error, what="room on the disk")

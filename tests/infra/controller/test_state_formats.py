@@ -71,8 +71,11 @@ def test_a_refused_state_makes_the_controller_read_only_until_it_can_be_used(
         wait_until(lambda: host.snapshot().read_only)
         snapshot = host.snapshot()
         assert "a newer release wrote it" in snapshot.read_only and snapshot.redis_up and snapshot.ts is None
-        text = controller_metrics(snapshot).decode()
-        assert "paceline_controller_read_only 1.0" in text and "paceline_controller_redis_up 1.0" in text
+        text = controller_metrics(snapshot, "m").decode()
+        assert (
+            'paceline_controller_read_only{model="m"} 1.0' in text
+            and 'paceline_controller_redis_up{model="m"} 1.0' in text
+        )
         assert sum("READ-ONLY" in r.message for r in caplog.records) == 1
         with pytest.raises(PacelineError, match="read-only"):
             host.call(lambda: host.session.orders.pause(True)).result(20)

@@ -198,7 +198,8 @@ def test_a_replica_fits_a_serving_pod_and_a_training_task_a_trainer_and_nothing_
 def test_trainers_come_from_none_on_spot_machines_and_serving_pods_do_not() -> None:
     train, serve = GROUPS["train"], GROUPS["serve"]
     assert (train["replicas"], train["minReplicas"]) == (0, 0) and train["maxReplicas"] >= 1
-    assert serve["minReplicas"] >= CONFIG.num_replicas and serve["maxReplicas"] > serve["minReplicas"]
+    assert serve["minReplicas"] >= CONFIG.num_replicas
+    assert serve["maxReplicas"] >= (CONFIG.autoscaling.max_replicas or 0) > serve["minReplicas"]
     spot = {t["key"] for t in PODS["train"]["tolerations"] if "spot" in t["key"] or t.get("value") == "spot"}
     assert len(spot) >= 2 and not spot & {t["key"] for t in PODS["serve"]["tolerations"]}
     assert SERVICE["spec"]["rayClusterConfig"]["autoscalerOptions"]["idleTimeoutSeconds"] > 0

@@ -44,6 +44,21 @@ def test_whoever_is_asked_tells_of_all(pair):
     assert text.count("# TYPE paceline_rounds_total") == 1
 
 
+def test_who_has_left_or_fallen_silent_is_not_counted(pair, client, keys):
+    a, b = pair
+    assert a.exchange.num_processes is None
+    b.scrape()
+    a.scrape()
+    assert a.exchange.num_processes == 2
+    client.zincrby(keys.numbers, -REPORT_TTL_S - 1, "b")
+    a.scrape()
+    assert a.exchange.num_processes == 1
+    b.scrape()
+    b.exchange.close()
+    a.scrape()
+    assert a.exchange.num_processes == 1 and client.zrange(keys.numbers, 0, -1) == [b"a"]
+
+
 def test_what_a_scrape_has_shown_never_falls_in_the_next(pair):
     shown: dict[str, int] = {}
     for i in range(40):

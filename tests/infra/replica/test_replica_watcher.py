@@ -424,6 +424,19 @@ def test_versions_of_classes_are_loaded_one_a_pass_and_reported(shared_redis, cl
     assert slots.routes == {"code": "v3"} and read_reports(client, keys)[0].class_versions == {"code": "v3"}
 
 
+def test_a_replica_that_joins_has_the_versions_of_all_classes_before_it_is_ready(shared_redis, client, keys, seeded):
+    assign(client, keys, math="v2", code="v3", chat="v4", prose="v5")
+    slots = Slots(room=3, bad={"v2"})
+    w = watcher(shared_redis.url, keys, slots).start()
+    try:
+        assert slots.loaded == ["v3", "v4", "v5"], "all but the one that is refused"
+        report = read_reports(client, keys)[0]
+        assert report.class_versions == {"code": "v3", "chat": "v4", "prose": "v5"} and [*report.refused] == ["v2"]
+    finally:
+        w.stop()
+    assert read_reports(client, keys) == [], "one that has left is waited for by nobody"
+
+
 def test_a_version_of_a_class_that_is_refused_or_fails_is_reported_and_touches_nothing_else(shared_redis, client, keys, seeded):  # fmt: skip
     slots = Slots(bad={"v2"})
     w = watcher(shared_redis.url, keys, slots)

@@ -17,7 +17,7 @@ from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.wire.accounts import Clients
 from paceline.serving.wire.credentials import Tokens
-from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app, wait_until
+from tests.helpers.api_server import TOKENIZER, ScriptedEngine, below, serve_app, wait_until
 
 
 class Behind:
@@ -94,8 +94,8 @@ def behind() -> Behind:
     return Behind()
 
 
-@pytest.fixture
-def http(behind: Behind) -> Iterator[httpx.Client]:
+@pytest.fixture(params=["", "/below/it"])
+def http(behind: Behind, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     router = relay_router(behind.open, lambda: b"ingress 2\n")
     parts = ApiParts(
         client=ScriptedEngine(),
@@ -103,7 +103,8 @@ def http(behind: Behind) -> Iterator[httpx.Client]:
         open_routers=(router,),
         clients=Clients(Tokens(api_token="secret")),
     )
-    with serve_app(build_api(parts)) as url, httpx.Client(base_url=url) as client:
+    app = below(request.param, build_api(parts))
+    with serve_app(app) as url, httpx.Client(base_url=f"{url}{request.param}") as client:
         yield client
 
 

@@ -25,6 +25,8 @@ from paceline.errors import ConfigError
 from paceline.infra.app import build
 from paceline.infra.controller.actor import RayLauncher, build_host
 from paceline.infra.service.parts import controller_spec
+from paceline.infra.service.stores import StorePaths
+from paceline.infra.state.redis_clients import Keys
 from paceline.records import build as build_record
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -84,7 +86,7 @@ def test_serve_config_args_are_a_service_config() -> None:
     app = values["applications"][0]
     config = build_record(ServiceConfig, app["args"])
     assert app["import_path"] == "paceline.infra.app:build"
-    assert config.num_replicas == app["deployments"][0]["num_replicas"]
+    assert not {"num_replicas", "autoscaling_config"} & set(app["deployments"][0]), "they are said once, in args"
     limit = app["deployments"][0]["max_ongoing_requests"]
     assert limit >= config.engine.max_running + config.engine.max_waiting
     with pytest.raises(ConfigError, match="modle"):
@@ -120,6 +122,46 @@ def test_a_secret_in_the_file_is_warned_of_without_being_said(caplog) -> None:
 def test_a_rolling_restart_needs_no_free_slot() -> None:
     assert load(SERVICE)["applications"][0]["deployments"][0]["max_surge_percent"] == 0
     assert build(load(SERVICE)["applications"][0]["args"])._bound_deployment._deployment_config.max_surge_percent == 0
+
+
+def number_of_engines(**args: Any) -> tuple[int, Any]:
+    """What Serve is told of the engines' number by an application of these values."""
+    found = build({"device": "cuda", **args})._bound_deployment._deployment_config
+    return found.num_replicas, found.autoscaling_config
+
+
+def test_a_replica_is_full_before_serve_starts_another_one() -> None:
+    args = load(SERVICE)["applications"][0]["args"]
+    _, scaling = number_of_engines(**args)
+    assert (scaling.min_replicas, scaling.max_replicas) == (args["num_replicas"], args["autoscaling"]["max_replicas"])
+    assert scaling.target_ongoing_requests == args["engine"]["max_running"]
+    assert scaling.look_back_period_s > scaling.metrics_interval_s, "Serve wants several counts in its mean"
+    assert scaling.upscale_delay_s == 10 and scaling.downscale_delay_s == 600
+    _, scaling = number_of_engines(num_replicas=2, autoscaling={"max_replicas": 5, "target_ongoing_requests": 7})
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 5, 7)
+    assert load(CLUSTER)["available_node_types"]["serve_gpu"]["max_workers"] >= args["autoscaling"]["max_replicas"]
+
+
+def test_without_a_larger_number_the_number_is_fixed() -> None:
+    assert number_of_engines(num_replicas=2) == (2, None)
+    assert number_of_engines(num_replicas=2, autoscaling={"max_replicas": 2}) == (2, None)
+
+
+def test_the_documented_file_of_two_applications_is_one_that_serve_and_the_services_take() -> None:
+    text = (ROOT / "docs" / "api" / "scaling.md").read_text(encoding="utf-8")
+    values = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
+    ServeDeploySchema.model_validate(values)
+    assert unknown_keys(values, ServeDeploySchema) == []
+    first, second = (build_record(ServiceConfig, app["args"]) for app in values["applications"])
+    assert first.model_name != second.model_name and first.data_dir == second.data_dir
+    assert Keys(first.model_name).base != Keys(second.model_name).base
+    assert StorePaths.of(first).home != StorePaths.of(second).home
+    for app in values["applications"]:
+        assert app["name"] == app["args"]["model_name"] == app["route_prefix"].strip("/")
+        build(app["args"])
+    values["applications"][1]["route_prefix"] = "/small"
+    with pytest.raises(ValueError, match="route_prefix is unique"):
+        ServeDeploySchema.model_validate(values)
 
 
 def test_serve_config_names_the_deployment_that_is_built() -> None:

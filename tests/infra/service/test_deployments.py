@@ -24,10 +24,10 @@ from paceline.infra.controller.actor import (
     code_digest,
     ensure_controller,
     get_controller,
-    own_application,
     stop_controller,
 )
 from paceline.infra.controller.store import HostConfig
+from paceline.infra.service.claim import own_application
 from paceline.infra.service.deployment import DeploymentLimits, bind_engine
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from paceline.config import EngineConfig, ServiceConfig, TrainerResources
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.infra.app import check_gpus, granted_cpus, run_service, with_threads
 from paceline.infra.replica.exchange import ReplicaNumbers
 from paceline.infra.web.metrics import render_metrics
+from paceline.machine import free_port
 from tests.helpers.service_load import tiny_config
 
 
@@ -24,6 +25,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServiceConfig:
 def test_a_wrong_path_is_refused_before_anything_starts(config: ServiceConfig, change: dict) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         run_service(replace(config, **change))
+
+
+def test_a_ray_cluster_that_is_not_there_is_refused_at_once(config: ServiceConfig) -> None:
+    with pytest.raises(
+        PacelineError, match=r"--ray-address.* must name a Ray cluster that runs.*; start one by `ray start"
+    ):
+        run_service(replace(config, ray_address=f"127.0.0.1:{free_port()}"))
 
 
 def test_a_gpu_for_training_that_the_replicas_need_is_refused(config: ServiceConfig) -> None:

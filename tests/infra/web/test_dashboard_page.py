@@ -19,12 +19,16 @@ from paceline.infra.web.feed import DashboardFeed
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.wire.credentials import Tokens
-from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app
+from tests.helpers.api_server import TOKENIZER, ScriptedEngine, below, serve_app
 from tests.helpers.browser_page import Watch, open_browser, watched_page
 from tests.helpers.dashboard_host import FIRST, HOSTILE, Scene, make_scene
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(900)]
 CHARTS = ("timeline", "expected", "ledger", "ledger-by", "lineage", "posterior", "swaps")
+
+
+PREFIX = "/below/it"
+"""Route prefix of the service; without one the dashboard runs in tests/e2e/test_dashboard_browser.py."""
 
 
 @dataclass
@@ -39,10 +43,9 @@ def serve(scene: Scene, access: Access) -> Iterator[str]:
     feed = DashboardFeed(scene.state, scene.traffic)
     router = dashboard_router(scene, access, feed)
     try:
-        with serve_app(
-            build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(router,)))
-        ) as url:
-            yield url
+        app = build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER, open_routers=(router,)))
+        with serve_app(below(PREFIX, app)) as url:
+            yield f"{url}{PREFIX}"
     finally:
         feed.close()
 
@@ -61,6 +64,12 @@ def load(watch: Watch, url: str) -> None:
     for name in CHARTS:
         watch.wait("(id) => !!document.getElementById(id).data", name)
     watch.wait("document.querySelectorAll('#buckets .chart .main-svg').length > 0")
+
+
+def test_the_page_is_reached_with_a_slash_at_its_end_too(place: Place) -> None:
+    with watched_page(place.browser) as watch:
+        watch.page.goto(f"{place.url}/dashboard/")
+        watch.wait("(url) => location.href === url", f"{place.url}/dashboard")
 
 
 def test_hostile_names_are_shown_as_text_and_nothing_of_them_runs(place: Place) -> None:

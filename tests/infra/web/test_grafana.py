@@ -49,7 +49,7 @@ def expressions() -> list[tuple[str, str]]:
 def problems(query: str, legend: str = "") -> list[str]:
     """What a query names that the registry does not have, or that is no PromQL of the kind used here."""
     out = [f"unbalanced {a}{b}" for a, b in ("()", "{}", "[]") if query.count(a) != query.count(b)]
-    variable = re.fullmatch(r"label_values\((\w+), (\w+)\)", query)
+    variable = re.fullmatch(r"label_values\((\w+)(?:\{model=~\"\$model\"\})?, (\w+)\)", query)
     if variable:
         return [] if variable[2] in REGISTRY.get(variable[1], set()) else [f"{query} asks for what is not there"]
     bare = re.sub(r'"[^"]*"', '""', query)
@@ -85,6 +85,19 @@ def test_query_names_only_what_the_code_exposes(query: str, legend: str) -> None
 )  # fmt: skip
 def test_check_finds_planted_mistakes(query: str) -> None:
     assert problems(query)
+
+
+def test_board_and_alerts_tell_services_apart() -> None:
+    rules = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"][0]["rules"]
+    for rule in rules:
+        sums = re.findall(r"\b(?:max|min|sum|count)\b", rule["expr"])
+        grouped = re.findall(r"\b(?:max|min|sum|count) by \(model(?:, \w+)*\)", rule["expr"])
+        assert len(sums) == len(grouped), rule["alert"]
+    text = DASHBOARD.read_text(encoding="utf-8")
+    for query, _ in expressions():
+        if query not in {rule["expr"] for rule in rules} and query != "label_values(paceline_rounds_total, model)":
+            assert query.count("paceline_") == query.count('model=~"$model"'), query
+    assert '"name": "model"' in text
 
 
 def test_dashboard_shows_the_metrics_that_operators_need() -> None:

@@ -87,20 +87,20 @@ def test_every_metric_of_the_table_is_exposed():
         feedback=FeedbackCounts(delivered=2, duplicates=0, missing_batches=0, lost_entries=0, lag=0),
         class_shares={"~class-1": 0.75, "default": 0.25},
     )  # fmt: skip
-    text = controller_metrics(snapshot).decode()
+    text = controller_metrics(snapshot, "m").decode()
     for spec in CONTROLLER_METRICS:
         suffix = "_total" if spec.kind == "counter" else ""
         assert f"\n{spec.name}{suffix}" in text, spec.name
-    assert 'paceline_acceptance_length{bucket="math",group="adaptive"} 3.0' in text
-    assert 'paceline_class_share{bucket="~class-1"} 0.75' in text
-    assert "paceline_replicas_converged 1.0" in text
-    assert "paceline_controller_paused 1.0" in text and "paceline_controller_pinned 0.0" in text
-    assert 'paceline_canary_requests{role="incumbent"} 7.0' in text
-    assert 'paceline_drift_alarms_total{bucket="math"} 2.0' in text
+    assert 'paceline_acceptance_length{bucket="math",group="adaptive",model="m"} 3.0' in text
+    assert 'paceline_class_share{bucket="~class-1",model="m"} 0.75' in text
+    assert 'paceline_replicas_converged{model="m"} 1.0' in text
+    assert 'paceline_controller_paused{model="m"} 1.0' in text and 'paceline_controller_pinned{model="m"} 0.0' in text
+    assert 'paceline_canary_requests{model="m",role="incumbent"} 7.0' in text
+    assert 'paceline_drift_alarms_total{bucket="math",model="m"} 2.0' in text
 
 
 def test_age_of_the_controllers_values_is_by_the_controllers_clock():
-    text = controller_metrics(Snapshot(ts=time.time() + 5000.0, age_s=40.0)).decode()
+    text = controller_metrics(Snapshot(ts=time.time() + 5000.0, age_s=40.0), "m").decode()
     (age,) = [
         float(line.split()[1]) for line in text.splitlines() if line.startswith("paceline_controller_snapshot_age")
     ]
@@ -148,7 +148,7 @@ def test_every_metric_is_in_the_docs():
     names = [
         n
         for path in (metrics_page.PAGE.parent.parent / "infra").rglob("*.py")
-        for n in re.findall(r"(?:metric|replica)_spec\(\s*\"(\w+)\"", path.read_text())
+        for n in re.findall(r"(?:metric|replica|controller)_spec\(\s*\"(\w+)\"", path.read_text())
     ]
     assert len(names) > 50 and [n for n in names if not re.search(rf"`paceline_{n}(_total)?`", page)] == []
 
@@ -176,7 +176,10 @@ def test_scrape_holds_the_replica_and_the_controller():
         suffix = {"counter": "_total", "gauge": "", "histogram": "_bucket"}[spec.kind]
         assert re.search(rf"\n{spec.name}{suffix}[ {{]", text), spec.name
     assert 'paceline_spans_dropped_total{model="m",replica="r1"} 1.0' in text
-    assert 'paceline_rounds_total{model="m",replica="r1"} 7.0' in text and "paceline_desired_generation 4.0" in text
+    assert (
+        'paceline_rounds_total{model="m",replica="r1"} 7.0' in text
+        and 'paceline_desired_generation{model="m"} 4.0' in text
+    )
     families = list(text_string_to_metric_families(text))
     assert len({f.name for f in families}) == len(families), "one family, one place"
     alone = render_metrics(one_replica({"engine": {}}))[0].decode()
@@ -212,8 +215,10 @@ def test_controller_that_is_away_is_absent_from_the_scrape():
 
 
 def test_a_controller_that_has_restored_nothing_tells_only_that_it_is_there():
-    text = controller_metrics(Snapshot(errors=ControllerErrors(count=2)))
-    assert b"paceline_replicas_alive 0.0" in text and b"paceline_controller_errors_total 2.0" in text
+    text = controller_metrics(Snapshot(errors=ControllerErrors(count=2)), "m")
+    assert (
+        b'paceline_replicas_alive{model="m"} 0.0' in text and b'paceline_controller_errors_total{model="m"} 2.0' in text
+    )
     assert b"\npaceline_ledger_net_seconds" not in text and b"\npaceline_controller_epoch" not in text
 
 

@@ -1,7 +1,7 @@
 """Over a real socket: what one tenant's token opens is its own, whatever the client writes into headers and fields."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -163,9 +163,11 @@ def test_a_client_that_hangs_up_frees_its_place(scripted: SimpleNamespace) -> No
     wait_until(lambda: ask(scripted.url, "a").status_code == 200)
 
 
-def rated(url_limits: ClientLimits, tokens: Tokens | None = None) -> tuple[ApiParts, list[float]]:
+def rated(
+    url_limits: ClientLimits, tokens: Tokens | None = None, share: Callable[[], float] = lambda: 1.0
+) -> tuple[ApiParts, list[float]]:
     now = [1000.0]
-    clients = Clients(tokens or Tokens(api_token="k"), limits=url_limits, timer=lambda: now[0])
+    clients = Clients(tokens or Tokens(api_token="k"), limits=url_limits, share=share, timer=lambda: now[0])
     return ApiParts(client=ScriptedEngine("hi"), tokenizer=TOKENIZER, clients=clients), now
 
 
@@ -180,6 +182,25 @@ def test_requests_beyond_the_rate_are_told_when_to_come_again_and_are_served_the
         assert ask(url, "k").status_code == 200 and ask(url, "k").status_code == 429
         models = httpx.get(f"{url}/v1/models", headers={"authorization": "Bearer k"})
         assert models.status_code == 200, "looking costs nothing"
+
+
+def test_a_replica_keeps_to_its_part_of_the_rate_while_others_come_and_go() -> None:
+    num_sharing = [1]
+    parts, now = rated(ClientLimits(requests_per_minute=6), share=lambda: 1.0 / num_sharing[0])
+
+    def statuses(url: str, number: int) -> list[int]:
+        return [ask(url, "k").status_code for _ in range(number)]
+
+    with serve_app(build_api(parts)) as url:
+        assert statuses(url, 1) == [200]
+        num_sharing[0] = 2
+        assert statuses(url, 4) == [200] * 3 + [429], "what was saved up beyond the smaller part is gone"
+        now[0] += 20.0
+        assert statuses(url, 2) == [200, 429]
+        num_sharing[0] = 1
+        assert statuses(url, 1) == [429]
+        now[0] += 20.0
+        assert statuses(url, 3) == [200, 200, 429]
 
 
 def test_tokens_beyond_the_rate_wait_until_the_answers_are_paid_for() -> None:
