@@ -41,7 +41,7 @@ demo: $(VENV)/.ready
 	$(VENV)/bin/paceline demo $(ARGS)
 
 test: $(VENV)/.ready
-	$(PY) -m pytest tests --numprocesses $(WORKERS) --dist loadscope $(ARGS)
+	$(PY) -m pytest tests --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 # Its own environment: vLLM pins another transformers. These three come from the index as builds for another torch.
 $(VLLM_VENV)/.ready:
