@@ -101,7 +101,7 @@ def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
             bank_s=30.0,
             trainer_price=options.trainer_price,
             interval_s=max(20.0, options.minutes * 60 / 8),
-            min_rows=2400,  # some 24 requests: the learner learns 16 before any is scored
+            min_rows=3200,  # some 32 requests: the learner learns 16 before any is scored, and fewer scores are not sure
             horizon_s=_residual_s(options),
             holdback_percent=25,
             trusts_groups=True,  # the demo's client draws them

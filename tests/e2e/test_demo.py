@@ -45,7 +45,9 @@ def _check_document(result):
     for phase in result["phases"]:
         assert phase["tokens"] == sum(phase[g]["tokens"] for g in ("adaptive", "static", "plain"))
     num_requests = {g: sum(phase[g]["requests"] for phase in result["phases"]) for g in ("adaptive", "static")}
-    assert num_requests["adaptive"] > num_requests["static"] > 0  # a phase of seconds on a busy machine may see one or two
+    assert (
+        num_requests["adaptive"] > num_requests["static"] > 0
+    )  # a phase of seconds on a busy machine may see one or two
 
 
 def _left_behind_at_last(tmp_path):
