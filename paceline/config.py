@@ -169,13 +169,13 @@ class RolloutConfig:
     alpha_promote: A[float, Setting(gt=0, lt=1)] = 0.05
     """Probability of promoting, on evidence, a version that is slower by the margin or more."""
     min_requests: A[int, Setting(ge=1)] = 8
-    """Finished canary requests before a promotion."""
+    """Finished requests of the version before a promotion; this and the next one hold for guards as well."""
     min_drafted_rounds: A[int, Setting(ge=1)] = 16
     """Rounds of them in which the version drafted, before a promotion: requests decoded plainly are no evidence."""
     max_requests: int = 300
-    """Finished canary requests after which a canary without a verdict ends by its estimate, if it drafted enough."""
+    """Finished requests after which a canary without a verdict ends by its estimate, if it drafted enough; a guard ends."""
     max_s: A[float, Setting(gt=0)] = 1800.0
-    """Seconds after which it does, and after which one that drafted too little ends without a promotion."""
+    """Seconds after which a canary does, and after which one that drafted too little ends without a promotion."""
     freeze_s: A[float, Setting(ge=0)] = 600.0
     """After a rollback no training is ordered on the version's bucket for so long."""
     quiet_s: A[float, Setting(gt=0)] = 1.5

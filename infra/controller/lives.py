@@ -107,6 +107,9 @@ class Lives:
             self._close_canary(Verdict(outcome=Outcome.RETIRED, reason="another desired record was written"), now)
         for guard in [g for g in self._state.rollout.guards.values() if not g.is_wanted(desired)]:
             del self._state.rollout.guards[guard.scope]
+            self._books.log(
+                "note", {"text": f"guard of {guard.version} on {guard.scope} ended: it serves the class no longer"}
+            )
         self._state.assigned = [b for b in self._state.assigned if b in desired.class_versions]
         serving = {desired.version, *desired.class_versions.values()}
         if self._state.lifecycle.with_status(_S.LIVE) != serving:
@@ -193,22 +196,24 @@ class Lives:
         lives, base = self._state.lifecycle, self._books.desired
         if base is None or version == base.version_of(bucket):
             return
-        if version in lives.barred():
-            self.refuse(version, "it came to an end before", now, decision_id, bucket)
+        if version in lives.barred() or bucket in self._state.assigned:
+            why = "it came to an end before" if version in lives.barred() else "an operator has given it another one"
+            self.refuse(version, why, now, decision_id, bucket)
             return
-        life = lives.versions.get(version)
-        was_live = life is not None and life.was_live
+        life, guards = lives.versions.get(version), self._state.rollout.guards
+        is_proven = life is not None and life.was_live and all(g.version != version for g in guards.values())
         try:
             if version == base.version:
                 self.unassign(bucket, reason, now, decision_id)
-            elif self.config.guard and self._holdback_percent and not was_live:
-                before = base.class_versions.get(bucket, "")
+            elif self.config.guard and 0 < self._holdback_percent < 100 and not is_proven:
+                older = guards.get(bucket)  # its version proved nothing yet: nobody goes back to it
+                before = base.class_versions.get(bucket, "") if older is None else older.before or ""
                 self.assign(bucket, version, reason, now, decision_id)
                 self._state.rollout.guard(
                     version, before, self.config, incumbent=base.first_version, holdback_percent=self._holdback_percent,
                     now=now, decision_id=decision_id, bucket=bucket, arm=arm,
                 )  # fmt: skip
-            elif self.config.canary_percent and not was_live:
+            elif self.config.canary_percent and not is_proven:
                 _check_room(base, bucket)
                 self._start_canary(base, version, reason, now, decision_id, bucket=bucket, arm=arm, scope=bucket)
             else:
@@ -265,11 +270,16 @@ class Lives:
         serving = set() if state.desired is None else {state.desired.version, *state.desired.class_versions.values()}
         percent, scope = (canary.percent, canary.scope) if canary is not None else (0, "")
         state.traffic.observe(batch, state.rollout.tried_version(serving), percent, scope)
-        now, guards = self._books.clock.now(), state.rollout.guards
-        if canary is not None and self._around.canaries.get(batch.replica_id) == canary.version:
+        report = self._around.latest.get(batch.replica_id)
+        if report is None:
+            return
+        now = self._books.clock.now()
+        if canary is not None and report.canary_version == canary.version:
             rollout.fold(canary, batch.cells, now)
-        for bucket in {cell.bucket for cell in batch.cells} & guards.keys():
-            rollout.fold(guards[bucket], batch.cells, now)
+        for bucket in {cell.bucket for cell in batch.cells} & state.rollout.guards.keys():
+            guard = state.rollout.guards[bucket]
+            if report.class_versions.get(bucket) == guard.version:  # else only the hold-back's side of it would count
+                rollout.fold(guard, batch.cells, now)
 
     def judge_trials(self, now: float, *, is_read_up: bool) -> None:
         """Judge the canary in flight and the guards by what replicas report and requests show.
@@ -283,6 +293,9 @@ class Lives:
             return
         taken, self._taken = self._taken, {}
         for trial in [*([] if canary is None else [canary]), *self._state.rollout.guards.values()]:
+            wanted = self._books.desired
+            if wanted is None or (trial.is_guard and not trial.is_wanted(wanted)):
+                continue  # the end of another one in this pass took its class
             look = self._taken[trial.version] = (self._around.num_looks, desired.gen)
             verdict = None
             if taken.get(trial.version) != look:
@@ -292,7 +305,7 @@ class Lives:
             verdict = verdict or rollout.judge(trial, self.config, now)
             if verdict is None or (verdict.outcome == Outcome.PROMOTED and self._state.is_paused):
                 continue
-            if verdict.outcome == Outcome.PROMOTED and trial.scope:
+            if verdict.outcome == Outcome.PROMOTED and trial.scope and not trial.is_guard:
                 try:
                     _check_room(desired, trial.scope)
                 except DrafterMismatchError as e:  # others were given versions meanwhile
@@ -332,8 +345,10 @@ class Lives:
         self._books.log("note", {"text": text})
         if verdict.outcome == Outcome.PROMOTED:
             return
-        others = {b: v for b, v in base.class_versions.items() if b != guard.scope}
-        if guard.before and guard.before not in {*state.lifecycle.barred(), *state.evicted}:
+        kept = {b: v for b, v in base.class_versions.items() if v != guard.version or b in state.assigned}
+        others = {b: v for b, v in kept.items() if b != guard.scope}
+        unfit = {"", base.version, base.canary_version, *state.lifecycle.barred(), *state.evicted}
+        if guard.before not in unfit:
             others[guard.scope] = guard.before
         self._reassign(base, others, guard.scope, text, now, guard.decision_id, left=_status_after(verdict))
 
@@ -517,7 +532,9 @@ class WeightPool:
                 kept |= {desired.version, desired.first_version, desired.canary_version}
                 kept |= set(desired.class_versions.values())
         kept |= self._state.lifecycle.with_status(_S.LIVE, _S.CANARY)
-        kept |= set(self._state.history[-_KEPT_HISTORY:])
+        kept |= set(self._state.history[-_KEPT_HISTORY:]) | {
+            g.before or "" for g in self._state.rollout.guards.values()
+        }
         for report in self._around.reports:
             kept |= {report.version, report.canary_version, *report.slots.values()}
         return kept

@@ -270,10 +270,14 @@ def take_reports(canary: Canary, reports: Sequence[ReplicaReport], desired: Desi
             canary.errors_before.setdefault(r.replica_id, now)
             canary.errors_now[r.replica_id] = now
     before, after = canary.errors_before, canary.errors_now
+    if canary.is_guard:  # which may last, while replicas come and go
+        for gone in set(after) - {r.replica_id for r in reports}:
+            del before[gone], after[gone]
     new = {i: [b - a for a, b in zip(before[i], after[i], strict=True)] for i in after}
     if not canary.is_guard:  # the hold-back's version serves other classes, too
         canary.test.errors = [sum(n[0] for n in new.values()), sum(n[1] for n in new.values())]
-    broken = sorted(i for i, n in new.items() if n[1] > 0)
+    # a guard's version serves other classes for long: what breaks the incumbent's requests as well is not the version's
+    broken = sorted(i for i, n in new.items() if n[1] > 0 and not (canary.is_guard and n[0] > 0))
     if len(broken) >= 2:
         reason = f"requests on it ended in errors on {len(broken)} replicas ({', '.join(broken)})"
         return Verdict(outcome=Outcome.ROLLED_BACK, reason=reason)
@@ -307,7 +311,7 @@ def judge(canary: Canary, config: RolloutConfig, now: float) -> Verdict | None:
     is_full = own >= config.max_requests and (has_drafted or canary.is_guard)
     if not is_full and (canary.is_guard or now - canary.since < config.max_s):
         return None
-    ended = f"no verdict after {own} canary requests and {now - canary.since:.0f} s"
+    ended = f"no verdict after {own} requests of it and {now - canary.since:.0f} s"
     if not has_drafted:
         ended += f": it drafted in {drafted} rounds, and a promotion needs {config.min_drafted_rounds}"
     is_promoted = may_promote and ratio is not None and ratio >= 1 - config.margin

@@ -199,7 +199,7 @@ class Session:
             self.books.note_storage("the snapshot file cannot be written", e)
 
     def step(self, block_ms: int = 250) -> int:
-        """One pass: feedback, surroundings, canary, job, decisions, commit. Returns the entries read.
+        """One pass: feedback, surroundings, trials, job, decisions, commit. Returns the entries read.
 
         Raises: redis errors (call again later, nothing is lost), FencedError (stop).
         """

@@ -29,8 +29,8 @@ class Surroundings:
         self._target, self._trace = books.config.target_version, books.config.trace
         self._sweep_due = 0.0
         self.reports: list[ReplicaReport] = []
-        self.canaries: dict[str, str] = {}
-        """Replica -> version on trial that it reports, '' = none."""
+        self.latest: dict[str, ReplicaReport] = {}
+        """Replica -> its report."""
         self.num_looks = 0
         self.versions: list[DrafterManifest] = []
         self.learned_rows: dict[str, dict[str, int]] = {}
@@ -51,13 +51,13 @@ class Surroundings:
         except (OSError, PacelineError) as e:
             self._books.note_storage("trace store or registry cannot be read", e)
         self.reports = read_reports(self._books.store.client, self._books.store.keys)
-        self.canaries = {report.replica_id: report.canary_version for report in self.reports}
+        self.latest = {report.replica_id: report for report in self.reports}
         self.num_looks += 1
         for report in self.reports:
             self._note_swap(report)
         if len(self._state.seen_swaps) > 2 * len(self.reports) + _MAX_SWAPS:  # replicas that are gone for good
             seen = self._state.seen_swaps
-            self._state.seen_swaps = {i: seen[i] for i in self.canaries if i in seen}
+            self._state.seen_swaps = {i: seen[i] for i in self.latest if i in seen}
         now = self._books.clock.now()
         if self._trace is not None and now >= self._sweep_due:
             self._sweep_due = now + _SWEEP_S

@@ -24,6 +24,7 @@ _ENDED = {
     "rolled_back": "The job made version {made}; the gate accepted it, but it was rolled back.",
     "retired": "The job made version {made}; the gate accepted it, but its trial ended without a promotion.",
     "kept": "The job made version {made}; the gate accepted it, but it was not made live then.",
+    "refused": "The job made version {made}; the gate accepted it, but its class could not be given it.",
     "rejected": "The gate refused what the job made: no request ever saw it.",
     "learning": "The learner is not surely better yet; the next burst goes on from here.",
     "failed": "The job failed; the live drafter was not touched.",

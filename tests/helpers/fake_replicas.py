@@ -60,7 +60,10 @@ class FakeReplicas:
                     name, desired.gen - 1, desired.version, failed_gen=desired.gen, failed_reason=reason, swap_gen=0
                 )
             else:
-                made = loading(name, desired.gen, desired.version, desired.canary_version, swap_gen=0)
+                made = loading(
+                    name, desired.gen, desired.version, desired.canary_version, swap_gen=0,
+                    class_versions=desired.class_versions,
+                )  # fmt: skip
             write_report(self._client, self._keys, made)
 
     def serve(self, batch: int = 4) -> None:

@@ -226,7 +226,7 @@ def test_an_order_for_the_class_ends_its_canary(host, client, keys, order):
 
 
 def test_what_is_trained_for_a_class_with_a_version_of_its_own_is_tried_on_that_class(host, client, keys, wait_until):
-    host.session.orders.assign("math", "v3")
+    host.session.lives.assign("math", "v3", "by the policy", 1.0, 9)
     settle(host)
     host.session.controller.queue.append(decision(1, "train", arm="full"))
     wait_until(lambda: settle(host, 1) or host.session.state.rollout.canary is not None, timeout_s=60.0)

@@ -129,6 +129,47 @@ def test_another_version_of_the_class_ends_its_guard_and_a_restart_does_not(shar
     assert read_desired(client, keys).class_versions == {"math": "v3"}
 
 
+def test_a_version_that_proved_nothing_yet_is_none_to_go_back_to(host, client, keys, serve_until_judged):
+    publish(host, "v3", decision_id=1)
+    publish(host, "v2", decision_id=2)
+    assert host.session.state.rollout.guards["math"].version == "v2"
+    serve_until_judged(host, v2=150.0, v3=100.0)
+    assert read_desired(client, keys).class_versions == {}
+
+
+def test_a_version_under_guard_is_guarded_elsewhere_too_and_goes_everywhere(host, client, keys, serve_until_judged):
+    publish(host, "v2", bucket="math")
+    publish(host, "v2", bucket="code", decision_id=2)
+    assert sorted(host.session.state.rollout.guards) == ["code", "math"]
+    serve_until_judged(host, v2=150.0)
+    assert read_desired(client, keys).class_versions == {} and status(host, "v2") == S.ROLLED_BACK
+    publish(host, "v2", decision_id=3)
+    assert read_desired(client, keys).class_versions == {}
+
+
+def test_what_an_operator_assigned_while_a_job_ran_stays(host, client, keys):
+    host.session.orders.assign("math", "v3")
+    settle(host)
+    publish(host)
+    assert read_desired(client, keys).class_versions == {"math": "v3"} and not host.session.state.rollout.guards
+    assert host.session.controller.canaries == [(1, "refused")]
+
+
+def test_a_replica_that_has_not_loaded_the_version_is_no_evidence(shared_redis, host, keys, wait_until):
+    """Its hold-back would be compared with nobody, and how fast that replica is would count."""
+    publish(host)
+    fleet = FakeReplicas(shared_redis.url, keys, speed=lambda v: 300.0, holdback=0.5)
+    fleet.serve(8)
+    wait_until(lambda: settle(host, 1) or host.session.state.num_rows == fleet.num_rows, what="the rows")
+    guard = host.session.state.rollout.guards["math"]
+    assert not guard.open and guard.test.num_requests == (0, 0)
+    fleet.report()
+    settle(host)
+    fleet.serve(8)
+    wait_until(lambda: settle(host, 1) or host.session.state.num_rows == fleet.num_rows, what="the rows")
+    assert len(guard.open) + sum(guard.test.num_requests) == 16
+
+
 def test_a_version_that_served_before_needs_no_guard_and_without_a_hold_back_there_is_a_canary(shared_redis, host, client, keys, tmp_path):  # fmt: skip
     publish(host)
     host.session.orders.unassign("math")
@@ -141,6 +182,15 @@ def test_a_version_that_served_before_needs_no_guard_and_without_a_hold_back_the
     settle(other)
     publish(other, "v3", bucket="code")
     assert other.session.state.rollout.canary.version == "v3" and not other.session.state.rollout.guards
+    host.stop()
+
+
+def test_where_everybody_is_held_back_there_is_no_guard(shared_redis, client, keys, tmp_path, seeded):
+    host = make_host(shared_redis.url, keys, tmp_path, policy=PolicyConfig(holdback_percent=100))
+    host.connect()
+    settle(host)
+    publish(host)
+    assert not host.session.state.rollout.guards and host.session.state.rollout.canary.version == "v2"
 
 
 def test_the_hold_back_is_the_other_side_and_nobody_else():

@@ -147,7 +147,7 @@ def test_a_canary_without_traffic_is_retired_when_its_time_is_over():
     state = begin()
     assert judge(state.canary, CONFIG, now=499.0) is None
     verdict = judge(state.canary, CONFIG, now=500.0)
-    assert verdict.outcome == Outcome.RETIRED and "0 canary requests" in verdict.reason
+    assert verdict.outcome == Outcome.RETIRED and "0 requests of it" in verdict.reason
 
 
 def test_a_canary_that_never_drafted_is_not_promoted_and_ends_at_its_time_without_a_penalty():
