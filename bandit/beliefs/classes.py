@@ -314,7 +314,7 @@ class _Clumps:
         book.means = self.means.astype("<f4").tobytes()
         book.weights, book.spreads = self.weights.tolist(), self.spreads.tolist()
         book.labels = self.labels.tolist()
-        book.tenants = [{name: round(w, 3) for name, w in t.items()} for t in self.tenants]
+        book.tenants = [{name: round(float(w), 3) for name, w in t.items()} for t in self.tenants]
 
     def add(self, vector: np.ndarray, reach: dict[int, float], tenant: str) -> int:
         """Take one vector; returns the class of the clump that it joined.

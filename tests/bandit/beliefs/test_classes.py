@@ -101,10 +101,10 @@ def test_what_is_published_settles():
 
 def test_a_restart_changes_nothing():
     vectors = mixed([prompts(c, 60, i) for i, c in enumerate(centres(4))], 5)
-    whole = learn(ClassBook(), vectors)
+    whole = learn(ClassBook(), vectors, tenant="a")
     book = ClassBook()
     for i in range(0, len(vectors), 20):
-        book = learn(book, vectors[i : i + 20], at=i / 10)
+        book = learn(book, vectors[i : i + 20], at=i / 10, tenant="a")
         book = msgspec.msgpack.decode(msgspec.msgpack.encode(book), type=ClassBook)
     assert book.published.names == whole.published.names
     assert np.allclose(book.published.centroids, whole.published.centroids, atol=1e-4)

@@ -34,7 +34,7 @@ class PromptSinks(Sinks):
         super().__init__()
         self.vectors: list[tuple[str, np.ndarray]] = []
 
-    def record_prompt(self, space, vector):
+    def record_prompt(self, space, vector, tenant):
         self.vectors.append((space, vector.copy()))
 
 
@@ -218,7 +218,7 @@ def test_classes_may_be_off_and_need_hidden_states():
 
 def test_neither_a_broken_sink_nor_a_failing_forward_of_classes_ends_a_request(monkeypatch):
     class Broken(PromptSinks):
-        def record_prompt(self, space, vector):
+        def record_prompt(self, space, vector, tenant):
             raise RuntimeError("full")
 
     engine = make_engine(sinks=Broken())
