@@ -60,9 +60,10 @@ class FakeReplicas:
                     name, desired.gen - 1, desired.version, failed_gen=desired.gen, failed_reason=reason, swap_gen=0
                 )
             else:
+                refused = {v: "weights must be finite" for v in desired.class_versions.values() if self._refuses(v)}
                 made = loading(
-                    name, desired.gen, desired.version, desired.canary_version, swap_gen=0,
-                    class_versions=desired.class_versions,
+                    name, desired.gen, desired.version, desired.canary_version, swap_gen=0, refused=refused,
+                    class_versions={b: v for b, v in desired.class_versions.items() if v not in refused},
                 )  # fmt: skip
             write_report(self._client, self._keys, made)
 
@@ -75,6 +76,7 @@ class FakeReplicas:
                 self._next += 1
                 request, now = f"{name}-{self._next}", time.time()
                 version, canary = desired.version_of("math"), desired.canary_version
+                version = desired.version if self._refuses(version) else version
                 scopes = ("math",) if "math" in desired.class_versions else ("", "math")
                 if canary and desired.canary_bucket in scopes and not self._refuses(canary):
                     version = canary if is_canary(request, canary, desired.canary_percent) else version

@@ -1,6 +1,6 @@
 """Controllers with canaries in processes of their own, forked from one that has imported everything: so kills are cheap.
 
-python rollout_process.py URL MODEL DIR: each line on stdin starts a controller and is answered with its process id.
+python rollout_process.py URL MODEL DIR canary|guard: each line on stdin starts a controller and is answered with its process id.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from paceline.config import RolloutConfig  # noqa: E402
+from paceline.config import PolicyConfig, RolloutConfig  # noqa: E402
 from paceline.contracts import TrainJob  # noqa: E402
 from paceline.infra.controller.host import ControllerHost  # noqa: E402
 from paceline.infra.controller.jobs import WorkerLease  # noqa: E402
@@ -33,10 +33,23 @@ from tests.helpers.scripted import (  # noqa: E402
 class AlwaysTraining(ScriptedController):
     """Orders a job whenever none is in flight, no canary is on trial and nothing is frozen."""
 
+    pause_s = 0.0
+    """From an order, or the start, to the next one."""
+    ordered_s: float | None = None
+
     def tick(self, now, context):
-        if not context.job_running and not context.frozen and not self.queue:
+        if self.ordered_s is None:
+            self.ordered_s = now
+        if not context.job_running and not context.frozen and not self.queue and now - self.ordered_s >= self.pause_s:
+            self.ordered_s = now
             self.queue.append(decision(self.s.next_id, "train", arm="full"))
         return super().tick(now, context)
+
+
+class Unhurried(AlwaysTraining):
+    """Lets a guard come to its end before it orders the next version of the class, which would end it."""
+
+    pause_s = 3.0
 
 
 class GrowingStore(MemoryStore):
@@ -63,14 +76,18 @@ class VersionLauncher(ProcessLauncher):
         return super().launch(job, lease)
 
 
-def serve(url: str, model: str, folder: Path) -> None:
+def serve(url: str, model: str, folder: Path, trial: str) -> None:
+    is_guarded = trial == "guard"
+    rollout = RolloutConfig(
+        guard=is_guarded, canary_percent=40, quiet_s=0.05, freeze_s=1.0, max_requests=200, max_s=20.0
+    )
     host = ControllerHost(
         HostConfig(
-            redis_url=url, model=model, data_dir=folder / "data", lease_ttl_s=2.0, context_every_s=0.05, target_version="t", start_s=10.0,
-            rollout=RolloutConfig(canary_percent=40, quiet_s=0.05, freeze_s=1.0, max_requests=200, max_s=20.0),
+            redis_url=url, model=model, data_dir=folder / "data", lease_ttl_s=2.0, context_every_s=0.05, target_version="t",
+            start_s=10.0, rollout=rollout, policy=PolicyConfig(holdback_percent=40),
         ),
         store=GrowingStore(), registry=AnyVersion(), launcher=VersionLauncher(url, str(folder / "journal"), seconds=0.1),
-        make_controller=AlwaysTraining,
+        make_controller=Unhurried if is_guarded else AlwaysTraining,
     )  # fmt: skip
     host.start()
     threading.Event().wait()
@@ -83,7 +100,7 @@ def main() -> None:
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.close(0)
-            serve(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+            serve(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4])
         print(pid, flush=True)
 
 

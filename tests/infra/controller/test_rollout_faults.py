@@ -19,14 +19,14 @@ from tests.helpers.fake_replicas import FakeReplicas
 from tests.helpers.hosts import ledger, recent_log, stored, totals
 
 PROGRAM = Path(__file__).resolve().parents[2] / "helpers" / "rollout_process.py"
-NUM_KILLS = 50
+NUM_KILLS = {"canary": 50, "guard": 15}
 
 
 class Controllers:
     """The forking process and the controller it started last."""
 
-    def __init__(self, url: str, keys, folder: Path) -> None:
-        args = [sys.executable, str(PROGRAM), url, keys.model, str(folder)]
+    def __init__(self, url: str, keys, folder: Path, trial: str) -> None:
+        args = [sys.executable, str(PROGRAM), url, keys.model, str(folder), trial]
         self.parent = subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.start()
 
@@ -60,20 +60,37 @@ def speed(version: str) -> float:
     return 300.0 if version == "v1" else 100.0 if is_poisoned(version) else 400.0
 
 
-STATES = {
+def has_ended(s, outcome: str) -> bool:
+    return s.rollout.canary is None and not s.rollout.guards and s.rollout.last.get("outcome") == outcome
+
+
+TRAINING = {
     "training": lambda s, c, k: s.pending is not None and c.exists(k.train),
     "trained, not folded": lambda s, c, k: s.pending is not None and c.exists(k.train_result(s.pending.job.job_id)),
-    "canary begun": lambda s, c, k: s.rollout.canary is not None and not s.rollout.canary.open,
-    "canary served": lambda s, c, k: s.rollout.canary is not None and len(s.rollout.canary.open) > 0,
-    "canary judged half": lambda s, c, k: s.rollout.canary is not None and sum(s.rollout.canary.test.num_requests) > 8,
-    "promoted": lambda s, c, k: s.rollout.canary is None and s.rollout.last.get("outcome") == "promoted",
-    "rolled back": lambda s, c, k: s.rollout.canary is None and s.rollout.last.get("outcome") == "rolled_back",
+}
+ENDS = {
+    "promoted": lambda s, c, k: has_ended(s, "promoted"),
+    "rolled back": lambda s, c, k: has_ended(s, "rolled_back"),
     "frozen": lambda s, c, k: bool(s.rollout.frozen_buckets(time.time())),
 }
+STATES = {
+    "canary": {
+        **TRAINING,
+        "canary begun": lambda s, c, k: s.rollout.canary is not None and not s.rollout.canary.open,
+        "canary served": lambda s, c, k: s.rollout.canary is not None and len(s.rollout.canary.open) > 0,
+        "canary judged half": lambda s, c, k: s.rollout.canary is not None and sum(s.rollout.canary.test.num_requests) > 8,
+        **ENDS,
+    },
+    "guard": {
+        "guard served": lambda s, c, k: any(g.open for g in s.rollout.guards.values()),
+        "guard judged half": lambda s, c, k: any(sum(g.test.num_requests) > 8 for g in s.rollout.guards.values()),
+        **ENDS,
+    },
+}  # fmt: skip
 
 
-def check(client, keys, num_rows: int, folder: Path) -> Counter:
-    """Everything agrees: rows, ledger, decisions, jobs, lives, the desired record. Returns the outcomes of canaries."""
+def check(client, keys, num_rows: int, folder: Path, trial: str) -> Counter:
+    """Everything agrees: rows, ledger, decisions, jobs, lives, the desired record. Returns what became of versions on trial."""
     state = stored(client, keys)
     assert (state.num_rows, state.num_missing_batches, state.num_lost_entries) == (num_rows, 0, 0)
     entries = ledger(client, keys).values()
@@ -111,31 +128,36 @@ def check(client, keys, num_rows: int, folder: Path) -> Counter:
     assert not any(is_poisoned(v) or is_unloadable(v) for v in serving)
     for version in lives.versions:
         ends = {t.after for t in lives.versions[version].transitions}
-        if is_poisoned(version) or is_unloadable(version):
+        if trial == "canary" and (is_poisoned(version) or is_unloadable(version)):
             assert DrafterStatus.LIVE not in ends
-    return Counter(e["after"] for e in log if "after" in e and e["before"] == "canary")
+    before = {"canary": ("canary",), "guard": ("shadowed", "live")}[trial]
+    return Counter(e["after"] for e in log if "after" in e and e["before"] in before)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kills_in_all_states_lose_double_and_block_nothing(own_redis, keys, tmp_path, wait_until):
+@pytest.mark.parametrize("trial", ["canary", "guard"])
+def test_kills_in_all_states_lose_double_and_block_nothing(trial, own_redis, keys, tmp_path, wait_until):
     client = patient_client(own_redis.url)
     ensure_first_version(client, keys, "v1", 0, time.time())
     rng = random.Random(0)
-    controllers = Controllers(own_redis.url, keys, tmp_path)
-    fleet = FakeReplicas(own_redis.url, keys, speed=speed, refuses=is_unloadable, spread=0.4)
+    states, num_kills = STATES[trial], NUM_KILLS[trial]
+    controllers = Controllers(own_redis.url, keys, tmp_path, trial)
+    fleet = FakeReplicas(
+        own_redis.url, keys, speed=speed, refuses=is_unloadable, spread=0.4, holdback=0.4 if trial == "guard" else 0.0
+    )
     fleet.start(every_s=0.1, batch=3)
     killed: Counter = Counter()
     epochs = set()
     try:
-        for k in range(NUM_KILLS):
-            due = [s for s in STATES if killed[s] <= k // len(STATES)]  # in turns, in the order in which they come up
+        for k in range(num_kills):
+            due = [s for s in states if killed[s] <= k // len(states)]  # in turns, in the order in which they come up
 
             def met(due: list[str] = due) -> str | None:
                 state = stored(client, keys)
                 if state.epoch in epochs:
                     return None
-                return next((s for s in due if STATES[s](state, client, keys)), None)
+                return next((s for s in due if states[s](state, client, keys)), None)
 
             deadline = time.monotonic() + 4.0  # a state may not come up for a while: then any other is killed
             while (name := met()) is None and time.monotonic() < deadline:
@@ -145,8 +167,8 @@ def test_kills_in_all_states_lose_double_and_block_nothing(own_redis, keys, tmp_
             controllers.kill()
             epochs.add(stored(client, keys).epoch)
             controllers.start()
-        for name in [s for s in STATES if not killed[s]]:  # on a slow machine some states were not met in time
-            wait_until(lambda name=name: STATES[name](stored(client, keys), client, keys), timeout_s=90.0, what=name)
+        for name in [s for s in states if not killed[s]]:  # on a slow machine some states were not met in time
+            wait_until(lambda name=name: states[name](stored(client, keys), client, keys), timeout_s=90.0, what=name)
             killed[name] += 1
             controllers.kill()
             controllers.start()
@@ -155,16 +177,21 @@ def test_kills_in_all_states_lose_double_and_block_nothing(own_redis, keys, tmp_
         fleet.start(every_s=0.1, batch=3)
         before = client.xlen(keys.log)
         wait_until(lambda: client.xlen(keys.log) > before + 20, timeout_s=60.0, what="life after the kills")
-        wait_until(lambda: stored(client, keys).rollout.canary is None, timeout_s=60.0, what="the end of the canary")
+
+        def is_over() -> bool:
+            rollout = stored(client, keys).rollout
+            return rollout.canary is None and not rollout.guards
+
+        wait_until(is_over, timeout_s=60.0, what="the end of the trial")
         fleet.stop()
         wait_until(lambda: stored(client, keys).num_rows >= fleet.num_rows, timeout_s=60.0, what="all rows")
         controllers.kill()
         time.sleep(0.2)
-        outcomes = check(client, keys, fleet.num_rows, tmp_path)
+        outcomes = check(client, keys, fleet.num_rows, tmp_path, trial)
         assert outcomes["live"] > 0 and outcomes["rolled_back"] > 0
-        assert len([s for s in STATES if killed[s] > 0]) == len(STATES), killed
-        assert sum(killed.values()) >= NUM_KILLS
-        print("killed in", dict(killed), "canaries", dict(outcomes), "epoch", stored(client, keys).epoch)
+        assert len([s for s in states if killed[s] > 0]) == len(states), killed
+        assert sum(killed.values()) >= num_kills
+        print("killed in", dict(killed), "outcomes", dict(outcomes), "epoch", stored(client, keys).epoch)
     finally:
         fleet.stop()
         controllers.close()
