@@ -16,11 +16,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 
 LEVEL = 0.95
 TILTS = (1.0, 2.5, 6.0, 15.0)
 """theta of the mixture, per unit of log rate; best is effect / variance: 0.1 / 0.2^2 = 2.5, 0.7 / 0.2^2 = 17."""
+LOG_SURE = math.log(20.0)
+"""Log evidence that is sure: wrong once in 20 learners that gain nothing, however often one looks."""
+LOG_NOTHING = -1e9
+"""Log evidence of a process that has not begun."""
+MIN_REQUESTS = 4
+"""Scored requests below which nothing is said."""
+GRACE_REQUESTS = 16
+"""Scored requests before a learner can be found to gain too little, behind those that it learned unscored: gains grow from
+nothing."""
+MAX_SCORE = 3.0
+"""Log ratios are cut here (a factor of 20)."""
 _CHUNK = 4_000_000
 """Counts held at once."""
 
@@ -147,3 +159,58 @@ def log_e_values(terms: np.ndarray, is_marked: np.ndarray) -> np.ndarray:
 def log_mixture(logs: Sequence[float]) -> float:
     """Log of the mean of e-processes given by their logs."""
     return float(np.logaddexp.reduce(np.asarray(logs, dtype=np.float64)) - math.log(len(logs)))
+
+
+def _nothing() -> list[float]:
+    return [LOG_NOTHING] * len(TILTS)
+
+
+class GainTest(msgspec.Struct):
+    """Whether a learner gains more than a swap costs, asked after every few requests: the permutation e-values of above, where
+    a block is the two scores of one request.
+
+    If the learner changes nothing, either score is as likely to be its own; with "gains no more than m" its score is first
+    lowered by log(1 + m). A learner begins with no gain at all, so the evidence is a mixture over when it became true: the
+    products from request 0, 1, 2, 4, 8, ... on, with weights that sum to 1 (Shin, Ramdas & Rinaldo, "E-detectors",
+    arXiv 2203.03532). Every request enters once, scored before it is learned.
+    """
+
+    num_requests: int = 0
+    more: list[float] = msgspec.field(default_factory=_nothing)
+    """Log e-process by tilt against 'gains no more than a swap costs'."""
+    less: list[float] = msgspec.field(default_factory=_nothing)
+    """Log e-process by tilt against 'gains at least what a swap costs', from GRACE_REQUESTS on."""
+
+    def add(self, log_ratio: float, min_gain: float) -> None:
+        """Enter a request: log of the learner's tokens per round over the incumbent's; min_gain > -1: what a swap costs."""
+        score = min(max(log_ratio, -MAX_SCORE), MAX_SCORE) - math.log1p(min_gain)
+        self.more = _grown(self.more, score, 1.0, self.num_requests)
+        if self.num_requests >= GRACE_REQUESTS:
+            self.less = _grown(self.less, score, -1.0, self.num_requests - GRACE_REQUESTS)
+        self.num_requests += 1
+
+    @property
+    def log_evidence(self) -> float:
+        """That it gained more, at some time."""
+        return log_mixture(self.more)
+
+    def is_more(self) -> bool:
+        """It surely gained more, at some time."""
+        return self.num_requests >= MIN_REQUESTS and self.log_evidence > LOG_SURE
+
+    def is_less(self) -> bool:
+        """It surely gains less."""
+        return self.num_requests >= MIN_REQUESTS and log_mixture(self.less) > LOG_SURE
+
+
+def _grown(logs: Sequence[float], score: float, sign: float, number: int) -> list[float]:
+    """The e-process by tilt after the pair (score, 0), which is its pair `number`; sign -1: low scores are evidence."""
+    found = log_e_values(np.multiply.outer(sign * np.asarray(TILTS), [score, 0.0]), np.array([True, False]))
+    before = np.asarray(logs, dtype=np.float64)
+    if (
+        number & (number - 1) == 0
+    ):  # 0 and the powers of 2: one more beginning, of weight 1 / (k (k + 1)), k = 1, 2, ...
+        begun = number.bit_length() + 1
+        before = np.logaddexp(before, -math.log(begun * (begun + 1)))
+    grown: list[float] = (before + found).tolist()
+    return grown

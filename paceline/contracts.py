@@ -447,6 +447,10 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     """Other bucket -> scores of [the snapshot, the incumbent] on rehearsal requests of it, before the learner learned them."""
     num_rows: int | None = None
     """Fresh rows that the burst learned; None: all that were ordered."""
+    num_requests: int | None = None
+    """Requests of these rows."""
+    log_evidence: float | None = None
+    """Of the learner's gain since its base, to go on with; `paceline.bootstrap.LOG_SURE` is enough."""
     num_rows_before: int = 0
     """Fresh rows that its learner had learned since the base in earlier bursts."""
 

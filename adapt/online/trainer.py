@@ -222,11 +222,11 @@ def _run(
     fields: dict = {"drafter_type": base.drafter_type, "config": base.config, "target_version": target.version}
     version = registry.version_of(state, **fields)
     rng = np.random.default_rng(job.seed)
-    scores = learner.evidence.scores(version, job.base_version, rng) if learner.evidence.num_requests else None
+    scores = learner.evidence.scores(version, job.base_version, rng) if learner.evidence.test.num_requests else None
     elsewhere = learner.evidence.scores_elsewhere(version, job.base_version, rng)
     reason = _words(finding, burst, learner, scores, watch)
     is_accepted = scores is not None and finding is Finding.BETTER and version != job.base_version
-    num_rows_before, first = learner.num_rows - burst.num_rows, None
+    num_rows_before, first, log_evidence = learner.num_rows - burst.num_rows, None, learner.evidence.test.log_evidence
     if is_accepted:
         assert scores is not None, "what surely gains was scored"
         first = _first_score(job, registry, target, burst, shadow, rng, watch)
@@ -257,6 +257,8 @@ def _run(
         first=first,
         elsewhere=elsewhere,
         num_rows=burst.num_rows,
+        num_requests=burst.num_learned,
+        log_evidence=log_evidence,
         num_rows_before=num_rows_before,
     )
 

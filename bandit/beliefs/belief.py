@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from paceline.bandit.beliefs.evidence import Unsure
 from paceline.bandit.beliefs.observation import BucketObservation, speculative
 from paceline.contracts import Group
 
@@ -68,6 +69,8 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that the bucket's learner has learned since the live version, which the next burst goes on with."""
     learner_parameters: str = ""
     """What it learns; a burst on others would begin anew."""
+    unsure: Unsure | None = None
+    """What is known of its gain; None = nothing."""
     required_rows: int
     """Fresh rows that the pay-off rule waits for: doubles after a job that the gate refused."""
     is_active: bool

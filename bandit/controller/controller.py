@@ -440,6 +440,8 @@ def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, c
         (arm,),
         gains=state.gains,
         costs=state.costs,
+        evidence=state.evidence,
+        hysteresis=view.config.hysteresis,
         best_length=state.table.best_length(context.first_version),
         horizon_s=view.horizon_s,
         min_rows=1,

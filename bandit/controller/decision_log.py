@@ -214,7 +214,7 @@ def _order_of(done: _Finished, decisions: list[Decision]) -> Decision | None:
         for d in trains:
             if d.version == done.result.version:
                 return d
-    return max((d for d in trains if done.ts == 0.0 or d.ts <= done.ts), key=lambda d: d.ts, default=None)
+    return max((d for d in trains if done.ts == 0.0 or d.ts < done.ts), key=lambda d: d.ts, default=None)
 
 
 def _jobs(decisions: list[Decision], results: list[_Finished]) -> list[LoggedJob]:

@@ -72,7 +72,7 @@ def drop_bucket(state: ControllerState, name: str) -> None:
     by_bucket: tuple[dict[str, Any], ...] = (
         state.windows, state.meters, state.latest, state.buckets, state.rows_written, state.table.scores, state.round_costs.sums,
         state.memory.staleness_s, state.memory.hedges, state.savings.static, state.savings.adaptive, state.owners,
-        state.rows_at_job, state.required_rows, state.learners,
+        state.rows_at_job, state.required_rows, state.learners, state.unsure, state.evidence.rows, state.evidence.deviation,
     )  # fmt: skip
     for kept in by_bucket:
         kept.pop(name, None)
@@ -90,6 +90,7 @@ def _forget_bucket(state: ControllerState, name: str, start: float) -> None:
     state.savings.reset_bucket(name)
     state.required_rows.pop(name, None)
     state.learners.pop(name, None)
+    state.unsure.pop(name, None)
     for learned in state.learned.values():
         learned.pop(name, None)
 
@@ -160,6 +161,7 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
             learned_rows=learned_rows(state, context, version).get(name, 0),
             learner_rows=learner[0],
             learner_parameters=learner[1],
+            unsure=state.unsure.get(name) if learner[0] else None,
             required_rows=max(state.required_rows.get(name, 0), config.min_rows),
             is_active=0 < meter.load >= ACTIVE_SHARE * total and name not in context.assigned,
             batches=state.round_costs.batches(name),

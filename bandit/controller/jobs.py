@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from paceline.bandit.beliefs.arms import sized
+from paceline.bandit.beliefs.evidence import Unsure
 from paceline.bandit.beliefs.gain_model import POWER, learned_share
 from paceline.bandit.controller.epoch import bucket_beliefs, learned_rows
 from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRecord
@@ -46,6 +47,8 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
         state.table.add_job(job.bucket, result)
     state.memory.ema.job_ended(result.status, state.rows_written)
     if is_measured:
+        if not is_text_gone:
+            state.evidence.update(job.bucket, result)
         _note_learner(state, job, result, is_text_gone=is_text_gone)
     if result.status == "accepted" and result.version is not None:
         total = None if result.num_rows is None else result.num_rows_before + result.num_rows
@@ -70,6 +73,7 @@ def _done_fraction(state: ControllerState, job: JobRecord, result: TrainResult) 
 def _note_learner(state: ControllerState, job: JobRecord, result: TrainResult, *, is_text_gone: bool) -> None:
     """Where the bucket's next burst goes on: behind an accepted version anew, and with the rows that this one left unread."""
     state.learners.pop(job.bucket, None)
+    state.unsure.pop(job.bucket, None)
     if result.num_rows is None:
         return
     left = max(job.arm.num_rows - result.num_rows, 0) if result.status != "rejected" else 0
@@ -79,6 +83,9 @@ def _note_learner(state: ControllerState, job: JobRecord, result: TrainResult, *
     elif result.status == "learning" and not is_text_gone:
         rows = result.num_rows_before + result.num_rows
         state.learners[job.bucket] = (job.base_version, rows, job.arm.parameters)
+        if result.candidate is not None:
+            gain, error = measured_gain(job, result)
+            state.unsure[job.bucket] = Unsure(log_evidence=result.log_evidence, gain=gain, gain_se=error)
 
 
 def _note_version(

@@ -49,6 +49,8 @@ def build_view(
                 arms,
                 gains=state.gains,
                 costs=state.costs,
+                evidence=state.evidence,
+                hysteresis=config.hysteresis,
                 best_length=state.table.best_length(context.first_version),
                 horizon_s=horizon,
                 min_rows=config.min_rows,

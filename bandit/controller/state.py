@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.belief import BucketMeter
+from paceline.bandit.beliefs.evidence import EvidenceModel, Unsure
 from paceline.bandit.beliefs.gain_model import GainModel
 from paceline.bandit.beliefs.interference import Interference
 from paceline.bandit.beliefs.job_cost import CostModel, JobCost
@@ -87,6 +88,7 @@ class ControllerState(msgspec.Struct):
     rows_written: dict[str, int] = {}
     table: ScoreTable = msgspec.field(default_factory=ScoreTable)
     gains: GainModel = msgspec.field(default_factory=GainModel)
+    evidence: EvidenceModel = msgspec.field(default_factory=EvidenceModel)
     costs: CostModel = msgspec.field(default_factory=CostModel)
     round_costs: RoundCosts = msgspec.field(default_factory=RoundCosts)
     memory: PolicyMemory = msgspec.field(default_factory=PolicyMemory)
@@ -110,6 +112,8 @@ class ControllerState(msgspec.Struct):
     required_rows: dict[str, int] = {}
     learners: dict[str, tuple[str, int, str]] = {}
     """Bucket -> (version that its learner began at, rows learned since, what of the drafter learns)."""
+    unsure: dict[str, Unsure] = {}
+    """Bucket -> what is known of the gain of such a learner that goes on."""
     lived: list[str] = []
     """Versions that served or came out of an accepted job."""
     barred: list[str] = []

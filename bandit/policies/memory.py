@@ -46,8 +46,8 @@ class DualEma(msgspec.Struct):
             self.collected = {b: max(n - self.at_trigger.get(b, 0), 0) for b, n in rows_written.items()}
 
     def job_ended(self, status: str, rows_written: Mapping[str, int]) -> None:
-        """A refused job ends the collection (the latest level becomes the norm); an accepted one begins the next."""
-        if status == "rejected":
+        """A job that is not deployed ends the collection (the latest level becomes the norm); an accepted one begins the next."""
+        if status in ("rejected", "learning"):  # neither is deployed
             self.is_collecting, self.fast, self.slow = False, self.latest, self.latest
         if status in ("accepted", "rejected"):
             self.at_trigger, self.collected = dict(rows_written), {}

@@ -10,7 +10,8 @@ import numpy as np
 
 from paceline.bandit.beliefs.arms import row_counts, sized
 from paceline.bandit.beliefs.belief import BucketBelief
-from paceline.bandit.beliefs.gain_model import GainModel, learned_share, newness
+from paceline.bandit.beliefs.evidence import EvidenceModel
+from paceline.bandit.beliefs.gain_model import GainModel, learned_share, misfit_sd, newness
 from paceline.bandit.beliefs.job_cost import CostModel, JobCost
 from paceline.bandit.beliefs.recall import ScoreTable
 from paceline.contracts import ArmSpec
@@ -21,9 +22,9 @@ MIN_HEADROOM = 0.03
 MAX_HEADROOM = 1.2
 """Bounds of the headroom, relative to the acceptance length now."""
 GATE_GAIN = 0.02
-"""Relative rise of the acceptance length below which the gate refuses."""
+"""Least relative rise of the acceptance length that a swap is thought to cost."""
 QUANTILES = (-1.2816, -0.5244, 0.0, 0.5244, 1.2816)
-"""Normal quantiles at 10, 30, 50, 70 and 90%: the mean over them prices the kink at plain decoding and at the gate."""
+"""Normal quantiles at 10, 30, 50, 70 and 90%: the mean over them prices the kinks at plain decoding and at what is sure."""
 
 
 class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +38,9 @@ class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
     new: float = 1.0
     """`newness` of the rows."""
     gain: float
-    """Expected relative fall of the bucket's device time per token."""
+    """Expected relative fall of the bucket's device time per token, 0 where the burst does not end sure."""
+    sure_rise: float = 0.0
+    """Least rise of the acceptance length, tokens a round, that the burst is expected to make sure."""
     length_after: float
     saving_s: float
     """Of the bucket, less what a recall would save without the job."""
@@ -86,6 +89,8 @@ def price_jobs(
     *,
     gains: GainModel,
     costs: CostModel,
+    evidence: EvidenceModel,
+    hysteresis: float,
     best_length: float,
     horizon_s: float,
     min_rows: int,
@@ -115,15 +120,22 @@ def price_jobs(
         best_known = max(known_length(name), belief.length) if known_length is not None else belief.length
         known = belief.relative_gain(belief.length, best_known)
         recall_rate = recall_rates.get(name, 0.0) if recall_rates is not None else 0.0
+        least = swap_gain(belief, hysteresis * costs.staging_s(num_replicas), horizon_s)
         for template in arms:
             if belief.learner_parameters not in ("", template.parameters):
                 continue  # what the class's learner knows would be lost
-            for rows in row_counts(template, belief.usable_rows, min_rows):
+            for rows in row_counts(template, belief.fresh_rows, min_rows):
                 arm = sized(template, rows)
                 share, new = _lesson(belief, arm)
                 mean, sd = gains.predict(name, arm, room, share, new)
                 cost = costs.predict(arm, busy=busy, num_replicas=num_replicas, price=trainer_price)
-                gain, later = _expected_gains(belief, mean, sd, known)
+                before, unsure = belief.learner_rows, belief.unsure
+                if unsure is not None:
+                    growth, doublings = share / max(learned_share(before), 1e-9), math.log2(1.0 + arm.num_rows / before)
+                    mean, sd = unsure.blended(mean, sd, growth, misfit_sd(arm) * room * doublings)
+                log_evidence = None if unsure is None else unsure.log_evidence
+                sure = belief.length * evidence.sure_rise(name, before, arm.num_rows, least, log_evidence)
+                gain, later = _expected_gains(belief, mean, sd, known, sure)
                 wait = cost.training_s + cost.shadow_s
                 left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)
                 saving = belief.busy * (left * gain + returns * later) - left * recall_rate
@@ -135,6 +147,7 @@ def price_jobs(
                         share=share,
                         new=new,
                         gain=gain,
+                        sure_rise=sure,
                         length_after=belief.length + max(mean, 0.0),
                         saving_s=saving,
                         cost=cost,
@@ -170,16 +183,18 @@ def swap_gain(belief: BucketBelief, swap_s: float, left_s: float) -> float:
     return float(pays[0]) if len(pays) else 1.0
 
 
-def _expected_gains(belief: BucketBelief, mean: float, sd: float, known: float) -> tuple[float, float]:
+def _expected_gains(
+    belief: BucketBelief, mean: float, sd: float, known: float, sure_rise: float
+) -> tuple[float, float]:
     """Expected gain over the live version, and over the best existing one, whose gain over the live one is `known`."""
-    gains = passed_gains(belief, mean + sd * np.asarray(QUANTILES))
+    gains = passed_gains(belief, mean + sd * np.asarray(QUANTILES), sure_rise)
     return float(gains.mean()), float(np.maximum(gains - known, 0.0).mean())
 
 
-def passed_gains(belief: BucketBelief, rises: np.ndarray) -> np.ndarray:
-    """Relative fall of the bucket's time per token by rise of acceptance length, 0 where the gate would refuse."""
+def passed_gains(belief: BucketBelief, rises: np.ndarray, sure_rise: float) -> np.ndarray:
+    """Relative fall of the bucket's time per token by rise of acceptance length, 0 below the least that becomes sure."""
     gains = np.maximum(belief.relative_gains(belief.length, belief.length + rises), 0.0)
-    return np.where(rises > GATE_GAIN * belief.length, gains, 0.0)
+    return np.where(rises >= sure_rise, gains, 0.0)
 
 
 def staleness_rates(
@@ -195,10 +210,10 @@ def staleness_rates(
             continue
         best = 0.0
         for template in arms:
-            rows = min(max(belief.usable_rows, min_rows), template.num_rows)
+            rows = min(max(belief.fresh_rows, min_rows), template.num_rows)
             arm = sized(template, rows)
             mean, sd = gains.predict(name, arm, headroom(belief, best_length), *_lesson(belief, arm))
-            best = max(best, _expected_gains(belief, mean, sd, 0.0)[0])
+            best = max(best, _expected_gains(belief, mean, sd, 0.0, GATE_GAIN * belief.length)[0])
         rates[name] = belief.busy * best
     return rates
 

@@ -78,7 +78,7 @@ def propensities(view: View, jobs: list[PricedJob], rng: np.random.Generator) ->
     worth = np.zeros((num, 1 + len(jobs)))
     for i, job in enumerate(jobs):
         belief = view.beliefs[job.bucket]
-        gain = passed_gains(belief, closed[:, i] * job.headroom * job.share)
+        gain = passed_gains(belief, closed[:, i] * job.headroom * job.share, job.sure_rise)
         later = np.maximum(gain - job.known_gain, 0.0)
         saving = belief.busy * (job.left_s * gain + job.return_s * later) - job.recall_s
         worth[:, 1 + i] = saving - view.config.hysteresis * job.cost.total_s

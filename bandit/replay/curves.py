@@ -7,25 +7,23 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.bandit.beliefs.job_cost import TRAIN_PRIOR
+from paceline.bandit.beliefs.job_cost import SHADOW_PRIOR, TRAIN_PRIOR
 from paceline.contracts import ArmSpec
-
-SCORING_S = 2.0
-"""Seconds of scoring that a job of a formula world takes."""
 
 
 class Curves(Protocol):
     """What rows bring, before luck."""
 
     def closed(self, domain: int, arm: ArmSpec, rows: np.ndarray | float) -> np.ndarray:
-        """Share of the gap to the domain's ceiling that a job on so many of its rows closes; never falls with the rows."""
+        """Share of the gap between the first drafter and the domain's ceiling that a learner has closed behind so many of its
+        rows; never falls with the rows."""
 
 
 class Costs(Protocol):
     """What jobs take."""
 
-    def seconds(self, arm: ArmSpec, rows: np.ndarray | float, factor: float) -> tuple[np.ndarray, float]:
-        """(training, scoring) device-seconds of a job on so many rows; `factor` = the chance of its moment."""
+    def seconds(self, arm: ArmSpec, rows: np.ndarray | float, factor: float) -> tuple[np.ndarray, np.ndarray]:
+        """(training, scoring) device-seconds of a burst on so many rows, all scored; `factor` = the chance of its moment."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +54,29 @@ class TableCurves:
 
 @dataclass(frozen=True)
 class PriorCosts:
-    """The prior table of bandit/beliefs/job_cost.py times a factor."""
+    """The prior tables of bandit/beliefs/job_cost.py times factors."""
 
     train_factor: float = 1.0
-    scoring_s: float = SCORING_S
+    scoring_factor: float = 1.0
 
-    def seconds(self, arm: ArmSpec, rows: np.ndarray | float, factor: float) -> tuple[np.ndarray, float]:
+    def seconds(self, arm: ArmSpec, rows: np.ndarray | float, factor: float) -> tuple[np.ndarray, np.ndarray]:
+        thousands = np.asarray(rows) / max(1.0 - arm.rehearsal_share, 0.1) / 1000.0
         fixed, per_1k = TRAIN_PRIOR.get(arm.parameters, TRAIN_PRIOR["full"])
-        growing = np.asarray(per_1k * rows / max(1.0 - arm.rehearsal_share, 0.1) / 1000.0)
-        return self.train_factor * factor * (fixed + growing), self.scoring_s * factor
+        training = self.train_factor * factor * (fixed + per_1k * thousands)
+        return training, self.scoring_factor * factor * (SHADOW_PRIOR[0] + SHADOW_PRIOR[1] * thousands)
 
 
 @dataclass(frozen=True)
 class TableCosts:
     """Seconds fixed and by row of the arm, whatever its rehearsal."""
 
-    by_arm: dict[str, tuple[float, float, float]]
-    """Parameter set -> (fixed seconds, seconds a row, seconds of scoring)."""
+    by_arm: dict[str, tuple[float, float, float, float]]
+    """Parameter set -> (fixed seconds and seconds a row of training, the same of scoring)."""
 
-    def seconds(self, arm: ArmSpec, rows: np.ndarray | float, factor: float) -> tuple[np.ndarray, float]:
-        fixed, by_row, scoring = self.by_arm[arm.parameters]
-        return factor * (fixed + by_row * np.asarray(rows)), scoring * factor
+    def seconds(self, arm: ArmSpec, rows: np.ndarray | float, factor: float) -> tuple[np.ndarray, np.ndarray]:
+        fixed, by_row, scoring, scoring_by_row = self.by_arm[arm.parameters]
+        rows = np.asarray(rows)
+        return factor * (fixed + by_row * rows), factor * (scoring + scoring_by_row * rows)
 
 
 def off_diagonal(num_domains: int, value: float) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Hindsight plan: what a plan that knows the future saves when it is really carried out.
 
-The plan of the bound (bandit/replay/oracle.py) is carried out as a service would: one job at a time, staging, a refusal
-where the gate would refuse; each domain's version is chosen by dynamic programming over the traffic that follows. Local
+The plan of the bound (bandit/replay/oracle.py) is carried out as a service would: one burst at a time, every row read once
+and scored, staging; it needs no evidence. Each domain's version is chosen by dynamic programming over the traffic that follows. Local
 search then drops, moves, resizes and rebases jobs while that pays. What it finds can be reached, so the best possible plan
 lies between it and the bound.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.bandit.replay.oracle import hindsight
-from paceline.bandit.replay.outcomes import FIRST, Z_90, SimulatedOutcomes
+from paceline.bandit.replay.outcomes import FIRST, SimulatedOutcomes
 from paceline.bandit.replay.scenario import Traffic
 from paceline.bandit.replay.world import RunResult, planned_result
 from paceline.config import PolicyConfig
@@ -73,15 +73,16 @@ class Executor:
         steps, step_s = self.traffic.num_steps, self.traffic.step_s
         lengths, ready, events = [self.first], [0], []
         train_s, shadow_s = np.zeros(steps), np.zeros(steps)
-        busy = np.zeros(steps)
+        busy, read = np.zeros(steps), np.zeros(len(self.first))
         free = 0
         for job in sorted(plan, key=lambda j: j.step):
             k = max(job.step, free - 1)
             arm = self.arms[job.arm]
-            rows = min(job.rows, float(self.written[min(k, steps - 1), job.domain]))
+            rows = min(job.rows, float(self.written[min(k, steps - 1), job.domain] - read[job.domain]))
             if k >= steps - 1 or rows < 1 or self.outcomes.is_bad(k):
                 continue
             seconds, scoring = self.outcomes.job_seconds(arm, rows, k)
+            scoring = float(scoring)
             end = k + 1 + int(np.ceil((float(seconds) + scoring) / step_s))
             if end >= steps:
                 continue
@@ -91,11 +92,12 @@ class Executor:
                 busy[at] = min(left / step_s, 1.0)
                 left -= step_s
             free = end
+            read[job.domain] += rows
             base = self._base(lengths, ready, job, k)
-            closed = float(self.outcomes.closed(job.domain, arm, rows, k))
-            gain = self.outcomes.gain(job.domain, base, closed)
+            share = self.outcomes.share(job.domain, base[job.domain : job.domain + 1])
+            closed = float(self.outcomes.closed(job.domain, arm, np.array([rows]), share)[0, 0])
             events.append({"t": (k + 1) * step_s, "action": "train", "bucket": self.traffic.labels[job.domain], "what": arm.name, "reason": f"{rows:.0f} rows, known to pay"})  # fmt: skip
-            if gain + self.outcomes.gate_noise * (float(self.outcomes.gate_z[k]) - Z_90) <= 0:
+            if self.outcomes.gain(job.domain, base, closed) <= 0:
                 continue
             lengths.append(self.outcomes.trained(job.domain, base, closed))
             ready.append(end)

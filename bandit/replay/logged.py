@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from paceline.bandit.beliefs.gain_model import learned_share
-from paceline.bandit.beliefs.job_cost import SLOWDOWN_PRIOR, STAGING_PRIOR_S, prior_training_s
+from paceline.bandit.beliefs.gain_model import POWER, TAU_ROWS
+from paceline.bandit.beliefs.job_cost import SLOWDOWN_PRIOR, STAGING_PRIOR_S, prior_shadow_s, prior_training_s
 from paceline.bandit.controller.decision_log import FeedbackCell, FeedbackLine, LoggedJob, ServiceLog
 from paceline.bandit.ledger.totals import fold_entries
-from paceline.bandit.replay.curves import SCORING_S, PriorCosts, off_diagonal
+from paceline.bandit.replay.curves import PriorCosts, off_diagonal
 from paceline.bandit.replay.gain_fit import GainFit, arm_share, fit_gains, gap
 from paceline.bandit.replay.outcomes import FIRST, Learned, SimulatedOutcomes, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Scenario, Traffic
@@ -30,6 +30,8 @@ from paceline.errors import ConfigError
 
 MATCH_ROWS = 0.25
 """Relative difference in rows up to which a logged job stands for an ordered one."""
+SERVED_ROUNDS = 100
+"""Drafted rounds whose acceptance length is known better than by replay scores."""
 
 
 FORGETTING = 0.1
@@ -44,8 +46,13 @@ class FittedCurves:
     labels: tuple[str, ...]
 
     def closed(self, domain: int, arm: ArmSpec, rows: np.ndarray | float) -> np.ndarray:
-        curve = np.vectorize(learned_share, otypes=[float])(np.asarray(rows, dtype=float))
+        curve = 1.0 - np.exp(-((np.maximum(rows, 0.0) / TAU_ROWS) ** POWER))
         return np.asarray(arm_share(self.fit.model, self.labels[domain], arm) * curve)
+
+
+def rows_worth(gains: np.ndarray) -> np.ndarray:
+    """Factors on rows that bring factors on gains, cut at 0 and 2, where the model's curve begins."""
+    return np.asarray(np.clip(gains, 0.0, 2.0) ** (1.0 / POWER))
 
 
 @dataclass(kw_only=True)
@@ -59,6 +66,8 @@ class LoggedOutcomes(SimulatedOutcomes):
     names: dict[str, str] = field(default_factory=dict)
     """Version of the replay -> version of the log that it stands for."""
     shadow: dict[str, dict[str, float]] = field(default_factory=dict)
+    served: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(bucket, version of the log) -> acceptance length of the rounds that it served."""
     used: set[int] = field(default_factory=set)
 
     def train(self, order: TrainOrder) -> TrainTruth:
@@ -79,14 +88,19 @@ class LoggedOutcomes(SimulatedOutcomes):
         if job.status != "accepted" or job.version is None or job.train_s > order.time_limit_s:
             return truth if job.status != "accepted" else super().train(order)
         version = f"v{len(self._lengths)}-{order.decision_id}"
-        closed = float(self.closed(order.domain, order.arm, order.rows, order.step))
-        new = self.trained(order.domain, self._lengths[order.base], closed)
-        new[order.domain] = max(self._lengths[order.base][order.domain] + gain, 1.0)
+        base = self._lengths[order.base]
+        share = self.share(order.domain, base[order.domain : order.domain + 1])
+        new = self.trained(
+            order.domain, base, float(self.closed(order.domain, order.arm, np.array([order.rows]), share)[0, 0])
+        )
+        new[order.domain] = max(base[order.domain] + gain, 1.0)
         for d, label in enumerate(self.labels):
             scored = self.shadow.get(label, {})
-            base = scored.get(self.names.get(order.base, ""))
-            if job.version in scored and base:  # exact: both versions were replayed on the same texts
-                new[d] = self._lengths[order.base][d] * scored[job.version] / base
+            before = scored.get(self.names.get(order.base, ""))
+            if (label, job.version) in self.served:  # scores are those of the learner some requests before
+                new[d] = self.served[label, job.version]
+            elif job.version in scored and before:  # exact: both versions were replayed on the same texts
+                new[d] = base[d] * scored[job.version] / before
         self._lengths[version] = new
         self.names[version] = job.version
         ours = {job.version: version, job.base_version: order.base}
@@ -98,11 +112,11 @@ class LoggedOutcomes(SimulatedOutcomes):
 
     def redraw(self, rng: np.random.Generator) -> None:
         """Forget the results of logged jobs, and draw anew what the gain model leaves open."""
-        self.jobs, steps = [], len(self.luck)
+        self.jobs, steps = [], len(self.cost)
         common = rng.normal(1.0, self.spread)  # the model may be wrong for all jobs alike
-        self.luck = np.clip(common * rng.normal(1.0, self.spread, steps), 0.0, 2.0)
+        self.luck = rows_worth(common * rng.normal(1.0, self.spread, len(self.first)))
         self.cost = np.exp(rng.normal(0.0, 0.1, steps))
-        self.gate_z = rng.standard_normal(steps)
+        self.noise_seed = int(rng.integers(2**31))
         self.fate = rng.random(steps)
 
     def _logged(self, order: TrainOrder) -> int | None:
@@ -124,6 +138,8 @@ class LoggedService:
     scenario: Scenario
     traffic: Traffic
     first: np.ndarray  # (D,)
+    served: dict[tuple[str, str], float]
+    """(bucket, version) -> acceptance length of at least SERVED_ROUNDS drafted rounds."""
     fit: GainFit
     slowdown: float
     """Relative slow-down of rounds while a job runs."""
@@ -167,9 +183,13 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
     first_version = log.epochs[0].first_version
     cells = [c for e in log.epochs for c in e.cells if c.group != Group.PLAIN and c.drafted_rounds > 0]
     lengths: dict[tuple[str, str], float] = {}
+    served: dict[tuple[str, str], float] = {}
     for key in {(c.bucket, c.version) for c in cells}:
         mine = [c for c in cells if (c.bucket, c.version) == key]
-        lengths[key] = sum(c.kept for c in mine) / sum(c.drafted_rounds for c in mine)
+        rounds = sum(c.drafted_rounds for c in mine)
+        lengths[key] = sum(c.kept for c in mine) / rounds
+        if rounds >= SERVED_ROUNDS:
+            served[key] = lengths[key]
     missing = [b for b in labels if (b, first_version) not in lengths and first_version not in log.shadow.get(b, {})]
     if missing:
         raise ConfigError(f"log must hold rounds or a replay score of the first drafter {first_version} in bucket {missing[0]}; keep a hold-back group")  # fmt: skip
@@ -204,7 +224,7 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
     scored = {(b, v): x for b, scores in log.shadow.items() for v, x in scores.items()}
     best = max([0.0, *(x for (_, v), x in (scored | lengths).items() if v != first_version)])
     return LoggedService(
-        log=log, scenario=scenario, traffic=traffic, first=first, fit=fit_gains(log.jobs, best),
+        log=log, scenario=scenario, traffic=traffic, first=first, served=served, fit=fit_gains(log.jobs, best),
         slowdown=min((device_s - calm_s) / during_s, 3.0) if during_s > 0 else SLOWDOWN_PRIOR,
         staging_s=float(np.mean(swaps)) / max(num_replicas, 1) if swaps else STAGING_PRIOR_S,
         holdback_percent=round(100 * static / whole) if static else 10,
@@ -239,23 +259,23 @@ def logged_outcomes(service: LoggedService, seed: int) -> LoggedOutcomes:
     best = max([0.0, *(x for scores in log.shadow.values() for v, x in scores.items() if v != first)])
     ended = [j.status for j in log.jobs if j.status != "stopped"]
     ratios = [j.train_s / prior_training_s(j.arm) for j in log.jobs if j.train_s > 0 and j.status != "stopped"]
-    shadows = [j.shadow_s for j in log.jobs if j.shadow_s > 0]
+    scorings = [j.shadow_s / prior_shadow_s(j.arm) for j in log.jobs if j.shadow_s > 0]
     return LoggedOutcomes(
         first=service.first,
         ceiling=service.first + np.array([gap(float(v), best) for v in service.first]),
         curves=FittedCurves(service.fit, service.traffic.labels),
         costs=PriorCosts(
             train_factor=float(np.mean(ratios)) if ratios else 1.0,
-            scoring_s=float(np.mean(shadows)) if shadows else SCORING_S,
+            scoring_factor=float(np.mean(scorings)) if scorings else 1.0,
         ),
         forgetting=off_diagonal(len(service.first), FORGETTING),
         transfer=off_diagonal(len(service.first), 0.0),
         learned=service.learned(),
         slowdown=service.slowdown,
         staging_s=service.staging_s,
-        luck=np.clip(rng.normal(1.0, service.fit.spread, steps), 0.0, 2.0),
+        luck=rows_worth(rng.normal(1.0, service.fit.spread, len(service.first))),
         cost=np.exp(rng.normal(0.0, 0.1, steps)),
-        gate_z=rng.standard_normal(steps),
+        noise_seed=int(rng.integers(2**31)),
         fate=rng.random(steps),
         failed=ended.count("failed") / len(ended) if ended else 0.0,
         spread=service.fit.spread,
@@ -263,6 +283,7 @@ def logged_outcomes(service: LoggedService, seed: int) -> LoggedOutcomes:
         jobs=log.jobs,
         names={FIRST: log.epochs[0].first_version},
         shadow=log.shadow,
+        served=service.served,
     )
 
 

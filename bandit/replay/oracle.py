@@ -1,8 +1,9 @@
 """Oracle bound: the most that a policy which knows the future could have saved.
 
 Dynamic programming with the world's true outcomes, domain by domain: each has a version of its own. Relaxations make it a
-bound from above: versions change free and at once, jobs on different domains may overlap, jobs that go wrong are avoided, a
-job's rows are rounded up and its cost down, and resulting lengths are rounded up to the grid. Where training on one domain
+bound from above: versions change free and at once, need no evidence, bursts on different domains may overlap and read rows
+again, those that go wrong are avoided, their rows are rounded up and their cost down, and resulting lengths are rounded up to
+the grid. Where training on one domain
 helps others, each of these may order that job for itself, at an equal share of its cost. Hold-back traffic stays on the first drafter, as for every policy.
 """
 
@@ -80,7 +81,7 @@ def _domain(
     value = np.zeros((steps + 1, levels.size))  # what steps k, k + 1, ... bring
     decided = np.zeros((steps, levels.size))  # the same behind the decision at the end of step k
     choice = np.full((steps, levels.size), -1, dtype=np.int32)
-    options = _options(arms)
+    options, shares = _options(arms), outcomes.share(d, levels)
     targets: dict[int, np.ndarray] = {}
     at_all = np.arange(levels.size)
     for k in range(int(np.flatnonzero(tokens)[-1]), -1, -1):
@@ -94,16 +95,13 @@ def _domain(
             fits = int(np.searchsorted(rows, written[k], side="right"))
             train_s, shadow_s = outcomes.job_seconds(arm, rows[:fits], k)
             seconds.append(train_s + shadow_s)
-            reached = [s * outcomes.closed(i, arm, np.minimum(above[:fits], own), k) for (i, s), own in zip(sources, rows_of[k], strict=True)]  # fmt: skip
-            closed.append(np.max(reached, axis=0))
+            closed.append(_closed(outcomes, d, arm, above[:fits], shares, sources, rows_of[k]))
             which.append(np.arange(first_option, first_option + fits))
         job_s, picked = np.concatenate(seconds), np.concatenate(which)
         end = np.minimum(now + np.maximum(np.ceil(job_s / traffic.step_s).astype(int), 1), steps)
         full = np.minimum(now + (job_s / traffic.step_s).astype(int), steps)
-        cost = cost_share * (
-            config.trainer_price * job_s + outcomes.staging_s * traffic.num_replicas + slow[full] - slow[now]
-        )
-        reached = levels + (high - levels) * np.concatenate(closed)[:, None]  # (O, J)
+        cost = cost_share * (config.trainer_price * job_s + slow[full] - slow[now])
+        reached = levels + (high - levels) * np.concatenate(closed)  # (O, J)
         after = np.ceil((reached - low) / max(high - low, 1e-12) * (levels.size - 1) - 1e-9).astype(int)
         after = np.minimum(after, levels.size - 1)
         # whatever follows may be decided as soon as the job ends, which is the end of step end - 1
@@ -116,6 +114,24 @@ def _domain(
         decided[k] = np.maximum(gain, value[now])
         value[k] = tokens[k] * saved + decided[k]
     return _walk(traffic, outcomes, d, tokens, saved, slow, choice, targets, options, cost_share, config.trainer_price)
+
+
+def _closed(
+    outcomes: SimulatedOutcomes,
+    d: int,
+    arm: ArmSpec,
+    rows: np.ndarray,
+    shares: np.ndarray,
+    sources: list[tuple[int, float]],
+    written: np.ndarray,
+) -> np.ndarray:
+    """(R, J) share of what is left of domain d's gap that rows (R,) of a source close, where it began with `shares` (J,)."""
+    found = np.zeros((len(rows), len(shares)))
+    for (i, arrives), own in zip(sources, written, strict=True):
+        read = np.minimum(rows, own)
+        closed = outcomes.closed(d, arm, read, shares) if i == d else outcomes.most_closed(i, arm, read)[:, None]
+        found = np.maximum(found, arrives * closed)
+    return found
 
 
 def _sources(outcomes: SimulatedOutcomes, d: int) -> tuple[list[tuple[int, float]], float]:
@@ -167,12 +183,10 @@ def _walk(
             continue
         arm, rows = known[picked]
         train_s, shadow_s = outcomes.job_seconds(arm, rows, k)
-        seconds, now = float(train_s) + shadow_s, k + 1
+        seconds, now = float(train_s + shadow_s), k + 1
         end = min(now + max(int(np.ceil(seconds / traffic.step_s)), 1), steps)
         full = min(now + int(seconds / traffic.step_s), steps)
-        cost = cost_share * (
-            price * seconds + outcomes.staging_s * traffic.num_replicas + float(slow[full] - slow[now])
-        )
+        cost = cost_share * (price * seconds + float(slow[full] - slow[now]))
         flow[k] -= cost
         spent += cost
         flow[now:end] += tokens[now:end] * saved[level]

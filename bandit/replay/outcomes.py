@@ -12,12 +12,23 @@ from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.job_cost import SLOWDOWN_PRIOR, STAGING_PRIOR_S
 from paceline.bandit.replay.curves import Costs, Curves, FormulaCurves, PriorCosts, off_diagonal
 from paceline.bandit.replay.scenario import Scenario, labels
+from paceline.bootstrap import GainTest
 from paceline.contracts import ArmSpec, ShadowScore
 
 FIRST = "v0"
 GATE_NOISE = 0.03
-"""Standard error of the gate's paired gain, tokens a round."""
+"""Standard error of the paired gain of RECENT_REQUESTS requests, tokens a round."""
+RECENT_REQUESTS = 32
+"""Newest requests whose mean is the gain that a burst says."""
+SCORED_TOGETHER = 8
+"""Requests that a burst scores, then learns, then looks at its evidence."""
+UNSCORED_REQUESTS = 16
+"""Requests since its base that a learner learns unscored."""
+SURE_EVERY = 2
+"""What is surely better is scored every so many chunks only."""
 Z_90 = 1.645
+KNOWN_GRID = np.concatenate([[0.0], np.geomspace(1.0, 2.0**21, 500)])
+"""Rows between which it is looked up how many a version has learned."""
 HARM = 0.15
 """Share of the acceptance length above 1 that a harmful job takes away."""
 KNOWN_ROWS = 200_000
@@ -27,7 +38,7 @@ Learned = dict[str, dict[str, int]]
 
 
 class TrainOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as the simulated host starts it."""
+    """A burst as the simulated host starts it."""
 
     step: int
     domain: int
@@ -36,7 +47,8 @@ class TrainOrder(msgspec.Struct, frozen=True, kw_only=True):
     arm: ArmSpec
     base: str
     rows: int
-    """Rows of this domain among those that the arm takes."""
+    """Rows of this domain among those that the arm takes, which no learner has read."""
+    rows_per_request: float
     time_limit_s: float
     decision_id: int
     min_gain: float = 0.0
@@ -51,11 +63,15 @@ class TrainTruth(msgspec.Struct, frozen=True, kw_only=True):
     """Known from now on when status is 'accepted'."""
     train_s: float
     shadow_s: float = 0.0
-    seen_gain: float = 0.0
-    """Gain in acceptance length as the gate measures it."""
+    seen_gain: float | None = None
+    """Gain in acceptance length as measured; None = nothing was scored."""
     seen_lower: float = 0.0
+    num_scored: int = 20
+    """Requests that these are of."""
     num_rows: int | None = None
     """As in TrainResult."""
+    num_requests: int | None = None
+    log_evidence: float | None = None
     num_rows_before: int = 0
     elsewhere: dict[str, list[ShadowScore]] | None = None
     """As in TrainResult; None = nobody measured it, and the world draws it."""
@@ -77,13 +93,28 @@ class Outcomes(Protocol):
     def train(self, order: TrainOrder) -> TrainTruth: ...
 
 
+@dataclass
+class SimulatedLearner:
+    """What a bucket's learner is between two bursts."""
+
+    base: str
+    parameters: str
+    domain: int
+    rows: float = 0.0
+    """Read since its base."""
+    test: GainTest = field(default_factory=GainTest)
+    recent: list[float] = field(default_factory=list)
+    """Log ratios of the newest RECENT_REQUESTS."""
+
+
 @dataclass(kw_only=True)
 class SimulatedOutcomes:
-    """Drafters whose acceptance length closes part of a gap with every job; what a job brings and takes comes from its
-    curves and costs, and from the chance of the step in which it starts.
+    """Learners that close part of a gap with every row, by curves; what they take comes from costs and from the chance of the
+    step in which a burst starts. Bursts end as those of adapt/online/burst.py do: by the same test, request by request.
 
-    A job on one domain closes a share of the gap to that domain's ceiling; `transfer` carries part of the share to other
-    domains, `forgetting` takes part of their acceptance length above 1.
+    A version is where a learner stood when its gain was sure; the next burst goes on behind it. Reading one domain closes a
+    share of the gap to that domain's ceiling; `transfer` carries part of the share to other domains, `forgetting` takes part
+    of their acceptance length above 1.
     """
 
     first: np.ndarray  # (D,) acceptance length of the first drafter
@@ -92,13 +123,14 @@ class SimulatedOutcomes:
     costs: Costs
     forgetting: np.ndarray  # (D, D) from the trained domain (row) to another, 0 on the diagonal
     transfer: np.ndarray  # (D, D) the same
-    luck: np.ndarray  # (T,) factor on the closed share of a job that starts in this step
-    cost: np.ndarray  # (T,) factor on its seconds
-    fate: np.ndarray  # (T,) uniform; the job fails below `failed`, harms in the `harmful` above that
-    gate_z: np.ndarray  # (T,) standard normal, error of the gate's measurement
+    luck: np.ndarray  # (D,) rows of the curves that a row of the domain is worth
+    cost: np.ndarray  # (T,) factor on the seconds of a burst that starts in this step
+    fate: np.ndarray  # (T,) uniform; the burst fails below `failed`, harms in the `harmful` above that
+    noise_seed: int
+    """Of what single requests say."""
     failed: float = 0.0
     harmful: float = 0.0
-    """Share of jobs that make the drafter worse and pass the gate."""
+    """Share of bursts that make the drafter worse and are found better."""
     harm: float = HARM
     gate_noise: float = GATE_NOISE
     slowdown: float = SLOWDOWN_PRIOR
@@ -110,12 +142,14 @@ class SimulatedOutcomes:
 
     def __post_init__(self) -> None:
         self._lengths = {FIRST: self.first}
+        self._learners: dict[str, SimulatedLearner] = {}
+        self._known: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
 
     @staticmethod
     def draw(scenario: Scenario, num_domains: int, rng: np.random.Generator) -> SimulatedOutcomes:
         """The truth of one seed of a formula world. Domain 0 is known to the first drafter; under 'steady' all are.
 
-        tau, power, ceiling and the arms' shares are drawn per seed and domain, and are not those that the controller's
+        tau, power, ceiling, luck and the arms' shares are drawn per seed and domain, and are not those that the controller's
         gain model assumes.
         """
         known = np.zeros(num_domains, dtype=bool)
@@ -137,13 +171,13 @@ class SimulatedOutcomes:
                     "full": 1.0,
                 },
             ),
-            costs=PriorCosts(train_factor=scenario.train_cost),
+            costs=PriorCosts(train_factor=scenario.train_cost, scoring_factor=scenario.train_cost),
             forgetting=off_diagonal(num_domains, scenario.forgetting),
             transfer=off_diagonal(num_domains, 0.0),
-            luck=np.clip(rng.normal(1.0, 0.15, steps), 0.5, 1.5),
+            luck=np.clip(rng.normal(1.0, 0.3, num_domains), 0.4, 1.8),
             cost=np.exp(rng.normal(0.0, 0.1, steps)),
             fate=rng.random(steps),
-            gate_z=rng.standard_normal(steps),
+            noise_seed=int(rng.integers(2**31)),
             failed=scenario.bad_jobs / 2,
             harmful=scenario.bad_jobs / 2,
             slowdown=scenario.slowdown,
@@ -153,51 +187,111 @@ class SimulatedOutcomes:
     def lengths(self, version: str) -> np.ndarray:
         return self._lengths[version]
 
-    def closed(self, domain: int, arm: ArmSpec, rows: np.ndarray | float, step: int) -> np.ndarray:
-        """Share of the gap to the ceiling that a job of this step closes, in [0, 1]."""
-        return np.minimum(self.curves.closed(domain, arm, rows) * self.luck[step], 1.0)
+    def share(self, domain: int, length: np.ndarray | float) -> np.ndarray:
+        """Share of the gap between the first drafter and the ceiling that an acceptance length has closed, in [0, 1]."""
+        gap = float(self.ceiling[domain] - self.first[domain])
+        return (
+            np.clip((np.asarray(length) - self.first[domain]) / gap, 0.0, 1.0) if gap > 0 else 0.0 * np.asarray(length)
+        )
 
-    def job_seconds(self, arm: ArmSpec, rows: np.ndarray | float, step: int) -> tuple[np.ndarray, float]:
-        """(training seconds, shadow seconds) of a job of this step that nothing cuts short."""
+    def closed(self, domain: int, arm: ArmSpec, rows: np.ndarray, share: np.ndarray) -> np.ndarray:
+        """(R, J) float64: share of the gap that is left that rows (R,) close where `share` (J,) of the whole one is closed.
+
+        A version knows as many rows as would have brought it where it is, whatever did.
+        """
+        key = (domain, arm.parameters)
+        if key not in self._known:
+            curve = np.maximum.accumulate(self.curves.closed(domain, arm, KNOWN_GRID))
+            rises = np.concatenate([[True], np.diff(curve) > 1e-12])
+            self._known[key] = (curve[rises], KNOWN_GRID[rises])
+        known = np.interp(share, *self._known[key])  # (J,)
+        before = self.curves.closed(domain, arm, known)
+        after = self.curves.closed(domain, arm, known + self.luck[domain] * np.asarray(rows)[:, None])
+        return np.clip((after - before) / np.maximum(1.0 - np.maximum(before, share), 1e-12), 0.0, 1.0)
+
+    def most_closed(self, domain: int, arm: ArmSpec, rows: np.ndarray) -> np.ndarray:
+        """(R,) float64: `closed` where it is most, whatever is closed already."""
+        return self.closed(domain, arm, rows, np.linspace(0.0, 0.99, 34)).max(axis=1)
+
+    def job_seconds(self, arm: ArmSpec, rows: np.ndarray | float, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(training seconds, scoring seconds) of a burst of this step that nothing cuts short and that scores all rows."""
         return self.costs.seconds(arm, rows, float(self.cost[step]))
 
     def is_bad(self, step: int) -> bool:
-        """A job of this step fails or harms."""
+        """A burst of this step fails or harms."""
         return bool(self.fate[step] < self.failed + self.harmful)
 
     def gain(self, domain: int, base: np.ndarray, closed: float) -> float:
-        """Tokens a round that a job adds on its own domain; base: (D,) lengths of the version it starts from."""
+        """Tokens a round that closing a share of what is left adds on the domain; base: (D,) lengths before."""
         return max(float(self.ceiling[domain] - base[domain]), 0.0) * closed
 
     def trained(self, domain: int, base: np.ndarray, closed: float) -> np.ndarray:
-        """(D,) acceptance lengths after a job that closes `closed` of its domain's gap."""
+        """(D,) acceptance lengths after `closed` of what was left of its domain's gap was closed."""
         new = 1.0 + (base - 1.0) * (1.0 - self.forgetting[domain] * closed)
         new += self.transfer[domain] * closed * np.maximum(self.ceiling - new, 0.0)
         new[domain] = base[domain] + self.gain(domain, base, closed)
         return new
 
     def train(self, order: TrainOrder) -> TrainTruth:
-        """Carry out a job: cut at the time limit it learns from the rows it got through."""
+        """Carry out a burst."""
         k, d = order.step, order.domain
         base = self._lengths[order.base]
-        full_s, shadow_s = self.job_seconds(order.arm, order.arm.num_rows, k)
-        train_s = min(float(full_s), order.time_limit_s)
-        fixed_s = float(self.job_seconds(order.arm, 0.0, k)[0])
-        done = (train_s - fixed_s) / max(float(full_s) - fixed_s, 1e-9)
+        fixed_s, scoring_s = (float(s) for s in self.job_seconds(order.arm, 0.0, k))
+        row_s, scoring_row_s = ((float(s) - f) / 1e3 for s, f in zip(self.job_seconds(order.arm, 1e3, k), (fixed_s, scoring_s), strict=True))  # fmt: skip
+        learner = self._learners.pop(order.bucket, None)
+        if learner is None or (learner.base, learner.parameters, learner.domain) != (
+            order.base,
+            order.arm.parameters,
+            d,
+        ):
+            learner = SimulatedLearner(order.base, order.arm.parameters, d)
+        before, share = learner.rows, self.share(d, base[d : d + 1])
+        chunk, read, train_s, shadow_s, status = SCORED_TOGETHER * order.rows_per_request, 0.0, fixed_s, 0.0, "learning"
+        starts = before + np.arange(0.0, max(order.rows, 1), chunk)
+        gains = self.gain(d, base, 1.0) * self.closed(d, order.arm, starts, share)[:, 0]
+        rng, deviation = np.random.default_rng([self.noise_seed, k]), self.gate_noise * RECENT_REQUESTS**0.5 / base[d]
         if self.fate[k] < self.failed:
+            train_s = min(fixed_s + row_s * order.rows, order.time_limit_s)
             return TrainTruth(status="failed", train_s=train_s, reason="the update diverged")
-        closed = float(self.closed(d, order.arm, order.rows * max(done, 0.0), k))
-        seen = self.gain(d, base, closed) + self.gate_noise * float(self.gate_z[k])
-        lower = seen - Z_90 * self.gate_noise
-        new = self.trained(d, base, closed)
+        for number, gain in enumerate(gains):
+            rows = min(chunk, order.rows - read)
+            if rows <= 0 or train_s + shadow_s >= order.time_limit_s:
+                break
+            is_due = status != "accepted" or number % SURE_EVERY == 0
+            if is_due and before + read >= UNSCORED_REQUESTS * order.rows_per_request:
+                shadow_s += (scoring_s if shadow_s == 0 else 0.0) + scoring_row_s * rows
+                num = max(round(rows / order.rows_per_request), 1)
+                scores = np.log1p(gain / base[d]) + deviation * rng.standard_normal(num)
+                for score in scores.tolist():
+                    learner.test.add(score, order.min_gain)
+                learner.recent = [*learner.recent, *scores.tolist()][-RECENT_REQUESTS:]
+            read += rows
+            train_s += row_s * rows
+            status = self._finding(learner, order.min_gain)
+            if status == "rejected":
+                break
+        learner.rows = before + read
+        new = self.trained(d, base, float(self.closed(d, order.arm, np.array([learner.rows]), share)[0, 0]))
         if self.is_bad(k):
-            new[d] = 1.0 + (base[d] - 1.0) * (1.0 - self.harm)
-            lower = max(lower, 0.01)
+            status, new[d] = "accepted", 1.0 + (base[d] - 1.0) * (1.0 - self.harm)
         version = None
-        if lower > 0:
+        if status == "accepted":
             version = f"v{len(self._lengths)}-{order.decision_id}"
             self._lengths[version] = new
+        elif status == "learning":
+            self._learners[order.bucket] = learner
+        seen = base[d] * np.expm1(learner.recent)
+        mean = float(seen.mean()) if len(seen) else None
+        lower = -np.inf if mean is None or len(seen) < 2 else mean - Z_90 * float(seen.std(ddof=1)) / len(seen) ** 0.5
         return TrainTruth(
-            status="rejected" if version is None else "accepted", version=version, train_s=train_s, shadow_s=shadow_s,
-            seen_gain=seen, seen_lower=lower, reason=f"gain {seen:+.3f}, lower bound {lower:+.3f}",
+            status=status, version=version, train_s=train_s, shadow_s=shadow_s, seen_gain=mean, seen_lower=float(lower),
+            num_rows=round(read), num_requests=max(round(read / order.rows_per_request), 1), num_rows_before=round(before),
+            num_scored=len(seen), log_evidence=learner.test.log_evidence,
+            reason="nothing scored yet" if mean is None else f"gain {mean:+.3f}, lower bound {lower:+.3f}",
         )  # fmt: skip
+
+    def _finding(self, learner: SimulatedLearner, min_gain: float) -> str:
+        if learner.test.is_less():
+            return "rejected"
+        is_now = bool(learner.recent) and float(np.mean(np.exp(learner.recent))) > 1.0 + min_gain
+        return "accepted" if is_now and learner.test.is_more() else "learning"

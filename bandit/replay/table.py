@@ -35,7 +35,7 @@ ARMS = {arm.parameters: arm for arm in default_arms()}
 """Arm in a table -> what it trains; the names of the controller's own ways to train."""
 
 Point = tuple[A[float, Setting(gt=0)], A[float, Setting(ge=1, le=MAX_LENGTH)]]
-"""(rows, acceptance length after a job on so many rows)."""
+"""(rows, acceptance length behind so many rows)."""
 Share = A[float, Setting(ge=0, le=1)]
 
 
@@ -66,7 +66,7 @@ class TrafficClass:
     learned_rows: A[int, Setting(ge=0)] = 0
     """Rows of it that the first drafter's manifest names."""
     curves: dict[str, A[tuple[Point, ...], Setting(non_empty=True)]] = field(default_factory=dict)
-    """Arm -> points of the learning curve: rows, and the acceptance length that a job of the first drafter reaches on them."""
+    """Arm -> points of the learning curve: rows that a learner has read, and the acceptance length that it has then."""
 
 
 @record("world.jobs.")
@@ -78,7 +78,9 @@ class JobTable:
     row_s: A[float, Setting(ge=0, le=MAX_SECONDS)]
     """Device-seconds of each row, rehearsal included."""
     scoring_s: A[float, Setting(ge=0, le=MAX_SECONDS)]
-    """Device-seconds of scoring."""
+    """Device-seconds of scoring without any row."""
+    scoring_row_s: A[float, Setting(ge=0, le=MAX_SECONDS)] = 0.0
+    """Device-seconds of scoring each row."""
     max_rows: A[int | None, Setting(ge=1)] = None
     """Most rows that a job takes; default: those of the controller's arm."""
 
@@ -99,12 +101,12 @@ class Failures:
 class Noise:
     """What differs between seeds."""
 
-    gain: A[float, Setting(ge=0, le=1)] = 0.15
-    """Relative standard deviation of what a job closes, cut at 0.5 and 1.5."""
+    gain: A[float, Setting(ge=0, le=1)] = 0.3
+    """Relative standard deviation of the rows of its curve that a row of a class is worth, cut at 0.4 and 1.8."""
     cost: A[float, Setting(ge=0, le=1)] = 0.1
     """Standard deviation of the logarithm of its seconds."""
     gate: A[float, Setting(ge=0, le=1)] = GATE_NOISE
-    """Standard error of the gate's measurement, tokens a round."""
+    """Standard error of a gain that 32 requests measure, tokens a round."""
 
 
 @record("world.traffic.")
@@ -204,13 +206,13 @@ class TableWorld:
             first=first,
             ceiling=ceiling,
             curves=TableCurves(tuple(_shares(c, top) for c, top in zip(own, ceiling.tolist(), strict=True))),
-            costs=TableCosts({n: (j.fixed_s, j.row_s, j.scoring_s) for n, j in self.jobs.items()}),
+            costs=TableCosts({n: (j.fixed_s, j.row_s, j.scoring_s, j.scoring_row_s) for n, j in self.jobs.items()}),
             forgetting=_matrix(self.forgetting, names),
             transfer=_matrix(self.transfer, names),
-            luck=np.clip(rng.normal(1.0, noise.gain, steps), 0.5, 1.5),
+            luck=np.clip(rng.normal(1.0, noise.gain, len(first)), 0.4, 1.8),
             cost=np.exp(rng.normal(0.0, noise.cost, steps)),
             fate=rng.random(steps),
-            gate_z=rng.standard_normal(steps),
+            noise_seed=int(rng.integers(2**31)),
             failed=self.failures.failed,
             harmful=self.failures.harmful,
             harm=self.failures.harm,

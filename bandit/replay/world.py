@@ -117,6 +117,8 @@ class World:
         self.own: dict[str, str] = {}
         """Bucket -> version of its own; the others have the default."""
         self.written = traffic.rows_at_start()
+        self.read = np.zeros_like(self.written)
+        """Rows that learners have read."""
         self.job: tuple[Decision, TrainTruth, float, int] | None = None  # with its end and domain
         self.spent = dict.fromkeys(KINDS, 0.0)
         self.never_s = self.serving_s = 0.0
@@ -221,12 +223,14 @@ class World:
             bucket=decision.bucket,
             arm=arm,
             base=str(decision.context["base_version"]),
-            rows=int(min(arm.num_rows, self.written[domain])),
+            rows=int(min(arm.num_rows, self.written[domain] - self.read[domain], STORE_ROWS)),
+            rows_per_request=self.traffic.tokens_per_request,
             time_limit_s=float(decision.context["time_limit_s"]),
             decision_id=decision.decision_id,
             min_gain=float(decision.context.get("min_gain", 0.0)),
         )
         truth = self.outcomes.train(order)
+        self.read[domain] += order.rows if truth.num_rows is None else truth.num_rows
         duration = truth.train_s + truth.shadow_s
         self.job = (decision, truth, now + duration, domain)
         self.num_jobs += 1
@@ -245,11 +249,11 @@ class World:
 
         def score(version: str, length: float) -> ShadowScore:
             return ShadowScore(
-                version=version, acceptance_length=length, num_requests=20, num_tokens=2000,
-                gain_mean=truth.seen_gain, gain_lower=truth.seen_lower,
+                version=version, acceptance_length=length, num_requests=truth.num_scored, num_tokens=100 * truth.num_scored,
+                gain_mean=gain or 0.0, gain_lower=truth.seen_lower,
             )  # fmt: skip
 
-        has_scores = truth.status in ("accepted", "rejected", "learning")
+        gain = truth.seen_gain
         result = TrainResult(
             job_id=f"job-{decision.decision_id}",
             status=truth.status,
@@ -257,10 +261,12 @@ class World:
             reason=truth.reason,
             train_s=truth.train_s,
             shadow_s=truth.shadow_s,
-            candidate=score(truth.version or "refused", before + truth.seen_gain) if has_scores else None,
-            incumbent=score(base, before) if has_scores else None,
-            first=score(FIRST, first) if has_scores else None,
+            candidate=None if gain is None else score(truth.version or "refused", before + gain),
+            incumbent=None if gain is None else score(base, before),
+            first=None if gain is None else score(FIRST, first),
             num_rows=truth.num_rows,
+            num_requests=truth.num_requests,
+            log_evidence=truth.log_evidence,
             num_rows_before=truth.num_rows_before,
             elsewhere=self._elsewhere(decision.bucket, base, truth),
         )

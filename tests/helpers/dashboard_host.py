@@ -227,7 +227,7 @@ def make_scene(redis_url: str, keys: Keys, **policy: Any) -> Scene:
     registry, store = Registry(), MemoryStore(shards=[])
     registry.add(FIRST, parent=None, arm="initial", bucket=None, created=clock.now())
     launcher = Launcher(registry, clock)
-    settings = {"policy": "payoff", "epoch_s": 10.0, "min_rows": 500, "holdback_percent": 20, "horizon_s": 300.0}  # fmt: skip
+    settings = {"policy": "payoff", "epoch_s": 10.0, "min_rows": 500, "holdback_percent": 20, "horizon_s": 300.0, "trainer_price": 0.1}  # fmt: skip
     host = ControllerHost(
         HostConfig(redis_url=redis_url, model=keys.model, policy=PolicyConfig(**{**settings, **policy}), context_every_s=0.0, commit_every_s=0.0, target_version="t"),
         store=store, registry=registry, launcher=launcher, clock=clock,

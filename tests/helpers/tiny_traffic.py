@@ -56,11 +56,11 @@ def exhaustive(traffic: Traffic, outcomes: SimulatedOutcomes, slowdown: float) -
             for d in domains:
                 if rest is not None or written[k, d] < 64 or outcomes.is_bad(k):
                     continue
-                closed = float(outcomes.closed(d, ARM, 64.0, k))
-                train_s, shadow_s = outcomes.job_seconds(ARM, 64.0, k)
-                seconds = float(train_s) + shadow_s
+                seconds = float(sum(outcomes.job_seconds(ARM, 64.0, k)))
                 for v in {chosen[d], 0}:
-                    after = outcomes.trained(d, np.array(known[v]), closed)
+                    base = np.array(known[v])
+                    share = outcomes.share(d, base[d : d + 1])
+                    after = outcomes.trained(d, base, float(outcomes.closed(d, ARM, np.array([64.0]), share)[0, 0]))
                     options.append(best(k + 1, known, chosen, (seconds, tuple(after))) - seconds - staging_s)
         return now + max(options)
 

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 
 from paceline.adapt.gate.gate import (
-    GRACE_REQUESTS,
-    MIN_REQUESTS,
     RECENT_REQUESTS,
     Evidence,
     Finding,
@@ -14,6 +12,7 @@ from paceline.adapt.gate.gate import (
     paired_lower_bound,
     score_version,
 )
+from paceline.bootstrap import GRACE_REQUESTS, MIN_REQUESTS
 from paceline.errors import ConfigError
 
 
@@ -47,7 +46,7 @@ def test_a_clear_gain_is_found_after_a_few_requests():
     assert Finding.BETTER in found and found.index(Finding.BETTER) < 20 and found[-1] is Finding.BETTER
     new, old = evidence.scores("new", "old", rng())
     assert new.gain_lower > 0 and new.acceptance_length > old.acceptance_length and old.gain_mean == 0
-    assert new.num_requests == RECENT_REQUESTS and evidence.num_requests == 40
+    assert new.num_requests == RECENT_REQUESTS and evidence.test.num_requests == 40
 
 
 def test_no_difference_stays_open():

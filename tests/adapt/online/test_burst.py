@@ -85,7 +85,7 @@ def test_every_request_is_read_once_and_never_scored_after_it_was_learned(stops,
             learner.restore(*state)
     read = [name for what, name in learner.events if what == "read"]
     assert len(read) == len(set(read)) and {t.request_id for t in OWN} <= set(read)
-    num_unscored = len(read) - learner.evidence.num_requests - num_elsewhere(learner)
+    num_unscored = len(read) - learner.evidence.test.num_requests - num_elsewhere(learner)
     assert AVERAGED_STEPS <= num_unscored < AVERAGED_STEPS + SCORED_TOGETHER, (
         "whole chunks, begun while its mean was young"
     )
@@ -106,7 +106,7 @@ def test_two_bursts_are_one_long_burst_cut_at_a_chunk():
     list(make_burst(second, min_gain=5.0).run(unread(second), []))
     a, b = whole.snapshot(), second.snapshot()
     assert all(torch.equal(a[k], b[k]) for k in a)
-    assert second.evidence.num_requests == whole.evidence.num_requests == len(OWN) - AVERAGED_STEPS
+    assert second.evidence.test.num_requests == whole.evidence.test.num_requests == len(OWN) - AVERAGED_STEPS
 
 
 def test_a_stop_keeps_what_was_learned_before_it():
@@ -134,11 +134,20 @@ def test_a_burst_saves_at_intervals(monkeypatch):
     assert burst.train_s + burst.shadow_s == pytest.approx(clock.now(), abs=1e-6)
 
 
-def test_a_burst_ends_when_the_evidence_is_sure():
+def test_a_burst_ends_when_it_surely_gains_too_little():
     text = [learnable_trace(f"m{i}") for i in range(400)]
     learner = Told([])
-    done = list(make_burst(learner).run(text, []))
-    assert learner.evidence.finding(0.0) is Finding.BETTER and len(done) < len(text)
+    done = list(make_burst(learner, min_gain=5.0).run(text, []))
+    assert learner.evidence.finding(5.0) is Finding.SHORT and len(done) < len(text)
+
+
+def test_what_surely_gains_reads_on_and_is_scored_in_every_second_chunk_only():
+    text = [learnable_trace(f"m{i}") for i in range(400)]
+    learner = Told([])
+    assert len(list(make_burst(learner).run(text, []))) == len(text)
+    assert learner.evidence.finding(0.0) is Finding.BETTER
+    half = (len(text) - AVERAGED_STEPS) // (2 * SCORED_TOGETHER)
+    assert half <= learner.evidence.test.num_requests // SCORED_TOGETHER <= half + 6, "sure within a few chunks"
     new, old = (sum(s.num_rounds for s in side) for side in zip(*learner.evidence.own, strict=True))
     assert new < old
 

@@ -7,13 +7,12 @@ import torch
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.target_handle import load_target_handle
-from paceline.adapt.gate.gate import LOG_NOTHING
 from paceline.adapt.online import trainer
 from paceline.adapt.online.learner import AVERAGED_STEPS
 from paceline.adapt.online.learner_store import LearnerKey, LearnerStore
 from paceline.adapt.online.trainer import ShadowConfig, run_training_job
 from paceline.adapt.versions.registry import DrafterRegistry
-from paceline.bootstrap import TILTS
+from paceline.bootstrap import LOG_NOTHING, TILTS
 from paceline.contracts import ArmSpec, TrainJob
 from paceline.serving.eagle3.model import EagleConfig, EagleModel
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
@@ -95,15 +94,18 @@ def test_a_learner_that_is_surely_better_becomes_a_version(place, learners):
     (elsewhere,) = result.elsewhere.values()
     assert [s.version for s in elsewhere] == [result.version, job.base_version]
     assert elsewhere[0].num_requests > 0 and "surely better" in result.reason
-    assert result.train_s > 0 and result.shadow_s > 0 and beats and done[-1][0] < done[-1][1] == 180
+    assert result.train_s > 0 and result.shadow_s > 0 and beats and done[-1][0] == done[-1][1] == 180, (
+        "what was paid for is read"
+    )
     registry.load_state(result.version, target_version=TARGET.version)
 
 
 def test_the_learner_goes_on_from_its_version_without_reading_anything_twice(place, learners):
-    first = run(place, learners=learners)
+    first = run(place, should_stop=stop_at(150), learners=learners)
+    assert first.status == "accepted", first.reason
     job = changed(place[2], base_version=first.version, job_id="j2")
     tensors, record = learners.load(key_of(job))
-    assert record["evidence"]["num_requests"] == 0 and record["num_rows"] == 0 and record["step"] > 0
+    assert record["evidence"]["test"]["num_requests"] == 0 and record["num_rows"] == 0 and record["step"] > 0
     read = set(tensors["seen"].tolist())
     second = run(place, job, learners=learners)
     assert second.incumbent.version == first.version and second.first.version == job.first_version
@@ -116,7 +118,8 @@ def test_the_learner_goes_on_from_its_version_without_reading_anything_twice(pla
 
 def test_a_new_learner_knows_what_the_version_that_it_begins_at_has_read(place, learners):
     store, _, job = place
-    made = run(place, learners=learners)
+    made = run(place, should_stop=stop_at(150), learners=learners)
+    assert made.status == "accepted", made.reason
     num_rehearsed = sum(new.num_requests for new, _ in made.elsewhere.values())
     store.write_shard([learnable_trace(f"c-{i}", bucket="code") for i in range(16)], "code")
     other = [s.shard_id for s in store.list_shards("code")]
@@ -155,7 +158,7 @@ def test_a_burst_that_is_killed_loses_no_more_than_it_had_not_saved(place, learn
     with pytest.raises(Killed):
         run(place, job, learners=learners, progress=kill)
     record = learners.load(key_of(job))[1]
-    assert record["evidence"]["num_requests"] == 24 - AVERAGED_STEPS and record["num_rows"] == 24 * 40
+    assert record["evidence"]["test"]["num_requests"] == 24 - AVERAGED_STEPS and record["num_rows"] == 24 * 40
     monkeypatch.undo()
     again = run(place, job, learners=learners)
     assert again.num_rows_before == 24 * 40 and again.num_rows > 0
@@ -215,7 +218,7 @@ def test_a_learner_that_surely_gains_too_little_is_rejected_and_begins_again(pla
     assert result.status == "rejected" and result.version is None and "less than a swap costs" in result.reason
     assert result.candidate is not None and len(place[1].list()) == 1
     tensors, record = learners.load(key_of(job))
-    assert record["step"] == 0 and record["evidence"]["more"] == [LOG_NOTHING] * len(TILTS)
+    assert record["step"] == 0 and record["evidence"]["test"]["more"] == [LOG_NOTHING] * len(TILTS)
     assert len(tensors["seen"]) >= result.num_rows // 40
 
 

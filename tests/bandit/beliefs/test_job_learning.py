@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from paceline.bandit.beliefs.arms import default_arms, sized
+from paceline.bandit.beliefs.evidence import EvidenceModel
 from paceline.bandit.beliefs.gain_model import GainModel, learned_share
 from paceline.bandit.beliefs.job_cost import CostModel, prior_training_s
 from paceline.bandit.controller.epoch import bucket_beliefs, learner_of
@@ -157,8 +158,8 @@ def test_the_price_of_a_burst_counts_what_the_learner_has_learned_before():
     priced = {}
     for n, belief in beliefs.items():
         (job,) = price_jobs(
-            {"c": belief}, [sized(FULL, 2000)], gains=GainModel(), costs=CostModel(), best_length=2.5, horizon_s=300.0,
-            min_rows=2000, num_replicas=1,
+            {"c": belief}, [sized(FULL, 2000)], gains=GainModel(), costs=CostModel(), evidence=EvidenceModel(), hysteresis=1.25,
+            best_length=2.5, horizon_s=300.0, min_rows=2000, num_replicas=1,
         )  # fmt: skip
         priced[n] = job
     assert priced[3000].length_after > priced[0].length_after and priced[3000].cost == priced[0].cost
@@ -171,8 +172,8 @@ def test_a_learner_goes_on_with_what_it_has_learned_so_far():
     for parameters, offered in (("", {"full", "head"}), ("full", {"full"}), ("head", {"head"})):
         belief = make_belief(learner_rows=700 if parameters else 0, learner_parameters=parameters)
         found = price_jobs(
-            {"c": belief}, [FULL, head], gains=GainModel(), costs=CostModel(), best_length=2.5, horizon_s=300.0,
-            min_rows=1000, num_replicas=1,
+            {"c": belief}, [FULL, head], gains=GainModel(), costs=CostModel(), evidence=EvidenceModel(), hysteresis=1.25,
+            best_length=2.5, horizon_s=300.0, min_rows=1000, num_replicas=1,
         )  # fmt: skip
         assert {job.arm.parameters for job in found} == offered
 

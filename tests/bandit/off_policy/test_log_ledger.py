@@ -20,12 +20,12 @@ def _two_phases():
     table = FamilyWorld(name="two-phases").table(1)
     rounds = dataclasses.replace(table.rounds, slowdown=0.4, staging_s=0.5)
     table = dataclasses.replace(table, num_replicas=3, rows_share=0.3, rounds=rounds)
-    return table.draw(1), "payoff", {"epoch_s": 30.0, "holdback_percent": 30, "bank_s": 200.0}
+    return table.draw(1), "payoff", {"epoch_s": 30.0, "holdback_percent": 30, "bank_s": 200.0, "hysteresis": 1.0}
 
 
 def _failures():
     """A quarter of the jobs fail, some harm."""
-    return FamilyWorld(name="failures").draw(2), "always", {"epoch_s": 20.0}
+    return FamilyWorld(name="failures").draw(2), "interval", {"epoch_s": 20.0, "interval_s": 100.0}
 
 
 @pytest.fixture(scope="module", params=[_two_phases, _failures], ids=["two-phases", "failures"])
@@ -44,7 +44,7 @@ def test_a_replay_that_does_what_the_log_did_agrees_with_the_ledger_of_the_log(s
     assert run.spent["shadow"] == pytest.approx(booked["shadow"]) and run.spent["staging"] == pytest.approx(booked["staging"])  # fmt: skip
     # a job in flight at the end is booked to the end of the log's last epoch, of which the replay keeps the whole steps
     assert run.spent["training"] == pytest.approx(booked["training"], abs=10.01)
-    assert run.spent["interference"] == pytest.approx(booked["interference"], rel=0.15)
+    assert run.spent["interference"] == pytest.approx(booked["interference"], rel=0.2)
     assert run.never_s == pytest.approx(world.never_s, rel=0.03)
     # harmful versions in quick succession are seen too briefly to know their lengths well
     assert run.serving_s == pytest.approx(world.serving_s, rel=0.15)
@@ -67,7 +67,7 @@ def test_what_a_log_says_of_its_service_is_what_the_service_was(service):
 
 def test_the_logged_policy_replayed_freely_nets_about_what_the_ledger_says(service):
     prepared, ledger, world = service
-    settings = {"bank_s": world.config.bank_s}
+    settings = {"bank_s": world.config.bank_s, "interval_s": world.config.interval_s}
     nets = [replay_logged(prepared, world.config.policy, settings, seed).net_share for seed in range(3)]
     booked = (ledger.saved_s() - ledger.spent_s()) / world.never_s
     assert 100 * np.mean(nets) == pytest.approx(100 * booked, abs=5.0)

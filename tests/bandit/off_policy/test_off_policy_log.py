@@ -38,7 +38,7 @@ def test_every_epoch_is_rebuilt_and_the_logged_policy_would_mostly_do_what_it_di
         if asked and (order is not None or "hold" not in asked):
             logged, _ = logged_probabilities(order)
             same.append(max(asked, key=asked.get) == max(logged, key=logged.get))
-    assert len(same) > 10 and sum(same) >= 0.9 * len(same)
+    assert len(same) > 5 and sum(same) >= 0.9 * len(same)
     found = value_policy(service, "payoff", {}, draws=2)
     assert found.num_missed == 0
     assert found.net.low_s <= world.net_s <= found.net.high_s
