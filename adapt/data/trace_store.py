@@ -21,14 +21,16 @@ import logging
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
-
-import torch
 
 from paceline.adapt.data.blob_io import open_store, pack_tensors, unpack_tensors, write_atomic
 from paceline.errors import TraceError
 from paceline.machine import Clock, SystemClock
 from paceline.serving.sampling.request import RequestTrace
+
+if TYPE_CHECKING:  # a controller handles no tensor
+    import torch
 
 log = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
@@ -81,6 +83,8 @@ class TraceStore:
         versions = {t.target_version for t in traces}
         if len(versions) != 1:
             raise TraceError(f"a shard must hold one target version, got {', '.join(sorted(versions))}")
+        import torch
+
         feats = [torch.as_tensor(t.features) for t in traces]
         ids = [torch.as_tensor(t.topk_ids).int() for t in traces]
         logprobs = [torch.as_tensor(t.topk_logprobs).float() for t in traces]

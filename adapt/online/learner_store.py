@@ -14,11 +14,12 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.adapt.data.blob_io import open_store, pack_tensors, unpack_tensors, write_atomic
+
+if TYPE_CHECKING:  # a controller handles no tensor
+    import torch
 
 log = logging.getLogger(__name__)
 MAX_STATES = 24

@@ -18,7 +18,6 @@ import ray
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.online.learner_store import LearnerStore
-from paceline.adapt.online.trainer import ShadowConfig, run_training_job
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import TrainerResources
 from paceline.contracts import TrainJob, TrainResult
@@ -49,7 +48,7 @@ def run_leased_job(
     threads: int = 1,
     device: str = "cpu",
     lease: JobLease | None = None,
-    shadow: ShadowConfig | None = None,
+    chain: int | None = None,
     niceness: int = 0,
 ) -> TrainResult:
     """Carry out one order in this process and hand the result to the lease.
@@ -59,15 +58,18 @@ def run_leased_job(
         registry_root: location of the drafter registry, reachable from this node.
         learner_root: location of the learners' states, reachable from this node.
         device: where the drafter is trained and scored, cpu or cuda.
+        chain: as ShadowConfig has it.
         niceness: added to this process's nice value; 0 leaves it (a process cannot take it back).
     """
     if niceness:
         os.nice(niceness)
+    from paceline.adapt.online.trainer import ShadowConfig, run_training_job  # whoever orders a job needs no torch
+
     log.info("training started job=%s bucket=%s arm=%s", job.job_id, job.bucket, job.arm.name)
     store, registry = TraceStore(trace_root), DrafterRegistry(registry_root)
     run = partial(
-        run_training_job, job, store, registry, target_dir, threads=threads, device=device, shadow=shadow,
-        learners=LearnerStore(learner_root), clock=device_clock(device, threads),
+        run_training_job, job, store, registry, target_dir, threads=threads, device=device,
+        shadow=ShadowConfig(chain=chain), learners=LearnerStore(learner_root), clock=device_clock(device, threads),
     )  # fmt: skip
     if lease is None:
         return run()

@@ -12,14 +12,17 @@ import json
 import logging
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from paceline.adapt.data.blob_io import open_store, pack_tensors, unpack_tensors, write_atomic
 from paceline.contracts import DrafterManifest
 from paceline.errors import DrafterMismatchError, ManifestError
 from paceline.machine import Clock, SystemClock
+
+if TYPE_CHECKING:  # a controller handles no tensor
+    import torch
 
 log = logging.getLogger(__name__)
 _VERSION = re.compile(r"[0-9a-f]{12}")
@@ -34,6 +37,8 @@ def shapes_hash(state: dict[str, torch.Tensor]) -> str:
 
 def check_finite(state: dict[str, torch.Tensor]) -> None:
     """Raise DrafterMismatchError naming the first tensor with a NaN or infinite value."""
+    import torch
+
     for name, tensor in sorted(state.items()):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise DrafterMismatchError(f"drafter tensor {name} must be finite; train it again or use another version")

@@ -102,7 +102,6 @@ class RayLauncher:
 
     def launch(self, job: TrainJob, lease: WorkerLease) -> JobHandle:
         from paceline.adapt.online.task import launch_training
-        from paceline.adapt.online.trainer import ShadowConfig
 
         spec = self._spec
         ref = launch_training(
@@ -114,7 +113,7 @@ class RayLauncher:
             learner_root=spec.learner_root,
             target_dir=spec.target_dir,
             lease=lease,
-            shadow=ShadowConfig(chain=spec.gate_chain),
+            chain=spec.gate_chain,
         )
         return RayJob(ref, job.job_id)
 

@@ -496,13 +496,15 @@ inline void transpose(Floats* t) {
 }
 #endif
 
-// What is read next, asked for a cache line at a time while the rows before it are computed; `rows` may be null.
+// What is read a block later, asked for a cache line at a time. Into the second level: a block fills the first, and memory takes
+// longer than a part of a block (asked for 16 keys ahead, contexts beyond the caches were read at a third of this speed).
+// `rows` may be null.
 template <class X>
 struct Next {
   const X* const* rows;
   int64_t shift;
   inline void ask(int64_t row, int64_t at) const {
-    if (rows && at * (int64_t)sizeof(X) % 64 == 0) __builtin_prefetch(rows[row] + shift + at);
+    if (rows && at * (int64_t)sizeof(X) % 64 == 0) __builtin_prefetch(rows[row] + shift + at, 0, 2);
   }
 };
 
@@ -569,22 +571,56 @@ struct Number {
   static constexpr int value = N;
 };
 
+// Values are added up two parts at a time where a register holds both as bfloat16: even numbers, then odd ones, which takes no
+// shuffle. The sums of a query lie in that order; `put` takes them back.
+template <class X, int PARTS>
+constexpr bool IS_PAIRED = sizeof(X) == 2 && PARTS % 2 == 0 && REGISTER == LANES;
+
+template <bool IS_PAIR, class X>
+inline void widen_parts(const X* p, Floats* to) {
+  if constexpr (IS_PAIR) {
+    const WordPiece w = *(const WordPiece*)p;
+    to[0].v[0] = (Piece)(w << 16);
+    to[1].v[0] = (Piece)(w & 0xffff0000u);
+  } else {
+    to[0] = widen(p);
+  }
+}
+
+template <class X, int PARTS>
+inline void put(X* y, const float* sum, const Floats& factor) {
+  for (int i = 0; i < PARTS; ++i) narrow<X>(y + i * LANES, load(sum + i * LANES) * factor);
+  if constexpr (IS_PAIRED<X, PARTS>)
+    for (int i = 0; i < PARTS; i += 2) {
+      X parts[2 * LANES];
+      memcpy(parts, y + i * LANES, sizeof parts);
+      for (int j = 0; j < LANES; ++j) y[i * LANES + 2 * j] = parts[j], y[i * LANES + 2 * j + 1] = parts[LANES + j];
+    }
+}
+
 // Each query's sum (PARTS * 16 numbers) grows by up to 16 values in turn, times its share of each.
 template <class X, int PARTS>
 inline void add_values(const X* const* rows, int64_t shift, int64_t size, const float* shares, int64_t stride, int64_t count,
                        float* sums, const Next<X>& next = {nullptr, 0}) {
+  constexpr bool IS_PAIR = IS_PAIRED<X, PARTS>;
+  constexpr int STEP = IS_PAIR ? 2 : 1;
   if (size == LANES && count <= 4) {  // few queries: values go from memory into the sums
     const auto add = [&](auto num) {
       constexpr int NUM = decltype(num)::value;
-      for (int i = 0; i < PARTS; ++i) {
-        Floats sum[NUM];
-        for (int q = 0; q < NUM; ++q) sum[q] = load(sums + (q * PARTS + i) * LANES);
+      for (int i = 0; i < PARTS; i += STEP) {
+        Floats sum[NUM][STEP], value[STEP];
+        for (int q = 0; q < NUM; ++q)
+          for (int p = 0; p < STEP; ++p) sum[q][p] = load(sums + (q * PARTS + i + p) * LANES);
         for (int64_t j = 0; j < LANES; ++j) {
-          const Floats value = widen(rows[j] + shift + i * LANES);
-          for (int q = 0; q < NUM; ++q) sum[q] += value * shares[q * stride + j];
+          widen_parts<IS_PAIR>(rows[j] + shift + i * LANES, value);
+          for (int q = 0; q < NUM; ++q) {
+            const Floats part = all(shares[q * stride + j]);
+            for (int p = 0; p < STEP; ++p) sum[q][p] += value[p] * part;
+          }
           next.ask(j, i * LANES);
         }
-        for (int q = 0; q < NUM; ++q) store(sums + (q * PARTS + i) * LANES, sum[q]);
+        for (int q = 0; q < NUM; ++q)
+          for (int p = 0; p < STEP; ++p) store(sums + (q * PARTS + i + p) * LANES, sum[q][p]);
       }
     };
     if (count == 1) return add(Number<1>{});
@@ -594,8 +630,8 @@ inline void add_values(const X* const* rows, int64_t shift, int64_t size, const 
   }
   Floats wide[LANES][PARTS];
   for (int64_t j = 0; j < size; ++j)
-    for (int i = 0; i < PARTS; ++i) {
-      wide[j][i] = widen(rows[j] + shift + i * LANES);
+    for (int i = 0; i < PARTS; i += STEP) {
+      widen_parts<IS_PAIR>(rows[j] + shift + i * LANES, wide[j] + i);
       next.ask(j, i * LANES);
     }
   for (int64_t q = 0; q < count; ++q, shares += stride, sums += PARTS * LANES) {
@@ -644,20 +680,18 @@ void attend(const float* query, int64_t query_stride, const X* pool, int64_t hea
   const X* found[KEY_BLOCK];
   for (int64_t at = 0; at < whole; at += KEY_BLOCK) {
     for (int64_t i = 0; i < KEY_BLOCK; ++i) found[i] = row_of(at + i);
-    const X* next[LANES];  // keys of the block behind this one
-    for (int64_t i = 0; i < LANES; ++i) next[i] = row_of(at + KEY_BLOCK + i < shared ? at + KEY_BLOCK + i : at);
+    const X* next[KEY_BLOCK];  // the block behind this one
+    for (int64_t i = 0; i < KEY_BLOCK; ++i) next[i] = row_of(at + KEY_BLOCK + i < shared ? at + KEY_BLOCK + i : at);
     for (int64_t c = 0; c < KEY_BLOCK; c += LANES)
       for (int64_t h = 0; h < heads; ++h) {
-        pack_keys<X, PARTS>(found + c, h * dim, panel,
-                            c + LANES < KEY_BLOCK ? Next<X>{found + c + LANES, h * dim} : Next<X>{found, values + h * dim});
+        pack_keys<X, PARTS>(found + c, h * dim, panel, Next<X>{next + c, h * dim});
         score(h, scores + h * count * KEY_BLOCK + c, KEY_BLOCK);
       }
     for (int64_t q = 0; q < heads * count; ++q) take_scores<PARTS>(scores + q * KEY_BLOCK, KEY_BLOCK, softmax_of(q));
     for (int64_t c = 0; c < KEY_BLOCK; c += LANES)
       for (int64_t h = 0; h < heads; ++h)
         add_values<X, PARTS>(found + c, values + h * dim, LANES, scores + h * count * KEY_BLOCK + c, KEY_BLOCK, count,
-                             sums + h * count * dim,
-                             c + LANES < KEY_BLOCK ? Next<X>{found + c + LANES, values + h * dim} : Next<X>{next, h * dim});
+                             sums + h * count * dim, Next<X>{next + c, values + h * dim});
   }
   const auto padded_block = [](int64_t size) { return size < KEY_BLOCK ? (size + LANES - 1) / LANES * LANES : KEY_BLOCK; };
   for (int64_t h = 0; h < heads; ++h) {
@@ -712,8 +746,7 @@ void attend(const float* query, int64_t query_stride, const X* pool, int64_t hea
   }
   for (int64_t q = 0; q < heads * count; ++q) {
     const Floats factor = all(1.0f / sum_lanes(load(totals + q * LANES)));
-    for (int64_t i = 0; i < dim; i += LANES)
-      narrow<X>(y + (first + q % count / groups) * y_stride + head_of(q) * dim + i, load(sums + q * dim + i) * factor);
+    put<X, PARTS>(y + (first + q % count / groups) * y_stride + head_of(q) * dim, sums + q * dim, factor);
   }
 }
 

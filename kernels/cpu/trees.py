@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import threading
 import weakref
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
@@ -226,6 +227,9 @@ def _plain(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
+_walks = threading.local()  # .room: what a walk writes, read at once
+
+
 def walk_trees(
     token_ids: torch.Tensor, parents: torch.Tensor, cu_nodes: torch.Tensor, drawn: torch.Tensor
 ) -> tuple[list[int], list[int], list[int]] | None:
@@ -237,8 +241,11 @@ def walk_trees(
     library, size, count = load_trees(), token_ids.numel(), cu_nodes.numel() - 1
     if library is None:
         return None
-    found = np.empty(2 * size + count, dtype=np.int64)
-    ids, parents, cu_nodes = (_plain(column, torch.int64) for column in (token_ids, parents, cu_nodes))
+    room = getattr(_walks, "room", None)
+    if room is None:
+        room = _walks.room = _Room(torch.int64)
+    found = room.take(2 * size + count)
+    ids, parents, cu_nodes = _plain(token_ids, torch.int64), _plain(parents, torch.int64), _plain(cu_nodes, torch.int64)
     assert parents.numel() == drawn.shape[0] == size
     if drawn.dim() == 1:
         drawn = _plain(drawn, torch.int64)
@@ -247,7 +254,7 @@ def walk_trees(
         if drawn.dtype != torch.float32 or drawn.stride(1) != 1:
             drawn = drawn.float().contiguous()
         draws = struct.pack("4q", 0, drawn.data_ptr(), drawn.stride(0), drawn.shape[1])
-    at = torch.from_numpy(found).data_ptr()
+    at = room.address
     num_rows = library.trees_walk(
         ids.data_ptr(), parents.data_ptr(), cu_nodes.data_ptr(), draws, count, at, at + 8 * size, at + 16 * size
     )

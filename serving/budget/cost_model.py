@@ -92,6 +92,8 @@ class CostModel:
         self._is_known = is_known
         self._tables: dict[tuple[int, int], tuple[list[float], np.ndarray]] = {}  # by requests and context
         self._num_kept = 0
+        self._lines: dict[int, tuple[float, ...]] = {}
+        """By requests: the roofline's terms without context, and by how much a row of context raises the first and third."""
         self._scales: dict[int, float] = {}
         self._scale = 1.0
 
@@ -163,9 +165,14 @@ class CostModel:
             table, larger = interpolate(_ROW_GRID, self._rows, rows) + extra, max
         if self._roofline is None or context_rows == 0:
             return table
-        a, b, d, e = self._roofline.terms(context_rows, num_requests)
-        a0, b0, d0, e0 = self._roofline.terms(0, num_requests)  # in the table already
-        return table + larger(a + b * rows, rows * (d + e * rows)) - larger(a0 + b0 * rows, rows * (d0 + e0 * rows))
+        lines = self._lines.get(num_requests)
+        if lines is None:
+            (a, b, d, e), (a1, _, d1, _) = (self._roofline.terms(c, num_requests) for c in (0, 1))
+            lines = self._lines[num_requests] = (a, b, d, e, a1 - a, d1 - d)
+        a, b, d, e, more_a, more_d = lines
+        bytes_s, flops_s = a + b * rows, rows * (d + e * rows)  # without context they are in the table already
+        with_context = larger(bytes_s + more_a * context_rows, flops_s + rows * (more_d * context_rows))
+        return table + with_context - larger(bytes_s, flops_s)
 
     def _times(self, context_rows: int, num_requests: int) -> tuple[list[float], np.ndarray]:
         """The prior of 0, 1, ... rows as numbers and as an array, kept: rounds ask for it several times. The context is
@@ -185,12 +192,14 @@ class CostModel:
 
     def seconds(self, rows: float, context_rows: int = 0, num_requests: int = 1) -> float:
         """`predict` of one row count, without an array."""
-        scale = self.scale(context_rows)
+        return self._at_calibration(rows, context_rows, num_requests) * self.scale(context_rows)
+
+    def _at_calibration(self, rows: float, context_rows: int, num_requests: int) -> float:
         if isinstance(rows, int):
             times = self._times(context_rows, num_requests)[0]
             if rows < len(times):
-                return times[rows] * scale
-        return float(self.prior(rows, context_rows, num_requests)) * scale
+                return times[rows]
+        return float(self.prior(rows, context_rows, num_requests))
 
     def predict(self, rows: Any, context_rows: int = 0, num_requests: int = 1) -> np.ndarray:
         """Seconds of a verify forward of `rows` packed rows of so many requests over `context_rows` committed rows."""
@@ -205,12 +214,13 @@ class CostModel:
         """Fold one measured verify forward: r <- (1 - RATE) r + RATE T_measured / T_prior."""
         if not seconds > 0:
             return
-        old = self.scale(context_rows)
-        ratio = seconds * old / self.seconds(rows, context_rows, num_requests)
+        bucket = log2_bucket(context_rows)
+        old = self._scales.get(bucket, self._scale)
+        ratio = seconds / self._at_calibration(rows, context_rows, num_requests)
         if not self._is_known:
             self._is_known, old = True, ratio
         self._scale = old + self.RATE * (min(ratio, self.MAX_JUMP * old) - old)
-        self._scales[log2_bucket(context_rows)] = self._scale
+        self._scales[bucket] = self._scale
 
 
 class CostCurve:

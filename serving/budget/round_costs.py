@@ -55,7 +55,9 @@ class RoundCosts:
     def _padded_s(self, seen: RoundObservation) -> float:
         """Part of a round's verify forward that went into padding."""
         num_requests = len(seen.keys)
-        padding = self.padding(seen.context_rows, num_requests) if any(seen.is_drafted) else None
+        if self.pair_s <= 0 or True not in seen.is_drafted:
+            return 0.0
+        padding = self.padding(seen.context_rows, num_requests)
         if padding is None:
             return 0.0
         num_rows = num_requests + sum(seen.num_nodes)

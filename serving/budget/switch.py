@@ -281,7 +281,7 @@ class Switch:
                     self._begin_probe(record, context_rows, num_requests)
             (probed if record.left > 0 else known).append((record, own))
         rate = self._switch(known, context_rows, num_requests)
-        state = self._sizes.setdefault(size, _Size())
+        state = self._size(num_requests)
         if state.since_plain >= _wait(1 - 1 / rate, state.num_compared):
             return wants
         saved_s = self._costs.round_s(num_requests, 0, context_rows, num_requests) / num_requests * (1 - 1 / rate)
@@ -303,6 +303,13 @@ class Switch:
             for i in self._probe_requests(own, backlogs, plain_s):
                 wants[i] = True
         return wants
+
+    def _size(self, num_requests: int) -> _Size:
+        size = _log2_size(num_requests)
+        found = self._sizes.get(size)
+        if found is None:
+            found = self._sizes[size] = _Size()
+        return found
 
     def _class(self, classes: OrderedDict, key: object) -> _Class:
         found: _Class | None = classes.get(key)
@@ -387,10 +394,11 @@ class Switch:
             return
         num_requests = len(seen.keys)
         drafted: dict[DraftKey, list[int]] = {}
-        for i, key in enumerate(seen.keys):
-            if key is not None and seen.is_drafted[i]:
-                drafted.setdefault(key, []).append(i)
-        size = self._sizes.setdefault(_log2_size(num_requests), _Size())
+        if True in seen.is_drafted:
+            for i, key in enumerate(seen.keys):
+                if key is not None and seen.is_drafted[i]:
+                    drafted.setdefault(key, []).append(i)
+        size = self._size(num_requests)
         plain_s = self._costs.plain_s(seen) if drafted else seen.round_s
         num_drafting = sum(map(len, drafted.values()))
         is_whole = not _is_few(num_drafting, num_requests)  # a few pay for the padding of all

@@ -15,7 +15,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -234,7 +234,12 @@ class _Batch:
     keys: list[DraftKey | None]
     slots: list[str | None]
     num_failures: int
-    table: torch.Tensor | None = None  # (B, widest row capacity) int64
+    has_drafters: bool
+    table: torch.Tensor | None = None  # (B, at least the widest row capacity) int64
+    host_table: torch.Tensor | None = None
+    """`table` of several requests on the host."""
+    lines: list[torch.Tensor | None] = field(default_factory=list)
+    """The rows that each line of it was made of."""
     generation: int = -1  # of the scheduler when `table` was built
     device_sampling: SamplingBatch | None = None
     """`sampling` on the device, once a round has needed it there."""
@@ -340,14 +345,19 @@ class DecodeRunner:
         self, batch: _Batch, keys: list[DraftKey | None], by_slot: dict[str, list[int]], prompts: PromptRows | None
     ) -> RoundResult:
         requests, table = batch.requests, self._table(batch)
-        context_lens = upload([r.context_len for r in requests], self._target.device)
-        num_keys = max(r.context_len for r in requests)
-        draft = self._draft(batch, keys, by_slot, table[:, :num_keys])
+        lens, device = [r.context_len for r in requests], self._target.device
+        anchors, context_lens = upload_all(([r.tokens[at] for r, at in zip(requests, lens, strict=True)], lens), device)
+        num_keys = max(lens)
+        committed = table[:, :num_keys]
+        draft = self._draft(batch, keys, by_slot, committed, anchors, sum(lens))
+        draft.longest_context = num_keys
         tree = draft.tree
 
         verify_start = self._timer()
         span = open_span(self._target.device)
-        if len(requests) == 1:
+        if tree.token_ids.numel() == len(requests):
+            positions = context_lens
+        elif len(requests) == 1:
             positions = tree.depths + context_lens
         else:
             counts = tree.cu_nodes[1:] - tree.cu_nodes[:-1]
@@ -357,7 +367,7 @@ class DecodeRunner:
             positions=positions,
             cu_rows=tree.cu_nodes,
             context_lens=context_lens,
-            slot_table=table[:, :num_keys],
+            slot_table=committed,
             out_rows=self._rows.place(requests, tree, table, context_lens),
             ancestors=tree.ancestors,
             logit_rows=None,
@@ -402,19 +412,26 @@ class DecodeRunner:
                 ],
                 slots=slots,
                 num_failures=self._slots.num_failures,
+                has_drafters=any(slot is not None for slot in slots),
             )
         return batch
 
     def _table(self, batch: _Batch) -> torch.Tensor:
-        """(B, widest row capacity) int64, pool row of each position, on the device."""
+        """(B, at least the widest row capacity) int64, pool row of each position, on the device."""
         if batch.table is None or batch.generation != self._scheduler.generation:
             batch.generation, requests = self._scheduler.generation, batch.requests
             if len(requests) == 1:
                 table = requests[0].rows[None]  # type: ignore[index]
             else:
-                table = torch.zeros(len(requests), max(r.row_capacity for r in requests), dtype=torch.int64)
-                for line, r in zip(table.numpy(), requests, strict=True):
-                    line[: r.row_capacity] = r.rows  # type: ignore[assignment]
+                width = max(r.row_capacity for r in requests)
+                if batch.host_table is None or batch.host_table.shape[1] < width:
+                    batch.host_table = torch.zeros(len(requests), width + width // 4, dtype=torch.int64)
+                    batch.lines = [None] * len(requests)
+                table = batch.host_table
+                for i, r in enumerate(requests):
+                    if r.rows is not batch.lines[i]:  # few requests' rows change in a round
+                        batch.lines[i] = r.rows
+                        table[i, : r.row_capacity] = r.rows  # type: ignore[assignment]
             batch.table = table.to(self._target.device)
         return batch.table
 
@@ -431,6 +448,9 @@ class DecodeRunner:
     def _wanted(self, batch: _Batch) -> tuple[list[DraftKey | None], dict[str, list[int]]]:
         """The round's keys, and the requests that the policy wants drafted, by slot."""
         requests = batch.requests
+        self._catch_up_s, self._num_catch_up_rows = 0.0, 0
+        if not batch.has_drafters:
+            return batch.keys, {}
         context_rows = sum(r.context_len for r in requests)
         # With one token left there is nothing to gain from a draft.
         keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
@@ -442,22 +462,25 @@ class DecodeRunner:
         for i, is_wanted in enumerate(wants):
             if is_wanted and self._may_draft(requests[i], batch.slots[i]):  # type: ignore[arg-type]
                 by_slot.setdefault(batch.slots[i], []).append(i)  # type: ignore[arg-type]
-        self._catch_up_s, self._num_catch_up_rows = 0.0, 0
         return keys, by_slot
 
     def _draft(
-        self, batch: _Batch, keys: list[DraftKey | None], by_slot: dict[str, list[int]], table: torch.Tensor
+        self,
+        batch: _Batch,
+        keys: list[DraftKey | None],
+        by_slot: dict[str, list[int]],
+        table: torch.Tensor,
+        anchors: torch.Tensor,
+        context_rows: int,
     ) -> RoundDraft:
-        """Draft for the wanted requests, after the backlogs that no typical round has."""
-        requests, groups, group_slots = batch.requests, [], []
+        """Draft for the wanted requests, after the backlogs that no typical round has. anchors: (B,) newest tokens."""
+        groups, group_slots = [], []
         for slot, rows in by_slot.items():
             group = self._group(batch, slot, rows, table) if self._slots.drafter(slot) is not None else None
             if group is not None:
                 groups.append(group)
                 group_slots.append(slot)
-        anchors = upload([r.tokens[r.context_len] for r in requests], table.device)
-        draft = self._policy.draft(groups, keys, anchors, sum(r.context_len for r in requests))
-        draft.longest_context = max(r.context_len for r in requests)
+        draft = self._policy.draft(groups, keys, anchors, context_rows)
         self._note_drafted(batch, draft, group_slots, [group.rows for group in groups])
         return draft
 
@@ -540,18 +563,18 @@ class DecodeRunner:
     # ---- after the verify forward -------------------------------------------------------------------------------
     def _finish_round(self, batch: _Batch, found: RoundResult, start: float, model_s: float, verify_s: float) -> None:
         requests, draft, plan, out = batch.requests, found.draft, found.plan, found.out
-        paths = plan.on_host()
-        accepted_tokens = plan.accepted_tokens()
+        num_requests = len(requests)
         rows: list[list[int]] = []
         tokens: list[list[int]] = []
         ends: list[tuple[str | None, str | None]] = []
         accepted: list[int] = []
-        for r, (path, bonus), new in zip(requests, paths, accepted_tokens, strict=True):
+        for r, (path, bonus), new in zip(requests, plan.on_host(), plan.accepted_tokens(), strict=True):
             new = [*new, bonus]
-            if r.row_capacity < r.token_limit:
+            room = r.row_capacity
+            if room < r.token_limit:
                 # Pages ran out. The path may be cut anywhere: an accepted node's token is what the target would have
                 # drawn there, so the last one kept is the bonus token of a shorter path; the rest is drafted again.
-                del new[r.row_capacity - r.context_len :]
+                del new[room - r.context_len :]
             accepted.append(len(new) - 1)
             new, reason, match = cut_tokens(r, new)
             tokens.append(new)
@@ -568,26 +591,29 @@ class DecodeRunner:
             rank = self._graphed.best_tokens if self._graphed is not None and found.is_committed else None
             self._output.traces.add(requests, rows, out.logits, rank)
 
-        num_drafted, num_requests = sum(draft.is_drafted), len(requests)
-        draft_ms = [model_s * 1e3 / num_drafted if is_drafted else 0.0 for is_drafted in draft.is_drafted]
-        verify_ms = verify_s * 1e3 / num_requests
+        draft_ms, num_drafted = [0.0] * num_requests, sum(draft.is_drafted)
+        if num_drafted:
+            draft_ms = [model_s * 1e3 / num_drafted if is_drafted else 0.0 for is_drafted in draft.is_drafted]
         share = 1e3 / num_requests
+        verify_ms = verify_s * share
         emit_start = self._timer()
-        for i, r in enumerate(requests):
-            new, num_accepted_tokens = tokens[i], accepted[i]
+        round_ms = (emit_start - start) * share
+        for r, new, num_accepted_tokens, num_draft_tokens, own_draft_ms in zip(
+            requests, tokens, accepted, draft.num_draft_tokens, draft_ms, strict=True
+        ):
             r.append_output(new)
-            r.context_len += len(new)
+            num_new = len(new)
+            r.context_len += num_new
             r.num_rounds += 1
-            r.num_draft_tokens += draft.num_draft_tokens[i]
+            r.num_draft_tokens += num_draft_tokens
             r.num_accepted_tokens += num_accepted_tokens
-            r.num_truncated_tokens += num_accepted_tokens + 1 - len(new)
-            r.draft_ms += draft_ms[i]
+            r.num_truncated_tokens += num_accepted_tokens + 1 - num_new
+            r.draft_ms += own_draft_ms
             r.verify_ms += verify_ms
-            r.round_ms += (emit_start - start) * share
-        for i, r in enumerate(requests):
-            reason, match = ends[i]
-            num_kept = min(accepted[i], len(tokens[i]))
-            self._output.emit(r, tokens[i], num_kept, logprobs[i] if logprobs else None, reason, match)
+            r.round_ms += round_ms
+        for i, (r, new, (reason, match)) in enumerate(zip(requests, tokens, ends, strict=True)):
+            num_kept = min(accepted[i], len(new))
+            self._output.emit(r, new, num_kept, logprobs[i] if logprobs else None, reason, match)
         self.num_rounds += 1
         round_s = self._timer() - start
         self._policy.observe(

@@ -180,14 +180,7 @@ class RunningRequest:
 
     def event(self, now_s: float, token_ids: tuple[int, ...] = (), **fields: Any) -> RoundEvent:
         """A RoundEvent of this request; everything not named is empty."""
-        values: dict[str, Any] = {
-            "num_accepted_tokens": 0,
-            "logprobs": None,
-            "finish_reason": None,
-            "stop_match": None,
-            **fields,
-        }
-        return RoundEvent(request_id=self.request_id, token_ids=token_ids, stats=self.stats(now_s), **values)
+        return RoundEvent(request_id=self.request.request_id, token_ids=token_ids, stats=self.stats(now_s), **fields)
 
 
 class StopStringChecker:

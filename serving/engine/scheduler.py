@@ -291,10 +291,12 @@ class Scheduler:
         """
         budget = max(self._min_prefill_tokens, self._prefill_chunk_tokens - num_decode_rows)
         prompts = [r for r in self.active if r.status is RequestStatus.PREFILL]
+        if not prompts:
+            return []
         in_work: set[tuple[int, bytes]] = set()
         rows: dict[str, int] = {}  # request -> its rows; 0 = it waits to share
         num_tenants = len({r.request.tenant for r in prompts})
-        parts = dict.fromkeys((r.request.tenant for r in prompts), -(-budget // max(num_tenants, 1)))
+        parts = dict.fromkeys((r.request.tenant for r in prompts), -(-budget // num_tenants))
         for is_rest in (False, True)[: min(num_tenants, 2)]:
             for request in prompts:
                 tenant = request.request.tenant

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import msgspec
+
 from paceline.contracts import ASKED_GROUP, CLASS_PREFIX, Group
 from paceline.errors import IllegalTransitionError, RequestError
 
@@ -186,8 +188,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestStats:
+class RequestStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Totals of a request so far.
 
     Prefill emits the first token (none with max_tokens = 0) and no round; a round emits its accepted tokens and one bonus
@@ -223,18 +224,17 @@ class RequestStats:
         return self.num_accepted_tokens / self.num_rounds + 1 if self.num_rounds else 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundEvent:
+class RoundEvent(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one round emitted for one request; the last event has a finish_reason."""
 
     request_id: str
     token_ids: tuple[int, ...]
-    num_accepted_tokens: int
+    num_accepted_tokens: int = 0
     """How many of these tokens were accepted draft tokens, the first ones (0 for prefill's first token)."""
-    logprobs: tuple[TokenLogprob, ...] | None
-    finish_reason: str | None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: str | None = None
     """None | 'stop' | 'length' | 'abort' | 'deadline' | 'error'."""
-    stop_match: str | None
+    stop_match: str | None = None
     """The stop string that ended the request: the text before it is the answer."""
     stats: RequestStats
     error: str | None = None

@@ -321,7 +321,6 @@ class TargetModel:
             on_commit=self.leader.send_commit if self.leader is not None else None,
         )
 
-    @torch.inference_mode()
     def forward(self, batch: TargetBatch, kv: KVPool) -> TargetOutput:
         """Run the packed rows, write their K/V to `out_rows`, return logits and tapped features.
 
@@ -335,6 +334,10 @@ class TargetModel:
                 batch.ancestors, batch.logit_rows, kv.data,
             )  # fmt: skip
             return TargetOutput(logits=logits, features=features)
+        return self._forward_by_torch(batch, kv)
+
+    @torch.inference_mode()
+    def _forward_by_torch(self, batch: TargetBatch, kv: KVPool) -> TargetOutput:
         plan = self.kernels.plan_attention(
             cu_rows=batch.cu_rows,
             context_lens=batch.context_lens,

@@ -195,7 +195,7 @@ class TreePolicy:
         """
         paths = plan.on_host()
         num_accepted_tokens = [len(rows) - 1 for rows, _ in paths]
-        reentered = [0] * len(num_accepted_tokens)
+        reentered = [0] * len(num_accepted_tokens) if draft.frontier_mass else []
         if draft.tree.cells is not None:
             accepted = np.array([row for path, _ in paths for row in path])
             self._calibration.observe(draft.tree, draft.keys, draft.is_drafted, accepted)

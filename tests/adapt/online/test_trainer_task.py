@@ -1,5 +1,7 @@
 """The training task runs under its lease and hands back its result, in this process and in a Ray worker."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -118,3 +120,12 @@ def test_a_process_that_waits_for_its_core_is_not_charged_for_waiting():
     while clock() - began < 0.2:
         pass
     assert device_clock("cuda", 1) is time.perf_counter
+
+
+def test_a_controller_that_orders_jobs_and_lists_versions_loads_no_torch() -> None:
+    code = (
+        "import sys, paceline.infra.controller.actor, paceline.adapt.online.task, paceline.adapt.data.trace_store, "
+        "paceline.adapt.versions.registry; print('torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split()[-1] == "False"
