@@ -280,7 +280,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     group_unit: str
     """What keeps the first drafter or tries another one: 'request', or 'time' where one drafter serves all requests."""
     window_s: float = 0.0
-    """Length of a piece of time, where that is the unit."""
+    """Length of a piece of time, where that is the unit: a multiple of SPAN_S."""
     timing: str
     """What is timed: 'round' or, where only sums of whole requests are told, 'request'."""
     has_features: bool
@@ -529,6 +529,11 @@ def is_canary(request_id: str, version: str, percent: int) -> bool:
     """
     digest = hashlib.blake2b(f"{version}:{request_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 10_000 < percent * 100
+
+
+def window_name(replica_id: str, ts: float, window_s: float) -> str:
+    """What a window of time of a replica is drawn by, as a request elsewhere by its id (EngineFacts.group_unit = 'time')."""
+    return f"{replica_id}@{int(ts // window_s)}"
 
 
 def encode(record: msgspec.Struct) -> bytes:

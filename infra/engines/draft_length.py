@@ -3,7 +3,8 @@
 A chain's k-th token is emitted with the probability that it and all before it are accepted, and costs what one more row
 costs a round. It is worth that where it raises tokens per second: where its probability exceeds the tokens that the round
 makes in the time of the row. So chains are short where rows are dear, as in a batch that fills the device, and for a class whose
-drafts are refused: none at all where even the first one costs more than it brings. Every _PROBE-th round of a request goes the whole length, so that what is not drafted is still known.
+drafts are refused: none at all where even the first one costs more than it brings. Two of _PROBE rounds
+of a class go the whole length and half of it, so that what is not drafted, and what a row costs, stay known.
 Pure: no clock, no engine.
 """
 
@@ -27,7 +28,7 @@ class DraftLength:
         self._most = max_draft_tokens
         self._rates: dict[tuple[str, str], np.ndarray] = {}  # (2, K): drafts that were reached, those accepted
         self._products, self._targets = np.zeros((3, 3)), np.zeros(3)  # normal equations of ms by (1, requests, drafts)
-        self._costs = np.zeros(3)
+        self._costs: np.ndarray = np.zeros(3)
         self._tokens = self._ms = 0.0
         self._num_rounds = 0
         self._turns: dict[tuple[str, str], int] = {}
@@ -58,7 +59,9 @@ class DraftLength:
         """Draft tokens of the next round of a request of this class."""
         key = (bucket, version)
         turn = self._turns[key] = self._turns.get(key, 0) + 1
-        return self._most if turn % _PROBE == 0 else self.best(bucket, version)
+        if turn % _PROBE == 0:
+            return self._most
+        return self._most // 2 if turn % _PROBE == _PROBE // 2 else self.best(bucket, version)
 
     def best(self, bucket: str, version: str) -> int:
         """The length without probing; the longest while too little is known."""

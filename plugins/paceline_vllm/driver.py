@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from paceline.adapt.versions.export_drafter import ExportDrafterOptions, export_drafter
-from paceline.contracts import DesiredState, EngineFacts, TrafficClasses
+from paceline.contracts import DesiredState, EngineFacts, TrafficClasses, window_name
 from paceline.errors import DrafterMismatchError, PacelineError
-from paceline.infra.engines.windows import served_now, window_name, window_of
+from paceline.infra.engines.windows import served_now
 from paceline.machine import Clock
 from paceline.serving.drafters.released_fields import MASK_FILE
 from paceline_vllm.settings import Settings
@@ -93,7 +93,9 @@ class VllmDriver:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        while not self._stop.wait(_TICK_S):
+        while not self._stop.wait(
+            min(_TICK_S, self.settings.window_s - self.clock.now() % self.settings.window_s + 0.001)
+        ):
             try:
                 self.follow_window()
             except PacelineError as e:
@@ -107,7 +109,7 @@ class VllmDriver:
         desired = self._desired
         if desired is None or not self._live:
             return
-        name = window_name(self.settings.replica_id, window_of(self.clock.now(), self.settings.window_s))
+        name = window_name(self.settings.replica_id, self.clock.now(), self.settings.window_s)
         group, version = served_now(desired, self.last["rows"], name)
         if version in self._failures:
             return

@@ -124,6 +124,15 @@ class RoundLog:
                 if limit is not None and limit < len(drafts):
                     request.spec_token_ids = drafts[:limit]
 
+    def start(self, requests: dict[str, Any], new: list[Any]) -> None:
+        """Requests that a step begins with, and whether cached blocks of another drafter are under them."""
+        for request in new:
+            entry = self.open(requests[request.req_id])
+            if self._has_stale_blocks and request.num_computed_tokens > 0:
+                self.num_stale += 1
+                if self.settings.stale_prefix == "asked" and entry.group != Group.PLAIN:
+                    entry.group = ASKED_GROUP
+
     def take_ended(self, request_ids: set[str]) -> dict[str, Ended]:
         """What is known of requests that have ended since the step before; forgets them."""
         for request_id in request_ids:
@@ -153,9 +162,6 @@ class RoundLog:
         rounds = [
             s for s in steps if s[4] > 0 and s[3] > 0 and s[1] == 1 + s[2]
         ]  # prefill yields a token, too, but no round
-        for request, _, _, _, before in steps:
-            if before == 0:
-                self._note_start(request)
         if rounds:
             share_ms = step_ms * sum(s[1] for s in rounds) / sum(s[1] for s in steps) / len(rounds)
             self._record_rounds(rounds, share_ms, now)
@@ -168,15 +174,6 @@ class RoundLog:
                     prompt_len=request.num_prompt_tokens, token_ids=list(request.all_token_ids),
                     finish_reason=str(request.get_finished_reason()),
                 )  # fmt: skip
-
-    def _note_start(self, request: Any) -> None:
-        """A request's first step: whether cached blocks of another drafter are under it."""
-        is_known = request.request_id in self._open
-        entry = self.open(request)
-        if not is_known and self._has_stale_blocks and request.num_cached_tokens > 0:
-            self.num_stale += 1
-            if self.settings.stale_prefix == "asked":
-                entry.group = ASKED_GROUP
 
     def _record_rounds(self, rounds: list[tuple[Any, int, int, int, int]], share_ms: float, now: float) -> None:
         columns: dict[str, list] = {name: [] for name in RoundStats.__struct_fields__}
@@ -236,6 +233,7 @@ def _with_rounds(base: type) -> type:
                 return super().schedule(*args, **kwargs)
             log.cut(self.running)
             out = super().schedule(*args, **kwargs)
+            log.start(self.requests, out.scheduled_new_reqs)
             out.paceline_began, out.paceline_ended = began, log.take_ended(out.finished_req_ids)
             return out
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
+from paceline.contracts import SPAN_S
 from paceline.errors import ConfigError
 from paceline.paths import DATA_DIR, REGISTRY, TRACES, model_version, service_home
-
-SHORTEST_WINDOW_S = 5.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +65,7 @@ def settings_of(vllm_config: Any) -> Settings | None:
     except msgspec.ValidationError as e:
         raise ConfigError(f"additional_config.paceline: {e}") from e
     for ok, rule, value in (
-        (found.window_s >= SHORTEST_WINDOW_S, f"window_s must be >= {SHORTEST_WINDOW_S:g}", found.window_s),
+        (found.window_s > 0 and found.window_s % SPAN_S == 0, f"window_s must be a multiple of {SPAN_S:g}", found.window_s),
         (found.stale_prefix in ("asked", "count", "reset"), "stale_prefix must be asked, count or reset", found.stale_prefix),
         (0 <= found.trace_share <= 1, "trace_share must be in [0, 1]", found.trace_share),
     ):  # fmt: skip
