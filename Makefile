@@ -54,7 +54,7 @@ $(VLLM_VENV)/.ready:
 	@touch $@
 
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
-	PACELINE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PY) -m pytest tests/e2e/test_vllm.py tests/e2e/test_vllm_live.py -v $(ARGS)
+	PACELINE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PY) -m pytest tests/e2e -m vllm -v $(ARGS)
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/paceline serve $(ARGS)

@@ -31,7 +31,6 @@ from paceline.config import DEFAULT_PORT, VARIABLES, ServiceConfig, most_replica
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import NAMESPACE, stop_controller
 from paceline.infra.replica.span_target import SpanTarget
-from paceline.infra.service.attached import Attached, put_first_drafter, wait_for_engine
 from paceline.infra.service.claim import application_name, check_claim
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas, replica_values
 from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
@@ -493,6 +492,8 @@ def attach_forever(config: ServiceConfig, console: Console) -> None:
 
     Raises: ConfigError without a Redis or a drafter with weights; PacelineError when something does not come up.
     """
+    from paceline.infra.service.attached import Attached, put_first_drafter, wait_for_engine  # loads torch
+
     config = with_environment(config)
     if config.redis_url is None:
         raise ConfigError("redis_url (--redis-url, PACELINE_REDIS_URL) must name the Redis of the engines")

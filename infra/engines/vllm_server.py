@@ -1,4 +1,4 @@
-"""vLLM server: a vLLM of another Python environment as a child process, with the plugin of `plugins/paceline_vllm`."""
+"""Server of vLLM: a vLLM of another Python environment as a child process, with the plugin of `plugins/paceline_vllm`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from paceline.adapt.versions.export_drafter import ExportDrafterOptions, export_drafter
-from paceline.contracts import DesiredState, EngineFacts, TrafficClasses, window_name
+from paceline.contracts import DesiredState, EngineFacts, Group, TrafficClasses, window_name
 from paceline.errors import DrafterMismatchError, PacelineError
 from paceline.infra.engines.windows import served_now
 from paceline.machine import Clock
@@ -111,12 +111,12 @@ class VllmDriver:
             return
         name = window_name(self.settings.replica_id, self.clock.now(), self.settings.window_s)
         group, version = served_now(desired, self.last["rows"], name)
-        if version in self._failures:
-            return
         if version not in self._staged and version == desired.first_version:
             self.stage(version)
+        if version not in self._staged or version in self._failures:  # the class's own is not here yet, or was refused
+            group, version = Group.ADAPTIVE, self._live
         try:
-            self._serve(group, version if version in self._staged else self._live)
+            self._serve(group, version)
         except DrafterMismatchError as e:
             self._failures[version] = str(e)
             raise
@@ -167,7 +167,7 @@ class VllmDriver:
     def publish(self, version: str) -> float:
         with self._lock:
             self._failures.pop(version, None)
-            pause_ms = self._serve(self._label[0] or "adaptive", version)
+            pause_ms = self._serve(Group.ADAPTIVE, version)  # the next look at the windows says what it counts as
             self._live = version
             return pause_ms
 
@@ -178,9 +178,10 @@ class VllmDriver:
         self._routes = dict(class_versions)
 
     def missing(self) -> list[str]:
-        return sorted({v for v in self._routes.values() if v not in self._staged})
+        return sorted({v for v in self._routes.values() if v not in self._staged or v in self._failures})
 
     def load(self, version: str) -> bool:
+        self._failures.pop(version, None)
         return self.stage(version)
 
     def served(self) -> dict[str, str]:

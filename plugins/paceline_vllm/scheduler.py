@@ -40,6 +40,8 @@ class _Open:
     bucket: str
     group: str
     is_greedy: bool
+    is_plain: bool
+    """Its client wants no drafts."""
     switch: int
     """Number of the switch since which it runs."""
     num_rounds: int = 0
@@ -97,11 +99,12 @@ class RoundLog:
             extra = (params.extra_args if params is not None else None) or {}
             bucket, asked = str(extra.get(BUCKET_FIELD, "")), extra.get(GROUP_FIELD)
             group = self._group
-            if asked == Group.PLAIN:
+            is_plain = asked == Group.PLAIN
+            if is_plain:
                 group = Group.PLAIN if self.settings.trusts_groups else ASKED_GROUP
             found = self._open[request.request_id] = _Open(
                 bucket=self._known(bucket) if is_label(bucket) else DEFAULT_BUCKET, group=group,
-                is_greedy=params is not None and params.temperature == 0, switch=self._num_switches,
+                is_greedy=params is not None and params.temperature == 0, is_plain=is_plain, switch=self._num_switches,
             )  # fmt: skip
         return found
 
@@ -115,9 +118,8 @@ class RoundLog:
             drafts = request.spec_token_ids
             if drafts:
                 entry = self.open(request)
-                extra = (request.sampling_params.extra_args or {}) if request.sampling_params is not None else {}
                 limit = self._draft_tokens
-                if extra.get(GROUP_FIELD) == Group.PLAIN:
+                if entry.is_plain:
                     limit = 0
                 elif limit is None and self.settings.adapts_length:
                     limit = self.length.tokens(entry.bucket, self._version)
@@ -184,7 +186,7 @@ class RoundLog:
                 self.num_mixed += 1
             accepted = min(num_sampled - 1, num_drafts)
             row = (
-                request.request_id, entry.bucket, entry.group, self._version if num_drafts else "", entry.is_greedy,
+                request.request_id, entry.bucket, entry.group, "" if entry.is_plain else self._version, entry.is_greedy,
                 entry.num_rounds, num_drafts, accepted, request.num_output_tokens - before, len(rounds), 0.0, share_ms,
                 share_ms, self._is_training, now,
             )  # fmt: skip
