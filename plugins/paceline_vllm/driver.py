@@ -57,7 +57,9 @@ class VllmDriver:
     _canary: tuple[str, int, str] = ("", 0, "")
     _staged: dict[str, tuple[Path, str]] = field(default_factory=dict)
     _failures: dict[str, str] = field(default_factory=dict)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of what is served; held while it changes, not while a version is written."""
+    _staging: threading.Lock = field(default_factory=threading.Lock)
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -79,6 +81,7 @@ class VllmDriver:
             if (group, version) == self._label:
                 return 0.0
             path, sha256 = ("", "") if version == self._loaded else map(str, self._staged[version])
+            self._loaded, self._label = "", ("", "")  # what a call that fails or takes too long leaves is not known
             pause_ms = self.ask("paceline_publish", path, sha256, version, group)
             self._loaded, self._label = version, (group, version)
             return pause_ms
@@ -130,7 +133,7 @@ class VllmDriver:
         return {"draft": self._loaded} if self._loaded else {}
 
     def stage(self, version: str) -> bool:
-        with self._lock:
+        with self._staging:
             if version in self._staged:
                 return True
             folder = self.settings.home / "vllm" / self.settings.replica_id / version
@@ -151,8 +154,10 @@ class VllmDriver:
                     f"drafter {version} must have the mask vector that vLLM was started with: it reads that at its start"
                 )
             file = folder / "model.safetensors"
-            self._staged[version] = (file, hashlib.sha256(file.read_bytes()).hexdigest())
-            self._tidy()
+            sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+            with self._lock:
+                self._staged[version] = (file, sha256)
+                self._tidy()
             return True
 
     def _tidy(self) -> None:
@@ -165,11 +170,10 @@ class VllmDriver:
                 shutil.rmtree(self._staged.pop(version)[0].parent, ignore_errors=True)
 
     def publish(self, version: str) -> float:
-        with self._lock:
-            self._failures.pop(version, None)
-            pause_ms = self._serve(Group.ADAPTIVE, version)  # the next look at the windows says what it counts as
-            self._live = version
-            return pause_ms
+        self._failures.pop(version, None)
+        pause_ms = self._serve(Group.ADAPTIVE, version)  # the next look at the windows says what it counts as
+        self._live = version
+        return pause_ms
 
     def set_canary(self, version: str, percent: int, bucket: str) -> None:
         self._canary = (version, percent, bucket)
