@@ -71,10 +71,8 @@ class RoundLog:
 
     # ---- calls of the engine
     def switch(self, version: str, group: str, *, has_new_weights: bool) -> None:
-        if (version, group) == (self._version, self._group):
-            return
+        self._num_switches += version != self._version  # one drafter in two groups is no mixture
         self._version, self._group = version, group
-        self._num_switches += 1
         if has_new_weights:
             self._has_stale_blocks = self.settings.stale_prefix != "reset"
 
