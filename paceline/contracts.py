@@ -266,6 +266,27 @@ class DrafterManifest(msgspec.Struct, frozen=True, kw_only=True):
     created: float
 
 
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine of a replica is and can do, so that nobody asks it for more."""
+
+    kind: str
+    """'paceline' | 'vllm' | 'sglang'."""
+    engine_version: str = ""
+    """As the engine calls its release; '' = this project's own."""
+    draft_shape: str
+    """'tree' | 'chain'."""
+    max_draft_tokens: int
+    """Draft tokens of a round at most."""
+    group_unit: str
+    """What keeps the first drafter or tries another one: 'request', or 'time' where one drafter serves all requests."""
+    window_s: float = 0.0
+    """Length of a piece of time, where that is the unit: a multiple of SPAN_S."""
+    timing: str
+    """What is timed: 'round' or, where only sums of whole requests are told, 'request'."""
+    has_features: bool
+    """Whether its requests leave traces to train on."""
+
+
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica runs now; written to Redis with a time to live."""
 
@@ -295,6 +316,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Class -> its own version, where this replica has it; the live version serves the others of the desired record."""
     refused: dict[str, str] = {}
     """Version of a class -> why this replica does not serve it."""
+    engine: EngineFacts | None = None
+    """None: a release that did not tell."""
 
 
 TIME_BOUNDS_S = tuple(float(f"{m}e{e}") for e in range(-4, 3) for m in (1, 2, 3, 5)) + (1000.0,)
@@ -510,6 +533,11 @@ def is_canary(request_id: str, version: str, percent: int) -> bool:
     """
     digest = hashlib.blake2b(f"{version}:{request_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % 10_000 < percent * 100
+
+
+def window_name(replica_id: str, ts: float, window_s: float) -> str:
+    """What a window of time of a replica is drawn by, as a request elsewhere by its id (EngineFacts.group_unit = 'time')."""
+    return f"{replica_id}@{int(ts // window_s)}"
 
 
 def encode(record: msgspec.Struct) -> bytes:

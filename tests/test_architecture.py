@@ -22,7 +22,7 @@ from tests.helpers.house import (
 )
 
 PAGE = ROOT / "ARCHITECTURE.md"
-LISTED = ("docs", "infra/page", "infra/grafana")
+LISTED = ("docs", "infra/page")
 """Folders without modules that readers walk through all the same."""
 
 

@@ -61,9 +61,8 @@ def test_wheel_holds_bundled_models_and_prompts(wheel_names):
 def test_wheel_holds_the_dashboard_and_the_files_of_operators(wheel_names):
     for folder in (
         "page",
-        "grafana",
         "kubernetes",
-        *(f"kubernetes/{name}" for name in ("container", "manifests", "templates")),
+        *(f"kubernetes/{name}" for name in ("container", "grafana", "manifests", "templates")),
     ):
         files = [p for p in (ROOT / "infra" / folder).iterdir() if p.is_file()]
         assert files and {f"paceline/infra/{folder}/{p.name}" for p in files} <= wheel_names

@@ -7,7 +7,17 @@ import logging
 import msgspec
 from redis.exceptions import RedisError, ResponseError
 
-from paceline.contracts import ASKED_GROUP, FeedbackBatch, decode
+from paceline.contracts import (
+    ASKED_GROUP,
+    SPAN_S,
+    CellSums,
+    EngineFacts,
+    FeedbackBatch,
+    Group,
+    RequestSums,
+    decode,
+    window_name,
+)
 from paceline.infra.controller.lives import Lives
 from paceline.infra.controller.store import Books
 from paceline.infra.state.redis_clients import FEEDBACK_GROUP, stream_entries
@@ -34,6 +44,7 @@ class Feedback:
         self._cursor: str | None = "0"  # own pending entries from this id; None once they are all read
         self._sweep_due = 0.0
         self._began = books.clock.now()
+        self._windows = WindowUnits()
         self.lag: int | None = None
         """Entries that waited at the last look; None = unknown."""
 
@@ -150,6 +161,7 @@ class Feedback:
             prompts = batch.prompts
             now = self._books.clock.now()
             state.classes.observe(prompts.space, prompts.vectors, prompts.num_dims, now, prompts.tenants)
+        batch = self._windows.pooled(batch, self._lives.facts_of(batch.replica_id))
         batch, gone = state.traffic.bounded(batch, self._books.kept_classes())
         for bucket in gone:
             self._books.policy.forget_bucket(bucket)
@@ -159,6 +171,33 @@ class Feedback:
             self._books.policy.observe(without_asked(batch))
         except Exception as e:  # one bad batch must not stop the stream; it is counted and logged
             self._books.errors.note("the policy refused a feedback batch", e)
+
+
+class WindowUnits:
+    """Requests of engines whose drafter changes with time, pooled by window: such a window was drawn as one."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[str, str, str], str] = {}
+        """(replica, group, version) -> its latest window: one whose end was judged must not begin again."""
+
+    def pooled(self, batch: FeedbackBatch, facts: EngineFacts | None) -> FeedbackBatch:
+        """The batch as it is, unless its engine's unit is time."""
+        if facts is None or facts.group_unit != "time":
+            return batch
+        return msgspec.structs.replace(batch, cells=[self._pool(cell, batch.replica_id, facts) for cell in batch.cells])
+
+    def _pool(self, cell: CellSums, replica_id: str, facts: EngineFacts) -> CellSums:
+        if cell.group not in (Group.ADAPTIVE, Group.STATIC):
+            return cell
+        name, key = window_name(replica_id, cell.span * SPAN_S, facts.window_s), (replica_id, cell.group, cell.version)
+        whole = RequestSums(is_greedy=all(r.is_greedy for r in cell.requests.values()))
+        for sums in cell.requests.values():
+            for field in ("seconds", "num_tokens", "drafted_rounds", "kept", "num_rounds", "num_run", "batch_sum"):
+                setattr(whole, field, getattr(whole, field) + getattr(sums, field))
+        starts = [r.first_ts for r in cell.requests.values() if r.first_ts is not None]
+        if starts and self._latest.get(key) != name:
+            whole.first_ts, self._latest[key] = min(starts), name
+        return msgspec.structs.replace(cell, requests={name: whole})
 
 
 def without_asked(batch: FeedbackBatch) -> FeedbackBatch:

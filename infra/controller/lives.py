@@ -14,7 +14,7 @@ import msgspec
 
 from paceline.adapt.versions.lifecycle import JOB_PREFIX, DrafterStatus, Transition
 from paceline.adapt.versions.pool import best_versions, choose_evictions
-from paceline.contracts import DesiredState, FeedbackBatch, ReplicaReport, TrainJob, TrainResult
+from paceline.contracts import DesiredState, EngineFacts, FeedbackBatch, ReplicaReport, TrainJob, TrainResult
 from paceline.errors import DrafterMismatchError, PacelineError
 from paceline.infra.controller import rollout
 from paceline.infra.controller.rollout import Canary, Outcome, Verdict
@@ -261,6 +261,11 @@ class Lives:
             base, f"canary: {reason}", now, has_canary=True, canary_version=version,
             canary_percent=config.canary_percent, canary_bucket=scope, holdback_percent=self._holdback_percent,
         )  # fmt: skip
+
+    def facts_of(self, replica_id: str) -> EngineFacts | None:
+        """What a replica's engine is, by its latest report."""
+        report = self._around.latest.get(replica_id)
+        return None if report is None else report.engine
 
     # ---- the canary and the guards ---------------------------------------------------------------------------------------------
     def observe(self, batch: FeedbackBatch) -> None:

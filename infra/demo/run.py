@@ -12,9 +12,10 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated as A
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -30,7 +31,7 @@ from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.client import DemoClient
 from paceline.infra.demo.scenario import Phase, PlannedRequest, Traffic, shifting_scenario, steady_scenario
-from paceline.infra.demo.stats import DemoStats
+from paceline.infra.demo.stats import Answer, DemoStats
 from paceline.infra.service.stop_signals import StopSignals
 from paceline.kernels.cpu.library import ISA_VARIABLE
 from paceline.records import DataFolder, Drafter, HtmlFile, JsonFile, Setting, record
@@ -61,7 +62,14 @@ class DemoOptions:
             "What a second of the trainer's core counts in seconds of serving; 1: as if it could serve.", ge=0, le=100
         ),
     ] = 0.25  # it would idle; what serving loses beside it is measured and comes on top
-    concurrency: A[int, Setting("Requests in flight.", ge=1, le=64)] = 1
+    engine: A[
+        str,
+        Setting(
+            "paceline: our own engine; vllm: a real vLLM with our plugin, on the CPU.", choices=("paceline", "vllm")
+        ),
+    ] = "paceline"
+    vllm_python: A[Path | None, Setting("Python of the environment with vLLM; default: .venv-vllm/bin/python.")] = None
+    concurrency: A[int | None, Setting("Requests in flight; default: 1, on vLLM 4.", ge=1, le=64)] = None
     seed: A[int, Setting("Seed of traffic and sampling.", ge=0)] = 0
     data: DataFolder = None
     json: JsonFile = None
@@ -72,6 +80,10 @@ class DemoOptions:
     shifted: tuple[str, ...] = ("math",)
     data_dir: Path | None = None
     """Where stores and logs go; None: a temporary folder that is removed at the end."""
+
+    @property
+    def num_clients(self) -> int:
+        return self.concurrency or (4 if self.engine == "vllm" else 1)
 
 
 def _residual_s(options: DemoOptions) -> float:
@@ -123,7 +135,7 @@ def hardware() -> dict:
     return {"cpu": name, "cores": len(os.sched_getaffinity(0)), "platform": f"{platform.system()} {platform.machine()}"}
 
 
-class _Schedule:
+class Schedule:
     """The phases and what is sent in each, by the time since the demo began. Thread-safe."""
 
     def __init__(self, options: DemoOptions) -> None:
@@ -154,10 +166,20 @@ class _Schedule:
         return list(zip(self.phases, starts, ends, strict=True))
 
 
+class Client(Protocol):
+    """Who sends requests and reads the state; used by one thread."""
+
+    def send(self, plan: PlannedRequest, phase: str) -> Answer: ...
+
+    def state(self) -> Snapshot | None: ...
+
+    def close(self) -> None: ...
+
+
 class _Sender(threading.Thread):
     """One closed-loop client: takes the next request when the last one has ended."""
 
-    def __init__(self, client: DemoClient, schedule: _Schedule, out: queue.Queue, stop: threading.Event) -> None:
+    def __init__(self, client: Client, schedule: Schedule, out: queue.Queue, stop: threading.Event) -> None:
         super().__init__(daemon=True)
         self._client, self._schedule, self._out, self._stop_event = client, schedule, out, stop
 
@@ -172,13 +194,14 @@ class _Sender(threading.Thread):
                     return
 
 
-def _drive(
-    url: str, config: ServiceConfig, options: DemoOptions, console: Console, stats: DemoStats, signals: StopSignals
-) -> _Schedule:
-    """Send the scenario's traffic; returns the schedule that was followed."""
-    schedule, stop = _Schedule(options), threading.Event()
+def drive(
+    make_client: Callable[[], Client], schedule: Schedule, options: DemoOptions, console: Console, stats: DemoStats,
+    signals: StopSignals,
+) -> None:  # fmt: skip
+    """Send the schedule's traffic."""
+    stop = threading.Event()
     out: queue.Queue = queue.Queue()
-    monitor, *clients = [DemoClient(url, config.model_name, schedule.began) for _ in range(options.concurrency + 1)]
+    monitor, *clients = [make_client() for _ in range(options.num_clients + 1)]
     senders = [_Sender(client, schedule, out, stop) for client in clients]
     for s in senders:
         s.start()
@@ -202,7 +225,6 @@ def _drive(
     finally:
         stop.set()
         monitor.close()
-    return schedule
 
 
 def _check_lossless(stats: DemoStats, target_dir: Path, console: Console) -> LosslessReport:
@@ -212,7 +234,7 @@ def _check_lossless(stats: DemoStats, target_dir: Path, console: Console) -> Los
 
 
 def _result(
-    options: DemoOptions, stats: DemoStats, schedule: _Schedule, state: Snapshot, lossless: LosslessReport
+    options: DemoOptions, stats: DemoStats, schedule: Schedule, state: Snapshot, lossless: LosslessReport
 ) -> dict:
     """The JSON document."""
     began = schedule.began_epoch
@@ -279,8 +301,11 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     Raises: PacelineError when the service cannot start or no request succeeded.
     """
     from paceline.infra.app import run_service, stop_service
+    from paceline.infra.demo.vllm_run import run_vllm_demo
     from paceline.paths import resolve_model
 
+    if options.engine == "vllm":
+        return run_vllm_demo(options, demo_config(options, Path()), console)
     own_dir = options.data_dir is None
     data_dir = Path(tempfile.mkdtemp(prefix="paceline-demo-")) if options.data_dir is None else options.data_dir
     config = demo_config(options, data_dir)
@@ -292,10 +317,13 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
             with console.status("starting Ray, Redis, the replica and the controller (about 30 s)"):
                 service = run_service(config)
             signals.check()
-            schedule = _drive(service.url, config, options, console, stats, signals)
-            client = DemoClient(service.url, config.model_name, time.monotonic())
+            schedule, url = Schedule(options), service.url
+            drive(
+                lambda: DemoClient(url, config.model_name, schedule.began), schedule, options, console, stats, signals
+            )
+            client = DemoClient(url, config.model_name, time.monotonic())
             with console.status("waiting for the last statistics"):
-                state = _final_state(client, signals)
+                state = final_state(client, signals)
             client.close()
             if not stats.answers:
                 raise PacelineError(f"no request succeeded; the first failure was: {(stats.failures or ['none'])[0]}")
@@ -319,7 +347,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     return result
 
 
-def _final_state(client: DemoClient, signals: StopSignals, timeout_s: float = 20.0) -> Snapshot:
+def final_state(client: Client, signals: StopSignals, timeout_s: float = 20.0) -> Snapshot:
     """Wait until produced feedback has been folded and no job runs, or the time is up."""
     deadline, state = time.monotonic() + timeout_s, Snapshot()
     while time.monotonic() < deadline:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import redis
 from redis.exceptions import RedisError
 
-from paceline.contracts import DesiredState, ReplicaReport, TrafficClasses
+from paceline.contracts import DesiredState, EngineFacts, ReplicaReport, TrafficClasses
 from paceline.errors import PacelineError, StorageHangsError
 from paceline.infra.controller.jobs import read_lease
 from paceline.infra.controller.store import Deeds
@@ -104,6 +104,7 @@ class ReplicaWatcher:
         followers: Followers | None = None,
         feedback: Counted | None = None,
         deeds: Deeds | None = None,
+        facts: EngineFacts | None = None,
         poll_s: float = 2.0,
         report_s: float = 1.0,
         clock: Clock | None = None,
@@ -111,7 +112,7 @@ class ReplicaWatcher:
         self._client = producer_client(redis_url, timeout_s=1.0)
         self._keys, self._replica_id = keys, replica_id
         self._drafters, self._followers, self._feedback, self._deeds = drafters, followers, feedback, deeds
-        self._poll_s, self._report_s = poll_s, report_s
+        self._facts, self._poll_s, self._report_s = facts, poll_s, report_s
         self._clock = clock or SystemClock()
         self._breaker = Breaker()
         self._stop = threading.Event()
@@ -352,6 +353,7 @@ class ReplicaWatcher:
             refused=dict(self._refused),
             staging_s=self.staging_s,
             counters=self._read_counters(),
+            engine=self._facts,
             ts=self._clock.now(),
         )
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.adapt.data.storage_calls import StorageCalls
@@ -14,11 +12,13 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import ServiceConfig, most_replicas
-from paceline.contracts import DesiredState, HttpMeters, TrafficClasses
+from paceline.contracts import HttpMeters
 from paceline.errors import PacelineError, StorageHangsError
 from paceline.infra.controller.actor import ControllerSpec, code_digest, ensure_controller
 from paceline.infra.controller.snapshot import state_json
 from paceline.infra.controller.store import HostConfig
+from paceline.infra.engines.agent import start_agent
+from paceline.infra.engines.paceline_driver import PacelineDriver
 from paceline.infra.replica.capture_progress import capture_progress
 from paceline.infra.replica.exchange import ENGINE, INGRESS, NumbersExchange, ReplicaNumbers
 from paceline.infra.replica.feedback import FeedbackPublisher
@@ -65,80 +65,6 @@ def drafter_taps(config: ServiceConfig) -> tuple[int, ...] | None:
     """Target layers that the configured drafter reads: none without weights; None = the usual three."""
     folder = resolve_drafter(config.drafter, config.model)
     return () if folder is None else wanted_tap_layers(folder)
-
-
-@dataclass(slots=True)
-class ServingState:
-    """What the watcher learns and the running replica uses."""
-
-    engine: Engine
-    holdback_percent: int
-
-    def desired_changed(self, desired: DesiredState) -> None:
-        self.holdback_percent = desired.holdback_percent
-
-    def training_changed(self, is_training: bool) -> None:
-        self.engine.output.is_training = is_training
-
-    def classes_changed(self, classes: TrafficClasses) -> None:
-        if self.engine.classes is not None:
-            self.engine.classes.install(classes)
-
-
-@dataclass(slots=True)
-class ServedDrafters:
-    """The replica's slots, filled from the registry and switched between rounds of its engine."""
-
-    slots: DrafterSlots
-    registry: DrafterRegistry
-    engine: Engine
-    target_version: str
-
-    @property
-    def live_version(self) -> str:
-        return self.slots.live_version
-
-    def versions(self) -> dict[str, str]:
-        return self.slots.versions()
-
-    def stage(self, version: str) -> bool:
-        slots = self.slots
-        if slots.waiting_version == version:
-            return slots.stage_waiting()
-        return slots.stage(version, {} if slots.is_resident(version) else self._read(version))
-
-    def load(self, version: str) -> bool:
-        return self.slots.load(version, lambda: self._read(version))
-
-    def _read(self, version: str) -> dict[str, Any]:
-        """Weights of a version, whose acceptance length the engine is told first."""
-        manifest = self.registry.get_manifest(version)
-        length = manifest.metrics.get("acceptance_length")
-        if manifest.bucket is not None and length:
-            tell = functools.partial(self.engine.policy.budget.foretell, version, manifest.bucket, float(length))
-            self.engine.call_between_rounds(tell)
-        return self.registry.load_state(version, target_version=self.target_version)
-
-    def publish(self, version: str) -> float:
-        return self.engine.call_between_rounds(lambda: self.slots.publish(version)).result(timeout=30.0)
-
-    def set_canary(self, version: str, percent: int, bucket: str) -> None:
-        self.slots.set_canary(version, percent, bucket)
-
-    def route(self, class_versions: dict[str, str]) -> None:
-        self.slots.route(class_versions)
-
-    def missing(self) -> list[str]:
-        return self.slots.missing()
-
-    def served(self) -> dict[str, str]:
-        return self.slots.served()
-
-    def failures(self) -> dict[str, str]:
-        return self.slots.failures()
-
-    def num_errors(self) -> dict[str, int]:
-        return dict(self.engine.output.num_errors)
 
 
 def make_slots(
@@ -251,7 +177,9 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     with capture_progress() as progress:
         engine.warm_up(progress)
     thread.start(is_warmed_up=True)
-    serving = ServingState(engine, config.policy.holdback_percent if needs_taps else 0)
+    driver = PacelineDriver(
+        slots, storage.guard(registry), engine, target.version, config.policy.holdback_percent if needs_taps else 0
+    )
     watcher: ReplicaWatcher | None = None
     closers: list[Callable[[], None]] = [] if traces is None else [traces.close]
     if feedback is not None:
@@ -260,17 +188,10 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         closers.append(feedback.close)
         if needs_taps:
             assert config.redis_url is not None, "feedback is sent to it"
-            drafters = ServedDrafters(slots, storage.guard(registry), engine, target.version)
-            watcher = ReplicaWatcher(
-                config.redis_url,
-                keys,
-                drafters,
-                replica_id=replica_id,
-                followers=serving,
-                feedback=feedback,
-                clock=clock,
+            watcher = start_agent(
+                driver, config.redis_url, keys, replica_id=replica_id, feedback=feedback, clock=clock,
                 deeds=None if spans is None else spans.deeds,
-            ).start()
+            )  # fmt: skip
             spec = controller_spec(config, target.version, first_version=slots.first_version, deployed_at=deployed_at)
             supervisor = ControllerSupervisor(spec)
             supervisor.start()
@@ -328,7 +249,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
             clients=Clients.of(config, tokens, num_sharing=lambda: exchange.num_processes or config.num_replicas),
             meters=meters,
             spans=None if spans is None else spans.http,
-            holdback_percent=lambda: serving.holdback_percent,
+            holdback_percent=lambda: driver.holdback_percent,
             trusts_groups=config.policy.trusts_groups,
             opt_out_tenants=frozenset(config.trace.opt_out_tenants),
             state=lambda: state_json(view.state()),

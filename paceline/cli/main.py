@@ -61,6 +61,15 @@ def serve(options: ServeOptions, console: Console) -> None:
     serve_forever(options.service(), console)
 
 
+@command(app, "attach", "paceline.config:ServeOptions")
+def attach(options: ServeOptions, console: Console) -> None:
+    """Decide, learn and roll out for engines that others run and that report to --redis-url (vLLM with its plugin)."""
+    from paceline.infra.app import attach_forever
+
+    _log("INFO" if options.verbose else "WARNING")
+    attach_forever(options.service(), console)
+
+
 @command(app, "generate", "paceline.bench.engine.generate:GenerateOptions")
 def generate(options: GenerateOptions, console: Console) -> None:
     """Print the answer to one prompt with accepted draft tokens marked, and its speed."""

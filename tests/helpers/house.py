@@ -20,6 +20,7 @@ FLOORS = (
     ("infra",),
     ("infra/service",),
     ("infra/web",),
+    ("infra/engines",),
     ("infra/replica",),
     ("infra/resume",),
     ("infra/controller",),

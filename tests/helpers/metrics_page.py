@@ -10,8 +10,8 @@ HEAD = """# Metrics
 
 `GET /metrics`, Labels never hold request ids, users or drafter
 versions: a series of each would grow without end. Versions, decisions and
-ledger are in `GET /paceline/state`. A Grafana dashboard and Prometheus alert rules for these metrics are
-in `infra/grafana/`; the service's own page is [the dashboard](operate.md#the-dashboard).
+ledger are in `GET /paceline/state`. A Grafana dashboard and alert rules for these metrics are
+in `infra/kubernetes/grafana/`; the service's own page is [the dashboard](operate.md#the-dashboard).
 
 ## Who may scrape
 

@@ -1,6 +1,6 @@
 """vLLM asked for answers: a job as JSON on stdin, answers and rounds as JSON behind the last line of stdout.
 
-Run by the Python of an environment with vLLM, in which nothing of Paceline is installed, so it imports nothing of it.
+Run by the Python of an environment with vLLM, in which Paceline's own dependencies are not: it imports nothing of it.
 """
 
 import json

@@ -1,16 +1,22 @@
 """The demo's scenario, sums and report, without a service."""
 
 import json
+import sys
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from paceline.bench.common.result_file import write_json
 from paceline.contracts import Group
+from paceline.errors import ConfigError
 from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
+from paceline.infra.demo.run import DemoOptions
 from paceline.infra.demo.scenario import GROUP_PATTERN, Traffic, shifting_scenario, steady_scenario
 from paceline.infra.demo.stats import Answer, DemoStats, gross_saving_s, totals
+from paceline.infra.demo.vllm_run import check_options
 
 
 def _answer(group, *, tokens=100, rounds=50, device_s=1.0, temperature=0.0, phase="B", ended=1.0):
@@ -97,3 +103,19 @@ def test_view_and_table_render_without_any_data():
     console.print(demo_view.render(phase="A", bucket="tools", elapsed_s=0, total_s=10, answers=[], state=Snapshot()))
     console.print(demo_report.result_table(_result([_answer(Group.ADAPTIVE)])))
     assert "none yet" in console.export_text()
+
+
+def test_the_demo_on_vllm_says_what_it_needs_before_anything_starts():
+    python = Path(sys.executable)
+    assert check_options(DemoOptions(engine="vllm", vllm_python=python)) == python
+    with pytest.raises(ConfigError, match="must be the Python of an environment with vLLM"):
+        check_options(DemoOptions(engine="vllm", vllm_python=Path("/nowhere/python")))
+    for wrong in ({"html": Path("r.html")}, {"replicas": 2}):
+        with pytest.raises(ConfigError, match="one replica"):
+            check_options(DemoOptions(engine="vllm", vllm_python=python, **wrong))
+
+
+def test_a_busy_vllm_is_sent_several_requests_at_once_unless_told_otherwise():
+    assert DemoOptions().num_clients == 1
+    assert DemoOptions(engine="vllm").num_clients == 4
+    assert DemoOptions(engine="vllm", concurrency=2).num_clients == 2

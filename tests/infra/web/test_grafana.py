@@ -9,7 +9,7 @@ import yaml
 
 from paceline.infra.web.metrics import CONTROLLER_METRICS, REPLICA_METRICS
 
-FOLDER = Path(__file__).resolve().parents[3] / "infra" / "grafana"
+FOLDER = Path(__file__).resolve().parents[3] / "infra" / "kubernetes" / "grafana"
 DASHBOARD = FOLDER / "paceline_dashboard.json"
 ALERTS = FOLDER / "paceline_alerts.yaml"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}

@@ -1,0 +1,137 @@
+"""Attached engines: the control plane for replicas that others run, first drafter, controller and dashboard.
+
+Such a replica needs Redis and the data folder, and the plugin of its engine (plugins/paceline_vllm). What it is, it says in
+its reports; it follows the desired state like a replica of this project's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from redis.exceptions import RedisError
+
+from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.config import ServiceConfig
+from paceline.contracts import EngineFacts
+from paceline.errors import ConfigError, PacelineError
+from paceline.infra.controller.actor import stop_controller
+from paceline.infra.controller.snapshot import state_json
+from paceline.infra.service.parts import ControllerSupervisor, controller_spec, drafter_taps
+from paceline.infra.service.stores import StorePaths
+from paceline.infra.state.desired import read_reports
+from paceline.infra.state.layout import make_home
+from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Keys, patient_client
+from paceline.infra.web.access import Access
+from paceline.infra.web.dashboard_routes import dashboard_router
+from paceline.infra.web.feed import DashboardFeed
+from paceline.infra.web.state_routes import ServiceView, service_router
+from paceline.paths import resolve_drafter, resolve_model
+from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.loading.families import build_drafter, read_drafter_files
+from paceline.serving.wire.credentials import Tokens
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstDrafter:
+    """The drafter that the service begins with, as the registry has it."""
+
+    version: str
+    target_version: str
+
+
+def put_first_drafter(config: ServiceConfig) -> FirstDrafter:
+    """Put the configured drafter's weights into the registry, under their content id.
+
+    Raises: ConfigError where it has none that can be trained; DrafterMismatchError where it does not fit the target.
+    """
+    folder = resolve_drafter(config.drafter, config.model)
+    if folder is None:
+        raise ConfigError(
+            f"drafter must have weights, got {config.drafter!r}; name the one that the engines draft with"
+        )
+    paths = StorePaths.of(config)
+    make_home(paths.home)
+    target = load_target_handle(resolve_model(config.model), tap_layers=drafter_taps(config))
+    settings, state = read_drafter_files(folder, target)
+    build_drafter(settings, state, target)  # refuses before anything is registered
+    manifest = DrafterRegistry(paths.registry).put(
+        state, drafter_type=settings["drafter_type"], config=settings, target_version=target.version
+    )
+    return FirstDrafter(version=manifest.version, target_version=target.version)
+
+
+def wait_for_engine(config: ServiceConfig, is_stopped: Callable[[float], bool]) -> EngineFacts | None:
+    """Facts of the first engine that reports under the service's name; None once `is_stopped`, which waits so many s."""
+    assert config.redis_url is not None
+    with patient_client(config.redis_url) as client:
+        while True:
+            try:
+                for report in read_reports(client, Keys(config.model_name)):
+                    if report.engine is not None:
+                        return report.engine
+            except OUTAGE_ERRORS as e:
+                log.warning("redis is away: %s", e)
+            except RedisError as e:
+                raise PacelineError(f"reports cannot be read: {e}") from e
+            if is_stopped(1.0):
+                return None
+
+
+class Attached:
+    """Controller and dashboard of a service whose engines are others'; Ray must run."""
+
+    def __init__(self, config: ServiceConfig, first: FirstDrafter, facts: EngineFacts) -> None:
+        """config: with redis_url, and the port to listen on."""
+        if facts.draft_shape == "chain" and config.gate_chain is None:  # the gate replays what the engine drafts
+            config = dataclasses.replace(config, gate_chain=facts.max_draft_tokens)
+        self.config = config
+        self._supervisor = ControllerSupervisor(
+            controller_spec(config, first.target_version, first_version=first.version)
+        )
+        self._supervisor.start()
+        view = ServiceView(
+            model=config.model_name, target=config.model, replica_id="attached", target_version=first.target_version,
+            slots=DrafterSlots(), counters=dict, watcher=None, is_adaptive=True,
+        )  # fmt: skip
+        self._tokens = Tokens.of(config).start()
+        self._feed = DashboardFeed(view.state, view.traffic)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                _app(config, self._tokens, view, self._feed), host=config.host, port=config.port, log_level="warning"
+            )
+        )
+        self._thread = threading.Thread(target=self._server.run, name="attached-http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._supervisor.stop()
+        stop_controller(self.config.model_name)
+        self._server.should_exit = True
+        self._thread.join(10.0)
+        self._feed.close()
+        self._tokens.close()
+
+
+def _app(config: ServiceConfig, tokens: Tokens, view: ServiceView, feed: DashboardFeed) -> FastAPI:
+    app, access = FastAPI(title="Paceline", openapi_url=None), Access.of(config, tokens)
+
+    @app.get("/paceline/state")
+    async def state(request: Request) -> Response:
+        access.check_read(request)
+        found: Any = await feed.run(view.state)
+        return Response(msgspec.json.encode(state_json(found)), media_type="application/json")
+
+    app.include_router(service_router(view, access, feed.run))
+    app.include_router(dashboard_router(view, access, feed))
+    return app

