@@ -72,11 +72,13 @@ class Draft:
 
     def _jobs(self) -> dict[str, JobTable]:
         fixed, row_s = float(self.rng.uniform(0.5, 2.0)), float(self.rng.uniform(0.003, 0.0077))
-        scoring = {"scoring_s": float(self.rng.uniform(0.1, 0.5)), "scoring_row_s": 0.4 * row_s}
+        scoring = float(self.rng.uniform(0.1, 0.5))
         return {
-            "calibration": JobTable(fixed_s=fixed / 3, row_s=0.6 * row_s / 10, **scoring),
-            "head": JobTable(fixed_s=fixed / 2, row_s=0.6 * row_s / 2, **scoring),
-            "full": JobTable(fixed_s=fixed, row_s=0.6 * row_s, **scoring),
+            "calibration": JobTable(
+                fixed_s=fixed / 3, row_s=0.6 * row_s / 10, scoring_s=scoring, scoring_row_s=0.4 * row_s
+            ),
+            "head": JobTable(fixed_s=fixed / 2, row_s=0.6 * row_s / 2, scoring_s=scoring, scoring_row_s=0.4 * row_s),
+            "full": JobTable(fixed_s=fixed, row_s=0.6 * row_s, scoring_s=scoring, scoring_row_s=0.4 * row_s),
         }
 
     def add(self, name: str, first: float, room: float, shape: Shape | None = None, bucket: str = "") -> None:

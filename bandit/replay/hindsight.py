@@ -81,13 +81,12 @@ class Executor:
             rows = min(job.rows, float(self.written[min(k, steps - 1), job.domain] - read[job.domain]))
             if k >= steps - 1 or rows < 1 or self.outcomes.is_bad(k):
                 continue
-            seconds, scoring = self.outcomes.job_seconds(arm, rows, k)
-            scoring = float(scoring)
-            end = k + 1 + int(np.ceil((float(seconds) + scoring) / step_s))
+            seconds, scoring = (float(s) for s in self.outcomes.job_seconds(arm, rows, k))
+            end = k + 1 + int(np.ceil((seconds + scoring) / step_s))
             if end >= steps:
                 continue
-            train_s[k + 1], shadow_s[k + 1] = self.price * float(seconds), self.price * scoring
-            left = float(seconds) + scoring
+            train_s[k + 1], shadow_s[k + 1] = self.price * seconds, self.price * scoring
+            left = seconds + scoring
             for at in range(k + 1, end):
                 busy[at] = min(left / step_s, 1.0)
                 left -= step_s
