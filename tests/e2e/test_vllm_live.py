@@ -336,22 +336,6 @@ def test_a_version_of_another_shape_is_reported_as_refused_and_the_old_one_serve
     service.wait_for(lambda: service.host.snapshot(1.0).version == service.first, "the roll-back")
 
 
-def test_requests_on_blocks_that_another_drafter_cached_are_evidence_of_nothing(service):
-    prompt = [t for p in service.prompts() for t in p][:300]  # two blocks of 128 and more
-    with service.listening():
-        service.send("cached-0", prompt, cache_salt="one")
-        service.send("cached-1", prompt, cache_salt="one")
-        service.pin(service.worse)
-        before = service.state()["engine"]["num_stale"]
-        service.send("cached-2", prompt, cache_salt="one")
-        service.send("cached-3", prompt, cache_salt="another")
-    assert service.state()["engine"]["num_stale"] == before + 1
-    groups = {
-        i: {c.group for c in service.cells for r in c.requests if r.startswith(f"cmpl-cached-{i}-")} for i in range(4)
-    }
-    assert groups[2] == {"asked"} and groups[3] == {"adaptive"}, groups
-
-
 def test_redis_away_stops_nothing_and_no_row_is_lost(service, plain):
     with service.listening():
         os.kill(service.redis.pid, signal.SIGKILL)
