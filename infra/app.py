@@ -450,12 +450,14 @@ def _refusal(name: str) -> str:
 
 
 def _stop(config: ServiceConfig, redis: EmbeddedRedis | None, owns_ray: bool, *, owns_app: bool = True) -> None:
-    """Stop Redis and, as far as this process started them, the application with its controller, Serve and Ray."""
+    """Stop Redis and, as far as this process started them, the application with its controller, and Ray.
+
+    Serve ends with Ray: shut down by itself it takes seconds, and Ray reports its controller's end as a failed task.
+    """
     if ray.is_initialized():
         for name, step in (
             ("application", lambda: _delete(application_name(config)) if owns_app else None),
             ("controller", lambda: stop_controller(config.model_name) if owns_app else None),
-            ("Serve", serve.shutdown if owns_ray else lambda: None),
             ("Ray", ray.shutdown if owns_ray else lambda: None),
         ):
             try:
