@@ -10,7 +10,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray._raylet import Config as RaySettings  # type: ignore[attr-defined]
 from ray.serve import Application
 from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus
 from ray.serve.handle import DeploymentHandle
 from rich.console import Console
 
@@ -57,6 +58,7 @@ LOCAL_GRACE_S = 30.0
 STREAM_GRACE_S = 900.0
 """At least the longest stream: drain of a replica that goes while the service stays."""
 _REACH_S = 5.0
+_LOOK_S = 0.1
 _CLOSING_S = 30.0
 """For what a replica does behind its drain: last feedback, last traces."""
 METRICS_INTERVAL_S = 5.0
@@ -150,8 +152,10 @@ def local_grace_s(config: ServiceConfig) -> float:
     return LOCAL_GRACE_S if config.resume or serve_autoscaling(config) is None else STREAM_GRACE_S
 
 
-def run_service(config: ServiceConfig) -> Service:
+def run_service(config: ServiceConfig, *, check: Callable[[], None] = lambda: None) -> Service:
     """Start everything that `config` asks for on this computer and return when requests can be sent.
+
+    check: called while something is waited for; may raise, and what was started is stopped again.
 
     Starts Ray (unless ray_address or RAY_ADDRESS names a cluster or this process is connected), an embedded Redis (unless
     redis_url is set), Serve's proxy (unless one runs in that cluster) and the replicas, which start the controller when the
@@ -175,6 +179,7 @@ def run_service(config: ServiceConfig) -> Service:
         if not has_proxy:
             config = replace(config, port=claim_port(config.host, config.port))
         found = preflight(config)
+        check()
         config = replace(config, device=found.device)
         make_home(StorePaths.of(config).home)
         if is_adaptive(config) or config.redis_url is not None:
@@ -185,13 +190,17 @@ def run_service(config: ServiceConfig) -> Service:
         if owns_ray:
             config = with_threads(config)
             check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
+        check()
         if not has_proxy:
             serve.start(proxy_location="HeadOnly", http_options=http_options(config))
         app = _bind(config, deployment_limits(config, grace_s=local_grace_s(config)))
         if is_adaptive(config):
             _write_first_version(config, found.first_version)
         owns_app = True
-        handle = serve.run(app, name=name, route_prefix=config.route_prefix)
+        (handle,) = serve.run_many(
+            [serve.RunTarget(app, name=name, route_prefix=config.route_prefix)], wait_for_applications_running=False
+        )
+        _await_running(name, check)
     except BaseException as e:
         reason = _refusal(name) if owns_app else ""
         _stop(config, redis, owns_ray, owns_app=owns_app)
@@ -438,6 +447,15 @@ def _running_apps() -> set[str]:
         return set()
 
 
+def _await_running(name: str, check: Callable[[], None]) -> None:
+    """Return when an application runs. check: called between two looks. Raises: RuntimeError when it cannot."""
+    while (app := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
+        if app.status == ApplicationStatus.DEPLOY_FAILED:
+            raise RuntimeError(app.message)
+        check()
+        time.sleep(_LOOK_S)
+
+
 def _refusal(name: str) -> str:
     """The sentence with which a replica refused to start; Serve itself only says that none came up."""
     try:
@@ -499,7 +517,7 @@ def serve_forever(config: ServiceConfig, console: Console) -> None:
     with StopSignals() as signals:
         try:
             with console.status("starting Ray, Redis, the replicas and the controller (about 30 s)"):
-                service = run_service(config)
+                service = run_service(config, check=signals.check)
             console.print(
                 f"Paceline serves {config.model_name!r} at {service.url}/v1 (drafter {config.drafter}, policy "
                 f"{config.policy.policy}); data in {StorePaths.of(config).home}; Ctrl-C stops it",
