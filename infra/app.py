@@ -24,8 +24,8 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray._raylet import Config as RaySettings  # type: ignore[attr-defined]
 from ray.serve import Application
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ApplicationStatus
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
 from paceline.config import DEFAULT_PORT, VARIABLES, ServiceConfig, most_replicas, override, to_dict, with_environment

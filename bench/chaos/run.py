@@ -136,7 +136,7 @@ class ChaosOptions:
             model=self.model, drafter=self.drafter, model_name=MODEL_NAME, dtype="float32", device="cpu", port=0,
             data_dir=str(data_dir), num_replicas=self.num_replicas, resume=self.is_resuming_answers,
             engine=EngineConfig(max_running=8, max_waiting=16, kv_bytes=KV_BYTES, num_threads=1),
-            policy=PolicyConfig(epoch_s=2.0, min_rows=128, holdback_percent=20, job_time_limit_s=20.0),
+            policy=PolicyConfig(epoch_s=2.0, min_rows=128, holdback_percent=20, job_time_limit_s=10.0),
             rollout=RolloutConfig(canary_percent=0),
             trace=TraceConfig(flush_interval_s=0.5, shard_rows=256, max_bytes=64 * 2**20),
             ingress=IngressConfig(num_replicas=2, max_wait_s=self.patience_s, max_resumes=10),

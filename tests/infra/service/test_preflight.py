@@ -69,7 +69,7 @@ def test_a_refusal_says_the_same_from_a_process_of_its_own(tmp_path):
 def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = ServiceConfig(device="cuda", port=0, data_dir=str(tmp_path / "data"))
-    with pytest.raises(ConfigError, match="device must be cpu or auto where torch .* finds no GPU"):
+    with pytest.raises(ConfigError, match=r"device must be cpu or auto where torch .* finds no GPU"):
         run_service(config)
     assert not (tmp_path / "data").exists() and not ray.is_initialized()
     monkeypatch.setenv("RAY_ADDRESS", "ray.internal:6379")  # there the nodes of the cluster have the GPUs
