@@ -13,7 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from ray._private import services
 from ray.cluster_utils import Cluster
+
+from paceline.bench.chaos.load import wait_for
+
+_LOOK = services.get_node
 
 
 class Nodes:
@@ -37,6 +42,7 @@ class Nodes:
         self.home(name).mkdir(parents=True, exist_ok=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HOME", str(self.home(name)))
+            patch.setattr(services, "get_node", _get_node)
             self._nodes[name] = self.cluster.add_node(
                 object_store_memory=80 * 2**20, include_dashboard=False, **options
             )
@@ -59,6 +65,18 @@ class Nodes:
                     if " ".join(process.cmdline()).startswith(command):
                         found.add(name)
         return found
+
+
+def _get_node(gcs_address: str, node_id: str) -> Any:
+    """Ray's look at a node that starts; on a busy computer that takes longer than the 30 s that Ray waits."""
+
+    def look() -> Any:
+        try:
+            return _LOOK(gcs_address, node_id)
+        except RuntimeError:
+            return None
+
+    return wait_for(look, "the raylet", every_s=0.5)
 
 
 class Front:
