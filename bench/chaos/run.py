@@ -191,6 +191,11 @@ def _settings(options: ChaosOptions) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _round_ms(answers: list[Answer]) -> float | None:
+    last = [a.stats[-1] for a in answers if a.stats and a.stats[-1]["num_rounds"]]
+    return sum(s["round_ms"] / s["num_rounds"] for s in last) / len(last) if last else None
+
+
 def _plain(outcomes: list[Outcome]) -> list[dict[str, Any]]:
     return [msgspec.to_builtins(o) for o in outcomes]
 
@@ -283,6 +288,7 @@ class FaultRun:
             recovery_s=None if recovery_s is None else round(recovery_s, 3), num_answers=len(answers),
             num_broken=sum(not a.looks_complete for a in answers), num_refusals=sum(a.num_refusals for a in answers),
             num_tokens=sum(len(a.token_ids) for a in answers), problems=problems, note=note,
+            pauses_ms=blow.pauses_ms, round_ms=_round_ms(answers),
             command=options.again(self.number),
         )  # fmt: skip
 
