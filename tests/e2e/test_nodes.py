@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,12 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
+from paceline import __version__
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bench.chaos.load import Load, wait_for
 from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig, TrainerResources, to_dict
-from paceline.infra.controller.actor import NAMESPACE
+from paceline.infra.controller.actor import NAMESPACE, get_controller
 from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.redis_server import EmbeddedRedis
@@ -45,6 +47,7 @@ moto = pytest.importorskip("moto.server")
 pytest.importorskip("s3fs")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_TOKENS = 48
+ROOT = Path(__file__).parents[2]
 SERVING: dict[str, Any] = {"num_cpus": 1, "labels": {"paceline/role": "serve"}}
 AWS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
 
@@ -66,7 +69,7 @@ class Site:
         values = {k: v for k, v in to_dict(self.config).items() if v is not None}
         application = {"name": "nodes", "route_prefix": "/", "import_path": "paceline.infra.app:build", "args": values}
         schema = ServeDeploySchema.model_validate({"applications": [{**application, **changes}]})
-        _get_global_client().deploy_apps(schema, _blocking=True)
+        _get_global_client().deploy_apps(schema, _blocking=False)
 
     def post(self, command: str, **values: str) -> None:
         HTTP.post(f"{self.url}/paceline/{command}", json=values, timeout=60).raise_for_status()
@@ -120,13 +123,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         for name in ("w1", "w2"):
             nodes.add(name, **SERVING)
         nodes.add("tr", num_cpus=0, resources={"train_slot": 1}, labels={"paceline/role": "train"})
+        patch.chdir(folder)  # workers look for modules in the driver's folder first
         ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False)
         stack.callback(ray.shutdown)
         port = free_port()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         made = Site(nodes=nodes, redis=redis, s3=s3, config=config, url=f"http://127.0.0.1:{port}", traffic=[])
         made.deploy()
-        wait_for(lambda: serve.status().applications["nodes"].status == "RUNNING", "the service", RESTART_S)
+
+        def is_running() -> bool:
+            app = serve.status().applications.get("nodes")
+            return app is not None and app.status == "RUNNING"
+
+        wait_for(is_running, "the service", RESTART_S)
         fresh_state(made.url)
         yield made
 
@@ -181,6 +190,43 @@ def test_a_node_that_is_cut_off_from_redis_and_store_serves_on_and_catches_up(si
             lambda: {r["version"] for r in replicas_of(site.url).values()} == {version}, "the version on both nodes"
         )
     site.check(load.answers)
+
+
+def release(folder: Path, version: str) -> Path:
+    """A source tree of another version, in which `paceline` and its folders are found."""
+    shutil.copytree(ROOT / "paceline", folder / "paceline", ignore=shutil.ignore_patterns("models", "__pycache__"))
+    (folder / "pyproject.toml").touch()
+    for name in ("adapt", "bandit", "bench", "infra", "kernels", "serving"):
+        (folder / name).symlink_to(ROOT / name)
+    package = folder / "paceline" / "__init__.py"
+    package.write_text(package.read_text().replace(__version__, version))
+    return folder
+
+
+def test_a_release_rolls_out_and_back_under_load(site: Site, tmp_path: Path) -> None:
+    def runs(version: str, before: str) -> bool:
+        found = {HTTP.get(f"{site.url}/version").json()["version"] for _ in range(24)}
+        return found == {version} and ray.get(get_controller("nodes").release.remote(), timeout=60) != before
+
+    pinned = fresh_state(site.url)["version"]
+    tree = release(tmp_path / "new", "9.9.9")
+    with site.load() as load:
+        for version, env in (("9.9.9", {"PYTHONPATH": str(tree)}), (__version__, {})):
+            before = ray.get(get_controller("nodes").release.remote(), timeout=60)
+            num_before = len(load.answers)
+            site.deploy(runtime_env={"env_vars": env})
+            wait_for(lambda: suppressed(runs, version, before), f"release {version}", RESTART_S)
+            assert len(load.answers) > num_before
+    site.check(load.answers)
+    wait_for(lambda: {r["version"] for r in replicas_of(site.url).values()} == {pinned}, "the version from before")
+
+
+def suppressed(look: Callable[..., bool], *args: Any) -> bool:
+    """A look at a controller that may be on its way."""
+    try:
+        return look(*args)
+    except (ValueError, ray.exceptions.RayError):
+        return False
 
 
 def test_the_service_outlives_a_node(site: Site) -> None:
