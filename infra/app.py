@@ -10,7 +10,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from ray._raylet import Config as RaySettings  # type: ignore[attr-defined]
 from ray.serve import Application
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
 from paceline.config import DEFAULT_PORT, VARIABLES, ServiceConfig, most_replicas, override, to_dict, with_environment
@@ -37,7 +38,7 @@ from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
 from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
 from paceline.infra.service.preflight import preflight
 from paceline.infra.service.stop_signals import StopSignals, kept_sigterm
-from paceline.infra.service.stores import StorePaths, is_adaptive
+from paceline.infra.service.stores import StorePaths, check_store, is_adaptive
 from paceline.infra.state.desired import ensure_first_version
 from paceline.infra.state.layout import make_home
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
@@ -57,6 +58,7 @@ LOCAL_GRACE_S = 30.0
 STREAM_GRACE_S = 900.0
 """At least the longest stream: drain of a replica that goes while the service stays."""
 _REACH_S = 5.0
+_LOOK_S = 0.1
 _CLOSING_S = 30.0
 """For what a replica does behind its drain: last feedback, last traces."""
 METRICS_INTERVAL_S = 5.0
@@ -150,8 +152,10 @@ def local_grace_s(config: ServiceConfig) -> float:
     return LOCAL_GRACE_S if config.resume or serve_autoscaling(config) is None else STREAM_GRACE_S
 
 
-def run_service(config: ServiceConfig) -> Service:
+def run_service(config: ServiceConfig, *, check: Callable[[], None] = lambda: None) -> Service:
     """Start everything that `config` asks for on this computer and return when requests can be sent.
+
+    check: called while something is waited for; may raise, and what was started is stopped again.
 
     Starts Ray (unless ray_address or RAY_ADDRESS names a cluster or this process is connected), an embedded Redis (unless
     redis_url is set), Serve's proxy (unless one runs in that cluster) and the replicas, which start the controller when the
@@ -164,6 +168,7 @@ def run_service(config: ServiceConfig) -> Service:
     Tokens.of(config)  # files that cannot be used are refused before anything starts
     SpanTarget.of(config)  # and so is an exporter that is not installed
     http_options(config)
+    check_store(config)
     name = application_name(config)
     redis: EmbeddedRedis | None = None
     owns_ray = owns_app = has_proxy = False
@@ -175,6 +180,7 @@ def run_service(config: ServiceConfig) -> Service:
         if not has_proxy:
             config = replace(config, port=claim_port(config.host, config.port))
         found = preflight(config)
+        check()
         config = replace(config, device=found.device)
         make_home(StorePaths.of(config).home)
         if is_adaptive(config) or config.redis_url is not None:
@@ -185,13 +191,17 @@ def run_service(config: ServiceConfig) -> Service:
         if owns_ray:
             config = with_threads(config)
             check_gpus(config, int(ray.cluster_resources().get("GPU", 0)))
+        check()
         if not has_proxy:
             serve.start(proxy_location="HeadOnly", http_options=http_options(config))
         app = _bind(config, deployment_limits(config, grace_s=local_grace_s(config)))
         if is_adaptive(config):
             _write_first_version(config, found.first_version)
         owns_app = True
-        handle = serve.run(app, name=name, route_prefix=config.route_prefix)
+        (handle,) = serve.run_many(
+            [serve.RunTarget(app, name=name, route_prefix=config.route_prefix)], wait_for_applications_running=False
+        )
+        _await_running(name, check)
     except BaseException as e:
         reason = _refusal(name) if owns_app else ""
         _stop(config, redis, owns_ray, owns_app=owns_app)
@@ -438,6 +448,15 @@ def _running_apps() -> set[str]:
         return set()
 
 
+def _await_running(name: str, check: Callable[[], None]) -> None:
+    """Return when an application runs. check: called between two looks. Raises: RuntimeError when it cannot."""
+    while (app := serve.status().applications[name]).status != ApplicationStatus.RUNNING:
+        if app.status == ApplicationStatus.DEPLOY_FAILED:
+            raise RuntimeError(app.message)
+        check()
+        time.sleep(_LOOK_S)
+
+
 def _refusal(name: str) -> str:
     """The sentence with which a replica refused to start; Serve itself only says that none came up."""
     try:
@@ -450,12 +469,14 @@ def _refusal(name: str) -> str:
 
 
 def _stop(config: ServiceConfig, redis: EmbeddedRedis | None, owns_ray: bool, *, owns_app: bool = True) -> None:
-    """Stop Redis and, as far as this process started them, the application with its controller, Serve and Ray."""
+    """Stop Redis and, as far as this process started them, the application with its controller, and Ray.
+
+    Serve ends with Ray: shut down by itself it takes seconds, and Ray reports its controller's end as a failed task.
+    """
     if ray.is_initialized():
         for name, step in (
             ("application", lambda: _delete(application_name(config)) if owns_app else None),
             ("controller", lambda: stop_controller(config.model_name) if owns_app else None),
-            ("Serve", serve.shutdown if owns_ray else lambda: None),
             ("Ray", ray.shutdown if owns_ray else lambda: None),
         ):
             try:
@@ -535,7 +556,7 @@ def serve_forever(config: ServiceConfig, console: Console) -> None:
     with StopSignals() as signals:
         try:
             with console.status("starting Ray, Redis, the replicas and the controller (about 30 s)"):
-                service = run_service(config)
+                service = run_service(config, check=signals.check)
             console.print(
                 f"Paceline serves {config.model_name!r} at {service.url}/v1 (drafter {config.drafter}, policy "
                 f"{config.policy.policy}); data in {StorePaths.of(config).home}; Ctrl-C stops it",

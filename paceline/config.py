@@ -417,6 +417,13 @@ class ServiceConfig:
     ] = 1  # fmt: skip
     autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
     data_dir: A[str, Setting("Folder of trace store, drafter registry, Redis data and logs.")] = DATA_DIR
+    store_url: A[
+        str | None,
+        Setting(
+            "Where traces, versions, learners and the controller's snapshot lie if not in data_dir: s3://BUCKET/PREFIX, or another "
+            "URL that fsspec knows. Nodes then share no folder.",
+        ),
+    ] = None  # fmt: skip
     redis_url: A[
         str | None, Setting("Use this Redis instead of an embedded one.", env=VARIABLES["redis_url"])
     ] = field(default=None, repr=False)  # fmt: skip

@@ -6,6 +6,7 @@ is written beside its place, synced and renamed; object stores publish a whole o
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,32 @@ if TYPE_CHECKING:  # a controller writes files and handles no tensor
 _LOCAL = ("file", "local")
 
 
+class _Remote:
+    """A file system elsewhere: whatever its client raises for a store that is away or refuses is an OSError."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._fs, name)
+        return functools.partial(self._call, found) if callable(found) else found
+
+    def _call(self, fn: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return fn(*args, **options)
+        except OSError:
+            raise
+        except Exception as e:  # clients have kinds of their own, which are known to nobody else
+            raise OSError(f"the store failed: {type(e).__name__}: {e}") from e
+
+
 def open_store(root: str | Path) -> tuple[Any, str]:
     """Return (fsspec file system, root path inside it) of a local path or URL."""
-    fs, path = fsspec.core.url_to_fs(str(Path(root).expanduser()) if "://" not in str(root) else str(root))
+    if "://" not in str(root):
+        fs, path = fsspec.core.url_to_fs(str(Path(root).expanduser()))
+    else:  # what other nodes write is to be seen: a listing that was kept would hide it
+        fs, path = fsspec.core.url_to_fs(str(root), use_listings_cache=False)
+        fs = _Remote(fs)
     return fs, path.rstrip("/")
 
 

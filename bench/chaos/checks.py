@@ -28,6 +28,9 @@ MAX_RUN = 16
 NEAR_TIE = 1e-4
 """Distance of a token's logit from the largest that fp32 rounding may close, so that either token is the target's own."""
 
+_POSITIVE = set(COSTS) - {"interference"}
+"""Costs that are measured by themselves; interference is a difference, below 0 by chance."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Questions:
@@ -124,7 +127,7 @@ def booked_problems(
         found.append(f"the state counts {state.num_booked} entries, the log has {len(entries)} of them")
     controller = Controller.restore(state.controller, policy, clock=SystemClock())
     found += contradictions(controller.ledger_totals(), entries[::-1], decisions)
-    odd = [e.entry_id for e in entries if not math.isfinite(e.seconds) or (e.kind in COSTS and e.seconds < 0)]
+    odd = [e.entry_id for e in entries if not math.isfinite(e.seconds) or (e.kind in _POSITIVE and e.seconds < 0)]
     if odd:
         found.append(f"entries that cannot be: {', '.join(odd[:4])}")
     bank, booked_s = controller.bank(), sum(e.seconds for e in entries if e.kind in COSTS)

@@ -57,6 +57,8 @@ class Blow:
     """Of requests that belong to the fault; they are checked as the load's."""
     note: str = ""
     """How it was done, where that depends on the computer."""
+    pauses_ms: list[float] = field(default_factory=list)
+    """How long each swap kept an engine from its rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,9 +379,14 @@ def drafter_worthless(around: Surroundings) -> Blow:
 def drafter_swapped(around: Surroundings) -> Blow:
     """Swap the live version back and forth."""
     place = around.place
+    before = {name: replica.num_swaps for name, replica in place.replicas().items()}
     for version in (*reversed(place.sound), place.publisher.first, around.rng.choice(place.sound)):
         place.make_live(version)
-    return Blow()
+    pauses = [
+        pause for name, r in place.replicas().items() if name in before
+        for pause in r.pause_ms[len(r.pause_ms) - (r.num_swaps - before[name]) :]
+    ]  # fmt: skip
+    return Blow(pauses_ms=pauses)
 
 
 def _refused(around: Surroundings, version: str) -> Blow:

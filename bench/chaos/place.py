@@ -21,14 +21,15 @@ from paceline.config import ServiceConfig
 from paceline.errors import PacelineError
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.infra.controller.snapshot import ReplicaState, Snapshot, parse_state
+from paceline.infra.service.claim import application_name
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.layout import DECISIONS, snapshot_name
 from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
 
 PROCESSES = {
-    "replica": "ray::ServeReplica:paceline:engine",
-    "ingress": "ray::ServeReplica:paceline:ingress",
+    "replica": "ray::ServeReplica:{application}:engine",
+    "ingress": "ray::ServeReplica:{application}:ingress",
     "controller": "ray::ControllerActor",
     "trainer": "ray::train_task",
 }
@@ -216,7 +217,8 @@ class Place:
         if kinds == ("redis",):
             pid = self.redis.pid
             return [psutil.Process(pid)] if pid is not None else []
-        starts, found = tuple(PROCESSES[kind] for kind in kinds if kind in PROCESSES), []
+        application, found = application_name(self._given), []
+        starts = tuple(PROCESSES[kind].format(application=application) for kind in kinds if kind in PROCESSES)
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if " ".join(process.cmdline()).startswith(starts) and process.status() != psutil.STATUS_ZOMBIE:

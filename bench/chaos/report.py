@@ -35,9 +35,21 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "num_broken": sum(o.num_broken for o in outcomes),
         "num_refusals": sum(o.num_refusals for o in outcomes),
         "num_tokens": sum(o.num_tokens for o in outcomes),
+        "swaps": _swaps(outcomes),
         "by_name": {name: _of_name([o for o in outcomes if o.name == name]) for name in FAULTS if any(o.name == name for o in outcomes)},
         "failures": [msgspec.to_builtins(o) for o in outcomes if o.status == "failed"],
     }  # fmt: skip
+
+
+def _swaps(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
+    """Pauses of all swaps and what a round took beside them, ms; None = there were none."""
+    swapped = [o for o in outcomes if o.pauses_ms and o.round_ms is not None]
+    if not swapped:
+        return None
+    pauses = [pause for o in swapped for pause in o.pauses_ms]
+    p50, p99 = (float(np.percentile(pauses, q)) for q in (50, 99))
+    rounds = [o.round_ms for o in swapped if o.round_ms is not None]
+    return {"num_swaps": len(pauses), "pause_p50_ms": p50, "pause_p99_ms": p99, "pause_max_ms": max(pauses), "round_ms": float(np.median(rounds))}  # fmt: skip
 
 
 def _of_name(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -64,10 +76,16 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
 
 def words(found: dict[str, Any]) -> str:
     """A run in one sentence."""
+    swaps = ""
+    if s := found["swaps"]:
+        swaps = (
+            f"; {s['num_swaps']} swaps kept engines from their rounds for {s['pause_p50_ms']:.3f} ms (p50), {s['pause_p99_ms']:.3f} "
+            f"(p99), {s['pause_max_ms']:.3f} (longest), a request's share of a round was {s['round_ms']:.2f} ms"
+        )
     return (
         f"{found['num_faults']} faults ({found['num_skipped']} skipped), {found['num_answers']} answers with "
         f"{found['num_tokens']} tokens, {found['num_broken']} of them ended early by an explicit error, "
-        f"{found['num_refusals']} refusals with 429; {found['num_failed']} faults after which something did not hold"
+        f"{found['num_refusals']} refusals with 429; {found['num_failed']} faults after which something did not hold{swaps}"
     )
 
 

@@ -136,7 +136,7 @@ class ChaosOptions:
             model=self.model, drafter=self.drafter, model_name=MODEL_NAME, dtype="float32", device="cpu", port=0,
             data_dir=str(data_dir), num_replicas=self.num_replicas, resume=self.is_resuming_answers,
             engine=EngineConfig(max_running=8, max_waiting=16, kv_bytes=KV_BYTES, num_threads=1),
-            policy=PolicyConfig(epoch_s=2.0, min_rows=128, holdback_percent=20, job_time_limit_s=20.0),
+            policy=PolicyConfig(epoch_s=2.0, min_rows=128, holdback_percent=20, job_time_limit_s=10.0),
             rollout=RolloutConfig(canary_percent=0),
             trace=TraceConfig(flush_interval_s=0.5, shard_rows=256, max_bytes=64 * 2**20),
             ingress=IngressConfig(num_replicas=2, max_wait_s=self.patience_s, max_resumes=10),
@@ -189,6 +189,11 @@ def _settings(options: ChaosOptions) -> dict[str, Any]:
         "seed": options.seed, "skip": options.skip, "kinds": list(options.drawn()), "resume_answers": options.is_resuming_answers,
         "model": options.model, "drafter": options.drafter, "max_tokens": options.max_tokens,
     }  # fmt: skip
+
+
+def _round_ms(answers: list[Answer]) -> float | None:
+    last = [a.stats[-1] for a in answers if a.stats and a.stats[-1]["num_rounds"]]
+    return sum(s["round_ms"] / s["num_rounds"] for s in last) / len(last) if last else None
 
 
 def _plain(outcomes: list[Outcome]) -> list[dict[str, Any]]:
@@ -283,6 +288,7 @@ class FaultRun:
             recovery_s=None if recovery_s is None else round(recovery_s, 3), num_answers=len(answers),
             num_broken=sum(not a.looks_complete for a in answers), num_refusals=sum(a.num_refusals for a in answers),
             num_tokens=sum(len(a.token_ids) for a in answers), problems=problems, note=note,
+            pauses_ms=blow.pauses_ms, round_ms=_round_ms(answers),
             command=options.again(self.number),
         )  # fmt: skip
 

@@ -47,6 +47,10 @@ class Outcome(msgspec.Struct, kw_only=True, frozen=True):
     num_refusals: int = 0
     """429 answers, after which clients asked again."""
     num_tokens: int = 0
+    pauses_ms: list[float] = []
+    """How long each swap kept an engine from its rounds, where the fault was swaps."""
+    round_ms: float | None = None
+    """Mean over the answers: a request's share of a round, which is at most the round."""
     problems: list[str] = []
     note: str = ""
     command: str = ""

@@ -24,12 +24,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import fsspec
 import msgspec
 import redis
 from redis.exceptions import ResponseError, WatchError
 
-from paceline.adapt.data.blob_io import write_atomic
+from paceline.adapt.data.blob_io import open_store, write_atomic
 from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.versions.lifecycle import Lifecycle
 from paceline.bandit.beliefs.classes import ClassBook
@@ -97,6 +96,8 @@ class HostConfig:
     storage_patience_s: float = 5.0
     """Longest wait for a call of trace store, registry or data folder: then it hangs, and the controller goes on without.
     That is once a hang: epochs are much longer."""
+    snapshots: str = ""
+    """Where the snapshot file is if not in data_dir: the location of an object store."""
 
 
 class Deeds(Protocol):
@@ -250,7 +251,10 @@ class ControllerStore:
         self.room = Room(client, self.keys)
         self._config = config
         self._folder = folder = None if config.data_dir is None else Path(config.data_dir).expanduser()
-        self._path = None if folder is None else folder / snapshot_name(config.target_version)
+        self._path = ""
+        if folder is not None:
+            self._fs, root = open_store(config.snapshots or folder)
+            self._path = f"{root}/{snapshot_name(config.target_version)}"
         self._log_file = None if folder is None else LogFile(folder / DECISIONS, calls.run)
         self._num_filed = 0
         """Ledger entries that the log file has; the others are written back when Redis loses its data."""
@@ -359,10 +363,10 @@ class ControllerStore:
 
     def _in_file(self) -> _Found | None:
         """The snapshot file's state; None = no file. Raises StateError when it is unreadable, newer or of another service."""
-        if self._path is None:
+        if not self._path:
             return None
         try:
-            raw = msgspec.msgpack.decode(self.calls.run(self._path.read_bytes), type=_RawSnapshot)
+            raw = msgspec.msgpack.decode(self.calls.run(self._fs.cat_file, self._path), type=_RawSnapshot)
             fields = upgraded({name: bytes(data) for name, data in raw.state.items()}, f"snapshot file {self._path}")
             state = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=HostState)
             decisions = msgspec.msgpack.decode(raw.decisions, type=list[Decision])
@@ -391,9 +395,9 @@ class ControllerStore:
 
     def save_file(self, state: HostState) -> None:
         """Write the snapshot file atomically: it carries the service over a loss of Redis' data."""
-        if self._path is not None:
+        if self._path:
             snapshot = _SnapshotFile(state=state, decisions=list(self.decisions.values()))
-            self.calls.run(write_atomic, fsspec.filesystem("file"), str(self._path), encode(snapshot))
+            self.calls.run(write_atomic, self._fs, self._path, encode(snapshot))
 
     def copy_log(self, state: HostState) -> None:
         """Append to the log file what the log stream has more."""

@@ -109,6 +109,7 @@ def controller_spec(
         redis_url=config.redis_url,
         model=config.model_name,
         data_dir=paths.home,
+        snapshots=paths.snapshots,
         policy=config.policy,
         rollout=config.rollout,
         trace=config.trace,

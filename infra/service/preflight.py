@@ -7,6 +7,7 @@ process of its own, which ends again.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import msgspec
 
 from paceline import errors
 from paceline.config import ServiceConfig, to_dict
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.layout import prepare_home
 from paceline.paths import resolve_model
@@ -65,17 +66,31 @@ def _look(config: ServiceConfig) -> Preflight:
     from paceline.bandit.policies.table import make_policy
     from paceline.serving.loading.target import check_target
 
+    device = _device(config)
     if is_adaptive(config):  # else the controller would end by it again and again beside a service that never trains
         with contextlib.redirect_stdout(sys.stderr):  # a foreign module may print; the answer has this stream to itself
             make_policy(config.policy.policy)
     if config.model != "bundled":  # a replica would refuse it too, but later and three times
         check_target(resolve_model(config.model))
-    device = config.device
-    if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     return Preflight(device=device, first_version=_register(config) if is_adaptive(config) else "")
+
+
+def _device(config: ServiceConfig) -> str:
+    """The device of the replicas. Raises: ConfigError when this computer should have a GPU and torch finds none."""
+    if config.device == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if config.device == "cuda" and not (
+        config.ray_address or os.environ.get("RAY_ADDRESS")
+    ):  # a cluster's nodes have their own
+        raise ConfigError(
+            f"device must be cpu or auto where torch {torch.__version__} finds no GPU, got 'cuda'; `nvidia-smi` shows the "
+            f"driver, and torch {'was built without CUDA' if torch.version.cuda is None else f'wants CUDA {torch.version.cuda}'}"
+        )
+    return "cuda" if config.device == "cuda" else "cpu"
 
 
 def _register(config: ServiceConfig) -> str:

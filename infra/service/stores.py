@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.adapt.data.blob_io import open_store
 from paceline.config import ServiceConfig
+from paceline.errors import ConfigError
 from paceline.paths import REGISTRY, TRACES, resolve_drafter, service_home
 
 
@@ -18,16 +20,35 @@ class StorePaths:
     traces: str
     registry: str
     learners: str
+    snapshots: str
+    """Of the controller's state."""
 
     @classmethod
     def of(cls, config: ServiceConfig) -> StorePaths:
         home = service_home(config.data_dir, config.model_name)
+        base = str(home) if config.store_url is None else f"{config.store_url.rstrip('/')}/services/{home.name}"
         return cls(
             home=home,
-            traces=str(home / TRACES),
-            registry=str(home / REGISTRY),
-            learners=str(home / "learners"),
+            traces=f"{base}/{TRACES}",
+            registry=f"{base}/{REGISTRY}",
+            learners=f"{base}/learners",
+            snapshots=base,
         )
+
+
+def check_store(config: ServiceConfig) -> None:
+    """Raise ConfigError when store_url names no store that this process can open; nothing is asked of the store."""
+    if config.store_url is None:
+        return
+    try:
+        if "://" not in config.store_url:
+            raise ValueError("it has no ://")
+        open_store(config.store_url)
+    except (ImportError, ValueError) as e:
+        raise ConfigError(
+            f"store_url must be a URL such as s3://BUCKET/PREFIX whose fsspec implementation is installed, got "
+            f"{config.store_url!r}: {e}; pip install 'paceline[s3]' for s3://"
+        ) from e
 
 
 def is_adaptive(config: ServiceConfig) -> bool:

@@ -1,7 +1,8 @@
-"""Versions client: drafter versions of a running service, from the command line: list, pin, unpin, roll back."""
+"""Operator client: what the command line asks and orders of a running service: its versions and its policy."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import field
 from typing import Annotated as A
 
@@ -73,6 +74,31 @@ class UnassignOptions:
     service: ServiceAddress = field(default_factory=ServiceAddress)
 
 
+@record()
+class TrainOptions:
+    """The dashboard has the classes and how many rows each has to learn from."""
+
+    bucket: A[str, Setting("Class.", is_argument=True)]
+    arm: A[str, Setting("What of the drafter may change: a name of the dashboard's list.")] = "head"
+    service: ServiceAddress = field(default_factory=ServiceAddress)
+
+
+@record()
+class PolicyOptions:
+    """docs/policies.md has the names."""
+
+    policy: A[str, Setting("Name of the policy.", is_argument=True)]
+    service: ServiceAddress = field(default_factory=ServiceAddress)
+
+
+@record()
+class BankOptions:
+    """What jobs may cost beyond what was saved."""
+
+    bank_s: A[float, Setting("Starting balance, device-seconds.", is_argument=True)]
+    service: ServiceAddress = field(default_factory=ServiceAddress)
+
+
 def _call(method: str, service: ServiceAddress, path: str, body: dict | None = None) -> bytes:
     url, token = service.url, service.token
     headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -93,19 +119,21 @@ def print_versions(service: ServiceAddress, console: Console, *, as_json: bool) 
         return
     found = msgspec.json.decode(body, type=VersionList)
     table = Table(title=f"generation {found.gen}, live {found.version}, first {found.first_version}")
-    for name in ("version", "parent", "arm", "bucket", "train rows", "created", "serves"):
-        table.add_column(name)
+    for name in ("version", "parent", "arm", "bucket", "train rows", "created (UTC)", "serves"):
+        table.add_column(name, no_wrap=name in ("version", "parent"), overflow="fold")
     for v in found.versions:
         serves = [("live", found.version), ("first", found.first_version), *sorted(found.class_versions.items())]
         table.add_row(
-            v.version, v.parent or "-", v.arm, v.bucket or "-", str(v.num_train_rows), f"{v.created:.0f}",
+            v.version, v.parent or "-", v.arm, v.bucket or "-", str(v.num_train_rows),
+            time.strftime("%Y-%m-%d %H:%M", time.gmtime(v.created)),
             ", ".join(role for role, version in serves if version == v.version),
         )  # fmt: skip
     console.print(table)
 
 
-def change_version(service: ServiceAddress, action: str, console: Console, **fields: str | None) -> None:
-    """Carry out a command with its fields, those that are given; prints the new generation."""
-    body = {name: value for name, value in fields.items() if value}
+def order(service: ServiceAddress, action: str, console: Console, **fields: str | float | None) -> None:
+    """Carry out a command with its fields, those that are given; prints the generation and what decides from now on."""
+    body = {name: value for name, value in fields.items() if value is not None}
     answer = msgspec.json.decode(_call("POST", service, f"/paceline/{action}", body), type=CommandResult)
-    console.print(f"{action}: generation {answer.gen}, live {answer.version}")
+    policy = f"{answer.policy} (paused)" if answer.is_paused else answer.policy
+    console.print(f"{action}: generation {answer.gen}, live {answer.version}, policy {policy}")

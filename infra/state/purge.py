@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated as A
 
+from paceline.adapt.data.blob_io import open_store
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.errors import ConfigError
 from paceline.paths import DATA_DIR, TRACES, all_homes
@@ -19,6 +20,7 @@ class PurgeOptions:
     """
 
     data_dir: A[Path, Setting("Data folder of the service.")] = Path(DATA_DIR)
+    store_url: A[str | None, Setting("Object store of the service, where it has one, as s3://BUCKET/PREFIX.")] = None
     tenant: A[
         str | None, Setting("Tenant as in x-paceline-tenant: every shard with a trace of it goes.")
     ] = None  # fmt: skip
@@ -34,12 +36,16 @@ def purge(options: PurgeOptions) -> int:
 
     Raises: ConfigError when the folder has no trace store.
     """
-    stores = [TraceStore(home / TRACES) for home in all_homes(options.data_dir) if (home / TRACES).is_dir()]
-    if not stores:
+    places: list[str | Path] = [p for home in all_homes(options.data_dir) if (p := home / TRACES).is_dir()]
+    if options.store_url is not None:
+        fs, root = open_store(options.store_url)
+        scheme = options.store_url.split("://")[0]
+        places = [f"{scheme}://{entry}/{TRACES}" for entry in fs.ls(f"{root}/services", detail=False)]
+    if not places:
         raise ConfigError(
             f"data-dir must be the data folder of a service, but there are no traces below {options.data_dir}"
         )
-    return sum(_purge(store, options.tenant) for store in stores)
+    return sum(_purge(TraceStore(place), options.tenant) for place in places)
 
 
 def _purge(store: TraceStore, tenant: str | None) -> int:

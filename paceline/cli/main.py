@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from paceline import __version__
 from paceline.cli.bench import bench_app
 from paceline.cli.options import command
 from paceline.cli.train import add_training
-from paceline.cli.versions import versions_app
+from paceline.cli.versions import policy_app, versions_app
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
@@ -33,6 +34,22 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(versions_app, name="versions")
+app.add_typer(policy_app, name="policy")
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
 
 
 def _log(level: str) -> None:

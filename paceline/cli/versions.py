@@ -1,8 +1,9 @@
-"""Versions commands: `paceline versions ...`, which list and set the drafter versions of a running service."""
+"""Operators' commands: `paceline versions ...` and `paceline policy ...`, which ask and order a running service."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 versions_app = typer.Typer(
     help="List, pin, try, roll back and assign drafter versions of a running service.", no_args_is_help=True
+)
+policy_app = typer.Typer(
+    help="Pause and set the policy of a running service, and order a training job.", no_args_is_help=True
 )
 _MODULE = "paceline.infra.service.versions"
 _CHANGES = {
@@ -35,17 +39,28 @@ def versions_list(options: ListOptions, console: Console) -> None:
     print_versions(options.service, console, as_json=options.json)
 
 
-def _changer(action: str) -> Callable[[Any, Console], None]:
+_POLICY = {
+    "pause": ("pause", "ServiceAddress", "Decide nothing until 'policy resume'; what serves goes on serving."),
+    "resume": ("resume", "ServiceAddress", "Decide again."),
+    "set": ("policy", "PolicyOptions", "Decide by another policy; beliefs and ledger stay."),
+    "train": ("train", "TrainOptions", "Train for a class now, at any price; gate and guard follow."),
+    "bank": ("bank", "BankOptions", "Set what jobs may cost beyond what was saved."),
+}
+
+
+def _orderer(action: str, help: str) -> Callable[[Any, Console], None]:
     def run(options: Any, console: Console) -> None:
-        from paceline.infra.service.versions import change_version
+        from paceline.infra.service.versions import order
 
-        fields = {name: getattr(options, name, None) for name in ("bucket", "version")}
-        change_version(getattr(options, "service", options), action, console, **fields)
+        service = getattr(options, "service", options)
+        names = {f.name for f in fields(options)} - {"service", "url", "token"}
+        order(service, action, console, **{name: getattr(options, name) for name in names})
 
+    run.__doc__ = help
     return run
 
 
 for _name, (_record, _help) in _CHANGES.items():
-    _run = _changer(_name)
-    _run.__doc__ = _help
-    command(versions_app, _name, f"{_MODULE}:{_record}")(_run)
+    command(versions_app, _name, f"{_MODULE}:{_record}")(_orderer(_name, _help))
+for _name, (_action, _record, _help) in _POLICY.items():
+    command(policy_app, _name, f"{_MODULE}:{_record}")(_orderer(_action, _help))

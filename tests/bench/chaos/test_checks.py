@@ -80,16 +80,16 @@ def test_a_part_that_looks_like_the_whole_is_never_excused():
 POLICY = PolicyConfig(policy="never")
 
 
-def books(num: int = 3) -> tuple[HostState, list[dict]]:
-    """The state of a controller that has booked `num` savings, and the lines of its log, the latest first."""
+def books(num: int = 3, kind: str = "saving", seconds: float = 0.5) -> tuple[HostState, list[dict]]:
+    """The state of a controller that has booked `num` entries, and the lines of its log, the latest first."""
     controller = restore_controller(HostConfig(redis_url="redis://", model="m", policy=POLICY), b"", ManualClock(1.0))
     lines = []
     for i in range(num):
         entry = LedgerEntry(
-            entry_id=f"d0:saving:{i}", ts=float(i), kind="saving", bucket="b", version="v", seconds=0.5, arm=None
+            entry_id=f"d0:{kind}:{i}", ts=float(i), kind=kind, bucket="b", version="v", seconds=seconds, arm=None
         )
         controller.ledger_totals().add(entry)
-        lines.append({**msgspec.to_builtins(entry), "number": i + 1, "kind": "saving"})
+        lines.append({**msgspec.to_builtins(entry), "number": i + 1})
     return HostState(controller=controller.state(), num_booked=num), lines[::-1]
 
 
@@ -110,3 +110,11 @@ def test_a_lost_a_doubled_and_an_altered_entry_are_found():
     state.num_booked = 3
     altered = [{**lines[0], "seconds": 0.75}, *lines[1:]]
     assert "its entries sum to" in "; ".join(booked_problems(state, altered, [], POLICY))
+
+
+def test_only_interference_which_is_a_difference_may_cost_less_than_nothing():
+    assert "cannot be" not in "; ".join(booked_problems(*books(kind="interference", seconds=-0.5), [], POLICY))
+    assert "entries that cannot be: d0:training:2" in "; ".join(
+        booked_problems(*books(kind="training", seconds=-0.5), [], POLICY)
+    )
+    assert "cannot be" in "; ".join(booked_problems(*books(seconds=float("nan")), [], POLICY))

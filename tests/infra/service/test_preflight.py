@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import ray
 
 from paceline.config import PolicyConfig, ServiceConfig
 from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.infra.app import run_service
 from paceline.infra.service.preflight import Preflight, preflight
 from paceline.paths import BUNDLED_DRAFTER, bundled, service_home
 
@@ -61,6 +64,16 @@ def test_a_refusal_says_the_same_from_a_process_of_its_own(tmp_path):
         preflight(ServiceConfig(model=str(tmp_path / "model"), drafter="none"))
     found = alone(tmp_path / "alone", f"model={tmp_path / 'model'}", "drafter=none")
     assert found[0] == f"ConfigError {refused_model.value}"
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = ServiceConfig(device="cuda", port=0, data_dir=str(tmp_path / "data"))
+    with pytest.raises(ConfigError, match=r"device must be cpu or auto where torch .* finds no GPU"):
+        run_service(config)
+    assert not (tmp_path / "data").exists() and not ray.is_initialized()
+    monkeypatch.setenv("RAY_ADDRESS", "ray.internal:6379")  # there the nodes of the cluster have the GPUs
+    assert preflight(replace(config, drafter="none")).device == "cuda"
 
 
 OWN_POLICY = """

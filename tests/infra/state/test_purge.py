@@ -43,6 +43,13 @@ def test_half_an_order_deletes_nothing(store, tmp_path, tenant, is_all):
     assert len(store.list_shards()) == 3
 
 
+def test_traces_in_an_object_store_go_too(tmp_path):
+    store = TraceStore("memory://purge/services/m/traces")
+    store.write_shard([make_trace()], "math")
+    assert purge(PurgeOptions(data_dir=tmp_path, store_url="memory://purge", is_all=True)) == 1
+    assert store.list_shards() == []
+
+
 def test_a_folder_without_traces_says_so(tmp_path):
     with pytest.raises(ConfigError, match="there are no traces"):
         purge(PurgeOptions(data_dir=tmp_path, tenant="acme"))
