@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import msgspec
+
 from paceline.config import IngressConfig
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.infra.resume.stream import EngineFacts, decode_item, encode
@@ -61,7 +63,7 @@ class Splice:
         """The event as the client sees it: under the request's own id, statistics summed."""
         self._token_ids += event.token_ids
         self._latest = stats = self._sum(event.stats)
-        return replace(event, request_id=self.request.request_id, stats=stats)
+        return msgspec.structs.replace(event, request_id=self.request.request_id, stats=stats)
 
     def end(self, finish_reason: str, error: str | None = None, elapsed_ms: float = 0.0) -> RoundEvent:
         """A last event that no engine sent."""
@@ -71,16 +73,16 @@ class Splice:
         )  # fmt: skip
         return RoundEvent(
             request_id=self.request.request_id, token_ids=(), num_accepted_tokens=0, logprobs=None, stop_match=None,
-            finish_reason=finish_reason, stats=replace(stats, total_ms=elapsed_ms), error=error,
+            finish_reason=finish_reason, stats=msgspec.structs.replace(stats, total_ms=elapsed_ms), error=error,
         )  # fmt: skip
 
     def _sum(self, stats: RequestStats) -> RequestStats:
         total_ms = stats.total_ms + self._offset_ms
         ended = self._ended
         if ended is None:
-            return replace(stats, total_ms=total_ms)
+            return msgspec.structs.replace(stats, total_ms=total_ms)
         sums = {name: getattr(ended, name) + getattr(stats, name) for name in _SUMMED}
-        return replace(stats, **sums, total_ms=total_ms, num_cached_tokens=ended.num_cached_tokens)
+        return msgspec.structs.replace(stats, **sums, total_ms=total_ms, num_cached_tokens=ended.num_cached_tokens)
 
 
 log = logging.getLogger(__name__)

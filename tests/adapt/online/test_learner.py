@@ -128,7 +128,7 @@ def test_a_learner_that_goes_on_from_its_state_is_the_one_that_never_stopped(par
     lambda t, r: t.update({"weights/lm_head.weight": torch.zeros(3)}),
     lambda t, r: t["mean/lm_head.weight"].fill_(float("nan")),
     lambda t, r: r.pop("step"),
-    lambda t, r: r.update(evidence={"num_requests": "many"}),
+    lambda t, r: r.update(evidence={"test": {"num_requests": "many"}}),
     lambda t, r: r.update(step="x"),
     lambda t, r: t.pop("seen"),
 ])  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import shutil
 import subprocess
 import sys
@@ -110,7 +111,11 @@ def test_secrets_reach_the_replicas_without_standing_in_the_file(tmp_path: Path,
         build(args)
 
 
-def test_a_secret_in_the_file_is_warned_of_without_being_said(caplog) -> None:
+def test_a_secret_in_the_file_is_warned_of_without_being_said(caplog, monkeypatch) -> None:
+    monkeypatch.setattr(
+        logging.getLogger("paceline.infra.app"), "disabled", False
+    )  # servers of other tests configure logging
+    caplog.set_level(logging.WARNING, logger="paceline.infra.app")
     args = load(SERVICE)["applications"][0]["args"]
     build(args)
     assert "can be read" not in caplog.text
