@@ -31,6 +31,14 @@ MIN_REQUESTS = 4
 GRACE_REQUESTS = 16
 """Scored requests before a learner can be found to gain too little, behind those that it learned unscored: gains grow from
 nothing."""
+RECENT_REQUESTS = 32
+"""Newest requests whose mean is the gain: the learner was another one long before."""
+UNSCORED_REQUESTS = 16
+"""Requests since its base that a learner learns unscored: its mean, over as many steps, holds the base's weights still."""
+SCORED_TOGETHER = 8
+"""Requests of the class that a burst scores side by side, then learns, then looks at its evidence."""
+SURE_EVERY = 2
+"""What surely gains is scored every so many such chunks only: scoring takes two fifths of the time, but says what it gains by now."""
 MAX_SCORE = 3.0
 """Log ratios are cut here (a factor of 20)."""
 _CHUNK = 4_000_000

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from paceline.bootstrap import GainTest, interval, resampled
+from paceline.bootstrap import RECENT_REQUESTS, GainTest, interval, resampled
 from paceline.contracts import ShadowScore
 from paceline.errors import ConfigError
 
@@ -39,10 +39,6 @@ class RequestScore(NamedTuple):
 def pooled_acceptance_length(scores: Sequence[RequestScore]) -> float:
     """Tokens over rounds of all requests together; `scores` must not be empty."""
     return sum(s.num_tokens + s.num_unseen_tokens for s in scores) / sum(s.num_rounds for s in scores)
-
-
-RECENT_REQUESTS = 32
-"""Newest requests whose mean is the gain: the learner was another one long before."""
 
 
 class Finding(Enum):

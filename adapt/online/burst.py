@@ -13,13 +13,10 @@ import torch
 from paceline.adapt.gate.gate import Evidence, Finding, RequestScore
 from paceline.adapt.gate.shadow import ShadowStoppedError, fixed_rounds, replay_rounds, request_scores
 from paceline.adapt.online.learner import AVERAGED_STEPS, Learner, is_rehearsed
+from paceline.bootstrap import SCORED_TOGETHER, SURE_EVERY
 from paceline.serving.drafters.family import TrainedDrafter
 from paceline.serving.sampling.request import RequestTrace
 
-SCORED_TOGETHER = 8
-"""Requests of the class that are scored side by side, with the rehearsal requests between them."""
-SURE_EVERY = 2
-"""What surely gains is scored every so many chunks only: scoring takes two fifths of the time, but says what it gains by now."""
 SAVE_S = 10.0
 """Seconds between two saved states: at most so much is lost to a kill."""
 

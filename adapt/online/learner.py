@@ -18,6 +18,7 @@ from paceline.adapt.data.learning_text import count_rows, request_digest
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.families.training import StepReport, TrainingRun, training_family
 from paceline.adapt.gate.gate import Evidence
+from paceline.bootstrap import UNSCORED_REQUESTS
 from paceline.contracts import ArmSpec
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.serving.drafters.network import DrafterModel
@@ -25,7 +26,7 @@ from paceline.serving.sampling.request import RequestTrace
 
 MAX_LEARNING_RATE = 2e-3
 WARMUP_STEPS = 8
-AVERAGED_STEPS = 16
+AVERAGED_STEPS = UNSCORED_REQUESTS
 """Steps whose weights make the mean, about: a decaying mean, plain while the learner is younger."""
 MAX_SEEN = 65_536
 """Requests that a learner remembers to have read: more than an order hands over."""

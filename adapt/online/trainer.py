@@ -23,10 +23,11 @@ from paceline.adapt.data.learning_text import LearningText, ShardReader, load_le
 from paceline.adapt.families.target_handle import TargetTables, load_target_handle
 from paceline.adapt.gate.gate import Finding, score_version
 from paceline.adapt.gate.shadow import ShadowStoppedError, shadow_scores
-from paceline.adapt.online.burst import SCORED_TOGETHER, Burst
+from paceline.adapt.online.burst import Burst
 from paceline.adapt.online.learner import Learner
 from paceline.adapt.online.learner_store import LearnerKey, LearnerStore
 from paceline.adapt.versions.registry import DrafterRegistry, check_finite
+from paceline.bootstrap import SCORED_TOGETHER
 from paceline.contracts import DrafterManifest, ShadowScore, TrainJob, TrainResult
 from paceline.errors import DrafterMismatchError, ManifestError, PacelineError
 from paceline.serving.drafters.family import TrainedDrafter

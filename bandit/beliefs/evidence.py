@@ -8,11 +8,9 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.gain_model import learned_share
-from paceline.bootstrap import LOG_SURE, MIN_REQUESTS, TILTS
+from paceline.bootstrap import LOG_SURE, MIN_REQUESTS, TILTS, UNSCORED_REQUESTS
 from paceline.contracts import TrainResult
 
-UNSCORED_REQUESTS = 16
-"""Requests since its base that a learner learns unscored (adapt/online/learner.py)."""
 PRIOR_ROWS, PRIOR_SD = 100.0, 0.15
 """Rows of a request, and standard deviation of the logarithm of a request's gain, before any burst told."""
 DISCOUNT = 0.8

@@ -12,20 +12,12 @@ from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.job_cost import SLOWDOWN_PRIOR, STAGING_PRIOR_S
 from paceline.bandit.replay.curves import Costs, Curves, FormulaCurves, PriorCosts, off_diagonal
 from paceline.bandit.replay.scenario import Scenario, labels
-from paceline.bootstrap import GainTest
+from paceline.bootstrap import RECENT_REQUESTS, SCORED_TOGETHER, SURE_EVERY, UNSCORED_REQUESTS, GainTest
 from paceline.contracts import ArmSpec, ShadowScore
 
 FIRST = "v0"
 GATE_NOISE = 0.03
 """Standard error of the paired gain of RECENT_REQUESTS requests, tokens a round."""
-RECENT_REQUESTS = 32
-"""Newest requests whose mean is the gain that a burst says."""
-SCORED_TOGETHER = 8
-"""Requests that a burst scores, then learns, then looks at its evidence."""
-UNSCORED_REQUESTS = 16
-"""Requests since its base that a learner learns unscored."""
-SURE_EVERY = 2
-"""What is surely better is scored every so many chunks only."""
 Z_90 = 1.645
 KNOWN_GRID = np.concatenate([[0.0], np.geomspace(1.0, 2.0**21, 500)])
 """Rows between which it is looked up how many a version has learned."""

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from paceline.bandit.beliefs.evidence import PRIOR_ROWS, UNSCORED_REQUESTS
-from paceline.bootstrap import MIN_REQUESTS
+from paceline.bandit.beliefs.evidence import PRIOR_ROWS
+from paceline.bootstrap import MIN_REQUESTS, UNSCORED_REQUESTS
 from paceline.config import PolicyConfig
 from tests.helpers.world import FIRST, World
 

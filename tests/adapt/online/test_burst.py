@@ -11,8 +11,9 @@ from paceline.adapt.data.learning_text import request_digest
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.gate.gate import Finding
 from paceline.adapt.online import burst as burst_module
-from paceline.adapt.online.burst import SCORED_TOGETHER, Burst
+from paceline.adapt.online.burst import Burst
 from paceline.adapt.online.learner import AVERAGED_STEPS, Learner
+from paceline.bootstrap import SCORED_TOGETHER
 from paceline.contracts import ArmSpec
 from paceline.machine import ManualClock
 from paceline.serving.loading.families import build_drafter
