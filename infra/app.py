@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import ray
 from ray import serve
@@ -59,6 +60,7 @@ STREAM_GRACE_S = 900.0
 """At least the longest stream: drain of a replica that goes while the service stays."""
 _REACH_S = 5.0
 _LOOK_S = 0.1
+_ANSWERS_S = 10.0
 _CLOSING_S = 30.0
 """For what a replica does behind its drain: last feedback, last traces."""
 METRICS_INTERVAL_S = 5.0
@@ -210,6 +212,7 @@ def run_service(config: ServiceConfig, *, check: Callable[[], None] = lambda: No
         raise PacelineError(f"the service did not start: {reason or e}") from e
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"{'http' if config.tls_cert is None else 'https'}://{host}:{config.port}{config.route_prefix.rstrip('/')}"
+    _await_answers(url)
     log.info("service ready url=%s replicas=%d to %d", url, config.num_replicas, most_replicas(config))
     return Service(url=url, config=config, handle=handle, redis=redis, owns_ray=owns_ray)
 
@@ -455,6 +458,24 @@ def _await_running(name: str, check: Callable[[], None]) -> None:
             raise RuntimeError(app.message)
         check()
         time.sleep(_LOOK_S)
+
+
+def _await_answers(url: str) -> None:
+    """Return when the proxy lets requests through: it hears of a replica up to a second after Serve does, see Presence.
+
+    Returns after _ANSWERS_S in any case, and at once where the proxy is not on this computer.
+    """
+    deadline = time.monotonic() + _ANSWERS_S
+    with httpx.Client(
+        verify=False, timeout=_REACH_S
+    ) as client:  # nothing is sent, and but the status nothing is believed
+        while time.monotonic() < deadline:
+            try:
+                if client.get(f"{url}/healthz").status_code != 503:
+                    return
+            except httpx.TransportError:
+                return
+            time.sleep(_LOOK_S)
 
 
 def _refusal(name: str) -> str:
