@@ -24,7 +24,7 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray._raylet import Config as RaySettings  # type: ignore[attr-defined]
 from ray.serve import Application
-from ray.serve.context import _get_global_client
+from ray.serve.context import _disconnect, _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 from rich.console import Console
@@ -297,6 +297,8 @@ def start_ray(config: ServiceConfig) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Serve tells a client of another cluster by its job's number, and the first job of each cluster has the same
+    _disconnect()
     if address := _cluster_address(config):
         try:
             _reach(address)

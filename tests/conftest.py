@@ -7,9 +7,11 @@ clusters, services or browsers, whose time passes in waiting, and the others wit
 """
 
 import functools
+import logging
 import os
 import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super()._assign_work_unit(node)
 
     return ByModule(config, log)
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """The level and handlers of Paceline's loggers as they were: commands set them for the process that they run in."""
+    loggers = [logging.getLogger(name) for name in ("paceline", "paceline.access")]
+    before = [(found.level, found.propagate, list(found.handlers)) for found in loggers]
+    yield
+    for found, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        found.setLevel(level)
+        found.propagate, found.handlers = propagate, handlers
 
 
 @pytest.fixture(params=["native", "torch"])

@@ -38,9 +38,6 @@ def default_backend(target: TargetModel, config: EngineConfig) -> GraphBackend |
     """CUDA graphs where the target is on CUDA, its kernels can be captured and the configuration gives time for it."""
     if target.device.type != "cuda" or config.capture_s <= 0:
         return None
-    if target.num_ranks > 1:
-        logger.warning("graphs are made for one device; a target over %d runs without", target.num_ranks)
-        return None
     if not target.kernels.is_capturable:
         logger.warning("kernel backend %s cannot be captured; rounds run without graphs", target.kernels.backend)
         return None
@@ -66,7 +63,8 @@ class EngineGraphs:
 
         num_traced: best tokens of a row that traces hold; 0 = there are none.
         """
-        self._backend, self._budget_s = backend, config.capture_s
+        self._backend = backend if target.leader is None else target.leader.share(backend)
+        self._budget_s = config.capture_s
         self.target = GraphedTarget(
             target, kv, max_requests=config.max_running, max_width=config.tree.max_draft_tokens + 1,
             max_context=max_context, num_traced=num_traced,

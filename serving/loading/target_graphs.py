@@ -475,9 +475,7 @@ class GraphedTarget:
         """Move the K/V of the rows that are kept (N,) to the rows of their positions, and keep their hidden states."""
         at = self.tables.lines[self._owners[:rows], self._positions[:rows]]
         is_moved = is_kept & (self._depths[:rows] > 0)
-        self._target.kernels.commit_rows(
-            self._kv.data, torch.where(is_moved, self._out_rows[:rows], -1), torch.where(is_moved, at, -1)
-        )
+        self._kv.commit_padded(torch.where(is_moved, self._out_rows[:rows], -1), torch.where(is_moved, at, -1))
         if self._kv.features is not None and self._features is not None:
             # What is not kept writes what the first row does, a root, which always is.
             source = torch.where(is_kept, torch.arange(rows, device=at.device), 0)

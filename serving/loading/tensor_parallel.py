@@ -6,8 +6,10 @@ Shape legend: B requests, N packed rows, L columns of the slot table, W widest t
 
 Every rank holds its share of the weights by transformers' own tensor-parallel plan and, in its KV pool, its share of the
 KV heads. Rank 0 runs the engine and tells the others of every forward and commit before it does its own; they repeat it,
-and the plan's collectives meet. Logits and features are whole on every rank, so everything behind the forward (drafting,
-sampling, scheduling) exists on rank 0 only, and so do the whole embedding and output head that drafters read.
+and the plan's collectives meet. Of a graph they capture the forwards and commits that it contains, with the broadcasts
+that bring their inputs, and an order replays it. Logits and features are whole on every rank, so everything behind the
+forward (drafting, sampling, scheduling) exists on rank 0 only, and so do the whole embedding and output head that
+drafters read.
 
 A checkpoint is read whole into each rank's RAM and split from there: transformers' loader of shares needs a package that
 is not among the requirements.
@@ -15,10 +17,11 @@ is not among the requirements.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -31,8 +34,14 @@ import torch.distributed as dist
 from paceline.errors import ConfigError
 from paceline.machine import free_port
 from paceline.serving.loading.target import read_target
+from paceline.serving.target_model.graph_capture import CudaGraphs, EagerGraphs, Graph, GraphBackend
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = timedelta(minutes=10)
+"""For joining, for one collective and for one capture; between orders a rank may wait for ever."""
 
 _NUM_KEPT = 4096
 """Orders kept in the store; the ranks meet in every forward, so none lags behind by so many."""
@@ -43,6 +52,12 @@ class Order(IntEnum):
     POOL = 1
     FORWARD = 2
     COMMIT = 3
+    CAPTURE = 4
+    REPLAY = 5
+
+
+Step = tuple[Order, list[int]]
+"""A forward or a commit and its sizes."""
 
 
 class Orders:
@@ -58,7 +73,7 @@ class Orders:
             self._store.delete_key(f"order{self._next - _NUM_KEPT}")
         self._next += 1
 
-    def take(self, wait_s: float = 60.0) -> tuple[Order, list[int]]:
+    def take(self, wait_s: float = 60.0) -> Step:
         """Other ranks: the next order, waited for as long as it takes.
 
         Raises: RuntimeError when rank 0 is gone.
@@ -74,12 +89,69 @@ class Orders:
         order, *sizes = (int(n) for n in self._store.get(key).decode().split(","))
         return Order(order), sizes
 
+    def answer(self, rank: int, trouble: str) -> None:
+        """Other ranks: what went wrong with the latest order; '' = nothing."""
+        self._store.set(f"answer{self._next}:{rank}", trouble)
+
+    def answers(self, num_ranks: int) -> list[str]:
+        """Rank 0: what went wrong with the latest order on the others, waited for."""
+        keys = [f"answer{self._next}:{rank}" for rank in range(1, num_ranks)]
+        self._store.wait(keys, _TIMEOUT)
+        found = [self._store.get(key).decode() for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return found
+
 
 class Leader:
     """Rank 0's line to the other ranks: orders through the store, tensors by broadcast."""
 
-    def __init__(self, orders: Orders) -> None:
-        self._orders = orders
+    def __init__(self, orders: Orders, num_ranks: int) -> None:
+        self._orders, self._num_ranks = orders, num_ranks
+        self._program: list[Step] | None = None
+        """What was sent since `program_of` began; None outside of it."""
+        self._is_known = False
+        """The others know what comes next: they run a graph, and get its tensors alone."""
+        self._num_shared = 0
+
+    def share(self, backend: GraphBackend) -> GraphBackend:
+        """A backend whose graphs the others replay, too, as far as they contain forwards and commits."""
+        return _SharedGraphs(backend, self)
+
+    def program_of(self, run: Callable[[], None]) -> list[Step]:
+        """Run some work and return what of it the others had to do."""
+        program: list[Step] = []
+        self._program = program
+        try:
+            run()
+        finally:
+            self._program = None
+        return program
+
+    def start_capture(self, program: list[Step]) -> int:
+        """The others capture these steps now, as rank 0 must; returns the graph's number."""
+        self._send(Order.CAPTURE, [n for order, sizes in program for n in (order, len(sizes), *sizes)], [])
+        self._num_shared += 1
+        return self._num_shared - 1
+
+    def check_capture(self) -> None:
+        """Raise RuntimeError when another rank could not capture the latest graph."""
+        for rank, trouble in enumerate(self._orders.answers(self._num_ranks), 1):
+            if trouble:
+                raise RuntimeError(f"rank {rank}: {trouble}")
+
+    def start_replay(self, number: int) -> None:
+        """The others replay this graph now, as rank 0 must."""
+        self._send(Order.REPLAY, [number], [])
+
+    @contextlib.contextmanager
+    def known(self) -> Iterator[None]:
+        """The others know what is sent in this block, and only tensors are."""
+        self._is_known = True
+        try:
+            yield
+        finally:
+            self._is_known = False
 
     def send_pool(self, num_pages: int, page_tokens: int, num_scratch_rows: int) -> None:
         """The others allocate a pool of this shape; it replaces the one before."""
@@ -106,26 +178,90 @@ class Leader:
         self._send(Order.STOP, [], [])
 
     def _send(self, order: Order, sizes: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
-        self._orders.put(order, sizes)
+        if not self._is_known:
+            self._orders.put(order, sizes)
+            if self._program is not None:
+                self._program.append((order, list(sizes)))
         if parts:
             dist.broadcast(torch.cat([p.reshape(-1).long() for p in parts]), 0)
 
 
-def follow(target: TargetModel, orders: Orders) -> None:
+class _SharedGraphs:
+    """Graphs of rank 0 that contain forwards and commits: captured and replayed by every rank at once."""
+
+    def __init__(self, backend: GraphBackend, leader: Leader) -> None:
+        self._backend, self._leader = backend, leader
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """As the backend. Raises: what the capture raises, RuntimeError when another rank's did not succeed."""
+        program = self._leader.program_of(run)
+        if not program:  # drafting, cuts: rank 0's alone
+            return self._backend.capture(run)
+        number = self._leader.start_capture(program)
+        with self._leader.known():
+            graph = self._backend.capture(run)
+        self._leader.check_capture()
+        return _SharedGraph(graph, self._leader, number)
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedGraph:
+    graph: Graph
+    leader: Leader
+    number: int
+
+    def replay(self) -> None:
+        self.leader.start_replay(self.number)
+        with self.leader.known():
+            self.graph.replay()
+
+
+def follow(target: TargetModel, orders: Orders, rank: int) -> None:
     """Obey rank 0 until it says stop: what every other rank does."""
     kv: KVPool | None = None
+    graphs: list[Graph | None] = []
+    backend = CudaGraphs(target.device) if target.device.type == "cuda" else EagerGraphs()
+
+    def obey(steps: Sequence[Step]) -> None:
+        assert kv is not None, "a pool comes before its first use"
+        for order, sizes in steps:
+            if order == Order.COMMIT:
+                kv.commit_padded(*_receive([sizes[0], sizes[0]], target.device))
+            else:
+                target.forward(_receive_batch(sizes, target.device), kv)
+
     while True:
         order, sizes = orders.take()
         if order == Order.STOP:
             return
         if order == Order.POOL:
             kv = target.new_kv_pool(*sizes)
-            continue
-        assert kv is not None, "a pool comes before its first use"
-        if order == Order.COMMIT:
-            kv.commit(*_receive([sizes[0], sizes[0]], target.device))
+        elif order == Order.CAPTURE:
+            graphs.append(None)
+            steps = _program(sizes)
+            try:
+                graphs[-1] = backend.capture(lambda steps=steps: obey(steps))  # type: ignore[misc]
+            except Exception as e:  # as graph_capture.capture_all: rank 0 gives that family up
+                logger.exception("a graph could not be captured")
+                orders.answer(rank, str(e) or type(e).__name__)
+                continue
+            orders.answer(rank, "")
+        elif order == Order.REPLAY:
+            graph = graphs[sizes[0]]
+            assert graph is not None, "rank 0 replays what every rank has captured"
+            graph.replay()
         else:
-            target.forward(_receive_batch(sizes, target.device), kv)
+            obey([(order, sizes)])
+
+
+def _program(numbers: Sequence[int]) -> list[Step]:
+    """Steps as `Leader.start_capture` writes them."""
+    steps, rest = [], list(numbers)
+    while rest:
+        order, size = rest[:2]
+        steps.append((Order(order), rest[2 : 2 + size]))
+        rest = rest[2 + size :]
+    return steps
 
 
 def _receive(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
@@ -148,12 +284,6 @@ def _receive_batch(sizes: Sequence[int], device: torch.device) -> TargetBatch:
         ancestors=parts[6].view(rows, width).bool() if width >= 0 else None,
         logit_rows=parts[7] if num_logits >= 0 else None,
     )
-
-
-logger = logging.getLogger(__name__)
-
-_TIMEOUT = timedelta(minutes=10)
-"""For joining and for one collective; between orders a rank may wait for ever."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,7 +442,7 @@ def load_parallel(
         for process in processes:
             process.terminate()
         raise
-    leader = Leader(orders)
+    leader = Leader(orders, size)
     target.leader = leader
     logger.info("target split ranks=%d device=%s kv_heads=%d", size, device, target.num_kv_heads)
     return target, Ranks(processes, leader)
@@ -341,5 +471,5 @@ def _run_rank(rank: int, settings: RankSettings) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // settings.size))
     target, orders = _load_rank(rank, settings)
     drop_tables(target)
-    follow(target, orders)
+    follow(target, orders, rank)
     dist.destroy_process_group()

@@ -157,6 +157,12 @@ class KVPool:
         if not copy_rows(self.data, dst_rows, self.data, src_rows):
             self._commit_rows(self.data, src_rows, dst_rows)
 
+    def commit_padded(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None:
+        """`commit` of captured work: pairs with a negative row are padding."""
+        if self._on_commit is not None:
+            self._on_commit(src_rows, dst_rows)
+        self._commit_rows(self.data, src_rows, dst_rows)
+
 
 class RowTables:
     """The pool rows of the running requests' positions, resident on the device for captured work.

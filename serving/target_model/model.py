@@ -20,6 +20,7 @@ from paceline.errors import ConfigError
 from paceline.kernels.cpu.library import choose_isa
 from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.target_model.fused import KV_DTYPE, FusedForward, is_dense, supports_fused
+from paceline.serving.target_model.graph_capture import GraphBackend
 from paceline.serving.target_model.int8 import served_version
 from paceline.serving.target_model.kernel_forward import KernelForward
 from paceline.serving.target_model.kv_cache import KVPool
@@ -64,6 +65,8 @@ class RankLeader(Protocol):
     def send_forward(self, batch: TargetBatch) -> None: ...
 
     def send_commit(self, src_rows: torch.Tensor, dst_rows: torch.Tensor) -> None: ...
+
+    def share(self, backend: GraphBackend) -> GraphBackend: ...
 
 
 def default_tap_layers(num_layers: int) -> tuple[int, ...]:

@@ -38,9 +38,11 @@ def keys() -> Keys:
 
 
 @pytest.fixture
-def client(shared_redis: EmbeddedRedis):
+def client(shared_redis: EmbeddedRedis, keys: Keys):
     made = patient_client(shared_redis.url)
     yield made
+    for name in made.scan_iter(f"{keys.base}*", count=1000):  # else what tests leave fills the server that they share
+        made.unlink(name)
     made.close()
 
 

@@ -1,5 +1,8 @@
 """A target split over two ranks gives what the whole target gives, forward by forward and through the engine."""
 
+import itertools
+import os
+import re
 import threading
 import weakref
 
@@ -12,18 +15,30 @@ from paceline.config import EngineConfig, TreeConfig
 from paceline.errors import ConfigError
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
+from paceline.serving.loading import tensor_parallel
 from paceline.serving.loading.target import read_target
-from paceline.serving.loading.tensor_parallel import Order, Orders, check_split, drop_tables, load_parallel
+from paceline.serving.loading.tensor_parallel import Order, Orders, check_split, drop_tables, follow, load_parallel
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
+from paceline.serving.target_model.graph_capture import EagerGraphs
 from paceline.serving.target_model.kv_cache import PageAllocator
-from tests.helpers.fakes import prefill, tiny_model, tiny_target, tiny_tokenizer
+from tests.helpers.fakes import greedy_continuation, prefill, tiny_model, tiny_target, tiny_tokenizer
+from tests.helpers.graph_engines import CONTEXT, StaticOracle, generate, make_engine
 from tests.helpers.scripted_drafters import OracleDrafter
+from tests.helpers.static_kernels import STATIC_KERNELS
+from tests.helpers.trees import DevicePolicy
 
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}  # float32 sums in another order
 NUM_TOKENS = 10
+TREE = TreeConfig(max_draft_tokens=4, max_frontier=2, policy="fixed")
+SMALL = {
+    "max_running": 2, "capture_s": 600.0, "prefill_chunk_tokens": 64,
+    "tree": TREE,
+}  # fmt: skip
+REFUSED = "PACELINE_TEST_REFUSED_CAPTURE"
+"""Variable: the capture that another rank refuses."""
 
 
-def generate(target, drafter, prompts):
+def run_engine(target, drafter, prompts):
     config = EngineConfig(
         max_running=4, kv_bytes=16 * 2**20, page_tokens=4, max_context_tokens=96,
         tree=TreeConfig(max_draft_tokens=4, policy="fixed"),
@@ -61,13 +76,88 @@ def test_two_ranks_compute_what_one_does(tmp_path):
             torch.testing.assert_close(got.logits, expected.logits, **TOLERANCE)
             torch.testing.assert_close(got.features, expected.features, **TOLERANCE)
         prompts = {"a": tokens[:5], "b": tokens[5:18], "c": tokens[3:6]}
-        plain, _ = generate(whole, None, prompts)
+        plain, _ = run_engine(whole, None, prompts)
         texts = {name: [*prompts[name], *plain[name]] for name in prompts}
-        assert generate(split, None, prompts)[0] == plain
-        drafted, num_rounds = generate(split, OracleDrafter(texts, num_slots=4), prompts)
+        assert run_engine(split, None, prompts)[0] == plain
+        drafted, num_rounds = run_engine(split, OracleDrafter(texts, num_slots=4), prompts)
         assert drafted == plain and num_rounds < NUM_TOKENS, "commits reached both ranks: accepted drafts stay right"
     finally:
         ranks.close()
+
+
+def follow_by_static_kernels(rank, settings):
+    """Main of a rank whose kernels take padded rows, as those of a GPU do."""
+    target, orders = tensor_parallel._load_rank(rank, settings)
+    target.kernels = STATIC_KERNELS
+    drop_tables(target)
+    if refused := os.environ.get(REFUSED):
+        EagerGraphs.capture = refuse(EagerGraphs.capture, int(refused))
+    follow(target, orders, rank)
+    dist.destroy_process_group()
+
+
+def refuse(capture, number):
+    """Captures of which one fails."""
+    numbers = itertools.count()
+
+    def attempt(self, run):
+        graph = capture(self, run)
+        if next(numbers) == number:
+            raise RuntimeError("this rank cannot")
+        return graph
+
+    return attempt
+
+
+@pytest.fixture
+def split(tmp_path, monkeypatch):
+    """Function that splits a small target over two ranks; they part when the test ends."""
+    torch.manual_seed(0)
+    tiny_model("qwen3", layers=3, context=CONTEXT).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(tensor_parallel, "_run_rank", follow_by_static_kernels)
+    opened = []
+
+    def make():
+        target, ranks = load_parallel(tmp_path, size=2, device="cpu")
+        opened.append(ranks)
+        target.kernels = STATIC_KERNELS
+        return target, read_target(tmp_path, device="cpu", fast_path=False)
+
+    yield make
+    for ranks in opened:
+        ranks.close()
+
+
+def test_graphs_are_captured_and_replayed_by_every_rank(split):
+    target, whole = split()
+    sent, orders = [], target.leader._orders
+    put = orders.put
+    orders.put = lambda order, sizes: (sent.append(order), put(order, sizes))
+    rng = torch.Generator().manual_seed(1)
+    prompts = [(torch.randint(3, 64, (n,), generator=rng).tolist(), 0.0) for n in (9, 17, 4)]
+    texts = [[*p, *greedy_continuation(whole, list(p), NUM_TOKENS + 8)] for p, _ in prompts]
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    engine = make_engine(
+        target, DrafterSlots(StaticOracle(texts, target.vocab_size), "oracle"), EagerGraphs(), policy, **SMALL
+    )
+    sent.clear()
+    tokens = generate(engine, prompts)
+    rounds = engine.stats()["num_rounds"]
+    assert generate(make_engine(whole, DrafterSlots(), **SMALL), prompts) == tokens
+    assert rounds <= 14, "drafts were accepted: commits reached both ranks"
+    assert sent.count(Order.REPLAY) >= 2 * rounds, "the forward and the commit of every round"
+    assert sent.count(Order.COMMIT) == 0, "no round ran eagerly"
+
+
+def test_what_another_rank_cannot_capture_runs_eagerly_everywhere(split, monkeypatch, caplog):
+    monkeypatch.setenv(REFUSED, "1")
+    target, whole = split()
+    engine = make_engine(target, DrafterSlots(), EagerGraphs(), **SMALL)
+    (error,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert re.fullmatch(r"graph .* could not be captured; .* runs eagerly: rank 1: this rank cannot", error)
+    prompts = [([5, 9, 21], 0.0), ([3, 3, 7, 40], 0.7)]
+    assert generate(engine, prompts) == generate(make_engine(whole, DrafterSlots(), **SMALL), prompts)
 
 
 def test_a_rank_that_does_not_draft_gives_up_the_whole_tables_and_computes_the_same():
