@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
+from paceline.contracts import BurstPlan
+
 LEVEL = 0.95
 TILTS = (1.0, 2.5, 6.0, 15.0)
 """theta of the mixture, per unit of log rate; best is effect / variance: 0.1 / 0.2^2 = 2.5, 0.7 / 0.2^2 = 17."""
@@ -209,6 +211,27 @@ class GainTest(msgspec.Struct):
     def is_less(self) -> bool:
         """It surely gains less."""
         return self.num_requests >= MIN_REQUESTS and log_mixture(self.less) > LOG_SURE
+
+
+def will_pay(
+    plan: BurstPlan, min_gain: float, recent: Sequence[float], *, num_read: float, num_left: float, left_s: float
+) -> bool:
+    """Whether what is left of a burst pays for itself: the rise that is to be hoped for behind it is above what a swap costs,
+    and as far above as the seconds that are left are of those planned.
+
+    What is hoped for is the mean of the newest requests and one standard error, grown with the root of the requests, or what
+    was expected as long as little is scored. Gains rise by at most that root (see bandit/beliefs/gain_model.py).
+
+    Args:
+        recent: log ratios of the newest requests. num_read: requests that the learner has read since its base.
+        num_left: requests that it would still read. left_s: device-seconds that these would take.
+    """
+    rise, num = plan.rise, len(recent)
+    if num >= SCORED_TOGETHER:
+        middle = max(num_read - num / 2, 1.0)
+        growth = ((num_read + num_left) / middle) ** 0.5
+        rise = math.expm1(float(np.mean(recent)) + float(np.std(recent, ddof=1)) / num**0.5) * growth
+    return rise > min_gain + max(plan.pay_rise - min_gain, 0.0) * left_s / plan.seconds
 
 
 def _grown(logs: Sequence[float], score: float, sign: float, number: int) -> list[float]:

@@ -418,6 +418,23 @@ class ArmSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of every step behind the warm-up."""
 
 
+class BurstPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a burst was ordered for: one that will not bring it ends early."""
+
+    seconds: float
+    """Device-seconds that it is expected to use."""
+    rise: float
+    """Relative rise of tokens per round that is expected behind it."""
+    pay_rise: float
+    """Relative rise that pays for these seconds and for the swap."""
+
+
+def burst_plan(decision: Decision) -> BurstPlan | None:
+    """The plan of a training decision; None where the policy made none."""
+    plan = decision.context.get("plan")
+    return None if plan is None else msgspec.convert(plan, BurstPlan)
+
+
 class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     """An order for a burst of a bucket's learner; job_id = hash(decision, base version, bucket, arm, newest shard)."""
 
@@ -434,6 +451,8 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     """Device-seconds that the burst may use."""
     min_gain: float = 0.0
     """Relative rise of tokens per round that a swap costs: a snapshot with surely more is made a version."""
+    plan: BurstPlan | None = None
+    """None: it reads everything, whatever comes of it."""
 
 
 class ShadowScore(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.bootstrap import (
     expanded_level,
@@ -13,7 +15,9 @@ from paceline.bootstrap import (
     ratio_interval,
     resample_counts,
     resampled,
+    will_pay,
 )
+from paceline.contracts import BurstPlan
 
 
 @pytest.mark.parametrize("num_samples", [2, 3, 4, 8, 24])
@@ -74,3 +78,30 @@ def test_every_resample_draws_as_many_samples_as_there_are():
 def test_few_samples_are_trusted_less_and_many_as_usual():
     levels = [expanded_level(n) for n in (2, 4, 8, 1000)]
     assert levels == sorted(levels, reverse=True) and levels[-1] == pytest.approx(0.95, abs=1e-3)
+
+
+def pays(recent=(), *, seconds=10.0, rise=0.2, pay_rise=0.1, num_read=40, num_left=40, left_s=5.0):
+    plan = BurstPlan(seconds=seconds, rise=rise, pay_rise=pay_rise)
+    return will_pay(plan, 0.02, list(recent), num_read=num_read, num_left=num_left, left_s=left_s)
+
+
+def test_a_burst_of_which_nothing_is_known_goes_on_as_long_as_what_was_expected_covers_its_pace():
+    assert pays() and pays(left_s=20.0)
+    assert not pays(left_s=25.0), "0.02 + 0.08 x 25 / 10 is above 0.2"
+
+
+def test_what_is_left_is_judged_by_the_gain_so_far_grown_with_the_root_of_the_requests():
+    assert not pays([0.0] * 8), "nothing gained, and half of the cost is still to come"
+    assert not pays([0.03] * 8) and pays([0.05] * 8), (
+        "0.06 is needed; by 80 requests 36 have gained 1.5 times as little"
+    )
+    assert pays([0.03] * 8, left_s=1.0), "what is spent does not count any more"
+    assert pays([0.0, 0.2] * 4), "noise leaves hope"
+    assert pays([0.0] * 7), "too few to tell"
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-0.5, 0.5), min_size=8, max_size=32), st.floats(0.1, 20.0), st.floats(0.0, 0.3))
+def test_more_gain_or_less_to_pay_never_ends_a_burst(recent, left_s, more):
+    if pays(recent, left_s=left_s):
+        assert pays([r + more for r in recent], left_s=left_s) and pays(recent, left_s=left_s / 2)

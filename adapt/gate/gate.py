@@ -112,6 +112,11 @@ class Evidence(msgspec.Struct):
         number = int(pairs[-1][0].request_id) + 1 if pairs else 1
         self.elsewhere[bucket] = _newest(pairs, learner, incumbent, number)
 
+    @property
+    def log_ratios(self) -> list[float]:
+        """Log of the learner's tokens per round over the incumbent's, of the newest requests of the class."""
+        return [math.log(learner.acceptance_length / incumbent.acceptance_length) for learner, incumbent in self.own]
+
     def finding(self, min_gain: float) -> Finding:
         """What is sure now. BETTER also asks for a mean gain of the newest requests above min_gain."""
         if self.test.is_less():

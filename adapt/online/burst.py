@@ -1,4 +1,5 @@
-"""Burst: a learner reads new requests for a few seconds, each scored before it is learned, until it surely gains too little.
+"""Burst: a learner reads new requests for a few seconds, each scored before it is learned, until it surely gains too little or
+the rest would not pay.
 
 Requests are scored a few side by side, which costs little more than one: a request's score is that of the learner as it was
 up to SCORED_TOGETHER - 1 requests before, never after. Whatever ends the burst, what it learned and knows is kept.
@@ -13,7 +14,8 @@ import torch
 from paceline.adapt.gate.gate import Evidence, Finding, RequestScore
 from paceline.adapt.gate.shadow import ShadowStoppedError, fixed_rounds, replay_rounds, request_scores
 from paceline.adapt.online.learner import AVERAGED_STEPS, Learner, is_rehearsed
-from paceline.bootstrap import SCORED_TOGETHER, SURE_EVERY
+from paceline.bootstrap import SCORED_TOGETHER, SURE_EVERY, will_pay
+from paceline.contracts import BurstPlan
 from paceline.serving.drafters.family import TrainedDrafter
 from paceline.serving.sampling.request import RequestTrace
 
@@ -33,6 +35,7 @@ class Burst:
         num_nodes: int,
         max_frontier: int,
         min_gain: float,
+        plan: BurstPlan | None = None,
         device: object,
         clock: Callable[[], float],
         should_stop: Callable[[], bool],
@@ -43,18 +46,20 @@ class Burst:
         Args:
             candidate: takes the learner's weights whenever it is scored.
             num_nodes, max_frontier: of the replay's trees, as for `fixed_rounds`.
-            min_gain: relative rise of tokens per round that a swap costs.
+            min_gain: relative rise of tokens per round that a swap costs. plan: as in TrainJob.
             clock: seconds. should_stop: polled at every step and replay round.
             save: stores the learner's state.
         """
         self._learner, self._candidate, self._incumbent = learner, candidate, incumbent
         self._rounds = tuple(fixed_rounds(num_nodes, max_frontier) for _ in range(2))
-        self._min_gain, self._device, self._clock, self._should_stop, self._save = (
-            min_gain, device, clock, should_stop, save,
+        self._min_gain, self._plan, self._device, self._clock, self._should_stop, self._save = (
+            min_gain, plan, device, clock, should_stop, save,
         )  # fmt: skip
         self.train_s = self.shadow_s = 0.0
         self.num_learned = self.num_rows = 0
         """Requests and supervised rows of the class that this burst learned."""
+        self.is_given_up = False
+        """What was left would not have paid."""
         self.scored: list[tuple[RequestTrace, RequestScore]] = []
         """Requests of the class that this burst scored, with the incumbent's scores."""
 
@@ -63,7 +68,8 @@ class Burst:
         return self._learner.evidence
 
     def run(self, fresh: Sequence[RequestTrace], rehearsal: Sequence[RequestTrace]) -> Iterator[int]:
-        """Read until the text ends, the gain is surely too small or a stop is asked for; yields the requests read, step by step.
+        """Read until the text ends, the gain is surely too small, the rest would not pay or a stop is asked for; yields the requests
+        read, step by step.
 
         One that surely gains reads on: what it would gain on the rest of the text that was paid for would be harder to prove
         behind a version of its own.
@@ -76,7 +82,7 @@ class Burst:
         Raises: DrafterMismatchError when the learner diverges.
         """
         others = _endless(rehearsal)
-        saved_at, finding = self._clock(), Finding.OPEN
+        saved_at, finding, warm = self._clock(), Finding.OPEN, None
         try:
             for number, start in enumerate(range(0, len(fresh), SCORED_TOGETHER)):
                 chunk = fresh[start : start + SCORED_TOGETHER]
@@ -97,10 +103,25 @@ class Burst:
                 finding = self.evidence.finding(self._min_gain)
                 if finding is Finding.SHORT:
                     break
+                if warm is None:  # the first chunk also loads and compiles
+                    warm = self.train_s + self.shadow_s, self.num_learned
+                elif finding is Finding.OPEN and not self._will_pay(len(fresh) - self.num_learned, *warm):
+                    self.is_given_up = True
+                    break
         except ShadowStoppedError:
             return
         finally:
             self._save()
+
+    def _will_pay(self, num_left: int, warm_s: float, num_warm: int) -> bool:
+        """Whether the requests that are left pay, at the pace of those behind the first chunk: (seconds, requests) of it."""
+        if self._plan is None or not num_left:
+            return True
+        request_s = (self.train_s + self.shadow_s - warm_s) / max(self.num_learned - num_warm, 1)
+        return will_pay(
+            self._plan, self._min_gain, self.evidence.log_ratios, num_read=self._learner.num_steps, num_left=num_left,
+            left_s=request_s * num_left,
+        )  # fmt: skip
 
     def _score(self, chunk: Sequence[RequestTrace], others: Sequence[RequestTrace]) -> None:
         """Enter the gains of the requests that the learner has not read yet, and mark them as read."""

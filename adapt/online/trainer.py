@@ -203,6 +203,7 @@ def _run(
         incumbent,
         **shadow.tree,
         min_gain=job.min_gain,
+        plan=job.plan,
         device=target.device,
         clock=watch.now,
         should_stop=watch.should_stop,
@@ -304,7 +305,7 @@ def _words(
     scores: list[ShadowScore] | None,
     watch: _Watch,
 ) -> str:
-    end = watch.reason or ("no unread text is left" if finding is Finding.OPEN else "")
+    end = watch.reason or ("the rest would not pay" if burst.is_given_up else "no unread text is left")
     meaning = {
         Finding.OPEN: f"not sure yet, the learner keeps its state ({end})",
         Finding.BETTER: "surely better",

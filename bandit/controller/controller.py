@@ -175,9 +175,11 @@ class Controller:
     ) -> Decision:
         state, belief = self._state, view.beliefs[job.bucket]
         expected_s = job.cost.training_s + job.cost.shadow_s
-        limit, min_gain = min(self._config.job_time_limit_s, BURST_MARGIN * expected_s), 0.0
+        limit, min_gain, plan = min(self._config.job_time_limit_s, BURST_MARGIN * expected_s), 0.0, {}
         if is_self_funded(state.policy):
             min_gain = swap_gain(belief, self._config.hysteresis * job.cost.staging_s, job.left_s)
+            rise = (job.length_after - belief.length) / belief.length
+            plan = {"plan": {"seconds": expected_s, "rise": rise, "pay_rise": job.pay_rise}}
             busy = sum(b.busy for b in view.beliefs.values() if b.is_active)
             price = self._config.trainer_price
             after = price * job.cost.shadow_s + job.cost.staging_s
@@ -191,6 +193,7 @@ class Controller:
                 "base_version": context.version_of(job.bucket),
                 "time_limit_s": limit,
                 "min_gain": min_gain,
+                **plan,
                 "headroom": job.headroom,
                 "share": job.share,
                 "length_after": job.length_after,
@@ -352,10 +355,11 @@ class Controller:
             self._state.policy, self._state.last_hold = name, ""
 
     def bank(self) -> Bank:
-        """The bank as of the latest epoch."""
+        """The bank as of the latest epoch; it starts with as much of `policy.bank_s` as serving keeps one device busy."""
         state = self._state
+        busy = 1.0 if state.busy is None else min(state.busy, 1.0)
         return Bank(
-            start_s=self._config.bank_s if state.bank_start_s is None else state.bank_start_s,
+            start_s=self._config.bank_s * busy if state.bank_start_s is None else state.bank_start_s,
             income_s=state.income_s,
             saved_s=state.ledger.totals.saved_s(),
             saved_error_s=state.savings.standard_error_s(),

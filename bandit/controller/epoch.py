@@ -23,13 +23,17 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
     windows, state.windows = state.windows, {}
     state.epoch += 1
     state.latest = {name: close(name, windows[name], start, now) for name in sorted(windows)}
-    state.income_s += bank_income * sum(s.device_s for seen in state.latest.values() for s in seen.stats)
+    served_s = sum(s.device_s for seen in state.latest.values() for s in seen.stats)
+    state.income_s += bank_income * served_s
     num_requests = sum(s.time_per_token.n for seen in state.latest.values() for s in seen.stats)
     weight = epoch_weight(num_requests, now - start)
     total_load = sum(seen.load(Group.ADAPTIVE) for seen in state.latest.values())
     if total_load > 0:  # a quiet service says nothing about the height of the load when there is one
         before = total_load if state.total_load is None else state.total_load
         state.total_load = before + STEADY * weight * (total_load - before)
+    if served_s > 0 and now > start:
+        busy = served_s / (now - start)
+        state.busy = busy if state.busy is None else state.busy + STEADY * weight * (busy - state.busy)
     num_seen = int(bool(state.meters))  # the load of a bucket that joins others grows from 0, as theirs falls
     for name in sorted(set(state.meters) | set(state.latest)):
         meter = state.meters.setdefault(name, BucketMeter(num_epochs=num_seen))

@@ -122,6 +122,8 @@ class ControllerState(msgspec.Struct):
     """Starting balance that an operator set; None = the configured one."""
     income_s: float = 0.0
     """What the bank got of the time that was served."""
+    busy: float | None = None
+    """Device-seconds that serving uses per second while there is traffic."""
 
     actions: dict[int, Decision] = {}
     outcomes: dict[int, JobOutcome] = {}

@@ -12,8 +12,8 @@ from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.job_cost import SLOWDOWN_PRIOR, STAGING_PRIOR_S
 from paceline.bandit.replay.curves import Costs, Curves, FormulaCurves, PriorCosts, off_diagonal
 from paceline.bandit.replay.scenario import Scenario, labels
-from paceline.bootstrap import RECENT_REQUESTS, SCORED_TOGETHER, SURE_EVERY, UNSCORED_REQUESTS, GainTest
-from paceline.contracts import ArmSpec, ShadowScore
+from paceline.bootstrap import RECENT_REQUESTS, SCORED_TOGETHER, SURE_EVERY, UNSCORED_REQUESTS, GainTest, will_pay
+from paceline.contracts import ArmSpec, BurstPlan, ShadowScore
 
 FIRST = "v0"
 GATE_NOISE = 0.03
@@ -44,6 +44,8 @@ class TrainOrder(msgspec.Struct, frozen=True, kw_only=True):
     time_limit_s: float
     decision_id: int
     min_gain: float = 0.0
+    """As in TrainJob."""
+    plan: BurstPlan | None = None
     """As in TrainJob."""
 
 
@@ -261,6 +263,13 @@ class SimulatedOutcomes:
             train_s += row_s * rows
             status = self._finding(learner, order.min_gain)
             if status == "rejected":
+                break
+            left, total = order.rows - read, (before + read) / order.rows_per_request
+            spent = train_s + shadow_s - fixed_s
+            if status == "learning" and order.plan is not None and number and left > 0 and not will_pay(
+                order.plan, order.min_gain, learner.recent, num_read=total, num_left=left / order.rows_per_request,
+                left_s=spent * left / read,
+            ):  # fmt: skip
                 break
         learner.rows = before + read
         new = self.trained(d, base, float(self.closed(d, order.arm, np.array([learner.rows]), share)[0, 0]))

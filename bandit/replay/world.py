@@ -24,6 +24,7 @@ from paceline.contracts import (
     ShadowScore,
     SizeSums,
     TrainResult,
+    burst_plan,
 )
 from paceline.machine import ManualClock
 
@@ -228,6 +229,7 @@ class World:
             time_limit_s=float(decision.context["time_limit_s"]),
             decision_id=decision.decision_id,
             min_gain=float(decision.context.get("min_gain", 0.0)),
+            plan=burst_plan(decision),
         )
         truth = self.outcomes.train(order)
         self.read[domain] += order.rows if truth.num_rows is None else truth.num_rows

@@ -22,7 +22,7 @@ from redis.exceptions import RedisError, WatchError
 
 from paceline.adapt.versions.lifecycle import DrafterStatus
 from paceline.config import PolicyConfig
-from paceline.contracts import ArmSpec, Decision, DesiredState, TrainJob, TrainResult, decode, encode
+from paceline.contracts import ArmSpec, Decision, DesiredState, TrainJob, TrainResult, burst_plan, decode, encode
 from paceline.errors import PacelineError
 from paceline.infra.controller.lives import Lives
 from paceline.infra.controller.store import Books, HostConfig, PendingJob
@@ -441,6 +441,7 @@ def order_job(
         seed=policy.seed + decision.decision_id,
         time_limit_s=min(limit_s, policy.job_time_limit_s),
         min_gain=float(decision.context.get("min_gain", 0.0)),
+        plan=burst_plan(decision),
     )
 
 

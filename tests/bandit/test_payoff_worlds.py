@@ -4,6 +4,8 @@ import msgspec
 import pytest
 
 from paceline.bandit.beliefs.evidence import PRIOR_ROWS
+from paceline.bandit.replay.grid import named_cells
+from paceline.bandit.replay.simulate import simulate
 from paceline.bootstrap import MIN_REQUESTS, UNSCORED_REQUESTS
 from paceline.config import PolicyConfig
 from tests.helpers.world import FIRST, World
@@ -140,7 +142,14 @@ def test_always_spends_where_the_payoff_rule_does_not():
 
 
 def test_drafting_that_was_turned_off_is_trained_for_when_that_would_make_it_pay():
-    w = _world(lambda t: {"a": 0.5, "b": 0.5} if t < 60 else {"c": 1.0}, epoch_s=5.0, off_below=1.65)
+    w = _world(lambda t: {"a": 0.5, "b": 0.5} if t < 60 else {"c": 1.0}, epoch_s=5.0, off_below=1.65, bank_s=40.0)
     w.run(900)
     assert w.of("train") and w.true[w.version_of("c")]["c"] > 1.65
     assert _net(w) > 0.0
+
+
+@pytest.mark.parametrize("cell", ["idle-dear", "flat", "no-headroom", "dear"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_where_nothing_pays_at_most_one_percent_is_spent(cell, seed):
+    run = simulate(named_cells()[cell], "payoff", {}, seed)
+    assert run.net_share > -0.0105

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from paceline.adapt.data.learning_text import request_digest
 from paceline.adapt.families.target_handle import TargetTables
@@ -14,7 +15,7 @@ from paceline.adapt.online import burst as burst_module
 from paceline.adapt.online.burst import Burst
 from paceline.adapt.online.learner import AVERAGED_STEPS, Learner
 from paceline.bootstrap import SCORED_TOGETHER
-from paceline.contracts import ArmSpec
+from paceline.contracts import ArmSpec, BurstPlan
 from paceline.machine import ManualClock
 from paceline.serving.loading.families import build_drafter
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
@@ -32,9 +33,9 @@ OTHERS = [learnable_trace(f"c{i}", num_outputs=12, bucket="code") for i in range
 class Told(Learner):
     """Keeps what was read and learned, in order."""
 
-    def __init__(self, events):
+    def __init__(self, events, arm=ARM):
         torch.manual_seed(0)
-        super().__init__(SpecBlockModel(CONFIG), TargetTables.of(TARGET, torch.device("cpu")), ARM, seed=3)
+        super().__init__(SpecBlockModel(CONFIG), TargetTables.of(TARGET, torch.device("cpu")), arm, seed=3)
         self.events = events
 
     def mark_read(self, traces):
@@ -51,10 +52,10 @@ def drafter(learner):
     return build_drafter(values, learner.model.state_dict(), TARGET, target_version=TARGET.version)
 
 
-def make_burst(learner, *, should_stop=lambda: False, save=lambda: None, clock=lambda: 0.0, min_gain=0.0):
+def make_burst(learner, *, should_stop=lambda: False, save=lambda: None, clock=lambda: 0.0, min_gain=0.0, plan=None):
     return Burst(
-        learner, drafter(learner), drafter(Told([])), num_nodes=4, max_frontier=2, min_gain=min_gain, device="cpu",
-        clock=clock, should_stop=should_stop, save=save,
+        learner, drafter(learner), drafter(Told([])), num_nodes=4, max_frontier=2, min_gain=min_gain, plan=plan,
+        device="cpu", clock=clock, should_stop=should_stop, save=save,
     )  # fmt: skip
 
 
@@ -151,6 +152,43 @@ def test_what_surely_gains_reads_on_and_is_scored_in_every_second_chunk_only():
     assert half <= learner.evidence.test.num_requests // SCORED_TOGETHER <= half + 6, "sure within a few chunks"
     new, old = (sum(s.num_rounds for s in side) for side in zip(*learner.evidence.own, strict=True))
     assert new < old
+
+
+@pytest.mark.parametrize(("step_s", "is_dear"), [(0.05, False), (1.0, True)])
+def test_a_burst_that_turns_out_dearer_than_it_is_worth_ends_before_it_is_scored(step_s, is_dear):
+    """Planned at 0.1 s a request with a rise of 20%, of which 10% would pay."""
+    clock, learner = ManualClock(0.0), Told([])
+
+    def look():
+        clock.advance(step_s)
+        return False
+
+    plan = BurstPlan(seconds=0.1 * len(OWN), rise=0.2, pay_rise=0.1)
+    burst = make_burst(learner, should_stop=look, clock=clock.now, plan=plan)
+    list(burst.run(OWN, []))
+    assert burst.is_given_up is is_dear
+    assert burst.num_learned == (2 * SCORED_TOGETHER if is_dear else len(OWN)), "the first chunk's pace says nothing"
+    assert bool(burst.scored) is not is_dear
+
+
+def test_a_burst_that_gains_nothing_ends_when_the_rest_would_not_pay_and_one_that_gains_reads_on():
+    text = [learnable_trace(f"m{i}", num_outputs=24) for i in range(200)]
+    clock = ManualClock(0.0)
+
+    def look():
+        clock.advance(0.01)
+        return False
+
+    def run(learner):
+        burst = make_burst(learner, should_stop=look, clock=clock.now, min_gain=0.02, plan=plan)
+        list(burst.run(text, []))
+        return burst
+
+    plan = BurstPlan(seconds=8.0, rise=2.0, pay_rise=1.0)
+    gaining = run(Told([]))
+    assert gaining.evidence.finding(0.02) is Finding.BETTER and gaining.num_learned == len(text)
+    idle = run(Told([], replace(ARM, learning_rate=1e-9)))
+    assert idle.is_given_up and idle.num_learned < len(text) // 2 and idle.evidence.finding(0.02) is Finding.OPEN
 
 
 def test_rehearsal_comes_round_again_but_is_scored_once():
