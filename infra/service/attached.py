@@ -1,7 +1,8 @@
 """Attached engines: the control plane for replicas that others run, first drafter, controller and dashboard.
 
-Such a replica needs Redis and the data folder, and the plugin of its engine (plugins/paceline_vllm). What it is, it says in
-its reports; it follows the desired state like a replica of this project's own.
+Such a replica needs Redis and the data folder, and an agent: the plugin in its engine (plugins/paceline_vllm), or one here
+that speaks to it over HTTP (infra/engines/sglang.py). What it is, it says in its reports; it follows the desired state like a
+replica of this project's own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,11 +22,13 @@ from redis.exceptions import RedisError
 
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.adapt.versions.registry import DrafterRegistry
-from paceline.config import ServiceConfig
+from paceline.config import AttachOptions, ServiceConfig
 from paceline.contracts import EngineFacts
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import stop_controller
 from paceline.infra.controller.snapshot import state_json
+from paceline.infra.engines.one_drafter import EngineAwayError
+from paceline.infra.engines.sglang import SglangReplica
 from paceline.infra.service.parts import ControllerSupervisor, controller_spec, drafter_taps
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.desired import read_reports
@@ -86,6 +90,51 @@ def wait_for_engine(config: ServiceConfig, is_stopped: Callable[[float], bool]) 
                 raise PacelineError(f"reports cannot be read: {e}") from e
             if is_stopped(1.0):
                 return None
+
+
+class SglangReplicas:
+    """The running SGLangs of `--url`, each with its agent in this process; none with another engine."""
+
+    def __init__(self, config: ServiceConfig, options: AttachOptions, first: FirstDrafter) -> None:
+        self._config, self._options, self._first = config, options, first
+        self._replicas: list[SglangReplica] = []
+
+    def __enter__(self) -> SglangReplicas:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for replica in self._replicas:
+            replica.close()
+
+    def wait(self, is_stopped: Callable[[float], bool]) -> None:
+        """Start the agent of each as soon as it answers; returns early once `is_stopped`, which waits so many s.
+
+        Raises: ConfigError where one was started without what it needs, or two write their records into one folder.
+        """
+        for url in self._options.url:
+            while (replica := self._reached(url)) is None:
+                if is_stopped(1.0):
+                    return
+            self._replicas.append(replica.start())
+
+    def _reached(self, url: str) -> SglangReplica | None:
+        config, options = self._config, self._options
+        assert config.redis_url is not None
+        try:
+            replica = SglangReplica(
+                url, key=options.engine_key, redis_url=config.redis_url, service=config.model_name,
+                home=StorePaths.of(config).home, data_dir=Path(config.data_dir), target=resolve_model(config.model),
+                target_version=self._first.target_version, window_s=options.window_s, max_stale_tokens=options.max_stale_tokens,
+            )  # fmt: skip
+        except EngineAwayError as e:
+            log.info("%s", e)
+            return None
+        if any(replica.records == other.records for other in self._replicas):
+            raise ConfigError(
+                f"SGLang at {url} must be started with an --export-metrics-to-file-dir of its own, got another one's, "
+                f"{replica.records}"
+            )
+        return replica
 
 
 class Attached:
