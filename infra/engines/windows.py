@@ -4,6 +4,11 @@ Time is cut into windows of equal length. For each one it is drawn, by a hash of
 are the hold-back's (first drafter), a canary's, or served as usual: every window is one draw, as a request is on an engine
 with several drafters, and one piece of evidence (infra/controller/feedback.py pools its requests). Requests that live
 through a switch are evidence of nothing. As usual means: the version of the class that has most traffic of late.
+
+Several replicas each draw their own windows, so a unit is a replica for the time of a window, and any load balancer will
+do. They draw alone, not so that a fixed number holds back at a time: replicas differ for long, by their computers or by
+who is sent to them, and a test that takes every choice of units for equally likely (bandit/canary.py) would then call such
+a difference the drafter's.
 """
 
 from __future__ import annotations
