@@ -9,6 +9,7 @@ import hashlib
 import logging
 import pickle
 import time
+from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from paceline.paths import model_version
 
 log = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S, CONNECT_TIMEOUT_S = 60.0, 5.0
 _WEIGHTS = "model.safetensors"
 _VOCABULARY = ("d2t", "t2d")
 """Read at SGLang's start alone."""
@@ -53,7 +54,9 @@ class SglangServer:
         """key: its admin API key, or the API key where it has only that one."""
         self.url = url.rstrip("/")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=CALL_TIMEOUT_S)
+        self._client = httpx.Client(
+            base_url=self.url, headers=headers, timeout=httpx.Timeout(CALL_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        )
 
     def close(self) -> None:
         self._client.close()
@@ -257,8 +260,13 @@ class SglangEngine:
             self._loaded, self._has_switched = self._first, False
         self._label = label
         loads = self._server.get("/v1/loads", include="core")
-        at = datetime.fromisoformat(loads["timestamp"]).timestamp()
-        self._loads.add(at, sum(int(load["num_running_reqs"]) for load in loads["loads"]))
+        try:
+            at = datetime.fromisoformat(loads["timestamp"]).timestamp()
+            self._loads.add(at, sum(int(load["num_running_reqs"]) for load in loads["loads"]))
+        except (KeyError, TypeError, ValueError) as e:
+            raise ConfigError(
+                f"SGLang at {self._server.url} must be of a release with GET /v1/loads as 0.5.23 has it: {e!r}"
+            ) from e
         try:
             records = self._tail.read()
         except OSError as e:
@@ -291,22 +299,30 @@ class SglangReplica:
 
     def __init__(
         self, url: str, *, key: str | None, redis_url: str, service: str, home: Path, data_dir: Path, target: Path,
-        target_version: str, window_s: float, max_stale_tokens: int,
+        target_version: str, window_s: float, max_stale_tokens: int, taken: Collection[Path] = (),
     ) -> None:  # fmt: skip
         """Ask it what it is.
 
+        Args:
+            taken: folders of records of others.
         Raises: EngineAwayError while it does not answer; ConfigError where it serves another target or cannot be driven.
         """
         self._server = SglangServer(url, key)
         info = self._server.get("/server_info")
         self.facts = facts_of(info, url, window_s)
         model = Path(str(info.get("model_path", "")))
-        if not model.exists() or model_version(model) != target_version:
+        is_target = model.exists() and (model.resolve() == target.resolve() or model_version(model) == target_version)
+        if not is_target:
             raise ConfigError(
                 f"SGLang at {url} must be started with --model-path and the target of this service, {target}, which can be "
                 f"read here, got {info.get('model_path')!r}"
             )
-        self.records = str(info["export_metrics_to_file_dir"])
+        self.records = Path(info["export_metrics_to_file_dir"]).resolve()
+        if self.records in taken:
+            raise ConfigError(
+                f"SGLang at {url} must be started with an --export-metrics-to-file-dir of its own, got another one's, "
+                f"{self.records}"
+            )
         where = urlsplit(self._server.url)
         self.replica_id = f"sglang-{where.hostname}-{where.port or where.scheme}"
         clock, keys = RedisClock(), Keys(service)

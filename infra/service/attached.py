@@ -45,6 +45,9 @@ from paceline.serving.wire.credentials import Tokens
 
 log = logging.getLogger(__name__)
 
+_RETRY_S = 2.0
+"""Between two looks for an SGLang that did not answer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstDrafter:
@@ -98,26 +101,50 @@ class SglangReplicas:
     def __init__(self, config: ServiceConfig, options: AttachOptions, first: FirstDrafter) -> None:
         self._config, self._options, self._first = config, options, first
         self._replicas: list[SglangReplica] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> SglangReplicas:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
         for replica in self._replicas:
             replica.close()
 
     def wait(self, is_stopped: Callable[[float], bool]) -> None:
-        """Start the agent of each as soon as it answers; returns early once `is_stopped`, which waits so many s.
+        """Return when the first of them has its agent, or once `is_stopped`, which waits so many s; the others get theirs
+        when they answer.
 
         Raises: ConfigError where one was started without what it needs, or two write their records into one folder.
         """
-        for url in self._options.url:
-            while (replica := self._reached(url)) is None:
-                if is_stopped(1.0):
-                    return
-            self._replicas.append(replica.start())
+        missing = list(self._options.url)
+        while missing:
+            missing = [url for url in missing if not self._reach(url)]
+            if self._replicas:
+                break
+            if is_stopped(1.0):
+                return
+        if missing:
+            self._thread = threading.Thread(target=self._reach_later, args=(missing,), name="sglang-urls", daemon=True)
+            self._thread.start()
 
-    def _reached(self, url: str) -> SglangReplica | None:
+    def _reach_later(self, missing: list[str]) -> None:
+        said: dict[str, str] = {}
+        while missing and not self._stop.wait(_RETRY_S):
+            for url in list(missing):
+                try:
+                    if self._reach(url):
+                        missing.remove(url)
+                except PacelineError as e:  # it may be started again, with what it needs
+                    if said.get(url) != str(e):
+                        log.error("%s", e)
+                    said[url] = str(e)
+
+    def _reach(self, url: str) -> bool:
+        """Whether the SGLang answered, and has its agent now."""
         config, options = self._config, self._options
         assert config.redis_url is not None
         try:
@@ -125,16 +152,13 @@ class SglangReplicas:
                 url, key=options.engine_key, redis_url=config.redis_url, service=config.model_name,
                 home=StorePaths.of(config).home, data_dir=Path(config.data_dir), target=resolve_model(config.model),
                 target_version=self._first.target_version, window_s=options.window_s, max_stale_tokens=options.max_stale_tokens,
+                taken={other.records for other in self._replicas},
             )  # fmt: skip
         except EngineAwayError as e:
             log.info("%s", e)
-            return None
-        if any(replica.records == other.records for other in self._replicas):
-            raise ConfigError(
-                f"SGLang at {url} must be started with an --export-metrics-to-file-dir of its own, got another one's, "
-                f"{replica.records}"
-            )
-        return replica
+            return False
+        self._replicas.append(replica.start())
+        return True
 
 
 class Attached:

@@ -106,7 +106,9 @@ class SafeUnpickler(pickle.Unpickler):
 class SglangDouble:
     """One server; use it as a context manager. `finish` lets a request end."""
 
-    def __init__(self, drafter: Path, target: Path, records: Path, *, key: str | None = None, **info: Any) -> None:
+    def __init__(
+        self, drafter: Path, target: Path, records: Path, *, key: str | None = None, port: int = 0, **info: Any
+    ) -> None:
         records.mkdir(parents=True, exist_ok=True)
         self.drafter, self.records, self.key = drafter, records, key
         self.info = {
@@ -124,7 +126,7 @@ class SglangDouble:
         """Passes over every tensor."""
         self.is_paused = False
         self._begin()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def _begin(self) -> None:

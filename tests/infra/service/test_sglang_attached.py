@@ -13,6 +13,8 @@ from paceline.config import AttachOptions, ServiceConfig
 from paceline.errors import ConfigError
 from paceline.infra.engines.sglang_rows import label_of
 from paceline.infra.service.attached import FirstDrafter, SglangReplicas
+from paceline.infra.state.desired import read_reports
+from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import free_port
 from tests.helpers.exported import make_drafters
@@ -79,24 +81,51 @@ def test_rows_of_both_reach_the_controller_and_a_pinned_version_reaches_both(tmp
     assert not a.is_paused and not b.is_paused
 
 
-def test_two_that_write_into_one_folder_are_refused(tmp_path):
-    drafters = make_drafters(tmp_path, SERVICE)
-    redis = EmbeddedRedis(tmp_path / "redis").start()
+@pytest.fixture
+def redis(tmp_path):
+    server = EmbeddedRedis(tmp_path / "redis").start()
+    yield server
+    server.stop()
+
+
+def replicas_of(redis, tmp_path, drafters, *urls):
+    config = ServiceConfig(redis_url=redis.url, data_dir=str(tmp_path), model_name=SERVICE, drafter="eagle3")
     first = FirstDrafter(version=drafters.first, target_version=drafters.target_version)
-    try:
-        with (
-            SglangDouble(drafters.served, drafters.target, tmp_path / "records") as a,
-            SglangDouble(drafters.served, drafters.target, tmp_path / "records") as b,
-        ):
-            config = ServiceConfig(redis_url=redis.url, data_dir=str(tmp_path), model_name=SERVICE, drafter="eagle3")
-            options = AttachOptions(engine="sglang", url=(a.url, b.url), window_s=5.0)
-            with (
-                pytest.raises(ConfigError, match="--export-metrics-to-file-dir of its own"),
-                SglangReplicas(config, options, first) as driven,
-            ):
-                driven.wait(lambda s: False)
-    finally:
-        redis.stop()
+    return SglangReplicas(config, AttachOptions(engine="sglang", url=urls, window_s=5.0), first)
+
+
+def test_two_that_write_into_one_folder_are_refused(redis, tmp_path):
+    drafters = make_drafters(tmp_path, SERVICE)
+    with (
+        SglangDouble(drafters.served, drafters.target, tmp_path / "records") as a,
+        SglangDouble(drafters.served, drafters.target, tmp_path / "records") as b,
+        pytest.raises(ConfigError, match="--export-metrics-to-file-dir of its own"),
+        replicas_of(redis, tmp_path, drafters, a.url, b.url) as driven,
+    ):
+        driven.wait(lambda s: False)
+
+
+def test_one_that_comes_later_is_not_waited_for_and_gets_its_agent(redis, tmp_path):
+    drafters, port = make_drafters(tmp_path, SERVICE), free_port()
+    with SglangDouble(drafters.served, drafters.target, tmp_path / "a") as a, patient_client(redis.url) as client:
+        with replicas_of(redis, tmp_path, drafters, f"http://127.0.0.1:{port}", a.url) as driven:
+            driven.wait(lambda s: pytest.fail("one answers"))
+            assert len(read_reports(client, Keys(SERVICE))) == 1
+            with SglangDouble(drafters.served, drafters.target, tmp_path / "b", port=port):
+                deadline = time.monotonic() + 30.0
+                while len(read_reports(client, Keys(SERVICE))) < 2 and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                assert {r.replica_id for r in read_reports(client, Keys(SERVICE))} >= {f"sglang-127.0.0.1-{port}"}
+        assert read_reports(client, Keys(SERVICE)) == []
+
+
+def test_nothing_is_waited_for_once_it_is_stopped_or_with_another_engine(redis, tmp_path):
+    drafters = make_drafters(tmp_path, SERVICE)
+    with replicas_of(redis, tmp_path, drafters, f"http://127.0.0.1:{free_port()}") as driven:
+        driven.wait(lambda s: True)
+    config = ServiceConfig(redis_url=redis.url)
+    with SglangReplicas(config, AttachOptions(), FirstDrafter(version="v", target_version="t")) as driven:
+        driven.wait(lambda s: pytest.fail("there is nothing to wait for"))
 
 
 @pytest.mark.parametrize(("values", "rule"), [
