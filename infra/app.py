@@ -29,7 +29,16 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
-from paceline.config import DEFAULT_PORT, VARIABLES, ServiceConfig, most_replicas, override, to_dict, with_environment
+from paceline.config import (
+    DEFAULT_PORT,
+    VARIABLES,
+    AttachOptions,
+    ServiceConfig,
+    most_replicas,
+    override,
+    to_dict,
+    with_environment,
+)
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import NAMESPACE, stop_controller
 from paceline.infra.replica.span_target import SpanTarget
@@ -531,12 +540,19 @@ def dashboard_words(url: str, access: Access) -> str:
     return f"dashboard {url}/dashboard (read-only, {who}: --admin-token adds controls)"
 
 
-def attach_forever(config: ServiceConfig, console: Console) -> None:
+def attach_forever(config: ServiceConfig, console: Console, options: AttachOptions | None = None) -> None:
     """Be the control plane of engines that others run, until Ctrl-C or SIGTERM; waits for the first of them to report.
 
-    Raises: ConfigError without a Redis or a drafter with weights; PacelineError when something does not come up.
+    options: which engines; None: those that report.
+    Raises: ConfigError without a Redis or a drafter with weights, or where an SGLang was started without what it needs;
+    PacelineError when something does not come up.
     """
-    from paceline.infra.service.attached import Attached, put_first_drafter, wait_for_engine  # loads torch
+    from paceline.infra.service.attached import (  # loads torch
+        Attached,
+        SglangReplicas,
+        put_first_drafter,
+        wait_for_engine,
+    )
 
     config = with_environment(config)
     if config.redis_url is None:
@@ -544,8 +560,10 @@ def attach_forever(config: ServiceConfig, console: Console) -> None:
     keep_private()
     resolve_redis(config)
     first, attached, owns_ray = put_first_drafter(config), None, False
-    with StopSignals() as signals:
+    with StopSignals() as signals, SglangReplicas(config, options or AttachOptions(), first) as driven:
         try:
+            with console.status("waiting for SGLang to answer"):
+                driven.wait(signals.stop.wait)
             with console.status(f"waiting for an engine of service {config.model_name!r} in Redis"):
                 facts = wait_for_engine(config, signals.stop.wait)
             if facts is None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated as A
 from typing import Any, TypeVar
 
+from paceline.contracts import SPAN_S
 from paceline.errors import ConfigError
 from paceline.names import LABEL_RULE, MODEL_RULE, ROUTE_RULE, TOKEN_RULE, is_label, is_model_name, is_route, is_token
 from paceline.paths import DATA_DIR, TEXT_DRAFTERS, default_drafter, default_mix
@@ -649,6 +650,56 @@ class ServeOptions:
             if base.engine.tree.mix == "none":
                 changes.setdefault("engine.tree.mix", default_mix(changes["model"]))
         return override(base, changes)
+
+
+@record()
+class AttachOptions:
+    """Settings of the control plane alone are those of `paceline serve`; an engine's own are its own.
+
+    Examples: paceline attach --redis-url redis://HOST:6379/0 --data-dir /shared --model DIR --drafter eagle3 (vLLM with its
+    plugin, docs/api/vllm.md). The same with --engine sglang --url http://A:30000 --url http://B:30000 (docs/api/sglang.md).
+    """
+
+    engine: A[
+        str,
+        Setting(
+            "vllm: engines that report on their own, by the plugin | sglang: those of --url, driven from here.",
+            choices=("vllm", "sglang"), panel="Engines",
+        ),
+    ] = "vllm"  # fmt: skip
+    url: A[
+        tuple[str, ...],
+        Setting("A running SGLang, http://HOST:PORT; one each.", is_repeated=True, panel="Engines"),
+    ] = ()
+    engine_key: A[
+        str | None,
+        Setting("SGLang's --admin-api-key, or its --api-key where it has only that.", env="PACELINE_ENGINE_KEY", panel="Engines"),
+    ] = field(default=None, repr=False)  # fmt: skip
+    window_s: A[
+        float,
+        Setting(
+            "Of an SGLang: one drafter serves all requests at a time; which one is drawn anew so often, by the shares of "
+            "hold-back and canary. A multiple of 5.",
+            gt=0, panel="Engines",
+        ),
+    ] = 30.0  # fmt: skip
+    max_stale_tokens: A[
+        int,
+        Setting(
+            "Of an SGLang: requests that begin with more cached tokens are evidence of nothing once drafters were exchanged.",
+            ge=0, panel="Engines",
+        ),
+    ] = 64  # fmt: skip
+    serve: ServeOptions = field(default_factory=ServeOptions)
+
+    def __post_init__(self) -> None:
+        require(self.window_s % SPAN_S == 0, f"window-s must be a multiple of {SPAN_S:g}", self.window_s)
+        is_sglang = self.engine == "sglang"
+        require(is_sglang == bool(self.url), "url must be given with engine sglang, and only with it", self.url)
+        for url in self.url:
+            is_url = re.fullmatch(r"https?://[^/\s]+/?", url) is not None
+            require(is_url, "url must be one such as http://127.0.0.1:30000", url)
+        require(len(set(self.url)) == len(self.url), "url must name each SGLang once", self.url)
 
 
 def to_dict(config: Any) -> dict:

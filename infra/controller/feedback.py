@@ -177,8 +177,9 @@ class WindowUnits:
     """Requests of engines whose drafter changes with time, pooled by window: such a window was drawn as one."""
 
     def __init__(self) -> None:
-        self._latest: dict[tuple[str, str, str], str] = {}
-        """(replica, group, version) -> its latest window: one whose end was judged must not begin again."""
+        self._latest: dict[tuple[str, str, str], float] = {}
+        """(replica, group, version) -> begin of its latest window: one whose end was judged must not begin again, also
+        not by rows that come late, as those of engines do that tell of whole requests."""
 
     def pooled(self, batch: FeedbackBatch, facts: EngineFacts | None) -> FeedbackBatch:
         """The batch as it is, unless its engine's unit is time."""
@@ -189,14 +190,15 @@ class WindowUnits:
     def _pool(self, cell: CellSums, replica_id: str, facts: EngineFacts) -> CellSums:
         if cell.group not in (Group.ADAPTIVE, Group.STATIC):
             return cell
-        name, key = window_name(replica_id, cell.span * SPAN_S, facts.window_s), (replica_id, cell.group, cell.version)
+        at, key = cell.span * SPAN_S, (replica_id, cell.group, cell.version)
+        name, begin = window_name(replica_id, at, facts.window_s), at - at % facts.window_s
         whole = RequestSums(is_greedy=all(r.is_greedy for r in cell.requests.values()))
         for sums in cell.requests.values():
             for field in ("seconds", "num_tokens", "drafted_rounds", "kept", "num_rounds", "num_run", "batch_sum"):
                 setattr(whole, field, getattr(whole, field) + getattr(sums, field))
         starts = [r.first_ts for r in cell.requests.values() if r.first_ts is not None]
-        if starts and self._latest.get(key) != name:
-            whole.first_ts, self._latest[key] = min(starts), name
+        if starts and begin > self._latest.get(key, -1.0):
+            whole.first_ts, self._latest[key] = min(starts), begin
         return msgspec.structs.replace(cell, requests={name: whole})
 
 

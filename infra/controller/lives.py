@@ -279,12 +279,13 @@ class Lives:
         if report is None:
             return
         now = self._books.clock.now()
+        hold_s = report.engine.window_s if report.engine is not None and report.engine.group_unit == "time" else 0.0
         if canary is not None and report.canary_version == canary.version:
-            rollout.fold(canary, batch.cells, now)
+            rollout.fold(canary, batch.cells, now, hold_s)
         for bucket in {cell.bucket for cell in batch.cells} & state.rollout.guards.keys():
             guard = state.rollout.guards[bucket]
             if report.class_versions.get(bucket) == guard.version:  # else only the hold-back's side of it would count
-                rollout.fold(guard, batch.cells, now)
+                rollout.fold(guard, batch.cells, now, hold_s)
 
     def judge_trials(self, now: float, *, is_read_up: bool) -> None:
         """Judge the canary in flight and the guards by what replicas report and requests show.

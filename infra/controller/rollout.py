@@ -72,7 +72,7 @@ class OpenRequest(msgspec.Struct, array_like=True):
     bucket: str
     is_greedy: bool
     last: float
-    """Controller's time of its latest rows."""
+    """Controller's time of its latest rows, or of the end of the window that it is."""
     tokens: float = 0.0
     seconds: float = 0.0
     rounds: int = 0
@@ -195,14 +195,17 @@ class RolloutState(msgspec.Struct, kw_only=True):
         return sorted(b for b, until in self.frozen.items() if until > now)
 
 
-def fold(canary: Canary, sums_of_cells: Iterable[CellSums], now: float) -> None:
-    """Add a replica's sums; the caller leaves out replicas that do not run the canary's generation."""
+def fold(canary: Canary, sums_of_cells: Iterable[CellSums], now: float, hold_s: float = 0.0) -> None:
+    """Add a replica's sums; the caller leaves out replicas that do not run the canary's generation.
+
+    hold_s: for so long a unit that begins is not finished, however quiet it is: the rest of a window of time.
+    """
     groups = (Group.ADAPTIVE, Group.STATIC) if canary.is_guard else (Group.ADAPTIVE,)
     cells = [cell for cell in sums_of_cells if cell.group in groups and canary.scope in ("", cell.bucket)]
     for cell in cells:
         for request_id, sums in cell.requests.items():
             if sums.first_ts is not None and sums.first_ts >= canary.since:  # not admitted before the trial
-                _open(canary, request_id, cell, is_greedy=sums.is_greedy, now=now)
+                _open(canary, request_id, cell, is_greedy=sums.is_greedy, until=now + hold_s)
     for cell in cells:
         for request_id, sums in cell.requests.items():
             known = canary.open.get(request_id)
@@ -213,10 +216,10 @@ def fold(canary: Canary, sums_of_cells: Iterable[CellSums], now: float) -> None:
             known.rounds += sums.num_rounds
             known.drafted_rounds += sums.num_run
             known.batch_sum += sums.batch_sum
-            known.last = now
+            known.last = max(known.last, now)
 
 
-def _open(canary: Canary, request_id: str, cell: CellSums, *, is_greedy: bool, now: float) -> None:
+def _open(canary: Canary, request_id: str, cell: CellSums, *, is_greedy: bool, until: float) -> None:
     """Follow a request that begins, where the version that serves it is the one that the hash of its id says."""
     if canary.is_guard:
         arm = cell.group == Group.ADAPTIVE
@@ -225,7 +228,7 @@ def _open(canary: Canary, request_id: str, cell: CellSums, *, is_greedy: bool, n
     if cell.version != (canary.version if arm else canary.incumbent):
         canary.num_excluded += 1
     elif len(canary.open) < MAX_OPEN:
-        canary.open[request_id] = OpenRequest(is_canary=arm, bucket=cell.bucket, is_greedy=is_greedy, last=now)
+        canary.open[request_id] = OpenRequest(is_canary=arm, bucket=cell.bucket, is_greedy=is_greedy, last=until)
 
 
 def close_quiet(canary: Canary, config: RolloutConfig, now: float) -> int:

@@ -1,7 +1,8 @@
 """Attached engines: the control plane for replicas that others run, first drafter, controller and dashboard.
 
-Such a replica needs Redis and the data folder, and the plugin of its engine (plugins/paceline_vllm). What it is, it says in
-its reports; it follows the desired state like a replica of this project's own.
+Such a replica needs Redis and the data folder, and an agent: the plugin in its engine (plugins/paceline_vllm), or one here
+that speaks to it over HTTP (infra/engines/sglang.py). What it is, it says in its reports; it follows the desired state like a
+replica of this project's own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,11 +22,13 @@ from redis.exceptions import RedisError
 
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.adapt.versions.registry import DrafterRegistry
-from paceline.config import ServiceConfig
+from paceline.config import AttachOptions, ServiceConfig
 from paceline.contracts import EngineFacts
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import stop_controller
 from paceline.infra.controller.snapshot import state_json
+from paceline.infra.engines.one_drafter import EngineAwayError
+from paceline.infra.engines.sglang import SglangReplica
 from paceline.infra.service.parts import ControllerSupervisor, controller_spec, drafter_taps
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.desired import read_reports
@@ -40,6 +44,9 @@ from paceline.serving.loading.families import build_drafter, read_drafter_files
 from paceline.serving.wire.credentials import Tokens
 
 log = logging.getLogger(__name__)
+
+_RETRY_S = 2.0
+"""Between two looks for an SGLang that did not answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +93,72 @@ def wait_for_engine(config: ServiceConfig, is_stopped: Callable[[float], bool]) 
                 raise PacelineError(f"reports cannot be read: {e}") from e
             if is_stopped(1.0):
                 return None
+
+
+class SglangReplicas:
+    """The running SGLangs of `--url`, each with its agent in this process; none with another engine."""
+
+    def __init__(self, config: ServiceConfig, options: AttachOptions, first: FirstDrafter) -> None:
+        self._config, self._options, self._first = config, options, first
+        self._replicas: list[SglangReplica] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> SglangReplicas:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        for replica in self._replicas:
+            replica.close()
+
+    def wait(self, is_stopped: Callable[[float], bool]) -> None:
+        """Return when the first of them has its agent, or once `is_stopped`, which waits so many s; the others get theirs
+        when they answer.
+
+        Raises: ConfigError where one was started without what it needs, or two write their records into one folder.
+        """
+        missing = list(self._options.url)
+        while missing:
+            missing = [url for url in missing if not self._reach(url)]
+            if self._replicas:
+                break
+            if is_stopped(1.0):
+                return
+        if missing:
+            self._thread = threading.Thread(target=self._reach_later, args=(missing,), name="sglang-urls", daemon=True)
+            self._thread.start()
+
+    def _reach_later(self, missing: list[str]) -> None:
+        said: dict[str, str] = {}
+        while missing and not self._stop.wait(_RETRY_S):
+            for url in list(missing):
+                try:
+                    if self._reach(url):
+                        missing.remove(url)
+                except PacelineError as e:  # it may be started again, with what it needs
+                    if said.get(url) != str(e):
+                        log.error("%s", e)
+                    said[url] = str(e)
+
+    def _reach(self, url: str) -> bool:
+        """Whether the SGLang answered, and has its agent now."""
+        config, options = self._config, self._options
+        assert config.redis_url is not None
+        try:
+            replica = SglangReplica(
+                url, key=options.engine_key, redis_url=config.redis_url, service=config.model_name,
+                home=StorePaths.of(config).home, data_dir=Path(config.data_dir), target=resolve_model(config.model),
+                target_version=self._first.target_version, window_s=options.window_s, max_stale_tokens=options.max_stale_tokens,
+                taken={other.records for other in self._replicas},
+            )  # fmt: skip
+        except EngineAwayError as e:
+            log.info("%s", e)
+            return False
+        self._replicas.append(replica.start())
+        return True
 
 
 class Attached:

@@ -19,7 +19,7 @@ from paceline.errors import PacelineError
 if TYPE_CHECKING:
     from paceline.bench.engine.generate import GenerateOptions
     from paceline.bench.replay.command import ReplayOptions
-    from paceline.config import ServeOptions
+    from paceline.config import AttachOptions, ServeOptions
     from paceline.infra.demo.run import DemoOptions
     from paceline.infra.state.backup import BackupOptions, RestoreOptions
     from paceline.infra.state.export import ExportOptions
@@ -78,13 +78,13 @@ def serve(options: ServeOptions, console: Console) -> None:
     serve_forever(options.service(), console)
 
 
-@command(app, "attach", "paceline.config:ServeOptions")
-def attach(options: ServeOptions, console: Console) -> None:
-    """Decide, learn and roll out for engines that others run and that report to --redis-url (vLLM with its plugin)."""
+@command(app, "attach", "paceline.config:AttachOptions")
+def attach(options: AttachOptions, console: Console) -> None:
+    """Decide, learn and roll out for engines that others run: vLLM with its plugin, which reports to --redis-url, or SGLang."""
     from paceline.infra.app import attach_forever
 
-    _log("INFO" if options.verbose else "WARNING")
-    attach_forever(options.service(), console)
+    _log("INFO" if options.serve.verbose else "WARNING")
+    attach_forever(options.serve.service(), console, options)
 
 
 @command(app, "generate", "paceline.bench.engine.generate:GenerateOptions")

@@ -19,10 +19,11 @@ from fastapi.responses import JSONResponse
 
 from paceline.contracts import EngineFacts
 from paceline.infra.engines.agent import start_agent
+from paceline.infra.engines.one_drafter import OneDrafterDriver
 from paceline.infra.replica.watcher import ReplicaWatcher
 from paceline.infra.state.redis_clients import Keys, producer_client
 from paceline.infra.state.redis_clock import RedisClock
-from paceline_vllm.driver import VllmDriver
+from paceline_vllm.driver import VllmEngine
 from paceline_vllm.settings import settings_of
 
 log = logging.getLogger(__name__)
@@ -35,17 +36,17 @@ class PacelineEndpoint:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._driver: VllmDriver | None = None
+        self._engine: VllmEngine | None = None
         self._watcher: ReplicaWatcher | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         @app.get("/paceline/state")
         async def state(request: Request) -> JSONResponse:
             """What this replica serves, and its counters; 503 without settings."""
-            driver, watcher = self._driver, self._watcher
-            if driver is None or watcher is None:
+            engine, watcher = self._engine, self._watcher
+            if engine is None or watcher is None:
                 return JSONResponse({"error": "vLLM was started without additional_config.paceline"}, 503)
-            told = await asyncio.to_thread(driver.ask, "paceline_state")
+            told = await asyncio.to_thread(engine.ask, "paceline_state")
             return JSONResponse({"report": msgspec.to_builtins(watcher.report()), "engine": told})
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -62,13 +63,17 @@ class PacelineEndpoint:
             max_draft_tokens=speculation.num_speculative_tokens, group_unit="time", window_s=settings.window_s,
             timing="round", has_features=settings.trace_share > 0,
         )  # fmt: skip
-        driver = self._driver = VllmDriver(
-            settings=settings, facts=facts, target=config.model_config.model, served_folder=Path(str(speculation.model)),
-            call=engine_client.engine_core.call_utility_async, loop=asyncio.get_running_loop(), clock=clock,
+        engine = self._engine = VllmEngine(
+            served_folder=Path(str(speculation.model)), call=engine_client.engine_core.call_utility_async,
+            loop=asyncio.get_running_loop(),
+        )  # fmt: skip
+        driver = OneDrafterDriver(
+            engine=engine, facts=facts, replica_id=settings.replica_id, folder=settings.home / "vllm" / settings.replica_id,
+            target=config.model_config.model, data_dir=Path(settings.data_dir), clock=clock,
         )  # fmt: skip
         self._watcher = await asyncio.to_thread(
             start_agent, driver, settings.redis_url, Keys(settings.service), replica_id=settings.replica_id,
-            feedback=driver, clock=clock,
+            feedback=engine, clock=clock,
         )  # fmt: skip
         driver.start()
 

@@ -6,7 +6,6 @@ Everything but the calls into vLLM is in RoundLog, which runs in the engine's pr
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,19 +17,15 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from paceline.config import FeedbackConfig
 from paceline.contracts import ASKED_GROUP, Group, RoundStats
 from paceline.infra.engines.draft_length import DraftLength
+from paceline.infra.engines.windows import RecentRows
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.state.redis_clock import RedisClock
-from paceline.names import is_label
 from paceline_vllm.capture import Ended
 from paceline_vllm.settings import Settings, settings_of, target_version_of
 
 BUCKET_FIELD, GROUP_FIELD = "bucket", "group"
 """Keys of `vllm_xargs` in a request's body."""
-DEFAULT_BUCKET = "default"
-MAX_BUCKETS = 64
-_MEMORY_S = 20.0
-"""Rows of a class count for as long when it is asked which one has most traffic."""
 
 
 @dataclass(slots=True)
@@ -63,7 +58,7 @@ class RoundLog:
         self._num_switches = 0
         self._is_training = False
         self._draft_tokens: int | None = None
-        self._recent: dict[str, tuple[float, float]] = {}  # bucket -> (rows, which fade, at that time)
+        self._recent = RecentRows()
         self._has_stale_blocks = False
         self.num_stale = self.num_mixed = 0
         """Requests that began with cached blocks of another drafter; requests that lived through a switch."""
@@ -80,12 +75,11 @@ class RoundLog:
         self._is_training, self._draft_tokens = is_training, draft_tokens
 
     def state(self) -> dict[str, Any]:
-        now = time.monotonic()
         return {
             "version": self._version, "group": self._group, "num_switches": self._num_switches,
             "feedback": self.publisher.counters(), "num_stale": self.num_stale, "num_mixed": self.num_mixed,
             "draft_tokens": self._draft_tokens, "draft_table": self.length.table(),
-            "rows": {b: rows * _faded(now - at) for b, (rows, at) in self._recent.items()},
+            "rows": self._recent.now(time.monotonic()),
         }  # fmt: skip
 
     # ---- before a step
@@ -101,14 +95,10 @@ class RoundLog:
             if is_plain:
                 group = Group.PLAIN if self.settings.trusts_groups else ASKED_GROUP
             found = self._open[request.request_id] = _Open(
-                bucket=self._known(bucket) if is_label(bucket) else DEFAULT_BUCKET, group=group,
+                bucket=self._recent.bucket(bucket), group=group,
                 is_greedy=params is not None and params.temperature == 0, is_plain=is_plain, switch=self._num_switches,
             )  # fmt: skip
         return found
-
-    def _known(self, bucket: str) -> str:
-        """The bucket, where it is one of those that were seen or there is room for another."""
-        return bucket if bucket in self._recent or len(self._recent) < MAX_BUCKETS else DEFAULT_BUCKET
 
     def cut(self, running: list[Any]) -> None:
         """Take drafts away from requests that decode plainly, and what is beyond the draft length from the others."""
@@ -191,16 +181,10 @@ class RoundLog:
             for column, value in zip(columns.values(), row, strict=True):
                 column.append(value)
             entry.num_rounds += 1
-            rows, at = self._recent.get(entry.bucket, (0.0, 0.0))
-            tick = time.monotonic()
-            self._recent[entry.bucket] = (rows * _faded(tick - at) + 1.0, tick)
+            self._recent.add(entry.bucket, 1, time.monotonic())
             self.length.observe(entry.bucket, self._version, num_drafts, accepted)
         self.length.observe_round(len(rounds), sum(s[2] for s in rounds), share_ms * len(rounds))
         self.publisher.record_rounds(RoundStats(**columns))
-
-
-def _faded(seconds: float) -> float:
-    return math.exp(-seconds / _MEMORY_S)
 
 
 def log_of(scheduler: Any) -> RoundLog:

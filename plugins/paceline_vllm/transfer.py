@@ -7,13 +7,11 @@ right on every device.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -22,8 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-Shapes = dict[str, tuple[tuple[int, ...], str]]
-"""Tensor name -> (shape, type)."""
+from paceline.infra.engines.weights import read_checked
 
 
 @dataclass
@@ -72,7 +69,7 @@ class FileTransferEngine(WeightTransferEngine):
         those of the folder that vLLM was started with, or when a value is not finite.
         """
         path = Path(update_info.path)
-        tensors = self._read(path, update_info.sha256)
+        tensors = read_checked(path, update_info.sha256, self._folder)
         try:
             self._load(tensors)
         except Exception:
@@ -84,42 +81,7 @@ class FileTransferEngine(WeightTransferEngine):
             raise
         self._loaded = path
 
-    def _read(self, path: Path, sha256: str) -> dict[str, torch.Tensor]:
-        data = path.read_bytes()
-        got = hashlib.sha256(data).hexdigest()
-        if got != sha256:
-            raise ValueError(f"{path} must have sha256 {sha256}, got {got}; export the drafter again")
-        tensors = load(data)
-        if self._folder is None or not self._folder.is_dir():
-            raise ValueError(f"the speculative model must be a folder of `paceline export-drafter`, got {self._folder}")
-        found = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
-        wanted = _shapes_of(self._folder)
-        for name in sorted(found.keys() | wanted.keys()):
-            if found.get(name) != wanted.get(name):
-                raise ValueError(
-                    f"tensor {name} must be {wanted.get(name)}, as in {self._folder}, got {found.get(name)}"
-                )
-        bad = next((n for n, t in tensors.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())), None)
-        if bad is not None:
-            raise ValueError(f"tensor {bad} must be finite; train the drafter again")
-        return tensors
-
     def _load(self, tensors: dict[str, torch.Tensor]) -> None:
         initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(tensors.items()))
         finalize_layerwise_reload(self.model, self.model_config)
-
-
-def _shapes_of(folder: Path) -> Shapes:
-    """Tensors of a folder, without reading them."""
-    out: Shapes = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.offset_keys():
-                part = opened.get_slice(name)
-                out[name] = (tuple(part.get_shape()), _TYPES.get(part.get_dtype(), part.get_dtype()))
-    return out
-
-
-_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I64": "int64", "I32": "int32", "BOOL": "bool"}
-"""As safetensors calls them -> as torch does."""

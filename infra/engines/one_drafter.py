@@ -1,0 +1,231 @@
+"""One drafter: the driver of engines that hold a single drafter, which changes with the windows of time (windows.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from paceline.adapt.versions.export_drafter import ExportDrafterOptions, export_drafter
+from paceline.contracts import DesiredState, EngineFacts, Group, TrafficClasses, window_name
+from paceline.errors import DrafterMismatchError, PacelineError
+from paceline.infra.engines.windows import served_now
+from paceline.machine import Clock
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.5
+_KEPT_FOLDERS = 8
+"""Exported versions that stay on the disk, so that a recall need not export again."""
+
+
+class EngineAwayError(PacelineError):
+    """The engine does not answer: no fault of a version."""
+
+
+class Staged(NamedTuple):
+    """A version as the engine loads it."""
+
+    file: Path
+    """model.safetensors in a folder of `paceline export-drafter`."""
+    sha256: str
+    """Of the file, when it was written."""
+
+
+class Looked(NamedTuple):
+    """What an engine says of itself."""
+
+    rows: Mapping[str, float]
+    """Class -> its rounds of late, which fade."""
+    label: tuple[str, str]
+    """Group and version that later requests count as; ('', '') where nothing was published since it started."""
+
+
+class OneDrafterEngine(Protocol):
+    """What an engine with one drafter does; `publish` and `look` are called by one thread at a time."""
+
+    def check(self, folder: Path) -> None:
+        """Look whether an exported version can be loaded at all. Raises: DrafterMismatchError with the reason."""
+
+    def publish(self, staged: Staged | None, version: str, group: str) -> float:
+        """Load a version, where `staged` names one, and count later requests as those of `group` and `version`.
+
+        Returns: ms without a step.
+        Raises: DrafterMismatchError, when the engine refuses it and goes on with what it had; EngineAwayError.
+        """
+
+    def look(self) -> Looked:
+        """What it serves and did of late; asked for every half a second. Raises: EngineAwayError."""
+
+    def tell_training(self, is_training: bool) -> None:
+        """Whether the service trains beside this engine."""
+
+
+@dataclass(kw_only=True)
+class OneDrafterDriver:
+    """EngineDriver of one such engine; `start` follows the windows of time in a thread of its own."""
+
+    engine: OneDrafterEngine
+    facts: EngineFacts
+    """`kind` is the format of export, too."""
+    replica_id: str
+    folder: Path
+    """Where exported versions lie; this replica's own."""
+    target: str
+    """Folder of the target."""
+    data_dir: Path
+    """Of the service, whose registry has the versions."""
+    clock: Clock
+    _desired: DesiredState | None = None
+    _live: str = ""
+    _loaded: str = ""
+    _label: tuple[str, str] = ("", "")
+    _routes: dict[str, str] = field(default_factory=dict)
+    _canary: tuple[str, int, str] = ("", 0, "")
+    _staged: dict[str, Staged] = field(default_factory=dict)
+    _failures: dict[str, str] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of what is served; held while the engine is spoken to, not while a version is written."""
+    _staging: threading.Lock = field(default_factory=threading.Lock)
+    _is_away: bool = False
+    """The engine did not answer the latest look."""
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def _serve(self, group: str, version: str) -> float:
+        """Let later requests count as `group` with a version that is staged; ms without a step."""
+        with self._lock:
+            if (group, version) == self._label:
+                return 0.0
+            staged = None if version == self._loaded else self._staged[version]
+            self._loaded, self._label = "", ("", "")  # what a call that fails or takes too long leaves is not known
+            pause_ms = self.engine.publish(staged, version, group)
+            self._loaded, self._label = version, (group, version)
+            return pause_ms
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"windows-{self.replica_id}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _run(self) -> None:
+        window_s, said = self.facts.window_s, ""
+        while not self._stop.wait(min(_TICK_S, window_s - self.clock.now() % window_s + 0.001)):
+            try:
+                self.follow_window()
+                said = ""
+            except PacelineError as e:
+                if str(e) != said:
+                    log.warning("the drafter of this window is not served: %s", said := str(e))
+            except Exception:  # a thread that ends would leave one drafter for ever
+                log.exception("windows failed; trying again")
+
+    def follow_window(self) -> None:
+        """Serve what this moment's window asks for, as far as it is staged."""
+        with self._lock:
+            self._is_away = True
+            rows, label = self.engine.look()
+            self._is_away = False
+            if label != self._label:  # the engine was started again, or another one spoke to it
+                self._loaded, self._label = "", ("", "")
+        desired = self._desired
+        if desired is None or not self._live:
+            return
+        name = window_name(self.replica_id, self.clock.now(), self.facts.window_s)
+        group, version = served_now(desired, rows, name)
+        if version not in self._staged and version == desired.first_version:
+            self.stage(version)
+        if version not in self._staged or version in self._failures:  # the class's own is not here yet, or was refused
+            group, version = Group.ADAPTIVE, self._live
+        try:
+            self._serve(group, version)
+        except DrafterMismatchError as e:
+            self._failures[version] = str(e)
+            raise
+
+    # ---- EngineDriver
+    @property
+    def live_version(self) -> str:
+        return self._live
+
+    def versions(self) -> dict[str, str]:
+        return {"draft": self._loaded} if self._loaded else {}
+
+    def stage(self, version: str) -> bool:
+        if self._is_away:
+            return False
+        with self._staging:
+            if version in self._staged:
+                return True
+            folder = self.folder / version
+            if folder.is_dir():
+                shutil.rmtree(folder)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            export_drafter(
+                ExportDrafterOptions(
+                    version=version, format=self.facts.kind, out=folder, target=self.target, data_dir=self.data_dir
+                )
+            )
+            self.engine.check(folder)
+            file = folder / "model.safetensors"
+            sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+            with self._lock:
+                self._staged[version] = Staged(file, sha256)
+                self._tidy()
+            return True
+
+    def _tidy(self) -> None:
+        """Delete the oldest exported versions that nobody serves."""
+        kept = {self._live, self._loaded, self._canary[0], *self._routes.values()}
+        if self._desired is not None:
+            kept |= {self._desired.version, self._desired.first_version, self._desired.canary_version}
+        for version in list(self._staged)[:-_KEPT_FOLDERS]:
+            if version not in kept:
+                shutil.rmtree(self._staged.pop(version).file.parent, ignore_errors=True)
+
+    def publish(self, version: str) -> float:
+        self._failures.pop(version, None)
+        pause_ms = self._serve(Group.ADAPTIVE, version)  # the next look at the windows says what it counts as
+        self._live = version
+        return pause_ms
+
+    def set_canary(self, version: str, percent: int, bucket: str) -> None:
+        self._canary = (version, percent, bucket)
+
+    def route(self, class_versions: dict[str, str]) -> None:
+        self._routes = dict(class_versions)
+
+    def missing(self) -> list[str]:
+        return sorted({v for v in self._routes.values() if v not in self._staged or v in self._failures})
+
+    def load(self, version: str) -> bool:
+        self._failures.pop(version, None)
+        return self.stage(version)
+
+    def served(self) -> dict[str, str]:
+        return {b: v for b, v in self._routes.items() if v in self._staged and v not in self._failures}
+
+    def failures(self) -> dict[str, str]:
+        return dict(self._failures)
+
+    def num_errors(self) -> dict[str, int]:
+        return {}
+
+    # ---- Followers
+    def desired_changed(self, desired: DesiredState) -> None:
+        self._desired = desired
+
+    def training_changed(self, is_training: bool) -> None:
+        self.engine.tell_training(is_training)
+
+    def classes_changed(self, classes: TrafficClasses) -> None:
+        """Nothing: prompts without a class are not told apart here."""

@@ -1,0 +1,123 @@
+"""Driver of an engine with one drafter: windows are followed, what is refused or away is not taken for something else."""
+
+import itertools
+
+import pytest
+
+from paceline.contracts import DesiredState, EngineFacts, Group, window_name
+from paceline.errors import DrafterMismatchError
+from paceline.infra.engines.one_drafter import EngineAwayError, Looked, OneDrafterDriver
+from paceline.infra.engines.windows import served_now
+from paceline.machine import ManualClock
+
+WINDOW_S = 10.0
+
+
+class Engine:
+    """Holds a version; `calls` are (version, group, whether weights were loaded)."""
+
+    def __init__(self) -> None:
+        self.label, self.calls, self.refused, self.is_away = ("", ""), [], set(), False
+        self.is_training = False
+
+    def check(self, folder) -> None:
+        if folder.name in self.refused:
+            raise DrafterMismatchError(f"{folder.name} does not fit")
+
+    def publish(self, staged, version, group) -> float:
+        if version in self.refused:
+            raise DrafterMismatchError(f"{version} was refused")
+        self.calls.append((version, group, staged is not None))
+        self.label = (group, version)
+        return 0.0 if staged is None else 12.0
+
+    def look(self) -> Looked:
+        if self.is_away:
+            raise EngineAwayError("away")
+        return Looked({"code": 1.0}, self.label)
+
+    def tell_training(self, is_training) -> None:
+        self.is_training = is_training
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def driver(engine, drafters, tmp_path):
+    facts = EngineFacts(
+        kind="sglang", draft_shape="chain", max_draft_tokens=5, group_unit="time", window_s=WINDOW_S, timing="request",
+        has_features=False,
+    )  # fmt: skip
+    return OneDrafterDriver(
+        engine=engine, facts=facts, replica_id="r", folder=tmp_path / "exported", target=str(drafters.target),
+        data_dir=drafters.data_dir, clock=ManualClock(),
+    )  # fmt: skip
+
+
+def go_live(driver, drafters, version, **fields):
+    values = {"gen": 1, "version": version, "first_version": drafters.first, "holdback_percent": 0, **fields}
+    driver.desired_changed(DesiredState(**values))
+    assert driver.stage(version)
+    return driver.publish(version)
+
+
+def test_each_window_has_the_drafter_that_was_drawn_for_it(driver, engine, drafters):
+    go_live(driver, drafters, drafters.other, holdback_percent=40)
+    served = []
+    for _ in range(30):
+        driver.follow_window()
+        served.append(engine.label)
+        driver.clock.advance(WINDOW_S)
+    wanted = [served_now(driver._desired, {}, window_name("r", WINDOW_S * i, WINDOW_S)) for i in range(30)]
+    assert served == wanted
+    assert len(set(served)) == 2
+    changes = 1 + sum(a != b for a, b in itertools.pairwise(served))
+    assert len(engine.calls) <= changes + 1, "nothing is loaded where nothing changes"
+
+
+def test_the_first_drafter_as_the_live_one_changes_its_group_without_a_load(driver, engine, drafters):
+    assert go_live(driver, drafters, drafters.first, holdback_percent=100) == 12.0
+    driver.follow_window()
+    assert engine.calls == [(drafters.first, "adaptive", True), (drafters.first, "static", False)]
+
+
+def test_a_version_that_is_refused_in_its_window_is_reported_and_the_live_one_goes_on(driver, engine, drafters):
+    go_live(driver, drafters, drafters.first, canary_version=drafters.other, canary_percent=100)
+    assert driver.stage(drafters.other)
+    engine.refused.add(drafters.other)
+    with pytest.raises(DrafterMismatchError):
+        driver.follow_window()
+    assert "was refused" in driver.failures()[drafters.other]
+    driver.follow_window()
+    assert engine.label == (Group.ADAPTIVE, drafters.first)
+
+
+def test_what_cannot_be_loaded_is_not_staged(driver, engine, drafters):
+    engine.refused.add(drafters.other)
+    with pytest.raises(DrafterMismatchError, match="does not fit"):
+        driver.stage(drafters.other)
+    engine.refused.clear()
+    assert driver.stage(drafters.other), "it is written anew"
+
+
+def test_no_version_is_blamed_for_an_engine_that_is_away(driver, engine, drafters):
+    go_live(driver, drafters, drafters.first)
+    engine.is_away = True
+    with pytest.raises(EngineAwayError):
+        driver.follow_window()
+    assert driver.failures() == {}
+    assert not driver.stage(drafters.other), "tried again later"
+    engine.is_away = False
+    driver.follow_window()
+    assert driver.stage(drafters.other)
+
+
+def test_an_engine_that_lost_its_version_gets_it_again(driver, engine, drafters):
+    go_live(driver, drafters, drafters.other)
+    engine.label = ("", "")
+    driver.follow_window()
+    assert engine.calls == [(drafters.other, "adaptive", True)] * 2
+    assert driver.versions() == {"draft": drafters.other}
