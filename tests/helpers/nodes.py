@@ -53,13 +53,14 @@ class Nodes:
         return [p for info in raylets for p in psutil.Process(info.process.pid).children(recursive=True)]
 
     def commands(self) -> dict[str, Counter[str]]:
-        """Node -> what runs on it, by the first word of its command."""
+        """Node -> what runs on it by its command, which Ray makes of the actor's name and, while one runs, its method."""
         found: dict[str, Counter[str]] = {}
         for name in self._nodes:
             found[name] = Counter()
             for process in self.processes(name):
                 with contextlib.suppress(psutil.Error):
-                    found[name][" ".join(process.cmdline()).partition(" ")[0]] += 1
+                    word = " ".join(process.cmdline()).partition(" ")[0]
+                    found[name][word.partition(".")[0] if word.startswith("ray::") else word] += 1
         return found
 
     def where(self, command: str) -> list[str]:
