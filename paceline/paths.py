@@ -265,11 +265,14 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
 
 
 def service_home(data_dir: str | Path, model_name: str) -> Path:
-    """Folder of a service's files; two names never share one."""
+    """Folder of a service's files on this computer; two names never share one."""
+    return configured_home(Path(data_dir).expanduser().resolve(), model_name)
+
+
+def configured_home(data_dir: str | Path, model_name: str) -> Path:
+    """Folder of a service's files as all its computers are told: `~` is another folder on each."""
     name = quote(model_name, safe="")
-    return (
-        Path(data_dir).expanduser().resolve() / "services" / (name.replace(".", "%2E", 1) if name[0] == "." else name)
-    )
+    return Path(data_dir) / "services" / (name.replace(".", "%2E", 1) if name[0] == "." else name)
 
 
 def all_homes(data_dir: str | Path) -> list[Path]:

@@ -44,7 +44,7 @@ def run_leased_job(
     trace_root: str,
     registry_root: str,
     learner_root: str,
-    target_dir: str,
+    target: str,
     threads: int = 1,
     device: str = "cpu",
     lease: JobLease | None = None,
@@ -57,6 +57,7 @@ def run_leased_job(
         trace_root: location of the trace store, reachable from this node.
         registry_root: location of the drafter registry, reachable from this node.
         learner_root: location of the learners' states, reachable from this node.
+        target: as `model` of the service's configuration; it must be on this node.
         device: where the drafter is trained and scored, cpu or cuda.
         chain: as ShadowConfig has it.
         niceness: added to this process's nice value; 0 leaves it (a process cannot take it back).
@@ -68,7 +69,7 @@ def run_leased_job(
     log.info("training started job=%s bucket=%s arm=%s", job.job_id, job.bucket, job.arm.name)
     store, registry = TraceStore(trace_root), DrafterRegistry(registry_root)
     run = partial(
-        run_training_job, job, store, registry, target_dir, threads=threads, device=device,
+        run_training_job, job, store, registry, target, threads=threads, device=device,
         shadow=ShadowConfig(chain=chain), learners=LearnerStore(learner_root), clock=device_clock(device, threads),
     )  # fmt: skip
     if lease is None:

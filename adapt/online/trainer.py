@@ -30,6 +30,7 @@ from paceline.adapt.versions.registry import DrafterRegistry, check_finite
 from paceline.bootstrap import SCORED_TOGETHER
 from paceline.contracts import DrafterManifest, ShadowScore, TrainJob, TrainResult
 from paceline.errors import DrafterMismatchError, ManifestError, PacelineError
+from paceline.paths import resolve_model
 from paceline.serving.drafters.family import TrainedDrafter
 from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.loading.families import build_drafter, build_model
@@ -113,7 +114,7 @@ def run_training_job(
     job: TrainJob,
     store: ShardReader,
     registry: DrafterRegistry,
-    target_dir: str | Path | TargetHandles,
+    target: str | Path | TargetHandles,
     *,
     threads: int = 1,
     device: str = "cpu",
@@ -127,7 +128,7 @@ def run_training_job(
     """Carry out one order; an accepted version is in the registry when this returns, and the learner's state is stored.
 
     Args:
-        target_dir: checkpoint folder of the target, or its handle.
+        target: as `resolve_model` takes it, or its handle.
         threads: torch threads while the job runs.
         device: cpu or cuda; a handle brings its own.
         should_stop: polled at every optimizer step and replay round.
@@ -141,7 +142,7 @@ def run_training_job(
     watch = _Watch(job.time_limit_s, should_stop, heartbeat, clock)
     try:
         with _torch_threads(threads):
-            if isinstance(target_dir, str | Path):
+            if isinstance(target, str | Path):
                 taps, dtype = None, "auto"
                 with contextlib.suppress(ManifestError):  # said where the job begins; a wrong folder comes first
                     base = registry.get_manifest(job.base_version)
@@ -149,8 +150,8 @@ def run_training_job(
                         base.config.get("tap_layers"),
                         "int8" if is_int8_version(base.target_version) else dtype,
                     )
-                target_dir = load_target_handle(target_dir, device=device, tap_layers=taps, dtype=dtype)
-            return _run(job, store, registry, target_dir, watch, progress, shadow or ShadowConfig(), learners)
+                target = load_target_handle(resolve_model(str(target)), device=device, tap_layers=taps, dtype=dtype)
+            return _run(job, store, registry, target, watch, progress, shadow or ShadowConfig(), learners)
     except ShadowStoppedError:
         log.info("training stopped job=%s reason=%s", job.job_id, watch.reason)
         return _result(job, "stopped", watch.reason, watch)

@@ -57,7 +57,8 @@ class ControllerSpec:
     trace_root: str
     registry_root: str
     learner_root: str
-    target_dir: str
+    target: str
+    """As configured; a trainer looks for it on its own node."""
     trainer_threads: int = 1
     trainer_resources: TrainerResources = field(default_factory=TrainerResources)
     gate_chain: int | None = None
@@ -111,7 +112,7 @@ class RayLauncher:
             trace_root=spec.trace_root,
             registry_root=spec.registry_root,
             learner_root=spec.learner_root,
-            target_dir=spec.target_dir,
+            target=spec.target,
             lease=lease,
             chain=spec.gate_chain,
         )
@@ -181,7 +182,9 @@ class ControllerActor:
                 from paceline.infra.state.log import configure_logging
 
                 folder = self._spec.host.data_dir
-                configure_logging(self._spec.log_level, file=None if folder is None else folder / "controller.log")
+                configure_logging(
+                    self._spec.log_level, file=None if folder is None else folder.expanduser() / "controller.log"
+                )
                 self._host = build_host(self._spec).start()
                 return
             except Exception as e:

@@ -104,7 +104,7 @@ def controller_spec(
 ) -> ControllerSpec:
     """What the controller actor is built from; config.redis_url must be resolved."""
     assert config.redis_url is not None
-    paths = StorePaths.of(config)
+    paths = StorePaths.configured(config)  # replicas whose nodes differ must ask for the same controller
     host = HostConfig(
         redis_url=config.redis_url,
         model=config.model_name,
@@ -124,7 +124,7 @@ def controller_spec(
         trace_root=paths.traces,
         registry_root=paths.registry,
         learner_root=paths.learners,
-        target_dir=str(resolve_model(config.model)),
+        target=config.model,
         trainer_threads=config.trainer_threads,
         trainer_resources=config.trainer_resources,
         gate_chain=config.gate_chain,

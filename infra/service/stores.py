@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.adapt.data.blob_io import open_store
 from paceline.config import ServiceConfig
 from paceline.errors import ConfigError
-from paceline.paths import REGISTRY, TRACES, resolve_drafter, service_home
+from paceline.paths import REGISTRY, TRACES, configured_home, resolve_drafter, service_home
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,16 @@ class StorePaths:
 
     @classmethod
     def of(cls, config: ServiceConfig) -> StorePaths:
-        home = service_home(config.data_dir, config.model_name)
+        """On this computer."""
+        return cls._below(service_home(config.data_dir, config.model_name), config)
+
+    @classmethod
+    def configured(cls, config: ServiceConfig) -> StorePaths:
+        """What any computer of the service opens for itself: equal on all of them, wherever their `~` is."""
+        return cls._below(configured_home(config.data_dir, config.model_name), config)
+
+    @classmethod
+    def _below(cls, home: Path, config: ServiceConfig) -> StorePaths:
         base = str(home) if config.store_url is None else f"{config.store_url.rstrip('/')}/services/{home.name}"
         return cls(
             home=home,

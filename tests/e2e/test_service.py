@@ -30,6 +30,7 @@ from paceline.bench.chaos.drafters import Publisher
 from paceline.bench.chaos.load import leave_streams, long_body, new_client, wait_for
 from paceline.cli.main import app
 from paceline.config import TraceConfig
+from paceline.errors import PacelineError
 from paceline.infra.app import Service
 from paceline.infra.controller.actor import get_controller
 from paceline.infra.service.stores import StorePaths
@@ -343,6 +344,35 @@ def test_policy_never_trains_and_swaps_nothing(place: Place) -> None:
     assert state["policy"] == "never" and {d["action"] for d in state["decisions"]} == {"hold"}
     assert state["version"] == place.first and state["ledger"]["spent_s"] == 0
     assert sum(r["num_swaps"] for r in place.replicas().values()) == 0
+
+
+def test_the_policys_commands_are_carried_out_and_what_cannot_be_is_refused(place: Place) -> None:
+    def run(*words: str) -> str:
+        said = CliRunner().invoke(app, ["policy", *words, "--url", place.url], catch_exceptions=False)
+        assert said.exit_code == 0, said.output
+        return " ".join(said.output.split())
+
+    before = place.state()
+    live = f"generation {before['gen']}, live {before['version']}"
+    assert run("pause") == f"pause: {live}, policy never (paused)" and place.state()["is_paused"]
+    num_decisions = len(place.state()["decisions"])
+    assert run("resume") == f"resume: {live}, policy never" and not place.state()["is_paused"]
+    assert run("set", "payoff") == f"policy: {live}, policy payoff" and place.state()["policy"] == "payoff"
+    balances = []
+    for start_s in (40, 90):
+        assert run("bank", str(start_s)) == f"bank: {live}, policy payoff"
+        balances.append(place.state()["bandit"]["bank_s"])
+    assert balances[1] - balances[0] == pytest.approx(50.0, abs=1.0)  # an epoch between the two books savings
+    for words, reason in (
+        (("set", "magic"), "policy must be one of never, always, interval, payoff"),
+        (("bank", "1e30"), r"bank_s must be in \[0"),
+        (("train", "load", "--arm", "magic"), "arm must be one of calibration, head"),
+        (("train", "nobody"), "bucket must be one with measured traffic"),
+    ):
+        with pytest.raises(PacelineError, match=reason):
+            run(*words)
+    assert run("set", "never") == f"policy: {live}, policy never"
+    assert len(place.state()["decisions"]) >= num_decisions and place.state()["gen"] == before["gen"]
 
 
 def test_swaps_under_live_streams_drop_nothing_and_mix_no_versions(place: Place) -> None:

@@ -38,7 +38,7 @@ class Lease:
 
 
 def places(tmp_path):
-    return {name: str(tmp_path / name) for name in ("trace_root", "registry_root", "learner_root", "target_dir")}
+    return {name: str(tmp_path / name) for name in ("trace_root", "registry_root", "learner_root", "target")}
 
 
 def test_the_result_goes_to_the_lease_after_it_is_no_longer_renewed(tmp_path):
@@ -108,7 +108,8 @@ def test_a_task_waits_where_no_node_has_what_it_asks_for(train_node):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_torch_does_not_see_ends_the_job_with_the_fix(train_node, tmp_path):
     wanted = TrainerResources(num_gpus=1, resources={"train_slot": 1})
-    result = train_node.get(launch_training(JOB, resources=wanted, **places(tmp_path)), timeout=120)
+    options = {**places(tmp_path), "target": "bundled"}
+    result = train_node.get(launch_training(JOB, resources=wanted, **options), timeout=120)
     assert result.status == "failed" and "set trainer_resources.num_gpus to 0" in result.reason
 
 

@@ -53,7 +53,7 @@ def spec(cluster, shared_redis, keys, tmp_path):
             policy=PolicyConfig(policy="never"),
         ),
         trace_root=str(tmp_path / "traces"), registry_root=str(tmp_path / "registry"), learner_root=str(tmp_path / "learners"),
-        target_dir=str(tmp_path / "no-target"),
+        target=str(tmp_path / "no-target"),
     )  # fmt: skip
     yield made
     stop_controller(keys.model)

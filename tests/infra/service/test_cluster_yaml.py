@@ -223,6 +223,16 @@ def test_a_node_type_and_only_the_trainers_has_what_a_training_task_asks_for() -
     assert all(types[n]["max_workers"] >= 1 for n in fitting)
 
 
+def test_nodes_with_another_home_ask_for_the_same_controller(tmp_path: Path, monkeypatch) -> None:
+    """Else the replicas of two nodes would replace each other's controller for ever."""
+    config = replace(service_config(), model="~/model", data_dir="~/paceline", store_url="s3://bucket/x")
+    specs = []
+    for name in ("a", "b"):
+        monkeypatch.setenv("HOME", str(tmp_path / name))
+        specs += [controller_spec(c, "t") for c in (config, replace(config, store_url=None))]
+    assert specs[:2] == specs[2:] and specs[0] != specs[1]
+
+
 def test_controller_hands_the_configured_resources_to_its_launcher(tmp_path: Path, monkeypatch) -> None:
     config = replace(service_config(), data_dir=str(tmp_path))
     spec = controller_spec(config, "t")

@@ -82,7 +82,7 @@ def spec(cluster, shared_redis, keys, tmp_path) -> Iterator[ControllerSpec]:
         host=HostConfig(
             redis_url=shared_redis.url, model=keys.model, data_dir=tmp_path, target_version="t", policy=PolicyConfig(policy="never")
         ),
-        trace_root=str(tmp_path / "traces"), registry_root=str(tmp_path / "registry"), learner_root=str(tmp_path / "learners"), target_dir=str(tmp_path / "none"),
+        trace_root=str(tmp_path / "traces"), registry_root=str(tmp_path / "registry"), learner_root=str(tmp_path / "learners"), target=str(tmp_path / "none"),
     )  # fmt: skip
     stop_controller(keys.model)
 
