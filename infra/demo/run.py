@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated as A
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -205,7 +205,7 @@ def drive(
     senders = [_Sender(client, schedule, out, stop) for client in clients]
     for s in senders:
         s.start()
-    state, polled = Snapshot(), 0.0
+    state, polled, lines = Snapshot(), 0.0, demo_view.Lines(console)
     try:
         with Live(console=console, refresh_per_second=2, transient=False, redirect_stderr=False) as live:
             while any(s.is_alive() for s in senders) or not out.empty():
@@ -216,12 +216,14 @@ def drive(
                 if now - polled >= 1.0:
                     polled, state = now, monitor.state() or state
                     phase = schedule.current() or schedule.phases[-1]
-                    live.update(
-                        demo_view.render(
-                            phase=phase.name, bucket=phase.bucket, elapsed_s=now, total_s=schedule.total_s,
-                            answers=stats.of_phase(phase.name), state=state,
-                        )
-                    )  # fmt: skip
+                    shown: dict[str, Any] = {
+                        "phase": phase.name, "bucket": phase.bucket, "elapsed_s": now, "total_s": schedule.total_s,
+                        "answers": stats.of_phase(phase.name), "state": state,
+                    }  # fmt: skip
+                    if console.is_terminal:
+                        live.update(demo_view.render(**shown))
+                    else:
+                        lines.say(**shown)
     finally:
         stop.set()
         monitor.close()

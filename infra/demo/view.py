@@ -1,7 +1,8 @@
-"""Demo view: the live terminal, phase, the three groups, decisions, ledger."""
+"""Demo view: phase, the three groups, decisions, ledger; a live frame on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
+from rich.console import Console
 from rich.console import Group as Rows
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -12,6 +13,9 @@ from paceline.bench.common.terminal import number_text
 from paceline.contracts import Group
 from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo.stats import Answer, totals
+
+LINE_S = 20.0
+"""Seconds between two lines of a log."""
 
 
 def groups_table(answers: list[Answer], title: str) -> Table:
@@ -52,6 +56,33 @@ def render(
         title="Paceline demo",
         subtitle=f"{elapsed_s:.0f} of {total_s:.0f} s",
     )
+
+
+class Lines:
+    """What a log gets instead of the frame: a line now and then, and each decision that acts."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._said_s, self._phase, self._num_acted = console, -LINE_S, "", 0
+
+    def say(
+        self, *, phase: str, bucket: str, elapsed_s: float, total_s: float, answers: list[Answer], state: Snapshot
+    ) -> None:
+        """Print what is new; takes what `render` does."""
+        at = f"{elapsed_s:3.0f} of {total_s:.0f} s"
+        acted = [d for d in state.decisions if d.action != "hold"]
+        for d in acted[self._num_acted :]:
+            self._print(f"{at}  {d.action} {d.bucket}: {d.reason}")
+        self._num_acted = len(acted)
+        if phase == self._phase and elapsed_s < self._said_s + LINE_S:
+            return
+        self._phase, self._said_s = phase, elapsed_s
+        speeds = [(g.value, totals(answers[-48:], g).tokens_per_s) for g in Group]
+        told = ", ".join(f"{name} {number_text(speed)}" for name, speed in speeds)
+        self._print(f"{at}  {_head(phase, bucket, state)}  tokens/s: {told}  {_money(state)}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.file.flush()
 
 
 def _head(phase: str, bucket: str, state: Snapshot) -> Text:

@@ -1,14 +1,16 @@
 """The demo's scenario, sums and report, without a service."""
 
+import io
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from paceline.bench.common.result_file import write_json
-from paceline.contracts import Group
+from paceline.contracts import Decision, Group
 from paceline.errors import ConfigError
 from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo import report as demo_report
@@ -103,6 +105,34 @@ def test_view_and_table_render_without_any_data():
     console.print(demo_view.render(phase="A", bucket="tools", elapsed_s=0, total_s=10, answers=[], state=Snapshot()))
     console.print(demo_report.result_table(_result([_answer(Group.ADAPTIVE)])))
     assert "none yet" in console.export_text()
+
+
+def test_a_log_gets_a_line_now_and_then_and_each_decision_once():
+    out = io.StringIO()
+    lines, state, said = demo_view.Lines(Console(file=out, width=80)), Snapshot(), {}
+
+    def say(elapsed_s, phase="A", decisions=()):
+        before = len(out.getvalue())
+        shown = replace(state, decisions=list(decisions))
+        lines.say(phase=phase, bucket="tools", elapsed_s=elapsed_s, total_s=100, answers=[], state=shown)
+        said[elapsed_s] = out.getvalue()[before:].splitlines()
+
+    act = Decision(
+        decision_id=1, ts=0.0, action="train", bucket="math", policy="payoff", reason="it [pays]", arm=None, version=None,
+        propensity=1.0, expected_gain=0.0, expected_saving_s=0.0, expected_cost_s=0.0, context={},
+    )  # fmt: skip
+    for elapsed_s, more in (
+        (0.0, {}),
+        (5.0, {}),
+        (6.0, {"decisions": [act]}),
+        (7.0, {"decisions": [act]}),
+        (21.0, {}),
+        (22.0, {"phase": "B"}),
+    ):
+        say(elapsed_s, **more)
+    assert [len(found) for found in said.values()] == [1, 0, 1, 0, 1, 1]
+    assert said[6.0] == ["  6 of 100 s  train math: it [pays]"]
+    assert "phase A" in said[0.0][0] and "adaptive -" in said[0.0][0] and "phase B" in said[22.0][0]
 
 
 def test_the_demo_on_vllm_says_what_it_needs_before_anything_starts():
