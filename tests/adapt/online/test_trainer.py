@@ -279,6 +279,8 @@ def test_a_missing_target_folder_fails(place, tmp_path):
 
 def test_the_target_is_read_as_its_drafter_taps_it_and_in_its_number_type(place, tmp_path, monkeypatch):
     registry, read = place[1], []
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text("{}")
 
     def load(folder, **options):
         read.append((options["tap_layers"], options["dtype"]))
